@@ -1,1 +1,1 @@
-"""Recurrent side of mmspec: targets with recurrent layers, their tree operations, drafters and training."""
+"""Recurrent layers in mmspec: targets, tree operations, drafters and training."""

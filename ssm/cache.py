@@ -1,11 +1,11 @@
 """Cache of models with recurrent layers: recurrent states, and keys and values of attention layers.
 
 A verify pass does not change the states. It stores the inputs of the convolutions and the scans' gates; a commit
-recomputes the convolutions along the accepted path and updates the states from their outputs. A node thus costs its
-convolution inputs, not a state.
+recomputes the convolutions along the accepted path and updates the states from their outputs. A node thus stores
+convolution inputs instead of a state.
 
-Further axes: ``units`` counts the scans of all layers, of which a layer mostly has one; ``channels`` are a
-convolution's, such as x, B and C of Mamba-2 or q, k and v of Gated DeltaNet, concatenated.
+Additional axes: ``units`` counts the scans of all layers, usually one per layer; ``channels`` are a convolution's
+concatenated channels, such as x, B and C of Mamba-2 or q, k and v of Gated DeltaNet.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mmspec.ssm.recurrences import Recurrence
 from mmspec.ssm.states import Convolutions, Key, Scans
 
 STATES = "tree_states"
-"""Keyword argument of a decoder's forward that passes a ``StateCache`` to its mixers; and attribute of a convolution's
-inputs, for mixers without keyword arguments, such as Mamba-1's."""
+"""Keyword argument of a decoder's forward that passes a ``StateCache`` to its mixers, and attribute of convolution
+inputs for mixers without keyword arguments, such as Mamba-1."""
 
 _COMMIT_ELEMENTS = 1 << 17
-"""Elements per batched commit on a CPU: small layers are batched to save calls, large ones run one by one to save
+"""Elements per batched commit on a CPU: small layers are batched to save calls, large layers run one by one to save
 memory. With static shapes, all layers are batched."""
 
 
@@ -45,11 +45,11 @@ class StateCache(TreeCache):
     """``TreeCache`` of a model with recurrent layers of one kind.
 
     Args:
-        recurrence: the class of their recurrence; None for convolutions alone.
+        recurrence: recurrence class of these layers; None for convolutions only.
         recurrent: indices of layers with a recurrent state.
         attending: indices of layers with keys and values; a layer may have both.
-        static_shapes: static buffers, for states too.
-        scans: scans of a layer, one after another, whose states transformers stacks.
+        static_shapes: use static buffers, for states too.
+        scans: consecutive scans per layer, whose states transformers stacks.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class StateCache(TreeCache):
         self._scans = Scans(recurrence(units) if recurrence is not None else None, units, scans, static_shapes)
         self._conv = Convolutions(static_shapes)
         self._tree: _Tree | None = None
-        self._current: Key = 0, 0  # running layer and convolution; convolution and scan do not receive their indices
+        self._current: Key = 0, 0  # current layer and convolution, which are not passed to convolutions and scans
 
     @property
     def version(self) -> tuple[object, ...]:
         """Changes whenever a buffer is reallocated."""
         return self.kv.version, self._conv.version, self._scans.version
 
-    # The cache interface of transformers' mixers. Their own one-token paths, which update states in place, find none.
+    # Cache interface for transformers' mixers; returns no states, to avoid their in-place one-token paths.
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return False
@@ -140,23 +140,23 @@ class StateCache(TreeCache):
         return self._conv.convolve(self._current, x, weight, bias, activation, self._tree.window).transpose(1, 2)
 
     def scan(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Replace the mixer's scan; instead of a final state, an empty tensor."""
+        """Replace the mixer's scan; returns an empty tensor as the final state."""
         assert self._tree is not None
         return self._scans.read(self._place[self._current[0]], self._tree.ancestors, *args, **options)
 
     def windowed(
         self, key: Key, width: int, function: Callable[..., Any], x: Tensor, *others: Tensor, mask: Tensor | None = None
     ) -> Any:
-        """A part of a layer whose outputs depend on the last ``width`` tokens of ``x`` and on one of ``others``. In a
-        verify pass, it sees each node's window as a sequence.
+        """Run a part of a layer whose outputs depend on the last ``width`` tokens of ``x`` and on the current token of
+        ``others``. In a verify pass, each node's window is passed as a sequence.
 
         Args:
-            key: of the convolution whose state the inputs become.
-            function: takes ``x`` and ``others``, (batch, tokens, features) each, and reads no cache.
-            mask: (batch, tokens), 0 at padding of a prompt.
+            key: key of the convolution whose state stores the inputs.
+            function: called with ``x`` and ``others``, (batch, tokens, features) each; must not use a cache.
+            mask: (batch, tokens), 0 at padding in a prompt.
 
         Returns:
-            What ``function`` returns: (batch, tokens, ...), or several of them.
+            Result of ``function``: one or several (batch, tokens, ...).
         """
         if self._tree is None:
             inputs = x if mask is None else x * mask[:, :, None].to(x.dtype)
@@ -169,11 +169,11 @@ class StateCache(TreeCache):
         return last if several else last[0]
 
     def by_row(self, function: Callable[..., Tensor], states: Tensor) -> Tensor:
-        """A bias of relative positions, for rows whose positions differ.
+        """Compute a relative position bias row by row, because positions differ between rows.
 
         Args:
-            function: takes states (1, nodes, ...) and positions of queries (nodes,) and keys (slots,) in all rows.
-            states: (rows, nodes, ...), of the queries.
+            function: called with one row's states, (1, nodes, ...), and positions of queries and keys, (n,) each.
+            states: (rows, nodes, ...), query states.
         """
         assert self._tree is not None
         depth, slots = self._tree.ancestors.sum(-1) - 1, torch.arange(self.length, device=states.device)
@@ -199,7 +199,7 @@ class StateCache(TreeCache):
         return [*super().tensors(), self._conv.state.data, self._scans.state.data]
 
     def truncate(self, length: int) -> None:
-        raise UserError("recurrent states cannot be cut: only whole prefixes are used again")
+        raise UserError("recurrent states cannot be truncated: only whole prefixes can be reused")
 
     def select(self, rows: Sequence[int]) -> None:
         self._conv.state.select(rows)
@@ -240,7 +240,7 @@ class StateCache(TreeCache):
                 self._scans.commit(part, y, chain, at, bool(len(self._conv)))
 
     def _parts(self, batch: int, depth: int) -> Iterator[slice]:
-        """Slices of layers, or of convolutions if they are not followed by scans, to batch in a commit."""
+        """Slices of layers, or of convolutions without scans, to batch in a commit."""
         layers = len(self._conv) or len(self._place)
         entries = batch * (depth + self._conv.width) * max(self._conv.state.data.shape[1] // layers, self._scans.gates)
         size = layers if self.static_shapes else max(1, _COMMIT_ELEMENTS // entries)

@@ -1,13 +1,13 @@
 """Tree verification for transformers' recurrent layers, with unmodified mixers.
 
-The mixers of most modelling files call module-level functions: the causal convolution and mostly a chunked scan. They
-are replaced by dispatchers during passes of a target. Calls with a keyword argument that only verify passes have go to
-the ``StateCache``; others, of other threads too, to transformers' own function, with whatever kernels are installed.
-Mixers that pass no keyword arguments have the cache on the convolution's inputs, and their scan follows it.
+The mixers of most modelling files call module-level functions: the causal convolution and usually a chunked scan.
+During forward passes of a target, dispatchers replace these functions. Calls with a keyword argument that only verify
+passes have go to the ``StateCache``; all other calls, including other threads', go to transformers' own function, with
+the installed kernels. For mixers that pass no keyword arguments, the cache is an attribute of the convolution's inputs,
+and the next scan uses the same cache.
 
-Mixers that compute their recurrence themselves, and other modules that read more than their own token, have dispatchers
-of methods: calls with a ``StateCache`` as an argument, or after a convolution with one, go to an adapter
-(``mmspec.ssm.mixers``).
+For mixers that compute their recurrence themselves, and other modules that read more than their own token, methods are
+dispatched: calls with a ``StateCache``, or after a convolution with one, go to an adapter (``mmspec.ssm.mixers``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RECURRENT, _BOTH, _CONVOLVED = "linear_attention", "hybrid", "conv"
 _ATTENDING = ("full_attention", "sliding_attention", _BOTH, "hybrid_sliding")
 
 _LAST: ContextVar[StateCache | None] = ContextVar("_LAST", default=None)
-"""The cache of a thread's last convolution or adapter, for what follows it."""
+"""The cache of a thread's last convolution or adapter, for the call after it."""
 
 
 class RecurrentLayers:
@@ -45,8 +45,8 @@ class RecurrentLayers:
 
     Attributes:
         families: model types of the text configurations.
-        recurrence: what the layers compute after their convolution, if anything.
-        functions: what is replaced if there is no recurrence.
+        recurrence: the layers' recurrence after their convolution; None without one.
+        functions: functions to replace if there is no recurrence.
 
     Raises:
         UserError: the installed transformers lacks a required function or method.
@@ -129,7 +129,7 @@ class LightningAttentionLayers(RecurrentLayers):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         if window := model.config.get_text_config().sliding_window:
-            raise UserError(f"attention layers beside lightning attention must have no window: got {window} tokens")
+            raise UserError(f"attention layers next to lightning attention must have no window: got {window} tokens")
 
 
 class RGLRULayers(RecurrentLayers):
@@ -140,7 +140,7 @@ class RGLRULayers(RecurrentLayers):
         super().__init__(model)
         decoder: Any = model.get_decoder()
         for layer in self._recurrent:
-            decoder.layers[layer].temporal_block.layer_idx = layer  # as other mixers have it
+            decoder.layers[layer].temporal_block.layer_idx = layer  # as in other mixers
 
 
 class ShortConvolutionLayers(RecurrentLayers):
@@ -148,7 +148,7 @@ class ShortConvolutionLayers(RecurrentLayers):
 
 
 class InklingLayers(RecurrentLayers):
-    """Short convolutions of keys, values and outputs, beside attention with a bias of relative positions (Inkling)."""
+    """Short convolutions of keys, values and outputs, and attention with a relative position bias (Inkling)."""
 
     families = ("inkling_text",)
     functions = INKLING
@@ -156,7 +156,7 @@ class InklingLayers(RecurrentLayers):
 
 
 class Inkling2Layers(RecurrentLayers):
-    """The same, with some convolutions whose weights depend on the token (Inkling 2)."""
+    """``InklingLayers`` with some convolutions whose weights depend on the token (Inkling 2)."""
 
     families = ("inkling2_text",)
     static_shapes = False
@@ -169,7 +169,7 @@ class Inkling2Layers(RecurrentLayers):
 
 
 class ZayaLayers(RecurrentLayers):
-    """Projections of the last tokens to queries, keys and values (ZAYA's compressed convolutional attention)."""
+    """Projections from the last tokens to queries, keys and values (ZAYA's compressed convolutional attention)."""
 
     families = ("zaya",)
     functions = ZAYA
@@ -181,7 +181,7 @@ class ZayaLayers(RecurrentLayers):
 
 
 def _place(module: ModuleType, name: str) -> Place:
-    """The module, or its class, that a function belongs to, and the function's name there."""
+    """The owner of a function, a module or class, and the function's name in it."""
     *classes, name = name.split(".")
     return (getattr(module, classes[0], None) if classes else module), name
 
@@ -202,7 +202,7 @@ def _check(module: ModuleType, functions: Functions, layers: str) -> None:
 
 @contextmanager
 def _dispatching(module: ModuleType, functions: Functions) -> Iterator[None]:
-    """Replace a modelling file's functions by dispatchers during a pass."""
+    """Replace a modelling file's functions by dispatchers during a forward pass."""
     places = {_place(module, name): replacement for name, (replacement, _) in functions.items()}
     with replaced(
         {place: functools.partial(_dispatcher, replacement=substitute) for place, substitute in places.items()}
@@ -215,7 +215,7 @@ def _dispatching(module: ModuleType, functions: Functions) -> Iterator[None]:
 
 @functools.cache
 def _dispatcher(original: Callable[..., Any], replacement: str | Adapter) -> Callable[..., Any]:
-    """``original``, except for calls with a ``StateCache``, which go to its method or to an adapter."""
+    """Wrap ``original``: calls with a ``StateCache`` go to its method or to an adapter."""
 
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
@@ -226,7 +226,7 @@ def _dispatcher(original: Callable[..., Any], replacement: str | Adapter) -> Cal
             _LAST.set(states if states.verifying else None)
             return replacement(states, original, *args, **kwargs)
         if replacement == "conv":
-            # The mixers of Mamba-1, and of LFM2 in transformers 5.21, pass no keyword arguments.
+            # Mixers of Mamba-1, and of LFM2 in transformers 5.21, pass no keyword arguments.
             states = kwargs.pop(STATES, None if not args else getattr(args[0], STATES, None))
             _LAST.set(states)
         else:

@@ -1,11 +1,11 @@
-"""Adapters, which replace methods of modules whose recurrence is no function of their modelling file.
+"""Adapters: replace methods of modules whose recurrence is not a function in their modelling file.
 
-An adapter of a mixer computes it from its own sub-modules. The states are the cache's, in prefill too: such mixers
-otherwise keep them in the module or in a cache of their own class.
+An adapter computes a mixer from its sub-modules. States are always in the cache, even in prefill: such mixers otherwise
+keep them in the module or in a cache of their own class.
 
-Other modules beside attention have outputs that depend on more than their own token. Those that read the last few
-tokens, without being depthwise convolutions, see each node's window as a sequence; those that read positions, which all
-rows share, are called for each row.
+Some modules other than attention also read more than their own token. Modules that read the last few tokens, but are
+not depthwise convolutions, get each node's window as a sequence; modules that read positions, assumed equal for all
+rows, are called row by row.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def _attention(
 
 
 def _model(states: StateCache, original: Adapter, model: Any, **options: Any) -> Any:
-    """Replace ``MiniMaxModel.forward``, which with ``use_cache`` refuses caches of other classes."""
+    """Replace ``MiniMaxModel.forward``, which rejects other cache classes if ``use_cache`` is set."""
     return original(model, **{**options, "use_cache": False})
 
 
 class LightningAttention(Mamba2):
-    """Lightning attention: Mamba-2's scan with a constant decay per head and no step sizes.
+    """Lightning attention: Mamba-2's scan with a constant decay per head and without step sizes.
 
     State: (heads, value_dim, key_dim); gates: keys and values, (2 heads key_dim,).
 
@@ -87,16 +87,16 @@ def _block(
 ) -> tuple[Tensor, None]:
     """Replace ``RecurrentGemmaRecurrentBlock.forward``.
 
-    Padding, which transformers does not mask here, does not enter the convolution.
+    Masks padding before the convolution, which transformers does not.
     """
     x, conv = mixer.linear_x(input_states).transpose(1, 2), mixer.conv_1d
     if not states.verifying:
         index = torch.arange(x.shape[2], device=x.device)
-        first = torch.where(position_ids == 0, index, 0).amax(1, keepdim=True)  # padding has position 0 too
+        first = torch.where(position_ids == 0, index, 0).amax(1, keepdim=True)  # padding also has position 0
         x = x * (index >= first).unsqueeze(1)
     states.update_conv_state(x, mixer.layer_idx, conv_kernel_size=mixer.conv1d_width)
     x = states.conv(x, conv.weight.squeeze(1), conv.bias) if states.verifying else conv(x)[..., : x.shape[2]]
-    lru = copy.copy(mixer.rg_lru)  # which stores the states in the module
+    lru = copy.copy(mixer.rg_lru)  # the original stores states in the module
     lru.recurrent_states = states if states.verifying else None
     y = lru(x.transpose(1, 2), position_ids) * mixer.act_fn(mixer.linear_y(input_states))
     states.update_recurrent_state(lru.recurrent_states, mixer.layer_idx)
@@ -106,16 +106,14 @@ def _block(
 def _scan(
     states: StateCache, original: Adapter, lru: Any, hidden_states: Tensor, recurrent_gate: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Replace ``RecurrentGemmaRglru._rnn_scan`` in verify passes; no node is the first of its sequence."""
+    """Replace ``RecurrentGemmaRglru._rnn_scan`` in verify passes, where no node is the first token of its sequence."""
     return states.scan(hidden_states, recurrent_gate)
 
 
 class RGLRU:
-    """RG-LRU: a gated linear recurrence of one state per channel. State: (channels,); gates: decays and scaled inputs,
-    (2 channels,).
+    """RG-LRU: a gated linear recurrence. State: (channels,); gates: decays and scaled inputs, (2 channels,).
 
-    Gates are computed from the convolution's output by products that belong to the mixer: a commit reads them from the
-    pass.
+    Gates are computed from the convolution's output by projections of the mixer, so a commit reads the recorded gates.
 
     Source: Griffin (arXiv 2402.19427), section 2.4.
     """
@@ -143,7 +141,7 @@ class RGLRU:
 def _projections(
     states: StateCache, original: Adapter, module: Any, hidden_states: Tensor, cache: Any, conv_mask: Any
 ) -> Any:
-    """Replace ``ZayaCCAProjection.forward``, two convolutions and a delayed part of the values; called by position."""
+    """Replace ``ZayaCCAProjection.forward``, called with positional arguments: two convolutions and delayed values."""
 
     def project(hidden: Tensor) -> Any:
         return original(module, hidden, None, conv_mask)
@@ -198,7 +196,7 @@ INKLING2: Functions = {
 }
 _BIAS = _position_bias, ("hidden_states", "relative_distance", "position_ids")
 INKLING2_BIASES: Functions = {
-    "Inkling2RelativeLogits.forward": _RELATIVE,  # up to transformers 5.23
+    "Inkling2RelativeLogits.forward": _RELATIVE,  # transformers 5.23 and earlier
     "Inkling2RelativePositionBias.forward": _BIAS,
 }
 ZAYA: Functions = {"ZayaCCAProjection.forward": (_projections, _WINDOWED)}

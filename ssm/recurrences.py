@@ -1,7 +1,7 @@
-"""Recurrences of the mixers on a tree: what distinguishes one kind of recurrent layer from another.
+"""Recurrences of mixers on a tree, one class per kind of recurrent layer.
 
-Most mixers convolve their inputs (``mmspec.ssm.ops.tree_conv``) and pass the result to one module-level function of
-their modelling file, their scan; ``mmspec.ssm.mixers`` has the others. ``StateCache`` owns the states and the
+Most mixers convolve their inputs (``mmspec.ssm.ops.tree_conv``) and pass the result to a module-level function of their
+modelling file, the scan; for other mixers, see ``mmspec.ssm.mixers``. ``StateCache`` owns the states and the
 convolution; a ``Recurrence`` computes the scan over a tree and advances the states along a path.
 """
 
@@ -30,8 +30,8 @@ Adapter = Callable[..., Any]
 """Replaces a method of a mixer: takes the ``StateCache``, transformers' own method, and its arguments."""
 
 Functions = Mapping[str, tuple[str | Adapter, tuple[str, ...]]]
-"""Functions of a modelling file, or methods of its classes: the ``StateCache`` method or adapter that replaces each,
-and the parameters that it must have."""
+"""Functions of a modelling file or methods of its classes, with the ``StateCache`` method or adapter that replaces
+each, and its required parameters."""
 
 CONVOLUTION: Functions = {"causal_conv1d_fn": ("conv", ("hidden_states", "weight", "bias", "activation"))}
 
@@ -42,8 +42,8 @@ class Recurrence(Protocol):
     The constructor takes the number of recurrent layers.
 
     Attributes:
-        name: of the layers, for messages.
-        functions: what is replaced in transformers' modelling files.
+        name: name of the layers in messages.
+        functions: functions to replace in transformers' modelling files.
     """
 
     name: ClassVar[str]
@@ -55,23 +55,23 @@ class Recurrence(Protocol):
         """Output of a layer's scan at every node, and its gates.
 
         Args:
-            place: number of the layer among the recurrent ones.
+            place: index of the layer among recurrent layers.
             state: (batch, heads, ...) float32, before the tree; not modified.
             ancestors: (batch, nodes, nodes) bool, [i, j] is True if j is i or an ancestor of i.
             args, options: arguments of the replaced function.
 
         Returns:
-            The first result of the replaced function, and (batch, nodes, gates): what a commit requires of each node
-            besides the convolution's inputs.
+            The first result of the replaced function, and gates, (batch, nodes, gates): per-node values required by a
+            commit, other than convolution inputs.
         """
 
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
         """Advance the states of several layers along a path, in place.
 
         Args:
-            part: places of the layers.
+            part: indices of the layers among recurrent layers.
             channels: (batch, depth, layers, channels), the convolution's output at the path's nodes; empty without one.
-            gates: (batch, depth, layers, gates), those of the same nodes.
+            gates: (batch, depth, layers, gates), gates of the same nodes.
             state: (batch, layers * heads, ...) float32, contiguous.
             path: (batch, depth) int64, 0 to depth - 1, right-padded with -1.
         """
@@ -87,7 +87,7 @@ class Mamba2:
     }
 
     def __init__(self, layers: int) -> None:
-        self._a: list[Any] = [None] * layers  # (heads,), temporaries of the pass
+        self._a: list[Any] = [None] * layers  # (heads,), valid during the pass
         self._stored_a: Tensor | None = None  # (layers, heads), copy for the commit
 
     def read(
@@ -106,7 +106,7 @@ class Mamba2:
         dt_softplus: bool = False,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Step sizes are not clamped to ``dt_limit``: transformers clamps them in prefill, but not in decoding."""
+        """Does not clamp step sizes to ``dt_limit``: transformers clamps in prefill, but not in decoding."""
         self._a[place] = A.detach()
         if place == len(self._a) - 1:
             self._stored_a = torch.stack(self._a, out=self._stored_a)
@@ -125,8 +125,8 @@ class Mamba2:
 class Mamba1:
     """Mamba-1's selective scan, with its gate. State: (channels, state); gates: step sizes and B, (channels + state,).
 
-    Step sizes and B depend on the convolution's output by projections, and norms in Falcon-Mamba and Jamba, that belong
-    to the mixer: a commit reads them from the pass.
+    Step sizes and B are computed from the convolution's output by projections (and norms in Falcon-Mamba and Jamba) of
+    the mixer, so a commit reads the recorded values.
     """
 
     name: ClassVar[str] = "Mamba"
@@ -159,7 +159,7 @@ class Mamba1:
         delta_softplus: bool = False,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Arguments and output are (batch, channels or state, nodes)."""
+        """Arguments and output have shape (batch, channels or state, nodes)."""
         if place == 0:
             self._levels = depth_index(ancestors)
         assert self._levels is not None

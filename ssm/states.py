@@ -1,10 +1,9 @@
-"""States of a model's causal convolutions and scans: verify passes record their inputs and gates, and do not change
-them; commits advance them along the accepted path.
+"""States of a model's causal convolutions and scans. Verify passes record inputs and gates without changing states;
+commits advance the states along the accepted path.
 
-A layer may have several: Inkling has four beside its attention. Those of all layers are stored as one wide convolution,
-whose channels are those of the first layer's, then the second's. Operations of a short reach that are no depthwise
-convolutions (``Convolutions.windows``) have the same states. ``units`` counts the scans of all layers,
-of which a layer mostly has one.
+A layer may have several convolutions: Inkling has four in addition to attention. The convolutions of all layers are
+stored as one wide convolution, with channels in layer order. Short-range operations that are not depthwise convolutions
+(``Convolutions.windows``) use the same states. ``units`` counts the scans of all layers, usually one per layer.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from mmspec.ssm.ops import commit_conv, tree_conv
 from mmspec.ssm.recurrences import Recurrence
 
 Key = tuple[int, int]
-"""Layer, and number of the convolution in the layer (transformers' ``state_idx``)."""
+"""Layer index, and index of the convolution in the layer (transformers' ``state_idx``)."""
 
 MIN_NODES = 64
-"""Initial node capacity of buffers of static shapes."""
+"""Initial node capacity of buffers with static shapes."""
 
 
 class Convolutions:
-    """States of all convolutions of a model, which have one width.
+    """States of all convolutions of a model, which have the same width.
 
     Attributes:
         state: (rows, channels, width - 1), the last inputs, newest last.
@@ -53,7 +52,7 @@ class Convolutions:
 
     @property
     def width(self) -> int:
-        """Inputs that an output depends on."""
+        """Number of inputs that an output depends on."""
         assert self.state.rows, "the prompt comes first"
         return self.state.data.shape[2] + 1
 
@@ -65,7 +64,7 @@ class Convolutions:
         state[:, :, width - 1 - kept :] = inputs[:, :, tokens - kept :]
 
     def commit_prompt(self, without: Tensor) -> None:
-        """Make the inputs stored the states of new rows; ``without``, (batch, 0, 0), if there are no convolutions."""
+        """Use the stored inputs as states of new rows; ``without``, (batch, 0, 0), is used without convolutions."""
         end = 0
         for key, state in self._prompt.items():
             self._channels[key] = slice(end, end := end + state.shape[1])
@@ -73,20 +72,20 @@ class Convolutions:
         self._prompt = {}
 
     def append(self, prompt: Convolutions, rows: Tensor) -> None:
-        """Append rows (count,) int64 of other states, of a prefill for example."""
+        """Append rows, (count,) int64, of other states, e.g. of a prefill."""
         self._channels = prompt._channels
         self.state.append(prompt.state.data[rows])
 
     def convolve(
         self, key: Key, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, window: Tensor
     ) -> Tensor:
-        """``tree_conv`` over the nodes' inputs (batch, nodes, channels), recorded for the commit."""
+        """``tree_conv`` over the nodes' inputs, (batch, nodes, channels), which are recorded for the commit."""
         state = self._record(key, x)
         self._parameters[key] = weight, bias, activation
         return tree_conv(x, state, weight, bias, window, activation)
 
     def windows(self, key: Key, x: Tensor, window: Tensor) -> Tensor:
-        """The inputs that each node's output depends on, (batch, nodes, width, channels); recorded for the commit."""
+        """Inputs of each node's output, (batch, nodes, width, channels); records ``x`` for the commit."""
         inputs = torch.cat([self._record(key, x).transpose(1, 2), x], dim=1)
         return inputs[torch.arange(len(x), device=x.device)[:, None, None], window]
 
@@ -109,7 +108,7 @@ class Convolutions:
             at: indices of rows and of the path's nodes, (batch, 1) and (batch, depth).
 
         Returns:
-            (batch, depth, channels), their outputs, or else their inputs.
+            (batch, depth, channels), outputs of the convolutions, or their inputs if ``read`` is false.
         """
         channels = list(self._channels.values())[part]
         span = slice(channels[0].start, channels[-1].stop)
@@ -131,9 +130,9 @@ class Scans:
     """States of all scans of a model.
 
     Args:
-        recurrence: of all its units; None for a model with convolutions alone.
-        units: scans of all layers; 0 without any.
-        per_layer: scans of a layer, one after another, whose states transformers stacks.
+        recurrence: recurrence of all units; None for a model with convolutions only.
+        units: number of scans of all layers; 0 without scans.
+        per_layer: consecutive scans per layer, whose states transformers stacks.
 
     Attributes:
         state: (rows, units, heads, ...) float32.
@@ -146,7 +145,7 @@ class Scans:
         self.per_layer = per_layer
         self._recurrence, self._units, self._static_shapes = recurrence, units, static_shapes
         self._gates: Tensor | None = None  # (units, rows, nodes, gates)
-        self._reallocated = object()  # replaced with the gates
+        self._reallocated = object()  # replaced when the gates are reallocated
 
     def __len__(self) -> int:
         return self._units
@@ -158,14 +157,14 @@ class Scans:
 
     @property
     def gates(self) -> int:
-        """Values that a layer stores per node."""
+        """Number of values that a layer stores per node."""
         return 0 if self._gates is None else self._gates.shape[3] * self.per_layer
 
     def store(self, place: int, states: Tensor) -> None:
         """Store a layer's states after a prompt, (batch, heads, ...) or (batch, scans, heads, ...).
 
         Args:
-            place: of the layer among those with scans.
+            place: index of the layer among layers with scans.
         """
         new = states if self.per_layer > 1 else states[:, None]
         if not self.state.rows:
@@ -175,13 +174,12 @@ class Scans:
         self.state.data[:, first : first + self.per_layer] = new
 
     def read(self, place: int, ancestors: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Outputs of the next scan of a layer at the nodes of trees, recorded for the commit; instead of a final state,
-        an empty tensor.
+        """Outputs of a layer's next scan at tree nodes, and an empty final state; records gates for the commit.
 
         Args:
-            place: of the layer among those with scans.
+            place: index of the layer among layers with scans.
             ancestors: (batch, nodes, nodes) bool.
-            args, options: of the scan that this replaces.
+            args, options: arguments of the replaced scan.
         """
         assert self._recurrence is not None
         unit = place * self.per_layer + self.calls % self.per_layer
@@ -200,8 +198,8 @@ class Scans:
         """Advance the states of some layers along a path.
 
         Args:
-            layers: places among those with scans.
-            inputs: (batch, depth, channels), outputs of their convolutions along the path.
+            layers: indices among layers with scans.
+            inputs: (batch, depth, channels), outputs of the layers' convolutions along the path.
             chain: (batch, depth) int64, 0 to depth - 1, right-padded with -1.
             at: indices of rows and of the path's nodes, (batch, 1) and (batch, depth).
         """

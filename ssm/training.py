@@ -1,4 +1,4 @@
-"""``mmspec train mamba``: objective, and what sets up network and drafter to train."""
+"""``mmspec train mamba``: objective and setup of network and drafter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mmspec.training.tasks import DrafterSetup, DrafterTraining
 
 @dataclass(frozen=True, kw_only=True)
 class MambaOptions(TreeOptions):
-    """The options: those of the run, and of the network."""
+    """Options of ``mmspec train mamba``: run and network."""
 
     hidden_size: int = inherited(MambaConfig, "hidden_size", "Width.")
     layers: int = inherited(MambaConfig, "layers", "Mamba-2 layers.")
@@ -33,7 +33,7 @@ class MambaOptions(TreeOptions):
 
 
 def setup(options: MambaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    """What ``train_drafter`` trains with these options."""
+    """Set up network, objective and drafter for ``train_drafter``."""
     chosen = options.part(MambaConfig.__dataclass_fields__)
     network = MambaNetwork(MambaConfig(pipe.target.config.vocab_size, **chosen)).to(pipe.target.device, torch.float32)
     return DrafterSetup(network, forward_kl, Mamba, draft_ids, options.part(TREE))
@@ -42,13 +42,13 @@ def setup(options: MambaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> Dr
 def forward_kl(
     network: MambaNetwork, target: Target, batch: Features, draft_ids: Tensor | None = None, *_: Any
 ) -> LossOutput:
-    """Mean KL(target || drafter) of the next token, over answer tokens that are followed by another answer token.
+    """Mean KL(target || drafter) of the next token, over answer tokens followed by another answer token.
 
-    Arguments are those of ``mmspec.training.tasks.Objective``; nothing is drawn.
+    Arguments: see ``mmspec.training.tasks.Objective``; deterministic.
 
     Returns:
-        The loss in nats, and the metrics ``kl`` (the same), ``agreement`` (share of positions where the drafter's
-        argmax is the target's) and ``right`` (where it is the next token of the answer).
+        The loss in nats, and the metrics ``kl`` (the loss), ``agreement`` (share of positions where the drafter's
+        argmax equals the target's) and ``right`` (where it equals the next token of the answer).
     """
     positions = batch.answer[:, :-1] & batch.answer[:, 1:]
     hidden, _ = network(batch.tokens, batch.keep)
@@ -71,5 +71,5 @@ TRAINING = DrafterTraining(
     setup,
     """Train a Mamba drafter: a small language model distilled from the target's next-token distribution.
 
-    Its input is tokens only: images and videos in --data are placeholder tokens to the drafter.""",
+    Its input is tokens only: images and videos in --data become placeholder tokens.""",
 )

@@ -1,10 +1,10 @@
-"""EfficientNet-lite as a vision tower: features of four depths, positions and classes, on one grid.
+"""EfficientNet-lite as a vision tower: features of four depths, positions and classes on one grid.
 
-EfficientNet-lite is EfficientNet (Tan and Le, 1905.11946) with ReLU6 and without squeeze-and-excitation, so that
-transformers' modules need no change but to leave those out. Its weights come from a package.
+EfficientNet-lite is EfficientNet (Tan and Le, 1905.11946) with ReLU6 and without squeeze-and-excitation, so
+transformers' modules are used with these blocks removed. Its weights come from a package.
 
-A classifier's last features say what there is; colours, strokes and places are in earlier ones, which are folded to the
-grid of the last. The model types that this module registers are found by transformers once it is imported.
+A classifier's last features encode object classes; colours, strokes and positions are in earlier features, which are
+folded to the grid of the last. Importing this module registers its model types with transformers.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from mmspec.errors import UserError
 from mmspec.plugins import PackagedTower
 
 MEAN, STD = 0.498, 0.502
-"""Of the pixels, from 0 to 1, that the network was trained with."""
+"""Mean and standard deviation of pixels, from 0 to 1, for normalisation as in training."""
 
 STRIDE = 32
-"""Pixels along a side of a position of the grid."""
+"""Side of a grid position in pixels."""
 
 FOLDED = (4, 10)
-"""Blocks whose outputs are folded to the grid."""
+"""Indices of blocks whose outputs are folded to the grid."""
 
 LAST, POOLED = slice(0, 320), slice(320, 1600)
-"""Channels of the last block's output, and of the pooled features, the classifier's input."""
+"""Channels of the last block's output and of the pooled features, which are the classifier's input."""
 
 BLOCK = 4
-"""Positions of a block, of ``in_blocks``."""
+"""Positions per block of ``in_blocks``."""
 
 _NAMES = {
     "_conv_stem": "embeddings.convolution",
@@ -48,9 +48,9 @@ _OUTER_NORMS = {"_bn0": "embeddings.batchnorm", "_bn1": "encoder.top_bn"}
 
 
 def in_blocks(grid: Tensor) -> Tensor:
-    """A grid (..., rows, columns) in the order of its blocks of 2 x 2 positions, in the same shape.
+    """Reorder a grid, (..., rows, columns), by blocks of 2 x 2 positions; keeps the shape.
 
-    A language model reads what lies in one place one after the other.
+    A language model then reads neighbouring positions consecutively.
     """
     *outer, rows, columns = grid.shape
     blocks = grid.reshape(*outer, rows // 2, 2, columns // 2, 2)
@@ -62,8 +62,8 @@ class EfficientNetLiteConfig(EfficientNetConfig):
 
     Args:
         image_size: side in pixels, a multiple of 64.
-        classes: that the classifier tells apart.
-        label_size: channels that say the class; see ``EfficientNetLite.said``.
+        classes: number of classes of the classifier.
+        label_size: channels that encode the class; see ``EfficientNetLite.said``.
 
     Attributes:
         hidden_size: channels of the output: 320 of the last block, 1280 pooled, 16 x 40 and 4 x 112 of earlier blocks,
@@ -87,7 +87,7 @@ class EfficientNetLiteConfig(EfficientNetConfig):
 
 
 class EfficientNetLite(EfficientNetModel):
-    """The network, whose output has the channels that ``EfficientNetLiteConfig`` names."""
+    """EfficientNet-lite; ``EfficientNetLiteConfig`` describes the output channels."""
 
     config: EfficientNetLiteConfig
     config_class = EfficientNetLiteConfig
@@ -102,19 +102,19 @@ class EfficientNetLite(EfficientNetModel):
         self.labels = nn.Parameter(torch.zeros(config.classes, BLOCK, config.label_size, dtype=torch.float32))
 
     def said(self, pooled: Tensor) -> Tensor:
-        """The mean label under the classes' probabilities, (images, 4, label_size), of features (images, 1280).
+        """Expected label under the class probabilities, (images, 1280) features -> (images, 4, label_size).
 
-        A label is one vector for each position of a block: a phrase of four words.
+        A label has one vector per position of a block: a phrase of four words.
         """
         return torch.einsum("ic,cbl->ibl", self.classifier(pooled).softmax(-1), self.labels)
 
     def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
-        """Features (images, hidden_size, rows, columns), ``in_blocks``, and pooled ones (images, 1280).
+        """Features (images, hidden_size, rows, columns), ``in_blocks``, and pooled features (images, 1280).
 
         Args:
             pixel_values: (images, 3, side, side), normalised by ``MEAN`` and ``STD``.
         """
-        pixels = pixel_values.to(self.dtype, memory_format=torch.channels_last)  # a fifth faster on a CPU
+        pixels = pixel_values.to(self.dtype, memory_format=torch.channels_last)  # a fifth faster on CPU
         hidden, kept = self.embeddings(pixels), []
         for index, block in enumerate(self.encoder.blocks):
             hidden = block(hidden)
@@ -139,7 +139,7 @@ AutoModel.register(EfficientNetLiteConfig, EfficientNetLite, exist_ok=True)
 
 
 def read(file: Path) -> dict[str, Tensor]:
-    """The weights of ``EfficientNetLite`` by name."""
+    """Read weights of ``EfficientNetLite`` by name."""
     return {renamed(name): x.contiguous() for name, x in torch.load(file, "cpu", weights_only=True).items()}
 
 
@@ -149,7 +149,7 @@ lite0 = PackagedTower(
 
 
 def renamed(name: str) -> str:
-    """Transformers' name of a weight of the package."""
+    """Map a weight name of the package to transformers' name."""
     if name.startswith("_fc."):
         return name.replace("_fc", "classifier")
     parts = name.split(".")

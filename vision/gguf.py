@@ -1,8 +1,7 @@
-"""Vision-language models in two GGUF files, as llama.cpp has them: the language model's, and that of the vision tower
-and projector (``mmproj``).
+"""Vision-language models in two GGUF files, as in llama.cpp: language model and projector (``mmproj``).
 
-Names of tensors and metadata are those of llama.cpp's ``convert_hf_to_gguf.py --mmproj`` and, for LLaVA, of its older
-``convert_image_encoder_to_gguf.py``. What files do not state is as published configurations of the family have it.
+Tensor and metadata names follow llama.cpp's ``convert_hf_to_gguf.py --mmproj`` and, for LLaVA, the older
+``convert_image_encoder_to_gguf.py``. Values missing in files come from published configurations of the family.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from mmspec.targets.sources import LazySource
 _UNREADABLE = (KeyError, IndexError, TypeError, ValueError)
 _TOWER, _PROJECTOR, _VISUAL = "model.vision_tower", "model.multi_modal_projector", "model.visual"
 _WHOLE = ("class_embedding", "cls_token", "position_embeddings", "lambda_1", "lambda_2", "projection_weight", "newline")
-"""Ends of names of parameters, which name no module."""
+"""Suffixes of parameter names without a module."""
 
 
 class VisionSource(LazySource):
-    """A language model's file, and a projector's.
+    """Model source of a language model file and a projector file.
 
     Raises:
-        UserError: a file cannot be read, is of an unknown family, or does not fit the other one.
+        UserError: a file cannot be read, has an unknown family, or does not fit the other file.
     """
 
     def __init__(self, path: str | Path, mmproj: str | Path) -> None:
@@ -75,8 +74,7 @@ class VisionSource(LazySource):
 
 
 def _as_text(file: GGUFFile) -> GGUFFile:
-    """A language model's file; that of Qwen-VL, which transformers does not read, as one of Qwen2: it has other
-    positions for images alone."""
+    """Read a Qwen-VL language model, unsupported by transformers, as Qwen2: only image positions differ."""
     if file.architecture() != "qwen2vl":
         return file
     same = copy(file)
@@ -89,7 +87,7 @@ def _family(file: GGUFFile, language: GGUFFile) -> _Family:
     """The family of a projector's file.
 
     Raises:
-        UserError: the file is none, of an unknown type, or does not fit the language model.
+        UserError: the file is not a projector, has an unknown type, or does not fit the language model.
     """
     metadata = file.metadata
     names = (metadata.get(f"clip.{prefix}projector_type") for prefix in ("", "vision."))
@@ -114,7 +112,7 @@ def _family(file: GGUFFile, language: GGUFFile) -> _Family:
 
 
 class _Weight:
-    """A weight of the model, of tensors of a file: ``weight[...]`` reads it, dense."""
+    """Lazy weight from tensors of a file: ``weight[...]`` reads it, dequantised."""
 
     def __init__(self, tensors: list[GGUFTensor], change: Callable[..., Tensor], shape: tuple[int, ...] | None) -> None:
         self._tensors, self._change, self.shape = tensors, change, shape
@@ -139,12 +137,12 @@ def _joined(*tensors: Tensor) -> Tensor:
 
 
 def _of_frames(*tensors: Tensor) -> Tensor:
-    """A convolution over two frames, of one per frame."""
+    """Stack per-frame convolutions to a convolution over two frames."""
     return torch.stack(tensors, 2)
 
 
 def _order(name: str) -> tuple[int, str]:
-    """Queries, keys and values come in this order; else, names without a number come first."""
+    """Sort key: queries, keys and values in this order; otherwise, names without a number first."""
     return next((place for place, part in enumerate(("attn_q", "attn_k", "attn_v")) if part in name), 3), name
 
 
@@ -162,7 +160,7 @@ _WITH_IMAGES = """\
 {%- endfor -%}
 {%- set messages = given.messages -%}
 """
-"""Before a chat template for texts: messages with images become texts with the image's token."""
+"""Preamble for text-only chat templates: converts messages with images to texts with image tokens."""
 
 _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -171,21 +169,21 @@ _CHATML = (
 
 
 class _Family(ABC):
-    """Models with one type of projector: what their files state, in transformers' terms.
+    """Converts the files of models with one type of projector to transformers.
 
     Attributes:
-        model_type: of transformers' configuration.
-        layer: name of a layer in the model, with its number.
-        layers: names of modules of a layer in the file to those in the model's layer.
-        modules: the other names.
-        output: tensor and axis with the language model's width.
-        image: tokens that may stand for an image in a chat template; the first of them that the vocabulary has does.
-        template: of chats with texts, where the language model's file has none.
-        placed: the token of an image and what stands around it, where a template is one for texts.
+        model_type: model type of the transformers configuration.
+        layer: name of a layer in the model, with a placeholder for its number.
+        layers: module names of a layer in the file, mapped to names in the model's layer.
+        modules: all other module names, mapped to names in the model.
+        output: tensor and axis that have the language model's hidden size.
+        image: candidate image tokens for chat templates; the first token in the vocabulary is used.
+        template: chat template for texts, if the language model's file has none.
+        placed: image token and surrounding text, for text-only templates.
         language_model: name of the language model in the model.
-        gelu: the activation that llama.cpp calls so.
-        changes: of tensors, by the end of the name in the model; by default the only one is taken as it is.
-        unused: weights that no output depends on, and that are not in the file.
+        gelu: activation that llama.cpp calls "gelu".
+        changes: tensor conversions by suffix of the name in the model; by default, a single tensor is used unchanged.
+        unused: weights that do not affect outputs and are not in the file.
     """
 
     model_type: ClassVar[str]
@@ -206,19 +204,19 @@ class _Family(ABC):
         self._tokens: list[str] = language.metadata.get("tokenizer.ggml.tokens", [])
 
     def vision(self) -> dict[str, Any]:
-        """Fields of the tower's configuration, besides those that all towers have."""
+        """Additional fields of the vision tower's configuration."""
         return {}
 
     @abstractmethod
     def fields(self, text: Any) -> dict[str, Any]:
-        """Fields of the model's configuration; ``text`` is the language model's."""
+        """Fields of the model's configuration; ``text`` is the language model's configuration."""
 
     @abstractmethod
     def processor(self, read: Callable[..., Any]) -> Any:
-        """transformers' processor; without torchvision it takes no videos. ``read`` returns the tokenizer."""
+        """transformers' processor; without video support if torchvision is missing. ``read`` returns the tokenizer."""
 
     def explained(self) -> Any:
-        """Errors of incomplete files in one line."""
+        """Context that converts errors of incomplete files to one-line messages."""
         of = f"expected the metadata and tensors of a {self._kind} projector"
         return explained(f"cannot read {str(self._file.path)!r}: {of}", *_UNREADABLE)
 
@@ -241,7 +239,7 @@ class _Family(ABC):
         return CONFIG_MAPPING[self.model_type].from_dict(fields | self.fields(text))
 
     def with_template(self, read: Callable[..., Any]) -> Any:
-        """The processor, with the chat template of the language model's file or the family."""
+        """The processor with the chat template of the language model's file or of the family."""
         made = self.processor(read)
         given, image = made.tokenizer.chat_template or self.template, self._text(*self.image)
         if re.search("""['"]image['"]""", given):
@@ -252,15 +250,15 @@ class _Family(ABC):
         return made
 
     def width(self) -> int:
-        """Of what the projector returns."""
+        """Output size of the projector."""
         name, axis = self.output
         return self._file.tensors[name].shape[axis]
 
     def weights(self, model: PreTrainedModel) -> dict[str, Any]:
-        """The weights of tower and projector by their names in the model.
+        """Weights of vision tower and projector by name in the model.
 
         Raises:
-            UserError: a tensor is not one of the family's.
+            UserError: a tensor does not belong to the family.
         """
         shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         parts: defaultdict[str, dict[str, GGUFTensor]] = defaultdict(dict)
@@ -274,7 +272,7 @@ class _Family(ABC):
         return found
 
     def _name(self, name: str) -> str:
-        """Of a tensor's weight in the model."""
+        """Map a tensor name to a weight name in the model."""
         module, end = re.fullmatch(r"(.*?)(\.weight|\.bias|)(?:\.1)?", name).groups()  # type: ignore[union-attr]
         if layer := re.fullmatch(r"v\.blk\.(\d+)\.(\w+)", module):
             found = self.layers.get(self._unswapped(layer[1], layer[2]))
@@ -288,7 +286,7 @@ class _Family(ABC):
         return found if found.endswith(_WHOLE) else found + end
 
     def _unswapped(self, layer: str, module: str) -> str:
-        """The module that older converters call by another's name: they swapped up and down."""
+        """Undo the swapped names of up and down projections in files of older converters."""
         if self._file.tensors[f"v.blk.{layer}.ffn_down.weight"].shape[0] != self._get("embedding_length"):
             return {"ffn_down": "ffn_up", "ffn_up": "ffn_down"}.get(module, module)
         return module
@@ -299,22 +297,22 @@ class _Family(ABC):
         return metadata.get(key, *default) if default else metadata[key]
 
     def _inner(self) -> int:
-        """Features between the two products of a layer; metadata of Qwen-VL have another number or 0."""
+        """Intermediate size of an MLP, from its weight; metadata of Qwen-VL have a different number or 0."""
         return prod(self._file.tensors["v.blk.0.ffn_up.weight"].shape) // int(self._get("embedding_length"))
 
     def _scale(self, default: int = 2) -> int:
-        """Patches along a side that become one token."""
+        """Number of patches per side that are merged into one token."""
         return int(self._get("projector.scale_factor", default))
 
     def _length(self) -> int:
-        """Tokens of an image, or of a tile of one."""
+        """Number of tokens per image or tile."""
         return (self._get("image_size") // self._get("patch_size") // self._scale()) ** 2
 
     def _token(self, *names: str) -> int:
-        """The first of these tokens that the vocabulary has.
+        """Id of the first of these tokens that is in the vocabulary.
 
         Raises:
-            UserError: it has none of them.
+            UserError: no token is in the vocabulary.
         """
         if found := [name for name in names if name in self._tokens]:
             return self._tokens.index(found[0])
@@ -324,7 +322,7 @@ class _Family(ABC):
         )
 
     def _text(self, *names: str) -> str:
-        """The same, as text."""
+        """Text of the first of these tokens that is in the vocabulary."""
         return self._tokens[self._token(*names)]
 
     def _colours(self) -> dict[str, Any]:
@@ -340,7 +338,7 @@ class _Family(ABC):
 
 
 class _Clip(_Family):
-    """With a tower whose modules are called as those of CLIP and SigLIP."""
+    """Models with a vision tower whose modules are named as in CLIP and SigLIP."""
 
     layer = f"{_TOWER}.encoder.layers.{{}}"
     layers = {f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"} | {
@@ -359,7 +357,7 @@ class _Clip(_Family):
 
 
 class _Llava(_Clip):
-    """LLaVA 1.5. Its own checkpoints have no token of images: another one that no text has stands for them."""
+    """LLaVA 1.5. Original checkpoints have no image token: a token that does not occur in text is used instead."""
 
     model_type = "llava"
     modules = _Clip.modules | {
@@ -420,7 +418,7 @@ class _LlavaNext(_Llava):
 
 
 class _Idefics3(_Clip):
-    """Idefics3 and SmolVLM, whose networks are the same."""
+    """Idefics3 and SmolVLM, which share the architecture."""
 
     model_type = "idefics3"
     layer = "model.vision_model.encoder.layers.{}"
@@ -462,7 +460,7 @@ class _Gemma3(_Clip):
     _names: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "boi": ("<start_of_image>",),
         "eoi": ("<end_of_image>",),
-        "image": ("<image_soft_token>", "<unused0>"),  # files may leave out the first, whose embedding is not used
+        "image": ("<image_soft_token>", "<unused0>"),  # files may omit the first; its embedding is unused
     }
 
     def vision(self) -> dict[str, Any]:
@@ -483,7 +481,7 @@ class _Gemma3(_Clip):
 
 
 class _ImagesAlone:
-    """A processor of transformers without its video processor, which needs torchvision."""
+    """Mixin for transformers processors without video processor, which needs torchvision."""
 
     @classmethod
     def get_attributes(cls) -> list[str]:
@@ -529,7 +527,7 @@ class _InternVL(_Family):
         return {
             "attention_bias": "v.blk.0.attn_q.bias" in tensors,
             "use_qk_norm": "v.blk.0.attn_q_norm.weight" in tensors,
-            "norm_type": "rms_norm" if size == (3200, 45) else "layer_norm",  # as llama.cpp knows InternViT-6B
+            "norm_type": "rms_norm" if size == (3200, 45) else "layer_norm",  # llama.cpp's criterion for InternViT-6B
         }
 
     def fields(self, text: Any) -> dict[str, Any]:
@@ -579,7 +577,7 @@ class _Qwen2VL(_Family):
         return {**sizes, **self._depth()}
 
     def _depth(self) -> dict[str, Any]:
-        """Under names that all versions of transformers know."""
+        """Depth and heads, under names supported by all versions of transformers."""
         sizes = {"depth": self._get("block_count"), "num_heads": self._get("attention.head_count")}
         return {**sizes, "spatial_merge_size": self._merge()}
 
@@ -623,4 +621,4 @@ FAMILIES: dict[str, type[_Family]] = {
     "gemma3": _Gemma3,
     "internvl": _InternVL,
 }
-"""By the type of a projector, ``clip.projector_type``."""
+"""Family by projector type, ``clip.projector_type``."""

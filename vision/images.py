@@ -39,8 +39,8 @@ DECODE_ERRORS = (
     Image.DecompressionBombWarning,
 )
 
-# Formats that Pillow opens but that are rejected here: EPS runs an external program, WMF needs Windows, and the others
-# are recognised but not decoded.
+# Formats that Pillow opens but that are rejected here: EPS runs an external program, WMF needs Windows, and the rest is
+# recognised but not decoded.
 _REJECTED_FORMATS = frozenset({"EPS", "WMF", "MPEG", "BUFR", "GRIB", "HDF5"})
 
 _EXIF_ORIENTATION = 0x0112
@@ -178,7 +178,7 @@ def _from_integers(values: np.ndarray, name: str) -> Image.Image:
 
 
 def _from_floats(values: np.ndarray, name: str) -> Image.Image:
-    """Convert float pixels to RGB; the largest value decides between the ranges 0..1, 0..255 and 0..65535."""
+    """Convert float pixels to RGB; the maximum selects the range 0..1, 0..255 or 0..65535."""
     low, high = float(values.min()), float(values.max())
     if not (low >= 0 and high <= 65535):  # also false for nan
         raise UserError(f"{name}: float pixels must lie in 0..1, 0..255 or 0..65535, received {low:g}..{high:g}")

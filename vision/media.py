@@ -1,6 +1,6 @@
 """Open image and video sources (paths, bytes, data URIs, file objects) and identify their format by the first bytes.
 
-Nothing is decoded here. Other URLs are rejected: downloading is left to the caller.
+Does not decode. URLs other than data URIs are rejected: the caller must download them.
 """
 
 import io
@@ -75,7 +75,7 @@ _OFFICE = (  # names of entries at the start of a ZIP archive
 )
 _MARKUP = re.compile(rb"<(svg|!doctype svg|html|!doctype html|head|body|script)\b", re.IGNORECASE)
 _CONTROL = frozenset(range(32)) - frozenset(b"\t\n\f\r\x1b")  # bytes that no text contains
-# Last words of descriptions of what contains neither images nor videos.
+# last words of descriptions of formats without images and videos
 _NEITHER = ("text", "document", "drawing", "archive", "audio file", "program", "data file")
 _ADVICE = {
     "a PDF document": "; render its pages first, e.g. pdftoppm -png",
@@ -94,8 +94,8 @@ class MediaSource:
 
     Attributes:
         name: the source in error messages.
-        head: its first ``HEAD_BYTES`` bytes.
-        path, stream: where the bytes are; one of them is set.
+        head: first ``HEAD_BYTES`` bytes of the source.
+        path, stream: location of the bytes; one of them is set.
     """
 
     name: str
@@ -121,11 +121,11 @@ class MediaSource:
 
     @property
     def is_neither(self) -> bool:
-        """Whether the first bytes are those of a format that contains neither images nor videos, or text."""
+        """Whether the first bytes belong to text or to a format that contains neither images nor videos."""
         return self.description.endswith(_NEITHER)
 
     def refusal(self, expected: str) -> UserError:
-        """The error of a source that is no ``expected``: "an image", "a video", or "an image or a video"."""
+        """The error for a source that is not ``expected``: "an image", "a video", or "an image or a video"."""
         what = self.description
         advice = _ADVICE.get(what, "; unpack it first" if what.endswith("archive") else "")
         return UserError(f"{self.name}: expected {expected}, received {what}{advice}")
@@ -244,7 +244,7 @@ def _resolve_stream(source: object, expected: str, name: str | None) -> tuple[Bi
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether these may be characters: UTF-16 with its mark, else without control characters, UTF-8 or mostly ASCII."""
+    """Whether the bytes may be text: UTF-16 with a BOM, or UTF-8 or mostly ASCII without control characters."""
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         return True
     characters = head.decode(errors="ignore") if _CONTROL.isdisjoint(head) else ""

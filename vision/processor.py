@@ -20,14 +20,14 @@ from mmspec.vision.images import load_image
 from mmspec.vision.video import FPS, FRAMES, Backend, Video, load_video
 
 _LLAVA_TEMPLATE = "USER: {media}\n{text} ASSISTANT:"
-_ROUNDED = 1e-3  # seconds by which containers round times (Matroska: to milliseconds)
+_ROUNDED = 1e-3  # rounding of times in containers, in seconds (Matroska: milliseconds)
 
 
 class VisionProcessor(Processor):
     """Chat template, images, videos and tokenizer of a LLaVA-type or Qwen-VL model.
 
-    Pixel values come from the model's own processor. Where it takes no videos (LLaVA-1.5, LLaVA-NeXT), a video is
-    encoded as its frames, one image each.
+    Pixel values come from the model's own processor. If it does not support videos (LLaVA-1.5, LLaVA-NeXT), a video is
+    encoded as frames, one image each.
     """
 
     auto_class = AutoProcessor
@@ -51,21 +51,21 @@ class VisionProcessor(Processor):
 
         Args:
             requests: ``{"prompt": text, chat messages or token ids, "images": one or several, "videos": one or
-                several}`` each; in chat messages, ``{"type": "image"}`` and ``{"type": "video"}`` items take them in
-                order, or have a source of their own, as OpenAI's ``image_url`` and ``video_url``.
-            chat_template: False takes text prompts without media as they are.
-            tools, answer_start, chat_template_kwargs: as for ``Processor.encode``.
-            frames: frames per video; None takes 8, or what ``fps`` gives.
-            fps: sample at this rate instead, ``frames`` being the most that are taken.
+                several}`` each; in chat messages, ``{"type": "image"}`` and ``{"type": "video"}`` items refer to them
+                in order, or contain a source, like OpenAI's ``image_url`` and ``video_url``.
+            chat_template: False uses text prompts without media unchanged.
+            tools, answer_start, chat_template_kwargs: see ``Processor.encode``.
+            frames: frames per video; None means 8, or a number according to ``fps``.
+            fps: sample at this rate instead, with at most ``frames`` frames.
             video_backend: ``"pyav"`` or ``"decord"``.
 
         Raises:
-            UserError: a file that cannot be read, an empty prompt, more or fewer images than the messages name, or an
-                unknown option.
+            UserError: an unreadable file, an empty prompt, a number of images that does not match, or an unknown
+                option.
         """
         if unknown:
             raise UserError(f"unknown option for a vision model: got {', '.join(unknown)}")
-        FRAMES.check("frames", frames)  # also where no video is read
+        FRAMES.check("frames", frames)  # even if there is no video
         FPS.check("fps", fps)
         if _are_token_ids(requests):
             return super().encode(requests)
@@ -106,13 +106,13 @@ class VisionProcessor(Processor):
         """Separate chat messages from their images and videos.
 
         Args:
-            messages: image and video items contain their source, or refer to the next of ``pictures`` and ``clips``.
+            messages: image and video items contain a source, or refer to the next of ``pictures`` and ``clips``.
             pictures, clips: loaded images and videos.
             **video: options of ``load_video``, for items with a source.
 
         Returns:
-            The messages with placeholders, the images in their order, and the videos, if the processor takes any.
-            Otherwise the frames of videos are among the images.
+            Messages with placeholders, images in order, and videos. If the processor does not support videos, their
+            frames are among the images.
 
         Raises:
             UserError: a file cannot be read, or the numbers of items and media differ.
@@ -142,7 +142,7 @@ class VisionProcessor(Processor):
         return placed, loaded["image"], loaded["video"]
 
     def adds_special_tokens(self, rendered: str) -> bool:
-        """Unless the template has written the first of them, as in transformers' own ``apply_chat_template``."""
+        """False if the template already writes the first special token, as in ``apply_chat_template``."""
         start = self.tokenizer.bos_token
         return start is None or not rendered.startswith(start)
 
@@ -164,15 +164,15 @@ class VisionProcessor(Processor):
         if len(messages) > 1:
             raise UserError("several messages need a chat template: the model's processor has none")
         items = self._user_text.mark(messages)[0]["content"]
-        if type(self.plain).__name__.startswith(("Llava", "VideoLlava")):  # published without their template at first
+        if type(self.plain).__name__.startswith(("Llava", "VideoLlava")):  # initially published without their template
             media = "".join(self._placeholder(item["type"]) for item in items if item["type"] != "text")
             text = " ".join(item["text"] for item in items if item["type"] == "text")
             return _LLAVA_TEMPLATE.format(media=media, text=text)
-        # A base model: its processor adds what else belongs to the prompt, such as PaliGemma's "<bos>" and line break.
+        # A base model: its processor completes the prompt, e.g. with PaliGemma's "<bos>" and line break.
         return "".join(item["text"] if item["type"] == "text" else self._placeholder(item["type"]) for item in items)
 
     def _placeholder(self, kind: str) -> str:
-        """The placeholder of an image or a video in the text that the model's processor takes."""
+        """Placeholder of an image or a video in the text for the model's processor."""
         token = getattr(self.plain, f"{kind}_token", None)
         if token is None:
             raise UserError(f"{kind}s need a chat template or {kind}_token: the model's processor has neither")
@@ -196,15 +196,15 @@ class VisionProcessor(Processor):
         with _pad_token(self.tokenizer):
             encoded = dict(processor(**arguments, padding=True, padding_side="left", return_tensors="pt"))
         ids, mask = encoded.pop("input_ids"), encoded.pop("attention_mask")
-        encoded.pop("labels", None)  # PaliGemma's, for training
+        encoded.pop("labels", None)  # PaliGemma's training labels
         inputs = {name: value for name, value in encoded.items() if isinstance(value, Tensor)}
         return Prompt(ids, None if bool(mask.all()) else mask, inputs)
 
 
 def _metadata(clip: Video) -> dict[str, Any]:
-    """When a clip's frames are displayed, in the form of transformers' ``VideoMetadata``: time = index / rate.
+    """Display times of a clip's frames as transformers' ``VideoMetadata``: time = index / rate.
 
-    At a constant frame rate, indices count frames, as when transformers loads the file; otherwise milliseconds.
+    At a constant frame rate, indices count frames, as if transformers had loaded the file; otherwise milliseconds.
     """
     rate, indices = clip.fps or 0.0, [round(time * (clip.fps or 0.0)) for time in clip.times]
     if not rate or any(abs(index / rate - time) > _ROUNDED for index, time in zip(indices, clip.times, strict=True)):
@@ -222,7 +222,7 @@ def _metadata(clip: Video) -> dict[str, Any]:
 
 @contextmanager
 def _pad_token(tokenizer: Any) -> Iterator[None]:
-    """Temporarily give a tokenizer without a pad token its end-of-sequence token; the mask hides padding anyway."""
+    """Temporarily use the end-of-sequence token as pad token of a tokenizer without one; padding is masked anyway."""
     lent = tokenizer.pad_token_id is None
     if lent:
         tokenizer.pad_token = tokenizer.eos_token
@@ -247,7 +247,7 @@ def _are_token_ids(requests: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _listed(sources: Any) -> Iterable[Any]:
-    """Sources as a list; a single one becomes a list of one."""
+    """Sources as a list; wraps a single source."""
     if sources is None:
         return []
     return sources if isinstance(sources, list | tuple) else [sources]
@@ -258,7 +258,7 @@ def _load_video(source: Any, **options: Any) -> Video:
 
 
 def _take(item: Mapping[str, Any], kind: str, queue: list[Any], read: Any) -> Any:
-    """The image or video of a message's item: its own source, or the next one in the queue."""
+    """The image or video of a message item: from its source, or the next in the queue."""
     source = next((item[key] for key in (kind, "path", "url", f"{kind}_url") if key in item), None)
     if source is not None:
         return read(source["url"] if isinstance(source, Mapping) else source)

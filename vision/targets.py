@@ -14,7 +14,7 @@ from mmspec.vision.processor import VisionProcessor
 
 
 class VisionTarget(TransformersTarget):
-    """A vision-language model. See ``TransformersTarget``."""
+    """``TransformersTarget`` for vision-language models."""
 
     auto_class = AutoModelForImageTextToText
     processor_class = VisionProcessor

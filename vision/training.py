@@ -1,8 +1,8 @@
-"""``mmspec train msd`` and ``mmspec train flash``: objective, and what sets up network and drafter to train.
+"""``mmspec train msd`` and ``mmspec train flash``: objective and setup of network and drafter.
 
-The objective has the target's next hidden states and tokens, also after the drafter's own ones. Entry j of a drafter's
-sequence takes token j + 1 and the target's hidden state at token j. It predicts the hidden state at token j + 1, and
-with the target's head token j + 2.
+The drafter learns the target's next hidden states and tokens, from true states and from its own predictions. Entry j of
+a drafter's sequence reads token j + 1 and the target's hidden state at token j. It predicts the hidden state at token j
++ 1 and, through the target's head, token j + 2.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from mmspec.training.tasks import (
 from mmspec.vision.drafters.msd import MSD, Flash, MSDConfig, MSDNetwork
 
 _DEFAULT_SPAN = 256
-"""Visual tokens that share latents, if the target's configuration does not state the number per image."""
+"""Default number of visual tokens per image, if the target's configuration does not contain it."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Losses(Passes):
     """Settings of MSD's objective.
 
     Attributes:
-        hidden_weight, token_weight: of the smooth L1 distance to the target's hidden state, and of the cross-entropy
-            with its next-token distribution. The papers of MSD and EAGLE weight the two 1 and 0.1.
+        hidden_weight, token_weight: weights of the smooth L1 distance to the target's hidden state, and of the
+            cross-entropy with its next-token distribution. The MSD and EAGLE papers use 1 and 0.1.
         noise: amplitude of uniform noise, times 512 / length, on the hidden states of the first pass.
     """
 
@@ -70,8 +70,8 @@ class SlotLosses(Losses):
     """Settings of FLASH's objective.
 
     Attributes:
-        glancing: predictions are replaced by the target's states before the next pass (Falcon, arXiv 2412.12639,
-            replaces tokens: here the tokens of a block are the true ones anyway).
+        glancing: share of wrong predictions replaced by the target's states before the next pass (Falcon, arXiv
+            2412.12639, replaces tokens; here, blocks always contain true tokens).
     """
 
     slot_decay: float = option(1.0, POSITIVE, "Weight of a slot to the one before.")
@@ -86,14 +86,14 @@ class MSDOptions(Losses, HeadOptions):
     fit: bool = option(
         False,
         FLAG,
-        "Initialise by ridge regression of the target's hidden states, unless with --start: for little data.",
+        "Without --start: initialise by ridge regression of the target's hidden states; for small datasets.",
     )
     hide_visual: bool | None = inherited_optional(MSDConfig, "hide_visual")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlashOptions(SlotLosses, MSDOptions):
-    """Options of ``mmspec train flash``. Trees come from one pass; MSD's are wider and take a pass per level."""
+    """Options of ``mmspec train flash``. FLASH grows a tree in one pass, MSD one level per pass."""
 
     passes: int = inherited(Passes, "passes", default=1)
     top_k: int = inherited(TreeOptions, "top_k", default=4)
@@ -111,7 +111,7 @@ class FlashOptions(SlotLosses, MSDOptions):
         rule=whole(1, 2**20),
     )
     rank: int | None = inherited_optional(
-        MSDConfig, "rank", "Rank of an output layer of their own for the slots after the first; 0: the target's head."
+        MSDConfig, "rank", "Rank of a separate output layer for the slots after the first; 0: the target's head."
     )
 
 
@@ -119,7 +119,7 @@ def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, draft_ids: Tens
     start, target = None, pipe.target
     if options.start is not None:
         start = MSD.from_checkpoint(options.start)
-        start.attach(target)  # refuses drafters of other targets
+        start.attach(target)  # rejects drafters of other targets
     if draft_ids is None and start is not None:
         draft_ids = start.draft_ids
     tokens = output_rows(target) if draft_ids is None else len(draft_ids)
@@ -128,7 +128,7 @@ def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, draft_ids: Tens
     if config.rank and options.passes > 1:
         raise UserError(f"passes must be 1 with rank: got {options.passes}")
     if config.reads:
-        nn.init.zeros_(network.read.weight)  # as without, at first
+        nn.init.zeros_(network.read.weight)  # initially without effect
     if start is not None:
         load_shared_weights(start, network, options.start)
     if config.rank and (start is None or start.network.config.rank != config.rank):
@@ -142,10 +142,10 @@ def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, draft_ids: Tens
 
 @torch.no_grad()
 def init_low_rank_head(network: MSDNetwork, head: Tensor, guess: nn.Linear | None = None) -> None:
-    """Initialises the output layer of ``MSDConfig.rank`` as the best approximation of the target's head.
+    """Initialise the output layer of ``MSDConfig.rank`` as the best low-rank approximation of the target's head.
 
     Args:
-        network: to initialise.
+        network: network to initialise.
         head: (draft tokens, hidden), weight of the target's head.
         guess: predicts the head's inputs from carried states; None is the identity.
     """
@@ -161,12 +161,12 @@ def init_low_rank_head(network: MSDNetwork, head: Tensor, guess: nn.Linear | Non
 
 @torch.no_grad()
 def fit_projection(network: MSDNetwork, batches: Iterable[Features], ridge: float = 0.01) -> None:
-    """Initialises a network as the best linear guess of the target's next hidden state, by ridge regression.
+    """Initialise a network as the best linear predictor of the target's next hidden state, by ridge regression.
 
-    The projection of token embedding and hidden state is fitted; attention and MLP add nothing at first.
+    Fits the projection of token embedding and hidden state; attention and MLP are initialised to add nothing.
 
     Args:
-        network: to initialise.
+        network: network to initialise.
         batches: features of conversations.
         ridge: weight of the penalty, relative to the mean square of the inputs.
     """
@@ -198,10 +198,10 @@ def _network_config(options: MSDOptions, target: Any, start: MSD | None, tokens:
 
 
 def _latents(options: MSDOptions, target: Any) -> dict[str, int]:
-    """Values of ``MSDConfig.latents`` and ``span`` for commands that have ``--ratio``."""
+    """Values of ``MSDConfig.latents`` and ``span`` for commands with ``--ratio``."""
     if not isinstance(options, FlashOptions):
         return {}
-    # LLaVA's configurations state the number of tokens per image; in other families it varies.
+    # LLaVA's configurations contain the number of tokens per image; in other families it varies.
     span = options.span or getattr(target.model.config, "image_seq_length", None) or _DEFAULT_SPAN
     latents = max(1, round(span / options.ratio)) if options.latents is None else options.latents
     if options.hide_visual:
@@ -211,15 +211,15 @@ def _latents(options: MSDOptions, target: Any) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class HiddenStateObjective(SlotLosses):
-    """Losses of a batch over several forward passes, each fed with the predictions of the pass before.
+    """Losses of a batch over several forward passes, each fed with the predictions of the previous pass.
 
-    The first pass takes the target's true hidden states, as for accepted tokens. Later passes take predicted states for
-    the last tokens and true states before them, as for a node of a tree (the training-time test of EAGLE-3, arXiv
-    2503.01840; a single pass is the training of MSD, arXiv 2505.14260).
+    The first pass reads the target's true hidden states, as for accepted tokens. Later passes read predicted states for
+    the last tokens and true states before them, as for tree nodes (training-time test of EAGLE-3, arXiv 2503.01840; a
+    single pass is MSD's training, arXiv 2505.14260).
 
-    With k slots a pass predicts k states in sequence, each from the state predicted before it and the true token: a
-    tree node matters only if its parent was accepted. The next pass is fed with all k. In the first pass such a chain
-    starts at every entry; every k-th chain, from a random one on, continues in the later passes.
+    With k slots, a pass predicts k states in sequence, each from the previous predicted state and the true token,
+    because a tree node only matters if its parent was accepted. The next pass reads all k states. In the first pass, a
+    chain starts at every entry; every k-th chain, from a random start, continues in later passes.
 
     Metrics are numbered by depth in a tree: ``right_d`` is the accuracy of tokens predicted d steps after a true state.
 
@@ -238,8 +238,7 @@ class HiddenStateObjective(SlotLosses):
         generator: torch.Generator | None = None,
         progress: float = 1.0,
     ) -> LossOutput:
-        """The losses, see ``mmspec.training.tasks.Objective``. Noise, the first chain, and the predictions that
-        glancing replaces are drawn."""
+        """The losses, see ``mmspec.training.tasks.Objective``. Samples noise, first chain and glancing."""
         slots = network.config.slots
         read = batch.hidden if batch.layers is None else torch.cat([batch.hidden, batch.layers], dim=-1)
         entries = _entries(network, batch, self._noisy(network.states(read[:, :-1]), generator))
@@ -284,10 +283,10 @@ class _Entries:
 
     Attributes:
         embeds, hidden: inputs.
-        truth: the hidden states to predict.
-        visual: entries of visual tokens.
-        wanted: entries whose input token and predicted token both belong to an answer.
-        positions: of the entries; a slice if none were removed.
+        truth: hidden states to predict.
+        visual: mask of visual entries.
+        wanted: mask of entries whose input token and predicted token both belong to an answer.
+        positions: positions of the entries; a slice if no entry was removed.
     """
 
     embeds: Tensor
@@ -303,7 +302,7 @@ class _Entries:
 
 
 def _entries(network: MSDNetwork, batch: Features, hidden: Tensor) -> _Entries:
-    """The entries of a batch, images compressed or hidden; ``hidden``: (batch, entries, hidden)."""
+    """The entries of a batch, with images compressed or hidden; ``hidden``: (batch, entries, hidden)."""
     answer = batch.answer[:, 1:]
     wanted = answer & F.pad(answer[:, 1:], (0, 1))
     embeds, truth, visual = batch.embeds[:, 1:], batch.hidden[:, 1:], batch.visual[:, 1:]
@@ -323,7 +322,7 @@ class _Chains:
     """Predicts the states of a batch's chains and adds their losses.
 
     Attributes:
-        glancing: share of the wrong predictions that the truth replaces.
+        glancing: share of wrong predictions to replace by the truth.
     """
 
     objective: HiddenStateObjective
@@ -339,19 +338,19 @@ class _Chains:
         """Predict the states of all slots of a pass.
 
         Args:
-            entry: (batch, chains) int64, the entry of each chain's first slot.
-            state: (batch, chains, hidden), the states predicted in the first slot.
-            carried: (batch, chains, hidden), the recurrent state between slots.
-            valid: (batch, chains) bool, chains that are within an answer so far.
-            number: of the pass, from 0.
+            entry: (batch, chains) int64, entry of each chain's first slot.
+            state: (batch, chains, hidden), states predicted in the first slot.
+            carried: (batch, chains, hidden), recurrent state between slots.
+            valid: (batch, chains) bool, chains that are still within an answer.
+            number: index of the pass, from 0.
 
         Returns:
-            The input states of the next pass, (batch, chains, slots, hidden), and the chains that it can continue,
+            Input states of the next pass, (batch, chains, slots, hidden), and mask of chains that it can continue,
             (batch, chains) bool.
         """
         network, wanted = self.network, self.entries.wanted
         slots, last = network.config.slots, wanted.shape[1] - 1
-        # Later passes continue one chain in ``slots``.
+        # Later passes continue one of ``slots`` chains.
         share, states = slots if number else 1, []
         for slot in range(slots):
             position = (entry + slot).clamp(max=last)
@@ -370,15 +369,15 @@ class _Chains:
         """Add the losses of predicted states.
 
         Args:
-            state: (batch, chains, hidden), the predictions; not predicted by slots with an output layer of their own.
-            carried: (batch, chains, any), the recurrent state between slots.
-            own: whether the slot has an output layer of its own.
-            entry: (batch, chains) int64, the entries that they predict.
+            state: (batch, chains, hidden), predictions; unused by slots with a separate output layer.
+            carried: (batch, chains, any), recurrent state between slots.
+            own: whether the slot has a separate output layer.
+            entry: (batch, chains) int64, entries to predict.
             valid: (batch, chains) bool, predictions with a loss.
-            depth: suffix of the metrics' names.
+            depth: suffix of the metric names.
 
         Returns:
-            The states to continue with, (batch, chains, hidden): the predictions, some wrong ones replaced by glancing.
+            States to continue with, (batch, chains, hidden): predictions, some replaced by glancing.
         """
         if not bool(valid.any()):
             return state
@@ -388,7 +387,7 @@ class _Chains:
         if not own:
             further["hidden"] = F.smooth_l1_loss(predicted.float(), truth[valid].float())
         if network.config.confidence:
-            # The network's states learn nothing from it.
+            # No gradients to the network's states.
             logit = network.coverage(predicted.detach(), inner.detach()).float()[:, 0]
             best = scores.topk(min(self.objective.top_k, scores.shape[-1]), dim=-1).indices
             covered = goal.gather(-1, best).sum(-1).clamp(0.0, 1.0)
@@ -412,7 +411,7 @@ FLASH_TRAINING = DrafterTraining(
     partial(_setup, Flash),
     """Train a FLASH drafter: MSD with images compressed to latents and several tokens per forward pass.
 
-    --latents 0 turns off the compression, --slots 1 the semi-autoregression. All else is as in `train msd`.""",
+    --latents 0 turns off compression, --slots 1 semi-autoregression. Other options are as in `train msd`.""",
 )
 online_flash = partial(OnlineLearner, HiddenStateObjective(passes=1, loss="lk"))
 online_msd = partial(OnlineLearner, HiddenStateObjective(passes=2, loss="lk"))

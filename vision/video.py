@@ -1,12 +1,12 @@
 """Load videos: sample frames by timestamp from a file of any length.
 
 Conventions: times are in seconds from the first frame of the video stream. The duration includes the display time of
-the last frame. N frames are sampled at the centres of N equal segments of the duration; ``fps`` gives
-N = max(1, round(duration * fps)). The frame at time t is the last one with a presentation time <= t. If more frames are
-sampled than the video has, frames are repeated and share one image.
+the last frame. N frames are sampled at the centres of N equal segments of the duration; ``fps`` gives N = max(1,
+round(duration * fps)). The frame at time t is the last frame with a presentation time <= t. If more frames are sampled
+than the video has, frames are repeated and share one image.
 
-The file is read twice: once for the packets' timestamps only (containers may lack a duration or state a wrong one) and
-once for decoding. Only sampled frames are kept in memory; gaps longer than the longest keyframe interval are skipped by
+The file is read twice: once for packet timestamps only (containers may have no duration or a wrong duration) and once
+for decoding. Only sampled frames are kept in memory; gaps longer than the longest keyframe interval are skipped by
 seeking. The display matrix (rotation, mirroring) is applied; frames whose pixels are not square grow along the longer
 side of a pixel; transparency is composited on white. Animated GIF and PNG are videos. Animated WebP and AVIF are
 images, because FFmpeg does not read their frames.
@@ -44,7 +44,7 @@ class Video:
     Attributes:
         frames: RGB images in order of time.
         times: presentation time of each frame, in seconds from the first frame of the stream.
-        duration: seconds from the start of the first frame to the end of the last one.
+        duration: seconds from the start of the first frame to the end of the last frame.
         name: the source in error messages.
         fps: average frames per second of the source; None if it is unknown.
     """
@@ -74,7 +74,7 @@ def load_video(
             gives more, ``frames`` frames are spread evenly over the whole duration.
         fps: frames per second of video time.
         backend: "pyav", or "decord", an optional dependency that ignores mirroring and edit lists (it returns frames
-            that the file cuts).
+            that edit lists remove).
         max_duration: longest accepted video, in seconds.
 
     Raises:
@@ -82,7 +82,7 @@ def load_video(
             too long, or broken before the last sampled frame; or the backend's package is not installed.
 
     Warns:
-        CutWarning: the file was cut short; the frames and the duration are of what is there (not with decord).
+        CutWarning: the file is truncated; frames and duration cover the available part (not with decord).
     """
     if backend not in get_args(Backend):
         raise UserError(f"backend must be one of {', '.join(get_args(Backend))}: received {backend!r}")
@@ -115,9 +115,9 @@ def load_video(
 
 
 def kind_of(source: object, *, name: str | None = None) -> Literal["image", "video"]:
-    """Detect from its content whether a source is an image or a video; accepts the sources of ``load_video``.
+    """Detect from the content whether a source is an image or a video; accepts the same sources as ``load_video``.
 
-    Without PyAV, which tells videos from other files, all that may be videos are taken for one.
+    Without PyAV, which recognises videos, every file that may be a video counts as a video.
 
     Raises:
         UserError: the source is missing, empty, or neither.
@@ -139,7 +139,7 @@ def _has_pyav() -> bool:
 
 
 def _kind(media: MediaSource) -> Literal["image", "video"] | None:
-    """Detect the kind from the first bytes and with Pillow; None for other formats, and images that Pillow cannot open.
+    """Detect the kind from the first bytes and with Pillow; None for other formats and unreadable images.
 
     Text is never passed to FFmpeg, which would open the files listed in a playlist or concat script.
     """

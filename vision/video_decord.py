@@ -1,7 +1,7 @@
 """Sample frames of a video with decord, an optional dependency imported on first use.
 
-decord applies rotation, but ignores mirroring, transparency and edit lists (it returns frames that the file cuts) and
-does not detect truncated files. It reads neither animated GIF nor raw streams.
+decord applies rotation, but ignores mirroring, transparency and edit lists (it returns frames that edit lists remove)
+and does not detect truncated files. It cannot read animated GIF or raw streams.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def sample_with_decord(media: MediaSource, choose_times: ChooseTimes) -> tuple[T
 
     Raises:
         UserError: decord is not installed, cannot read the source to the end, finds no timestamps in it, or returns
-            frames that are no RGB images (some narrow videos).
+            frames that are not RGB images (some narrow videos).
     """
     decord = import_decord()
     with ExitStack() as stack:
-        _, stream = open_video(media, stack)  # raises for sources that are no video, on which decord prints to stderr
+        _, stream = open_video(media, stack)  # raises if the source is not a video; decord would print to stderr
         width, tick, aspect, rate = stream.width, stream.time_base, stream.sample_aspect_ratio, average_rate(stream)
     decord.logging.set_level(decord.logging.QUIET)
     with ExitStack() as stack:
-        # Absolute: FFmpeg takes what stands before a colon for a protocol.
+        # Absolute, because FFmpeg parses text before a colon as a protocol.
         path = None if media.path is None else readable_path(str(media.path.absolute()))
         source = path or stack.enter_context(media.open())
         try:
@@ -69,12 +69,12 @@ def sample_with_decord(media: MediaSource, choose_times: ChooseTimes) -> tuple[T
                     sampled.append(sampled[-1])
                 else:
                     image = Image.fromarray(reader[int(order[rank])].asnumpy())
-                    if image.mode != "RGB":  # it takes the bytes of a row, padding included, for channels
+                    if image.mode != "RGB":  # it interprets row padding as channels
                         raise UserError(
                             f"{media.name}: expected frames whose width decord can read, received {image.width} pixels;"
                             " use backend pyav"
                         )
-                    turned = image.width != width  # by 90 degrees, which decord has applied
+                    turned = image.width != width  # decord has applied a rotation by 90 degrees
                     size = display_size(*image.size, 1 / aspect if aspect and turned else aspect)
                     sampled.append((time, image.resize(size, Image.Resampling.BICUBIC)))
         except (decord.DECORDError, RuntimeError, IndexError) as error:

@@ -38,7 +38,7 @@ _LENIENT: dict[str, Any] = {"metadata_errors": "ignore"} if int(av.__version__.p
 # Demuxers that render text, or accept any file by its suffix.
 _NOT_VIDEO = frozenset({"image2", "tty", "bin", "xbin", "adf", "idf", "rawvideo"})
 
-# Demuxers that find their data anywhere in a file, such as a photograph within a document: the first bytes of a video.
+# First bytes of a video, for demuxers that find data anywhere in a file, such as a photograph within a document.
 _START_CODE = b"\x00\x00"  # and 0 or 1
 _RAW = {"mjpeg": b"\xff\xd8"} | dict.fromkeys(
     ("h264", "hevc", "vvc", "m4v", "mpegvideo", "mpeg", "cavsvideo"), _START_CODE
@@ -50,7 +50,7 @@ _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 # A file counts as truncated if its packets end earlier than declared by more than both of these.
 _TOLERANCE_SECONDS = Fraction(1, 2)
 _TOLERANCE_FRACTION = Fraction(1, 100)
-_HEADERS = 256  # bytes: a truncated file ends within a packet and its headers; more that is not read is broken
+_HEADERS = 256  # bytes: a truncated file ends within a packet and its headers; more unread bytes mean a broken file
 
 _DISPLAY_MATRIX = 6  # AV_FRAME_DATA_DISPLAYMATRIX of libavutil/frame.h
 _OTHER_SIDE_DATA = [kind for kind in range(64) if kind != _DISPLAY_MATRIX]
@@ -93,29 +93,29 @@ def open_video(
 
 
 def display_size(width: int, height: int, pixel_aspect: Fraction | None) -> tuple[int, int]:
-    """Width and height of a frame once its pixels are square: one side grows, the other stays.
+    """Width and height of a frame after conversion to square pixels: one side grows, the other side stays.
 
     Args:
-        pixel_aspect: width of a pixel by its height; None or 0 if it is unknown.
+        pixel_aspect: width / height of a pixel; None or 0 if unknown.
     """
     aspect = pixel_aspect or Fraction(1)
     return round(width * max(aspect, Fraction(1))), round(height / min(aspect, Fraction(1)))
 
 
 def average_rate(stream: VideoStream) -> Fraction:
-    """Frames per second, according to the container; 25 if it does not say."""
+    """Frames per second according to the container; 25 if unknown."""
     return stream.average_rate or stream.guessed_rate or Fraction(25)
 
 
 class PacketScan:
     """Timestamp statistics of a container's packets, in seconds on the stream's clock.
 
-    Packets come in decoding order. Where that is not the order of presentation (B-frames), the duration of a packet may
-    be the time until the next one is decoded: the last frame then lasts at most as long as the one before.
+    Packets come in decoding order. If that differs from presentation order (B-frames), the duration of a packet may be
+    the time until the next packet is decoded: the last frame then lasts at most as long as the frame before it.
 
     Attributes:
         interval: nominal time between two frames.
-        largest, position: bytes of the largest packet, and place in the file at which the last one ends.
+        largest, position: bytes of the largest packet, and file offset of the end of the last packet.
         keyframe: time of the last keyframe.
         longest_gap: longest time between two keyframes.
     """
@@ -124,8 +124,8 @@ class PacketScan:
         self._stream = stream
         self.interval = 1 / (stream.guessed_rate or stream.average_rate or Fraction(25))
         self._count = 0
-        self._starts: list[Fraction] = []  # of the last two frames displayed
-        self._length = Fraction(0)  # of the last frame displayed
+        self._starts: list[Fraction] = []  # start times of the last two displayed frames
+        self._length = Fraction(0)  # duration of the last displayed frame
         self._reordered = False
         self._other_end = Fraction(0)
         self.keyframe = self.longest_gap = Fraction(0)
@@ -172,12 +172,12 @@ class PacketScan:
             self.keyframe = start
 
     def declared_end(self, container: InputContainer) -> Fraction:
-        """The end of the last stream according to the container; 0 if it states none or only an estimate."""
+        """The end of the last stream according to the container; 0 if unknown or estimated."""
         name = container.format.name
         if name == "avi":
             return self._stream.frames * (self._stream.time_base or self.interval)  # one tick per frame
         if name.startswith(SEEKABLE) and container.duration:
-            # Muxers disagree on whether the duration includes a start after 0: take the earlier end.
+            # Muxers disagree on whether the duration includes a start after 0: use the earlier end.
             return Fraction(min(container.start_time or 0, 0) + container.duration, av.time_base)
         return Fraction(0)
 
@@ -186,8 +186,8 @@ def sample_with_pyav(media: MediaSource, choose_times: ChooseTimes) -> tuple[Tim
     """Sample the frames displayed at the times that ``choose_times`` returns.
 
     Returns:
-        The frames, the duration in seconds, and the average frame rate. The duration of a truncated file, about which
-        a ``CutWarning`` says how much is missing, is that of the frames that are there.
+        Frames, duration in seconds, and average frame rate. For a truncated file, the duration covers the available
+        frames, and a ``CutWarning`` reports how much is missing.
 
     Raises:
         UserError: the source is not a video, or broken before the last sampled frame.
@@ -226,11 +226,11 @@ class _FrameReader:
         self._frames: Iterator[VideoFrame]
         self._current: VideoFrame  # displayed now
         self._next_frame: VideoFrame | None  # displayed next; None after the last one
-        self._longest_gap: Fraction  # longest time between two keyframes, or from the last one to the end
+        self._longest_gap: Fraction  # longest time between two keyframes, or from the last keyframe to the end
         self._interval: Fraction  # time between frames without timestamps
         self.rate: Fraction  # average frames per second
         self.end: Fraction  # end of the last frame, on the stream's clock
-        self.declared: Fraction | None = None  # end of a truncated file before it was, on the stream's clock
+        self.declared: Fraction | None = None  # original end of a truncated file, on the stream's clock
         self._scan_packets()  # before decoding: a file object has a single position
         try:
             self._restart()
@@ -238,7 +238,7 @@ class _FrameReader:
             self.close()
             raise
         self.origin = self._timestamp(self._current)
-        # Of all frames, before they are turned: streams may change theirs.
+        # Size and aspect for all frames, before rotation: streams may change them.
         first, aspect = self._current, self._stream.sample_aspect_ratio
         self.size = display_size(first.width, first.height, aspect)
 
@@ -250,7 +250,7 @@ class _FrameReader:
         return self._timestamp(frame) - self.origin
 
     def frame_at(self, target: Fraction) -> VideoFrame:
-        """The frame displayed at ``target`` seconds: the last one not later, or the first. Targets must ascend.
+        """The frame displayed at ``target`` seconds: the last frame not later, or the first frame. Targets must ascend.
 
         Raises:
             UserError: the file is broken before the next frame, or the frame is corrupt.
@@ -266,7 +266,7 @@ class _FrameReader:
         return self._current
 
     def _scan_packets(self) -> None:
-        """Read all packets' timestamps without decoding, in constant memory."""
+        """Read the timestamps of all packets without decoding, in constant memory."""
         with ExitStack() as stack:
             container, stream = open_video(self._media, stack)
             scan = PacketScan(stream)
@@ -312,7 +312,7 @@ class _FrameReader:
         self._current, self._next_frame = first, self._decode_next()
 
     def _decoded(self, decoder: str | None) -> Iterator[VideoFrame]:
-        """Frames from the container's position, up to a packet that the end of the file cuts."""
+        """Frames from the container's position, up to a packet truncated by the end of the file."""
         context: Any = CodecContext.create(decoder, "r") if decoder else self._stream.codec_context
         for packet in self._container.demux(self._stream):
             if self.declared is None or not packet.is_corrupt:
@@ -371,7 +371,7 @@ class _FrameReader:
 
 
 def _to_upright_rgb(frame: VideoFrame, size: tuple[int, int]) -> Image.Image:
-    """Convert a frame to RGB: transparency on white, square pixels, turned according to the display matrix."""
+    """Convert a frame to RGB: transparency on white, square pixels, rotated according to the display matrix."""
     if any(component.is_alpha for component in frame.format.components):
         image = composite_on_white(Image.fromarray(frame.to_ndarray(format="rgba")))
     else:
@@ -398,7 +398,8 @@ def _display_matrix(frame: VideoFrame) -> np.ndarray | None:
     """The 9 values of a frame's display matrix, or None if it has none.
 
     PyAV's ``frame.side_data`` crashes the process on ICC profiles (double free of the profile's name, PyAV 14 to 19)
-    and raises on types of side data that PyAV does not list. FFmpeg's ``sidedata`` filter first removes all others.
+    and raises on types of side data that PyAV does not list. FFmpeg's ``sidedata`` filter first removes all other
+    types.
     """
     if _filtered(frame, ["mode=select:type=DISPLAYMATRIX"]) is None:
         return None

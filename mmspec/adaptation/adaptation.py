@@ -1,7 +1,7 @@
-"""Drafters of a pipeline learn while its engine is idle: a copy of the weights is trained, and replaces them later.
+"""Online adaptation of drafters: trains a copy of the weights while the engine is idle, and swaps it in later.
 
-It learns from the target's hidden states of sequences, which are recorded as they are decoded. The table of Token
-Recycling learns while it drafts, and is only kept on disk.
+Training data are the target's hidden states, recorded during decoding. The table of Token Recycling learns while it
+drafts; adaptation only saves it to disk.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from mmspec.errors import UserError
 from mmspec.files import make_folder
 from mmspec.targets.transformers_target import sharded
 
-_TABLE = 16 << 20  # bytes of a full table, at most
-_WAITING = 64  # ended sequences that have not been learned from; further ones are not recorded
-_LONGEST = 4096  # tokens of a recorded prompt
+_TABLE = 16 << 20  # maximum bytes of a full table
+_WAITING = 64  # maximum finished sequences in the queue; further sequences are not recorded
+_LONGEST = 4096  # maximum tokens of a recorded prompt
 
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """A sequence with the target's hidden states.
+    """A finished sequence with the target's hidden states.
 
     Attributes:
         tokens: (length,) int64, prompt and answer, on the host.
-        features: (length, hidden) each, the features that its drafter reads.
+        features: (length, hidden) each, features that the drafter reads.
         visual: (length,) bool, positions of image and video features.
-        shown: (visual positions, hidden), their input embeddings.
+        shown: (visual positions, hidden), input embeddings at visual positions.
     """
 
     tokens: Tensor
@@ -67,16 +67,16 @@ class RecordedAnswer:
 
 @dataclass
 class _Row:
-    """A sequence that is decoding; ``passes`` are its states in prefill and verify passes, None if not recorded."""
+    """A running sequence; ``passes`` are its states from prefill and verify passes, None if not recorded."""
 
     history: list[int]
     prompt: int
     passes: list[dict[Feature, Tensor]] | None
     visual: Tensor | None = None
     shown: Tensor | None = None
-    tokens: int = 0  # emitted by steps that drafted
+    tokens: int = 0  # tokens emitted by draft steps
     steps: int = 0
-    length: int = 0  # of the history, after the last step
+    length: int = 0  # length of the history after the last step
 
     def answer(self) -> RecordedAnswer | None:
         if not self.passes:
@@ -92,11 +92,11 @@ class _Row:
 
 @dataclass
 class Ended:
-    """A sequence that has ended.
+    """A finished sequence.
 
     Attributes:
-        answer: None if it was not recorded.
-        tokens, steps: emitted by verify passes over drafts, and their number.
+        answer: recorded states; None if not recorded.
+        tokens, steps: number of tokens emitted by draft steps, and of draft steps.
     """
 
     answer: RecordedAnswer | None
@@ -106,13 +106,13 @@ class Ended:
 
 @dataclass(eq=False)
 class RecordedDrafter(Wrapper):
-    """A trained drafter whose sequences are recorded, and which is replaced while it has none.
+    """Records the sequences of a trained drafter, and replaces the drafter while it has no sequences.
 
-    A copy drafts with what has been learned, and is recorded no more.
+    Copies draft with the current weights and do not record.
 
     Attributes:
-        ended: sequences that have ended, for the learner to take.
-        fresh: replaces ``drafter`` before its next first sequence.
+        ended: queue of finished sequences for the learner.
+        fresh: replacement for ``drafter``, swapped in before the next sequence when none is running.
     """
 
     drafter: TrainedDrafter
@@ -153,7 +153,7 @@ class RecordedDrafter(Wrapper):
         self.drafter.observe(tree, verdict, output)
         states = {name: take(output.features[name], verdict.path.clamp(min=0)) for name in self.features}
         for number, (row, (accepted, _)) in enumerate(zip(self._rows, verdict.host, strict=True)):
-            emitted, row.length = len(row.history) - row.length, len(row.history)  # fewer than accepted at a stop
+            emitted, row.length = len(row.history) - row.length, len(row.history)  # at a stop, fewer than accepted
             if tree.nodes > 1:
                 row.tokens += emitted
                 row.steps += 1
@@ -162,11 +162,11 @@ class RecordedDrafter(Wrapper):
 
 
 REQUESTS = 16
-"""Requests that are compared, before and after."""
+"""Number of requests to compare before and after a replacement."""
 
 
 class AcceptanceWatch:
-    """Acceptance lengths of requests, before and since the last replacement."""
+    """Compares acceptance lengths of requests before and after the last replacement."""
 
     def __init__(self) -> None:
         self._before: list[float] = []
@@ -189,21 +189,21 @@ class AcceptanceWatch:
         return fmean(self._since) + error < fmean(self._before)
 
     def replaced(self, kept: bool) -> None:
-        """Begin anew after a replacement; ``kept`` says whether that of the last comparison stays the reference."""
+        """Restart the comparison; ``kept`` makes the requests since the last replacement the reference."""
         if kept or not self._before:
             self._before = self._since[-REQUESTS:]
         self._since = []
 
 
-_EARLIER = 7  # answers that are learned again with each new one
-_BUFFER = 1 << 27  # bytes of hidden states that are kept to learn from
+_EARLIER = 7  # replayed answers per new answer
+_BUFFER = 1 << 27  # maximum bytes of the replay buffer
 
 
 class Learner(Protocol):
-    """Train a copy of a drafter's network; made by the plug-ins ``adapt``, by the drafter's name."""
+    """Interface of plug-ins of the group ``adapt``, by drafter name: train a copy of a drafter's network."""
 
     def learn(self, answer: RecordedAnswer) -> None:
-        """Add an answer to a batch; the last one of a batch takes a training step."""
+        """Accumulate gradients of an answer, and take a training step after the last answer of a batch."""
 
     def weights(self) -> nn.Module:
         """A copy of the network."""
@@ -215,16 +215,16 @@ class Learner(Protocol):
 class HeadAdaptation:
     """Adaptation of one trained drafter.
 
-    What it learns replaces the drafter's weights after every ``REQUESTS`` requests, while the engine is idle. If
-    acceptance falls in as many requests, the former weights return.
+    Learned weights replace the drafter's weights after every ``REQUESTS`` requests, while the engine is idle. If
+    acceptance falls over the next ``REQUESTS`` requests, the replacement is rolled back.
 
     Args:
-        drafter: not attached yet; its network is not packed.
-        store: keeps the weights; None keeps none.
+        drafter: unattached drafter with an unpacked network.
+        store: store for the weights; None does not save them.
 
     Attributes:
-        drafter: drafts in place of the given one.
-        answers, replacements, rollbacks: numbers of answers that were learned, and how often the others have happened.
+        drafter: wrapper to use instead of the given drafter.
+        answers, replacements, rollbacks: numbers of learned answers, replacements and rollbacks.
     """
 
     def __init__(self, drafter: TrainedDrafter, target: Target, store: Store | None) -> None:
@@ -233,20 +233,20 @@ class HeadAdaptation:
         self.drafter = RecordedDrafter(drafter)
         self._target, self._store = target, store
         self._current = self._former = self._learner.weights()
-        self._proven = True  # whether requests have shown that the current ones are no worse
+        self._proven = True  # the current weights were compared and are not worse
         self._watch = AcceptanceWatch()
         self._buffer: deque[RecordedAnswer] = deque()
-        self._queue: deque[RecordedAnswer] = deque()  # to learn
+        self._queue: deque[RecordedAnswer] = deque()  # answers to learn
         self._random = random.Random(0)
         self.answers = self.replacements = self.rollbacks = 0
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to do."""
+        """Whether there is work to do."""
         return bool(self.drafter.ended or self._queue)
 
     def turn(self) -> None:
-        """Take in ended sequences, or learn one answer, and replace the weights when it is time."""
+        """Take finished sequences from the queue or learn one answer, and replace the weights when due."""
         if self.drafter.ended:
             self._take_in()
         elif self._queue:
@@ -268,7 +268,7 @@ class HeadAdaptation:
             self._buffer.popleft()
 
     def _judge(self) -> None:
-        """Replace the weights by what was learned since, or by the former ones if acceptance has fallen."""
+        """Replace the weights by the learned weights, or roll back if acceptance has fallen."""
         fallen = self._watch.fallen
         self._watch.replaced(kept=not fallen)
         if fallen:
@@ -281,17 +281,17 @@ class HeadAdaptation:
             self._former, self._current, self._proven = self._current, self._learner.weights(), False
             self.replacements += 1
         fresh = self._drafter(self._current)
-        fresh.attach(self._target)  # not while a request waits
+        fresh.attach(self._target)  # idle: no request has to wait for it
         self.drafter.fresh = fresh
 
     def _drafter(self, network: nn.Module) -> TrainedDrafter:
-        return self.drafter.drafter.renewed(copy.deepcopy(network))  # attaching packs it
+        return self.drafter.drafter.renewed(copy.deepcopy(network))  # a copy, since attaching packs the network
 
 
 class Store:
-    """The newest generation of a checkpoint, in a numbered folder of ``folder``.
+    """Stores the newest generation of a checkpoint in a numbered subfolder of ``folder``.
 
-    A new one is written beside the newest and renamed; only then the older is removed.
+    A new generation is written to a temporary folder and renamed before older generations are removed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -305,7 +305,7 @@ class Store:
         """Write a generation.
 
         Args:
-            write: fills a folder.
+            write: writes the checkpoint to a folder.
 
         Raises:
             UserError: the folder cannot be written, or the disk is full.
@@ -322,18 +322,18 @@ class Store:
         return [path for path in self.folder.iterdir() if path.name.isdecimal() and len(path.name) == 8]
 
 
-_SECONDS = 60.0  # between two writes
+_SECONDS = 60.0  # minimum interval between writes
 
 
 class TableAdaptation:
-    """Keeps the table of a drafter.
+    """Loads and saves the table of a drafter.
 
     Args:
-        drafter: its table is replaced by that of the store, if there is one.
-        target: that the table is learned from.
+        drafter: drafter whose table is replaced by the stored table, if any exists.
+        target: target that the table is learned from.
 
     Raises:
-        UserError: the stored table is damaged, or of another target.
+        UserError: the stored table is damaged or belongs to another target.
     """
 
     def __init__(self, drafter: Recycle, target: Any, store: Store) -> None:
@@ -344,7 +344,7 @@ class TableAdaptation:
 
     @property
     def pending(self) -> bool:
-        """Whether the table has changed since the last write, some time ago."""
+        """Whether the table has changed and the write interval has passed."""
         return self._drafter.learned != self._written and monotonic() - self._at >= _SECONDS
 
     def turn(self) -> None:
@@ -355,24 +355,24 @@ class TableAdaptation:
 
 
 class Adaptation:
-    """Lets drafters learn from verified tokens: an ``IdleTask`` of their engine.
+    """Adapts drafters to verified tokens, as an ``IdleTask`` of their engine.
 
     Args:
-        drafter: a drafter that learns or for which a learner is registered, or a union of some; not attached yet.
-        options: where to keep what is learned.
+        drafter: unattached drafter that learns or has a registered learner, or a union of such drafters.
+        options: folder and size limit of the saved state.
 
     Attributes:
-        drafter: drafts in place of the given one.
+        drafter: wrapper to use instead of the given drafter.
         heads: trained drafters.
-        tables: look-up tables that are kept on disk.
+        tables: lookup tables saved to disk.
 
     Raises:
-        UserError: none of the drafters can adapt, the folder contains damaged files or those of another target, or the
-            space does not suffice.
+        UserError: no drafter can adapt, files in the folder are damaged or for another target, or the limit is too
+            small.
     """
 
     def __init__(self, drafter: Drafter | None, target: Target, options: AdaptOptions) -> None:
-        if sharded(target):  # their weights would differ
+        if sharded(target):  # weights would diverge between ranks
             raise UserError("adapt learns in one process: got a target that is sharded over ranks")
         self._target, self._options = target, options
         self.heads: list[HeadAdaptation] = []
@@ -392,11 +392,11 @@ class Adaptation:
         elif isinstance(drafter, Recycle):
             self._found += 1
             if (store := self._store("recycle")) is not None:
-                self._bytes += 2 * _TABLE  # the old one and the new one
+                self._bytes += 2 * _TABLE  # old and new generation
                 self.tables.append(TableAdaptation(drafter, self._target, store))
         elif isinstance(drafter, TrainedDrafter) and drafter.name in plugins.names("adapt"):
             self._found += 1
-            if drafter._target is not None:  # its weights are packed, and cannot be trained
+            if drafter._target is not None:  # its packed weights cannot be trained
                 raise UserError(f"adapt needs a drafter that no pipeline has used: got {registered_name(drafter)}")
             self._bytes += 2 * sum(4 * one.numel() for one in drafter.network.parameters())
             store = self._store(drafter.name)
@@ -413,7 +413,7 @@ class Adaptation:
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to learn or to write."""
+        """Whether there is work to do: something to learn or to write."""
         return any(part.pending for part in self._parts)
 
     def turn(self) -> None:
@@ -424,7 +424,7 @@ class Adaptation:
                 return
 
     def finish(self) -> None:
-        """Do all pending work; its engine must be paused."""
+        """Do all pending work; the engine must be paused."""
         while self.pending:
             self.turn()
 
@@ -434,7 +434,7 @@ class Adaptation:
 
 
 def _stored(drafter: TrainedDrafter, store: Store | None) -> TrainedDrafter:
-    """The drafter with the weights of a store, if there are some of the same shape."""
+    """Load the stored weights into a drafter, if the store has any."""
     newest = store.newest() if store is not None else None
     if newest is None:
         return drafter

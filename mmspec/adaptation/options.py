@@ -16,12 +16,12 @@ class AdaptOptions(Checked):
     """Options of adaptation.
 
     Attributes:
-        folder: what is learned is kept in it; None keeps it in memory only.
-        space: limit on the size of that folder, in MiB.
+        folder: folder to save learned state to; None keeps it in memory.
+        space: size limit of the folder, in MiB.
     """
 
     folder: Path | None = option(
-        None, settable(OUT_FOLDER), "Keep what drafters learn in this folder, and begin with it; implies --adapt."
+        None, settable(OUT_FOLDER), "Load and save what drafters learn in this folder; implies --adapt."
     )
     space: int = option(256, whole(1), "Limit on the size of --adapt-folder, in MiB.")
 

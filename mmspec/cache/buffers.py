@@ -1,9 +1,8 @@
-"""Buffers of keys and values, which grow with their sequences; ``static_buffers.py`` has those of static shapes.
+"""Growable key and value buffers, and their counterpart for static shapes.
 
-Keys and values of one shape share a buffer (tensors, rows, kv_heads, slots, head_dim). Where all layers are alike, a
-commit is thus one gather and one scatter for the whole model; latent attention (MLA) has a buffer for each of its two
-tensors, layers with an indexer have one more for its keys, and layers that reuse another layer's keys and values have
-none.
+Keys and values of the same shape share a buffer (tensors, rows, kv_heads, slots, head_dim). If all layers are alike, a
+commit is one gather and one scatter for the whole model. Latent attention (MLA) has a buffer for each of its two
+tensors, an indexer has a buffer for its keys, and layers that reuse another layer's keys and values have none.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from mmspec.cache.rows import batch_bucket, row_index
 from mmspec.ops import compact_kv, cpu
 from mmspec.ops.transfer import on_device
 
-_LARGE_BYTES = 1 << 26  # of a device's buffers: to double them takes more memory than copies take time
-_LEAST_BYTES = 2 * cpu.PAGE  # of a buffer that gets huge pages
+_LARGE_BYTES = 1 << 26  # above this total size, buffers grow by an eighth instead of doubling
+_LEAST_BYTES = 2 * cpu.PAGE  # minimum size of a buffer with huge pages
 
 
 class KVBuffers:
-    """Keys and values of the layers of a ``TreeCache``, which stores the rows' lengths.
+    """Key and value storage of a ``TreeCache``, which stores the row lengths.
 
     Args:
         reserve: slots to allocate at first use.
 
     Attributes:
         version: replaced whenever a buffer is reallocated.
-        device: of row lengths where no layer has keys and values.
+        device: device of the row lengths if no layer has keys and values.
     """
 
     def __init__(self, layers: int, reserve: int) -> None:
@@ -40,8 +39,8 @@ class KVBuffers:
         self.tensors: list[Tensor] = []
         self.version = object()
         self._layers, self._reserve = layers, reserve
-        self._used: list[int] = []  # tensors of each buffer
-        self._places: dict[tuple[int, int], list[tuple[int, int]]] = {}  # buffer and tensor of each of a layer's states
+        self._used: list[int] = []  # number of tensors in use per buffer
+        self._places: dict[tuple[int, int], list[tuple[int, int]]] = {}  # buffer and tensor index per layer state
 
     @property
     def capacity(self) -> int:
@@ -53,7 +52,7 @@ class KVBuffers:
         return self.tensors[0].shape[1] if self.tensors else 0
 
     def _zeros(self, tensors: int, rows: int, slots: int, like: Tensor) -> Tensor:
-        """A new buffer, like a tensor (..., kv_heads, any, head_dim)."""
+        """A new buffer with the shape, dtype and device of ``like``, (..., kv_heads, any, head_dim)."""
         self.version = object()
         shape = tensors, rows, like.shape[-3], slots, like.shape[-1]
         size = prod(shape) * like.element_size()
@@ -61,7 +60,7 @@ class KVBuffers:
         return like.new_zeros(shape) if memory is None else memory.view(like.dtype).view(shape)
 
     def allocate(self, rows: int, slots: int, used: int) -> None:
-        """Grow the buffers to at least ``rows`` rows and ``slots`` slots, of which the first ``used`` are copied."""
+        """Grow the buffers to at least ``rows`` rows and ``slots`` slots, and copy the first ``used`` slots."""
         if not self.tensors:
             return
         # One extra slot serves as a write sink for the padding of ragged commits.
@@ -75,18 +74,18 @@ class KVBuffers:
             grown[:, :allocated, :, :used] = old[:, :, :, :used]
 
     def _grown_slots(self, slots: int, rows: int) -> int:
-        """Slots of reallocated buffers of ``rows`` rows, at least ``slots`` and one."""
+        """Number of slots for reallocation with ``rows`` rows: at least ``slots`` + 1."""
         return self.capacity if slots < self.capacity else max(slots + 1, self._grown(self.capacity))
 
     def _grown(self, count: int) -> int:
-        """More rows or slots than ``count``, so that few steps reallocate: in large buffers, an eighth more."""
+        """Amortised growth of rows or slots: double, or an eighth more in large buffers."""
         return 2 * count if sum(buffer.nbytes for buffer in self.tensors) < _LARGE_BYTES else count + count // 8
 
     def layer(self, layer: int, states: Sequence[Tensor], start: int) -> list[Tensor]:
-        """The tensors for a layer's states, (rows, kv_heads, slots, head_dim) each, with slots for the next pass.
+        """Buffers for a layer's states, (rows, kv_heads, slots, head_dim) each, with slots for the next pass.
 
         Args:
-            states: of the pass, (rows, kv_heads, nodes, head_dim): keys and values, or an indexer's keys alone.
+            states: states of the pass, (rows, kv_heads, nodes, head_dim): keys and values, or only an indexer's keys.
             start: first slot of the pass.
         """
         rows, _, count, _ = states[0].shape
@@ -105,7 +104,7 @@ class KVBuffers:
         """Write a layer's states of a pass to its slots; arguments as for ``layer``.
 
         Returns:
-            The states of all slots up to the last one written, each.
+            Each state in all slots up to the last written slot.
         """
         end, buffers = start + states[0].shape[2], self.layer(layer, states, start)
         for buffer, new in zip(buffers, states, strict=True):
@@ -113,11 +112,10 @@ class KVBuffers:
         return [buffer[:, :, :end] for buffer in buffers]
 
     def shared(self, layers: Sequence[int], rows: int, nodes: int, like: Tensor, start: int) -> Tensor:
-        """The buffer of layers that are all alike, with slots for the next pass, for kernels that write keys and values
-        themselves.
+        """The shared buffer of identical layers, with slots for the next pass, for kernels that write to it.
 
         Args:
-            like: (kv_heads, any, head_dim), for shape, dtype and device.
+            like: (kv_heads, any, head_dim), template for shape, dtype and device.
         """
         states = like.expand(rows, *like.shape)
         for layer in layers if not self._places else ():
@@ -126,7 +124,7 @@ class KVBuffers:
         return self.tensors[0]
 
     def _next_tensor(self, states: Tensor, alike: int, start: int) -> tuple[int, int]:
-        """The next free tensor for keys or values of a shape, expected to be ``alike`` in all."""
+        """The next free tensor for keys or values; a new buffer has room for ``alike`` tensors."""
         kinds = [_kind(buffer) for buffer in self.tensors]
         if _kind(states) not in kinds:
             kinds.append(_kind(states))
@@ -144,10 +142,10 @@ class KVBuffers:
         return buffer, self._used[buffer] - 1
 
     def commit_prompt(self, kept: Sequence[Tensor] | None) -> None:
-        """Free unused tensors, left where shapes differ or layers share keys and values, and remove padding.
+        """Remove padding, and free tensors left unused because shapes differ or layers share keys and values.
 
         Args:
-            kept: of each row, the slots to keep; None without padding.
+            kept: slots to keep per row; None without padding.
         """
         self.tensors = [
             buffer if used == len(buffer) else buffer[:used].clone()
@@ -162,8 +160,8 @@ class KVBuffers:
 
         Args:
             chosen: rows of ``new``.
-            lengths: of the rows already here.
-            slots: which the longest row may need.
+            lengths: lengths of the existing rows.
+            slots: maximum slots of the longest row.
             longest: length of the longest new row.
         """
         if not new.tensors:
@@ -171,7 +169,7 @@ class KVBuffers:
         first, rows = len(lengths), len(lengths) + len(chosen)
         kinds = [_kind(buffer) for buffer in new.tensors]
         if self.tensors and [_kind(buffer) for buffer in self.tensors] != kinds:
-            self._drop()  # the model moved to another device or dtype
+            self._drop()  # the model was moved to another device or dtype
         if not self.tensors:
             size = max(slots + 1, self._reserve)
             self.tensors = [self._zeros(len(buffer), rows, size, buffer) for buffer in new.tensors]
@@ -197,23 +195,23 @@ class KVBuffers:
                 index = row_index(rows, buffer.device)
                 buffer[:, : len(rows), :, :length] = buffer[:, index, :, :length]
                 continue
-            for new, old in enumerate(rows):  # rows only move to lower indices, whose content is no longer needed
+            for new, old in enumerate(rows):  # rows only move to lower, already freed indices
                 if new != old:
                     buffer[:, new, :, : lengths[old]] = buffer[:, old, :, : lengths[old]]
 
     def _drop(self) -> None:
-        """Free the buffers, when no row is left or the model has moved."""
+        """Free the buffers."""
         self.tensors, self._used, self._places = [], [], {}
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Note the row lengths after rows have joined, left or been cut."""
+        """Update row lengths after rows were added, removed or truncated."""
 
     def commit(self, path: Tensor, rows: list[list[int]], lengths: Sequence[int]) -> None:
         """Compact the accepted path of each row to the end of its prefix.
 
         Args:
-            path: (batch, depth) int64, node indices padded with -1; node i is in the slot i after the longest row.
-            rows: the same paths as lists without padding; an empty one leaves its row unchanged.
+            path: (batch, depth) int64, node indices padded with -1; node i is i slots after the end of the longest row.
+            rows: the paths as lists without padding; an empty list leaves its row unchanged.
         """
         if not self.tensors:
             return
@@ -231,13 +229,13 @@ class KVBuffers:
         target = torch.where(path >= 0, ends + steps, self.capacity - 1)
         source = start + path.clamp(min=0)
         row = torch.arange(len(rows), device=path.device)[:, None]
-        for buffer in self.tensors:  # on the devices of their layers
+        for buffer in self.tensors:  # buffers may be on different devices
             here, to, at = (index.to(buffer.device) for index in (row, target, source))
             buffer[:, here, :, to] = buffer[:, here, :, at]
 
 
 def _kind(states: Tensor) -> tuple[Any, ...]:
-    """Shape, dtype and device that the tensors of a buffer share."""
+    """Properties shared by the tensors of a buffer: shape, dtype and device."""
     return states.shape[-3], states.shape[-1], states.dtype, states.device
 
 
@@ -250,7 +248,7 @@ class SlotBounds:
 
     Attributes:
         lengths: (rows,) int64, committed slots of each row; 0 for an idle row.
-        start: (1,) int64, the first slot that a pass writes: the greatest length.
+        start: (1,) int64, first slot that a pass writes: the maximum length.
     """
 
     lengths: Tensor
@@ -264,17 +262,17 @@ class SlotBounds:
 class StaticKVBuffers(KVBuffers):
     """``KVBuffers`` of static shapes and addresses.
 
-    Row lengths are device tensors, writes are indexed and whole buffers are returned: every pass of a shape runs the
-    same kernels on the same addresses.
+    Row lengths are device tensors, writes are indexed, and reads return whole buffers, so that all passes of a shape
+    run the same kernels on the same addresses.
 
     Attributes:
-        bounds: row lengths on the device, idle rows included; None before the first row.
+        bounds: row lengths on the device, including idle rows; None before the first row.
     """
 
     def __init__(self, layers: int, reserve: int) -> None:
         super().__init__(layers, reserve)
         self.bounds: SlotBounds | None = None
-        self._write_slots: Tensor | None = None  # (nodes,) of the current pass
+        self._write_slots: Tensor | None = None  # (nodes,) slots of the current pass
 
     def _zeros(self, tensors: int, rows: int, slots: int, like: Tensor) -> Tensor:
         return super()._zeros(tensors, batch_bucket(rows), slots + -slots % _SLOT_MULTIPLE, like)
@@ -283,10 +281,10 @@ class StaticKVBuffers(KVBuffers):
         grown = super()._grown_slots(slots, rows)
         if grown > self.capacity or rows == self.rows:
             return grown
-        return max(slots + 1, self.capacity * self.rows // rows)  # further rows take what is reserved for fewer
+        return max(slots + 1, self.capacity * self.rows // rows)  # keep the total size when rows are added
 
     def set_write_slots(self, nodes: int, offset: int) -> None:
-        """Set the write slots of the next pass, after ``offset`` uncommitted nodes; part of what is captured."""
+        """Set the write slots of the next pass, after ``offset`` uncommitted nodes. Captured."""
         start = self._known_bounds.start
         self._write_slots = start + torch.arange(offset, offset + nodes, device=start.device)
 
@@ -299,7 +297,7 @@ class StaticKVBuffers(KVBuffers):
         return buffers
 
     def select(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        self._move(rows, lengths)  # also without any row, the buffers keep their addresses
+        self._move(rows, lengths)  # without rows, too: the buffers keep their addresses
 
     def _drop(self) -> None:
         super()._drop()
@@ -331,7 +329,7 @@ class StaticKVBuffers(KVBuffers):
         bounds.start.copy_(bounds.lengths.amax(0, keepdim=True))
 
     def advance_on_device(self, length: Tensor) -> None:
-        """``commit_on_device`` of the first ``length`` nodes, (1,) int64, of a single row, which are in place."""
+        """``commit_on_device`` for the first ``length`` nodes, (1,) int64, of a single row, without compaction."""
         bounds = self._known_bounds
         for count in (bounds.lengths[:1], bounds.start):
             count.add_(length)

@@ -1,4 +1,4 @@
-"""States of prompts and their answers, kept for later prompts that begin with the same tokens and media."""
+"""Prefix cache: states of prompts and answers, for later prompts with a common prefix of tokens and media."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.target import Feature, Prompt
 
 LEAST_TOKENS = 8
-"""Shorter prefixes are computed again."""
+"""Minimum length of a prefix to reuse."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Tokens of one row, a prompt or a prompt and its answer, and the target's states and features of them.
+    """Tokens of one row, a prompt or a prompt with its answer, and the target's states and features for them.
 
     Attributes:
-        key: of everything but the tokens that the states depend on.
-        cache: the target's cache after the tokens, of one row.
-        logits: (1, 1, vocab), at the last token; None after an answer.
+        key: key of all inputs except tokens that the states depend on.
+        cache: one-row cache of the target after the tokens.
+        logits: (1, 1, vocab), logits at the last token; None after an answer.
         features: (1, length, hidden) each, hidden states that drafters read.
-        embeds: (1, length, hidden), input embeddings; None where the decoder embeds the tokens itself.
-        positions: (1, length) or (axes, 1, length) int64, the decoder's ``position_ids``; None if it takes none.
+        embeds: (1, length, hidden), input embeddings; None if the decoder embeds the tokens itself.
+        positions: (1, length) or (axes, 1, length) int64, the decoder's ``position_ids``; None if it has no such input.
     """
 
     tokens: list[int]
@@ -47,12 +47,12 @@ class Prefix:
 
 @dataclass
 class RunningStates:
-    """Features and inputs of a running sequence: of its prompt, and of each token committed after it.
+    """Features and inputs of a running sequence: prompt and committed tokens.
 
     Attributes:
-        prompt: number of tokens.
-        key, embeds, positions: of the prompt, see ``Prefix``.
-        features: (1, tokens, hidden) each, of the prompt and of every step.
+        prompt: number of prompt tokens.
+        key, embeds, positions: prompt inputs, see ``Prefix``.
+        features: (1, tokens, hidden) each, features of the prompt and of each step.
     """
 
     prompt: int
@@ -71,11 +71,11 @@ class RunningStates:
         positions: Tensor | None,
         features: dict[Feature, Tensor],
     ) -> RunningStates:
-        """The answer to a row of a prefill of left-padded prompts.
+        """States of one row after a prefill of left-padded prompts.
 
         Args:
-            prompt: the row's, without padding.
-            embeds, positions, features: of all rows.
+            prompt: prompt of the row, without padding.
+            embeds, positions, features: values of all rows.
         """
         length = prompt.input_ids.shape[1]
         own, last = slice(row, row + 1), slice(-length, None)
@@ -88,10 +88,10 @@ class RunningStates:
         )
 
     def prefix(self, tokens: list[int], cache: TreeCache, embed: Callable[[Tensor], Tensor]) -> Prefix:
-        """The prefix of ``tokens``, which begin with the prompt's.
+        """The prefix for ``tokens``, which start with the prompt.
 
         Args:
-            cache: after the tokens, of one row.
+            cache: one-row cache after the tokens.
         """
         length = len(tokens)
         features = {name: torch.cat([part[name] for part in self.features], 1)[:, :length] for name in self.features[0]}
@@ -103,20 +103,20 @@ class RunningStates:
 
 
 class PrefixCache:
-    """The most recently used prefixes within a memory limit. Threads may share it.
+    """LRU cache of prefixes with a memory limit. Thread-safe.
 
     Args:
-        limit: bytes; a prefix that exceeds it alone is not kept.
+        limit: size limit in bytes; a single prefix above it is not cached.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0
-        self._entries: list[Prefix] = []  # the most recently used one is last
+        self._entries: list[Prefix] = []  # most recently used last
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PrefixCache, (self.limit,)  # copies of a pipeline begin with an empty one
+        return PrefixCache, (self.limit,)  # copies of a pipeline start with an empty cache
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -124,13 +124,13 @@ class PrefixCache:
     def find(
         self, tokens: Sequence[int], key: Hashable, features: Sequence[Feature], least: int, whole: bool
     ) -> tuple[Prefix, int] | None:
-        """The prefix that has most tokens in common with a prompt, and their number.
+        """The prefix with the most tokens in common with a prompt, and their number.
 
         Args:
-            key: of the prompt, equal to the prefix's.
-            features: that the prefix must have.
-            least: tokens that must be in common.
-            whole: prefixes cannot be cut: all their tokens must be in common.
+            key: key of the prompt, which must equal the prefix's key.
+            features: features that the prefix must have.
+            least: minimum number of common tokens.
+            whole: prefixes cannot be truncated: all their tokens must match.
         """
         with self._lock:
             best, most = None, max(least, LEAST_TOKENS) - 1
@@ -138,7 +138,7 @@ class PrefixCache:
                 if entry.key == key and entry.features.keys() >= set(features):
                     shared = common(entry.tokens, tokens)
                     if shared == len(tokens) and (entry.logits is None or shared < len(entry.tokens)):
-                        shared -= 1  # the last token's logits are not known
+                        shared -= 1  # logits of the last token are unknown
                     if shared > most and (shared == len(entry.tokens) or not whole):
                         best, most = entry, shared
             if best is None:
@@ -148,7 +148,7 @@ class PrefixCache:
             return best, most
 
     def add(self, prefix: Prefix, whole: bool) -> None:
-        """Keep a prefix, in place of those that it extends; not if they are needed whole."""
+        """Add a prefix and drop the prefixes that it extends, unless these are only usable whole."""
         size = prefix.nbytes
         if size > self.limit:
             return
@@ -167,8 +167,8 @@ class PrefixCache:
 
 
 def continued(positions: Tensor | None, common: int, length: int) -> Tensor | None:
-    """Positions of a prompt of ``length`` tokens whose first ``common`` ones have known positions, the last of them and
-    the rest being text: all axes advance by one per token."""
+    """Extend the positions of the first ``common`` tokens to a prompt of ``length`` tokens. The last known token and
+    all later tokens are text: all axes advance by one per token."""
     if positions is None:
         return None
     known = positions[..., :common]
@@ -176,7 +176,7 @@ def continued(positions: Tensor | None, common: int, length: int) -> Tensor | No
 
 
 def at_text(positions: Tensor | None, place: int) -> bool:
-    """Whether token ``place`` has one position, as text has.
+    """Whether token ``place`` is at a text position.
 
     Args:
         positions: (batch, length) or (axes, batch, length) int64. With several axes (Qwen-VL), the last three are time,
@@ -189,23 +189,23 @@ def at_text(positions: Tensor | None, place: int) -> bool:
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of equal elements that two sequences begin with."""
+    """Length of the common prefix of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _replaces(new: Prefix, old: Prefix, whole: bool) -> bool:
-    """Whether a prefix makes an earlier one superfluous."""
+    """Whether a new prefix makes an old prefix redundant."""
     extends = new.key == old.key and new.tokens[: len(old.tokens)] == old.tokens
     return extends and new.features.keys() >= old.features.keys() and (new.tokens == old.tokens or not whole)
 
 
 def media_key(prompt: Prompt) -> str:
-    """A key of a prompt's inputs other than tokens: equal for equal contents."""
+    """Content hash of a prompt's inputs other than tokens."""
     digest = hashlib.blake2b(digest_size=16)
     for name, value in sorted(prompt.inputs.items()):
         if isinstance(value, Tensor) and value.shape == prompt.input_ids.shape:
-            continue  # one value per token, which follows from the tokens
+            continue  # one value per token, implied by the tokens
         digest.update(f"{name} {getattr(value, 'shape', value)} {getattr(value, 'dtype', '')};".encode())
         if isinstance(value, Tensor):
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -32,8 +32,8 @@ class RowTensor:
     """Tensor with one row per sequence along its first axis.
 
     Args:
-        static_shapes: preallocate for static shapes: ``data`` then has a power of two of rows, idle ones 0, and is
-            reallocated only to grow.
+        static_shapes: preallocate for static shapes: ``data`` then has a power of two of rows, with 0 in idle rows, and
+            is only reallocated to grow.
 
     Attributes:
         data: (rows, ...), or (capacity, ...) in place; empty before the first ``append``.

@@ -1,7 +1,7 @@
-"""KV cache with tree verification: nodes are written after the committed tokens, accepted ones compacted.
+"""KV cache with tree verification: nodes are written after the committed tokens, accepted nodes are compacted.
 
-Each row holds one sequence, its committed tokens in the first slots. Rows differ in length: a forward pass writes its
-nodes after the longest row, and shorter rows mask the slots in between.
+Each row holds one sequence, with its committed tokens in the first slots. A forward pass writes its nodes after the
+longest row; shorter rows mask the slots in between.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""Names of the cache argument: from transformers 5.24 on, before, and before in models without attention."""
+"""Names of the cache argument: since transformers 5.24, earlier, and earlier in models without attention."""
 
 
 def cache_argument(module: nn.Module) -> str:
-    """Name of the cache argument of a module's forward; empty without any."""
+    """Name of the cache argument of a module's forward; empty if it has none."""
     kind: Any = type(module)
     return _cache_argument(kind)
 
@@ -38,14 +38,14 @@ def _cache_argument(kind: Any) -> str:
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """The cache among keyword arguments, by any of its names; None without any."""
+    """The cache among keyword arguments, by any of its names; None if absent."""
     return next((x for name in CACHE_NAMES if (x := arguments.get(name)) is not None), None)
 
 
 class TreeCache(Cache):
     """KV cache of a batch of sequences under tree verification.
 
-    Prefill runs in a cache of its own, whose rows are then appended to the decoding cache.
+    Prefill runs in a separate cache, whose rows are then appended to the decoding cache.
 
     Args:
         reserve: slots to allocate at first use.
@@ -53,7 +53,7 @@ class TreeCache(Cache):
         static_shapes: keep shapes and addresses, see ``StaticKVBuffers``.
 
     Attributes:
-        attending: as above, in order.
+        attending: indices of attention layers, in order.
         lengths: committed tokens of each row.
         length: the longest row's length; passes write from this slot on.
         offset: uncommitted nodes of earlier passes that stay in the cache after ``length``.
@@ -73,8 +73,8 @@ class TreeCache(Cache):
         self.offset = 0
         self._lengths: list[int] = []
         self._length = 0
-        self._accepted: Callable[[], Sequence[int]] | None = None  # of the last commit, until lengths are needed
-        self._prompt_tokens: set[int] = set()  # that layers cached in the first pass
+        self._accepted: Callable[[], Sequence[int]] | None = None  # accepted nodes of the last commit, read lazily
+        self._prompt_tokens: set[int] = set()  # numbers of tokens cached by layers in the prefill
         self._attended: Tensor | None = None
         super().__init__(layers=[_Layer(self, layer) for layer in range(num_layers)])
 
@@ -109,7 +109,7 @@ class TreeCache(Cache):
 
     @property
     def bounds(self) -> SlotBounds | None:
-        """Row lengths on the device, idle rows included; None unless shapes are static and there are rows."""
+        """Row lengths on the device, including idle rows; None without static shapes or without rows."""
         return self.kv.bounds if isinstance(self.kv, StaticKVBuffers) else None
 
     @property
@@ -127,7 +127,7 @@ class TreeCache(Cache):
         return self._attended
 
     def tensors(self) -> list[Tensor]:
-        """The buffers, for their memory."""
+        """All buffers, to measure memory."""
         return self.kv.tensors
 
     def keys_values(self, layer: int, rows: int) -> KeysValues:
@@ -144,7 +144,7 @@ class TreeCache(Cache):
         self.kv.allocate(self.rows, start + nodes, start)
 
     def set_write_slots(self, nodes: int) -> None:
-        """Set the write slots of the next pass of static shapes; part of what is captured."""
+        """Set the write slots of the next pass, with static shapes. Captured."""
         assert isinstance(self.kv, StaticKVBuffers)
         self.kv.set_write_slots(nodes, self.offset)
 
@@ -163,7 +163,7 @@ class TreeCache(Cache):
             attention_mask: (batch, tokens), 0 at padding; None when there is none.
 
         Raises:
-            UserError: a layer has cached other than one entry per token, such as an image's for cross-attention.
+            UserError: a layer did not cache one entry per token, e.g. cross-attention to an image.
         """
         if other := self._prompt_tokens - {tokens}:
             raise UserError(f"layers must cache the prompt's tokens: expected {tokens} entries, received {min(other)}")
@@ -172,11 +172,11 @@ class TreeCache(Cache):
         self._changed([tokens] * batch if kept is None else [len(slots) for slots in kept])
 
     def append(self, prompt: TreeCache, reserve: int = 0, chosen: Sequence[int] | None = None) -> None:
-        """Append rows of another cache, of a prefill for example.
+        """Append rows of another cache, e.g. after a prefill.
 
         Args:
             reserve: total slots that the longest of these rows may need.
-            chosen: the rows; None appends all.
+            chosen: indices of the rows; None appends all.
         """
         rows = range(prompt.rows) if chosen is None else chosen
         lengths = [prompt.lengths[row] for row in rows]
@@ -206,7 +206,7 @@ class TreeCache(Cache):
         Args:
             path: (rows, depth) int64, node indices padded with -1; node i is in slot ``length + i``. With static
                 shapes, it may include idle rows.
-            rows: the same paths as Python lists without padding; an empty path leaves its row unchanged.
+            rows: the paths as Python lists without padding; an empty path leaves its row unchanged.
         """
         self.kv.commit(path, rows, self.lengths)
         self.advance(lambda: list(map(len, rows)))
@@ -217,14 +217,14 @@ class TreeCache(Cache):
         self.kv.commit_on_device(path)
 
     def advance_on_device(self, length: Tensor) -> None:
-        """``commit_on_device`` of the first ``length`` nodes, (1,) int64, of a single row."""
+        """``commit_on_device`` for the first ``length`` nodes, (1,) int64, of a single row."""
         assert isinstance(self.kv, StaticKVBuffers)
         self.kv.advance_on_device(length)
 
     def advance(self, accepted: Callable[[], Sequence[int]]) -> None:
         """Advance row lengths by the number of accepted nodes, read from the device once a length is needed."""
         if self._accepted is not None:
-            _ = self.lengths  # of the commit before
+            _ = self.lengths  # applies the previous commit
         self._accepted, self.offset = accepted, 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -245,7 +245,7 @@ class _Layer(CacheLayerMixin):
         self.belongs_to(cache)
 
     def belongs_to(self, cache: TreeCache) -> None:
-        self._cache = ref(cache)  # a cycle would keep the buffers until garbage is collected
+        self._cache = ref(cache)  # a reference cycle would keep the buffers until garbage collection
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_cache"}
@@ -267,7 +267,7 @@ class _Layer(CacheLayerMixin):
         return keys, values
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write the keys of sparse attention's indexer, (rows, nodes, head_dim); returns those of all slots."""
+        """Write keys of a sparse-attention indexer, (rows, nodes, head_dim); returns the keys of all slots."""
         start = self.get_seq_length()
         return self.cache.kv.write(self.index, (indexer_key_states[:, None],), start)[0][:, 0]
 

@@ -1,1 +1,1 @@
-"""Contracts: token trees, verification, budgets, and the interfaces of targets and drafters."""
+"""Token trees, verification, budgets, and the interfaces of targets and drafters."""

@@ -1,5 +1,4 @@
-"""Interface of tree budgets: the number of drafted nodes per step, the measured cost of a verify pass, and whether
-drafting pays."""
+"""Tree budgets: number of drafted nodes per step, measured cost of a verify pass, and drafting payoff."""
 
 from __future__ import annotations
 
@@ -64,18 +63,18 @@ class Budget:
     Args:
         nodes: maximum drafted nodes per row and step.
         depth: maximum tree depth.
-        chain: drafts are chains, one child per node.
+        chain: draft chains, one child per node.
 
     Attributes:
         remaining: (set by the engine) drafts that the longest unfinished row can still accept.
         floor: minimum path probability of a candidate.
-        least_gain: a tree gets another level while that adds more expected tokens per row.
+        least_gain: minimum expected tokens per row that another tree level must add.
         levels: (set by drafters that draft level by level) levels of the step's tree.
     """
 
     floor = 0.002
     levels = 1
-    adapts = False  # whether sizes follow the clock
+    adapts = False  # whether sizes depend on measured times
 
     def __init__(self, nodes: int = 16, depth: int = 12, chain: bool = False) -> None:
         self.nodes = nodes
@@ -107,7 +106,7 @@ class Budget:
         return tree.first(1 + self.nodes) if tree.prunable else tree
 
     def shaped(self, tree: TokenTree) -> TokenTree:
-        """A tree, or its best chain if drafts are chains and it can be pruned: a root where no draft is left."""
+        """The tree, or its best chain if drafts are chains and it can be pruned; root-only if no draft is left."""
         chain = self.chain and tree.prunable and not kernels.static_shapes(tree.tokens.device)
         return tree.best_chain() if chain else tree
 
@@ -120,32 +119,32 @@ class Budget:
         commit_seconds: float = 0.0,
         shape: Hashable = None,
     ) -> None:
-        """Update with a step's tree size (root included), accepted path per row, and times.
+        """Update with a step's tree size (including the root), accepted path per row, and times.
 
         Args:
-            shape: ``shape`` as it was when the tree was drafted.
+            shape: value of ``self.shape`` when the tree was drafted.
         """
 
     @property
     def shape(self) -> Hashable:
-        """Of the drafts that it asks for."""
+        """Shape of the requested drafts."""
         return None
 
 
-_RECENT_STEPS = 32  # whose gain is averaged
-_FEWEST_STEPS = 12  # that may show a loss
-_STAKE = 3.0  # what fewer may lose
-_HOPE = 1.0  # gain of another step: some drafts are accepted, although none were
-_REST = 28, 84  # fewest and most steps of a rest
-_STANDARD_ERRORS = 2.0  # that a mean loss must exceed
-_LOSS_SHARE = 0.03  # of the time, which the steps between rests may lose
+_RECENT_STEPS = 32  # window of the mean gain
+_FEWEST_STEPS = 12  # minimum steps for the significance test of a loss
+_STAKE = 3.0  # maximum total loss in fewer steps
+_HOPE = 1.0  # prior: the gain of one additional step
+_REST = 28, 84  # minimum and maximum cooldown, in steps
+_STANDARD_ERRORS = 2.0  # threshold of a significant mean loss
+_LOSS_SHARE = 0.03  # maximum share of time lost to draft steps between cooldowns
 
 
 class DraftingPayoff:
-    """Whether drafting pays: it is tried, rests after losses beyond chance, and is tried anew.
+    """Decides whether drafting pays: drafting pauses for a cooldown after a significant loss, then is tried again.
 
-    Each draft step gains its tokens and loses its time, both in plain decode steps or both in tokens. While the mean
-    gain of recent steps is below zero by more than chance, drafting rests, the longer the more it loses.
+    The gain of a draft step is its tokens minus its time, both in units of plain decode steps or of tokens. A mean gain
+    of recent steps that is significantly below zero starts a cooldown, which is longer for larger losses.
     """
 
     def __init__(self) -> None:
@@ -153,7 +152,7 @@ class DraftingPayoff:
         self.rest = 0
 
     def rests(self) -> bool:
-        """Whether to rest in this step; called once per step."""
+        """Whether drafting is paused in this step; called once per step."""
         if not self.rest and self._loses():
             fewest, most = _REST
             self.rest = min(max(fewest, int(_FEWEST_STEPS * -fmean(self._gains) / _LOSS_SHARE)), most)
@@ -164,18 +163,18 @@ class DraftingPayoff:
         return True
 
     def add(self, gain: float) -> None:
-        """Add a draft step; the loss of a very slow one is limited."""
+        """Add a draft step; the loss of a single slow step is limited."""
         self._gains.append(max(gain, 1 - _STAKE))
 
     def restart(self) -> None:
-        """Forget all steps."""
+        """Reset all statistics."""
         self._gains.clear()
         self.rest = 0
 
     def _loses(self) -> bool:
         if len(self._gains) < _FEWEST_STEPS:
             return sum(self._gains) < -_STAKE
-        count = len(self._gains) + 1  # and the hope; statistics.stdev takes a hundred times as long, in every step
+        count = len(self._gains) + 1  # including the prior; statistics.stdev would be a hundred times slower
         mean = (sum(self._gains) + _HOPE) / count
         variance = (sum(map(mul, self._gains, self._gains)) + _HOPE**2) / count - mean**2
         return mean + _STANDARD_ERRORS * sqrt(max(variance, 0.0) / (count - 1)) < 0.0

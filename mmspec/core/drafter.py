@@ -1,4 +1,4 @@
-"""Drafter interface. A drafter owns its caches; the engine reports the verdict on each tree."""
+"""Drafter interface. A drafter owns its caches; the engine reports the verdict for each tree."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from mmspec.errors import SlowWarning, UserError, first_line
 from mmspec.ops import kernels
 
 _log = logging.getLogger("mmspec.drafting")
-_REPORTED: set[tuple[str, type[Exception]]] = set()  # drafters and errors, of this process
+_REPORTED: set[tuple[str, type[Exception]]] = set()  # drafters and error types logged by this process
 
 
 class Drafter(ABC):
-    """Base class of drafters. Output never depends on what is proposed.
+    """Base class of drafters. Drafts never change the output.
 
-    Rows are the decoding sequences, in the target's order. A class has to define ``begin``, ``select``, ``propose`` and
-    ``observe``; all other members have defaults. An object of another class with these four methods and ``attach`` is a
-    drafter too (see ``as_drafter``).
+    Rows are the decoding sequences, in the target's order. A subclass must define ``begin``, ``select``, ``propose``
+    and ``observe``; all other members have defaults. Objects of other classes with these four methods and ``attach``
+    are also accepted (see ``as_drafter``).
     """
 
-    network: Any = None  # its network, if it has one
-    watched = 0, 0.0  # its first steps with drafts, and the tokens that these emitted, see ``Guard``
+    network: Any = None  # the drafter's network; None without one
+    watched = 0, 0.0  # number of first draft steps, and tokens emitted in them, see ``Guard``
     _target: Target | None = None
 
     def attach(self, target: Target) -> None:
@@ -50,8 +50,8 @@ class Drafter(ABC):
 
         Args:
             output: the target's prefill.
-            history: token list of each sequence, prompt and emitted tokens (so far the first). The engine appends to
-                these lists; drafters only read them.
+            history: token list of each sequence: the prompt and the first emitted token. The engine appends to these
+                lists; drafters only read them.
         """
 
     @abstractmethod
@@ -74,31 +74,31 @@ class Drafter(ABC):
         Args:
             tree: the pruned tree.
             verdict: the accepted paths.
-            output: of the verify pass; the next pass may overwrite its tensors.
+            output: output of the verify pass; the next pass may overwrite its tensors.
         """
 
     def begin_idle(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> Sequence[Any]:
-        """Append idle rows in order to capture CUDA graphs; arguments as for ``begin``.
+        """Append idle rows to capture CUDA graphs; arguments as for ``begin``.
 
         Returns:
-            The parts that have them, each a ``CapturedDrafter``: those whose steps can be captured, by default none.
+            The capturable parts, each a ``CapturedDrafter``; by default none.
         """
         return ()
 
     @property
     def drafts_ahead(self) -> bool:
-        """Whether ``observe`` and the next ``propose`` may come before the host has read the verdict, and the tokens
-        have been appended to the histories."""
+        """Whether ``observe`` and ``propose`` may precede the host's copy of the verdict and the update of
+        histories."""
         return False
 
     @property
     def learns(self) -> bool:
-        """Whether proposals depend on earlier requests. Such a drafter is copied for every client of a server."""
+        """Whether drafts depend on earlier requests. If so, a server copies the drafter for every client."""
         return True
 
     @property
     def features(self) -> Sequence[Feature]:
-        """The target's hidden states that its outputs must contain, e.g. ``("last",)`` or ``(2, 16, 29)``."""
+        """Hidden states that the target's outputs must contain, e.g. ``("last",)`` or ``(2, 16, 29)``."""
         return ()
 
     @property
@@ -107,51 +107,51 @@ class Drafter(ABC):
         return None
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        """Next tokens after drafts that another part of a tree has proposed, such as tokens that a grammar forces.
+        """Next tokens after drafts from another source, such as tokens forced by a grammar.
 
         Args:
-            path: the drafts after its tokens.
+            path: drafts after the row's tokens.
 
         Returns:
-            Distinct tokens and their probabilities; none by default, and by drafters that do not look up tokens.
+            Distinct tokens and their probabilities; empty by default. Only lookup drafters implement it.
         """
         return ()
 
     def failure(self, row: int) -> str:
-        """Why a sequence is decoded without this drafter, or a part of it, after an error: its name and the error's."""
+        """Names of the failed part of this drafter and of its error for a sequence; empty without an error."""
         return ""
 
     @property
     def checks(self) -> str:
-        """What to check if almost no draft is accepted; empty where that is no mistake, as of drafters that look up."""
+        """Hint for users if almost no draft is accepted; empty if that can be normal, as for lookup drafters."""
         return ""
 
     def draft_chains(self, length: int) -> None:
-        """Draft chains from now on, one child per node, of at most ``length`` tokens if the drafter has a tree size.
+        """Switch to chains, one child per node, of at most ``length`` tokens if the drafter has a tree size.
 
         Raises:
-            UserError: it cannot, which is the default.
+            UserError: the drafter does not support chains (the default).
         """
         raise UserError(f"chains need a drafter that can draft them: {type(self).__name__} cannot")
 
     @property
     def members(self) -> list[Drafter]:
-        """The drafters that it combines: itself by default."""
+        """The drafters that this drafter combines; by default only itself."""
         return [self]
 
     @property
     def key(self) -> object:
-        """The object that no two engines may use at the same time."""
+        """Identity for exclusive use: engines may not use drafters with the same key at the same time."""
         return self
 
     @property
     def shared(self) -> list[Any]:
-        """Objects that all copies share: the target and networks."""
+        """Objects shared by all copies: the target and networks."""
         return [self._target, *_modules(self)]
 
 
 class Wrapper(Drafter):
-    """A drafter that another one drafts for; all calls go to that one, but for what a subclass does instead."""
+    """Base class of drafters that delegate all calls to a wrapped drafter."""
 
     drafter: Drafter
 
@@ -201,10 +201,10 @@ class Wrapper(Drafter):
 
 
 class PlainDrafter(Drafter):
-    """A user's object with a drafter's methods that is not derived from ``Drafter``.
+    """Adapter for a user's object with a drafter's methods that does not inherit from ``Drafter``.
 
     Args:
-        plain: the object. Its ``learns``, ``features``, ``continuations`` and ``draft_chains`` are used if it has them.
+        plain: the object. Optional members: ``learns``, ``features``, ``continuations`` and ``draft_chains``.
     """
 
     def __init__(self, plain: Any) -> None:
@@ -253,29 +253,28 @@ class PlainDrafter(Drafter):
 
 
 _CHECKED, _WATCHED = 16, 64
-"""Steps with drafts after which the acceptance length is checked, again and again, and after which no longer: where
-drafting does not pay, few steps in a hundred draft."""
+"""The acceptance length is checked every ``_CHECKED`` draft steps, up to ``_WATCHED`` draft steps. Only draft steps
+count: without a payoff, they are a few per cent of all steps."""
 
 _LEAST = 1.05
-"""Mean acceptance length below which a drafter is for another target, or is read wrongly."""
+"""Mean acceptance length below which the drafter probably belongs to another target or is misread."""
 
 
 class Guard(Wrapper):
-    """Decode plainly after an error of a drafter, instead of ending the requests that it drafts for.
+    """Falls back to plain decoding after an error of a drafter, instead of failing its requests.
 
-    A drafter that raises in a step, or proposes a tree of another shape, loses its rows and rests until the sequences
-    that are running have ended, those included that join them meanwhile. Then it is tried again. If it cannot drop its
-    rows, it rests for good. Each drafter's errors are logged once per type and process, with a traceback if
-    MMSPEC_DEBUG is set. Errors of a CUDA device are raised, as nothing can be computed after them. MMSPEC_STRICT=1
-    raises all errors.
+    A drafter that raises or proposes a malformed tree loses its rows and is disabled until all running sequences have
+    ended, including sequences that join in the meantime. Then it is tried again. If it cannot drop its rows, it stays
+    disabled. Each drafter's errors are logged once per type and process, with a traceback if MMSPEC_DEBUG is set. CUDA
+    device errors are raised, as they are not recoverable. MMSPEC_STRICT=1 raises all errors.
 
-    A drafter that is almost never right is reported once: shapes do not show what a network was trained on.
+    A drafter with almost no accepted drafts is reported once, because matching shapes do not rule out a wrong target.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self._failure = ""
-        self._broken = False  # it cannot drop its rows
+        self._broken = False  # the drafter cannot drop its rows
 
     @property
     def rests(self) -> bool:
@@ -303,7 +302,7 @@ class Guard(Wrapper):
         self._call("observe", tree, verdict, output)
 
     def watch(self, tree: TokenTree, verdict: Verdict) -> None:
-        """Count a step that was observed; idle rows have empty paths."""
+        """Count an observed step; idle rows have empty paths."""
         if self.drafter.watched[0] >= _WATCHED or tree.nodes == 1 or self.rests:
             return
         paths = [path for (path, _), drafted in zip(verdict.host, tree.drafted, strict=True) if drafted]
@@ -312,8 +311,8 @@ class Guard(Wrapper):
         steps, emitted = self.drafter.watched
         steps, emitted = self.drafter.watched = steps + 1, emitted + sum(map(len, paths)) / len(paths)
         if steps % _CHECKED == 0 and emitted < _LEAST * steps and self.checks:
-            self.drafter.watched = _WATCHED, 0.0  # reported once
-            # Without the figure: Python prints a text once, also of copies of a drafter.
+            self.drafter.watched = _WATCHED, 0.0  # report once
+            # Without the measured value: Python prints each text once, across copies of a drafter.
             little = f"the drafter {self._name} is of little use: below {_LEAST} tokens per step"
             warnings.warn(f"{little}. Check {self.checks}", SlowWarning, stacklevel=2)
 
@@ -321,7 +320,7 @@ class Guard(Wrapper):
         return self._call("continuations", row, path) or ()
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """What a method returns; None while the drafter rests, or if it fails."""
+        """Call a method; None while the drafter is disabled, or if it fails."""
         if self.rests:
             return None
         try:
@@ -357,7 +356,7 @@ class Guard(Wrapper):
 
 
 def as_drafter(drafter: Any) -> Any:
-    """A ``Drafter`` of an object with a drafter's methods; itself if it is one, or None.
+    """Convert an object with a drafter's methods to a ``Drafter``; a ``Drafter`` or None is returned unchanged.
 
     Raises:
         UserError: a method is missing.
@@ -370,7 +369,7 @@ def as_drafter(drafter: Any) -> Any:
 
 
 def features(drafter: Drafter | None) -> tuple[Feature, ...]:
-    """Hidden states of the target that a drafter uses."""
+    """Target hidden states that a drafter reads."""
     return () if drafter is None else tuple(drafter.features)
 
 
@@ -380,7 +379,7 @@ def continuations(drafter: Drafter | None, row: int, path: Sequence[int]) -> Seq
 
 
 def members(drafter: Drafter | None) -> list[Drafter]:
-    """The drafters of a union, nested ones included, or the drafter itself."""
+    """The drafters of a union, including nested unions, or the drafter itself."""
     return [] if drafter is None else drafter.members
 
 
@@ -390,7 +389,7 @@ def learns(drafter: Drafter | None) -> bool:
 
 
 def fork(drafter: Drafter | None, target: Target) -> Any:
-    """Copy a drafter with its learned state and without rows; weights and target are shared."""
+    """Copy a drafter with its learned state, without rows; weights and target are shared."""
     shared = [target, *(value for member in members(drafter) for value in member.shared)]
     copied = copy.deepcopy(drafter, {id(value): value for value in shared})
     if copied is not None:
@@ -399,7 +398,8 @@ def fork(drafter: Drafter | None, target: Target) -> Any:
 
 
 def lend(drafter: Drafter | None, target: Target) -> Any:
-    """A drafter for one request that leaves no learned state: a copy if it learns, else itself with its CUDA graphs."""
+    """A drafter for one request without lasting learned state: a copy if it learns, else itself with its CUDA
+    graphs."""
     return fork(drafter, target) if learns(drafter) else drafter
 
 
@@ -409,12 +409,12 @@ def _modules(drafter: Any) -> list[nn.Module]:
 
 
 def _check_tree(tree: Any, token: Tensor) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if something is not a tree for these roots, (batch,)."""
+    """Raise ``TypeError`` or ``ValueError`` if ``tree`` is not a tree with these roots, (batch,)."""
     if not isinstance(tree, TokenTree):
         raise TypeError(f"expected a TokenTree, received {type(tree).__name__}")
     if tree.batch != len(token) or tree.tokens.dtype != torch.long or tree.tokens.device != token.device:
         received = f"{tree.batch} of {tree.tokens.dtype} on {tree.tokens.device}"
         raise ValueError(f"expected {len(token)} trees of int64 tokens on {token.device}, received {received}")
     tree.check_shapes()
-    if tree.nodes > 1 and not kernels.static_shapes(token.device):  # a host sync; a root alone is replaced
+    if tree.nodes > 1 and not kernels.static_shapes(token.device):  # needs a host sync; a lone root is replaced
         tree.check_values()

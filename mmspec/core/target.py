@@ -1,7 +1,6 @@
-"""Interface between engine and target: prompts, steps, and the target's methods.
+"""Target interface: prompts, outputs, and the methods that the engine calls.
 
-A target prefills prompts, computes logits at the nodes of trees and commits accepted paths, for a batch of sequences
-that join and leave. It owns its caches; the engine sees logits.
+A target prefills prompts, computes logits at tree nodes and commits accepted paths. It owns its caches.
 """
 
 from __future__ import annotations
@@ -19,29 +18,29 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 
 Feature = int | str
-"""Hidden states of a decoder: n is the input of layer n, ``output_of(n)`` its output as the layer returns it, and
-``"last"`` the output of the final norm.
+"""Hidden states of a decoder: n is the input of layer n, ``output_of(n)`` its raw output, and ``"last"`` the output of
+the final norm.
 
-The output of layer n is the input of layer n + 1, unless the decoder changes it in between: Qwen3-VL's adds visual
-features to it (deepstack)."""
+The output of layer n is the input of layer n + 1, unless the decoder changes it in between, e.g. Qwen3-VL, which adds
+visual features (deepstack)."""
 
 _OUTPUT = "output "
 
 
 def output_of(layer: int) -> Feature:
-    """The feature that is the output of a layer."""
+    """Name of the feature that is the output of a layer."""
     return f"{_OUTPUT}{layer}"
 
 
 def layer_of(feature: Feature) -> tuple[int, bool] | None:
-    """Layer of a feature, and whether it is the layer's output; None for ``"last"``."""
+    """Layer of a feature, and whether the feature is the layer's output; None for ``"last"``."""
     if isinstance(feature, int):
         return feature, False
     return (int(feature.removeprefix(_OUTPUT)), True) if feature.startswith(_OUTPUT) else None
 
 
 _ENCODED = "mm_encoder_outputs"
-"""Argument of a model's forward that transformers' ``generate`` replaces images and videos by."""
+"""Forward argument with encoded images and videos, set by transformers' ``generate``."""
 
 
 @dataclass
@@ -51,15 +50,15 @@ class Prompt:
     Attributes:
         input_ids: (batch, length) int64, left-padded.
         attention_mask: (batch, length), 0 at padding; None without padding.
-        inputs: further arguments of the model's forward (``pixel_values``, ``image_sizes``, ...).
-        padding_in_history: show logits processors the padding too, as transformers' ``generate`` does.
-        stacked: the prompts that were stacked to this one.
-        prefill_mask: (batch, length) bool, the positions that are prefilled, without padding and with each row's last;
-            None prefills all.
-        media: inputs of images and videos, where ``inputs`` contains what the target has encoded them as.
-        history: (batch, any) int64, the tokens that logits processors see before the answer, where ``inputs`` contains
-            ``inputs_embeds``, which have no tokens; ``input_ids`` are then placeholders. None for ``input_ids``.
-        adapter: name of the LoRA adapter that answers; None for the model without one.
+        inputs: other arguments of the model's forward (``pixel_values``, ``image_sizes``, ...).
+        padding_in_history: pass padding to logits processors, too, like transformers' ``generate``.
+        stacked: single prompts that this batch was stacked from.
+        prefill_mask: (batch, length) bool, positions to prefill, without padding and including each row's last; None
+            prefills all.
+        media: original image and video inputs if ``inputs`` contains their encoded form.
+        history: (batch, any) int64, tokens before the answer for logits processors if ``inputs`` contains
+            ``inputs_embeds``; ``input_ids`` are then placeholders. None means ``input_ids``.
+        adapter: name of the LoRA adapter to use; None for the base model.
     """
 
     input_ids: Tensor
@@ -74,7 +73,7 @@ class Prompt:
 
     @property
     def unencoded(self) -> Prompt | None:
-        """The prompt for another model, which encodes images and videos itself; None if they are not known."""
+        """The prompt for a model that encodes images and videos itself; None if the originals are unknown."""
         if _ENCODED not in self.inputs:
             return self
         others = {name: value for name, value in self.inputs.items() if name != _ENCODED}
@@ -82,7 +81,7 @@ class Prompt:
 
     @property
     def singles(self) -> Sequence[Prompt]:
-        """A prompt of each row, without padding; empty if they are not known."""
+        """One prompt per row, without padding; empty if unknown."""
         alone = len(self.input_ids) == 1 and self.attention_mask is None and self.history is None
         return [self] if alone else self.stacked
 
@@ -110,8 +109,8 @@ class Prompt:
     def stack(prompts: Sequence[Prompt]) -> Prompt | None:
         """Several prompts as one batch; None if their inputs cannot be concatenated.
 
-        Inputs of the shape of ``input_ids`` are padded like these; others, which belong to images or videos, are
-        concatenated along the first axis.
+        Inputs with the shape of ``input_ids`` are padded like ``input_ids``; image and video inputs are concatenated
+        along the first axis.
         """
         first = prompts[0]
         if any(prompt.inputs.keys() != first.inputs.keys() or prompt.padding_in_history for prompt in prompts):
@@ -152,8 +151,8 @@ class TargetOutput:
     """Output of a verify pass or a prefill.
 
     Attributes:
-        logits: (batch, nodes, vocab), unprocessed; of a prefill, nodes = 1: the last position of the prompt.
-        features: (batch, nodes, hidden) each, the hidden states that the drafter reads; of a prefill, all positions.
+        logits: (batch, nodes, vocab), unprocessed; after a prefill, nodes = 1: the last position of the prompt.
+        features: (batch, nodes, hidden) each, hidden states for the drafter; after a prefill, at all positions.
         visual: (batch, length) bool, prefill only: positions of image or video features.
         embeds: (batch, length, hidden), prefill only: the input embeddings of the language model.
         positions: (batch, length) or (axes, batch, length) int64, prefill only: the decoder's ``position_ids``; with
@@ -171,7 +170,7 @@ class TargetOutput:
 
 @runtime_checkable
 class KeepsPrefixes(Protocol):
-    """Interface of a target with a prefix cache: states of prompts and answers, for later prompts."""
+    """Interface of a target with a prefix cache."""
 
     prefix_cache: Any
 
@@ -179,21 +178,21 @@ class KeepsPrefixes(Protocol):
         """Whether the prefix cache holds at least half of a prompt's tokens, or will after ``others``."""
 
     def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
-        """Keep the states of sequences that have ended.
+        """Cache the states of finished sequences.
 
         Args:
-            histories: tokens of each, of the prompt and the answer.
+            histories: prompt and answer tokens of each sequence.
         """
 
 
 @dataclass(frozen=True)
 class KeysValues:
-    """Keys and values that a layer has of the committed tokens.
+    """A layer's keys and values of the committed tokens.
 
     Attributes:
-        keys, values: (batch, kv_heads, slots, head_dim), of each row's tokens in its first slots.
-        lengths: (batch,) int64, tokens of each row.
-        version: changes when a tensor that captured graphs read has been reallocated.
+        keys, values: (batch, kv_heads, slots, head_dim), each row's tokens in its first slots.
+        lengths: (batch,) int64, number of tokens of each row.
+        version: changes when a tensor read by captured graphs is reallocated.
     """
 
     keys: Tensor
@@ -202,43 +201,42 @@ class KeysValues:
     version: Hashable
 
     def to(self, device: torch.device) -> KeysValues:
-        """The same on a device: layers may be on several."""
+        """Copy to a device, as layers may be on several devices."""
         return replace(self, keys=self.keys.to(device), values=self.values.to(device), lengths=self.lengths.to(device))
 
 
 @runtime_checkable
 class SharesKeysValues(Protocol):
-    """Interface of a target whose keys and values drafters may read between two passes."""
+    """Interface of a target whose keys and values drafters may read between passes."""
 
     def keys_values(self, layer: int, rows: int) -> KeysValues:
-        """Keys and values of a layer, of the first ``rows`` rows."""
+        """A layer's keys and values for the first ``rows`` rows."""
 
 
 @runtime_checkable
 class HasDefaults(Protocol):
-    """Interface of a target whose model has sampling defaults of its own."""
+    """Interface of a target whose model has its own sampling defaults."""
 
     def defaults(self) -> Any:
         """The model's sampling defaults, a ``mmspec.sampling.defaults.Defaults``."""
 
 
 class Target(Protocol):
-    """Interface of a target: weights, passes, and caches by row.
+    """Interface of a target: weights, forward passes, and caches with one row per sequence.
 
-    Rows are the decoding sequences, in the order of joining. ``TransformersTarget`` implements it for models of
-    transformers; any other class with these members works in a ``Pipeline`` too. Text and media are left to the
-    ``Processor``.
+    Rows are the decoding sequences, in the order of joining. ``TransformersTarget`` implements it for transformers
+    models; any other class with these members works in a ``Pipeline`` too. The ``Processor`` handles text and media.
     """
 
     features: Sequence[Feature]
-    """Hidden states that a step contains."""
+    """Hidden states that outputs must contain."""
 
     cost: CostTable | None
-    """Measured seconds of a verify pass, None before they are known."""
+    """Measured seconds of a verify pass; None before measurement."""
 
     @property
     def device(self) -> torch.device:
-        """Device of its tensors."""
+        """Device of the target's tensors."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -246,20 +244,20 @@ class Target(Protocol):
 
     @property
     def context_limit(self) -> int | None:
-        """Most tokens of prompt and output; None where there is no limit."""
+        """Maximum number of prompt and output tokens; None for no limit."""
 
     @property
     def eos_token_ids(self) -> Sequence[int]:
         """Tokens that end an answer."""
 
     def fork(self) -> Target:
-        """The same weights without sequences."""
+        """A target with the same weights and without sequences."""
 
     def prefill(self, prompt: Prompt, max_new_tokens: int | Sequence[int]) -> TargetOutput:
         """Compute and cache prompts, which become the last rows.
 
         Args:
-            max_new_tokens: for all rows or each.
+            max_new_tokens: limit for all rows, or per row.
         """
 
     def prefill_chunks(
@@ -268,8 +266,7 @@ class Target(Protocol):
         """``prefill`` in passes over at most ``chunk`` tokens each, if the model allows it.
 
         Yields:
-            None after each pass but the last, then the output. The rows join with the last pass: other rows may join,
-            decode and leave before.
+            None after each pass except the last, then the output. The rows join with the last pass, not before.
         """
 
     def batch_key(self, prompt: Prompt) -> Hashable:

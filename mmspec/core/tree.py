@@ -1,6 +1,6 @@
 """Batch of token trees in topological order.
 
-Axes: ``batch`` rows are independent sequences, ``nodes`` the nodes of a row's tree. Node 0 is the root: the last
+Axes: ``batch`` rows are independent sequences, ``nodes`` are the nodes of a row's tree. Node 0 is the root: the last
 emitted token, which is not in the target's cache yet. Parents precede their children; siblings are in the drafter's
 order of preference, or in draw order.
 """
@@ -18,8 +18,8 @@ from mmspec.ops import kernels
 from mmspec.ops.growth import tree_ancestors
 from mmspec.ops.transfer import on_device
 
-_ROUNDING = 1e-3  # of log probabilities
-_FEW_NODES = 32  # of all rows, for which lists on the host take less time than tensor operations
+_ROUNDING = 1e-3  # tolerance of log probabilities
+_FEW_NODES = 32  # total nodes up to which host lists are faster than tensor operations
 
 
 class TokenTree:
@@ -28,11 +28,11 @@ class TokenTree:
     Args:
         tokens: (batch, nodes) int64, the token at each node; ``tokens[:, 0]`` is the last emitted token.
         parents: (batch, nodes) int64, ``parents[b, 0] = -1`` and ``0 <= parents[b, i] < i``.
-        valid: (batch, nodes) bool, False marks padding of rows with fewer nodes; None means all are valid.
+        valid: (batch, nodes) bool, False at padding of rows with fewer nodes; None means all are valid.
         draft_probs: (batch, nodes, vocab) float, entry i is the distribution that the children of node i were drawn
-            from, without replacement, in node order; None if the children were not drawn (top-k trees, n-grams).
-        log_probs: (batch, nodes) float, the drafter's log probability of the path to each node: 0 at the root,
-            elsewhere at most the parent's. Nodes are in descending order of it, padding last. None if unknown.
+            from, without replacement, in node order; None if children were not drawn (top-k trees, n-grams).
+        log_probs: (batch, nodes) float, the drafter's log probability of the path to each node: 0 at the root, else at
+            most the parent's. Nodes are in descending order, padding last. None if unknown.
         check: False skips validation, for trees that are valid by construction.
 
     Raises:
@@ -62,7 +62,7 @@ class TokenTree:
 
     @classmethod
     def root(cls, token: Tensor) -> TokenTree:
-        """Tree of one node, which is plain decoding. ``token``: (batch,) int64."""
+        """Root-only tree, for plain decoding. ``token``: (batch,) int64."""
         tokens = token[:, None]
         tree = cls(tokens, torch.full_like(tokens, -1), check=False)
         tree.max_depth = 0
@@ -78,11 +78,11 @@ class TokenTree:
 
     @property
     def alive(self) -> Tensor:
-        """``valid``, also if it is None: (batch, nodes) bool."""
+        """``valid``, or all True if it is None: (batch, nodes) bool."""
         return torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
 
     def check_shapes(self) -> None:
-        """Raise ``ValueError`` where shapes disagree."""
+        """Raise ``ValueError`` if shapes disagree."""
         tokens, probs = self.tokens, self.draft_probs
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens must be (batch, nodes) with at least the root: got shape {tuple(tokens.shape)}")
@@ -94,8 +94,8 @@ class TokenTree:
             raise ValueError(f"draft_probs must be (batch, nodes, vocab): got {tuple(probs.shape)}")
 
     def check_values(self) -> None:
-        """Raise ``ValueError`` where parents do not point backwards, to valid nodes, or probabilities are above 1."""
-        # Lists: between passes, which fill the caches, a tensor operation takes as long as a loop over a hundred nodes.
+        """Raise ``ValueError`` if parents do not point backwards to valid nodes, or probabilities are above 1."""
+        # Lists: with cold CPU caches, one tensor operation takes as long as a loop over a hundred nodes.
         valid, log_probs = (None if part is None else part.tolist() for part in (self.valid, self.log_probs))
         for b, parents in enumerate(self.parents.tolist()):
             alive = None if valid is None else valid[b]
@@ -138,7 +138,7 @@ class TokenTree:
 
     @cached_property
     def drafted(self) -> list[int]:
-        """Drafted nodes of each row, without root and padding. Drafters may set it, as above."""
+        """Drafted nodes per row, without root and padding. Drafters may set it to save a device-to-host copy."""
         if self.valid is None:
             return [self.nodes - 1] * self.batch
         return (self.valid.sum(1) - 1).tolist()
@@ -158,7 +158,7 @@ class TokenTree:
 
     @property
     def prunable(self) -> bool:
-        """Whether there are nodes that may be pruned by probability: not if they were drawn."""
+        """Whether nodes may be pruned by probability; drawn nodes may not."""
         return self.nodes > 1 and self.log_probs is not None and self.draft_probs is None
 
     @cached_property
@@ -184,7 +184,7 @@ class TokenTree:
         return tree
 
     def without(self, rows: Sequence[int]) -> TokenTree:
-        """Trees of which some rows have the root alone."""
+        """Reduce the trees of some rows to the root."""
         root = torch.arange(self.nodes, device=self.tokens.device) == 0
         dropped = on_device([[row in rows] for row in range(self.batch)], root.device) & ~root
         scores = None if self.log_probs is None else self.log_probs.masked_fill(dropped, -torch.inf)
@@ -196,7 +196,7 @@ class TokenTree:
         return tree
 
     def best_chain(self) -> TokenTree:
-        """Tree of each row's path of most probable children; of nodes in descending order."""
+        """Chain of most probable children per row, for nodes in descending order."""
         rows, probs = [], []
         for tokens, parents, gains in zip(self.tokens.tolist(), self.parents.tolist(), self.path_probs, strict=True):
             path = [0]
@@ -208,7 +208,7 @@ class TokenTree:
         return build_tree(self.tokens[:, 0], rows, probs)
 
     def first(self, nodes: int) -> TokenTree:
-        """Tree of the first ``nodes`` nodes, root included: with ``log_probs``, the most probable ones."""
+        """Tree of the first ``nodes`` nodes, including the root: the most probable nodes if there are ``log_probs``."""
         if nodes >= self.nodes:
             return self
         if nodes == 1:
@@ -231,7 +231,7 @@ class TokenTree:
 
 
 def _ancestors(parents: list[int]) -> list[list[bool]]:
-    """``TokenTree.ancestors`` of a row."""
+    """``TokenTree.ancestors`` for one row."""
     rows: list[list[bool]] = []
     for node, parent in enumerate(parents):
         rows.append(list(rows[parent]) if node else [False] * len(parents))
@@ -295,11 +295,11 @@ def _check_siblings(tree: TokenTree) -> None:
 def merge(trees: Sequence[TokenTree]) -> TokenTree:
     """Union of trees with the same roots.
 
-    A path of several trees gets the maximum of its probabilities. With static shapes this costs a few tensor operations
-    of size (batch, nodes of one tree, nodes of the other), and no host sync.
+    A path that occurs in several trees gets the maximum of its probabilities. With static shapes, this takes a few
+    tensor operations of size (batch, nodes of first tree, nodes of second tree), without host syncs.
 
     Args:
-        trees: at least one; each with ``log_probs`` and without ``draft_probs``.
+        trees: one or more trees with ``log_probs`` and without ``draft_probs``.
 
     Returns:
         A tree in descending order of ``log_probs``, padding last.
@@ -314,7 +314,7 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
 
 
 def best_chains(trees: Sequence[TokenTree]) -> TokenTree:
-    """Each row's chain of most expected tokens, of several chains with the same root; no host sync.
+    """For each row, select the chain with the most expected tokens; chains have the same root. No host sync.
 
     Args, Raises:
         See ``merge``.
@@ -340,7 +340,7 @@ def best_chains(trees: Sequence[TokenTree]) -> TokenTree:
 
 
 def _mergeable(trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
-    """Trees of more than the root, or one of the root alone; raises the errors of ``merge``."""
+    """Trees with more than a root, or a single root-only tree; raises the errors of ``merge``."""
     if not trees:
         raise ValueError("merge requires at least one tree: got none")
     for number, tree in enumerate(trees):
@@ -357,7 +357,7 @@ def _merge_on_host(trees: Sequence[TokenTree]) -> TokenTree:
     parts = [zip(tree.tokens.tolist(), tree.parents.tolist(), tree.path_probs, strict=True) for tree in trees]
     for row in zip(*parts, strict=True):
         tokens, parents, scores = [row[0][0][0]], [-1], [1.0]
-        places: dict[tuple[int, int], int] = {}  # of a token below a node
+        places: dict[tuple[int, int], int] = {}  # index of a token below a node
         for more, above, gains in row:
             index = [0]
             for token, parent, gain in zip(more[1:], above[1:], gains, strict=False):
@@ -387,7 +387,7 @@ def _merge_two(a: TokenTree, b: TokenTree) -> TokenTree:
     same = root
     for _ in range(min(a.max_depth, b.max_depth)):
         same = root | (alike & same.gather(1, above[0]).gather(2, above[1]))
-        same[:, 0, 1:] = same[:, 1:, 0] = False  # a root's parent is clamped to itself
+        same[:, 0, 1:] = same[:, 1:, 0] = False  # the root's parent is clamped to 0
     twin = same.any(1)  # (batch, nodes of b)
     index = torch.arange(a.nodes - 1, a.nodes + b.nodes - 1, device=root.device)
     place = torch.where(twin, same.int().argmax(1), index)  # index of each node of b among all nodes

@@ -4,8 +4,8 @@ Both choose the target's next token at every node, in parallel, then walk from t
 token, the walk continues there; otherwise the token is the bonus token.
 
 For fixed trees (``draft_probs is None``), a node's token is sampled from the target's distribution p. This equals
-"accept child x with probability p(x), else p(x) = 0, renormalise, next child", as trying children in any order and
-sampling from the rest is a way to sample from p.
+"accept child x with probability p(x), else p(x) = 0, renormalise, next child", because trying children in any order and
+then sampling from the rest samples from p.
 
 For drawn trees, it is chosen by recursive rejection sampling (SpecInfer, arXiv 2305.09781, alg. 2; without replacement:
 arXiv 2402.14160): child x, drawn from q, is accepted with probability min(1, p(x) / q(x)); on rejection
@@ -37,7 +37,7 @@ class Verdict:
 
     @property
     def length(self) -> Tensor:
-        """(batch,) int64, nodes on the path, root included."""
+        """(batch,) int64, number of nodes on the path, including the root."""
         return self.packed[:, 0]
 
     @property
@@ -67,12 +67,12 @@ class Verdict:
         return [(row[2 : 2 + row[0]], row[start : start + row[0]]) for row in self.packed.tolist()]
 
     def accepted(self) -> list[int]:
-        """Nodes on the path of each row, as ``host``."""
+        """Number of nodes on each row's path; requires the copy of ``host``."""
         return [len(path) for path, _ in self.host]
 
 
 def accept_path(tree: TokenTree, choices: Tensor) -> Verdict:
-    """Keep the longest path on which every token is the target's choice after its parent.
+    """Accept the longest path on which every token is the target's choice after its parent.
 
     Args:
         choices: (batch, nodes) int64, the target's token after each node (its argmax, for greedy decoding).
@@ -86,7 +86,7 @@ def accept_path(tree: TokenTree, choices: Tensor) -> Verdict:
 
 
 def verify(tree: TokenTree, probs: Tensor, *, generator: torch.Generator | None = None) -> Verdict:
-    """Keep a path such that the emitted tokens follow the target's distribution.
+    """Accept a path such that the emitted tokens follow the target's distribution.
 
     Args:
         tree: the draft; ``tree.draft_probs`` selects one of the two algorithms above.
@@ -107,7 +107,7 @@ def verify(tree: TokenTree, probs: Tensor, *, generator: torch.Generator | None 
         raise ValueError(
             f"draft_probs must have the shape of probs {tuple(probs.shape)}: got {tuple(tree.draft_probs.shape)}"
         )
-    # Per node, one number to accept it and one to sample if all of its children are rejected.
+    # Per node: one number to accept it, one to sample after all its children are rejected.
     chances, last = _uniforms((2, *tree.tokens.shape), probs, generator)
     return accept_path(tree, ops.choose_drawn(tree, probs, chances, last))
 

@@ -1,4 +1,4 @@
-"""The drafter that arguments of transformers' assisted generation ask for."""
+"""Maps the arguments of transformers' assisted generation to a drafter."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from mmspec.targets.support import base_model
 
 
 def chosen_drafter(drafter: Any, config: GenerationConfig, assistant: Any, tokenizers: Any, home: str) -> Any:
-    """The drafter of a call of ``generate``: what arguments of assisted generation ask for, if there are any.
+    """The drafter for a call of ``generate``, from its arguments for assisted generation if it has any.
 
     Args:
-        drafter: the call's, ``"auto"`` if it names none.
-        assistant: its ``assistant_model``.
-        tokenizers: its ``tokenizer`` and ``assistant_tokenizer``.
+        drafter: ``drafter`` argument of the call; ``"auto"`` if absent.
+        assistant: ``assistant_model`` argument of the call.
+        tokenizers: ``tokenizer`` and ``assistant_tokenizer`` arguments of the call.
         home: the target's folder or name.
 
     Raises:
-        UserError: no drafter does the same, or another one is named.
+        UserError: no drafter is equivalent, or the call also names a drafter.
     """
     chosen = _assisted(config, assistant, tokenizers, home)
     if chosen is not None and drafter != "auto":
-        raise UserError(f"assisted generation chooses the drafter: expected no other one, got {shown(drafter)}")
+        raise UserError(f"assisted generation chooses the drafter: expected no drafter argument, got {shown(drafter)}")
     return drafter if chosen is None else chosen
 
 

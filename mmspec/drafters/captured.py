@@ -1,7 +1,7 @@
 """Base class of drafters that update their state with the accepted tokens and then grow a tree.
 
-With static shapes (``kernels.static_shapes``), both are one captured pass, without host syncs and with the batch padded
-to a power of two. Otherwise pending steps are merged into one pass, and the budget decides about each tree level.
+With static shapes (``kernels.static_shapes``), both run as one CUDA graph without host syncs, with the batch padded to
+a power of two. Otherwise, pending steps share one forward pass, and the budget may stop a tree after any level.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from mmspec.ops.transfer import on_device
 
 Inputs = tuple[Tensor, ...]
 Counts = Callable[[], list[int]]
-"""Accepted tokens per row, read from the device when they are needed."""
+"""Returns the accepted tokens per row; the device-to-host copy happens when called."""
 
 AHEAD = 1024
 """KV slots reserved after a prompt."""
 
 
 class RowState(Protocol):
-    """Per-sequence state: a ``RowTensor``, a ``TreeCache``, a target."""
+    """Interface of per-sequence state: ``RowTensor``, ``TreeCache`` or a target."""
 
     @property
     def version(self) -> Hashable:
@@ -46,7 +46,7 @@ class RowState(Protocol):
 
 
 class CapturedDrafter(Drafter):
-    """Drafter whose step, an update of its state and a tree, is one captured pass with static shapes.
+    """Drafter that updates its state and grows a tree in one CUDA graph if shapes are static.
 
     A step's inputs are drafter-specific tensors, (batch, width, ...), and the number of accepted tokens, (batch,)
     int64, 0 for idle rows.
@@ -64,7 +64,7 @@ class CapturedDrafter(Drafter):
     @property
     @abstractmethod
     def parts(self) -> Sequence[RowState]:
-        """Per-sequence state."""
+        """All per-sequence state, for row selection and detection of reallocated buffers."""
 
     @property
     def drafts_ahead(self) -> bool:
@@ -149,7 +149,7 @@ class CapturedDrafter(Drafter):
             self.advance(accepted)
 
     def _merged(self) -> Inputs:
-        """Inputs of all pending steps merged into one; empty if there are none."""
+        """Inputs of all pending steps, merged; empty if no step is pending."""
         steps, self._pending = self._pending, []
         read = [(inputs, accepted()) for inputs, accepted in steps]
         accepted = [sum(counts) for counts in zip(*(counts for _, counts in read), strict=True)]
@@ -188,16 +188,15 @@ class CapturedDrafter(Drafter):
 
 
 def path_of(length: Tensor, width: int) -> Tensor:
-    """Path of the first ``length`` nodes, (batch,), of a chain: (batch, width) int64, padded with -1."""
+    """Node indices of a chain's first ``length``, (batch,), nodes: (batch, width) int64, padded with -1."""
     step = torch.arange(width, device=length.device)
     return torch.where(step < length[:, None], step, -1)
 
 
 def commit_chain(caches: Sequence[TreeCache], length: Tensor, width: int) -> None:
-    """Commit the first ``length`` entries of each row, (batch,) int64, of the ``width`` that a pass has written to each
-    cache."""
+    """Commit the first ``length``, (batch,) int64, of the last ``width`` entries of each row in each cache."""
     if caches[0].static_shapes:
-        path = path_of(length, width) if len(length) > 1 else None  # of a single row, entries are in place
+        path = path_of(length, width) if len(length) > 1 else None  # a single row needs no compaction
         for cache in caches:
             cache.commit_on_device(path) if path is not None else cache.advance_on_device(length)
         return

@@ -35,7 +35,7 @@ _COMPARED = ("architectures", "hidden_size", "vocab_size")
 
 @dataclass(frozen=True)
 class Verifier(Checked):
-    """Target of a drafter: base name of its path, architecture and sizes."""
+    """The target that a drafter was trained for: base name of its path, architecture and sizes."""
 
     name_or_path: str = required(TEXT)
     architectures: list[str] = required(TEXTS)
@@ -74,11 +74,11 @@ def read_network(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], Ten
     """Read a checkpoint of a trained network.
 
     Args:
-        kind: class of the network's configuration; a ``head`` in it is the rows of an output layer of its own.
+        kind: class of the network's configuration; an optional ``head`` is the number of rows of its output layer.
 
     Returns:
-        Configuration, tensors, the draft vocabulary, (n,) int64 (None is the target's whole one), and keywords of
-        ``TrainedDrafter``: shape of the tree, and ``verifier``.
+        Configuration, tensors, draft vocabulary, (n,) int64 (None is the target's full vocabulary), and keyword
+        arguments of ``TrainedDrafter``: tree shape and ``verifier``.
 
     Raises:
         UserError: see ``read``.
@@ -94,7 +94,7 @@ def read_network(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], Ten
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """Settings, target, and the file's name for messages."""
+    """Settings, target, and the name of the file in error messages."""
     source = str(folder / _CONFIG)
     config = read_json(folder / _CONFIG)
     if "verifier" not in config:
@@ -117,7 +117,7 @@ def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path, name: s
         folder: the checkpoint, for error messages.
 
     Raises:
-        UserError: not distinct tokens of the target.
+        UserError: the ids are not distinct tokens of the target.
     """
     ids = tensors.pop(name, None)
     if ids is not None:
@@ -187,14 +187,14 @@ def check_verifier(verifier: Mapping[str, Any], target: Any) -> None:
 
 
 HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")
-"""Weight files of published Medusa and Hydra heads, beside which a folder may have those of the target."""
+"""Weight files of published Medusa and Hydra heads; the folder may also contain the target's weights."""
 
 
 def weight_files(folder: Path) -> list[Path]:
     """Weight files of a folder, heads first, safetensors preferred; empty if there are none.
 
     Raises:
-        UserError: an invalid index, or one that lists a file outside of its folder.
+        UserError: the index is invalid or lists a file outside its folder.
     """
     for name in (*HEADS, "model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
@@ -216,7 +216,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def tensor_names(file: Path) -> list[str]:
-    """Tensor names of a file; raises as ``load_weights``."""
+    """Tensor names of a file; raises like ``load_weights``."""
     if file.suffix != ".safetensors":
         return list(load_weights(file))
     with _opened(file) as stored:
@@ -230,7 +230,7 @@ def load_weights(file: Path, shapes_only: Collection[str] = ()) -> dict[str, Ten
         shapes_only: names to return as meta tensors, without reading them.
 
     Raises:
-        UserError: a damaged file, or one with anything but named tensors.
+        UserError: the file is damaged or contains anything but named tensors.
     """
     if file.suffix != ".safetensors":
         return _unpickle(file)

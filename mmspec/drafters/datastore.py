@@ -1,19 +1,18 @@
-"""Datastore drafter: continuations of the sequence's last tokens in an index of texts on disk.
+"""Datastore drafter: looks up continuations of the last tokens in a suffix array of texts on disk.
 
-REST (arXiv 2311.08252) takes the longest context that occurs; here, its counts are mixed with those of a shorter one.
-The continuations of all occurrences are merged to one tree.
+REST (arXiv 2311.08252) uses the longest context that occurs; here, its counts are mixed with counts after a shorter
+context. The continuations of all occurrences are merged into one tree.
 
-The index is a folder with the tokens of the texts, and their suffixes in order, both in files that look-ups read in
-parts. They are not mapped to memory: the process would end if another one cut them.
+The index is a folder with the tokens of the texts and their sorted suffixes. Lookups read parts of both files. The
+files are not memory-mapped: if another process truncated them, this process would crash.
 
 - ``config.json``: fields of ``StoreConfig``
-- ``tokens``: the texts one after another, a token as ``width`` bytes, most significant first, so that comparing bytes
-  compares tokens. After each text, and ``DEPTH`` times at the end, there is a separator, the token ``vocab_size``.
-- ``suffixes``: positions in ``tokens``, in the order of the ``DEPTH`` tokens from there on, as ``place`` bytes, least
-  significant first.
+- ``tokens``: concatenated texts, ``width`` bytes per token, big-endian, so that comparing bytes compares tokens. A
+  separator, the token ``vocab_size``, follows each text, and ``DEPTH`` separators end the file.
+- ``suffixes``: positions in ``tokens``, sorted by the next ``DEPTH`` tokens, ``place`` bytes each, little-endian.
 
-It is built in bounded memory: suffixes are distributed to files by their first tokens, and sorted there. A file with
-more than ``_SORTED`` suffixes is distributed again, by the tokens after those that all of them share.
+The build uses bounded memory: suffixes are distributed to files by their first tokens, and each file is sorted. A file
+with more than ``_SORTED`` suffixes is split again, by the tokens after their common prefix.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from mmspec.errors import UserError, explained
 from mmspec.files import make_folder, read_json
 
 DEPTH = 16
-"""Tokens of a suffix that are in order: the longest context that is found."""
+"""Tokens by which suffixes are sorted: the longest context that a lookup can match."""
 
 CONFIG, TOKENS, SUFFIXES = "config.json", "tokens", "suffixes"
 FORMAT = "mmspec datastore 1"
-_IN_MEMORY = 1 << 14  # suffixes, and blocks of positions: 10 MiB
+_IN_MEMORY = 1 << 14  # cached suffixes and blocks of positions: 10 MiB
 _BLOCK = 64
 _FORMAT = Rule(repr(FORMAT), lambda value: value == FORMAT)
 _WIDTH = Rule("2 or 4", lambda value: value in (2, 4))
@@ -60,11 +59,11 @@ class StoreConfig(Checked):
 
     Attributes:
         format: ``FORMAT``.
-        model: whose tokenizer the texts were encoded by.
-        vocab_size: of this model; the separator.
-        width: bytes of a token.
+        model: model whose tokenizer encoded the texts.
+        vocab_size: vocabulary size of this model, and the separator token.
+        width: bytes per token.
         tokens: number of tokens, separators included.
-        place: bytes of a position.
+        place: bytes per position.
         suffixes: number of positions.
     """
 
@@ -78,10 +77,10 @@ class StoreConfig(Checked):
 
 
 class SuffixIndex:
-    """Suffix index of a store. Look-ups read the bytes that they need; nothing else is loaded.
+    """Suffix array of a store. Lookups read only the bytes that they need.
 
     Raises:
-        UserError: a file is missing, or not as long as ``config.json`` says. Look-ups raise it if that changes later.
+        UserError: a file is missing or its size does not match ``config.json``. Lookups raise it if that changes later.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -93,17 +92,17 @@ class SuffixIndex:
             raise UserError(f"{folder}: expected a little-endian machine, received {sys.byteorder}")
         self._tokens = _Bytes(folder / TOKENS, self.config.tokens * self.config.width)
         self._places = _Bytes(folder / SUFFIXES, self.config.suffixes * self.config.place)
-        self._suffix = lru_cache(_IN_MEMORY)(self._read_suffix)  # every search begins with the same ones,
-        self._block = lru_cache(_IN_MEMORY)(self._read_block)  # and ends with places beside each other
+        self._suffix = lru_cache(_IN_MEMORY)(self._read_suffix)  # every search starts at the same suffixes
+        self._block = lru_cache(_IN_MEMORY)(self._read_block)  # and ends at adjacent places
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SuffixIndex, (self.folder,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SuffixIndex:
-        return self  # never changed
+        return self  # immutable
 
     def token(self, position: int) -> int:
-        """The token at a position; the separator where a text has ended."""
+        """The token at a position; the separator at the end of a text."""
         width = self.config.width
         return int.from_bytes(self._tokens.read(width * position, width), "big")
 
@@ -118,7 +117,7 @@ class SuffixIndex:
         return read.cast("I") if size == 4 else read.cast("Q")
 
     def find(self, context: Sequence[int]) -> range:
-        """Places of the suffixes that begin with up to ``DEPTH`` tokens."""
+        """Places of the suffixes that start with ``context``, of up to ``DEPTH`` tokens."""
         key = b"".join(token.to_bytes(self.config.width, "big") for token in context)
         every, size, suffix = range(self.config.suffixes), len(key), self._suffix
 
@@ -128,7 +127,7 @@ class SuffixIndex:
         low = bisect_left(every, key, key=begins)
         if low == len(every) or begins(low) != key:
             return range(low, low)
-        step = 1  # most contexts occur a few times: the end is near
+        step = 1  # galloping search: most contexts occur only a few times
         while low + step < len(every) and begins(low + step) == key:
             step *= 2
         return range(low, bisect_right(every, key, low + step // 2, min(low + step, len(every)), key=begins))
@@ -139,9 +138,9 @@ class SuffixIndex:
         return self._tokens.read(width * self._position(place), width * DEPTH)
 
     def longest(self, tokens: Sequence[int]) -> tuple[int, range]:
-        """Length of the longest end of ``tokens`` that occurs, up to ``DEPTH``, and its places."""
+        """Length of the longest suffix of ``tokens`` that occurs, up to ``DEPTH``, and its places."""
         found, low, high = range(0), 0, min(len(tokens), DEPTH)
-        while low < high:  # where an end occurs, shorter ones do
+        while low < high:  # if a suffix occurs, so do all shorter suffixes
             middle = (low + high + 1) // 2
             if places := self.find(tokens[len(tokens) - middle :]):
                 low, found = middle, places
@@ -150,13 +149,13 @@ class SuffixIndex:
         return low, found
 
     def following(self, places: range, length: int, most: int) -> list[int]:
-        """Positions after a context of ``length`` tokens: of up to ``most`` of its places, evenly spaced."""
+        """Positions after up to ``most`` evenly spaced occurrences of a context of ``length`` tokens."""
         step = max(1, -(-len(places) // most))
         return [self._position(place) + length for place in places[::step]]
 
 
 class _Bytes:
-    """A file of ``size`` bytes."""
+    """Random access to a file that must have ``size`` bytes."""
 
     def __init__(self, file: Path, size: int) -> None:
         self._file = file
@@ -177,20 +176,20 @@ class _Bytes:
 
 
 _log = logging.getLogger("mmspec.datastore")
-_SORTED = 1 << 21  # suffixes that are sorted at once: 64 to 128 MiB of tokens
-_CHUNK = 1 << 20  # suffixes that are read at once
-_FILES = 200  # into which suffixes are distributed at once
+_SORTED = 1 << 21  # suffixes sorted at once: 64 to 128 MiB of tokens
+_CHUNK = 1 << 20  # suffixes read at once
+_FILES = 200  # files that suffixes are distributed to at once
 
 
 def build_store(texts: Iterable[Sequence[int]], vocab_size: int, model: str, folder: Path) -> StoreConfig:
-    """Build a datastore, which appears whole or not at all.
+    """Build a datastore atomically.
 
     Args:
-        texts: tokens of each.
-        folder: of the store; must not exist.
+        texts: token ids of each text.
+        folder: the store's folder; must not exist.
 
     Raises:
-        UserError: the folder exists, another process writes it, or it cannot be written; or the texts are empty.
+        UserError: the folder exists, another process is writing it, it cannot be written, or there are no texts.
     """
     configs: list[StoreConfig] = []
     make_folder(folder, lambda part: configs.append(_write(texts, vocab_size, model, part)), hint="", new=True)
@@ -229,7 +228,7 @@ class _Sorter:
     """Sorts the suffixes of ``tokens`` into a file.
 
     Attributes:
-        written: suffixes so far.
+        written: number of suffixes written.
     """
 
     def __init__(self, tokens: np.ndarray, separator: int, kind: str, folder: Path, out: BinaryIO) -> None:
@@ -238,10 +237,10 @@ class _Sorter:
         self.written = 0
 
     def sort(self, file: Path | None, depth: int) -> None:
-        """Append suffixes that share their first ``depth`` tokens, in order.
+        """Append suffixes that share their first ``depth`` tokens, sorted.
 
         Args:
-            file: with their positions; None takes all, without those at separators.
+            file: positions of the suffixes; None takes all positions except separators.
         """
         counts = np.zeros(self._separator + 1, dtype=np.int64)
         if depth < DEPTH:
@@ -251,7 +250,7 @@ class _Sorter:
             self._sort_here(file, depth)
             return
         for bucket in self._distribute(file, depth, counts):
-            # One with several first tokens is smaller than this one: it is distributed by the same token again.
+            # A bucket with several first tokens is smaller than its parent: split it by the same token again.
             firsts = {int(one) for chunk in self._read(bucket) for one in np.unique(self._tokens[chunk + depth])}
             self.sort(bucket, depth + (len(firsts) == 1))
             bucket.unlink()
@@ -266,7 +265,7 @@ class _Sorter:
             self.written += len(positions)
 
     def _distribute(self, file: Path | None, depth: int, counts: np.ndarray) -> list[Path]:
-        """Write the positions to files, in the order of the tokens at ``depth``."""
+        """Distribute the positions to files, ordered by the tokens at ``depth``."""
         most = max(_SORTED, -(-int(counts.sum()) // _FILES))
         bucket_of = np.zeros(len(counts), dtype=np.int64)
         bucket = size = 0
@@ -299,20 +298,20 @@ class _Sorter:
             yield start + np.flatnonzero(chunk != self._separator)
 
 
-_OCCURRENCES = 64  # of a context, at most; of more, evenly spaced ones are read
-_FEW = 8  # occurrences of a context; if there are fewer, a shorter one is read too
+_OCCURRENCES = 64  # maximum occurrences read per context, evenly spaced
+_FEW = 8  # with fewer occurrences, a shorter context is read too
 
-_State = tuple[list[int], ...]  # positions of the next token, per context, the longest first
+_State = tuple[list[int], ...]  # positions of the next token per context, longest context first
 
 
 class Datastore(LookUpDrafter):
-    """Datastore drafter. Proposals depend on the sequence and the store alone.
+    """Datastore drafter. Drafts depend only on the sequence and the store.
 
     Args:
-        folder: of a store that ``mmspec datastore build`` wrote.
+        folder: store written by ``mmspec datastore build``.
 
     Raises:
-        UserError: it is none.
+        UserError: the folder is not a valid store.
     """
 
     learns = False
@@ -327,7 +326,7 @@ class Datastore(LookUpDrafter):
         expected = self.index.config.vocab_size
         received = target.head(target.embed(torch.zeros(1, dtype=torch.long, device=target.device))).shape[-1]
         if expected != received:
-            raise UserError(f"the datastore is of a model with {expected} tokens: the target has {received}")
+            raise UserError(f"the datastore was built for a vocabulary of {expected} tokens: the target has {received}")
         self._target = target
         self.select([])
 

@@ -1,12 +1,12 @@
 """DFlash drafter (arXiv 2602.06036) for any target: text, vision-language and hybrid models.
 
-One pass of the network drafts all levels of a tree, see ``grow_slots``. With a Markov head (DSpark, arXiv 2607.05147)
-or a selector (DFlash2) the children of a node depend on its token, with a recurrent one on its path: each node has a
-memory of its own. The exact distributions of all nodes that a level extends are one product. The probability of a path
-is the product of its tokens' probabilities and of the confidences at their parents (section 3.2).
+One forward pass drafts all levels of a tree, see ``grow_slots``. With a Markov head (DSpark, arXiv 2607.05147) or a
+selector (DFlash2), the children of a node depend on its token; with a recurrent Markov head they depend on its path, so
+each node has its own memory. One matrix product gives the exact distributions of all nodes that a level extends. The
+probability of a path is the product of its tokens' probabilities and of the confidences at their parents (section 3.2).
 
-Entry j of a row's cache is the context of token j, image positions included; the block is never committed. Positions
-are the target's, of a target with several axes the largest of them.
+Entry j of a row's cache is the context of token j, including image positions; the block is never committed. Positions
+are the target's, or the largest axis of multi-axis positions.
 """
 
 from __future__ import annotations
@@ -56,58 +56,57 @@ class DFlashConfig(HeadShape):
     """Configuration of a ``DFlashNetwork``: a ``HeadShape``, and
 
     Attributes:
-        block_size: positions of a block, the last token included.
-        mask_token_id: token of the target whose embedding all other positions have.
-        target_layer_ids: layers of the target whose outputs the context consists of.
-        sliding: the layers that attend to the last ``window`` tokens only.
-        window: largest distance of positions that such a layer attends to; 0 without any.
-        causal: the layers whose positions do not attend to later ones of their block (JetSpec, arXiv 2606.18394).
-        from_anchor: the last token's position predicts, too: position k gives the (k+1)-th token after the last.
-        markov_rank: rank of the Markov head (DSpark, arXiv 2607.05147, formula 5); 0 is none.
-        markov_inputs, markov_outputs: tokens that the Markov head corrects after, and those that it corrects.
-        markov_type: of the Markov head: its correction depends on the token before alone, is gated by the position's
-            state, or comes from a recurrent state over the block's tokens so far (rnn) or a ``Refiner`` (xpress).
+        block_size: positions of a block, including the last accepted token.
+        mask_token_id: target token whose embedding fills all other positions of a block.
+        target_layer_ids: target layers whose outputs form the context.
+        sliding: layers with sliding-window attention.
+        window: largest distance that a sliding-window layer attends to; 0 without such layers.
+        causal: layers with causal attention inside a block (JetSpec, arXiv 2606.18394).
+        from_anchor: also predict from the last token's position: position k predicts the (k+1)-th token after the last.
+        markov_rank: rank of the Markov head (DSpark, arXiv 2607.05147, formula 5); 0 disables it.
+        markov_inputs, markov_outputs: input and output vocabulary sizes of the Markov head.
+        markov_type: kind of Markov head: its correction depends only on the previous token (vanilla), is gated by the
+            position's state (gated), or comes from a recurrent state over the block's tokens so far (rnn) or a
+            ``Refiner`` (xpress).
         refiner_ratio: width of a ``Refiner``'s MLP, in ranks.
-        confidence: what the confidence head reads, the state or the Markov head's embedding beside it (formula 7).
-        conv_kernel_size: taps of the convolutions around attention and MLP (DFlash2); 0 is none.
-        conv_group_size: channels that share the input's part of a tap.
-        selector_rank: rank of the selector (DFlash2); 0 is none.
-        selector_top_k: most probable tokens of a position, its candidates, that the selector scores.
-        selector_tokens: the target's tokens.
+        confidence: inputs of the confidence head: the state, or the state and the Markov head's embedding (formula 7).
+        conv_kernel_size: taps of the convolutions around attention and MLP (DFlash2); 0 disables them.
+        conv_group_size: channels that share the input-dependent part of a tap.
+        selector_rank: rank of the selector (DFlash2); 0 disables it.
+        selector_top_k: candidates per position, its most probable tokens, that the selector scores.
+        selector_tokens: vocabulary size of the target.
     """
 
     block_size: int = required(whole(2, 64), "Tokens per block, with the last one.", default_text="8")
-    mask_token_id: int = required(whole(0, 2**24), "Token that masks have; by default an unused one.")
+    mask_token_id: int = required(whole(0, 2**24), "Mask token; by default an unused token.")
     target_layer_ids: list[int] = required(
         NUMBERS, "Layers of the target whose outputs are read; by default five, evenly spaced.", declared=("--reads",)
     )
     sliding: list[int] = option(list, NUMBERS)
     window: int = option(0, whole(0, 2**24))
-    causal: list[int] = option(list, NUMBERS, "Layers without attention to later positions of a block (JetSpec).")
+    causal: list[int] = option(list, NUMBERS, "Layers with causal attention inside a block (JetSpec).")
     from_anchor: bool = option(
         False,
         FLAG,
-        "The last token's position predicts, too (DSpark).",
+        "Also predict from the last token's position (DSpark).",
         declared=("--from-anchor/--from-masks",),
     )
-    markov_rank: int = option(0, whole(0, 2**16), "Rank of the correction by the token before (DSpark); 0: none.")
+    markov_rank: int = option(0, whole(0, 2**16), "Rank of the Markov head (DSpark); 0 disables it.")
     markov_inputs: int = option(0, whole(0, 2**24))
     markov_outputs: int = option(0, whole(0, 2**24))
     markov_type: str = option(
         "vanilla",
         choice("vanilla", "gated", "rnn", "xpress"),
-        "Correct by that token alone, gated by the state, or by all tokens of the block (rnn, xpress).",
+        "Markov head on the previous token alone, gated by the state, or over the block's tokens (rnn, xpress).",
     )
     refiner_ratio: int = option(2, whole(1, 64))
     confidence: str = option(
-        "none", choice("none", "state", "markov"), "What a head of the acceptance probability reads (DSpark)."
+        "none", choice("none", "state", "markov"), "Inputs of the head that predicts acceptance (DSpark)."
     )
-    conv_kernel_size: int = option(0, whole(0, 64), "Taps of convolutions around attention and MLP (DFlash2); 0: none.")
-    conv_group_size: int = option(16, whole(1, 2**16), "Channels that share a part of these taps.")
-    selector_rank: int = option(
-        0, whole(0, 2**16), "Rank of the choice among the most probable tokens by the token before (DFlash2); 0: none."
-    )
-    selector_top_k: int = option(16, whole(1, 1024), "Most probable tokens of which it chooses.")
+    conv_kernel_size: int = option(0, whole(0, 64), "Taps of convolutions around attention and MLP (DFlash2); 0: off.")
+    conv_group_size: int = option(16, whole(1, 2**16), "Channels that share the input-dependent part of a tap.")
+    selector_rank: int = option(0, whole(0, 2**16), "Rank of the candidate selector (DFlash2); 0 disables it.")
+    selector_top_k: int = option(16, whole(1, 1024), "Candidates per position for the selector.")
     selector_tokens: int = option(0, whole(0, 2**24))
 
     def __post_init__(self) -> None:
@@ -143,21 +142,21 @@ class DFlashConfig(HeadShape):
 
     @property
     def first(self) -> int:
-        """The first position of a block that predicts a token."""
+        """Index of the first predicting position of a block."""
         return 0 if self.from_anchor else 1
 
     @property
     def dspark(self) -> bool:
-        """Whether the network has a head of DSpark."""
+        """Whether the network has a Markov or a confidence head (DSpark)."""
         return bool(self.markov_rank) or self.confidence != "none"
 
     @property
     def drafts(self) -> int:
-        """Tokens that a block predicts."""
+        """Number of tokens that a block predicts."""
         return self.block_size - self.first
 
     def features(self, layers: int) -> tuple[Feature, ...]:
-        """The hidden states that the network reads of a target with ``layers`` layers, whose last output is normed.
+        """Target features that the network reads, for a target with ``layers`` layers whose last output is normed.
 
         Raises:
             UserError: the target has too few layers.
@@ -169,7 +168,7 @@ class DFlashConfig(HeadShape):
 
 
 def default_layer_ids(layers: int) -> list[int]:
-    """Layers that a drafter reads of a target with ``layers`` layers: five, evenly spaced, or those that it has."""
+    """Default target layers to read: five, evenly spaced, or all ``layers`` if there are fewer."""
     first, last = (1, layers - 3) if layers > 4 else (0, layers - 1)
     return sorted({round(first + (last - first) * step / 4) for step in range(5)})
 
@@ -177,8 +176,8 @@ def default_layer_ids(layers: int) -> list[int]:
 class BlockConvolution(nn.Module):
     """Two convolutions over the positions of a block, before and after a sublayer (DFlash2, z-lab/dflash).
 
-    Both have causal taps, ``y_t = sum_i (base_i + delta_i(t)) * x_(t-i)``, which do not reach before the block; base
-    has a value per channel, delta one per group of channels, a projection of the sublayer's input at t.
+    Both have causal taps, ``y_t = sum_i (base_i + delta_i(t)) * x_(t-i)``, zero-padded at the start of the block.
+    ``base`` is per channel; ``delta``, a projection of the sublayer's input at t, is per group of channels.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -192,7 +191,7 @@ class BlockConvolution(nn.Module):
         nn.init.zeros_(self.delta.weight)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sublayer's output between both convolutions; (batch, blocks * block, hidden) each."""
+        """Apply the first convolution, the sublayer and the second; (batch, blocks * block, hidden) in and out."""
         groups = self.delta(x).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.group, dim=-1)
         before, after = (self.base + groups).unbind(-3)
         return self._convolve(sublayer(self._convolve(x, before)), after)
@@ -205,11 +204,11 @@ class BlockConvolution(nn.Module):
 
 
 class Refiner(nn.Module):
-    """Latents of a block's positions that its tokens so far correct (XPress, arXiv 2608.02438).
+    """Corrects latents of a block's positions by the block's tokens so far (XPress, arXiv 2608.02438).
 
-    ``x_t = I [H h_t; G mean(h); e_t]`` with the embedding e of the token before, ``y_t = x_t + sum_(j<=t) L_tj * x_j``,
-    and a gated MLP on y. The memory of a position is ``G mean(h)``, the same for all of its block, and x of the
-    positions before.
+    ``x_t = I [H h_t; G mean(h); e_t]`` with the embedding e of the previous token, ``y_t = x_t + sum_(j<=t) L_tj *
+    x_j``, and a gated MLP on y. The memory of a position is ``G mean(h)``, shared by the block, and x of all earlier
+    positions.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -223,10 +222,10 @@ class Refiner(nn.Module):
         self.gate_up, self.down = nn.Linear(rank, 2 * inner, bias=False), nn.Linear(inner, rank, bias=False)
 
     def forward(self, embeds: Tensor, states: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents of a position, (..., rank), and the memory of the next one, (..., its index + 2, rank flattened).
+        """Latents of a position, (..., rank), and the next position's memory, (..., its index + 2, rank flattened).
 
         Args:
-            embeds: (..., rank), of the token before.
+            embeds: (..., rank), embedding of the previous token.
             states: (..., hidden).
             memory: (..., its index + 1, rank flattened).
         """
@@ -239,8 +238,8 @@ class Refiner(nn.Module):
 
 
 class BlockLayer(nn.Module):
-    """Decoder layer whose attention reads the context beside the block. Parameters are (out, in); ``kv`` stacks keys
-    and values, ``gate_up`` gate and up."""
+    """Decoder layer whose attention reads the context and the block. Parameters are (out, in); ``kv`` stacks keys and
+    values, ``gate_up`` gate and up."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -266,7 +265,7 @@ class BlockLayer(nn.Module):
         """Keys and values, (batch, kv_heads, nodes, head_dim) each, of context or normed block, (batch, nodes, width).
 
         Args:
-            rotation: of their positions, broadcastable to (batch, nodes, heads, head_dim).
+            rotation: cosines and sines, broadcastable to (batch, nodes, heads, head_dim).
         """
         keys, values = self.kv(x).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(2)
         return rotate(self.k_norm(keys), rotation).transpose(1, 2), values.transpose(1, 2)
@@ -291,24 +290,23 @@ class BlockLayer(nn.Module):
 
 
 class DFlashNetwork(nn.Module):
-    """Network of DFlash (arXiv 2602.06036): the last token and mask tokens, a block, denoised in one pass.
+    """Network of DFlash (arXiv 2602.06036): denoises a block, the last token and mask tokens, in one pass.
 
-    Queries come from the block; keys and values from the context, then the block, without a mask inside it. The context
-    is one state per token that the target has processed: the outputs of several target layers, projected together and
-    normed, the same for every layer. Position k of the block, normed, gives the logits of the k-th token after the
-    last.
+    Queries come from the block; keys and values from the context and the block, with bidirectional attention inside it.
+    The context has one state per token that the target has processed: the concatenated outputs of several target
+    layers, projected and normed, shared by all layers. Position k of the block predicts the k-th token after the last.
 
-    DSpark (arXiv 2607.05147) adds a Markov head, a correction of these logits by the token before, and a confidence
-    head, the probability that a token drafted from them is accepted. The Markov head has three types
-    (deepseek-ai/DeepSpec), with the embedding e of the token before, the position's state h and, of a recurrent head,
-    the memory m of the positions before, 0 at the block's first (xpress: of a ``Refiner``):
+    DSpark (arXiv 2607.05147) adds a Markov head, which corrects these logits given the previous token, and a confidence
+    head, which predicts the probability that the drafted token is accepted. The Markov head has three types
+    (deepseek-ai/DeepSpec), with the previous token's embedding e, the position's state h and, for a recurrent head, the
+    memory m of earlier positions, 0 at the start of the block (xpress: see ``Refiner``):
 
     - vanilla: ``W e``;
     - gated: ``W (sigmoid(G [h; e]) * e)``;
     - rnn: ``W tanh(o)`` with ``[g; c; o] = J [m; e; h]``, then ``m = sigmoid(g) * m + (1 - sigmoid(g)) * tanh(c)``.
 
-    DFlash2 (z-lab/dflash) adds convolutions to the layers, and a selector among the most probable tokens of a position:
-    the logit of token b after token a becomes ``U(b) + <P[a] * W h, S[b]>``.
+    DFlash2 (z-lab/dflash) adds convolutions to the layers and a selector, which rescores the most probable tokens of a
+    position: the logit of token b after token a becomes ``U(b) + <P[a] * W h, S[b]>``.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -342,7 +340,6 @@ class DFlashNetwork(nn.Module):
 
     @property
     def markov_head(self) -> nn.Linear:
-        """The output layer of the Markov head."""
         return self.refiner.out if self.config.markov_type == "xpress" else self.markov_out
 
     def project(self, states: Tensor) -> Tensor:
@@ -350,17 +347,17 @@ class DFlashNetwork(nn.Module):
         return self.hidden_norm(self.fc(states))
 
     def context(self, x: Tensor, rotation: Rotation) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values of a context from ``project``, of each layer."""
+        """Each layer's keys and values of a context from ``project``."""
         layers: Any = self.layers
         return (layer.keys_values(x, rotation) for layer in layers)
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """States that predict tokens, (batch, nodes, hidden).
+        """Normed output states, (batch, nodes, hidden), the inputs of the output layer.
 
         Args:
             x: (batch, nodes, hidden), embeddings of blocks.
             rotation: see ``BlockLayer.keys_values``.
-            attend: attention of queries, keys and values, with the number of the layer as ``layer``.
+            attend: attention function of queries, keys, values and the layer index, ``layer``.
         """
         for number, layer in enumerate(self.layers):
             x = layer(x, rotation, partial(attend, layer=number))
@@ -369,17 +366,17 @@ class DFlashNetwork(nn.Module):
     def corrected(
         self, scores: Tensor, states: Tensor, previous: Tensor, memory: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Logits after given tokens, by the Markov head, and the confidence head's logits of acceptance.
+        """Logits corrected by the Markov head given previous tokens, and the confidence head's logits of acceptance.
 
         Args:
             scores: (..., drafts), logits of the output layer.
-            states: (..., hidden), that it read.
-            previous: (...) int64, the target's tokens before; each dimension of the others may be 1.
-            memory: (..., any), of a recurrent Markov head before the positions; None is zero.
+            states: (..., hidden), inputs of the output layer.
+            previous: (...) int64, previous tokens; the other arguments broadcast to its dimensions.
+            memory: (..., any), memory of a recurrent Markov head before these positions; None is zero.
 
         Returns:
-            (..., drafts), the given ones without a Markov head; (...), None without a confidence head; (..., any), the
-            memory after the positions, None without a recurrent Markov head.
+            Logits, (..., drafts), unchanged without a Markov head; confidences, (...), None without a confidence head;
+            memory after these positions, (..., any), None without a recurrent Markov head.
         """
         config, read = self.config, states
         if config.markov_rank:
@@ -391,10 +388,10 @@ class DFlashNetwork(nn.Module):
         return scores, None if config.confidence == "none" else self.confidence(read).squeeze(-1), memory
 
     def select(self, scores: Tensor, tokens: Tensor, states: Tensor, previous: Tensor) -> Tensor:
-        """Logits of candidates after given tokens, by the selector.
+        """Selector logits of candidates given previous tokens.
 
         Args:
-            scores: (..., candidates), logits of the output layer, or these less a number per position.
+            scores: (..., candidates), logits of the output layer, up to a constant per position.
             tokens: (..., candidates) int64.
             states, previous: as for ``corrected``.
         """
@@ -403,12 +400,12 @@ class DFlashNetwork(nn.Module):
         return scores + torch.einsum("...r,...cr->...c", latent, self.successors(tokens))
 
     def first_memory(self, states: Tensor, last: Tensor, before: Tensor | None = None) -> Tensor | None:
-        """Memory of a recurrent Markov head before the first position that predicts; None is zero.
+        """Memory of a recurrent Markov head before the first predicting position; None is zero.
 
         Args:
-            states: (..., block, hidden), of a block.
-            last: (...) int64, its first token.
-            before: (...) int64, the token before it, which a ``Refiner`` reads.
+            states: (..., block, hidden).
+            last: (...) int64, first token of the block.
+            before: (...) int64, the token before ``last``; read by a ``Refiner``.
         """
         memory, kind = None, self.config.markov_type
         if kind == "xpress":
@@ -422,7 +419,7 @@ class DFlashNetwork(nn.Module):
         return table(_below(tokens, self.config.markov_inputs))
 
     def _latent(self, embeds: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What the Markov head's output layer reads, (..., rank), and its memory, see the module."""
+        """Input of the Markov head's output layer, (..., rank), and the new memory."""
         if self.config.markov_type == "vanilla":
             return embeds, None
         states = states.expand(*embeds.shape[:-1], -1)
@@ -438,19 +435,19 @@ class DFlashNetwork(nn.Module):
 
 
 def _below(tokens: Tensor, rows: int) -> Tensor:
-    """Tokens of a table with so many rows: a target may have more than the drafter was trained for."""
+    """Map tokens outside a table of ``rows`` rows to 0: a target may have more tokens than the drafter's vocabulary."""
     return tokens.masked_fill(tokens >= rows, 0)
 
 
 def block_tokens(last: Tensor, config: DFlashConfig) -> Tensor:
-    """Tokens of blocks: the last ones, (...) int64, and mask tokens -> (..., block)."""
+    """Append mask tokens to the last tokens, (...) int64 -> (..., block)."""
     return F.pad(last[..., None], (0, config.block_size - 1), value=config.mask_token_id)
 
 
 def attended(distance: Tensor, config: DFlashConfig) -> list[Tensor]:
-    """What a position attends to in each layer, bool, by the distance to it, positive to earlier positions.
+    """Attention mask of each layer, bool, from the distances query - key.
 
-    Layers of a kind share a tensor.
+    Layers of the same kind share a tensor.
     """
     kinds: dict[tuple[bool, bool], Tensor] = {}
     for layer in range(config.layers):
@@ -476,7 +473,7 @@ class DFlash(PositionedDrafter):
 
     def reset(self, static_shapes: bool = False) -> None:
         super().reset(static_shapes)
-        self._ends = RowTensor(static_shapes)  # (rows, 2) int64, the last two tokens, which a ``Refiner`` reads
+        self._ends = RowTensor(static_shapes)  # (rows, 2) int64, last two tokens, for a ``Refiner``
 
     @property
     def parts(self) -> tuple[RowState, ...]:
@@ -494,7 +491,7 @@ class DFlash(PositionedDrafter):
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> Self:
-        """The drafter of a model of transformers (``MuseGlimmerAssistantModel``); raises ``UserError`` as above."""
+        """Convert a transformers ``MuseGlimmerAssistantModel``; raises ``UserError`` if unsupported."""
         name = type(model).__name__
         config, tensors, draft_ids, found = cls.convert(model.config.to_dict(), model.state_dict(), name)
         drafter = cls(checkpoint.load_network(DFlashNetwork, config, tensors, Path(name)), draft_ids)
@@ -520,7 +517,7 @@ class DFlash(PositionedDrafter):
         return self.network.project(states)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings of blocks, by the target's table without the norm that some targets apply to it."""
+        """Embeddings of blocks, by the drafter's table, or the target's without the norm that some targets apply."""
         if rows := self.network.config.embedding:
             return self.network.embed_tokens(_below(tokens, rows))
         return plain_embedding(self.target, tokens).to(self.sample_embedding.dtype)
@@ -532,7 +529,10 @@ class DFlash(PositionedDrafter):
 
     def _native_layers(self, kind: str | None) -> NativeLayers | None:
         config = self.network.config
-        alike = not config.sliding and len(config.causal) in (0, config.layers)  # the kernels take one mask
+        alike = not config.sliding and len(config.causal) in (
+            0,
+            config.layers,
+        )  # the kernels accept one mask for all layers
         alike = alike and not config.conv_kernel_size
         return super()._native_layers(kind) if alike else None
 
@@ -540,7 +540,7 @@ class DFlash(PositionedDrafter):
         return None if self.network.config.conv_kernel_size else super()._fused_layers()
 
     def enter(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
-        """Write keys and values of a context; trees grow from nothing else."""
+        """Write keys and values of a context to the cache; the block reads nothing else."""
         if self.native_layers is not None and not cache.static_shapes:
             self.native_layers.write(x, rotation, cache)
             return x[..., :0]
@@ -585,7 +585,7 @@ class DFlash(PositionedDrafter):
         return grow_levels(token, children, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
 
     def _selecting(self, scores: Tensor, states: Tensor) -> Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """``children`` for ``grow_levels``, by the selector, of whose candidates the sum of probabilities is kept."""
+        """``children`` for ``grow_levels``, by the selector, which keeps the candidates' total probability."""
         drafts, unary = ops.top_log_probs(scores, self.network.config.selector_top_k)
         tokens, share = self.target_tokens(drafts), unary.logsumexp(-1, keepdim=True)
 
@@ -600,8 +600,8 @@ class DFlash(PositionedDrafter):
     def _ranked(
         self, scores: Tensor, states: Tensor, previous: Tensor, memory: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The target's tokens that are most probable and their log probabilities, (batch, nodes, top_k), and the memory
-        after them; arguments as for ``DFlashNetwork.corrected``."""
+        """Top-k target tokens and their log probabilities, (batch, nodes, top_k), and the new memory; arguments as for
+        ``DFlashNetwork.corrected``."""
         scores, confidence, memory = self.network.corrected(scores, states, previous, memory)
         tokens, log_probs = ops.top_log_probs(scores, self.top_k)
         if confidence is not None:
@@ -609,7 +609,7 @@ class DFlash(PositionedDrafter):
         return self.target_tokens(tokens), log_probs, memory
 
     def _denoise(self, token: Tensor) -> Tensor:
-        """The network's outputs over a block per row, (batch, block, hidden)."""
+        """Run the network on one block per row: (batch, block, hidden)."""
         config, cache, batch = self.network.config, self.cache, len(token)
         x, rotation = self.embed(block_tokens(token, config)), self.rotation(batch, config.block_size)
         if self.native_layers is not None and not cache.static_shapes:
@@ -622,7 +622,7 @@ class DFlash(PositionedDrafter):
         else:
             masks = _slot_masks(cache, place, config)
 
-        # A window of the operation excludes its last distance.
+        # The kernel's window excludes its last distance.
         windows = [(config.window + 1) * (layer in config.sliding) for layer in range(config.layers)]
         depth = place.expand(batch, -1)
         if cache.static_shapes and self.fused_layers is not None:
@@ -638,7 +638,7 @@ class DFlash(PositionedDrafter):
         return self.network(x, rotation, attend)
 
     def _block_mask(self, batch: int) -> Tensor | None:
-        """What a block attends to in all layers, (batch, 1, block, slots) bool; None is causal."""
+        """Attention mask of a block, shared by all layers, (batch, 1, block, slots) bool; None is causal."""
         size, causal = self.network.config.block_size, bool(self.network.config.causal)
         if not self.cache.padded:
             slots = self.cache.length + size
@@ -648,7 +648,7 @@ class DFlash(PositionedDrafter):
 
 
 def _slot_masks(cache: TreeCache, place: Tensor, config: DFlashConfig) -> list[Tensor]:
-    """Masks of all layers over context and block, (batch, 1, block, slots) bool."""
+    """Per-layer attention masks over context and block, (batch, 1, block, slots) bool."""
     lengths = torch.tensor(cache.lengths, dtype=torch.long, device=place.device)[:, None, None]
     prefix = lengths + place[:, None] - torch.arange(cache.length, device=place.device)
     block = (place[:, None] - place).expand(len(prefix), -1, -1)
@@ -657,11 +657,11 @@ def _slot_masks(cache: TreeCache, place: Tensor, config: DFlashConfig) -> list[T
 
 
 class NativeMarkov(Native):
-    """A Markov head in the C++ kernels: a tree is one call.
+    """Markov head in the C++ kernels, which grow a tree in one call.
 
     Args:
-        out: from a token's embedding to the draft vocabulary.
-        table: (tokens, rank), embeddings of the target's tokens.
+        out: output layer, from a token's embedding to the draft vocabulary.
+        table: (tokens, rank), embeddings of target tokens.
         draft_ids: (n,) int64, draft vocabulary; None is the target's.
     """
 
@@ -672,8 +672,7 @@ class NativeMarkov(Native):
 
     @classmethod
     def of(cls, network: DFlashNetwork, draft_ids: Tensor | None) -> NativeMarkov | None:
-        """The native form of a network's head; None where the kernels do not take it: it is gated or recurrent, or a
-        confidence head adds to the scores."""
+        """Native form of a network's head; None for gated and recurrent heads and with a confidence head."""
         config = network.config
         alone = config.markov_type == "vanilla" and config.confidence == "none"
         if not config.markov_rank or not alone or not isinstance(network.markov_out, BlockLinear):

@@ -1,7 +1,6 @@
-"""EAGLE drafter (arXiv 2401.15077): an entry per token, which fuses its embedding with the target's hidden state.
+"""EAGLE drafter (arXiv 2401.15077): fuses each token's embedding with the target's hidden state.
 
-Image positions are fused as text is, from their input embeddings. The network may have several slots per pass (see
-``EagleConfig``).
+Image positions are treated like text. A forward pass may draft several slots (see ``EagleConfig``).
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class EagleConfig(LayerShape):
         reads: layers of the target whose inputs are normed, projected and added to its last hidden state (as EAGLE-3
             reads several layers, arXiv 2503.01840).
         norm_output: RMSNorm of predicted hidden states, before the head and before they are fed back (EAGLE-3.1).
-        rank: of an output layer of the cell's own for the slots after the first, in place of the target's head
-            (SlimSpec, arXiv 2605.10453); 0 uses the head. A tree is then at most ``slots`` levels deep.
-        head: rows of that output layer, the draft vocabulary.
+        rank: rank of the cell's own output layer for the slots after the first, instead of the target's head (SlimSpec,
+            arXiv 2605.10453); it limits trees to ``slots`` levels. 0 uses the target's head.
+        head: rows of the cell's output layer, the draft vocabulary.
         confidence: an output that predicts the target's probability of a node's drafted children together (DSpark,
             arXiv 2607.05147).
     """
@@ -74,7 +73,7 @@ class EagleConfig(LayerShape):
 
 
 class Cell(nn.Module):
-    """Recurrent cell between the slots of a pass: a carried state, (..., hidden), is updated by each drafted token and
+    """Recurrent cell over the slots of a pass: each drafted token updates a carried state, (..., hidden), which
     predicts the next hidden state."""
 
     def __init__(self, config: EagleConfig) -> None:
@@ -100,7 +99,7 @@ class Cell(nn.Module):
         return self.carry(self.into(torch.cat([embeds, carried], dim=-1)), carried)
 
     def carry(self, read: Tensor, carried: Tensor) -> Tensor:
-        """``forward`` with the output of ``into``."""
+        """``forward``, given the output of ``into``."""
         return self.norm(carried + self.out(F.silu(read)))
 
     def scores(self, carried: Tensor) -> Tensor:
@@ -112,8 +111,8 @@ class EagleNetwork(DecoderLayer):
     """Network of EAGLE, MSD and FLASH (arXiv 2401.15077, 2505.14260, 2505.12728): one decoder layer between an input
     projection and the target's head.
 
-    It predicts the target's next hidden state, and with several slots the following ones. Embedding, final norm and
-    head are the target's and not part of it.
+    It predicts the target's next hidden state, and with several slots also the states after it. Embedding, final norm
+    and head are the target's and not part of the network.
     """
 
     fc: nn.Linear
@@ -138,8 +137,7 @@ class EagleNetwork(DecoderLayer):
         return [self]
 
     def states(self, read: Tensor) -> Tensor:
-        """Hidden states that entries take, (..., hidden), from the target's last ones and those of
-        ``EagleConfig.reads``, concatenated."""
+        """Hidden states of entries, (..., hidden), from the target's concatenated last and ``reads`` states."""
         if not self.config.reads:
             return read
         last, *layers = read.split(self.config.hidden_size, dim=-1)
@@ -166,7 +164,7 @@ class EagleNetwork(DecoderLayer):
         return self.normed(self.cell.guess(carried))
 
     def normed(self, predicted: Tensor) -> Tensor:
-        """``predicted`` by ``norm_output``."""
+        """Apply the output norm, if configured."""
         return self.norm(predicted) if self.config.norm_output else predicted
 
     def coverage(self, predicted: Tensor, carried: Tensor) -> Tensor:
@@ -191,14 +189,14 @@ class EagleNetwork(DecoderLayer):
 
 @dataclass
 class Entries:
-    """Entries of prompts.
+    """Drafter inputs for prompts, one entry per token.
 
     Attributes:
         embeds: (batch, entries, hidden), input embeddings, one position ahead of ``hidden``.
-        hidden: (batch, entries, hidden), what the network takes of the target's hidden states.
-        mask: (batch, entries) bool, False at padding on the left; None without any.
+        hidden: (batch, entries, hidden), the target's hidden states after ``EagleNetwork.states``.
+        mask: (batch, entries) bool, False at left padding; None without padding.
         at: positions of the entries, (batch, entries) int64 or a slice.
-        visual: (batch, entries) bool, which embeddings are visual features; None without images.
+        visual: (batch, entries) bool, True at visual features; None without images.
     """
 
     embeds: Tensor

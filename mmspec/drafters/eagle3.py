@@ -1,8 +1,8 @@
 """EAGLE-3, EAGLE-3.1 and P-EAGLE drafter (arXiv 2503.01840, 2602.01469) for any target: text, vision-language and
-hybrid models. EAGLE-4 is EAGLE-3.1 with a sliding window and an output layer that retrieves candidates.
+hybrid models. EAGLE-4 is EAGLE-3.1 with a sliding window and candidate retrieval before the output layer.
 
-At image positions it is fed the placeholder token's embedding, as in training by all published projects: the target's
-hidden states carry the image.
+At image positions the input is the placeholder token's embedding, as in the training code of all published projects;
+the target's hidden states contain the image.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ class Eagle3Config(HeadShape):
 
     Attributes:
         target_size: the target's hidden size; 0 is ``hidden_size``.
-        states: number of the target's hidden states that a position reads.
-        reads: layers of the target whose inputs these are, 0 to the target's number of layers; empty are EAGLE's 2, L/2
-            and L - 3 of L layers.
-        outputs: read the outputs of these layers, as the layers return them, in place of their inputs.
+        states: number of target hidden states per position.
+        reads: target layers whose inputs are read, 0 to the number of layers L; empty means 2, L/2 and L - 3.
+        outputs: read the raw outputs of these layers instead of their inputs.
         norm_before_residual: the residual of the first layer is the normed state.
-        norm_before_fc: RMSNorm over all states together before their projection.
-        fc_norm: RMSNorm of each of them (3.1).
-        norm_output: the state of the next level is normed (3.1).
-        mask_token_id: the token of all levels after the first, which are one pass (P-EAGLE, arXiv 2602.01469); None
-            passes through the layers once per level.
-        window: entries that one attends to, itself included; 0 is all.
-        head_rank: rank of the product that retrieves candidates of the output layer (EAGLE-4); 0 is without one.
-        candidates: tokens that it retrieves, which the output layer scores.
+        norm_before_fc: RMSNorm over the concatenated states before their projection.
+        fc_norm: RMSNorm of each state before the projection (3.1).
+        norm_output: norm the state before it is fed to the next level (3.1).
+        mask_token_id: input token of all levels after the first, in one pass (P-EAGLE, arXiv 2602.01469); None: one
+            pass per level.
+        window: sliding window in entries, including the query; 0 is full attention.
+        head_rank: rank of the low-rank head that retrieves candidates for the output layer (EAGLE-4); 0 disables it.
+        candidates: number of retrieved tokens that the output layer scores.
     """
 
     target_size: int = option(0, whole(0, 2**16))
@@ -58,7 +57,7 @@ class Eagle3Config(HeadShape):
         False, FLAG, "Read the outputs of these layers.", default_text="inputs", declared=("--outputs/--inputs",)
     )
     norm_before_residual: bool = option(False, FLAG, "The residual of the first layer is the normed state.")
-    norm_before_fc: bool = option(False, FLAG, "Norm of the states that are read, together.")
+    norm_before_fc: bool = option(False, FLAG, "Norm of the concatenated states, before their projection.")
     fc_norm: bool = option(
         False, FLAG, "Norm of each of them (EAGLE-3.1).", default_text="on, unless they are normed together"
     )
@@ -89,15 +88,15 @@ class Eagle3Config(HeadShape):
 
     @property
     def parallel(self) -> bool:
-        """Whether all levels are one pass (P-EAGLE)."""
+        """Whether one pass drafts all levels after the first (P-EAGLE)."""
         return self.mask_token_id is not None
 
     def inputs_read(self, layers: int) -> list[int]:
-        """``reads`` of a target with ``layers`` layers; by default 2, L/2 and L - 3."""
+        """``reads`` for a target with ``layers`` layers; by default 2, L/2 and L - 3."""
         return self.reads or sorted(min(max(layer, 0), layers) for layer in (2, layers // 2, layers - 3))
 
     def features(self, layers: int) -> tuple[Feature, ...]:
-        """The hidden states that the network reads of a target with ``layers`` layers.
+        """Target features that the network reads, for a target with ``layers`` layers.
 
         Raises:
             UserError: the target has too few layers.
@@ -116,7 +115,7 @@ class Eagle3Config(HeadShape):
 def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
     """Split the text after ``eagle3:`` into a folder and arguments of ``Eagle3.from_checkpoint``.
 
-    ``FOLDER@2,16,29`` reads the inputs of these layers of the target, ``FOLDER@outputs:1,15,28`` the outputs.
+    ``FOLDER@2,16,29`` reads the inputs of these target layers, ``FOLDER@outputs:1,15,28`` their outputs.
     """
     folder, at, layers = argument.rpartition("@")
     if not at:
@@ -128,7 +127,7 @@ def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
 
 
 class FirstLayer(DecoderLayer):
-    """Decoder layer whose attention reads a token's embedding beside a state."""
+    """Decoder layer whose attention input is the concatenated token embedding and state."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config, 2 * config.hidden_size)
@@ -151,18 +150,18 @@ class FirstLayer(DecoderLayer):
 
 
 class Eagle3Network(nn.Module):
-    """Network of EAGLE-3 (arXiv 2503.01840) and 3.1: hidden states of several target layers are projected to one state,
+    """Network of EAGLE-3 (arXiv 2503.01840) and 3.1: projects hidden states of several target layers to one state,
     which decoder layers combine with the next token's embedding.
 
-    The first layer reads the normed embedding beside the normed state, later ones the residual stream. The last layer's
-    output, normed, gives the next token's logits over a draft vocabulary; as it is, or normed, it is the state of the
-    next level, in place of the target's. Switches differ between projects that train these networks, under the names
-    used here: SafeAILab/EAGLE, sgl-project/SpecForge, vllm-project/speculators, NVIDIA/Model-Optimizer.
+    The first layer reads the normed embedding and the normed state, later layers the residual stream. The last layer's
+    normed output gives the next token's logits over a draft vocabulary; the output, raw or normed, is also the state of
+    the next level. Projects that train these networks set the switches differently: SafeAILab/EAGLE,
+    sgl-project/SpecForge, vllm-project/speculators, NVIDIA/Model-Optimizer.
 
-    EAGLE-4 scores few tokens by the output layer: those that a product of low rank with the same state ranks first.
+    In EAGLE-4, a low-rank head retrieves candidates and the output layer scores only these.
 
-    P-EAGLE (arXiv 2602.01469) feeds all levels after the first at once, with a mask token and a learnt ``mask_hidden``
-    in place of the target's states.
+    P-EAGLE (arXiv 2602.01469) runs all levels after the first in one pass, with a mask token and a learned
+    ``mask_hidden`` instead of target states.
     """
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -183,7 +182,7 @@ class Eagle3Network(nn.Module):
             self.efficient_lm_head_down_proj = nn.Linear(width, config.head_rank, bias=False)
             self.efficient_lm_head = nn.Linear(config.head_rank, config.head, bias=False)
         if config.head:
-            by_row = config.candidates > 0  # the rows of candidates are read as those of an embedding
+            by_row = config.candidates > 0  # rows of candidates are gathered as from an embedding
             self.lm_head: nn.Linear | nn.Embedding = (
                 nn.Embedding(config.head, width) if by_row else nn.Linear(width, config.head, bias=False)
             )
@@ -191,7 +190,7 @@ class Eagle3Network(nn.Module):
             self.embed_tokens = nn.Embedding(config.embedding, width)
 
     def project(self, states: Tensor) -> Tensor:
-        """One state per position from the target's: (..., states * source) -> (..., hidden)."""
+        """Project the target's states to one state per position: (..., states * source) -> (..., hidden)."""
         if self.config.fc_norm:
             parts = states.split(self.config.source, dim=-1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
@@ -200,7 +199,7 @@ class Eagle3Network(nn.Module):
         return self.fc(states)
 
     def combine(self, embeds: Tensor, states: Tensor) -> Tensor:
-        """Layer inputs, (..., 2 * hidden), from embeddings and the states one position before, (..., hidden) each."""
+        """Layer inputs, (..., 2 * hidden), from embeddings and previous positions' states, (..., hidden) each."""
         return torch.cat([embeds.to(states.dtype), states], dim=-1)
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
@@ -209,18 +208,18 @@ class Eagle3Network(nn.Module):
         Args:
             x: (batch, nodes, 2 * hidden) from ``combine``.
             rotation: see ``DecoderLayer.attention``.
-            attend: the same, with the number of the layer as ``layer``.
+            attend: see ``DecoderLayer.attention``; also receives the layer index, ``layer``.
         """
         for number, layer in enumerate(self.layers):
             x = layer(x, rotation, partial(attend, layer=number))
         return x
 
     def begin(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The state of the next level, from the last layer's output, and nothing else, (..., 0)."""
+        """The next level's state, from the last layer's output, and an empty carried state, (..., 0)."""
         return self.norm(output) if self.config.norm_output else output, output[..., self.config.hidden_size :]
 
     def scores(self, head: Callable[[Tensor], Tensor], state: Tensor) -> Tensor:
-        """Logits of a level's state, (..., hidden), by an output layer."""
+        """Logits from a level's state, (..., hidden), and an output layer."""
         return head(state if self.config.norm_output else self.norm(state))
 
     def retrieve(self, state: Tensor) -> Tensor:
@@ -269,7 +268,7 @@ class Eagle3(PositionedDrafter):
         return partial(network.scores, head)
 
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
-        # The id of a placeholder may lie outside of the table.
+        # A placeholder's id may be outside the embedding table.
         embeds = self._embed(tokens.masked_fill(tokens >= self._embedded, 0))
         return self.network.combine(embeds, self.network.project(states))
 
@@ -284,7 +283,7 @@ class Eagle3(PositionedDrafter):
         return grow_slots(token, self.target_tokens(tokens), log_probs, budget, self.total_tokens)
 
     def _later(self, batch: int, count: int) -> Tensor:
-        """Outputs of the levels after the first, (batch, count, hidden), which attend to those before."""
+        """Outputs of the levels after the first, (batch, count, hidden), with causal attention."""
         network, device = self.network, self._position.data.device
         mask = torch.full((1, 1), network.config.mask_token_id, dtype=torch.long, device=device)
         x = network.combine(self._embed(mask), network.project(network.mask_hidden)).expand(batch, count, -1)

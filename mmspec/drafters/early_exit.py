@@ -1,8 +1,7 @@
 """Early-exit drafter: the target's own first layers, final norm and output layer (LayerSkip, arXiv 2404.16710).
 
-Weights, keys and values are the target's: those of its first layers are the same in a whole pass. Nodes that are
-drafted are uncommitted nodes in the target's cache, and the verify pass overwrites them. Recurrent layers read the
-target's states. Images and videos are in the prefix.
+The drafter shares the target's weights, KV cache and recurrent states. Drafted nodes are uncommitted entries of the
+target's cache, which the verify pass overwrites. Images and videos are in the prefix.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from mmspec.targets.transformers_target import TransformersTarget
 
 
 class FirstLayers:
-    """A target's first layers, which run over draft trees with the target's cache.
+    """Runs a target's first layers over draft trees with the target's cache.
 
     Args:
-        target: of transformers.
-        layers: number of its first layers.
+        target: a transformers model.
+        layers: number of first layers to run.
 
     Raises:
-        UserError: another target, one that has no more layers, or whose layers are not those of one decoder.
+        UserError: the target is not a transformers model of one decoder with more than ``layers`` layers.
     """
 
     def __init__(self, target: Target, layers: int) -> None:
@@ -46,7 +45,7 @@ class FirstLayers:
         return {**vars(self), "_decoder": None}  # a view of the target's modules
 
     def passes(self, read: Feature = "last") -> LevelPasses:
-        """Passes over the levels of a new tree, which return this feature."""
+        """Forward passes over the levels of a new tree, which return the feature ``read``."""
         if self._decoder is None:
             self._decoder = Decoder(self.target.model, self._layers)
         runner = self.target.runner.through(self._decoder)
@@ -61,8 +60,7 @@ class EarlyExit(CapturedDrafter):
         top_k: nodes extended per level, and children per node.
 
     Raises:
-        UserError: no number of layers, or (at ``attach``) a target that has no more layers, or whose layers are not
-            those of one decoder of transformers.
+        UserError: ``layers`` is not a number, or (at ``attach``) see ``FirstLayers``.
     """
 
     learns: ClassVar[bool] = False
@@ -89,10 +87,10 @@ class EarlyExit(CapturedDrafter):
         self.join(len(history), self._first.target.runner.static_shapes)
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        """Nothing to do: the target's commit has the accepted tokens."""
+        """No-op: the target commits the accepted tokens to the shared cache."""
 
     def update(self, *inputs: Tensor) -> None:
-        """Nothing to do, see ``observe``."""
+        """No-op, see ``observe``."""
 
     def reserve(self, width: int) -> None:
         self._first.target.runner.cache.reserve_nodes(width + 1 + self.limits[0] * self.top_k)

@@ -1,4 +1,4 @@
-"""Drafters' decoder layers in few launches, with static shapes."""
+"""Fused GPU decoder layers for drafters with static shapes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from mmspec.targets.fused_layers import (
 
 
 class FusedLayers:
-    """Decoder layers over a cache of static shapes, as ``NativeLayers`` are over one of varying shapes.
+    """Fused decoder layers over a static-shape cache; ``NativeLayers`` is the counterpart for dynamic shapes.
 
     Args:
-        layers: with gated MLPs.
+        layers: decoder layers with gated MLPs.
     """
 
     def __init__(self, layers: Sequence[LayerParts], shape: LayerShape) -> None:
@@ -37,7 +37,7 @@ class FusedLayers:
 
     @classmethod
     def of(cls, layers: Sequence[Any], shape: LayerShape) -> FusedLayers | None:
-        """Of a network's layers; None where these have no MLPs, or are packed."""
+        """Fuse a network's layers; None if they have no MLP or packed weights."""
         parts: list[LayerParts] = [layer.parts for layer in layers] if shape.mlp else []
         dense = all(type(one) is nn.Linear for part in parts for one in part.qkv)
         return cls(parts, shape) if parts and dense else None
@@ -56,12 +56,12 @@ class FusedLayers:
         Args:
             x: (batch, nodes, any), inputs.
             rotation: cosines and sines, (batch, nodes or 1, 1, head_dim) each.
-            metadata: by the entries, in each layer.
-            middle: return the last layer's residual stream before its MLP, too.
-            last: a norm of the last layer's outputs.
+            metadata: attention metadata of each layer.
+            middle: also return the last layer's residual stream before its MLP.
+            last: norm to apply to the last layer's outputs.
 
         Returns:
-            These outputs, (batch, nodes, hidden) or, with ``middle``, (batch, nodes, 2 * hidden).
+            The last layer's outputs, (batch, nodes, hidden) or, with ``middle``, (batch, nodes, 2 * hidden).
         """
         turns, buffers = [_turns(rotation)] * len(self._layers), self._buffers(cache, len(x))
         add = not middle and last is None
@@ -71,8 +71,7 @@ class FusedLayers:
         return y if add else torch.cat([residual + y, residual], dim=-1)
 
     def write(self, x: Tensor, rotation: Rotation, metadata: AttentionMetadata, cache: TreeCache) -> None:
-        """Write the keys and values that layers whose queries are a product of their own have of states, (batch, nodes,
-        hidden), to the cache."""
+        """Write keys and values of states, (batch, nodes, hidden), for layers with separate query projections."""
         turns = _turns(rotation)
         for layer, product, buffers in zip(self._layers, self._keys_values, self._buffers(cache, len(x)), strict=True):
             cache_states(layer, product(x), turns, buffers, metadata)

@@ -1,9 +1,9 @@
 """Drafter with a Gemma-4 assistant of transformers (``Gemma4AssistantForCausalLM`` and its unified form).
 
-The assistant has queries only: its layers attend to the keys and values of the target's last layer of the same kind,
-from the position of the last token, at whatever depth a node is. It reads the embedding of a token and the state before
-it, the target's last hidden state at first, then its own output, projected to the target's width. Nodes of a tree do
-not attend to each other: a node depends on its ancestors by the state alone.
+The assistant's layers compute queries only: they attend to the keys and values of the target's last layer of the same
+kind. All nodes use the position of the last token, whatever their depth. Inputs are a token's embedding and the
+previous state: first the target's last hidden state, then the assistant's output, projected to the target's width.
+Nodes of a tree do not attend to each other; a node depends on its ancestors through the state only.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def shared_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function with the signature that transformers calls, without the random numbers of a dropout.
+    """Attention function with transformers' signature, without dropout.
 
     Args:
         query: (batch, heads, nodes, head_dim).
@@ -81,10 +81,10 @@ class Gemma4(TreeDrafter):
 
     Args:
         model: the assistant; its weights are shared, and moved to the target's device and dtype.
-        **tree: top_k, depth, total_tokens: see ``TreeDrafter``.
+        **tree: top_k, depth and total_tokens, see ``TreeDrafter``.
 
     Raises:
-        UserError: a model of another class.
+        UserError: the model is not a Gemma-4 assistant.
     """
 
     name: ClassVar[str] = "gemma4"
@@ -96,7 +96,7 @@ class Gemma4(TreeDrafter):
         network: Any = without_output_capture(model).eval()
         set_attention(network, _ATTENTION)
         self._text = network.config.get_text_config()
-        self._sources: dict[str, int] = {}  # the target's layer that each kind of layer reads
+        self._sources: dict[str, int] = {}  # target layer per kind of layer
         super().__init__(network, **tree)
 
     @classmethod
@@ -112,10 +112,10 @@ class Gemma4(TreeDrafter):
         probe = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
         network = self.network
         rotary, like = network.model.rotary_emb, probe.new_empty(0)
-        frequencies = dict(rotary.named_buffers())  # which must not take the dtype
+        frequencies = dict(rotary.named_buffers())  # frequencies must stay float32
         if network.masked_embedding is None:
             pack_drafter(network, like, drafter_kind(target, like))
-        else:  # reads rows of its output layer
+        else:  # gathers rows of its output layer
             network.to(like)
             pack_drafter(network.model, like, drafter_kind(target, like))
         for name, value in frequencies.items():
@@ -124,10 +124,10 @@ class Gemma4(TreeDrafter):
         self.reset()
 
     def _checked_sources(self, target: Target) -> dict[str, int]:
-        """The target's layer that each kind of layer reads.
+        """Target layer whose keys and values each kind of layer reads.
 
         Raises:
-            UserError: the assistant is that of another target.
+            UserError: the assistant does not match the target.
         """
         config: Any = getattr(target, "config", None)
         width, vocab = self.network.backbone_hidden_size, self._text.vocab_size
@@ -156,7 +156,7 @@ class Gemma4(TreeDrafter):
 
     def reset(self, static_shapes: bool = False) -> None:
         super().reset(static_shapes)
-        self._state = RowTensor(static_shapes)  # (rows, hidden), the target's at each row's last token but one
+        self._state = RowTensor(static_shapes)  # (rows, hidden), target state at each row's second-to-last token
 
     @property
     def parts(self) -> tuple[RowState, ...]:
@@ -182,7 +182,7 @@ class Gemma4(TreeDrafter):
         self.queue((take(output.features["last"], verdict.path.clamp(min=0)),), verdict)
 
     def update(self, states: Tensor, length: Tensor) -> None:  # type: ignore[override]
-        """Keep the last of the target's states on the accepted path, (batch, width, hidden)."""
+        """Store the last target state of the accepted path, from (batch, width, hidden)."""
         write_last(self._state, states, length)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
@@ -191,7 +191,7 @@ class Gemma4(TreeDrafter):
         any_of = next(iter(shared.values()))
 
         def read(tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-            """Hidden states of nodes, (batch, nodes, any)."""
+            """Run the assistant: hidden states of nodes, (batch, nodes, any)."""
             x = torch.cat([self.target.embed(tokens).to(states.dtype), states], dim=-1)
             hidden = self.network.model(
                 inputs_embeds=self.network.pre_projection(x),
@@ -199,7 +199,7 @@ class Gemma4(TreeDrafter):
                 position_ids=any_of.lengths[:, None].expand(tokens.shape),
                 shared_kv_states={kind: (one.keys, one.values) for kind, one in shared.items()},
                 use_cache=False,
-                logits_to_keep=slice(None),  # a number drops nodes, and fails without embeddings per layer
+                logits_to_keep=slice(None),  # an integer drops nodes, and fails without per-layer embeddings
             ).last_hidden_state
             return hidden, self.network.post_projection(hidden)
 
@@ -217,13 +217,13 @@ class Gemma4(TreeDrafter):
         slots = torch.arange(shared.keys.shape[2], device=shared.keys.device)
         lengths = shared.lengths[:, None]
         allowed = slots < lengths
-        if kind == "sliding_attention":  # the last slot and the window before it, as in transformers
+        if kind == "sliding_attention":  # the last slot and the window before it, like transformers
             allowed = allowed & (slots >= lengths - 1 - self._text.sliding_window)
-        # Idle rows attend to something, so that no row of the mask is empty.
+        # Idle rows attend to slot 0: a fully masked row would be NaN.
         return (allowed | ((lengths == 0) & (slots == 0)))[:, None, None]
 
     def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Top-k tokens and log probabilities of hidden states; with centroids, among the tokens of the nearest ones."""
+        """Top-k tokens and log probabilities of hidden states, limited to the nearest centroids, if any."""
         centroids = self.network.masked_embedding
         if centroids is None:
             return ops.top_log_probs(self.network.lm_head(hidden), self.top_k)
@@ -235,7 +235,7 @@ class Gemma4(TreeDrafter):
 
 
 class _AllShared(property):
-    """``kv_sharing_modes`` of a text configuration all of whose layers may share keys and values."""
+    """``kv_sharing_modes`` that lets all layers of a text model share keys and values."""
 
     def __init__(self, original: Any) -> None:
         self.__wrapped__ = original
@@ -248,13 +248,13 @@ class _AllShared(property):
 
 
 def sharing_allowed() -> AbstractContextManager[None]:
-    """Lets transformers build assistants: 5.23 refuses text models all of whose layers share keys and values."""
+    """Patch for assistants: transformers 5.23 rejects text models whose layers all share keys and values."""
     kinds = [getattr(transformers, name, None) for name in ("Gemma4TextConfig", "Gemma4UnifiedTextConfig")]
     return replaced({(kind, "kv_sharing_modes"): _AllShared for kind in kinds if hasattr(kind, "kv_sharing_modes")})
 
 
 def _last_layers(config: Any) -> dict[str, int]:
-    """The last layer of each kind that has keys and values of its own."""
+    """The last layer of each kind that computes its own keys and values."""
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * own
     return {kind: number for number, kind in enumerate(kinds[:own])}
@@ -272,7 +272,7 @@ def _shape(config: Any, layer: int) -> tuple[int, int]:
 SPEC = DrafterSpec(
     "gemma4",
     "Gemma-4 assistant",
-    "a few layers that attend to the target's own keys and values, published beside Gemma 4",
+    "a few layers that attend to the target's own keys and values, published with Gemma 4",
     Gemma4,
     weights="published",
     recognises=_recognises,

@@ -1,10 +1,10 @@
 """Draft tree growth, by descending path probability.
 
-``best_first`` is for look-up drafters on the host, ``grow_tree`` for drafters with a forward pass per level. In both,
-children follow their parents in descending order of path probability, so that every prefix of the nodes is a tree.
+``best_first`` is for lookup drafters on the host, ``grow_tree`` for drafters with a forward pass per level. Both sort
+nodes by descending path probability, parents first, so that every prefix of the nodes is a tree.
 
-``grow_levels`` and ``grow_slots`` are for drafters of which one pass predicts all levels, a slot each. Where slots are
-independent of each other, all nodes of a level have the same children (DDTree, arXiv 2604.12989).
+``grow_levels`` and ``grow_slots`` are for drafters that predict all levels in one pass, one slot per level. If slots
+are independent, all nodes of a level have the same children (DDTree, arXiv 2604.12989).
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ def best_first(
     """Best-first search for the most probable nodes of a lazily expanded tree.
 
     Args:
-        children: given a node's state, yields ``(token, probability given the parent, state)`` per child, with distinct
-            tokens.
+        children: given a state, yields ``(token, conditional probability, state)`` per child, with distinct tokens.
         floor: minimum path probability of a node.
-        width: maximum children per node, the most probable ones; None takes all.
+        width: maximum children per node, most probable first; None keeps all.
 
     Returns:
         Tokens, parents (0 is the root, i the i-th node) and path probabilities, in descending order.
@@ -62,7 +61,7 @@ def best_first(
                 candidates = heapq.nlargest(width, candidates, key=lambda child: child[1])
             for token, share, below in candidates:
                 if gain * share >= floor:
-                    # The counter breaks ties in order of insertion, before states would be compared.
+                    # The counter breaks ties in insertion order; states are not comparable.
                     pushed += 1
                     heapq.heappush(heap, (-gain * share, pushed, token, node, level + 1, below))
         if not heap or len(tokens) >= nodes:
@@ -86,17 +85,15 @@ def grow_tree(
 ) -> TokenTree:
     """Grow the dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4), one per row.
 
-    Beam search expands the ``top_k`` best nodes of each level; of all candidates, the nodes with the highest path
-    probability form the tree. With static shapes the depth is the budget's, as early exit would need a host sync per
-    level.
+    Beam search expands the ``top_k`` best nodes of each level; the candidates with the highest path probability form
+    the tree. With static shapes, the depth is the budget's: early exit would need a host sync per level.
 
     Args:
         token: (batch,) int64, the roots.
-        first: the root's children, ``(tokens, log_probs)``, (batch, children) each, in descending order; None extends
-            the beam of the roots.
-        extend: given the next beam's tokens, (batch, width), and the previous beam's entry that each descends from,
-            (batch, width), 0 for the first beam, returns their children as ``(tokens, log_probs)``,
-            (batch, width, children) each.
+        first: the root's children, ``(tokens, log_probs)``, (batch, children) each, in descending order; None calls
+            ``extend`` on the roots.
+        extend: given the next beam's tokens, (batch, width), and the index of each token's parent in the previous beam,
+            (batch, width), initially 0, returns children as ``(tokens, log_probs)``, (batch, width, children) each.
         top_k: beam width.
     """
     batch, kept_children = token.shape[0], 1 if budget.chain else None
@@ -110,7 +107,7 @@ def grow_tree(
     deepest = min(budget.max_depth, most) if depth is None else min(depth, budget.max_depth, most)
     width = 1 if budget.chain else min(top_k, most)
     tokens, scores, extended, above = [drafted.flatten(1)], [], [], None
-    seen, levels = 0, min(1, deepest)  # candidates above the last level
+    seen, levels = 0, min(1, deepest)  # candidates in earlier levels
     for level in range(1, deepest):
         total, beam = ops.next_beam(above, chances, drafted, width, 1 + seen)
         scores.append(total)
@@ -154,7 +151,7 @@ class Reach:
         """Append a beam.
 
         Args:
-            origin: (batch, width) int64, node of the previous beam that each descends from; unused for the first beam.
+            origin: (batch, width) int64, parent of each node in the previous beam; unused for the first beam.
 
         Returns:
             (batch, width * stride, entries) bool: each node's own chain up to itself and its ancestors' chains.
@@ -181,18 +178,18 @@ class Reach:
 
 
 _LEAST = 1e-30
-"""Least probability of a path on the host, where it must not be 0."""
+"""Minimum path probability on the host, where it must not be 0."""
 
 
 def grow_slots(token: Tensor, tokens: Tensor, log_probs: Tensor, budget: Budget, nodes: int) -> TokenTree:
-    """Grow the tree of the most probable paths over independent slots, one per row.
+    """Grow a tree per row from the most probable paths over independent slots.
 
-    It is grown best first on the host, or with static shapes and without host syncs, which gives the same tree.
+    Best-first search on the host and growth with static shapes, without host syncs, give the same tree.
 
     Args:
         token: (batch,) int64, the roots.
-        tokens: (batch, slots, top_k) int64, of each level in descending order.
-        log_probs: (batch, slots, top_k), theirs.
+        tokens: (batch, slots, top_k) int64, candidates of each level in descending order.
+        log_probs: (batch, slots, top_k), log probabilities of ``tokens``.
     """
     deepest = tokens.shape[1]
     if not kernels.static_shapes(token.device):
@@ -205,7 +202,7 @@ def grow_slots(token: Tensor, tokens: Tensor, log_probs: Tensor, budget: Budget,
         shared = (-1, parents.shape[1], -1)
         return tokens[:, level, None].expand(shared), log_probs[:, level, None].expand(shared)
 
-    # Each node with children needs another one below it: a beam of half the tree is exact.
+    # A beam of half the tree is exact, as each extended node has at least one child.
     return grow_levels(token, children, budget, max(1, nodes // 2), depth=deepest, nodes=nodes)
 
 
@@ -218,13 +215,13 @@ def grow_levels(
     depth: int,
     nodes: int,
 ) -> TokenTree:
-    """Grow a tree level by level, where the children of a node depend on its token; see ``grow_tree``.
+    """Grow a tree level by level if the children of a node depend on its token; see ``grow_tree``.
 
     Args:
         token: (batch,) int64, the roots.
-        children: given a level, from 0 on, its parents' tokens, (batch, width) int64, and the place of each parent's
-            own parent among those of the level before, (batch, width) int64, returns their children as
-            ``(tokens, log_probs)``, (batch, width, children) each, in descending order.
+        children: given a level, from 0, its parents' tokens and the index of each parent's own parent in the previous
+            beam, (batch, width) int64 each, returns children as ``(tokens, log_probs)``, (batch, width, children) each,
+            in descending order.
         top_k: nodes extended per level.
     """
     levels = count()
@@ -238,19 +235,18 @@ def _children(tokens: list[list[int]], probs: list[list[float]], level: int) -> 
 
 
 class LevelPasses:
-    """A pass per level of a draft tree.
+    """Runs a model once per level of a draft tree.
 
     Args:
-        runner: of the model; its uncommitted nodes are dropped.
-        recurrent: the model has recurrent layers, whose states cannot be extended by uncommitted nodes: each pass runs
-            all nodes.
-        read: the feature that passes return.
+        runner: runner of the model; its uncommitted nodes are dropped.
+        recurrent: the model has recurrent layers, which keep no uncommitted nodes: each pass runs all nodes.
+        read: feature to return.
     """
 
     def __init__(self, runner: VerifyRunner, recurrent: bool, read: Feature = "last") -> None:
         self._runner, self._recurrent, self._read = runner, recurrent, read
         self._reach, self._levels = Reach(), 0
-        self._nodes: tuple[Tensor, Tensor, Tensor] | None = None  # of all levels: tokens, depths and ancestors
+        self._nodes: tuple[Tensor, Tensor, Tensor] | None = None  # tokens, depths and ancestors of all levels
         runner.forget_nodes()
 
     def __call__(self, tokens: Tensor, origin: Tensor) -> Tensor:
@@ -258,7 +254,7 @@ class LevelPasses:
 
         Args:
             tokens: (batch, width) int64.
-            origin: (batch, width) int64, as of ``grow_tree``.
+            origin: (batch, width) int64, see ``grow_tree``.
         """
         depth = torch.full_like(tokens, self._levels)
         nodes = tokens, depth, self._reach(origin)
@@ -278,7 +274,7 @@ class LevelPasses:
 def _joined(
     nodes: tuple[Tensor, Tensor, Tensor], level: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Earlier nodes and a level, each as of ``VerifyRunner.forward_nodes``."""
+    """Append a level to earlier nodes; arguments as for ``VerifyRunner.forward_nodes``."""
     (tokens, depth, reach), (more, deeper, reached) = nodes, level
     reach = torch.cat([F.pad(reach, (0, more.shape[1])), reached], dim=1)
     return torch.cat([tokens, more], dim=1), torch.cat([depth, deeper], dim=1), reach

@@ -1,9 +1,9 @@
-"""Base classes of drafters that read the target's hidden states, at positions that count tokens or at the target's own.
+"""Base classes of drafters on the target's hidden states, at token-count positions or the target's positions.
 
 A step appends the accepted tokens with the target's hidden states to the drafter's KV cache, then grows a dynamic tree
-(EAGLE-2, arXiv 2406.16858) on predicted states. Entry j of a row takes token j + 1 and the target's states at token j.
+(EAGLE-2, arXiv 2406.16858) on predicted states. Entry j of a row reads token j + 1 and the target's states at token j.
 
-A growing tree has entries of its own, after those of accepted tokens (``TreeState``).
+Entries of a growing tree follow the entries of accepted tokens (``TreeState``).
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def packing(kept: Tensor, left: bool) -> tuple[Tensor, Tensor]:
 
     Args:
         kept: (batch, entries) bool.
-        left: pad shorter rows on the left, else on the right.
+        left: pad shorter rows on the left instead of the right.
 
     Returns:
-        (batch, most) int64, entry at each new position, in order; (batch, most) bool, False at padding.
+        Index of the entry at each new position, (batch, most) int64; mask, (batch, most) bool, False at padding.
     """
     most = int(kept.sum(1).max())
     order = (kept if left else ~kept).int().sort(dim=1, stable=True).indices
@@ -56,18 +56,17 @@ def packing(kept: Tensor, left: bool) -> tuple[Tensor, Tensor]:
 
 
 def causal(batch: int, width: int, device: torch.device, kept: Tensor | None = None) -> Tensor:
-    """What each of ``width`` entries attends to: itself and those before, (batch, width, width) bool.
+    """Causal attention mask of ``width`` entries, (batch, width, width) bool.
 
     Args:
-        kept: (batch, width) bool, False at padding, which attends to itself, so that no row of the mask is empty.
+        kept: (batch, width) bool, False at padding, which attends to itself so that no row is fully masked.
     """
     reach = torch.ones(width, width, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
     return reach if kept is None else reach & kept[:, None] | torch.eye(width, dtype=torch.bool, device=device)
 
 
 def counted_positions(prompt: Prompt) -> tuple[Tensor | slice, Tensor]:
-    """Positions that count a prompt's tokens, (batch, length) int64 or a slice, and those of the next tokens, (batch,)
-    int64."""
+    """Token-count positions of a prompt, (batch, length) int64 or a slice, and of the next tokens, (batch,) int64."""
     batch, length = prompt.input_ids.shape
     if prompt.attention_mask is None:
         return slice(0, length), torch.full((batch,), length, dtype=torch.long, device=prompt.input_ids.device)
@@ -76,11 +75,11 @@ def counted_positions(prompt: Prompt) -> tuple[Tensor | slice, Tensor]:
 
 
 def axis_positions(prompt: Prompt, output: TargetOutput) -> tuple[Tensor, Tensor] | None:
-    """The target's positions of a prompt's tokens, (3, batch, length) int64, and those of the next tokens, (batch,)
-    int64; None if it has a single axis."""
+    """The target's multi-axis positions of a prompt, (3, batch, length) int64, and of each row's next token, (batch,)
+    int64; None for a single axis."""
     if output.positions is None or output.positions.ndim < 3:
         return None
-    axes = output.positions[-3:].expand(3, *prompt.input_ids.shape)  # in front of them, a fourth axis counts tokens
+    axes = output.positions[-3:].expand(3, *prompt.input_ids.shape)  # skips a leading fourth axis that counts tokens
     return axes, axes.amax((0, 2)) + 1
 
 
@@ -90,23 +89,23 @@ def last_tokens(history: list[list[int]], device: torch.device) -> Tensor:
 
 
 def following_embeds(target: Target, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> Tensor:
-    """The target's input embeddings, those of images and videos included, of the tokens after each of a prompt's,
-    (batch, length, hidden); arguments as for ``Drafter.begin``."""
+    """A prompt's input embeddings shifted left by one token, including image and video features, (batch, length,
+    hidden); arguments as for ``Drafter.begin``."""
     fed = target.embed(prompt.input_ids) if output.embeds is None else output.embeds  # None for text
     return torch.cat([fed[:, 1:], target.embed(last_tokens(history, fed.device))], dim=1)
 
 
 def plain_embedding(target: Any, tokens: Tensor) -> Tensor:
-    """The target's embeddings without the norm that its table may apply (Muse Glimmer)."""
+    """The target's embeddings without the norm of Muse Glimmer's table."""
     table = target.model.get_input_embeddings()
     return F.embedding(tokens, table.weight) if hasattr(table, "embed_norm") else target.embed(tokens)
 
 
 def allowed_slots(cache: TreeCache, reach: Tensor, window: int = 0) -> Tensor:
-    """Attention mask, (batch, 1, nodes, slots) bool: ``reach``, after the prefix unless shapes are static.
+    """Attention mask, (batch, 1, nodes, slots) bool: ``reach``, preceded by the prefix unless shapes are static.
 
     Args:
-        reach: (batch, nodes, new) bool, the new entries that each node attends to, itself included.
+        reach: (batch, nodes, new) bool, new entries that each node attends to, including itself.
         window: see ``HiddenStateDrafter.window``.
     """
     if cache.static_shapes:
@@ -121,19 +120,19 @@ def allowed_slots(cache: TreeCache, reach: Tensor, window: int = 0) -> Tensor:
 
 
 def _depth(reach: Tensor) -> Tensor:
-    """(batch, nodes) int64, entries between each node and the prefix: those that it attends to, but itself."""
+    """(batch, nodes) int64, number of entries between each node and the prefix."""
     return reach.sum(-1) - 1
 
 
 def attention(
     qkv: tuple[Tensor, Tensor, Tensor], cache: TreeCache, layer: int, allowed: Tensor | None, window: int, depth: Any
 ) -> Tensor:
-    """Write the keys and values of new entries, and attend to them and the cache: (batch, heads, nodes, head_dim).
+    """Write keys and values of new entries to the cache and attend to it: (batch, heads, nodes, head_dim).
 
     Args:
         qkv: queries, keys and values of new entries, (batch, heads or kv_heads, nodes, head_dim) each.
         allowed, window: see ``run``.
-        depth: (batch, nodes) int64, entries between each node and the prefix; None are those that a node attends to.
+        depth: (batch, nodes) int64, entries between each node and the prefix; None derives it from the mask.
     """
     (q, k, v), entry = qkv, cast(Any, cache.layers[layer])
     keys, values = entry.update(k, v)
@@ -146,7 +145,7 @@ def attention(
 def attention_metadata(
     cache: TreeCache, reach: Tensor, window: int = 0, depth: Tensor | None = None
 ) -> AttentionMetadata:
-    """What new entries attend to, in a cache of static shapes; ``depth`` as for ``attention``."""
+    """Attention metadata of new entries in a static-shape cache; ``depth`` as for ``attention``."""
     assert cache.bounds is not None
     depth = _depth(reach) if window and depth is None else depth
     return AttentionMetadata(cache.bounds.first(len(reach)), cache.offset, reach, depth, window or None)
@@ -158,10 +157,10 @@ def run(
     """Run a network on new entries and write them to the cache.
 
     Args:
-        network: takes inputs, rotation and attention.
+        network: called with inputs, rotation and an attention function.
         x: (batch, nodes, any), inputs.
         allowed: attention mask, see ``allowed_slots``; None for a prompt without padding.
-        window: of static shapes, whose mask has no prefix; see ``HiddenStateDrafter.window``.
+        window: for static shapes, whose mask excludes the prefix; see ``HiddenStateDrafter.window``.
 
     Returns:
         The network's outputs, (batch, nodes, any).
@@ -176,24 +175,23 @@ def run(
 
 
 class TreeState:
-    """State of one growing tree: predictions of its last level, and its entries in a drafter's cache.
+    """State of a growing tree: predictions of its last level and its entries in the drafter's cache.
 
-    A node has a chain of ``slots`` entries, of the tokens drafted since the pass before. They follow the entries of
-    accepted tokens, and ``end`` drops them.
+    A node has a chain of ``slots`` entries for the tokens drafted since the previous pass. They follow the entries of
+    accepted tokens; ``end`` drops them.
 
     Args:
-        cache: the drafter's.
+        cache: KV cache of the drafter.
         rotation: returns the rotation of the next positions of each row, (batch, positions, 1, head_dim) each.
-        width: maximum number of nodes of a level.
+        width: maximum nodes per level.
         passes: maximum number of passes.
         slots: entries per node.
         window: see ``HiddenStateDrafter.window``.
 
     Attributes:
-        predicted, carried: (batch, nodes, hidden), of the last level: states that predict its children, and states of
-            the recurrent cell between slots; set by the drafter.
-        block: of each level since the last pass: its tokens, the states that predicted them, and the node of the level
-            before that each was drafted from.
+        predicted, carried: (batch, nodes, hidden), states that predict the last level's children, and the recurrent
+            cell's states; set by the drafter.
+        block: per level since the last pass: tokens, states that predicted them, and indices of parents.
     """
 
     predicted: Tensor
@@ -219,7 +217,7 @@ class TreeState:
 
         Args:
             layers: called with inputs, rotation, attention mask and cache; see ``run``.
-            origin: (batch, width) int64, the node of the pass before that each node descends from.
+            origin: (batch, width) int64, ancestor of each node in the previous pass.
         """
         reach = self._reach(origin)
         outputs = layers(x, self._turned(origin.shape[1]), self._mask(reach), self._cache)
@@ -232,12 +230,11 @@ class TreeState:
         self._cache.offset = 0
 
     def chains(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Take ``block``: the chains that end in the nodes of its last level, concatenated.
+        """Take ``block`` and return the chains that end in its last level, concatenated.
 
         Returns:
-            Tokens, (batch, width * levels); predicted states, (batch, width * levels, hidden), or of a block of one
-            level those of the level before; the node of the level before the block that each chain descends from,
-            (batch, width).
+            Tokens, (batch, width * levels); predicted states, (batch, width * levels, hidden), or the previous level's
+            states if the block has one level; ancestor of each chain in the level before the block, (batch, width).
         """
         block, self.block = self.block, []
         if len(block) == 1:
@@ -251,7 +248,7 @@ class TreeState:
         return torch.stack(chains[::-1], dim=2).flatten(1), torch.stack(states[::-1], dim=2).flatten(1, 2), place
 
     def _turned(self, width: int) -> Rotation:
-        """Rotation of the next chains, which start at the same position within a row."""
+        """Rotation of the next chains; all chains of a row start at the same position."""
         if self._passes == 0:
             self._rotations = self._rotation()
         begin = self._passes * self._slots
@@ -261,7 +258,7 @@ class TreeState:
         return cos.repeat(1, width, 1, 1), sin.repeat(1, width, 1, 1)
 
     def _mask(self, reach: Tensor) -> Tensor:
-        """See ``allowed_slots``; without a window, all passes share the prefix part."""
+        """See ``allowed_slots``; without a window, passes share the prefix part of the mask."""
         if self._cache.static_shapes or self._window:
             return allowed_slots(self._cache, reach, self._window)
         if self._passes == 0:
@@ -273,23 +270,21 @@ class TreeState:
 
 
 class HiddenStateDrafter(TrainedDrafter):
-    """Drafter with an entry per token, and trees grown on predicted states.
+    """Drafter with one cache entry per token and trees grown on predicted states.
 
     Args:
-        network: the trained network, moved to the target's device and dtype; without ``layers``, entries have no keys
-            and values.
-        rotary: rotary positions of its layers.
-        draft_ids: (n,) int64, draft vocabulary, the target's token of each row of the output layer; None is the
-            target's whole vocabulary.
+        network: trained network, moved to the target's device and dtype; without ``layers``, it needs no KV cache.
+        rotary: rotary position tables.
+        draft_ids: (n,) int64, draft vocabulary: target token of each output row; None is the full vocabulary.
         **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
 
     Attributes:
-        node_inputs: network inputs of drafted tokens, (batch, nodes, any), from the arguments of ``NodeInputs``: states
-            are those that predicted them, (batch, entries, hidden). Set by ``scoring``.
-        cell_input: the same, before the activation, of a recurrent cell between the slots of a pass; set by ``scoring``
-            with several slots.
-        sample_embedding: (1, hidden), an embedding of the target, of the network's dtype and device; set by ``attach``.
-        window: entries that one attends to, itself included; 0 is all. Those of one step attend to each other anyway.
+        node_inputs: maps drafted tokens and the states that predicted them, (batch, entries, hidden), to network
+            inputs, (batch, nodes, any); arguments as for ``NodeInputs``. Set by ``scoring``.
+        cell_input: like ``node_inputs``, for the recurrent cell before its activation, with several slots.
+        sample_embedding: (1, hidden), a target embedding in the network's dtype and device; set by ``attach``.
+        window: sliding window in entries, including the query; 0 is full attention. Entries of one step always attend
+            to each other.
     """
 
     node_inputs: Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -300,7 +295,7 @@ class HiddenStateDrafter(TrainedDrafter):
     native_layers: NativeLayers | None = None
     fused_layers: FusedLayers | None = None
     features: Sequence[Feature] = ("last",)
-    position_slack = 0  # by how much the next position of a row may exceed its tokens
+    position_slack = 0  # maximum excess of a row's next position over its number of tokens
     window = 0
 
     def __init__(self, network: Any, rotary: Rotary, draft_ids: Tensor | None, **settings: Any) -> None:
@@ -310,8 +305,8 @@ class HiddenStateDrafter(TrainedDrafter):
     def reset(self, static_shapes: bool = False) -> None:
         super().reset(static_shapes)
         self.cache = TreeCache(self._layers, static_shapes=static_shapes)
-        self._output = RowTensor(static_shapes)  # (rows, hidden or 2 * hidden), at each row's last entry
-        self._position = RowTensor(static_shapes)  # (rows,) int64, of the next entry
+        self._output = RowTensor(static_shapes)  # (rows, hidden or 2 * hidden), output at each row's last entry
+        self._position = RowTensor(static_shapes)  # (rows,) int64, position of the next entry
         self._history: list[list[int]] = []
         self._constants: dict[tuple[str, int], Tensor] = {}  # by name and size
 
@@ -336,7 +331,7 @@ class HiddenStateDrafter(TrainedDrafter):
 
     @staticmethod
     def shape_of(network: Any) -> Any:
-        """Shape of a network's layers, a ``LayerShape``; by default, its configuration is one."""
+        """``LayerShape`` of a network's layers; by default, its configuration."""
         return network.config
 
     @property
@@ -346,10 +341,10 @@ class HiddenStateDrafter(TrainedDrafter):
 
     @abstractmethod
     def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
-        """Prepare for a target, and set ``node_inputs``; returns the draft vocabulary's logits of predicted states."""
+        """Set ``node_inputs`` for a target and return the output layer, from predicted states to draft logits."""
 
     def states(self, output: TargetOutput) -> Tensor:
-        """The target's hidden states that an entry takes, (batch, nodes, any): by default all features."""
+        """Target hidden states of each entry, (batch, nodes, any): by default, all features concatenated."""
         read = [output.features[name] for name in self.features]
         return torch.cat(read, dim=-1) if len(read) > 1 else read[0]
 
@@ -359,11 +354,11 @@ class HiddenStateDrafter(TrainedDrafter):
 
         Args:
             tokens: (batch, width) int64.
-            states: (batch, width, any), see ``states``, at the tokens before.
+            states: (batch, width, any), see ``states``, at the previous tokens.
         """
 
     def keep_to(self, rows: int | None, target: Any) -> None:
-        """Draft the first ``rows`` tokens only, those that it was trained for, if the target has more."""
+        """Limit drafts to the first ``rows`` tokens, the trained vocabulary, if the target has more tokens."""
         if self.draft_ids is None and rows is not None and rows < target.config.vocab_size:
             self.draft_ids = torch.arange(rows, device=target.device)
 
@@ -386,12 +381,12 @@ class HiddenStateDrafter(TrainedDrafter):
     def start(
         self, x: Tensor, rotation: Rotation, mask: Tensor | None, position: Tensor, history: list[list[int]]
     ) -> None:
-        """Run the network on the entries of new rows, which ``join`` has registered.
+        """Run the network on prompts of new rows, already registered by ``join``.
 
         Args:
-            x: (batch, entries, any), their inputs.
-            mask: (batch, entries) bool, False at padding on the left; None without any.
-            position: (batch,) int64, of each row's next entry.
+            x: (batch, entries, any), network inputs.
+            mask: (batch, entries) bool, False at left padding; None without padding.
+            position: (batch,) int64, position of each row's next entry.
             history: see ``Drafter.begin``.
         """
         entries, allowed = x.shape[1], None
@@ -421,7 +416,7 @@ class HiddenStateDrafter(TrainedDrafter):
         return self.run(x, rotation, allowed, cache)
 
     def run(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
-        """Run the network on new entries, see ``run``, by kernels that take its layers."""
+        """Run the network on new entries with the fastest kernels that support its layers; see the function ``run``."""
         if cache.static_shapes and self.fused_layers is not None:
             assert allowed is not None
             metadata = attention_metadata(cache, allowed[:, 0], self.window)
@@ -431,11 +426,11 @@ class HiddenStateDrafter(TrainedDrafter):
         return self.native_layers(x, rotation, allowed, cache, middle=self.slots > 1)
 
     def _fused_layers(self) -> FusedLayers | None:
-        """The network's layers in few launches; None where they are others."""
+        """Fused GPU layers; None if the network has other layers."""
         return FusedLayers.of(self.network.layers, self.shape_of(self.network)) if self._layers else None
 
     def _native_layers(self, kind: str | None) -> NativeLayers | None:
-        """The network's layers in the C++ kernels; None where they do not take them."""
+        """Layers in the C++ kernels; None if unsupported."""
         shape, layers = self.shape_of(self.network), self._layers
         if not layers or kind is None or not cpu_library.available() or not NativeLayers.takes(shape):
             return None
@@ -468,7 +463,7 @@ class HiddenStateDrafter(TrainedDrafter):
         write_last(self._output, outputs, length)
 
     def _chain_mask(self, batch: int, width: int) -> Tensor | None:
-        """What accepted tokens attend to, see ``allowed_slots``; None where the kernels take it as causal."""
+        """Attention mask of accepted tokens, see ``allowed_slots``; None if the kernels apply a causal mask."""
         if not self._layers:
             return None
         if self.native_layers is not None and not (self.static_shapes or self.cache.padded or self.window):
@@ -495,7 +490,7 @@ class HiddenStateDrafter(TrainedDrafter):
         return tree
 
     def _constant(self, name: str, size: int, make: Callable[..., Tensor]) -> Tensor:
-        """``make(size)``, which no pass computes again."""
+        """Cached ``make(size)``."""
         if (name, size) not in self._constants:
             self._constants[name, size] = make(size, device=self._position.data.device)
         return self._constants[name, size]
@@ -507,13 +502,13 @@ class HiddenStateDrafter(TrainedDrafter):
     def _extend(self, state: TreeState, beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
         """Children of the next level, see ``grow_tree``, in draft-vocabulary indices.
 
-        They are predicted by the cell while the last pass of the layers has slots left, else by a new pass.
+        The cell predicts them while the last forward pass has slots left; then a new pass starts.
         """
         network, slots = self.network, self.slots
         state.block.append((beam, state.predicted, origin))
         if len(state.block) < slots:
             read, carried = self.cell_input.split(beam, state.carried, origin)
-            # The copy is no one else's.
+            # In place: ``carried`` is a fresh copy.
             state.carried = network.cell.norm(add_product(carried, network.cell.out, F.silu(read)))
             if network.config.rank:
                 tokens, log_probs = ops.top_log_probs(network.cell.scores(state.carried), self.top_k)
@@ -532,27 +527,25 @@ class HiddenStateDrafter(TrainedDrafter):
         return self._rotary(self._position.data[:batch, None] + step)
 
     def children(self, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """Top-k draft-vocabulary indices and log probabilities, (..., top_k) each, from what the network's ``begin``
-        returned."""
+        """Top-k draft-vocabulary indices and log probabilities, (..., top_k) each, from the output of ``begin``."""
         return self.adjusted(*ops.top_log_probs(self._scores(predicted), self.top_k), predicted, carried)
 
     def adjusted(self, tokens: Tensor, log_probs: Tensor, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """``children`` by their tokens and the network's log probabilities; for subclasses."""
+        """Hook for subclasses to adjust the tokens and log probabilities of ``children``."""
         return tokens, log_probs
 
 
 class PositionedDrafter(HiddenStateDrafter):
-    """A ``HiddenStateDrafter`` with an entry per token of the prompt, whose rotary positions are the target's: with
-    several axes at images, if the network's configuration has ``mrope_section``.
+    """``HiddenStateDrafter`` with one entry per prompt token at the target's rotary positions: multi-axis at images if
+    the network's configuration has ``mrope_section``.
 
     Attributes:
-        counts_tokens: without ``mrope_section``, positions count tokens where the target has several axes; else they
-            are the largest of its axes.
+        counts_tokens: without ``mrope_section``, replace multi-axis positions by token counts, not the largest axis.
 
     Args:
-        network: the shape of its layers is a ``RotaryShape``.
+        network: network with a ``RotaryShape``.
         draft_ids: see ``HiddenStateDrafter``.
-        **settings: top_k, depth, total_tokens, verifier, too.
+        **settings: see ``HiddenStateDrafter``.
     """
 
     counts_tokens = True
@@ -581,7 +574,7 @@ class PositionedDrafter(HiddenStateDrafter):
             self._rotary.reserve(length + AHEAD, x)
             return self._rotary(at), tokens
         axes, position = found
-        # Positions of a video's frames follow their times, and may exceed the number of tokens.
+        # Video positions follow frame times and may exceed the number of tokens.
         self.position_slack = max(self.position_slack, int((position - tokens).max()))
         self._rotary.reserve(max(int(position.max()), length) + AHEAD, x)
         if self._axis is None:

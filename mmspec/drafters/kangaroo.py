@@ -1,9 +1,9 @@
 """Kangaroo drafter (arXiv 2404.18911) for any target of transformers: text, vision-language and hybrid models.
 
-The target's first layers run over the tree with the target's keys and values, as in ``early_exit``. The network, an
-attention layer without MLP and a norm (section 3.1), has keys and values of its own, at positions that count tokens;
-entry j of a row takes the target's early state at token j. The budget ends a tree where a further level gains too
-little, in place of the paper's confidence threshold for chains.
+The target's first layers run over the tree with the target's KV cache, as in ``early_exit``. The network, an attention
+layer without MLP and a norm (section 3.1), has its own KV cache, at token-count positions; entry j of a row reads the
+target's early-exit state at token j. The budget stops growth when another level gains too little, instead of the
+paper's confidence threshold for chains.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class KangarooConfig(RotaryShape):
     """Configuration of a ``KangarooNetwork``: a ``RotaryShape`` of the target's hidden size, and
 
     Attributes:
-        mlp: 0, as the layer has none.
-        exit_layer: number of the target's first layers whose output the network reads.
+        mlp: always 0: the layer has no MLP.
+        exit_layer: number of the target's first layers to run.
     """
 
     mlp: int = option(0, whole(0, 0))
@@ -50,7 +50,7 @@ def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
 
 
 class KangarooNetwork(nn.Module):
-    """The layer and the norm between the target's early states and its output layer."""
+    """Attention layer and norm between the target's early-exit states and its output layer."""
 
     def __init__(self, config: KangarooConfig) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class KangarooNetwork(nn.Module):
         self.norm = Norm(config.hidden_size, config.norm_eps)
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """States of the target's output layer, (batch, nodes, hidden), from the target's early states.
+        """Inputs of the target's output layer, (batch, nodes, hidden), from its early-exit states.
 
         Args:
             x: (batch, nodes, hidden).

@@ -1,4 +1,4 @@
-"""Decoder layer of hidden-state drafters, with rotary positions, as modules that run with any KV cache."""
+"""Decoder layer and rotary positions of hidden-state drafters, independent of the KV cache."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class LayerParts:
     """The modules of a pre-norm decoder layer.
 
     Attributes:
-        qkv: layers whose outputs, one after another, are queries, keys and values.
-        attention_norms: of the parts of the inputs, one after another, the last being the residual; empty without any.
-        head_norms: of queries and keys; empty without any.
-        normed_residual: whether the residual is taken after its norm.
+        qkv: linear layers whose concatenated outputs are queries, keys and values.
+        attention_norms: norms of the input parts, in order; the last part is the residual. Empty without norms.
+        head_norms: norms of queries and keys; empty without norms.
+        normed_residual: the residual is the normed input.
     """
 
     qkv: Sequence[nn.Module]
@@ -57,10 +57,10 @@ class DecoderLayer(nn.Module):
     values, ``gate_up`` gate and up.
 
     Args:
-        width: features that queries, keys and values read.
+        width: input size of the QKV projection.
         qkv_bias: bias on queries, keys and values.
-        input_norm: whether ``input_norm`` is an RMSNorm of the inputs, or nothing.
-        before: modules that come before those of the layer in the order of parameters.
+        input_norm: apply RMSNorm to the inputs.
+        before: modules registered before the layer's own, for the order of parameters.
     """
 
     def __init__(
@@ -90,10 +90,9 @@ class DecoderLayer(nn.Module):
         """Output of the attention: (batch, nodes, width) -> (batch, nodes, hidden).
 
         Args:
-            x: inputs, after their norm.
+            x: normed inputs.
             rotation: cosines and sines from ``Rotary``, broadcastable to (batch, nodes, heads, head_dim).
-            attend: attention function of queries, keys and values, (batch, heads or kv_heads, nodes, head_dim); owns
-                cache and mask.
+            attend: attention over queries, keys, values, (batch, heads or kv_heads, nodes, head_dim), cache and mask.
         """
         shape = self.shape
         batch, nodes, _ = x.shape
@@ -110,7 +109,7 @@ class DecoderLayer(nn.Module):
         return LayerParts([self.qkv], self.out, self.gate_up, self.down, self.post_norm, norms)
 
     def mlp(self, x: Tensor) -> Tensor:
-        """Output of the MLP and the norm before it, (..., hidden)."""
+        """Output of the pre-norm MLP, (..., hidden)."""
         gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
@@ -125,22 +124,22 @@ class LlamaLayer(DecoderLayer):
         return x + self.mlp(x) if self.shape.mlp else x
 
 
-_MAX_RATIO = 4  # maximum draft vocabulary of a table, in hidden sizes; larger tables cost too much memory
+_MAX_RATIO = 4  # maximum draft vocabulary of a table, as a multiple of the hidden size, to limit memory
 
 
 def take(x: Tensor, order: Tensor | None) -> Tensor:
-    """Gather entries of each row, (batch, entries, hidden) -> (batch, taken, hidden), by their places, (batch, taken)
-    int64; None takes all as they are."""
+    """Gather entries by index, (batch, taken) int64 or None for all: (batch, entries, hidden) -> (batch, taken,
+    hidden)."""
     return x if order is None else x.gather(1, order[..., None].expand(-1, -1, x.shape[2]))
 
 
 @dataclass(frozen=True)
 class NodeInputs:
-    """Embeddings of drafted tokens beside the states that they were drafted from.
+    """Concatenates embeddings of drafted tokens with the states that predicted them.
 
     Attributes:
-        embed: of the target's tokens.
-        table: has the embeddings as ``weight``; None where ``embed`` does more than look them up.
+        embed: embedding of target tokens.
+        table: module with the embedding matrix as ``weight``; None if ``embed`` is not a plain lookup.
         draft_ids: (n,) int64, draft vocabulary; None is the target's.
     """
 
@@ -150,7 +149,6 @@ class NodeInputs:
 
     @classmethod
     def of(cls, target: Target, draft_ids: Tensor | None) -> NodeInputs:
-        """With a target's embeddings."""
         table = target.model.get_input_embeddings() if isinstance(target, TransformersTarget) else None
         return cls(target.embed, table if type(table) is nn.Embedding and not is_hooked(table) else None, draft_ids)
 
@@ -160,7 +158,7 @@ class NodeInputs:
         Args:
             tokens: (batch, nodes) int64, draft-vocabulary indices.
             states: (batch, entries, any).
-            origin: (batch, nodes) int64, the entry of each node; None is one each.
+            origin: (batch, nodes) int64, entry of each node; None is the identity.
         """
         weight = None if self.table is None else self.table.weight.detach()
         if origin is not None and weight is not None and (weight.dtype, weight.device) == (states.dtype, states.device):
@@ -170,11 +168,11 @@ class NodeInputs:
 
 
 class TokenLinear:
-    """Linear layer over ``NodeInputs``. For a small draft vocabulary, its product with the embeddings is tabulated.
+    """Linear layer over ``NodeInputs``, with a precomputed table of embedding products for a small draft vocabulary.
 
     Attributes:
-        table: (draft tokens, out), that product and the bias; None for a large vocabulary.
-        over_x: the layer over x alone, if there is a table.
+        table: (draft tokens, out), products with embeddings, plus bias; None for a large vocabulary.
+        over_x: the layer's part that multiplies states; used with ``table``.
     """
 
     def __init__(self, layer: nn.Linear | PackedLinear, inputs: NodeInputs) -> None:
@@ -185,7 +183,7 @@ class TokenLinear:
         if draft_ids is not None and len(draft_ids) <= _MAX_RATIO * width:
             self.table = F.linear(inputs.embed(draft_ids), layer.weight[:, :width], layer.bias)
             weight = layer.weight[:, width:]
-            # In the memory layout of the layer's weight.
+            # Keep the memory layout of the layer's weight.
             by_row = layer.weight.stride(1) == 1
             weight = weight.contiguous() if by_row else weight.t().contiguous().t()
             if isinstance(layer, PackedLinear):
@@ -195,7 +193,7 @@ class TokenLinear:
                 self.over_x.weight = nn.Parameter(weight, requires_grad=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenLinear:
-        # Forked drafters share weights.
+        # forked drafters share weights
         return self
 
     def __call__(self, tokens: Tensor, x: Tensor, origin: Tensor | None) -> Tensor:
@@ -203,7 +201,7 @@ class TokenLinear:
         return self.split(tokens, x, origin)[0]
 
     def split(self, tokens: Tensor, x: Tensor, origin: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The same, and a copy of the states of each node, (batch, nodes, any)."""
+        """Like ``__call__``, and also return a copy of each node's states, (batch, nodes, any)."""
         if self.table is not None:
             taken = take(x, origin)
             return self.over_x(taken) + F.embedding(tokens, self.table), taken
@@ -212,7 +210,7 @@ class TokenLinear:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864), halves paired as in Llama: (batch, nodes, heads, head_dim)."""
+    """Rotary position embedding (arXiv 2104.09864) with Llama's half pairing: (batch, nodes, heads, head_dim)."""
     cos, sin = rotation
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
@@ -223,7 +221,7 @@ def rotary_frequencies(head_dim: int, theta: float) -> Tensor:
 
 
 class Rotary:
-    """Cosines and signed sines by position, computed in float32 and grown when needed.
+    """Table of cosines and signed sines by position, computed in float32 and grown on demand.
 
     Args:
         frequencies: (head_dim / 2,) float32.
@@ -245,7 +243,7 @@ class Rotary:
         positions = torch.arange(length, device=like.device, dtype=torch.float32)
         angle = torch.outer(positions, self.frequencies.to(like.device))
         cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
-        # The sign of the rotated half goes into the sine, which saves a negation per call.
+        # Folding the sign of the rotated half into the sine saves a negation per call.
         tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
         self._tables = torch.stack(tables, dim=1).to(like.dtype)[:, :, None]
 
@@ -260,7 +258,7 @@ class Rotary:
 
         Args:
             positions: (axes, batch, nodes) int64.
-            axis: (head_dim / 2,) int64, the axis that each frequency turns with.
+            axis: (head_dim / 2,) int64, position axis of each frequency.
 
         Returns:
             (batch, nodes, 1, head_dim) each.
@@ -271,10 +269,10 @@ class Rotary:
 
 
 def rotary_of(config: RotaryShape) -> tuple[Rotary, Tensor | None]:
-    """Rotary positions, and for M-RoPE the position axis that each frequency turns with, (head_dim / 2,) int64.
+    """Rotary positions, and for M-RoPE the position axis of each frequency, (head_dim / 2,) int64.
 
     Raises:
-        UserError: parameters of the scaling are missing or invalid.
+        UserError: scaling parameters are missing or invalid.
     """
     rope, axis = config.rope_parameters, None
     with explained(f"rotary positions must be valid: got {rope}", KeyError, TypeError, ValueError, AttributeError):
@@ -293,8 +291,8 @@ def rotary_of(config: RotaryShape) -> tuple[Rotary, Tensor | None]:
 
 
 def _axes(sections: list[int], interleaved: bool) -> Tensor:
-    """The axis of each frequency: in consecutive sections (arXiv 2409.12191), or interleaved as in Qwen3-VL, where
-    height and width have every third frequency, as many as their sections."""
+    """Position axis of each frequency: in consecutive sections (arXiv 2409.12191), or interleaved as in Qwen3-VL, where
+    height and width take every third frequency, up to the size of their sections."""
     if not interleaved:
         return torch.arange(3).repeat_interleave(torch.tensor(sections, dtype=torch.long))
     axis = torch.zeros(sum(sections), dtype=torch.long)

@@ -1,13 +1,13 @@
-"""Published layouts of drafter checkpoints: one table, by which they are recognised, read and written.
+"""Published drafter checkpoint layouts: one table for recognition, reading and writing.
 
-A row of ``LAYOUTS`` names the tensors and the fields of ``config.json`` of a layout beside ours, ``FORMATS`` what other
-engines read of them. Checkpoints are read strictly, without running their code.
+``LAYOUTS`` maps the tensor names and ``config.json`` fields of each layout to this package's; ``FORMATS`` lists the
+output formats for other engines. Reading is strict and runs no code of the checkpoint.
 
 - ``eagle``: EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077, 2406.16858). They project ``[embedding of the next token ;
-  hidden state]``, use plain rotary positions (Qwen2-VL's three axes are equal there), and contain a copy of the
+  hidden state]``, use plain rotary positions (Qwen2-VL's three axes are equal for text), and contain a copy of the
   target's embedding, of which only the number of rows is used.
 - ``msd``: MSD drafters (arXiv 2505.14260), such as those for LLaVA-1.5 and Qwen2-VL. They have the tensors of EAGLE and
-  do not record how visual positions were fed in training: folders whose ``config.json`` is of a text model are read as
+  do not record the handling of visual positions in training: folders with a text model's ``config.json`` are read as
   EAGLE, others as MSD; ``eagle:FOLDER`` and ``msd:FOLDER`` override this.
 - ``vispec``: ViSpec drafters (arXiv 2509.15235), EAGLE with an image adaptor.
 - ``eagle3``: EAGLE-3, EAGLE-4 and P-EAGLE heads (arXiv 2503.01840, 2602.01469): ``midlayer.*`` (SafeAILab/EAGLE,
@@ -18,13 +18,12 @@ engines read of them. Checkpoints are read strictly, without running their code.
   2608.02438): flat (z-lab, deepseek-ai/DeepSpec), nested (vllm-project/speculators), or with ``encoder.*``
   (transformers). ``causal_head`` of JetSpec is ``causal`` or ``is_causal`` in vLLM.
 - ``medusa``: Medusa heads (arXiv 2401.10774) of FasterDecoding/Medusa, text-generation-inference, which share the
-  target's output layer, and vLLM, with the tokens of a draft vocabulary in ``token_map`` and, with
-  ``original_lm_head``, one copy of the target's output layer. Files may have more heads than their configuration says.
+  target's output layer, and vLLM, with the draft vocabulary in ``token_map`` and, with ``original_lm_head``, one copy
+  of the target's output layer. Files may have more heads than their configuration.
 - ``hydra``: Hydra heads (arXiv 2402.05109, zankner/Hydra); with ``hydra_head_arch`` ``prefix-mlp``, each dropout counts
   as a layer, and ``prefix_embeding_layer`` is a decoder of one layer.
-- ``kangaroo``: Kangaroo adapters (arXiv 2404.18911, Equationliu/Kangaroo): configuration of a Llama of one layer, of
-  which attention and norms are kept. Rotary positions have the base 10,000 whatever it says, and the layer at which the
-  target is left is not in it.
+- ``kangaroo``: Kangaroo adapters (arXiv 2404.18911, Equationliu/Kangaroo): a one-layer Llama, of which attention and
+  norms are used. The rotary base is always 10,000. The configuration does not contain the exit layer.
 
 ``d2t`` holds offsets: row i of an output layer is the target's token i + d2t[i].
 """
@@ -58,13 +57,13 @@ from mmspec.errors import UserError
 from mmspec.files import atomic, read_json, write_text
 
 Published = tuple[Any, dict[str, Tensor], Tensor | None, dict[str, Any]]
-"""What is read of a published drafter: the network's configuration, its tensors in their original dtype, the target's
-token of each row of its output layer, (n,) int64 (None is the identity), and its target, for ``check_target``."""
+"""Result of reading a published drafter: network configuration, tensors in their original dtype, draft vocabulary, (n,)
+int64 (None is the target's), and the target, for ``check_target``."""
 
 Values = dict[str, Any]
 Names = Mapping[str, tuple[str, ...]]
-"""Our modules and parameters, with # for a number, and the published ones that each of them stacks: {0} is the first of
-these numbers, {odd} twice the last one and 1, {layers} the configuration's."""
+"""Maps a module or parameter, with # for a number, to the published names that it stacks: {0} is the first number,
+{odd} is 2 * last number + 1, {layers} is the number of layers."""
 
 
 class Source:
@@ -72,10 +71,10 @@ class Source:
 
     Attributes:
         config: contents of ``config.json``.
-        fields: the same, without the layout's prefix, with the fields of its nested objects beside the others.
-        tensors: the published ones.
-        draft_ids: the target's token of each draft token, (n,) int64; None is the identity.
-        where: its name in messages.
+        fields: flattened contents of ``config.json``: nested objects merged, the layout's prefix removed.
+        tensors: tensors by published name.
+        draft_ids: target token of each draft token, (n,) int64; None is the identity.
+        where: name of the checkpoint in error messages.
     """
 
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: Layout, where: str) -> None:
@@ -90,7 +89,7 @@ class Source:
         layout.prepare(self)
 
     def first(self, names: Sequence[str]) -> tuple[str, Any]:
-        """The first of these fields that is set, and its value; None if there is none."""
+        """The first of these fields that is set, and its value; the value is None if no field is set."""
         for name in names:
             value: Any = self.fields
             for part in name.split("."):
@@ -107,14 +106,14 @@ class Source:
         return self.check(name, FLAG, default if value is None else value)
 
     def rows(self, *names: str) -> int:
-        """Rows that matrices of these names have, the most if they differ; 0 without any."""
+        """Maximum number of rows of the named tensors; 0 if all are absent."""
         return max((rows_of(self.tensors, name) or 0 for name in names), default=0)
 
     def has(self, prefix: str) -> bool:
         return any(name.startswith(prefix) for name in self.tensors)
 
     def named(self, part: str) -> bool:
-        """Whether a class or algorithm has a name with this part."""
+        """Whether the name of a class or algorithm contains ``part``."""
         return any(part in name for name in _class_names(self.config, self.fields.get("projector_type")))
 
 
@@ -122,9 +121,9 @@ class Written(NamedTuple):
     """A drafter to write for another engine.
 
     Attributes:
-        network: its configuration.
-        target: configuration of transformers.
-        tokens: draft tokens per step, the default of vLLM.
+        network: network configuration.
+        target: transformers configuration of the target.
+        tokens: default number of draft tokens per step in vLLM.
     """
 
     network: Any
@@ -137,7 +136,7 @@ class Written(NamedTuple):
 
 
 REQUIRED, OWN, OMITTED = object(), object(), object()
-"""A field without a default; one with that of our configuration; one that is not written."""
+"""Markers: a field without a default; the default of this package's configuration; a field that is not written."""
 
 ANY = Rule("anything", lambda value: True)
 UNSET = Rule("unset or false", lambda value: not value)
@@ -149,17 +148,17 @@ LAYER_IDS = Rule(
 
 @dataclass(frozen=True)
 class Field:
-    """A field of our configuration and of ``config.json``.
+    """Maps a configuration field to fields of a published ``config.json``.
 
     Attributes:
-        ours: its name in our configuration, or of a value that other fields use; empty if it is only checked.
-        names: its published names, of which the first that is set is read; with a dot, in an object inside.
-        rule: of the published value.
-        default: the value if none is set, or a function of the checkpoint and the fields before.
-        shifts: by name: what to add to each of a list of published numbers.
-        read: in place of all this, our value from the checkpoint and the fields before.
-        needed: whether it is read at all.
-        encode: the published value, before shifts, from ours.
+        ours: name in this package's configuration, or of an intermediate value for other fields; empty if only checked.
+        names: published names, the first that is set counts; a dot denotes a nested object.
+        rule: validation rule of the published value.
+        default: value if no name is set, or a function of the checkpoint and the preceding fields.
+        shifts: by name, an offset to add to each of a list of published numbers.
+        read: replaces all of the above: computes the value from the checkpoint and the preceding fields.
+        needed: whether to read the field for this checkpoint.
+        encode: converts the value back to the published value, before shifts.
     """
 
     ours: str
@@ -172,7 +171,7 @@ class Field:
     encode: Callable[[Any, Written], Any] = lambda value, written: value
 
     def value(self, source: Source, values: Values) -> Any:
-        """Our value; ``OWN`` is that of our configuration."""
+        """The converted value; ``OWN`` means the configuration's default."""
         if not self.needed(source, values):
             return OWN
         if self.read is not None:
@@ -200,17 +199,17 @@ class Layout:
     """A published layout.
 
     Attributes:
-        title: what a folder contains, in messages.
-        recognises: whether it is this one, by configuration, lower-case names of classes, and tensor names.
-        names: of tensors; a field ``names`` takes their place.
-        fields: of ``config.json``.
-        prefixes: of tensors, in place of others, if the checkpoint has any tensor with them.
-        prefix: of field names, which may be left out.
-        nested: objects inside of ``config.json`` whose fields override the others.
-        copies: copies of the target's tensors, which are not used; ``required`` ones may not be missing.
-        shared: the same with ``original_lm_head``.
-        prepare: changes a checkpoint before it is read.
-        like: other layouts that are read as this one.
+        title: description of the checkpoint in messages.
+        recognises: predicate on configuration, lower-case class names and tensor names.
+        names: tensor names; a field called ``names`` overrides them.
+        fields: fields of ``config.json``.
+        prefixes: replacement tensor prefixes, used if any tensor of the checkpoint has them.
+        prefix: optional prefix of field names.
+        nested: nested objects of ``config.json``, whose fields override top-level fields.
+        copies: unused copies of the target's tensors; ``required`` copies must be present.
+        shared: like ``copies``, for checkpoints with ``original_lm_head``.
+        prepare: preprocesses a checkpoint before it is read.
+        like: other layouts that can be read as this layout.
     """
 
     title: str
@@ -228,7 +227,7 @@ class Layout:
 
 
 def layer_names(ours: str, theirs: str, **more: str) -> dict[str, tuple[str, ...]]:
-    """Names of a decoder layer's modules under prefixes, ``more`` of them included."""
+    """Names of a decoder layer's modules under prefixes, plus ``more``."""
     found = {
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "kv": ("self_attn.k_proj", "self_attn.v_proj"),
@@ -245,11 +244,11 @@ def layer_names(ours: str, theirs: str, **more: str) -> dict[str, tuple[str, ...
 def published_names(
     parameters: Iterable[str], names: Names, prefixes: Mapping[str, str] = MappingProxyType({}), layers: int = 1
 ) -> dict[str, list[str]]:
-    """Our parameters, and the published ones that each of them stacks.
+    """Map each parameter to the published parameters that it stacks.
 
     Args:
-        prefixes: published ones, in place of others.
-        layers: of the configuration.
+        prefixes: replacements of published prefixes.
+        layers: number of layers in the configuration.
     """
     parts: dict[str, list[str]] = {}
     for ours in parameters:
@@ -270,7 +269,7 @@ def published_names(
 
 
 def rope_parameters(source: Source, values: Values) -> dict[str, Any]:
-    """Rotary positions of a published configuration, in the form of transformers' ``rope_parameters``."""
+    """Rotary parameters of a published configuration, as transformers' ``rope_parameters``."""
     rope: dict[str, Any] = {}
     config = source.fields
     for key in ("rope_scaling", "rope_parameters"):
@@ -307,7 +306,7 @@ LAYER = (
     Field("mlp", ("intermediate_size",), whole(1)),
     Field("norm_eps", ("rms_norm_eps",), POSITIVE, OWN),
     Field("", ("hidden_act",), choice("silu"), "silu"),
-    Field("halves", ("rope_is_neox_style", "is_neox_style"), FLAG, True),  # otherwise neighbours are rotated together
+    Field("halves", ("rope_is_neox_style", "is_neox_style"), FLAG, True),  # False rotates adjacent features together
 )
 ROPES = ("rope_parameters", "rope_scaling", "rope_theta")
 ROPE = Field("rope", ROPES, read=rope_parameters, encode=lambda value, written: _written_rope(written))
@@ -332,7 +331,7 @@ def _is_eagle(config: Mapping[str, Any], classes: list[str], names: set[str]) ->
 
 
 def _zero_biases(source: Source) -> None:
-    """Add biases of 0 that files leave out, as EAGLE heads of Llama-3 do."""
+    """Add zero biases that files omit, like EAGLE heads for Llama-3."""
     for name in ("fc", "img_fc"):
         if source.config.get("bias") is False and (rows := source.rows(f"{name}.weight")):
             source.tensors.setdefault(f"{name}.bias", source.tensors[f"{name}.weight"].new_zeros(rows))
@@ -342,8 +341,8 @@ def _eagle(**more: Any) -> Any:
     """A row of the layouts that extend EAGLE's.
 
     Args:
-        **more: attributes of ``Layout`` that differ; ``whole``: whether a configuration is of a whole layer, with norm
-            and biases, whatever the tensors are.
+        **more: attributes of ``Layout`` that differ; ``whole``: predicate for configurations of a complete layer, with
+            norm and biases, regardless of the tensors.
     """
     is_whole = more.pop("whole", lambda source: False)
     norm, biases = "layers.0.input_layernorm.weight", [f"{name}.bias" for name in _QKV]
@@ -370,10 +369,10 @@ def _eagle(**more: Any) -> Any:
 # EAGLE-3, EAGLE-4, P-EAGLE
 
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")  # of layers whose inputs are read
+_IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")  # ids of layers whose inputs are read
 _OUTPUT_IDS = (*(f"eagle_config.{name}" for name in _IDS), "aux_hidden_states_layer_ids")  # whose outputs are read
-_CANDIDATES = "efficient_lm_head"  # of EAGLE-4
-_RETRIEVED = 256  # candidates per state where the configuration names no number
+_CANDIDATES = "efficient_lm_head"  # EAGLE-4's low-rank head
+_RETRIEVED = 256  # candidates per state if the configuration has no number
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
@@ -386,7 +385,7 @@ def _is_parallel(source: Source, values: Values) -> bool:
 
 
 def _window_of_all(source: Source, values: Values) -> int:
-    """Sliding window of all layers; 0 without one. Flat configurations of EAGLE-3 repeat the target's: not read."""
+    """Sliding window of all layers; 0 without. Flat configurations of EAGLE-3 copy the target's window: ignored."""
     known, layers = _is_eagle4(source) or "transformer_layer_config" in source.config, values["layers"]
     kinds = list((source.fields.get("layer_types") if known else None) or ())[:layers]
     if _is_eagle4(source) and not kinds and source.fields.get("sliding_window") is not None:
@@ -434,7 +433,7 @@ _EAGLE3_FIELDS = (
     Field("window", read=_window_of_all),
     Field(
         "head_rank",
-        read=lambda s, v: s.rows(f"{_CANDIDATES}_down_proj.weight") or 1,  # missing: refused by name
+        read=lambda s, v: s.rows(f"{_CANDIDATES}_down_proj.weight") or 1,  # if missing, a later check names it
         needed=_is_eagle4,
     ),
     Field("candidates", ("num_candidates", "candidate_head.num_candidates"), read=_candidates, needed=_is_eagle4),
@@ -457,8 +456,8 @@ def _sliding(source: Source, values: Values) -> list[int]:
 
 
 def _causal(source: Source, values: Values) -> list[int]:
-    """Layers that are causal inside a block: all, none, or those with a window, by default as in the code that trained
-    them (vllm-project/speculators, z-lab/dflash, deepseek-ai/DeepSpec, transformers)."""
+    """Layers that are causal inside a block: all, none, or sliding-window layers. The default follows the training code
+    (vllm-project/speculators, z-lab/dflash, deepseek-ai/DeepSpec, transformers)."""
     if (name := next((name for name in _CAUSAL if source.fields.get(name) is not None), None)) is not None:
         return list(range(values["layers"])) if source.flag(name, False) else []
     plain = "dflash2" if "speculators_model_type" in source.config else "dspark"
@@ -467,7 +466,7 @@ def _causal(source: Source, values: Values) -> list[int]:
 
 
 def _nested_dspark(source: Source) -> bool:
-    """Whether it is a DSpark drafter of speculators, which has other defaults than the flat configurations."""
+    """Whether this is a DSpark drafter of speculators, whose defaults differ from flat configurations."""
     return source.named("dspark") and "speculators_model_type" in source.config
 
 
@@ -505,7 +504,7 @@ _DFLASH_FIELDS = (
         "target_layer_ids",
         ("target_layer_ids", "aux_hidden_state_layer_ids", "dflash_config.target_layer_ids"),
         LAYER_IDS,
-        shifts={"aux_hidden_state_layer_ids": -1},  # whose inputs are read
+        shifts={"aux_hidden_state_layer_ids": -1},  # layers whose inputs are read
     ),
     Field(
         "sliding",
@@ -554,7 +553,7 @@ _DFLASH_FIELDS = (
     ),
     Field("markov_type", read=lambda s, v: "xpress" if _is_xpress(s) else OWN),
     Field("refiner_ratio", ("xpress_mlp_ratio",), whole(1), 2),
-    Field("", ("num_jacobi_passes",)),  # of chains
+    Field("", ("num_jacobi_passes",)),  # for chains only
     Field("markov_inputs", read=lambda s, v: v["vocab_size"], needed=_has_markov),
     Field("markov_outputs", read=lambda s, v: v["head"] or v["vocab_size"], needed=_has_markov),
     Field("confidence", ("enable_confidence_head", "confidence_head_with_markov"), read=_confidence),
@@ -563,8 +562,8 @@ _DFLASH_FIELDS = (
 # Medusa, Hydra
 
 HEAD_VOCABULARY = settable(whole(1, 2**24))
-_HEAD_SIZES = ("hidden_size", "truncated_vocab_size", "max_paths", "topk", "num_lookahead_tokens")  # tensors show them
-_PREFIX = "prefix_embeding_layer"  # as files spell it
+_HEAD_SIZES = ("hidden_size", "truncated_vocab_size", "max_paths", "topk", "num_lookahead_tokens")  # in the tensors
+_PREFIX = "prefix_embeding_layer"  # sic
 _VLLM = {"heads.#.#.linear": ("blocks.{0}.layers.{1}",), "outputs.#": ("lm_heads.{0}",)}
 _ORIGINAL = {"heads.#.#.linear": ("{0}.{1}.linear",), "outputs.#": ("{0}.{layers}",)}
 _MLP = {
@@ -590,7 +589,7 @@ def _hydra_names(source: Source) -> Names:
 
 
 def _take_token_map(source: Source) -> None:
-    """Take the draft vocabulary of vLLM's layout: output layers may have a row of every token."""
+    """Read the draft vocabulary of vLLM's layout, and select its rows from full-size output layers."""
     source.tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in source.tensors.items()}
     vocab = source.check("vocab_size", HEAD_VOCABULARY, source.fields.get("vocab_size"))
     source.draft_ids = ids = take_draft_ids(source.tensors, vocab or 0, Path(source.where), "token_map")
@@ -606,14 +605,14 @@ def _head_count(source: Source, values: Values) -> int:
 
 
 def _head_rows(source: Source, values: Values, *ours: str) -> int:
-    """Rows of the heads' parameters of these names, with {} for the head."""
+    """Rows of the heads' parameters with these names; {} is the head's number."""
     parameters = [name.format(head) for name in ours for head in range(values["heads"])]
     parts = published_names(parameters, values["names"], layers=values["layers"])
     return source.rows(*(name for some in parts.values() for name in some))
 
 
 def _own_rows(source: Source, values: Values) -> int:
-    """Rows of each head's output layer; 0 for the target's."""
+    """Rows of each head's own output layer; 0 if heads use the target's."""
     rows, hydra = _head_rows(source, values, "outputs.{}.weight"), "heads.#.#.residual" in values["names"]
     if not hydra and (not rows or values["original_lm_head"]):
         return 0
@@ -621,19 +620,19 @@ def _own_rows(source: Source, values: Values) -> int:
 
 
 def _prefix_layer(source: Source, values: Values) -> dict[str, Any]:
-    """Shape of Hydra's decoder layer by its tensors: heads have the greatest size that fits, up to 128."""
+    """Shape of Hydra's decoder layer, from its tensors; the head size is the largest that fits, up to 128."""
     if values["names"] is not _PREFIX_MLP:
         return {}
     parts = ("self_attn.q_proj",), ("self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
     names = ([f"{_PREFIX}.layers.0.{one}.weight" for one in some] for some in parts)
     queries, keys, mlp = (max(2, source.rows(*some)) for some in names)
-    queries += -queries % keys  # where a tensor is missing or misshapen, which is an error later
+    queries += -queries % keys  # a missing or misshapen tensor raises later
     size = gcd(keys, 128)
     return asdict(RotaryShape(values["hidden_size"], queries // size, keys // size, size, mlp))
 
 
 def _heads(names: Callable[[Source], Names], **more: Any) -> Any:
-    """A row of the layouts of heads on the target's last state."""
+    """A row of ``LAYOUTS`` for heads on the target's last state."""
     linears = [f"heads.{{}}.{layer}.linear.weight" for layer in range(64)]
     row: dict[str, Any] = {
         "names": {},
@@ -682,7 +681,7 @@ def _is_eagle3(config: Mapping[str, Any], classes: list[str], names: set[str]) -
 _HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 _DFLASH_CLASSES = ("dflash", "dspark", "xpress", "museglimmerassistant")
 
-LAYOUTS: Mapping[str, Layout] = {  # in the order in which they are tried
+LAYOUTS: Mapping[str, Layout] = {  # in order of precedence
     "dflash": Layout(
         "a DFlash drafter",
         lambda config, classes, names: (
@@ -769,7 +768,7 @@ LAYOUTS: Mapping[str, Layout] = {  # in the order in which they are tried
         title="an MSD or EAGLE-1/2 drafter",
         recognises=_is_eagle,
         required=(EMBEDDING,),
-        whole=lambda source: source.config.get("model_type") == "qwen2_vl",  # whole layers; others lack the first norm
+        whole=lambda source: source.config.get("model_type") == "qwen2_vl",  # complete; others lack the first norm
     ),
 }
 REFUSED = {
@@ -785,7 +784,7 @@ def _class_names(config: Mapping[str, Any], *more: Any) -> list[str]:
 
 
 def layout_of(config: Mapping[str, Any], names: set[str]) -> str | None:
-    """Layout by configuration and tensor names: a key of ``LAYOUTS`` or of ``REFUSED``; None for others."""
+    """Identify a layout by configuration and tensor names: a key of ``LAYOUTS`` or ``REFUSED``, or None if unknown."""
     classes = _class_names(config)
     refused = (other for other in REFUSED if any(other in name for name in classes))
     known = (name for name, layout in LAYOUTS.items() if layout.recognises(config, classes, names))
@@ -793,7 +792,7 @@ def layout_of(config: Mapping[str, Any], names: set[str]) -> str | None:
 
 
 def recognise(folder: Path) -> str | None:
-    """Layout of a folder without ``mmspec_drafter``, see ``layout_of``; None for others.
+    """Identify the layout of a folder without ``mmspec_drafter``, see ``layout_of``; None if unknown.
 
     Raises:
         UserError: the weights cannot be read.
@@ -805,7 +804,7 @@ def recognise(folder: Path) -> str | None:
 
 
 def recogniser(*layouts: str) -> Callable[[Path], bool]:
-    """Whether a folder has one of these layouts; for ``DrafterSpec.recognises``."""
+    """Predicate for folders with one of these layouts; for ``DrafterSpec.recognises``."""
     return lambda folder: recognise(folder) in layouts
 
 
@@ -836,14 +835,14 @@ INERT = re.compile(
     """,
     re.VERBOSE,
 )
-"""Fields of published configurations that change no number of a drafter's network."""
+"""Fields of published configurations that do not affect the network's outputs."""
 
 
 def read(folder: Path, layout: str, kind: type[Checked], network: Callable[[Any], nn.Module]) -> Published:
     """Read a published drafter; arguments as for ``convert``.
 
     Raises:
-        UserError: the files cannot be read, or are of another layout, too.
+        UserError: the files cannot be read, or have another layout.
     """
     config, tensors = read_json(folder / "config.json"), dict[str, Tensor]()
     for file in weight_files(folder):
@@ -869,18 +868,18 @@ def convert(
     network: Callable[[Any], nn.Module],
     where: str,
 ) -> Published:
-    """Validate a published drafter and convert it to one of our networks.
+    """Validate a published drafter and convert it to a network of this package.
 
     Args:
         config: contents of ``config.json``.
-        tensors: the published ones; may be on the meta device.
+        tensors: published tensors; may be on the meta device.
         layout: key of ``LAYOUTS``.
-        kind: class of our configuration.
-        network: class of our network.
+        kind: configuration class to convert to.
+        network: network class to convert to.
         where: name of the checkpoint in messages.
 
     Raises:
-        UserError: an unsupported network, or a tensor that is missing, unexpected or does not match ``config.json``.
+        UserError: the network is not supported, or a tensor is missing, unexpected or does not match ``config.json``.
     """
     row = LAYOUTS[layout]
     check_fields(config, row, where)
@@ -909,10 +908,10 @@ def convert(
 
 
 def check_fields(config: Mapping[str, Any], row: Layout, where: str) -> None:
-    """Check that no field of ``config.json`` may change numbers unread; values of 0, 1, false and nothing do not.
+    """Check that no ignored field of ``config.json`` may affect outputs; values 0, 1, false and empty are accepted.
 
     Raises:
-        UserError: a field that neither the layout reads nor ``INERT`` names.
+        UserError: a field is neither read by the layout nor listed in ``INERT``.
     """
     paths = [name.split(".") for one in row.fields for name in one.names]
     known = {part for path in paths for part in path}
@@ -934,8 +933,8 @@ def check_fields(config: Mapping[str, Any], row: Layout, where: str) -> None:
 
 
 def _pair_halves(tensors: dict[str, Tensor], size: int) -> None:
-    """Reorder queries and keys of heads of ``size`` whose neighbours are rotated together, so that halves are; their
-    products stay the same."""
+    """Permute query and key features of heads of ``size`` from adjacent pairing to half pairing for rotary positions;
+    attention scores stay the same."""
     order = torch.arange(size).view(-1, 2).t().flatten()
     for name, tensor in tensors.items():
         if re.search(r"\.self_attn\.[qk]_(proj|norm)\.(weight|bias)$", name) and len(tensor) % size == 0:
@@ -943,7 +942,7 @@ def _pair_halves(tensors: dict[str, Tensor], size: int) -> None:
 
 
 def _further(source: Source, row: Layout, values: Values, ours: Any) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-    """Shapes of tensors that are not parameters, and those that may be missing."""
+    """Shapes of tensors that are not parameters, and names of optional tensors."""
     vocab, draft = values.get("vocab_size"), values.get("draft")
     shared = row.shared if values.get("original_lm_head") else ()
     copies = {*row.required, *({*row.copies, *shared} & source.tensors.keys())}
@@ -967,10 +966,10 @@ def _verifier(config: Mapping[str, Any], ours: Any, vocab: int | None) -> dict[s
 
 
 def check_target(verifier: Mapping[str, Any], target: Any) -> None:
-    """Check that a target is that of a published drafter, as far as this is known; raises ``UserError`` if not.
+    """Check that a target matches the known properties of a published drafter's target; raises ``UserError`` if not.
 
-    A target may have more tokens than the drafter, as transformers' LLaVA-1.5 (32064, drafter 32000), but not twice as
-    many: that is another tokenizer.
+    A target may have more tokens than the drafter, like transformers' LLaVA-1.5 (32064, drafter 32000), but fewer than
+    twice as many, which would be another tokenizer.
 
     Args:
         verifier: ``hidden_size``, ``vocab_size``, and if known ``name_or_path``, ``architectures`` and ``model_type``.
@@ -993,7 +992,7 @@ def check_target(verifier: Mapping[str, Any], target: Any) -> None:
 
 
 def draft_tokens(tensors: Mapping[str, Tensor], draft: int, vocab: int, where: str) -> Tensor | None:
-    """The target's token of each draft token by ``d2t``; None if it is its own number."""
+    """Target token of each draft token, from ``d2t``; None for the identity."""
     if "d2t" not in tensors or tensors["d2t"].device.type == "meta":
         return None
     ids = torch.arange(draft) + tensors["d2t"].long()
@@ -1013,7 +1012,7 @@ def parameters(kind: Callable[[Any], nn.Module], config: Any) -> dict[str, Tenso
 
 
 def stack(tensors: Mapping[str, Tensor], parts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-    """Our parameters, each from the published tensors that it stacks."""
+    """Stack published tensors into parameters."""
     return {
         name: torch.cat([tensors[one] for one in some]) if len(some) > 1 else tensors[some[0]]
         for name, some in parts.items()
@@ -1021,10 +1020,10 @@ def stack(tensors: Mapping[str, Tensor], parts: Mapping[str, Sequence[str]]) -> 
 
 
 def unstack(state: Mapping[str, Tensor], parts: Mapping[str, Sequence[str]], layer: LayerShape) -> dict[str, Tensor]:
-    """Published tensors from our parameters, the inverse of ``stack``.
+    """Split parameters into published tensors, the inverse of ``stack``.
 
     Args:
-        layer: shape of layers with three parts: queries, keys and values; two parts are of the same size.
+        layer: layer shape, to split three parts into queries, keys and values; two parts have the same size.
     """
     inner, keys = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
     found: dict[str, Tensor] = {}
@@ -1051,12 +1050,12 @@ def check_tensors(
     """Check that there are exactly the tensors of a published layout.
 
     Args:
-        what: the layout, in messages.
-        optional: those that may be missing.
+        what: name of the layout in messages.
+        optional: tensors that may be missing.
 
     Raises:
-        UserError: a tensor is missing, unknown, or of another shape or type: ``d2t`` and ``t2d`` are integers or
-            boolean, the others floating point.
+        UserError: a tensor is missing, unknown, or has the wrong shape or dtype: ``d2t`` and ``t2d`` are integer or
+            boolean, all others floating point.
     """
     harmless = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}  # of old releases of transformers
     missing = sorted(shapes.keys() - tensors.keys() - set(optional))
@@ -1068,7 +1067,7 @@ def check_tensors(
         tensor, integers = tensors[name], name in ("d2t", "t2d")
         if tuple(tensor.shape) != shapes[name]:
             raise UserError(f"{where}: {name} must be {shapes[name]} by config.json: got {tuple(tensor.shape)}")
-        floating = tensor.is_floating_point() and tensor.element_size() > 1  # float8 means nothing without its scales
+        floating = tensor.is_floating_point() and tensor.element_size() > 1  # float8 is meaningless without its scales
         if floating == integers:
             wanted = "an integer or boolean" if integers else "a floating point"
             raise UserError(f"{where}: {name} must be {wanted} tensor: got {tensor.dtype}")
@@ -1083,14 +1082,14 @@ def rows_of(tensors: Mapping[str, Tensor], name: str) -> int | None:
 
 @dataclass(frozen=True)
 class Format:
-    """What another engine reads of a layout.
+    """Output format for another engine.
 
     Attributes:
         check: raises ``UserError`` if the format cannot describe a network's configuration.
-        fields: of ``config.json``, in order: published names of the layout's fields, or a name and its value, or a
-            function of ``Written``; with dots, in objects inside.
-        prefixes, names: of tensors, see ``Layout``; without ``names``, those of the layout.
-        file: of tensors.
+        fields: fields of ``config.json``, in order: published names of the layout's fields, or a name with its value or
+            a function of ``Written``; dots denote nested objects.
+        prefixes, names: tensor prefixes and names, see ``Layout``; ``names`` default to the layout's.
+        file: name of the weights file.
     """
 
     check: Callable[[Any], None]
@@ -1101,8 +1100,8 @@ class Format:
 
 
 def _layer_fields(model_type: str, at: str = "", rope: bool = True) -> tuple[str | tuple[str, Any], ...]:
-    """Decoder layers as a configuration of transformers, in an object ``at``."""
-    limit = lambda written: getattr(written.decoder, "max_position_embeddings", None) or OMITTED  # noqa: E731, ALiBi: none
+    """Decoder layer fields of a transformers configuration, in a nested object ``at``."""
+    limit = lambda written: getattr(written.decoder, "max_position_embeddings", None) or OMITTED  # noqa: E731, absent with ALiBi
     found: tuple[str | tuple[str, Any], ...] = (
         *("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size"),
         *(("max_position_embeddings", limit), ("model_type", model_type)),
@@ -1120,7 +1119,7 @@ def _layer_fields(model_type: str, at: str = "", rope: bool = True) -> tuple[str
 
 
 def _speculators_fields(algorithm: Callable[[Any], str]) -> tuple[tuple[str, Any], ...]:
-    """Fields of every drafter in the format of vllm-project/speculators; ``algorithm`` names a network's."""
+    """Fields common to all drafters in the format of vllm-project/speculators; ``algorithm`` names a network's type."""
 
     def settings(written: Written) -> dict[str, Any]:
         target, proposal = written.target, {"accept_tolerance": 0.0, "proposal_type": "greedy"}
@@ -1139,7 +1138,7 @@ def _speculators_fields(algorithm: Callable[[Any], str]) -> tuple[tuple[str, Any
 
 
 def _check_head(layout: str) -> Callable[[Any], None]:
-    """Check of a head of EAGLE-3 for a format."""
+    """Check that an EAGLE-3 head can be written in a format."""
 
     def check(network: Any) -> None:
         if not network.head:
@@ -1204,7 +1203,7 @@ def _check_blocks(network: Any) -> None:
 
 
 def _if(condition: Callable[[Any], Any], value: Callable[[Any], Any]) -> Callable[[Written], Any]:
-    """A value that is written for some networks only, from a network's configuration."""
+    """A value that is only written if a network's configuration meets ``condition``."""
     return lambda written: value(written.network) if condition(written.network) else OMITTED
 
 
@@ -1228,7 +1227,7 @@ _DFLASH_WRITTEN = {
 
 
 def _of(kind: str, at: str = "", **values: str | Callable[[Any], Any]) -> tuple[tuple[str, Any], ...]:
-    """Fields that only drafters of a kind have, in an object ``at``: of the configuration, by name or a function."""
+    """Fields of only one kind, in a nested object ``at``; values are configuration fields or functions."""
     read = {name: attrgetter(value) if isinstance(value, str) else value for name, value in values.items()}
     return tuple((f"{at}{name}", _if(lambda network: _dflash_kind(network) == kind, one)) for name, one in read.items())
 
@@ -1256,7 +1255,7 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
                 ("mask_token_id", _if(lambda network: network.parallel, lambda network: network.mask_token_id)),
                 "eagle_aux_hidden_state_layer_ids",
                 ("embed_requires_grad", False),
-                *SWITCHES,  # even when false: vLLM's default of the first differs from that of speculators
+                *SWITCHES,  # even when false: vLLM and speculators have different defaults for the first
                 *_speculators_fields(lambda network: "peagle" if network.parallel else "eagle3"),
                 "target_hidden_size",
                 *_layer_fields("llama", _NESTED),
@@ -1339,14 +1338,14 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
 
 
 def write(drafter: Any, target: Any, folder: Path, name: str, tokens: int = 3) -> None:
-    """Write a drafter in the format of another engine. Without an output layer of its own, it drafts all tokens there.
+    """Write a drafter for another engine. There, a drafter without its own output layer drafts the full vocabulary.
 
     Args:
-        drafter: a ``TrainedDrafter`` with a layout in ``FORMATS``. The classes of speculators read its format; no other
-            program has read that of z-lab yet.
-        target: configuration of transformers of the target, with ``name_or_path``.
-        name: of the format.
-        tokens: draft tokens per step, the default of vLLM; of DFlash, a block's.
+        drafter: a ``TrainedDrafter`` with a layout in ``FORMATS``. The ``speculators`` format was verified with the
+            classes of speculators, ``z-lab`` with no other program.
+        target: transformers configuration of the target, with ``name_or_path``.
+        name: name of the format.
+        tokens: default number of draft tokens per step in vLLM; the block's for DFlash.
 
     Raises:
         UserError: the drafter was trained for another target, or the format cannot describe it.
@@ -1402,11 +1401,11 @@ def _written_config(form: Format, row: Layout, written: Written) -> dict[str, An
 
 
 def _check_written_target(source: Mapping[str, Any], target: Any) -> None:
-    """Check that a drafter may be written for a target; raises ``UserError`` for another one than its own.
+    """Check that ``target`` is the target that the drafter was trained for; raises ``UserError`` if not.
 
     Args:
-        source: the drafter's target as far as it is known, see ``check_target``.
-        target: configuration of transformers.
+        source: known properties of the drafter's target, see ``check_target``.
+        target: transformers configuration.
     """
     decoder, known = target.get_text_config(), source.get("name_or_path") or "a target"
     for name in ("hidden_size", "vocab_size"):

@@ -1,4 +1,4 @@
-"""Look-up drafters on the host, whose trees are grown best first: alone, or several a tree together."""
+"""Host-side lookup drafters with best-first tree growth; several can grow one tree together."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Children = Callable[[Any], Iterable[tuple[int, float, Any]]]
 
 
 class LookUpDrafter(Drafter):
-    """Look-up drafter on the host. Subclasses define ``begin``, which appends to ``rows``, and ``start``.
+    """Base class of host-side lookup drafters. Subclasses define ``begin``, which appends to ``rows``, and ``start``.
 
     Attributes:
-        rows: what is known of each row.
+        rows: lookup state of each row.
         width: maximum children per node; 1 drafts chains, None trees of any width.
-        reliability: share of its probabilities that the first tokens are expected to bear out, see ``LookUps``.
+        reliability: initial ratio of hits to predicted probability, see ``LookUps``.
     """
 
     reliability = 0.7
@@ -35,11 +35,11 @@ class LookUpDrafter(Drafter):
 
     @abstractmethod
     def start(self, row: int, path: Sequence[int] = ()) -> tuple[Any, Children]:
-        """The state after a row's tokens and ``path``, and the children of states; see ``best_first``."""
+        """Search state after a row's tokens and ``path``, and function that expands states; see ``best_first``."""
 
     @property
     def on_host(self) -> bool:
-        """Whether it is looked up here, not in a table on a device."""
+        """Whether lookups run on the host instead of in a table on the device."""
         return True
 
     def select(self, rows: Sequence[int]) -> None:
@@ -59,30 +59,30 @@ class LookUpDrafter(Drafter):
         self.width = 1
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        """No-op: the engine extends the history, whose end is looked up."""
+        """No-op: lookups read the history, which the engine extends."""
 
 
-_STEPS = 10.0  # that the first reliability counts for
-_STEPS_DECAY = 0.98  # of what earlier steps count
-_MOST = 0.995  # probability of a token
+_STEPS = 10.0  # weight of the initial reliability, in steps
+_STEPS_DECAY = 0.98  # decay of earlier steps' weight, per step
+_MOST = 0.995  # maximum probability of a token
 
 
 class LookUps(LookUpDrafter):
-    """Several look-up drafters that grow one tree together.
+    """Combines several lookup drafters in one tree.
 
-    A token's odds are the sum of those that the drafters give it, each multiplied by the drafter's reliability: how
-    often its most probable next token came, in ratio to the probability that it gave. So one that copies with certainty
-    leaves no nodes to the guesses of another.
+    A token's odds are the sum of its odds in each drafter, after scaling the drafter's probabilities by its
+    reliability: the observed frequency of its top-1 next tokens divided by their predicted probability. A drafter that
+    is almost certain thus takes the nodes from less certain drafters.
 
     Args:
-        parts: at least two.
+        parts: two or more lookup drafters.
     """
 
     def __init__(self, parts: Sequence[LookUpDrafter]) -> None:
         super().__init__()
         self.parts = parts
-        self._borne_out = [[_STEPS * part.reliability, _STEPS] for part in parts]  # tokens, and their probabilities
-        self._expected: dict[int, list[tuple[int, float] | None]] = {}  # by row: each part's most probable next token
+        self._borne_out = [[_STEPS * part.reliability, _STEPS] for part in parts]  # hits, and predicted probabilities
+        self._expected: dict[int, list[tuple[int, float] | None]] = {}  # each part's top-1 next token by row
 
     @property
     def members(self) -> list[Drafter]:
@@ -145,14 +145,14 @@ def _no_children(state: None) -> tuple[()]:
     return ()
 
 
-_ESCAPE = 0.5  # weight of all shorter contexts against one occurrence of a context
+_ESCAPE = 0.5  # weight of all shorter contexts relative to one occurrence of a context
 
 
 def mixed(contexts: Iterable[Mapping[int, int]]) -> dict[int, float]:
-    """Probabilities of next tokens from counts in contexts: prediction by partial matching.
+    """Next-token probabilities from counts per context, by prediction by partial matching (PPM).
 
     Args:
-        contexts: counts of the tokens after each context, the longest context first.
+        contexts: next-token counts of each context, longest context first.
     """
     probs: dict[int, float] = {}
     weight = 1.0

@@ -1,11 +1,10 @@
 """Medusa and Hydra drafters (arXiv 2401.10774, 2402.05109) for any target: text, vision-language and hybrid models.
 
-Medusa's heads are independent of each other: the most probable paths by the products of their probabilities are the
-tree (see ``grow_slots``), in place of the papers' fixed trees. The children of a node of Hydra depend on its path: its
-tree grows level by level, one head each.
+Medusa's heads are independent: the tree consists of the paths with the highest product of probabilities (see
+``grow_slots``), instead of the papers' fixed trees. In Hydra, the children of a node depend on its path, so the tree
+grows level by level, one head per level.
 
-Entry j of a row is the target's state at token j. Only with a decoder layer (Hydra++) it has keys and values, at
-positions that count tokens.
+Entry j of a row is the target's state at token j. Only Hydra++ has a KV cache, at token-count positions.
 """
 
 from __future__ import annotations
@@ -38,15 +37,14 @@ class MedusaConfig(Checked):
     """Configuration of a ``MedusaNetwork``.
 
     Attributes:
-        hidden_size: the target's.
-        heads: number of heads; head i, from 0 on, drafts the (i+1)-th token after the last one.
+        hidden_size: hidden size of the target.
+        heads: number of heads; head i, from 0, drafts the (i+1)-th token after the last token.
         layers: residual layers of each head.
-        bias: whether these have a bias.
-        grounded: whether a head reads the embeddings of the tokens before its own (Hydra, arXiv 2402.05109).
+        bias: whether residual layers have a bias.
+        grounded: whether a head reads the embeddings of previously drafted tokens (Hydra, arXiv 2402.05109).
         head: rows of each head's output layer, the draft vocabulary; 0 is the target's output layer.
-        head_bias: whether these output layers have a bias.
-        prefix: fields of a ``RotaryShape``, a decoder layer that the target's states pass before the heads (Hydra++);
-            empty for none.
+        head_bias: whether the heads' output layers have a bias.
+        prefix: ``RotaryShape`` fields of a decoder layer before the heads (Hydra++); empty without this layer.
     """
 
     hidden_size: int = required(whole(1, 2**16))
@@ -65,13 +63,13 @@ class MedusaConfig(Checked):
 
     @property
     def layer(self) -> RotaryShape:
-        """Shape of the decoder layer; the least one where there is none."""
+        """Shape of the decoder layer; a minimal placeholder without this layer."""
         least = {"hidden_size": self.hidden_size, "heads": 1, "kv_heads": 1, "head_dim": 2, "mlp": 1}
         return RotaryShape.read(self.prefix or least, "prefix")
 
 
 class ResidualLayer(nn.Module):
-    """``x + silu(linear(x))``; a projection of x where the input is wider."""
+    """``x + silu(linear(x))``; x is projected if the input is wider than the output."""
 
     def __init__(self, read: int, width: int, bias: bool) -> None:
         super().__init__()
@@ -85,14 +83,13 @@ class ResidualLayer(nn.Module):
 class MedusaNetwork(nn.Module):
     """Network of Medusa (arXiv 2401.10774, section 2.1.1) and Hydra (arXiv 2402.05109, section 3).
 
-    Heads read the target's last hidden state, after its final norm, at the last token but one: that which predicted the
-    last token. Head i predicts the (i+1)-th token after the last one. Each is a chain of residual layers ``x + silu(W
-    x)`` and an output layer. Hydra's heads read the embeddings of the tokens in between beside the state, and their
-    first layers project the residual, too. In Hydra++, the states pass a decoder layer with attention to all earlier
-    ones first.
+    Heads read the target's last hidden state, after its final norm, at the second-to-last token, i.e. the state that
+    predicted the last token. Head i predicts the (i+1)-th token after the last token, with a chain of residual layers
+    ``x + silu(W x)`` and an output layer. Hydra's heads also read the embeddings of the tokens in between, and their
+    first layers also project the residual. In Hydra++, the states first go through a causal decoder layer.
 
     Attributes:
-        heads: from what a head reads, (..., reads), to the state of its output layer, (..., hidden).
+        heads: modules that map head inputs, (..., reads), to inputs of the output layers, (..., hidden).
     """
 
     def __init__(self, config: MedusaConfig) -> None:
@@ -111,18 +108,17 @@ class MedusaNetwork(nn.Module):
         )
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """The target's states after the decoder layer, if there is one, (batch, nodes, hidden)."""
+        """Apply the decoder layer, if present, to the target's states, (batch, nodes, hidden)."""
         for layer in self.layers:
             x = layer(x, rotation, attend)
         return x
 
     def state(self, output: Tensor) -> Tensor:
-        """What heads read, from the output of ``forward``."""
+        """Inputs of the heads, from the output of ``forward``."""
         return self.norm(output) if self.config.prefix else output
 
     def scores(self, first: int, states: Sequence[Tensor], head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Logits of the states of the heads from ``first`` on, one after another: (..., n, hidden) each -> (..., all n,
-        draft tokens).
+        """Concatenated logits of heads from ``first`` on: states (..., n, hidden) each -> (..., all n, draft tokens).
 
         Args:
             head: the target's output layer.
@@ -133,13 +129,13 @@ class MedusaNetwork(nn.Module):
         return torch.cat([output(state) for output, state in zip(own, states, strict=True)], dim=-2)
 
     def take_shape(self, shape: RotaryShape) -> None:
-        """Set the shape of the decoder layer, of which its weights only have products."""
+        """Set the shape of the decoder layer; its weights only determine products of sizes."""
         self.config = replace(self.config, prefix=asdict(shape))
         self.layers[0].shape = shape
 
     @torch.no_grad()
     def start(self, head: Tensor) -> None:
-        """Initialise heads and decoder layer as the identity of the state, and output layers.
+        """Initialise heads and decoder layer as the identity, and output layers as copies of the target's.
 
         Args:
             head: (draft tokens, hidden), weight of the target's output layer.
@@ -177,7 +173,7 @@ class Medusa(PositionedDrafter):
         super().attach(target)
 
     def _take_shape(self, target: Any) -> None:
-        """Take the shape of a published decoder layer from the target, which it was made like: files do not have it."""
+        """Copy the decoder layer's shape from the target, as published files do not contain it."""
         own, rope = self.network.config.layer, getattr(target.config, "rope_parameters", None) or {}
         plain = {name: value for name, value in rope.items() if not name.startswith("mrope")}
         shape = RotaryShape.like(target.config, mlp=own.mlp, rope=plain)
@@ -204,12 +200,12 @@ class Medusa(PositionedDrafter):
         return grow_slots(token, tokens, log_probs, budget, self.total_tokens)
 
     def _state(self, batch: int) -> Tensor:
-        """What heads read of each row, (batch, 1, hidden)."""
+        """Inputs of the heads, (batch, 1, hidden)."""
         return self.network.state(self._output.data[:batch, None])
 
     def _ranked(self, first: int, states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The target's tokens that are most probable and their log probabilities, (batch, all nodes, top_k); arguments
-        as for ``MedusaNetwork.scores``."""
+        """Top-k target tokens and their log probabilities, (batch, all nodes, top_k); arguments as for
+        ``MedusaNetwork.scores``."""
         tokens, log_probs = ops.top_log_probs(self.network.scores(first, states, self._scores), self.top_k)
         return self.target_tokens(tokens), log_probs
 
@@ -224,7 +220,7 @@ class Hydra(Medusa):
         heads = self.network.heads
         if not self.network.config.grounded:
             return super().grow(token, budget)
-        read, levels = self._state(len(token)), count()  # (batch, nodes, any): what heads read of each node
+        read, levels = self._state(len(token)), count()  # (batch, nodes, any): inputs of the next head
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal read

@@ -1,18 +1,16 @@
-"""Native MTP drafter: the multi-token prediction layers of the target's checkpoint, over the levels of a tree.
+"""Native MTP drafter: drafts trees with the multi-token prediction layers of the target's checkpoint.
 
-All layers have an entry per token: layer k takes the token and the output of layer k - 1 at the token before, layer 0
-the target's last hidden state there. Level m of a tree is predicted by layer m, deeper levels by the last one, which
-takes its own outputs. Entries of accepted tokens are computed again from the target's states, in all layers.
+All layers have one cache entry per token: layer k reads the token and the output of layer k - 1 at the previous token;
+layer 0 reads the target's last hidden state. Layer m predicts level m of a tree; the last layer also predicts all
+deeper levels from its own outputs. Entries of accepted tokens are recomputed from the target's states, in all layers.
 
-The entries take the target's input embeddings, those of images and videos included, and are at the positions of the
-tokens before.
+Entries use the target's input embeddings, including image and video features, and the position of the previous token.
 
-The layers are those of DeepSeek-V3 (arXiv 2412.19437, section 2.2), as transformers builds them: a layer projects a
-token's embedding and the state before it, each normed, to a decoder layer of the target's kind; the output predicts the
-token after that one. The first layer takes the target's last hidden states, each further one the outputs of the layer
-before it.
+The layers follow DeepSeek-V3 (arXiv 2412.19437, section 2.2), as built by transformers: a layer norms and projects a
+token's embedding and the previous state, applies a decoder layer of the target's kind, and predicts the next token. The
+first layer reads the target's last hidden states, every other layer the outputs of the layer before it.
 
-They are read strictly from the target's own checkpoint, from which transformers drops them.
+Reading is strict, from the target's own checkpoint; transformers drops these tensors.
 """
 
 from __future__ import annotations
@@ -60,16 +58,16 @@ from mmspec.targets.packing import drafter_kind, pack_drafter
 from mmspec.targets.support import from_pretrained
 
 _WITHOUT_CLASS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-"""Model types whose checkpoints have a layer with full attention, which transformers has no configuration of."""
+"""Model types whose MTP layer has full attention and no configuration in transformers."""
 
 _ATTENTION = {"full_attention", SLIDING[0]}
 
 
 def layer_config(decoder: PreTrainedConfig, source: str) -> PreTrainedConfig:
-    """Configuration of the layers from the target's text configuration; ``num_hidden_layers`` is their number.
+    """Configuration of the MTP layers, ``num_hidden_layers`` in number, from the target's text configuration.
 
     Raises:
-        UserError: there are none, or they are of a kind that cannot verify trees.
+        UserError: the model has no MTP layers, or layers that do not support trees.
     """
     config = copy.deepcopy(decoder)
     if config.model_type in _WITHOUT_CLASS:
@@ -90,7 +88,7 @@ def layer_config(decoder: PreTrainedConfig, source: str) -> PreTrainedConfig:
 
 
 def build(config: PreTrainedConfig) -> tuple[Any, Any]:
-    """A model of transformers with these layers (``MtpModel``), and one on the meta device whose classes it has."""
+    """A transformers ``MtpModel`` with these layers, and a model on the meta device that provides its classes."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     built = MtpModel(model, config.num_hidden_layers)
@@ -99,7 +97,7 @@ def build(config: PreTrainedConfig) -> tuple[Any, Any]:
 
 
 class MTPNetwork(nn.Module):
-    """The layers, with masks and caches of trees.
+    """MTP layers with tree masks and caches.
 
     Args:
         built: from ``build``.
@@ -111,7 +109,7 @@ class MTPNetwork(nn.Module):
         self.layers = built.layers
         self.norm = built.shared_post_norm if built.use_shared_post_norm else nn.Identity()
         self.attention: str = built.config._attn_implementation
-        # Not a module of this one, whose dtype its frequencies must not take.
+        # In a list, not a submodule: frequencies must keep their dtype.
         self._rotary: list[Any] = []
         if built.rotary_emb is not None:
             with torch.device("cpu"):
@@ -132,10 +130,10 @@ class MTPNetwork(nn.Module):
 
         Args:
             embeds: (batch, nodes, hidden), embeddings of tokens.
-            states: (batch, nodes, hidden), at the tokens before.
+            states: (batch, nodes, hidden), states at the previous tokens.
             positions: (batch, nodes) or (axes, batch, nodes) int64.
-            mask: (batch, 1, nodes, slots); None for causal attention of a prompt, or a node that attends to everything.
-            **options: further arguments of the attention.
+            mask: (batch, 1, nodes, slots); None for a causal prompt, or for a single node that attends to everything.
+            **options: additional arguments of the attention.
         """
         rotation = None
         for rotary in self._rotary:
@@ -156,7 +154,7 @@ class MTPNetwork(nn.Module):
 
 _OWN = re.compile(r"^(?:model\.)?mtp\.(.*?)(\.(?:weight|bias))?$")
 _PARTS = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "post_norm"}
-"""Parts of a single layer beside its decoder layer, as they are published, and their names in transformers."""
+"""Published names of a layer's parts other than its decoder layer, and their names in transformers."""
 _NUMBERED = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.(.*)$")
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies of the target's embedding and output layer."""
@@ -175,7 +173,7 @@ def read_mtp(folder: Path) -> tuple[MTPNetwork, dict[str, Any]]:
         The layers, in their original dtype, and the target, for ``layouts.check_target``.
 
     Raises:
-        UserError: there are none, they cannot draft trees, or a tensor is missing, unexpected or of the wrong shape.
+        UserError: MTP layers are missing or do not support trees, or a tensor is missing, unexpected or misshapen.
     """
     if not has_mtp(folder):
         raise UserError(f"{folder}: expected the checkpoint of a target with native MTP layers, received none")
@@ -199,7 +197,7 @@ def _tensors(folder: Path, layers: int) -> dict[str, Tensor]:
     """Tensors of the MTP layers under the names that transformers converts.
 
     Args:
-        layers: of the target; those with higher numbers are MTP layers.
+        layers: number of target layers; layers with higher numbers are MTP layers.
     """
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
@@ -223,14 +221,14 @@ def _own_name(name: str, layers: int) -> str | None:
 
 
 def _load(built: Any, model: Any, tensors: dict[str, Tensor], source: str) -> None:
-    """Load tensors by transformers' conversions.
+    """Load tensors with transformers' weight conversions.
 
     Args:
         built, model: see ``network.build``.
         source: name of the checkpoint in error messages.
     """
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or tensor.element_size() < 2:  # float8 means nothing without its scales
+        if not tensor.is_floating_point() or tensor.element_size() < 2:  # float8 is meaningless without its scales
             raise UserError(f"{source}: {name} must be a floating point tensor: got {tensor.dtype}")
     conversions: list[Any] = [
         *get_model_conversion_mapping(built, add_legacy=False),
@@ -253,11 +251,11 @@ class MTP(TreeDrafter):
     """Native MTP drafter.
 
     Args:
-        network: the layers, moved to the target's device and dtype.
-        **tree: top_k, depth, total_tokens: see ``TreeDrafter``.
+        network: MTP layers, moved to the target's device and dtype.
+        **tree: top_k, depth and total_tokens, see ``TreeDrafter``.
 
     Attributes:
-        published: the target, for ``layouts.check_target``, if it is known.
+        published: the target if known, for ``layouts.check_target``.
     """
 
     name: ClassVar[str] = "mtp"
@@ -288,8 +286,8 @@ class MTP(TreeDrafter):
         super().reset(static_shapes)
         count = self.network.count
         self.caches = [TreeCache(count, attending=[k], static_shapes=static_shapes) for k in range(count)]
-        self._output = RowTensor(static_shapes)  # (rows, layers * hidden), of each layer at each row's last token
-        self._position = RowTensor(static_shapes)  # (rows,) int64, of the next entry
+        self._output = RowTensor(static_shapes)  # (rows, layers * hidden), outputs at each row's last token
+        self._position = RowTensor(static_shapes)  # (rows,) int64, position of the next entry
 
     @property
     def parts(self) -> tuple[RowState, ...]:
@@ -302,13 +300,13 @@ class MTP(TreeDrafter):
         positions, following = _positions(output, prompt)
         self.join(len(history), self.network.attention == NAME and kernels.static_shapes(embeds.device))
         length, count = embeds.shape[1], self.network.count
-        if length < count:  # layers without any entry
+        if length < count:  # some layers would have no entry
             short = (count - length, 0)
             mask = F.pad(torch.ones_like(prompt.input_ids).bool() if mask is None else mask, short)
             embeds, states = (F.pad(x, (0, 0, *short)) for x in (embeds, states))
             positions, length = F.pad(positions, short), count
         last = []
-        for number in range(count):  # the first token that a layer has an entry of is one later than that of the last
+        for number in range(count):  # each layer's entries start one token after the layer before
             entries = length - number
             kept = None if mask is None else mask[:, :entries]
             cache = TreeCache(count, reserve=entries + 1, attending=[number])
@@ -337,7 +335,6 @@ class MTP(TreeDrafter):
         return self._of_layer(number, tree_mask(config, cache, depth, None, reach, like.dtype))
 
     def _of_layer(self, number: int, masks: Any) -> Any:
-        """A layer's mask of those by its kind."""
         return masks[self.network.config.layer_types[number]] if isinstance(masks, dict) else masks
 
     def reserve(self, width: int) -> None:
@@ -372,9 +369,9 @@ class MTP(TreeDrafter):
         depths: list[Tensor] = []
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            """One level: the layers from the level's own on, as those above it serve the levels below."""
+            """Run layers ``level`` and up for one level: deeper levels need the entries of the later layers."""
             nonlocal states
-            level = len(depths)  # above this one, without the root
+            level = len(depths)  # number of levels above, without the root
             depth, tail = torch.full_like(beam, level), torch.cat(depths, dim=1) if depths else None
             depths.append(depth)
             embeds, allowed, outputs = self.target.embed(beam), reach(origin), {}
@@ -436,7 +433,7 @@ def _positions(output: TargetOutput, prompt: Prompt) -> tuple[Tensor, Tensor]:
 SPEC = DrafterSpec(
     "mtp",
     "MTP",
-    "the multi-token prediction layers that checkpoints of the target carry, over a tree's levels (arXiv 2412.19437)",
+    "the multi-token prediction layers of the target's checkpoint, over a tree's levels (arXiv 2412.19437)",
     MTP,
     weights="target",
     recognises=has_mtp,

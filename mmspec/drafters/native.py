@@ -1,4 +1,4 @@
-"""Drafters' networks in the C++ kernels: one call is a pass over all decoder layers, or a tree of a recurrent cell."""
+"""Drafter networks in the C++ kernels: one call runs all decoder layers, or grows a tree with a recurrent cell."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mmspec.quantisation.linear import GROUP
 
 
 class Native:
-    """Weights in the C++ kernels: pointers, which belong to a process. Copies of a drafter share them, another process
-    calls the constructor again with its arguments."""
+    """Weights in the C++ kernels, as process-local pointers. Copies of a drafter share them; unpickling calls the
+    constructor again with the same arguments."""
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
@@ -34,10 +34,10 @@ class Native:
 
 
 class NativeLayers(Native):
-    """Decoder layers. Passes write bfloat16 keys and values, to caches of which no other passes may take any.
+    """Native decoder layers. They write bfloat16 keys and values to caches that no other implementation may use.
 
     Args:
-        kind: of their weights, see ``BLOCKS``.
+        kind: format of the weights, see ``BLOCKS``.
     """
 
     def __init__(self, layers: Sequence[LayerParts], shape: LayerShape, kind: str) -> None:
@@ -62,7 +62,7 @@ class NativeLayers(Native):
 
     @staticmethod
     def takes(shape: LayerShape) -> bool:
-        """Whether the kernels take layers of a shape."""
+        """Whether the kernels support layers of a shape."""
         widths = shape.hidden_size, shape.mlp, shape.heads * shape.head_dim
         return shape.head_dim in cpu.HEAD_DIMS and all(width and width % GROUP == 0 for width in widths)
 
@@ -72,7 +72,7 @@ class NativeLayers(Native):
         """Run the layers on new entries and write them to the cache; arguments as for ``entries.run``.
 
         Args:
-            middle: return the last layer's residual stream before its MLP, too.
+            middle: also return the last layer's residual stream before its MLP.
 
         Returns:
             The last layer's outputs, (batch, nodes, hidden) or, with ``middle``, (batch, nodes, 2 * hidden).
@@ -87,7 +87,7 @@ class NativeLayers(Native):
         return (states if between is None else torch.cat([states, between], dim=-1)).to(x.dtype)
 
     def write(self, x: Tensor, rotation: Rotation, cache: TreeCache) -> None:
-        """Write the keys and values that the layers have of states, (batch, nodes, hidden), to the cache."""
+        """Write the layers' keys and values of states, (batch, nodes, hidden), to the cache."""
         storage, start = self._storage(cache, x)
         cpu.write_keys_values(self._weights, x.float().contiguous(), _pairs(rotation, x), storage, start)
 
@@ -99,7 +99,7 @@ class NativeLayers(Native):
 
 
 def _pairs(rotation: Rotation, x: Tensor) -> Tensor:
-    """Rotation of pairs of neighbouring features, (batch, nodes, 1, head_dim / 2) complex64."""
+    """Rotation for adjacent feature pairs, (batch, nodes, 1, head_dim / 2) complex64."""
     cos, sin = rotation
     half = cos.shape[-1] // 2
     turns = torch.complex(cos[..., :half].float(), sin[..., half:].float())
@@ -119,7 +119,7 @@ def _weight(layer: Any) -> Tensor:
 
 
 def _neighbours(qkv: Tensor, shape: LayerShape) -> Tensor:
-    """Rows of queries and keys in the order in which the two features of a rotated pair are neighbours."""
+    """Permute rows of queries and keys so that rotated feature pairs are adjacent."""
     turned = (shape.heads + shape.kv_heads) * shape.head_dim
     order = torch.arange(turned).view(-1, 2, shape.head_dim // 2).transpose(1, 2).flatten()
     return torch.cat([qkv[:turned][order], qkv[turned:]])
@@ -134,12 +134,12 @@ def _norms(layer: LayerParts, shape: LayerShape) -> dict[str, tuple[Tensor, floa
 
 
 class NativeCell(Native):
-    """A network's cell in the C++ kernels: a tree is one call.
+    """Recurrent cell in the C++ kernels, which grow a tree in one call.
 
     Args:
-        norm: the cell's.
-        table: that of the cell's input layer, see ``TokenLinear``.
-        layers: that layer over states alone, ``cell.out``, the layer that the head's inputs come from, and the head.
+        norm: norm of the cell.
+        table: table of the cell's input layer, see ``TokenLinear``.
+        layers: the input layer's part for states, ``cell.out``, the layer before the head, and the head.
     """
 
     def __init__(self, norm: nn.LayerNorm, table: Tensor, layers: Sequence[BlockLinear]) -> None:
@@ -150,11 +150,11 @@ class NativeCell(Native):
 
     @classmethod
     def of(cls, network: Any, cell_input: TokenLinear, head: Any) -> NativeCell | None:
-        """The native form of a network's cell, if the kernels are in use and take its layers.
+        """Native form of a network's cell; None if the kernels are not in use or do not support its layers.
 
         Args:
-            cell_input: of ``network.cell.into``.
-            head: gives the draft vocabulary's logits of predicted states.
+            cell_input: ``network.cell.into`` as a ``TokenLinear``.
+            head: output layer, from predicted states to draft logits.
         """
         cell, config = network.cell, network.config
         if cell_input.table is None or config.norm_output or config.confidence or config.hidden_size % LANES:
@@ -176,10 +176,10 @@ class NativeCell(Native):
         budget: Budget,
         nodes: int,
     ) -> TokenTree:
-        """Grow a tree of ``nodes`` draft tokens at most; further arguments as for ``grow_tree``.
+        """Grow a tree of at most ``nodes`` draft tokens; other arguments as for ``grow_tree``.
 
         Args:
-            carried: (batch, hidden), the states that the first level was drafted from.
+            carried: (batch, hidden), states that predicted the first level.
             first: draft-vocabulary indices and log probabilities of the first level.
             draft_ids: (n,) int64, draft vocabulary; None is the target's.
             width: nodes extended per level.

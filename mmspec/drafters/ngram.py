@@ -1,9 +1,8 @@
-"""N-gram drafter: prompt lookup (arXiv 2304.04487) in the prompt, the output and earlier requests, as a tree.
+"""N-gram drafter: prompt lookup (arXiv 2304.04487) in the prompt, the output and earlier requests, with trees.
 
-What followed earlier occurrences of the last tokens is drafted again, of all the latest ones together. How far to trust
-an occurrence is learned from the accepted tokens, by the number of tokens before it that are equal. So a long copy is
-drafted as a deep chain, and a chance match as little or nothing. Where a copy departs from its source, as in edited
-code, places near the one where it would have gone on are trusted more than others.
+The drafter merges the continuations of the latest earlier occurrences of the last tokens into a tree. Each continuation
+is weighted by the acceptance rate learned for its match length, so a long copy becomes a deep chain and a chance match
+few nodes or none. After a copy departs from its source, as in edited code, places nearby get a higher weight.
 """
 
 from __future__ import annotations
@@ -23,30 +22,29 @@ from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 
 MEMORY = 4096
-_SUFFIXES = 1, 2, 4  # lengths that are looked up, between the shortest and the longest
+_SUFFIXES = 1, 2, 4  # suffix lengths for lookup, limited to shortest..longest
 _OCCURRENCES = 8  # latest occurrences of the longest suffixes
-_LENGTHS = 0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32  # equal tokens before a place: classes of trust, and the most
-_FIRST_TRUST = 0.05, 0.12, 0.3, 0.45, 0.55, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94  # before the first tokens
+_LENGTHS = 0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32  # match length classes; the last is the maximum
+_FIRST_TRUST = 0.05, 0.12, 0.3, 0.45, 0.55, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94  # initial rate per class
 _FIRST_RESUMED = 0.4, 0.6, 0.7, 0.75, 0.8, 0.8, 0.85, 0.85, 0.85, 0.85, 0.9, 0.92, 0.94
-_PRIOR = 8.0  # tokens that the first trust counts for
-_DECAY = 0.95  # of what earlier tokens count, per token
-_COPY = 3  # equal tokens of what counts as a copy
-_REACH = 16  # tokens of the source that a copy may leave out
-_LOST = 12  # tokens after which a copy that has departed from its source is given up
+_PRIOR = 8.0  # weight of the initial acceptance rate, in tokens
+_DECAY = 0.95  # decay of earlier tokens' weight, per token
+_COPY = 3  # minimum match length of a copy
+_REACH = 16  # maximum source tokens that a copy may skip
+_LOST = 12  # tokens after departure until a copy is abandoned
 
 
 OWN, RESUMED, PAST = range(3)
 
 
 class Match(NamedTuple):
-    """A place that may be copied.
+    """A match: a place in a text whose tokens may be copied.
 
     Attributes:
-        text: the tokens of a sequence, or of earlier requests.
-        place: of the next token.
-        length: equal tokens before it, at most the last of ``_LENGTHS``.
-        kind: ``OWN``, of the sequence; ``RESUMED``, where a copy goes on after a difference; or ``PAST``, of earlier
-            requests.
+        text: tokens of the sequence or of earlier requests.
+        place: index of the next token.
+        length: number of equal tokens before ``place``, at most the last of ``_LENGTHS``.
+        kind: ``OWN`` (same sequence), ``RESUMED`` (copy continued after a difference) or ``PAST`` (earlier requests).
     """
 
     text: list[int]
@@ -56,7 +54,7 @@ class Match(NamedTuple):
 
 
 class Trust:
-    """Share of the matches of a length that the next token has borne out, recent ones above all."""
+    """Acceptance rate by match length and kind, weighted towards recent tokens."""
 
     def __init__(self) -> None:
         first = _FIRST_TRUST, _FIRST_RESUMED, _FIRST_TRUST
@@ -78,8 +76,8 @@ class Ngram(LookUpDrafter):
     """Prompt-lookup drafter.
 
     Args:
-        longest, shortest: lengths of the suffixes to look up, in tokens; matches may be longer.
-        memory: tokens of finished requests to keep at least as a source of drafts; 0 keeps none.
+        longest, shortest: suffix lengths for lookup, in tokens; matches may be longer.
+        memory: minimum number of tokens of finished requests to keep as a source of drafts; 0 disables it.
         width: maximum children per node; 1 drafts chains, None trees of any width.
 
     Raises:
@@ -99,7 +97,7 @@ class Ngram(LookUpDrafter):
         self._vocab: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ngram:
-        # Without rows: their tokens are not for a copy to remember, and the engine appends to them meanwhile.
+        # Copies start without rows, whose histories belong to this drafter and are extended by the engine.
         copied = copy.copy(self)
         vars(copied).update(copy.deepcopy({**vars(self), "rows": []}, memo))
         return copied
@@ -125,7 +123,7 @@ class Ngram(LookUpDrafter):
         super().select(rows)
 
     def start(self, row: int, path: Sequence[int] = ()) -> tuple[list[Match], Children]:
-        """Places that may be copied after a row's tokens and ``path``, and their next tokens."""
+        """Matches after a row's tokens and ``path``, and the function that expands them."""
         text = self.rows[row]
         text.learn(self._past, self._trust)
         tokens = [*text.own.text, *path] if path else text.own.text
@@ -133,10 +131,10 @@ class Ngram(LookUpDrafter):
 
 
 class _Index:
-    """Where short sequences of tokens end in a text that grows.
+    """Index of n-gram end positions in a growing text.
 
     Args:
-        lengths: of the sequences, descending.
+        lengths: n-gram lengths, descending.
     """
 
     def __init__(self, text: list[int], lengths: Sequence[int]) -> None:
@@ -145,7 +143,7 @@ class _Index:
         self._indexed = 0
 
     def extend(self, upto: int) -> None:
-        """Know the sequences that end at most ``upto`` tokens from the start."""
+        """Index all n-grams that end at position ``upto`` or earlier."""
         for end in range(self._indexed + 1, upto + 1):
             for length in self.lengths:
                 if length <= end:
@@ -153,23 +151,23 @@ class _Index:
         self._indexed = max(self._indexed, upto)
 
     def latest(self, tokens: list[int], count: int, length: int) -> Iterator[int]:
-        """Places after the latest occurrences of the last ``length`` of ``count`` tokens, from the last one on."""
+        """Places after the latest occurrences of the last ``length`` of ``count`` tokens, latest first."""
         if length > count:
             return iter(())
         return reversed(self._ends.get(tuple(tokens[count - length : count]), ())[-_OCCURRENCES:])
 
 
 class _Text:
-    """A row's tokens, and the copy that they are part of."""
+    """A row's tokens and the copy in progress."""
 
     def __init__(self, history: list[int], lengths: Sequence[int]) -> None:
         self.own = _Index(history, lengths)
         self._learned = len(history)
-        self._copied: Match | None = None  # the place at which the copy goes on, or went on before it was left
-        self._departed = 0  # tokens since the copy was left
+        self._copied: Match | None = None  # next token of the copy in its source, or place of departure
+        self._departed = 0  # tokens since the departure
 
     def matches(self, tokens: list[int], count: int, past: _Index) -> list[Match]:
-        """Places that may be copied after the first ``count`` tokens, which a row's tokens begin, from the best on."""
+        """Matches after the first ``count`` of ``tokens``, which extend the row's tokens; best first."""
         self.own.extend(min(count, len(self.own.text)) - 1)
         found = list(self._resumed(tokens, count))
         seen = {(id(match.text), match.place) for match in found}
@@ -183,7 +181,7 @@ class _Text:
         return found
 
     def _resumed(self, tokens: list[int], count: int) -> Iterator[Match]:
-        """The place at which a copy goes on: in its source, or near where it was left."""
+        """Candidates to continue the copy: the next token of its source, or places near the departure."""
         if self._copied is None:
             return
         text, first = self._copied.text, self._copied.place
@@ -197,7 +195,7 @@ class _Text:
             yield Match(text, first + 1, 0, RESUMED)
 
     def learn(self, past: _Index, trust: Trust) -> None:
-        """Compare the tokens since the last call with what would have been copied."""
+        """Update acceptance rates with the tokens since the last call."""
         tokens = self.own.text
         for place in range(self._learned, len(tokens)):
             matches, token, known = self.matches(tokens, place, past), tokens[place], set[int]()
@@ -209,7 +207,7 @@ class _Text:
         self._learned = len(tokens)
 
     def _follow(self, right: list[Match], trust: Trust) -> None:
-        """Go on with the copy whose token came, or leave it."""
+        """Continue the copy that predicted the token, or count a token since the departure."""
         tokens = self.own.text
         copies = [match for match in right if match.kind == RESUMED or match.length >= _COPY]
         if copies:
@@ -223,7 +221,7 @@ class _Text:
 
 
 def _equal(text: list[int], place: int, tokens: list[int], count: int) -> int:
-    """Number of equal tokens before a place of a text and at the end of ``count`` tokens."""
+    """Length of the common suffix of ``text[:place]`` and ``tokens[:count]``, capped."""
     length, most = 0, min(_LENGTHS[-1], place, count)
     while length < most and text[place - 1 - length] == tokens[count - 1 - length]:
         length += 1
@@ -231,7 +229,7 @@ def _equal(text: list[int], place: int, tokens: list[int], count: int) -> int:
 
 
 def _children(trust: Trust, matches: list[Match]) -> Iterator[tuple[int, float, list[Match]]]:
-    """Next tokens: the odds of their matches add up."""
+    """Next tokens; the odds of their matches are summed."""
     following: dict[int, list[Match]] = {}
     odds: dict[int, float] = {}
     for match in matches:
@@ -249,7 +247,7 @@ def _children(trust: Trust, matches: list[Match]) -> Iterator[tuple[int, float, 
 SPEC = DrafterSpec(
     "ngram",
     "n-gram",
-    "looks up what followed the last tokens earlier: prompt lookup, as in arXiv 2304.04487",
+    "looks up earlier continuations of the last tokens: prompt lookup, as in arXiv 2304.04487",
     Ngram,
     chains=False,
 )

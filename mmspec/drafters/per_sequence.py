@@ -1,4 +1,4 @@
-"""A drafter that learns, copied for every sequence, so that no request's tokens show up in another's draft trees."""
+"""One copy of a learning drafter per sequence, so that no request's tokens leak into another request's drafts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mmspec.core.verify import Verdict
 
 
 def per_sequence(drafter: Drafter | None) -> Drafter | None:
-    """The drafter for requests of different clients: copied for each sequence if it learns."""
+    """Wrap a drafter that learns in ``PerSequence``, for requests of different clients."""
     return PerSequence(drafter) if drafter is not None and learns(drafter) else drafter
 
 
 class PerSequence(Wrapper):
-    """Drafts each sequence with a copy of ``drafter`` that is dropped with it; where one fails, others go on.
+    """Drafts each sequence with its own copy of ``drafter``; a failing copy does not affect other sequences.
 
     Args:
-        drafter: proposes trees with ``log_probs``. Several of them meet on the host.
+        drafter: drafter whose trees have ``log_probs``. Trees of several sequences are combined on the host.
     """
 
     learns = False
@@ -40,7 +40,7 @@ class PerSequence(Wrapper):
             self._copies[-1].begin(alone, _row(output, row), [tokens])
 
     def begin_idle(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> tuple[()]:
-        return ()  # copies capture for themselves
+        return ()  # copies capture their own graphs
 
     def select(self, rows: Sequence[int]) -> None:
         self._copies = [self._copies[row] for row in rows]

@@ -1,14 +1,12 @@
-"""The parts of a prompt that a draft model gets if it does not get all.
+"""Prompt reduction for draft models: which visual tokens and text chunks to keep.
 
-Of visual tokens (SpecVLM, arXiv 2508.16201), first those to which the target's text after them attends most, until they
-have a part of the attention (Top-P), then evenly spaced ones of the others. The authors' code
-(github.com/zju-jiyicheng/SpecVLM) averages attention over all layers; here it is that of one layer, two thirds of the
-way up.
+Visual tokens (SpecVLM, arXiv 2508.16201): keep the tokens with the highest attention from the text after them until
+they cover a share of the total attention (Top-P), then evenly spaced tokens of the rest. The authors' code
+(github.com/zju-jiyicheng/SpecVLM) averages attention over all layers; this module reads one layer, at 2/3 of the depth.
 
-Of a long text (RAPID, arXiv 2502.20330), the beginning, the end, which contains the question, and between them the
-chunks that have most in common with the end. RAPID retrieves chunks by embeddings of another model; here, they are
-compared by their tokens, of which rare ones count more. Its other half, a target distribution that the drafter changes,
-is left out: it is not lossless.
+Long text (RAPID, arXiv 2502.20330): keep the beginning, the end, which contains the question, and the chunks in between
+that are most similar to the end. RAPID retrieves chunks by another model's embeddings; this module compares tokens,
+weighted by rarity. RAPID's modified target distribution is not implemented because it is not lossless.
 """
 
 from __future__ import annotations
@@ -25,21 +23,21 @@ from mmspec.targets.prompt_attention import attention_layers, prompt_attention
 from mmspec.targets.transformers_target import TransformersTarget
 
 TOP_P = 0.4  # in the authors' code
-_QUERIES = 32  # last tokens of the prompt whose attention is read, at most
+_QUERIES = 32  # maximum number of last prompt tokens whose attention is read
 
 
 class VisualShare:
     """Selection of visual tokens.
 
     Args:
-        share: of the visual tokens of each row.
-        top_p: part of the attention to visual tokens that the first ones have; 0 selects evenly spaced ones alone.
+        share: share of each row's visual tokens to keep.
+        top_p: share of the attention that the most attended tokens must cover; 0 selects evenly spaced tokens only.
 
     Attributes:
-        layer: whose attention is read; None without one.
+        layer: layer whose attention is read; None if no attention is read.
 
     Raises:
-        UserError: a share or part that is not from 0 to 1.
+        UserError: a value is not from 0 to 1.
     """
 
     def __init__(self, share: float, top_p: float = TOP_P) -> None:
@@ -51,7 +49,7 @@ class VisualShare:
         self._target: TransformersTarget | None = None
 
     def attach(self, target: Target) -> None:
-        """Read the attention of this target."""
+        """Select the layer of this target whose attention is read."""
         self._target, self.layer = None, None
         if 0 < self.share < 1 and self.top_p > 0 and isinstance(target, TransformersTarget):
             layers = attention_layers(target.config)
@@ -59,7 +57,7 @@ class VisualShare:
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """Hidden states that the output of a prefill must contain."""
+        """Features that the output of a prefill must contain."""
         return () if self.layer is None else (self.layer,)
 
     def selected(self, visual: Tensor, output: TargetOutput, first: int) -> Tensor:
@@ -67,7 +65,7 @@ class VisualShare:
 
         Args:
             visual: (batch, length) bool.
-            output: of the target's prefill.
+            output: output of the target's prefill.
             first: row of the first prompt in the target's cache.
 
         Returns:
@@ -85,21 +83,21 @@ class VisualShare:
 
 
 def attended(tokens: Tensor, weights: Tensor, kept: Tensor, top_p: float) -> Tensor:
-    """Tokens of the greatest weights, then evenly spaced ones.
+    """Select the tokens with the highest weights, then evenly spaced tokens.
 
     Args:
         tokens: (batch, length) bool, to select from.
         weights: (batch, length), at least 0.
-        kept: (batch, 1) int64, number to select of a row.
-        top_p: part of a row's weight.
+        kept: (batch, 1) int64, number of tokens to select per row.
+        top_p: share of a row's total weight.
 
     Returns:
-        (batch, length) bool: the fewest that have ``top_p`` of a row's weight, or ``kept`` of them; then others up to
-        ``kept``.
+        (batch, length) bool: the fewest tokens that cover ``top_p`` of a row's weight, at most ``kept``; then evenly
+        spaced tokens up to ``kept``.
     """
     known = weights.double() * tokens
     descending, order = known.sort(dim=1, descending=True, stable=True)
-    before = descending.cumsum(1) - descending  # weight of the tokens before each
+    before = descending.cumsum(1) - descending  # weight of all preceding tokens
     rank = torch.arange(tokens.shape[1], device=tokens.device)
     top = (before < top_p * descending.sum(1, keepdim=True)) & (rank < kept)
     first = torch.zeros_like(tokens).scatter(1, order, top)
@@ -107,13 +105,13 @@ def attended(tokens: Tensor, weights: Tensor, kept: Tensor, top_p: float) -> Ten
 
 
 def evenly(tokens: Tensor, kept: Tensor) -> Tensor:
-    """``kept`` tokens, (batch, 1) int64, spread evenly over those of a row: (batch, length) bool, in and out."""
+    """Select ``kept``, (batch, 1) int64, evenly spaced ``tokens`` per row: (batch, length) bool in and out."""
     count = tokens.sum(1, keepdim=True).clamp(min=1)
     rank = tokens.long().cumsum(1)  # from 1
     return tokens & (rank * kept // count > (rank - 1) * kept // count)
 
 
-LONG = 1024  # tokens from which on a prompt is shortened
+LONG = 1024  # minimum length of a prompt to shorten
 CHUNK = 64
 BEGINNING, END = 64, 128  # always kept
 
@@ -123,8 +121,8 @@ def relevant(ids: Tensor, text: Tensor, share: float) -> Tensor:
 
     Args:
         ids: (batch, length) int64.
-        text: (batch, length) bool, tokens to select from: neither padding nor visual ones.
-        share: of the chunks between beginning and end; 0 and 1 keep all.
+        text: (batch, length) bool, tokens to select from, without padding and visual tokens.
+        share: share of the chunks between beginning and end to keep; 0 and 1 keep all.
 
     Returns:
         (batch, length) bool.

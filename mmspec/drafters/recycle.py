@@ -1,9 +1,8 @@
 """Token Recycling drafter (arXiv 2408.08696): a table of the target's top candidates per context.
 
-Every verify pass ranks successors at every node, accepted or not. The table keeps the most probable ones, and trees are
-grown from it. Two differences from the paper, each with higher acceptance: contexts of two tokens take precedence over
-single tokens, and an entry is a running average of the target's probabilities instead of the latest ranking, which
-calibrates it.
+Every verify pass ranks successors at every node, accepted or not. The table stores the most probable successors, and
+trees are grown from it. Two differences from the paper raise acceptance: two-token contexts take precedence over single
+tokens, and an entry is a calibrated running average of the target's probabilities instead of the latest ranking.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _HASH = -7046029254386353131  # Fibonacci hashing: 2**64 / golden ratio
 
 @dataclass(frozen=True)
 class Settings(Checked):
-    """Settings of a drafter, and contents of its ``config.json``."""
+    """Settings of the drafter, stored in ``config.json``."""
 
     top_k: int = required(whole(1, 64))
     pairs: bool = option(True, FLAG)
@@ -75,7 +74,7 @@ class Rankings:
         return self.tokens[slot], self.probs[slot].where((self.key[slot] == key)[..., None], 0.0)
 
     def average(self, slot: Tensor, key: Tensor, counts: Tensor, tokens: Tensor, probs: Tensor, newest: float) -> None:
-        """Update running averages with new rankings, of weight ``newest``.
+        """Update running averages with new rankings of weight ``newest``.
 
         Args:
             slot, key, counts: (contexts,); ``counts`` bool, False for idle rows.
@@ -95,17 +94,17 @@ class Rankings:
 
 
 class DeviceTable(CapturedDrafter):
-    """The table on the device: updates and drafting with static shapes and no host syncs.
+    """Table on the device: updates and drafting with static shapes and without host syncs.
 
-    Differences from the host's: two-token contexts are hashed into a fixed number of slots, later ones overwriting
-    earlier ones; and if a context occurs several times in a step, only its last node counts.
+    Differences from the host table: two-token contexts are hashed into a fixed number of slots, where new contexts
+    overwrite old contexts; and if a context occurs several times in a step, only its last node counts.
 
     Args:
-        settings: those of the drafter.
-        vocab: tokens of the target.
+        settings: settings of the drafter.
+        vocab: vocabulary size of the target.
 
     Attributes:
-        width: maximum children per node; None takes all.
+        width: maximum children per node; None keeps all.
         last: (rows, 2) int64, the token before the root, and the root.
     """
 
@@ -144,7 +143,7 @@ class DeviceTable(CapturedDrafter):
             first: (new rows,) int64, the first emitted tokens.
         """
         self.join(len(ends), True)
-        ends = ends.clamp(0, self._vocab - 1)  # -1 before a prompt of one token; prompt tokens outside the vocabulary
+        ends = ends.clamp(0, self._vocab - 1)  # -1 before a one-token prompt, and out-of-vocabulary tokens
         self.last.append(torch.stack([ends[:, 1], first], dim=1))
         ranked = ops.top_log_probs(output.logits[:, 0], self._top_k)
         self._learn(ends[:, 0], ends[:, 1], torch.ones_like(first, dtype=torch.bool), *ranked)
@@ -210,7 +209,7 @@ class DeviceTable(CapturedDrafter):
         return ((key * _HASH) >> 40) & (len(self._pairs.key) - 2)
 
     def fill(self, table: Mapping[Context, Ranking]) -> None:
-        """Copy the host table; the last of colliding contexts wins."""
+        """Copy the host table; of colliding contexts, the last wins."""
         for pairs, kept in ((False, self._any), (True, self._pairs)):
             chosen = {context: ranking for context, ranking in table.items() if (context[0] >= 0) == pairs}
             if not chosen or (pairs and not self._has_pairs):
@@ -221,7 +220,7 @@ class DeviceTable(CapturedDrafter):
             before, token = torch.tensor([*chosen], dtype=torch.long).unbind(1)
             key = self._pair(before, token) if pairs else token
             slot = self._slot(key) if pairs else key
-            place = {int(at): number for number, at in enumerate(slot)}  # the last one of each
+            place = {int(at): number for number, at in enumerate(slot)}  # last context per slot
             order = torch.tensor([*place.values()], dtype=torch.long)
             where = kept.key.new_tensor([*place])
             kept.key[where] = key[order].to(where.device)
@@ -241,8 +240,8 @@ class DeviceTable(CapturedDrafter):
 class Recycle(LookUpDrafter):
     """Token Recycling drafter.
 
-    The table persists between requests until ``reset``; ``learned`` counts the steps that it has learned from. With
-    static shapes it is on the device, see ``DeviceTable``.
+    The table persists between requests until ``reset``; ``learned`` counts the steps learned from. With static shapes,
+    the table is on the device, see ``DeviceTable``.
 
     Args:
         top_k: successors per context.
@@ -255,7 +254,7 @@ class Recycle(LookUpDrafter):
 
     def __init__(self, top_k: int = 8, pairs: bool = True, width: int | None = None) -> None:
         self._settings = Settings(top_k, pairs)
-        super().__init__()  # rows are the token before the root, and the root
+        super().__init__()  # a row is the token before the root, and the root
         self.top_k, self.pairs, self.width = top_k, pairs, width
         self._table: dict[Context, Ranking] = {}
         self._vocab: int | None = None
@@ -265,7 +264,7 @@ class Recycle(LookUpDrafter):
         self.learned = 0  # steps
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recycle:
-        # Rankings are replaced, never changed: copies share them, and a server copies the table for each request.
+        # Rankings are immutable, so copies can share them; a server copies the table for each request.
         memo[id(self._table)] = dict(self._table)
         copied = copy.copy(self)
         vars(copied).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
@@ -288,7 +287,7 @@ class Recycle(LookUpDrafter):
         return drafter
 
     def restore(self, folder: Path) -> None:
-        """Replace the table by one that ``save`` wrote; shape of trees and settings stay.
+        """Replace the table by a saved table; tree shape and settings stay.
 
         Raises:
             UserError: see ``from_checkpoint``.
@@ -359,7 +358,7 @@ class Recycle(LookUpDrafter):
         return [table]
 
     def _placed(self, logits: Tensor) -> DeviceTable | None:
-        """The table of a target with these logits, on their device; None where it is the host's."""
+        """The device table for a target with these logits; None if the host table is in use."""
         if self._vocab != logits.shape[-1]:  # the vocabulary has changed
             self._table, self._on_device, self.rows = {}, None, []
             self._vocab = logits.shape[-1]
@@ -411,7 +410,7 @@ class Recycle(LookUpDrafter):
         ]
         self.rows = [(*last, *tokens)[-2:] for last, (_, tokens) in zip(self.rows, verdict.host, strict=True)]
         drafted, self._drafted = self._drafted, False
-        # While drafting does not pay, only new tokens are worth the time.
+        # While drafting is paused, only learn from new tokens, to save time.
         if drafted or tree.nodes > 1 or any((_ANY, last) not in self._table for _, last in contexts):
             self._learn(contexts, output.logits.flatten(0, 1))
 
@@ -428,7 +427,7 @@ class Recycle(LookUpDrafter):
             self._vocab = logits.shape[-1]
             best, log_probs = ops.top_log_probs(logits, self.top_k)
             last = torch.tensor(tokens, dtype=torch.long)
-            pairs = (last[:-1] + 1) * self._vocab + last[1:]  # below the vocabulary's size: a context of one token
+            pairs = (last[:-1] + 1) * self._vocab + last[1:]  # values below the vocabulary size are one-token contexts
             places = torch.cat([torch.arange(len(tokens)), torch.arange(1, len(tokens))][: 1 + self.pairs])
             keys.append(torch.cat([last, pairs][: 1 + self.pairs]))
             ranked.append(best.cpu()[places])
@@ -497,7 +496,7 @@ def _check(tensors: Mapping[str, Tensor], top_k: int, vocab: int, folder: Path) 
         raise UserError(f"{folder}: contexts and tokens must be integers, probs floating point: got {dtypes}")
     if not rows:
         return
-    tokens = tokens.long()  # of uint16, torch finds no minimum
+    tokens = tokens.long()  # torch has no minimum for uint16
     lowest, highest = min(int(contexts[:, 1].min()), int(tokens.min())), max(int(contexts.max()), int(tokens.max()))
     if lowest < 0 or highest >= vocab or int(contexts.min()) < _ANY:
         raise UserError(f"{folder}: contexts and tokens must be tokens below {vocab}: got {lowest} to {highest}")
@@ -508,7 +507,7 @@ def _check(tensors: Mapping[str, Tensor], top_k: int, vocab: int, folder: Path) 
 SPEC = DrafterSpec(
     "recycle",
     "Recycle",
-    "looks up what the target found likely after the same last tokens (arXiv 2408.08696)",
+    "looks up likely successors of the last tokens in a table of the target's predictions (arXiv 2408.08696)",
     Recycle,
     weights="optional",
     train="recycle",

@@ -1,4 +1,4 @@
-"""Registered drafters, and drafters by their specification.
+"""Drafter registry and drafter specifications.
 
     SPEC[@SHAPE]    SPEC is ``none`` or drafters joined by ``+``, which draft one tree together; SHAPE is ``tree`` (the
                     default), ``chain`` or ``chainN`` (one child per node, at most N draft tokens)
@@ -7,7 +7,7 @@ A drafter is ``auto`` (the target's default), ``NAME``, ``NAME:ARGUMENT``, or th
 is the checkpoint of that name in the target's folder, if there is one; ``new:NAME`` ignores it.
 
 Registered names come before paths: ``ngram`` is the drafter, ``./ngram`` a folder. Otherwise, the longest path that
-exists is taken as it is, whatever signs it contains (``/m/a+b@chain``).
+exists is used verbatim, whatever characters it contains (``/m/a+b@chain``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mmspec.targets.hub import cache_if_offline, is_path
 
 PLAIN, AUTO, DEFAULT = "none", "auto", "recycle+ngram"
 LONGEST_CHAIN = 8
-"""Draft tokens of ``@chain``, of drafters with a tree size of their own; others follow the budget."""
+"""Maximum draft tokens of ``@chain`` for drafters with their own tree size; other drafters follow the budget."""
 
 _SHAPE = re.compile(r"@(?:tree|(chain)(\d*))$")
 _PREFIX = re.compile(r"([^+,@/:=]*[:=])+")  # of an argument: NAME: and, in lists of ``mmspec eval``, LABEL=
@@ -93,7 +93,7 @@ def split(text: str, sign: str) -> list[str]:
 
 
 def _is_local(text: str) -> bool:
-    """Whether a specification is a path that exists, or ends with one; those of registered names alone are not."""
+    """Whether a specification is or ends with a path that exists; registered names take precedence."""
     if {AUTO, PLAIN, *plugins.names("drafters")}.issuperset(re.split("[+,]", _SHAPE.sub("", text))):
         return False
     argument = _PREFIX.sub("", text, count=1) if _PREFIX.match(text) else ""
@@ -104,28 +104,27 @@ def drafter_spec(name: str) -> DrafterSpec:
     """The declaration of a registered drafter.
 
     Raises:
-        UserError: nothing of that name is registered; the message lists what is.
+        UserError: the name is not registered; the message lists registered names.
     """
     return DrafterSpec.of(name, plugins.find("drafters", name))
 
 
 def drafter_specs() -> list[DrafterSpec]:
-    """The declarations of all registered drafters: those that need no checkpoint first, of these the default ones, then
-    by name."""
+    """All registered drafters: default drafters, then drafters without a checkpoint, then the rest, by name."""
     specs = [DrafterSpec.of(entry.name, entry.load()) for entry in plugins.registered("drafters")]
     return sorted(specs, key=lambda spec: (spec.name not in DEFAULT.split("+"), not spec.alone, spec.name))
 
 
 def registered_name(drafter: Drafter | None) -> str | None:
-    """The registered name of a drafter's class; those of several drafters are joined by +."""
+    """The registered name of a drafter's class; names of several drafters are joined by +."""
     known = {spec.location: spec.name for spec in drafter_specs()}
     kinds = [type(member) for member in members(drafter)]
     return "+".join(known.get(f"{kind.__module__}:{kind.__qualname__}", kind.__name__) for kind in kinds) or None
 
 
 def drafters_for(home: Path) -> list[str]:
-    """Specifications of the drafters that the model in a folder can use, the default first: those that come with it,
-    and those without a checkpoint. Of a model that is not in a local folder, ``auto`` is the former."""
+    """Specifications of the drafters for the model in a folder, default first: drafters in the folder and drafters
+    without a checkpoint. If the model is not in a local folder, ``auto`` stands for the drafters in its folder."""
     alone = [spec.name for spec in drafter_specs() if spec.alone]
     if not home.exists():
         return [AUTO, *alone]
@@ -205,9 +204,9 @@ def _label(part: str) -> str:
 
 
 def _at_home(drafter: str, home: Path) -> str:
-    """The drafter's folder in the target's folder, or in that of a packaged model; the name itself if there is none.
+    """The drafter's folder in the target's folder or in a packaged model's folder; the name itself if neither exists.
 
-    ``auto`` is the default of a packaged model before any folder.
+    ``auto`` prefers the default of a packaged model to any folder.
     """
     if drafter == AUTO and plugins.default_drafter(home) != AUTO:
         return drafter

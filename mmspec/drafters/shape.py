@@ -1,4 +1,4 @@
-"""Shapes that the configurations of drafters have in common: trees, decoder layers, rotary positions, heads."""
+"""Shapes shared by drafter configurations: trees, decoder layers, rotary positions, heads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TreeShape(Checked):
 
 
 SCALINGS = ("linear", "llama3", "yarn")
-"""Kinds of scaled rotary positions whose frequencies do not depend on the length."""
+"""Rotary scaling types whose frequencies do not depend on the length."""
 
 TREE = tuple(one.name for one in fields(TreeShape))
 
@@ -80,10 +80,10 @@ class LayerShape(Checked):
 
 @dataclass(frozen=True)
 class RotaryShape(LayerShape):
-    """Shape of decoder layers at the target's kind of rotary positions: a ``LayerShape``, and
+    """Shape of decoder layers with the target's kind of rotary positions: a ``LayerShape``, and
 
     Attributes:
-        rope: rotary positions in the form of transformers' ``rope_parameters``; empty are plain, with ``rope_theta``.
+        rope: rotary positions as transformers' ``rope_parameters``; empty means unscaled, with ``rope_theta``.
     """
 
     rope: dict = option(dict, OBJECT)
@@ -109,12 +109,12 @@ class RotaryShape(LayerShape):
 
 @dataclass(frozen=True)
 class HeadShape(RotaryShape):
-    """Shape of a network that may have an output layer and an embedding of its own: a ``RotaryShape``, and
+    """Shape of a network with an optional output layer and embedding: a ``RotaryShape``, and
 
     Attributes:
-        layers: decoder layers.
-        head: rows of an output layer of its own, the draft vocabulary; 0 is the target's output layer.
-        embedding: rows of an embedding of its own; 0 is the target's.
+        layers: number of decoder layers.
+        head: rows of the network's output layer, the draft vocabulary; 0 uses the target's output layer.
+        embedding: rows of the network's embedding; 0 uses the target's.
     """
 
     layers: int = option(1, whole(1, 64), "Decoder layers.")

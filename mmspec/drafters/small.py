@@ -1,9 +1,8 @@
 """Draft-model drafter: a small language model with its own KV cache and recurrent states.
 
-A vision-language model that marks images by the target's tokens gets the target's images and videos, with all of their
-tokens or a share (see ``prompt_share.py``); for other models, visual positions of the prompt are dropped. Of a long
-text, too, a share may be left. A model with another tokenizer drafts the tokens that both vocabularies have (arXiv
-2502.05202).
+A vision-language draft model with the target's image tokens also receives images and videos, with all visual tokens or
+a share (see ``prompt_share.py``); for other models, visual positions are dropped from the prompt. Long texts can also
+be reduced. A model with another tokenizer drafts tokens shared by both vocabularies (arXiv 2502.05202).
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ class Small(CapturedDrafter):
         trust_remote_code: allow Python code in the model's folder.
         tokenizers: of target and model, if they differ; if the vocabularies have other sizes, None reads them from the
             models' folders.
-        share: share of the visual tokens that a vision-language model gets: those to which the target attends most,
-            and evenly spaced ones; above 0, also of the chunks of a long text: those that are most like its end.
-        visual_top_p: part of the target's attention to visual tokens that the former have; 0 spaces all evenly.
+        share: share of the visual tokens for a vision-language model: the most attended tokens and evenly spaced
+            tokens; above 0, also the share of chunks kept of a long text: the chunks most similar to its end.
+        visual_top_p: share of the target's attention to cover by the most attended tokens; 0 spaces all evenly.
 
     Raises:
         UserError: no model or no share, or (at ``attach``) a vocabulary without tokens of the target's, or a larger one
@@ -124,7 +123,7 @@ class Small(CapturedDrafter):
         return model.eval()
 
     def _shared_with(self, target: Target) -> SharedTokens | None:
-        """What the vocabularies of target and model share; None if tokens have the same numbers."""
+        """Tokens shared by the vocabularies of target and model; None if token ids are identical."""
         config: Any = getattr(target, "config", None)
         size, target_size = self.lm.config.vocab_size, getattr(config, "vocab_size", None)
         tokenizers = self._tokenizers
@@ -211,7 +210,7 @@ class Small(CapturedDrafter):
         self._pending.append(((ids, lengths), lengths.tolist))
 
     def _translated(self, rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Own tokens of the target's, padded on the right, and their numbers, (batch,) int64."""
+        """Translate target tokens to draft tokens, padded on the right; also returns their numbers, (batch,) int64."""
         assert self._shared is not None
         own = [self._shared.translate(row) for row in rows]
         width = max(1, *map(len, own))
@@ -259,7 +258,7 @@ class Small(CapturedDrafter):
 
 
 def _read(name: str, trust_remote_code: bool) -> tuple[PreTrainedModel, Any]:
-    """A draft model and its dtype: that of a quantised GGUF file where there is no GPU, to be packed."""
+    """A draft model and its dtype: without a GPU, the type of a quantised GGUF file, for packing."""
     location = plugins.model_path(name)
     with cache_if_offline("drafter", location) as options:
         source, options["trust_remote_code"] = sources.find(location), trust_remote_code
@@ -280,15 +279,15 @@ def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
 
 
 class SharedTokens:
-    """Tokens that a target's tokenizer and a draft model's have in common, and translation of the others.
+    """Tokens shared by the tokenizers of target and draft model, and translation of other tokens.
 
-    Tokens are equal if their strings are, apart from the sign of a leading space.
+    Tokens are equal if their strings are equal, apart from the marker of a leading space.
 
     Args:
         sizes: number of the models' tokens, of the target and of the draft model.
 
     Attributes:
-        target_ids, draft_ids: (shared,) int64, the same tokens in both vocabularies.
+        target_ids, draft_ids: (shared,) int64, ids of the shared tokens in both vocabularies.
     """
 
     def __init__(self, target: Any, draft: Any, sizes: tuple[int, int]) -> None:
@@ -310,13 +309,13 @@ class SharedTokens:
 
 
 def _space_sign(tokenizer: Any) -> str:
-    """How tokens that begin with a space begin."""
+    """The tokenizer's marker of a leading space."""
     ids = tokenizer(" ", add_special_tokens=False)["input_ids"]
     return str(tokenizer.convert_ids_to_tokens(ids)[0])[:1] if ids else ""
 
 
 def _renamed(token: str, target: str, draft: str) -> str:
-    """A draft model's token as the target's tokenizer writes it."""
+    """A draft model's token with the target tokenizer's marker of a leading space."""
     return target + token[1:] if target and draft and target != draft and token.startswith(draft) else token
 
 

@@ -24,18 +24,18 @@ class DrafterSpec:
     Attributes:
         name: as registered, and in the ``config.json`` of its checkpoints.
         label: its name for people.
-        summary: what it does, in one line.
+        summary: one-line description.
         implementation: its class, or the class's location ``"module:Class"``, imported when a drafter is made.
-        weights: ``"none"``: the constructor takes the text of ``NAME:TEXT``, if any. Otherwise the class has a
-            ``from_checkpoint(folder, **settings)``, and TEXT is a folder or hub id. ``"optional"`` ones are also
-            constructed without; those of ``"published"`` are made by others only, and the checkpoint of ``"target"`` is
-            in the target's own folder.
-        argument: what TEXT is, in capitals, if ``weights`` is ``"none"`` and it is required.
+        weights: ``"none"``: the constructor takes the optional text of ``NAME:TEXT``. Otherwise the class has a
+            ``from_checkpoint(folder, **settings)``, and TEXT is a folder or hub id. ``"optional"``: a checkpoint is not
+            required; ``"published"``: only third parties publish checkpoints; ``"target"``: the checkpoint is the
+            target's own folder.
+        argument: placeholder for TEXT, in capitals, if ``weights`` is ``"none"`` and TEXT is required.
         recognises: whether a folder without ``mmspec_drafter`` contains a published checkpoint of this drafter.
-        parse_argument: splits TEXT into what the constructor or ``from_checkpoint`` takes first, and keyword arguments.
+        parse_argument: splits TEXT into the constructor's or ``from_checkpoint``'s first and keyword arguments.
         trusts: whether the constructor takes ``trust_remote_code``.
-        chains: whether it is offered as a chain (``NAME@chain``), too, where methods are listed.
-        train: its command of ``mmspec train``, if any.
+        chains: whether lists of methods also offer it as a chain (``NAME@chain``).
+        train: its command of ``mmspec train``; empty without one.
     """
 
     name: str
@@ -68,7 +68,7 @@ class DrafterSpec:
 
     @property
     def location(self) -> str:
-        """Where its class is, as ``"module:Class"``."""
+        """Location of its class, as ``"module:Class"``."""
         source = self.implementation
         return source if isinstance(source, str) else f"{source.__module__}:{source.__qualname__}"
 
@@ -78,7 +78,7 @@ class DrafterSpec:
         return self.weights in ("none", "optional") and not self.argument
 
     def parsed(self, argument: str) -> tuple[str, dict[str, Any]]:
-        """Apply ``parse_argument``, but to no path that exists."""
+        """Apply ``parse_argument``, unless ``argument`` is a path that exists."""
         if self.parse_argument is None or os.path.exists(argument):
             return argument, {}
         return self.parse_argument(argument)

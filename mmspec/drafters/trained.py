@@ -22,7 +22,7 @@ class TreeDrafter(CapturedDrafter):
     """Drafter with a network, which grows trees of a configured shape.
 
     Args:
-        **tree: top_k, depth and total_tokens, in place of those of ``usual_tree``, see ``TreeShape``.
+        **tree: top_k, depth and total_tokens, see ``TreeShape``; they default to ``usual_tree``.
     """
 
     name: ClassVar[str]  # as registered
@@ -61,13 +61,13 @@ class TrainedDrafter(TreeDrafter):
     """``TreeDrafter`` with checkpoints of its own.
 
     Attributes:
-        layout: of its published checkpoints, a key of ``LAYOUTS``; None without such checkpoints.
+        layout: layout of published checkpoints, a key of ``LAYOUTS``; None without published checkpoints.
         published: target of a published checkpoint, see ``layouts.check_target``.
 
     Args:
-        network: its ``config`` is a dataclass.
+        network: network with a dataclass as ``config``.
         draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
-        verifier: the target that it was trained for, see ``checkpoint.Verifier``.
+        verifier: target that the drafter was trained for, see ``checkpoint.Verifier``.
         **tree: see ``TreeDrafter``.
     """
 
@@ -87,7 +87,7 @@ class TrainedDrafter(TreeDrafter):
         """Load a checkpoint of ``save`` or a published one.
 
         Args:
-            changes: fields of the network's configuration, in place of the checkpoint's.
+            changes: fields of the network's configuration that override the checkpoint.
 
         Raises:
             UserError: it is invalid.
@@ -105,13 +105,13 @@ class TrainedDrafter(TreeDrafter):
 
     @classmethod
     def read_published(cls, folder: Path) -> Published:
-        """What a folder with a published checkpoint contains; raises ``UserError`` if it is invalid."""
+        """Read and convert a published checkpoint; raises ``UserError`` if it is invalid."""
         assert cls.layout is not None
         return layouts.read(folder, cls.layout, cls.config_class, cls.network_class)
 
     @classmethod
     def convert(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> Published:
-        """The same from its files' contents; ``where`` is its name in messages."""
+        """Like ``read_published``, from the contents of the files; ``where`` is the checkpoint's name in messages."""
         assert cls.layout is not None
         return layouts.convert(config, tensors, cls.layout, cls.config_class, cls.network_class, where)
 
@@ -120,11 +120,11 @@ class TrainedDrafter(TreeDrafter):
         return "" if self.published is None and self.verifier is None else super().checks
 
     def target_tokens(self, drafted: Tensor) -> Tensor:
-        """The target's tokens of draft-vocabulary indices, (...) int64."""
+        """Map draft-vocabulary indices to target tokens, (...) int64."""
         return drafted if self.draft_ids is None else self.draft_ids[drafted]
 
     def renewed(self, network: Any) -> Self:
-        """A drafter like this one, without rows and attached to no target, with another network of the same shape."""
+        """A copy of this drafter with another network of the same shape, without rows and unattached."""
         fresh = copy.copy(self)
         fresh.network, fresh._target = network.eval().requires_grad_(False), None
         fresh.reset()

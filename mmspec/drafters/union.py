@@ -19,21 +19,21 @@ from mmspec.core.verify import Verdict
 from mmspec.drafters.lookup import LookUpDrafter, LookUps
 from mmspec.errors import UserError
 
-_STEPS = 16  # whose time per token is averaged
-_EXPECTED = 0.7, 2.0  # bounds of classes of expected tokens
+_STEPS = 16  # window of the average time per token, in steps
+_EXPECTED = 0.7, 2.0  # boundaries between classes of expected tokens
 
 
 class Union(Drafter):
-    """Merge the trees of several drafters; the budget prunes the union to its most probable nodes. Those that look up
-    tokens grow one tree together (``LookUps``).
+    """Merges the trees of several drafters; the budget prunes the union to its most probable nodes. Lookup drafters
+    grow one tree together (``LookUps``).
 
-    Where the budget adapts, each of these trees is charged its own time and credited the tokens that no other would
-    have drafted, and rests alone while it loses (``DraftingPayoff``). Gains and losses are kept apart by the expected
-    tokens of the trees before it, those of look-ups first, so that no network runs where the text is copied. One that
-    fails rests alone (``Guard``).
+    If the budget adapts, each tree is charged its own time and credited the tokens that no other tree drafted; a
+    drafter with a net loss pauses on its own (``DraftingPayoff``). Payoffs are kept per class of expected tokens of the
+    preceding trees, lookups first, so that no network runs while the text is copied. A failing drafter also pauses
+    (``Guard``).
 
     Args:
-        drafters: at least two, whose trees have ``log_probs``.
+        drafters: two or more drafters whose trees have ``log_probs``.
 
     Raises:
         UserError: fewer than two drafters.
@@ -44,9 +44,9 @@ class Union(Drafter):
             raise UserError(f"drafters joined by + must be at least two: got {len(drafters)}")
         self.drafters, self._chains = drafters, False
         self._payoffs = [[DraftingPayoff() for _ in range(len(_EXPECTED) + 1)] for _ in self._guards]
-        self._drafts: dict[int, tuple[TokenTree, float, int]] = {}  # by drafter: its tree, seconds and payoff
-        self._began = 0.0  # clock at this step's proposal
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_STEPS)  # seconds of steps, and tokens per row
+        self._drafts: dict[int, tuple[TokenTree, float, int]] = {}  # tree, seconds and payoff index by drafter
+        self._began = 0.0  # start time of this step's proposal
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_STEPS)  # seconds per step, and tokens per row
 
     @property
     def drafters(self) -> Sequence[Drafter]:
@@ -84,7 +84,7 @@ class Union(Drafter):
         return [part for drafter in self.drafters for part in drafter.begin_idle(prompt, output, history)]
 
     def select(self, rows: Sequence[int]) -> None:
-        self._drafts = {}  # of a step that was broken off
+        self._drafts = {}  # of an aborted step
         for guard in self._guards:
             guard.select(rows)
 
@@ -110,7 +110,7 @@ class Union(Drafter):
         return join(trees) if trees else TokenTree.root(token)
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        """See ``Drafter``; the maximum of the drafters' probabilities."""
+        """See ``Drafter``; takes the maximum of the drafters' probabilities."""
         probs: dict[int, float] = {}
         for guard in self._guards:
             for token, p in guard.continuations(row, path):
@@ -119,7 +119,7 @@ class Union(Drafter):
         return [(token, p / total) for token, p in probs.items()]
 
     def draft_chains(self, length: int) -> None:
-        """See ``Drafter``; of the drafters' chains, each row gets that of most expected tokens."""
+        """See ``Drafter``; each row gets the chain with the most expected tokens."""
         for guard in self._guards:
             guard.draft_chains(length)
         self._chains = True
@@ -135,7 +135,7 @@ class Union(Drafter):
 
         Args:
             emitted: tokens of each unfinished row: the accepted drafts and the bonus token.
-            alive: of each row, whether it is one.
+            alive: whether each row of the batch is unfinished.
         """
         if not emitted:
             return
@@ -159,7 +159,7 @@ class Union(Drafter):
 
 
 def _depth(children: list[dict[int, int]], tokens: Sequence[int]) -> int:
-    """How many of the tokens a row's tree has on one path."""
+    """Length of the longest prefix of ``tokens`` that is a path of a row's tree."""
     node = 0
     for depth, token in enumerate(tokens):
         if token not in children[node]:

@@ -1,8 +1,7 @@
-"""Non-GEMM decode-step ops: tree attention, what is between a layer's products, verification, KV compaction, tree
-growth.
+"""Non-GEMM decode-step ops: tree attention, norms and activations, verification, KV compaction, tree growth.
 
-Each op has a torch reference and a Triton kernel of the same signature; ``mmspec.ops.kernels`` selects one. The C++
-kernels of ``mmspec.ops.cpu`` run decoder layers with packed weights, and rank their logits.
+Each op has a torch reference and a Triton kernel with the same signature; ``mmspec.ops.kernels`` selects the
+implementation. The C++ kernels of ``mmspec.ops.cpu`` run decoder layers with packed weights and compute top-k logits.
 """
 
 from mmspec.ops.attention import tree_attention

@@ -30,7 +30,7 @@ def tree_attention(
         query: (batch, heads, nodes, head_dim) float16, bfloat16 or float32.
         key: (batch, kv_heads, slots, head_dim); consecutive query heads share a KV head.
         value: (batch, kv_heads, slots, value_dim).
-        prefix: (batch,) int, prefix length: a row's prefix is its first ``prefix`` slots, possibly none.
+        prefix: (batch,) int, prefix length: a row's prefix is its first ``prefix`` slots; may be 0.
         mask: (batch, nodes, tail) bool, tail slots that each node attends to, at least one.
         scale: softmax scale; default ``head_dim ** -0.5``.
         start: (1,) int, first slot of the tail; None means that the tail is the last slots.

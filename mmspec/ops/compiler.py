@@ -1,7 +1,7 @@
-"""A C++ source compiled for this processor at first use, the library kept in the user's cache folder.
+"""Compiles a C++ source for this processor at first use and caches the library in the user's cache folder.
 
-A library's name contains the digest of its contents: one that was cut short, replaced or damaged is compiled again,
-where loading it would end the process.
+The name of a library contains a digest of its contents: a truncated, replaced or damaged library is recompiled, because
+loading it would crash the process.
 """
 
 from __future__ import annotations
@@ -25,29 +25,28 @@ from mmspec.files import cache_folder, settle, temporary
 
 _LINK = ["-shared", "-fPIC", "-pthread"]
 _log = logging.getLogger("mmspec.kernels")
-_SECONDS = 120  # that a compiler may take
-_PROBE = 4 << 20  # bytes; more than a compiler writes
+_SECONDS = 120  # timeout of the compiler
+_PROBE = 4 << 20  # bytes; more than a compiler's output
 _ANOTHER = "MMSPEC_CACHE names another folder"
 
 
 class CompilerError(Exception):
-    """Why a source cannot be compiled or its library not be loaded, in one line."""
+    """A source cannot be compiled or its library cannot be loaded; the message is one line."""
 
 
 def find_compiler() -> str | None:
-    """Path of the C++ compiler: ``$CXX``, else the first of the usual names; None without any."""
+    """Path of the C++ compiler: ``$CXX``, else the first available of the usual names; None if there is none."""
     names = [os.environ.get("CXX"), "c++", "g++", "clang++"]
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
-    """The library of a source, compiled unless the cache has it for this source, the headers beside it, the compiler
-    and the processor.
+    """Load the library of a source; compiles it unless cached for the same source, headers, compiler and processor.
 
-    Several processes may compile at the same time.
+    Safe for concurrent processes.
 
     Raises:
-        CompilerError: no compiler, a source that it refuses, or a cache that cannot be written or holds no programs.
+        CompilerError: no compiler, failed compilation, or a cache that is not writable or does not allow executables.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -82,7 +81,7 @@ def _identity(source: Path, compiler: str, flags: Sequence[str]) -> str:
 
 
 def _kept(folder: Path, name: str) -> Path | None:
-    """A library in the cache whose contents are those that were written; others of its name are deleted."""
+    """A cached library with a matching digest; deletes other libraries of the same name."""
     for file in folder.glob(f"{name}-*.so"):
         if file.name == _file_name(name, file):
             return file
@@ -107,17 +106,17 @@ def run_compiler(command: Sequence[str], folders: Sequence[Path]) -> None:
     """Compile a program or library.
 
     Args:
-        folders: that the compiler writes to.
+        folders: folders that the compiler writes to.
 
     Raises:
-        CompilerError: the first error, or that a folder cannot be written.
+        CompilerError: the compiler's first error, or a folder that cannot be written.
     """
     english = {**os.environ, "LC_ALL": "C"}
     with _explained(f"{command[0]} does not run"):
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, env=english)
     if done.returncode == 0:
         return
-    for folder in folders:  # compilers report that as an error of the linker
+    for folder in folders:  # compilers report this as a linker error
         with _explained(f"cannot compile kernels: {folder} cannot be written", f"; {_ANOTHER}, TMPDIR one for /tmp"):
             _probe(folder)
     lines = [*(line for line in done.stderr.splitlines() if "error" in line), f"exit {done.returncode}"]
@@ -125,7 +124,7 @@ def run_compiler(command: Sequence[str], folders: Sequence[Path]) -> None:
 
 
 def _probe(folder: Path) -> None:
-    """Write a temporary file as large as a compiler's."""
+    """Write a temporary file as large as the compiler's output."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(_PROBE))
         file.flush()
@@ -141,7 +140,7 @@ def _explained(message: str, advice: str = "") -> Iterator[None]:
 
 
 def _processor() -> str:
-    """What this processor is and can do: folders may be shared by machines that differ."""
+    """Model and features of this processor, because machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         about = {line.partition(":")[0].strip(): line for line in reversed(lines)}

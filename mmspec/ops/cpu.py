@@ -1,5 +1,5 @@
-"""CPU kernels in C++ (folder ``cpp``), compiled at first use: of decoder layers, of logits, and of drafting, which
-grow a tree in one call; their numbers of threads, and memory of huge pages."""
+"""C++ CPU kernels (folder ``cpp``), compiled at first use: decoder layers, top-k and sampling of logits, and tree
+drafting in one call; thread counts and huge pages."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ PAGE = 2 << 20
 MOVER = "huge pages"
 """Name of the threads of ``use_huge_pages``."""
 
-_REST = 4.0  # of the time that moving a page takes
-_COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1, which Python has no name for
+_REST = 4.0  # pause, as a multiple of the time to move a page
+_COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1, not defined in Python
 
-_LOCAL = threading.local()  # ``kernels``: threads of kernels that this thread calls
+_LOCAL = threading.local()  # ``kernels``: kernel threads for calls from this thread
 
 
 def zeros(count: int) -> Tensor:
-    """``count`` zeros, (count,) uint8, from the start of a huge page on; see ``use_huge_pages``."""
+    """``count`` zeros, (count,) uint8, aligned to a huge page; see ``use_huge_pages``."""
     pages = mmap.mmap(-1, count + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     return memory[-memory.data_ptr() % PAGE :][:count]
 
 
 def use_huge_pages(memory: Tensor) -> threading.Thread | None:
-    """Move memory of ``zeros`` that is written to huge pages, where the system has them, in a thread of its own.
+    """Move initialised memory from ``zeros`` to huge pages in a background thread, if the system supports them.
 
-    With pages of 4 KiB, address translation may take as long as reading the memory in order. Where a system has to find
-    memory for huge pages first (a virtual machine does at their first use), writing to them would take longer than all
-    else in the loading of a model. The thread rests most of the time: passes wait for a page that is being moved.
+    With 4 KiB pages, address translation may take as long as sequential reads. If the system first has to find memory
+    for huge pages (as virtual machines do at first use), writing to them would dominate the time to load a model. The
+    thread sleeps most of the time, because forward passes wait for pages that are being moved.
     """
     starts = range(memory.data_ptr(), memory.data_ptr() + len(memory) - PAGE + 1, PAGE)
     if not hasattr(mmap, "MADV_HUGEPAGE") or not starts:
         return None
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    advise(starts[0], len(starts) * PAGE, mmap.MADV_HUGEPAGE)  # for systems that do so by and by, alone
+    advise(starts[0], len(starts) * PAGE, mmap.MADV_HUGEPAGE)  # for systems that collapse pages gradually on their own
 
     def move(kept: Tensor) -> None:
         for start in starts:
@@ -73,9 +73,9 @@ _MALLOPT = (("ARENA_MAX", -8, 2), ("MMAP_THRESHOLD", -3, 1 << 20), ("TRIM_THRESH
 
 
 def give_back_freed_memory() -> None:
-    """Let the allocator (glibc's) give large tensors back to the system as soon as they are freed.
+    """Make the allocator (glibc's) return large tensors to the system as soon as they are freed.
 
-    By default it keeps them, in an arena for each thread. Settings of the environment are left as they are.
+    By default, it keeps them in per-thread arenas. Does not override environment variables.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for name, number, value in _MALLOPT:
@@ -84,28 +84,28 @@ def give_back_freed_memory() -> None:
 
 
 def trim() -> None:
-    """Give memory that was freed back to the system, where its allocator (glibc's) can."""
+    """Return freed memory to the system, if the allocator (glibc's) supports it."""
     if trimmed := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trimmed(0)
 
 
 def kernel_threads() -> int:
-    """Threads of a C++ kernel: torch's, without the limit of ``limit_torch``, as the kernels wait for no thread that
-    the system does not run (``cpp/pool.h``)."""
+    """Number of threads of C++ kernels: torch's number without the limit of ``limit_torch``, because the kernels never
+    wait for a thread that is not running (``cpp/pool.h``)."""
     return getattr(_LOCAL, "kernels", None) or torch.get_num_threads()
 
 
 def limit_torch(count: int, kernels: int) -> bool:
-    """Set torch's number of threads in the calling thread alone; returns False where torch's OpenMP cannot do that.
+    """Set torch's number of threads for the calling thread only; returns False if torch's OpenMP does not support that.
 
     Args:
-        count: threads of torch; ``torch.get_num_threads()`` returns it, in this thread.
-        kernels: threads of the C++ kernels.
+        count: number of torch threads, returned by ``torch.get_num_threads()`` in this thread.
+        kernels: number of threads of C++ kernels.
     """
     library = _openmp()
     if library is None:
         return False
-    torch.get_num_threads()  # in a new thread, the first call would undo the limit
+    torch.get_num_threads()  # in a new thread, a later first call would reset the limit
     library.omp_set_num_threads(count)
     if hasattr(library, "MKL_Set_Num_Threads_Local"):
         library.MKL_Set_Num_Threads_Local(count)
@@ -115,16 +115,16 @@ def limit_torch(count: int, kernels: int) -> bool:
 
 @cache
 def _openmp() -> Any:
-    """The library that torch computes with, if its OpenMP is linked to it."""
+    """torch's library, if OpenMP is linked into it."""
     library = ctypes.CDLL(torch._C.__file__)
     return library if hasattr(library, "omp_set_num_threads") else None
 
 
 def pointer(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], packed: int | None = None) -> int:
-    """The address of a tensor for a kernel, which reads or writes this dtype and shape.
+    """Check dtype and shape of a tensor and return its address for a kernel.
 
     Args:
-        packed: number of last axes that are contiguous; None is all.
+        packed: number of last axes that must be contiguous; None means all.
 
     Raises:
         RuntimeError: the tensor has another dtype or shape, is not contiguous, or not on the CPU.
@@ -148,7 +148,7 @@ def _is_packed(shape: Sequence[int], strides: Sequence[int], last: int) -> bool:
 
 
 def bytes_of_row(form: str, features: int) -> int:
-    """Bytes of a row in a format of GGUF."""
+    """Bytes per row in a GGUF format."""
     return int(cpu_library.functions().bytes_of_row(list(FORMATS).index(form), features))
 
 
@@ -162,15 +162,15 @@ def _blocks(blocks: Tensor, kind: str, inputs: int, outputs: int) -> int:
 
 
 def pack_rows(packings: Sequence[tuple[str, Tensor, int, int, Tensor]], threads: int) -> int:
-    """Write rows in formats of GGUF to the blocks of layers, one layer after the other.
+    """Convert rows in GGUF formats to the blocks of layers, one layer after the other.
 
     Args:
-        packings: format; places of the rows, (rows,) int64, in a file, or addresses; features of a row; the file's
-            descriptor, or -1; a layer's ``blocks``.
+        packings: per layer: format; file offsets or addresses of the rows, (rows,) int64; features per row; file
+            descriptor, or -1; the layer's ``blocks``.
 
     Returns:
-        How many are done; fewer than all where a file has not all rows of the next; -1 less that number where the next
-        contains scales that are not finite.
+        Number of completed packings, n; fewer than all if a file is too short for the next packing; -1 - n if the next
+        packing contains non-finite scales.
     """
     fields = (
         Packing(
@@ -184,10 +184,10 @@ def pack_rows(packings: Sequence[tuple[str, Tensor, int, int, Tensor]], threads:
 
 
 def dense_rows(form: str, places: Tensor, features: int, file: int) -> Tensor | None:
-    """Rows in a format of GGUF as (rows, features of whole groups) float32; None where the file has not all of them.
+    """Dequantise rows in a GGUF format to (rows, features padded to groups) float32; None if the file is too short.
 
     Args:
-        form, places, features, file: as in ``pack_rows``.
+        form, places, features, file: see ``pack_rows``.
     """
     out = torch.empty(len(places), -(-features // 32) * 32, dtype=torch.float32)
     rows = pointer(places, torch.int64, (len(places),)), len(places), features, file
@@ -196,7 +196,7 @@ def dense_rows(form: str, places: Tensor, features: int, file: int) -> Tensor | 
 
 
 def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, outputs: int) -> Linear:
-    """A linear layer's weights for the kernels.
+    """Descriptor of a linear layer's weights for the kernels.
 
     Args:
         kind: ``"int4"``, ``"int8"``, ``"bfloat16"``, ``"float32"``, ``"q5"``, ``"q4_k"``, ``"q5_k"`` or ``"q6_k"``.
@@ -209,10 +209,10 @@ def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, 
 
 
 def joined_weights(parts: Sequence[Linear]) -> Linear:
-    """A linear layer with the outputs of several, one after the other, whose weights are quantised.
+    """Descriptor of a linear layer that concatenates outputs of several quantised layers.
 
     Args:
-        parts: of ``linear_weights``, with the same inputs.
+        parts: results of ``linear_weights`` with the same number of inputs.
     """
     outputs, rest = sum(part.outputs for part in parts), None
     for part in reversed(parts):
@@ -234,17 +234,17 @@ def layer_weights(
     parts: int = 1,
     normed_residual: bool = False,
 ) -> Layer:
-    """A pre-norm decoder layer's weights for the kernels.
+    """Descriptor of a pre-norm decoder layer's weights for the kernels.
 
     Args:
         linears: queries, keys and values; attention's output; gate and up; down.
-        norms: gains float32, which must outlive the result, and epsilon of the RMSNorms before ``attention``,
-            (parts * hidden,), and ``mlp``, (hidden,); of those after these, ``attention_after`` and ``mlp_after``, with
-            one epsilon; and of ``head``, of the heads of queries and keys, (heads + kv_heads, head_dim). All but
-            ``mlp`` may be missing.
-        gelu: the MLP's gate is gelu (by tanh), not silu.
-        parts: into which the inputs are divided, each normed by itself; the last one is the residual.
-        normed_residual: whether the residual is taken after its norm.
+        norms: float32 gains, which must outlive the result, and epsilons of RMSNorms by name: before attention,
+            ``attention``, (parts * hidden,); before the MLP, ``mlp``, (hidden,); after them, ``attention_after`` and
+            ``mlp_after``, with one epsilon; and of query and key heads, ``head``, (heads + kv_heads, head_dim). Only
+            ``mlp`` is required.
+        gelu: the MLP's activation is GELU (tanh) instead of SiLU.
+        parts: number of input parts, each with its own norm; the last part is the residual.
+        normed_residual: the residual is the normed input.
     """
     qkv, read, gate_up, _ = linears
     shapes: list[tuple[int, ...]] = [(qkv.inputs,), (gate_up.inputs,), (read.outputs,), (read.outputs,)]
@@ -264,10 +264,10 @@ def linear(weights: Linear, x: Tensor) -> Tensor:
     """``x @ weight.T + bias``.
 
     Args:
-        x: (..., inputs) float32. For quantised weights it is quantised to int8, per row and group of 32 features.
+        x: (..., inputs) float32; quantised to int8 per row and group of 32 features if the weights are quantised.
 
     Raises:
-        RuntimeError: other inputs, as torch's product does.
+        RuntimeError: the shape or dtype of ``x`` is wrong.
     """
     x = x.contiguous()
     inputs = pointer(x, torch.float32, (*x.shape[:-1], weights.inputs))
@@ -278,11 +278,11 @@ def linear(weights: Linear, x: Tensor) -> Tensor:
 
 
 def attention_inputs(weights: Layer, x: Tensor, rotation: Tensor) -> Tensor:
-    """RMSNorm, then queries, keys and values, of which queries and keys are normalised, if they are, and rotated.
+    """RMSNorm, QKV projection, optional norms of queries and keys, and rotary positions.
 
     Args:
         x: (batch, nodes, hidden) float32, contiguous.
-        rotation: (batch, nodes, 1, head_dim / 2) complex64, contiguous, for pairs of neighbouring features.
+        rotation: (batch, nodes, 1, head_dim / 2) complex64, contiguous, for adjacent feature pairs.
 
     Returns:
         (batch, nodes, heads + 2 * kv_heads, head_dim).
@@ -296,14 +296,14 @@ def attention_inputs(weights: Layer, x: Tensor, rotation: Tensor) -> Tensor:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Softmax attention whose result does not depend on where the attended slots lie.
+    """Softmax attention whose result does not depend on the positions of the attended slots.
 
-    Queries and softmax weights are rounded to bfloat16, in which keys and values are; sums are float32.
+    Queries, keys, values and softmax weights are bfloat16; accumulation is float32.
 
     Args:
         query: (batch, nodes, heads, head_dim) float32, heads of a node contiguous; ``head_dim`` in ``HEAD_DIMS``.
         key, value: (batch, kv_heads, slots, head_dim) bfloat16 with equal strides, slots contiguous.
-        mask: (batch, 1, nodes, slots) bool, slots contiguous; None is causal, the last slots being those of the nodes.
+        mask: (batch, 1, nodes, slots) bool, slots contiguous; None is causal, with the nodes in the last slots.
 
     Returns:
         (batch, nodes, heads * head_dim).
@@ -332,7 +332,7 @@ def _attention(
     mask: Tensor | None,
     scale: float,
 ) -> Attention:
-    """Shapes, mask and scale of an attention; ``strides`` are those of (batch, kv_heads, slots, head_dim) keys."""
+    """Attention descriptor; ``strides`` are the strides of (batch, kv_heads, slots, head_dim) keys."""
     row, head, slot, _ = strides
     masked = {}
     if mask is not None:
@@ -354,10 +354,10 @@ def _attention(
 
 
 def layer_outputs(weights: Layer, read: Tensor, x: Tensor) -> Tensor:
-    """A decoder layer from its attention on: output projection, gated MLP and both residuals.
+    """The part of a decoder layer after attention: output projection, gated MLP and both residuals.
 
     Args:
-        read: (batch, nodes, heads * head_dim) float32, contiguous: what attention read.
+        read: (batch, nodes, heads * head_dim) float32, contiguous: output of the attention.
         x: (batch, nodes, hidden) float32, contiguous: the layer's input.
     """
     (batch, nodes, _), out = x.shape, torch.empty_like(x)
@@ -370,7 +370,7 @@ def layer_outputs(weights: Layer, read: Tensor, x: Tensor) -> Tensor:
 
 
 def decoder_weights(layers: Sequence[Layer]) -> Any:
-    """The weights of a decoder's layers, for ``decode``."""
+    """Array of layer descriptors, for ``decode``."""
     return (Layer * len(layers))(*layers)
 
 
@@ -384,16 +384,16 @@ def decode(
     start: int,
     middle: Tensor | None = None,
 ) -> Tensor:
-    """All layers of a decoder.
+    """Run all layers of a decoder.
 
     Args:
-        weights: of ``decoder_weights``.
+        weights: result of ``decoder_weights``.
         x: (batch, nodes, parts * hidden) float32, contiguous.
-        rotation: as of ``attention_inputs``.
-        mask: (batch, 1, nodes, slots) as of ``attention``, slots up to the last that is written.
+        rotation: see ``attention_inputs``.
+        mask: (batch, 1, nodes, slots), see ``attention``; covers the slots up to the last written slot.
         cache: (2 * layers, rows, kv_heads, slots, head_dim) bfloat16, the last axis contiguous: keys and values by
-            layer. Those of the nodes are written to the slots from ``start`` on of the first rows.
-        middle: (batch, nodes, hidden) float32; is set to the last layer's residual before its MLP.
+            layer. New keys and values are written to the first rows, starting at slot ``start``.
+        middle: (batch, nodes, hidden) float32; output buffer for the last layer's residual before its MLP.
 
     Returns:
         (layers, batch, nodes, hidden), each layer's output.
@@ -409,11 +409,11 @@ def decode(
 
 
 def write_keys_values(weights: Any, x: Tensor, rotation: Tensor, cache: Tensor, start: int) -> None:
-    """Write the keys and values that all layers have of the same states.
+    """Write the keys and values of all layers for the same input states.
 
     Args:
         weights, rotation, cache, start: as for ``decode``.
-        x: (batch, nodes, hidden) float32, contiguous, which the norms before attention do not change.
+        x: (batch, nodes, hidden) float32, contiguous; norms before attention are skipped.
     """
     cpu_library.functions().write_keys_values(_pass(weights, x, rotation, cache, start), kernel_threads())
 
@@ -421,10 +421,10 @@ def write_keys_values(weights: Any, x: Tensor, rotation: Tensor, cache: Tensor, 
 def _pass(
     weights: Any, x: Tensor, rotation: Tensor, cache: Tensor, start: int, mask: Tensor | None = None, scale: float = 0.0
 ) -> Pass:
-    """A pass that writes keys and values to a cache; arguments as for ``decode``."""
+    """Descriptor of a forward pass that writes to a cache; arguments as for ``decode``."""
     (batch, nodes, _), layer = x.shape, weights[0]
     heads = layer.heads, layer.kv_heads, layer.head_dim
-    rows, slots = max(batch, cache.shape[1]), max(start + nodes, cache.shape[3])  # at least those
+    rows, slots = max(batch, cache.shape[1]), max(start + nodes, cache.shape[3])  # at least these
     return Pass(
         layers=ctypes.addressof(weights),
         count=len(weights),
@@ -438,12 +438,12 @@ def _pass(
 
 
 def greatest(x: Tensor, k: int, log_softmax: bool = False) -> tuple[Tensor, Tensor]:
-    """The greatest values along the last axis in descending order, equal ones by index, and their indices.
+    """Top-k values along the last axis, in descending order, and their indices; ties are ordered by index.
 
     Args:
         x: (..., count) float32.
         k: at most ``count``.
-        log_softmax: return those of ``log_softmax(x)``.
+        log_softmax: return values of ``log_softmax(x)``.
 
     Returns:
         (..., k) float32 and int64.
@@ -478,12 +478,11 @@ def quantile(scores: Tensor, uniform: Tensor) -> Tensor:
 
 
 def cell_weights(layers: Sequence[Linear], table: Tensor, norm: Any) -> EagleCell:
-    """The weights of a recurrent cell, for ``draft_cells``; sizes of states and of what ``into`` returns are multiples
-    of 16.
+    """Descriptor of a recurrent cell's weights, for ``draft_cells``; sizes must be multiples of 16.
 
     Args:
         layers: ``into``, ``out``, ``guess`` and ``head``, see ``draft_cells``.
-        table: (tokens, into.outputs) float32, contiguous: what ``into`` adds for each token, its bias included.
+        table: (tokens, into.outputs) float32, contiguous: each token's contribution to ``into``, including the bias.
         norm: a ``torch.nn.LayerNorm`` with float32 weights.
     """
     into, out, _, head = layers
@@ -493,11 +492,11 @@ def cell_weights(layers: Sequence[Linear], table: Tensor, norm: Any) -> EagleCel
 
 
 def markov_weights(out: Linear, table: Tensor, draft_ids: Tensor | None) -> Markov:
-    """The weights of a Markov head, for ``draft_slots``.
+    """Descriptor of a Markov head's weights, for ``draft_slots``.
 
     Args:
-        out: from a token's embedding to the draft vocabulary.
-        table: (tokens, out.inputs) float32, contiguous, the embeddings; must outlive the result, as must ``draft_ids``.
+        out: layer from a token's embedding to the draft vocabulary.
+        table: (tokens, out.inputs) float32, contiguous, embeddings; must outlive the result, like ``draft_ids``.
         draft_ids: (out.outputs,) int64, the target's tokens; None is the identity.
     """
     ids = None if draft_ids is None else pointer(draft_ids, torch.int64, (out.outputs,))
@@ -505,14 +504,14 @@ def markov_weights(out: Linear, table: Tensor, draft_ids: Tensor | None) -> Mark
 
 
 def draft_slots(weights: Markov, logits: Tensor, last: Tensor, width: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The trees of the most probable paths over slots whose logits the token before corrects.
+    """Grow trees of the most probable paths over slots, with logits corrected given the previous token.
 
     Args:
-        weights: of ``markov_weights``.
-        logits: (batch, slots, draft tokens) float32, of a level of the tree each.
-        last: (batch,) int64, the target's tokens before.
+        weights: result of ``markov_weights``.
+        logits: (batch, slots, draft tokens) float32, one slot per tree level.
+        last: (batch,) int64, the roots.
         width: nodes extended per level, and children per node.
-        nodes: maximum number of nodes besides the root.
+        nodes: maximum number of nodes, excluding the root.
 
     Returns:
         Tokens, parents and log probabilities as in ``TokenTree``, (batch, 1 + nodes or fewer), in descending order.
@@ -539,21 +538,21 @@ def draft_cells(
     least_gain: float,
     nodes: int,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-    """The trees of the most probable paths by a recurrent cell.
+    """Grow trees of the most probable paths with a recurrent cell.
 
-    A token's state is ``norm(before + out(silu(table[token] + into(before))))``, ``before`` being the state that it was
-    drafted from; its children's logits are ``head(guess(state))``.
+    A token's state is ``norm(before + out(silu(table[token] + into(before))))``, where ``before`` is the state that
+    predicted the token; the logits of its children are ``head(guess(state))``.
 
     Args:
-        weights: of ``cell_weights``.
-        carried: (batch, hidden) float32, the states that the first level is drafted from.
+        weights: result of ``cell_weights``.
+        carried: (batch, hidden) float32, states that predicted the first level.
         first: the first level, tokens (batch, k) int64, rows of the table, and log probabilities, in descending order.
         last: (batch,) int64, the roots.
-        draft_ids: (n,) int64, the target's token of each row of the table; None is the identity.
+        draft_ids: (n,) int64, target token of each row of the table; None is the identity.
         width: nodes extended per level, and children per node.
         levels: maximum depth.
-        least_gain: of a level, see ``Budget.least_gain``.
-        nodes: maximum number of nodes besides the root.
+        least_gain: minimum gain of a level, see ``Budget.least_gain``.
+        nodes: maximum number of nodes, excluding the root.
 
     Returns:
         Tokens, parents and log probabilities as in ``TokenTree``, (batch, 1 + nodes or fewer), in descending order; and
@@ -581,7 +580,7 @@ def draft_cells(
 
 
 def _candidates(first: int, children: int, width: int, levels: int) -> int:
-    """Candidates of a tree whose first level has ``first`` nodes, and whose levels extend ``width`` nodes each."""
+    """Number of candidates of a tree with ``first`` nodes in its first level and ``width`` extended nodes per level."""
     total = level = first
     for _ in range(levels - 1):
         level = min(width, level) * children

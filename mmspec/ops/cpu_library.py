@@ -1,4 +1,4 @@
-"""The C++ kernels of ``cpp`` as a library: its structures, its functions, and where it runs; ``cpu.py`` calls them."""
+"""ctypes bindings of the C++ kernels in ``cpp``: structures, functions and supported builds; used by ``cpu.py``."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from mmspec.ops import compiler
 
 SOURCE = Path(__file__).with_name("cpp") / "kernels.cpp"
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
-_YMM_FLAGS = ["-mno-avx512f", "-fno-schedule-insns2", "-fno-tree-ter"]  # reordering makes GCC spill accumulators
+_YMM_FLAGS = ["-mno-avx512f", "-fno-schedule-insns2", "-fno-tree-ter"]  # else GCC spills accumulators
 BUILDS = {
     "AVX-512 VNNI": _FLAGS,
     "AVX-VNNI": [*_FLAGS, *_YMM_FLAGS],
     "AVX2": [*_FLAGS, *_YMM_FLAGS, "-mno-avxvnni"],
 }
-"""Compiler flags of the kernels that take these instructions, where the processor has them (``instructions`` of the
-library says which)."""
+"""Compiler flags of each build. A build uses its instructions if the processor has them; the library function
+``instructions`` returns which."""
 KINDS = ("int4", "int8", "bfloat16", "float32", "q5", "q4_k", "q5_k", "q6_k")  # ``Kind`` of ``cpp/formats.h``
 FORMATS = {"Q4_0": "int4", "Q4_1": "int4", "Q5_0": "q5", "Q5_1": "q5", "Q8_0": "int8"}
 FORMATS |= {"Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k"}
-"""Formats of GGUF (``Stored`` of ``cpp/stored.h``), and the kinds of their blocks."""
+"""GGUF formats (``Stored`` of ``cpp/stored.h``) and the kinds of their blocks."""
 
 NORMS = "attention", "mlp", "attention_after", "mlp_after", "head"
 
 
 class Linear(ctypes.Structure):
-    kept: Any  # what its pointers lead to
+    kept: Any  # owners of the memory behind pointers
     _fields_ = [
         ("blocks", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -98,37 +98,37 @@ class Markov(ctypes.Structure):
 
 
 def available() -> bool:
-    """Whether the kernels run here: with AVX2, a C++ compiler, and ``auto`` as ``MMSPEC_KERNELS``."""
+    """Whether the kernels are available: requires AVX2, a C++ compiler, and ``MMSPEC_KERNELS=auto``."""
     return os.environ.get("MMSPEC_KERNELS", "auto") == "auto" and isinstance(library(), ctypes.CDLL)
 
 
 def in_use(x: Tensor) -> bool:
-    """Whether the kernels take a tensor and are loaded: what needs no packed weights does not wait for a compiler."""
+    """Whether the kernels support a tensor and are already loaded; does not trigger compilation."""
     ready = library.cache_info().currsize > 0 and available()
     return ready and x.device.type == "cpu" and x.dtype == torch.float32
 
 
 def problem() -> str | None:
-    """Why the kernels cannot be compiled or loaded here; None if they can."""
+    """Reason why the kernels cannot be compiled or loaded; None if they can."""
     loaded = library()
     return loaded if isinstance(loaded, str) else None
 
 
 def functions() -> Any:
     loaded = library()
-    if isinstance(loaded, str):  # weights that another machine has packed
+    if isinstance(loaded, str):  # weights were packed on another machine
         raise UserError(f"weights packed for the C++ kernels need them, load the model here: {loaded}")
     return loaded
 
 
 @cache
 def library() -> ctypes.CDLL | str:
-    """The compiled kernels, or why there are none."""
+    """The compiled kernels, or the reason why they are not available."""
     return compiled(BUILDS[build()])
 
 
 def compiled(flags: Sequence[str]) -> ctypes.CDLL | str:
-    """The kernels compiled with other flags, of ``BUILDS``, or why there are none."""
+    """The kernels compiled with the given flags of ``BUILDS``, or the reason why they are not available."""
     if not _has_instructions():
         return "expected a processor with AVX2"
     try:
@@ -163,18 +163,17 @@ def compiled(flags: Sequence[str]) -> ctypes.CDLL | str:
 
 
 def _has_instructions() -> bool:
-    """Without them torch's kernels are faster."""
+    """Whether the CPU has AVX2 or AVX-512; otherwise torch's kernels are faster."""
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 def build() -> str:
-    """The build of the kernels that runs here, of ``BUILDS``: ``MMSPEC_CPU_BUILD``, or the fastest one.
+    """Name of the build to use, a key of ``BUILDS``: ``MMSPEC_CPU_BUILD``, or the fastest build.
 
-    Without AVX-512's VNNI, vectors of 256 bits are as fast as those of 512; they take AVX-VNNI where the processor
-    has it.
+    Without AVX-512 VNNI, 256-bit vectors are as fast as 512-bit vectors, and can use AVX-VNNI if available.
 
     Raises:
-        UserError: ``MMSPEC_CPU_BUILD`` is none of them.
+        UserError: ``MMSPEC_CPU_BUILD`` is not in ``BUILDS``.
     """
     vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
     name = os.environ.get("MMSPEC_CPU_BUILD") or ("AVX-512 VNNI" if vnni else "AVX-VNNI")

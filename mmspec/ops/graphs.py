@@ -1,13 +1,13 @@
-"""CUDA graph capture per input shape: a decode step is a few hundred kernel launches and otherwise bound by the host.
+"""CUDA graph capture per input shape: a decode step has a few hundred kernel launches and is host-bound without graphs.
 
-Captured functions read their inputs from static buffers and may update tensors in place; all other tensors that they
-use must keep their addresses (``TreeCache(static_shapes=True)``). ``MMSPEC_GRAPHS=0`` disables capture.
+Captured functions read inputs from static buffers and may update tensors in place; all other tensors must keep their
+addresses (``TreeCache(static_shapes=True)``). ``MMSPEC_GRAPHS=0`` disables capture.
 
 All graphs of a device share one memory pool, so every replay overwrites the intermediates of the others. Inputs and
-outputs are therefore allocated outside of the pool.
+outputs are therefore allocated outside the pool.
 
-After a failed capture, none is tried again in the process: torch before 2.12 leaves the allocator recording, so that
-``empty_cache``, with which every capture begins, raises from then on. Graphs that exist are replayed.
+After a failed capture, the process attempts no other: torch before 2.12 leaves the allocator in recording mode, so
+``empty_cache``, the first call of every capture, would raise. Existing graphs are still replayed.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _captures = 0  # see num_captures
 
 
 def capture_failure() -> str | None:
-    """What was being captured and the traceback, of the process' first failed capture; None if none has failed."""
+    """Description and traceback of the first failed capture in this process; None if none has failed."""
     return _failure
 
 
 def num_captures() -> int:
-    """Number of graphs that the process has captured."""
+    """Number of graphs captured by this process."""
     return _captures
 
 
 def captures(device: torch.device) -> bool:
-    """Whether calls are captured on a device: only on the current CUDA device."""
+    """Whether calls are captured on a device, which must be the current CUDA device."""
     return (
         device.type == "cuda"
         and os.environ.get("MMSPEC_GRAPHS") != "0"
@@ -59,10 +59,10 @@ class _Buffers:
 
 
 class Graphed:
-    """Function with a CUDA graph per input shape; on other devices, the function itself.
+    """Wraps a function in one CUDA graph per input shape; on other devices, calls it directly.
 
-    The first call of a shape runs eagerly, as a warm-up; the second is captured. Outputs are static buffers, which
-    graphs share: the next call overwrites them.
+    The first call of a shape runs eagerly, as a warm-up; the second call is captured. Outputs are static buffers shared
+    by all graphs: the next call overwrites them.
 
     Args:
         function: takes tensors, and settings by keyword; returns a tuple of tensors. It must not sync with the host.
@@ -71,15 +71,15 @@ class Graphed:
     def __init__(self, function: Function) -> None:
         self._function = function
         self._seen: dict[Hashable, _Buffers | _Graph] = {}  # buffers until capture
-        self._memory: dict[Hashable, Tensor] = {}  # (size,) of the outputs, by their place, dtype and device
+        self._memory: dict[Hashable, Tensor] = {}  # (size,) output buffers by index, dtype and device
 
     def __call__(self, *inputs: Tensor, version: Hashable = None, **settings: Any) -> tuple[Tensor, ...]:
         """Run the function, or replay its graph.
 
         Args:
             inputs: tensors on one device.
-            version: changes when any other tensor that the function uses is reallocated; drops the graphs.
-            settings: hashable; each combination has a graph of its own.
+            version: changes when another tensor used by the function is reallocated; a change drops all graphs.
+            settings: hashable; each combination has its own graph.
         """
         if not captures(inputs[0].device):
             return self._function(*inputs, **settings)
@@ -87,7 +87,7 @@ class Graphed:
         key = version, shapes, tuple(sorted(settings.items()))
         if key not in self._seen:
             for old in [other for other in self._seen if other[0] != version]:  # type: ignore[index]
-                del self._seen[old]  # its addresses are stale
+                del self._seen[old]  # stale addresses
             return self._function(*inputs, **settings) if _failure else self._warm_up(key, inputs, settings)
         graph = self._seen[key]
         if isinstance(graph, _Buffers):
@@ -106,7 +106,7 @@ class Graphed:
         return results
 
     def _output(self, place: int, like: Tensor) -> Tensor:
-        """A static buffer for the result at ``place``, in the memory of an earlier one that was as large."""
+        """A static buffer for the result at ``place``, which reuses earlier buffers if they are large enough."""
         key = place, like.dtype, like.device
         if key not in self._memory or len(self._memory[key]) < like.numel():
             self._memory[key] = like.new_empty(like.numel())
@@ -133,7 +133,7 @@ class Graphed:
         return sum(not isinstance(graph, _Buffers) for graph in self._seen.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Graphed, (self._function,)  # graphs belong to this process
+        return Graphed, (self._function,)  # graphs are process-local
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphed:
         return Graphed(copy.deepcopy(self._function, memo))
@@ -162,7 +162,7 @@ _CAPTURE_LOCK = threading.Lock()
 
 
 def _give_up(error: Exception, what: str) -> None:
-    """Capture nothing from now on, because ``error`` was raised in the capture of ``what``."""
+    """Disable capture after ``error`` was raised in the capture of ``what``."""
     global _failure
     with _CAPTURE_LOCK:
         if _failure:

@@ -29,7 +29,7 @@ def _top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if cpu_library.in_use(logits):
         best, tokens = cpu.greatest(logits, k, log_softmax=True)
     else:
-        best, tokens = logits.float().log_softmax(-1).topk(k, dim=-1)  # on a CPU faster than logsumexp
+        best, tokens = logits.float().log_softmax(-1).topk(k, dim=-1)  # faster than logsumexp on CPU
     return tokens, best
 
 
@@ -39,8 +39,8 @@ class Beam(NamedTuple):
     Attributes:
         scores: (batch, width) float32, log probabilities of paths.
         tokens: (batch, width) int64.
-        origin: (batch, width) int64, the parent of each in the level before.
-        places: (batch, width) int64, of each among the level's nodes, plus ``first``.
+        origin: (batch, width) int64, parent of each node in the previous level.
+        places: (batch, width) int64, index of each node in its level, plus ``first``.
     """
 
     scores: Tensor
@@ -52,13 +52,13 @@ class Beam(NamedTuple):
 def next_beam(
     above: Tensor | None, log_probs: Tensor, tokens: Tensor, width: int, first: int = 0
 ) -> tuple[Tensor, Beam]:
-    """Score a tree level, and take its best nodes.
+    """Score a tree level and select its best nodes.
 
     Args:
-        above: (batch, parents) float32, scores of the parents; None for the root, of score 0.
-        log_probs: (batch, parents, children) float32, of the children given their parents.
+        above: (batch, parents) float32, scores of the parents; None for the root, with score 0.
+        log_probs: (batch, parents, children) float32, conditional log probabilities.
         tokens: (batch, parents, children) int64.
-        width: of the beam, capped at the number of nodes.
+        width: beam width, capped at the number of nodes.
         first: added to the places.
 
     Returns:
@@ -75,11 +75,11 @@ def _next_beam(above: Tensor | None, log_probs: Tensor, tokens: Tensor, width: i
 
 
 def extend_reach(reach: Tensor, origin: Tensor) -> Tensor:
-    """What the nodes of a new tree level attend to: what their parents do, and themselves.
+    """Extend the attention mask by a tree level: nodes attend to the entries of their parents and to themselves.
 
     Args:
         reach: (batch, parents, entries) bool.
-        origin: (batch, width) int64, the parent of each node.
+        origin: (batch, width) int64, parent of each node.
 
     Returns:
         (batch, width, entries + width) bool.
@@ -94,14 +94,14 @@ def _extend_reach(reach: Tensor, origin: Tensor) -> Tensor:
 
 
 def node_inputs(table: Tensor, tokens: Tensor, states: Tensor, origin: Tensor, ids: Tensor | None = None) -> Tensor:
-    """Embeddings of tokens beside the states that they were drafted from.
+    """Concatenate embeddings of tokens with the states that predicted them.
 
     Args:
         table: (vocab, hidden) float, embeddings.
         tokens: (batch, width) int64.
         states: (batch, parents, any), of the dtype of ``table``.
-        origin: (batch, width) int64, the parent of each node.
-        ids: (n,) int64, rows of the table that ``tokens`` stand for; None are themselves.
+        origin: (batch, width) int64, parent of each node.
+        ids: (n,) int64, table row of each token; None is the identity.
 
     Returns:
         (batch, width, hidden + any).
@@ -121,9 +121,9 @@ def keep_best(
 
     Args:
         root: (batch,) int64.
-        tokens: (batch, candidates) int64, level by level: the root's children, then those of extended nodes.
-        places: (batch, extended) int64, the candidates that have children, from 1 on; None if none has.
-        children: of each of them. They are the last candidates, in this order.
+        tokens: (batch, candidates) int64, level by level: the root's children, then children of extended nodes.
+        places: (batch, extended) int64, 1-based indices of candidates with children; None without.
+        children: number of children of each extended candidate. These are the last candidates, in this order.
         scores: (batch, candidates) float32, not above the parent's score. Ties keep candidate order, so that a node's
             parent is always selected with it.
         nodes: number of nodes, capped at the number of candidates.
@@ -165,7 +165,7 @@ def tree_ancestors(parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tree_ancestors(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """By pointer doubling."""
+    """Pointer doubling."""
     batch, nodes = parents.shape
     reach = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
     jump = parents.clamp(min=0)
@@ -178,11 +178,11 @@ def _tree_ancestors(parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_last(state: Tensor, outputs: Tensor, length: Tensor) -> None:
-    """Set each row of ``state`` to its last valid output; a row without any stays.
+    """Set each row of ``state`` to its last valid output; rows without valid outputs keep their state.
 
     Args:
         state: (batch, n), written in place.
-        outputs: (batch, width, n), of the dtype of ``state``.
+        outputs: (batch, width, n), in the dtype of ``state``.
         length: (batch,) int64, valid outputs of each row.
     """
     if state.shape[1]:

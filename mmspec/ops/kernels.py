@@ -29,23 +29,22 @@ _BUILDING = ("triton.backends.nvidia.compiler", "triton.runtime.build", "triton.
 """Modules that run while Triton compiles a kernel or its launcher, not while the device runs one."""
 
 _failed: dict[str, str] = {}
-"""Why Triton could not build a kernel, by operation."""
+"""Reason why Triton could not build a kernel, by operation."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def run(device: torch.device, reference: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Run an operation: its Triton kernel where Triton is in use, else its torch reference.
+    """Run an operation: its Triton kernel if Triton is in use, else its torch reference.
 
-    A kernel that Triton cannot build (it does not compile, or needs more shared memory or registers than there are)
-    is replaced by the reference in this process from then on, after one warning. ``MMSPEC_KERNELS=triton`` raises
-    instead. Errors of the device are always raised.
+    If Triton cannot build a kernel (compilation error, too little shared memory or registers), this process warns once
+    and uses the reference. ``MMSPEC_KERNELS=triton`` raises instead. Device errors are always raised.
 
     Args:
-        device: of the operation's tensors.
+        device: device of the operation's tensors.
         reference: ``_NAME`` of a module ``MODULE``. ``NAME`` of ``triton_MODULE`` launches the kernel, with the same
-            arguments and results. It changes none of its arguments before all of its kernels are built.
+            arguments and results. It must not modify its arguments before all its kernels are built.
     """
     package, _, module = reference.__module__.rpartition(".")
     name = reference.__name__.lstrip("_")
@@ -66,7 +65,7 @@ def run(device: torch.device, reference: Callable[P, T], *args: P.args, **option
 
 
 def failed() -> dict[str, str]:
-    """Operations whose Triton kernels could not be built in this process, and why."""
+    """Operations whose Triton kernels could not be built in this process, and the reasons."""
     return dict(_failed)
 
 
@@ -74,7 +73,7 @@ def in_use(device: torch.device) -> str:
     """The implementation for tensors on a device: "triton" or "reference".
 
     Raises:
-        UserError: ``MMSPEC_KERNELS`` is not in ``CHOICES``, or requires Triton where it cannot run.
+        UserError: ``MMSPEC_KERNELS`` is not in ``CHOICES``, or requires Triton on a device without support.
     """
     wanted = os.environ.get("MMSPEC_KERNELS", "auto")
     if wanted not in CHOICES:
@@ -97,12 +96,12 @@ def require_contiguous(*tensors: torch.Tensor | None) -> None:
 
 
 def static_shapes(device: torch.device) -> bool:
-    """Whether steps use static shapes and buffers and sync with the host once: on CUDA, and wherever Triton runs."""
+    """Whether steps use static shapes and buffers with a single host sync: on CUDA, and wherever Triton runs."""
     return device.type == "cuda" or in_use(device) == "triton"
 
 
 def _unbuilt(error: Exception) -> bool:
-    """Whether a kernel was not built: Triton's own errors, and any raised while it compiles or links."""
+    """Whether a kernel was not built: Triton's own errors, and errors during compilation or linking."""
     if any(kind.__module__.startswith("triton.") for kind in type(error).__mro__):
         return True
     frames = [
@@ -112,14 +111,14 @@ def _unbuilt(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    # A compilation error begins with the source, and has a message or a cause.
+    # A compilation error starts with the source, and has a message or a cause.
     text = getattr(error, "error_message", None) or str(error.__cause__ or error)
     return f"{type(error).__name__}: {text.strip().splitlines()[0] if text.strip() else 'no message'}"
 
 
 @cache
 def _problem(kind: str, index: int | None, interpreted: bool) -> str | None:
-    """Why Triton cannot run on a device; None if it can."""
+    """Reason why Triton cannot run on a device; None if it can."""
     if find_spec("triton") is None:
         return "expected the package triton, found none"
     if interpreted:

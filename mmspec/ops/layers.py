@@ -1,4 +1,4 @@
-"""Ops between the products of a decoder layer: norms with the residual sum, rotation with the KV write, activation."""
+"""Fused ops of a decoder layer between GEMMs: residual add with norm, rotary positions with KV write, activation."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def add_norm(
     plus: float = 0.0,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add a sublayer's output to the residual stream, and take the RMSNorm of the sum (arXiv 1910.07467).
+    """Add a sublayer's output to the residual stream, and compute the RMSNorm of the sum (arXiv 1910.07467).
 
-    Sums and norms are float32; the sum is rounded before its norm is taken.
+    Sums and norms are computed in float32; the sum is rounded before the norm.
 
     Args:
         x: (..., parts * features) float, contiguous; the sublayer's output.
-        residual: like ``x``, or a slice of larger rows; None without any, so that ``x`` is the sum.
-        weight: (features,) or (parts, features) float; each part of the features has a norm of its own.
+        residual: like ``x``, or a slice of larger rows; None means that ``x`` is the sum.
+        weight: (features,) or (parts, features) float; each part of the features has its own norm.
         eps: added to the mean squares.
         plus: added to the weights.
-        after: like ``weight``, of a norm of ``x`` before it is added; None without any.
+        after: like ``weight``, for a norm of ``x`` before the addition; None without this norm.
 
     Returns:
         The sum and its norm, in the shape and dtype of ``x``.
@@ -48,7 +48,7 @@ def _add_norm(
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float, plus: float) -> Tensor:
-    """float32."""
+    """RMSNorm in float32."""
     return F.rms_norm(x.float(), x.shape[-1:], eps=eps) * (weight.float() + plus)
 
 
@@ -63,19 +63,18 @@ def rotate_and_cache(
     eps: float = 0.0,
     plus: float = 0.0,
 ) -> Tensor:
-    """Turn queries and keys by their positions (rotary embedding, arXiv 2104.09864, halves paired as in Llama), and
-    write keys and values to a cache.
+    """Apply rotary positions (arXiv 2104.09864, halves paired as in Llama) to queries and keys, and write keys and
+    values to a cache.
 
     Args:
-        qkv: (batch, nodes, (heads + 2 * kv_heads) * head_dim) float, contiguous: queries, keys, values. There may be no
-            queries.
-        rotation: cosines and sines, (batch or 1, nodes or 1, head_dim) each; of the cosines the first half is read, of
-            the sines the second.
+        qkv: (batch, nodes, (heads + 2 * kv_heads) * head_dim) float, contiguous: optional queries, keys, values.
+        rotation: cosines and sines, (batch or 1, nodes or 1, head_dim) each; only the first half of the cosines and the
+            second half of the sines are read.
         keys, values: (batch, kv_heads, slots, head_dim), written in place.
         start: (1,) int, and
-        offset: the first node's slot is their sum, the others follow.
-        norms: weights, (head_dim,) each, of an RMSNorm of each query and of each key before they are turned; or none.
-        eps, plus: of these norms, see ``add_norm``.
+        offset: their sum is the slot of the first node; the other nodes follow.
+        norms: RMSNorm weights of queries and keys, (head_dim,) each, applied before rotation; empty without norms.
+        eps, plus: parameters of these norms, see ``add_norm``.
 
     Returns:
         Queries, (batch, heads, nodes, head_dim), a view of (batch, nodes, heads, head_dim).
@@ -115,11 +114,11 @@ def _rotate_and_cache(
 
 
 def act_and_mul(x: Tensor, gelu: bool) -> Tensor:
-    """The gated activation of an MLP: ``act(gate) * up`` (arXiv 2002.05202).
+    """Gated activation of an MLP: ``act(gate) * up`` (arXiv 2002.05202).
 
     Args:
         x: (..., 2 * features) float, contiguous: gate and up.
-        gelu: tanh's approximation of GELU, else SiLU.
+        gelu: use GELU (tanh approximation) instead of SiLU.
 
     Returns:
         (..., features).

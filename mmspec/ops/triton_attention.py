@@ -16,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 _PRECISION = tl.constexpr("tf32x3")
-"""Float32 matmuls as three TF32 passes on tensor cores: close to float32 accuracy, far faster than its own units."""
+"""Float32 matmuls as three TF32 passes on tensor cores: close to float32 accuracy, much faster than FP32 units."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MIN_SPLIT = 128
-"""Minimum slots per split: a shorter one is not worth merging."""
+"""Minimum slots per split: shorter splits do not pay for the merge."""
 
 _LARGE_SHARED = 160_000
-"""Shared memory per SM, in bytes, of data-centre GPUs (A100, H100, B200) at least."""
+"""Minimum shared memory per SM, in bytes, of data-centre GPUs (A100, H100, B200)."""
 
 _INTERPRETED = 6
 """Concurrent programs assumed for the interpreter, so that tests cover split prefixes."""
@@ -95,7 +95,7 @@ def tiles(rows: int, head_dim: int, dtype: torch.dtype, shared: int) -> tuple[in
 
 
 def block_of(size: int) -> int:
-    """Tile size of an axis of matmuls that is not split."""
+    """Tile size of an unsplit matmul axis."""
     return max(16, triton.next_power_of_2(size))
 
 

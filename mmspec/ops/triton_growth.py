@@ -1,8 +1,7 @@
 """Triton kernels of ``mmspec.ops.growth``.
 
 Scores are ranked by 64-bit keys, score bits above index bits, so that one max reduction yields score and index, lowest
-index first on ties. Top-k splits the vocabulary among programs; each returns its own top k and partial sum of
-exponentials.
+index first on ties. Top-k splits the vocabulary; each program returns its top k and a partial sum of exponentials.
 """
 
 from __future__ import annotations

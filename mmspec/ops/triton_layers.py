@@ -1,7 +1,7 @@
 """Triton kernels of ``mmspec.ops.layers``.
 
-Prefixes in kernels: ``i_`` index, ``b_`` block in registers, ``m_`` mask. A norm is one program per row; rotation is
-one per node and head, which writes keys and values where they are kept.
+Prefixes in kernels: ``i_`` index, ``b_`` block in registers, ``m_`` mask. Norms use one program per row; rotation uses
+one program per node and head, which also writes keys and values to the cache.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def _path_kernel(
         tl.store(verdict + 2 + width + step, tl.where(alive, choice, first))
         length += alive.to(tl.int32)
         bonus = tl.where(alive, choice, bonus)
-        # Siblings differ: at most one child matches.
+        # Siblings have distinct tokens: at most one child matches.
         child = tl.max(tl.where(m_child & (b_parent == at) & (b_token == choice), i_node, -1), axis=0)
         alive = alive & (child >= 0)
         at = tl.where(alive, child, at)
@@ -125,7 +125,7 @@ def _quantile(probs, uniform, vocab, BLOCK_VOCAB: tl.constexpr):
     i_at = 0
     while (i_at < vocab) & (token == vocab):
         b_p = tl.load(probs + i_at + i_block, mask=i_at + i_block < vocab, other=0.0).to(tl.float64)
-        # b_p > 0: the sum's rounding could otherwise select a token of probability 0.
+        # b_p > 0: rounding of the sum could otherwise select a token of probability 0.
         m_hit = (passed + tl.cumsum(b_p, axis=0) > wanted) & (b_p > 0.0)
         token = tl.min(tl.where(m_hit, i_at + i_block, vocab), axis=0)
         passed += tl.sum(b_p, axis=0)
@@ -143,7 +143,7 @@ def _sum_kernel(probs, sums, vocab, BLOCK_VOCAB: tl.constexpr):
 
 @triton.jit
 def _quantile_kernel(probs, sums, uniform, token, vocab, parts, BLOCK_VOCAB: tl.constexpr, BLOCK_PARTS: tl.constexpr):
-    """The part of the vocabulary, by the sums of all parts, and the token in it."""
+    """Select the part of the vocabulary by the sums of all parts, then the token in it."""
     i_row, i_part = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_PARTS)
     b_sum = tl.load(sums + i_row * parts + i_part, mask=i_part < parts, other=0.0)
     b_total = tl.cumsum(b_sum, axis=0)
@@ -157,7 +157,7 @@ def _quantile_kernel(probs, sums, uniform, token, vocab, parts, BLOCK_VOCAB: tl.
 
 @triton.jit
 def _first(m_passed, b_share, i_entry, end):
-    """The first entry at which a sum is passed: of those with a share, the last one if rounding passes it nowhere."""
+    """First entry with a positive share at which the sum passes the threshold, else the last entry with a share."""
     first = tl.min(tl.where(m_passed & (b_share > 0.0), i_entry, end), axis=0)
     last = tl.max(tl.where(b_share > 0.0, i_entry, 0), axis=0)
     return tl.where(first == end, last, first)
@@ -196,7 +196,7 @@ def _choose_kernel(
     i_out = i_row * tl.num_programs(0) + i_at
     plane = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * vocab
     scratch += i_out * vocab
-    # Current buffers of p and q, and their normalisation factors.
+    # current buffers of p and q, and their normalisation factors
     in_p, in_q = i_row * 0, i_row * 0
     one = tl.load(chances + i_row * nodes) * 0.0 + 1.0
     scale_p, scale_q = one, one
@@ -212,7 +212,7 @@ def _choose_kernel(
             to_p, to_q = scratch + (1 - in_p) * plane, scratch + (3 - in_q) * plane
             sum_p, sum_q = _reject(p, q, to_p, to_q, scale_p, scale_q, token, vocab, BLOCK_VOCAB)
             tl.debug_barrier()
-            # A sum of 0 is rounding: keep the previous distribution.
+            # A sum of 0 comes from rounding: keep the previous distribution.
             in_p = tl.where(sum_p > 0.0, 1 - in_p, in_p)
             scale_p = tl.where(sum_p > 0.0, 1.0 / sum_p, scale_p)
             in_q = tl.where(sum_q > 0.0, 1 - in_q, in_q)

@@ -23,7 +23,7 @@ def accepted_path(tree: TokenTree, choices: Tensor) -> Tensor:
 
     Returns:
         (batch, 2 + 2 * (D + 1)) int64, packed for a single device-to-host copy: path length; bonus token; path nodes,
-        padded with -1; choice at each of them, padded with the root's.
+        padded with -1; choice at each path node, padded with the root's choice.
     """
     return kernels.run(choices.device, _accepted_path, tree, choices)
 
@@ -33,12 +33,12 @@ def _accepted_path(tree: TokenTree, choices: Tensor) -> Tensor:
 
 
 def _path_on_device(tree: TokenTree, choices: Tensor) -> Tensor:
-    """Without a host sync: the path's nodes are those all of whose ancestors, themselves included, are chosen."""
+    """Compute the path without a host sync: nodes on the path are chosen and have only chosen ancestors."""
     width = tree.max_depth + 1
     chosen = tree.tokens == choices.gather(1, tree.parents.clamp(min=0))
     chosen = (chosen if tree.valid is None else chosen & tree.valid) | (tree.parents < 0)
     on_path = (chosen[:, None] | ~tree.ancestors).all(-1)
-    # Parents precede their children, and siblings differ: the path is in order of nodes.
+    # Parents precede children and siblings have distinct tokens, so path nodes ascend.
     place = torch.where(on_path, on_path.cumsum(1) - 1, width)
     index = torch.arange(tree.nodes, device=place.device).expand_as(place)
     path = torch.full((tree.batch, width + 1), -1, device=place.device).scatter(1, place, index)[:, :width]
@@ -55,7 +55,7 @@ def _path_on_host(tree: TokenTree, choices: Tensor) -> Tensor:
         tree.tokens.tolist(), tree.parents.tolist(), valid, choices.tolist(), strict=False
     ):
         path = [0]
-        for node in range(1, tree.nodes):  # parents precede their children, and siblings differ
+        for node in range(1, tree.nodes):  # parents precede children, siblings have distinct tokens
             if parents[node] == path[-1] and tokens[node] == choice[path[-1]] and (alive is None or alive[node]):
                 path.append(node)
         rest = tree.max_depth + 1 - len(path)
@@ -65,10 +65,10 @@ def _path_on_host(tree: TokenTree, choices: Tensor) -> Tensor:
 
 
 def greedy(scores: Tensor) -> Tensor:
-    """Token with the highest score, the lowest of equal ones: (batch, nodes, vocab) float -> (batch, nodes) int64."""
+    """Argmax, the lowest token id on ties: (batch, nodes, vocab) float -> (batch, nodes) int64."""
     if cpu_library.in_use(scores):
         return cpu.greatest(scores, 1)[1][..., 0]
-    return scores.max(-1).indices  # equals argmax, ties included, and is three times as fast on a CPU
+    return scores.max(-1).indices  # equals argmax, including ties; three times as fast on a CPU
 
 
 def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) 
     q loses x and is renormalised. If no child is accepted, the token is sampled from the final p.
 
     Args:
-        tree: its ``draft_probs`` are q, (batch, first, vocab) float; valid nodes are children of the first ones.
+        tree: ``draft_probs`` are q, (batch, first, vocab) float; valid nodes are children of the first ``first``.
         probs: (batch, first, vocab) float, p.
         chances: (batch, nodes) float, uniform in [0, 1), for accepting each node.
         last: (batch, first) float, uniform in [0, 1), for sampling after a node whose children are all rejected.
@@ -133,14 +133,14 @@ def _quantile(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def sample(scores: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse-CDF sampling from softmax(scores), as ``quantile``: (..., vocab) and (...) float -> (...) int64."""
+    """Inverse-CDF sampling from softmax(scores), see ``quantile``: (..., vocab) and (...) float -> (...) int64."""
     if cpu_library.in_use(scores):
         return cpu.quantile(scores, uniform)
     return quantile(scores.softmax(-1), uniform)
 
 
 def _normalise(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """Normalise the last axis; rows of zeros (p = q up to rounding) are replaced by those of ``otherwise``."""
+    """Normalise the last axis; rows of zeros (p = q up to rounding) are replaced by rows of ``otherwise``."""
     total = weights.sum(-1, keepdim=True)
     return torch.where(total > 0, weights / total.clamp(min=torch.finfo(weights.dtype).tiny), otherwise)
 

@@ -1,1 +1,1 @@
-"""Linear layers with packed or quantised weights, swapped into models of transformers from outside."""
+"""Linear layers with packed or quantised weights, which replace layers of transformers models."""

@@ -1,8 +1,8 @@
 """Linear layers for the kernels of ``mmspec.ops.cpu``: int4, int8, bfloat16 or float32 weights in blocks of 16 output
-features. ``mmspec.quantisation.formats`` has those for further formats of GGUF.
+features. ``mmspec.quantisation.formats`` adds other GGUF formats.
 
-A row of a product has the same bits for any number of rows and threads. The inputs of int4 and int8 are quantised to
-int8, per row and group of 32 features.
+A row of a product is bitwise identical for any number of rows and threads. Inputs of int4 and int8 layers are quantised
+to int8, per row and group of 32 features.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _LINE = 64  # bytes of a cache line
 
 
 class BlockMemory:
-    """Memory for the blocks of layers, one after the other, as a pass reads all weights.
+    """Contiguous memory for the blocks of layers, in the order in which a forward pass reads them.
 
     Args:
-        sizes: bytes of each layer's blocks.
+        sizes: size of each layer's blocks in bytes.
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:
         self._whole = self._left = cpu.zeros(sum(map(_lines, sizes)))
 
     def written(self) -> None:
-        """All layers are: see ``cpu.use_huge_pages``."""
+        """Call after all layers are written; see ``cpu.use_huge_pages``."""
         cpu.use_huge_pages(self._whole)
 
     def take(self, blocks: int, size: int) -> Tensor:
@@ -47,10 +47,10 @@ def _lines(size: int) -> int:
 
 
 class BlockLinear(PackedLinear):
-    """A linear layer in the kernels' layout. Any shape fits: blocks and groups are padded with zeros.
+    """A linear layer in the kernels' layout. All shapes are supported: blocks and groups are padded with zeros.
 
     Attributes:
-        takes: outputs are not rounded to less than this dtype; bfloat16, float32 for logits.
+        takes: minimum precision of outputs: bfloat16, or float32 for logits.
     """
 
     kind: ClassVar[str]
@@ -58,7 +58,7 @@ class BlockLinear(PackedLinear):
 
     @classmethod
     def of(cls, layer: Any) -> BlockLinear | None:
-        """A linear layer for the kernels: itself, in float32 a copy; None for other layers."""
+        """A layer for the kernels: a ``BlockLinear`` itself, a copy of a float32 ``nn.Linear``, None for others."""
         if isinstance(layer, BlockLinear):
             return layer
         if isinstance(layer, nn.Linear) and layer.weight.dtype == torch.float32:
@@ -67,7 +67,7 @@ class BlockLinear(PackedLinear):
 
     @classmethod
     def empty(cls, inputs: int, outputs: int, bias: Tensor | None = None, memory: BlockMemory | None = None) -> Self:
-        """A layer whose blocks are to be written."""
+        """A layer with uninitialised blocks."""
         layer = object.__new__(cls)
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = inputs, outputs
@@ -83,7 +83,7 @@ class BlockLinear(PackedLinear):
         return cpu.bytes_of_blocks(cls.kind, inputs, outputs)
 
     def moved(self, memory: BlockMemory) -> Self:
-        """The layer, its blocks in this memory."""
+        """Move the layer's blocks to this memory."""
         self._blocks = memory.take(*self._blocks.shape).copy_(self._blocks)
         self.__dict__.pop("_native", None)
         return self
@@ -105,14 +105,14 @@ class BlockLinear(PackedLinear):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in ("_native", "_bias")}
-        # Of memory shared with other layers, a copy takes its own part.
+        # Copies do not share memory with other layers.
         return {**state, "_buffers": {**self._buffers, "_blocks": self._blocks.clone()}}
 
     def _product(self, rows: Tensor) -> Tensor:
         return cpu.linear(self.native, rows.float())
 
     def _store(self, *parts: Tensor) -> None:
-        """Keep the parts of a weight, (out_features, ...) each, in blocks."""
+        """Store the parts of a weight, (out_features, ...) each, in blocks."""
         self.out_features = len(parts[0])
         padding = 0, -self.out_features % LANES
         padded = [F.pad(part, (0, 0) * (part.ndim - 1) + padding) for part in parts]
@@ -124,11 +124,11 @@ class BlockLinear(PackedLinear):
 
     @abstractmethod
     def _laid_out(self, *parts: Tensor) -> Tensor:
-        """(blocks, bytes) uint8, from the parts of a weight, whose rows are a multiple of 16."""
+        """Convert the parts of a weight, with a multiple of 16 rows, to blocks, (blocks, bytes) uint8."""
 
     @abstractmethod
     def _parts(self) -> list[Tensor]:
-        """The parts that ``_laid_out`` was given."""
+        """Inverse of ``_laid_out``."""
 
     @property
     def _groups(self) -> int:
@@ -136,10 +136,10 @@ class BlockLinear(PackedLinear):
 
 
 class JoinedLinear(nn.Module):
-    """A linear layer whose output features have weights of several quantised kinds.
+    """A linear layer that concatenates outputs of several quantised kinds.
 
     Args:
-        parts: with the same inputs.
+        parts: layers with the same number of inputs.
     """
 
     def __init__(self, parts: Sequence[BlockLinear]) -> None:
@@ -206,7 +206,7 @@ class Float32Blocks(BlockLinear):
 
 
 class Int8Blocks(BlockLinear):
-    """int8 weights, one float16 scale per row and group: what Q8_0 of GGUF holds, exactly."""
+    """int8 weights with one float16 scale per row and group; represents GGUF's Q8_0 exactly."""
 
     kind = "int8"
 
@@ -232,13 +232,13 @@ class Int8Blocks(BlockLinear):
 
 
 def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups of 32 weights along a row as ``scale * code``.
+    """Quantise groups of 32 weights along a row to ``scale * code``.
 
     Args:
         weight: (rows, columns), columns a multiple of 32.
 
     Returns:
-        codes (rows, columns) int8 from -127 on; scale (rows, columns / 32) float16.
+        codes (rows, columns) int8, at least -127; scale (rows, columns / 32) float16.
     """
     groups = weight.float().unflatten(1, (-1, GROUP))
     scale = (groups.abs().amax(-1) / 127).half()
@@ -248,7 +248,7 @@ def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int4Blocks(BlockLinear):
-    """int4 weights, a float16 scale and value of code 0 per row and group: what Q4_0 and Q4_1 of GGUF hold, exactly."""
+    """int4 weights with a float16 scale and value of code 0 per row and group; exact for GGUF's Q4_0 and Q4_1."""
 
     kind = "int4"
     bits: ClassVar[int] = 4
@@ -273,14 +273,14 @@ class Int4Blocks(BlockLinear):
 
 
 def packed_codes(codes: Tensor, bits: int) -> Tensor:
-    """Codes of 4 to 6 bits as ``cpp/formats.h`` reads them.
+    """Pack codes of 4 to 6 bits in the layout of ``cpp/formats.h``.
 
     Args:
         codes: (rows, features) uint8.
 
     Returns:
-        (blocks, groups, 64 * bits) uint8: the low 4 bits of two vectors of 64 codes in a byte, then planes of the other
-        bits, each with those of ``8 / (bits - 4)`` vectors.
+        (blocks, groups, 64 * bits) uint8: bytes with the low 4 bits of two vectors of 64 codes, then planes with the
+        remaining bits of ``8 / (bits - 4)`` vectors each.
     """
     vectors = _interleaved(codes, 4)  # (blocks, groups, 8, 16, 4)
     even, odd = (vectors & 15).unflatten(2, (4, 2)).unbind(3)
@@ -292,7 +292,7 @@ def packed_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpacked_codes(packed: Tensor, bits: int) -> Tensor:
-    """(rows, features) uint8, of the result of ``packed_codes``."""
+    """Inverse of ``packed_codes``: (rows, features) uint8."""
     low, planes = packed.split([256, 64 * bits - 256], dim=2)
     both = low.unflatten(2, (4, 1, LANES, 4))
     vectors = torch.cat([both & 15, both >> 4], dim=3).flatten(2, 3)
@@ -317,7 +317,7 @@ def _interleaved(rows: Tensor, together: int) -> Tensor:
 
 
 def _rows(blocks: Tensor) -> Tensor:
-    """(rows, features), of the result of ``_interleaved``."""
+    """Inverse of ``_interleaved``: (rows, features)."""
     return blocks.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
 
 
@@ -327,12 +327,12 @@ def _grid(scale: Tensor) -> Tensor:
 
 
 def _rows_of_grid(grid: Tensor) -> Tensor:
-    """(rows, groups) float16, of the result of ``_grid``."""
+    """Inverse of ``_grid``: (rows, groups) float16."""
     return grid.contiguous().view(torch.float16).transpose(1, 2).flatten(0, 1)
 
 
 def _in_pairs(groups: Tensor) -> Tensor:
-    """(blocks, pairs, 2 * bytes), from (blocks, groups, bytes), with zeros where the number of groups is odd."""
+    """Join pairs of groups, zero-padded: (blocks, groups, bytes) -> (blocks, pairs, 2 * bytes)."""
     return F.pad(groups, (0, 0, 0, groups.shape[1] % 2)).unflatten(1, (-1, 2)).flatten(2)
 
 

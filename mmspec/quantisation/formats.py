@@ -1,8 +1,7 @@
-"""Weights in the formats of GGUF, which the kernels run as they are in the file: rows in a file or in memory, linear
-layers and embeddings that hold them.
+"""Weights in GGUF formats, used without conversion: rows in a file or in memory, linear layers and embeddings.
 
-A row is a sequence of blocks of 32 weights, in the K formats of 256: 8 groups of 32, whose scales are 6-bit integers
-(Q6_K: 8-bit ones, for 16 weights each) times a float16 ``d``, and whose offsets are such integers times ``dmin``.
+A row is a sequence of blocks of 32 weights. Blocks of K formats have 256 weights: 8 groups of 32, with scales and
+offsets as 6-bit integers times a float16 ``d`` and ``dmin`` (Q6_K: 8-bit scales for 16 weights each).
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from mmspec.quantisation.blocks import (
 )
 from mmspec.quantisation.linear import GROUP, quantise_int4
 
-_AT_ONCE = 1 << 20  # weights that are quantised together
+_AT_ONCE = 1 << 20  # weights quantised at once
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows of a weight in a format of GGUF, in memory or in a file, from which they are read when they are used.
+    """Rows of a weight in a GGUF format, in memory or read from a file on demand.
 
     Attributes:
         format: one of ``FORMATS``.
-        features: of a row.
-        size: of a row, in bytes.
-        places: (rows,) int64, addresses, or places in the file.
-        kept: what has the memory; the open file (``fileno``, ``name``) alone.
-        in_file: whether it is a file.
+        features: features per row.
+        size: bytes per row.
+        places: (rows,) int64, addresses in memory, or offsets in the file.
+        kept: owners of the memory, or only the open file (``fileno``, ``name``).
+        in_file: whether rows are in a file.
     """
 
     format: str
@@ -68,26 +67,26 @@ class StoredRows:
         return FORMATS[self.format]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For ``pickle``: the rows themselves."""
+        """Pickle the contents of the rows."""
         return StoredRows.of, (self.format, self.data(), self.features)
 
     def __deepcopy__(self, memo: Any) -> StoredRows:
-        return self  # weights do not change
+        return self  # weights are immutable
 
     def ordered(self, order: Tensor) -> StoredRows:
         """The rows in another order."""
         return replace(self, places=self.places[order])
 
     def follows(self, other: StoredRows) -> bool:
-        """Whether one ``StoredRows`` may hold both."""
+        """Whether one ``StoredRows`` can hold the rows of both."""
         where = ((rows.in_file, rows.kept if rows.in_file else None) for rows in (self, other))
         return self.format == other.format and len(set(where)) == 1
 
     def dense(self, index: Tensor | None = None) -> Tensor:
-        """Rows, or those of an index, as (rows, features) float32.
+        """Dequantise all rows or the indexed rows to (rows, features) float32.
 
         Raises:
-            UserError: the file was cut meanwhile, or a row is not finite.
+            UserError: the file was truncated, or a row is not finite.
         """
         places = self.places if index is None else self.places[index]
         found = cpu.dense_rows(self.format, places.contiguous(), self.features, self._descriptor)
@@ -98,7 +97,7 @@ class StoredRows:
         return found[:, : self.features]
 
     def data(self) -> Tensor:
-        """(rows, bytes) uint8; raises as ``dense``."""
+        """Raw rows, (rows, bytes) uint8; raises like ``dense``."""
         out = torch.empty(len(self.places), self.size, dtype=torch.uint8)
         for row, place in zip(out.numpy(), self.places.tolist(), strict=True):
             if not self.in_file:
@@ -124,7 +123,7 @@ def pack(packings: Sequence[tuple[StoredRows, Tensor]], threads: int) -> None:
     """Write rows to the blocks of layers.
 
     Raises:
-        UserError: a file was cut meanwhile, or a row is not finite.
+        UserError: a file was truncated, or a row is not finite.
     """
     fields = [(rows.format, rows.places.contiguous(), rows.features, rows._descriptor, to) for rows, to in packings]
     if (done := cpu.pack_rows(fields, threads)) < 0:
@@ -135,7 +134,7 @@ def pack(packings: Sequence[tuple[StoredRows, Tensor]], threads: int) -> None:
 
 
 def concatenated(parts: Iterable[StoredRows]) -> list[StoredRows]:
-    """Rows one after the other, neighbours of one format as one."""
+    """Concatenate rows; merges adjacent parts of the same format."""
     joined: list[StoredRows] = []
     for part in parts:
         if joined and part.follows(joined[-1]):
@@ -152,13 +151,13 @@ def stored_layer(
     memory: BlockMemory | None = None,
     later: list[tuple[StoredRows, Tensor]] | None = None,
 ) -> BlockLinear | JoinedLinear:
-    """A linear layer with exactly these weights, one after the other.
+    """A linear layer with the concatenation of exactly these weights.
 
     Args:
-        later: gets what the caller will ``pack``, the rows that are in a file; None packs them now.
+        later: receives rows in files, for the caller to ``pack``; None packs them immediately.
 
     Raises:
-        UserError: a file was cut meanwhile.
+        UserError: a file was truncated.
     """
     sizes = [len(rows.places) for rows in stored]
     biases = [None] * len(stored) if bias is None else bias.split(sizes)
@@ -174,7 +173,7 @@ def stored_layer(
 
 
 def quantised_rows(weight: Tensor, kind: str) -> StoredRows:
-    """A weight in 4 bits as Q4_1, in 8 bits as Q8_0.
+    """Quantise a weight to 4 bits as Q4_1 or to 8 bits as Q8_0.
 
     Args:
         weight: (rows, features), any floating dtype.
@@ -182,7 +181,7 @@ def quantised_rows(weight: Tensor, kind: str) -> StoredRows:
     """
     form, encode, size = ("Q4_1", _q4_1, 20) if kind == "int4" else ("Q8_0", _q8_0, 34)
     groups = -(-weight.shape[1] // GROUP)
-    data = cpu.zeros(len(weight) * groups * size).view(len(weight), groups, size)  # which goes back to the system
+    data = cpu.zeros(len(weight) * groups * size).view(len(weight), groups, size)  # memory that is returned
     count = max(1, _AT_ONCE // weight.shape[1])
     for some, out in zip(weight.split(count), data.split(count), strict=True):
         parts = encode(whole_groups(some))
@@ -202,19 +201,19 @@ def _q8_0(weight: Tensor) -> list[Tensor]:
 
 
 class StoredEmbedding(nn.Embedding):
-    """A table of embeddings in a format of GGUF; each lookup reads the rows of its tokens, also from a file.
+    """Embedding table in a GGUF format; a lookup reads only the rows of its tokens, from memory or a file.
 
-    ``weight`` has the shape, dtype and device of the embeddings, and no values but NaN; ``state_dict`` has them all.
+    ``weight`` has the shape, dtype and device of the embeddings, but NaN values; ``state_dict`` has the real values.
     """
 
     stored: StoredRows
 
     @classmethod
     def of(cls, table: nn.Embedding, rows: StoredRows, dtype: torch.dtype) -> nn.Embedding:
-        """The table with these rows in place of its weight, which may have no values; a subclass stays one."""
+        """Replace the weight of a table, maybe on the meta device, by these rows; keeps ``nn.Embedding`` subclasses."""
         none = torch.full((), torch.nan, dtype=dtype).expand(table.weight.shape)
         table.__class__ = cls if type(table) is nn.Embedding else type(type(table).__name__, (type(table), cls), {})
-        table.weight = nn.Parameter(none, requires_grad=False)  # the first that transformers finds for a model's dtype
+        table.weight = nn.Parameter(none, requires_grad=False)  # transformers takes a model's dtype from it
         vars(table)["stored"] = rows
         return table
 
@@ -247,7 +246,7 @@ def _embedding_of(
 
 
 class Q5Blocks(Int4Blocks):
-    """5-bit codes, a float16 scale and value of code 0 per row and group: what Q5_0 and Q5_1 hold."""
+    """5-bit codes with a float16 scale and value of code 0 per row and group: Q5_0 and Q5_1."""
 
     kind = "q5"
     bits = 5
@@ -272,7 +271,7 @@ class SuperBlocks(BlockLinear):
         return factors.float()
 
     def _weight(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """(rows, groups, 32), from codes of this shape and the products of d and dmin with a group's factors."""
+        """Dequantise codes, (rows, groups, 32), given the products of d and dmin with each group's factors."""
         return codes * scale[..., :1] - scale[..., 1:]
 
     def _laid_out(self, *parts: Tensor) -> Tensor:
@@ -292,21 +291,21 @@ class SuperBlocks(BlockLinear):
 
 
 class Q4KBlocks(SuperBlocks):
-    """What Q4_K holds."""
+    """Weights of Q4_K."""
 
     kind = "q4_k"
     bits = 4
 
 
 class Q5KBlocks(SuperBlocks):
-    """What Q5_K holds."""
+    """Weights of Q5_K."""
 
     kind = "q5_k"
     bits = 5
 
 
 class Q6KBlocks(SuperBlocks):
-    """What Q6_K holds: factors are those of a group's halves, as int8, and both are of d; codes are 32 too large."""
+    """Weights of Q6_K: int8 factors of d for both halves of a group; codes have an offset of 32."""
 
     kind = "q6_k"
     bits = 6
@@ -320,4 +319,4 @@ class Q6KBlocks(SuperBlocks):
 
 _KINDS = {cls.kind: cls for cls in (Int4Blocks, Q5Blocks, Int8Blocks, Q4KBlocks, Q5KBlocks, Q6KBlocks)}
 FORMATS: dict[str, type[BlockLinear]] = {name: _KINDS[kind] for name, kind in cpu_library.FORMATS.items()}
-"""Layers for GGUF's types."""
+"""Layer class of each GGUF type."""

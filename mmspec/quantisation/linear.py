@@ -1,7 +1,7 @@
-"""Linear layers whose weights are in the layout of a CPU kernel of torch: bfloat16, int8 or int4.
+"""Linear layers with weights packed for torch's CPU kernels: bfloat16, float16, int8 or int4.
 
-Row i of a product has the same bits for any number of rows from two on; a single row is padded to two where a kernel
-rounds it in another way. So a tree's node and the same token in plain decoding get the same products.
+Row i of a product is bitwise identical for any number of rows from two; a single row is padded to two if a kernel would
+round it differently. So a tree node gets the same result as the token in plain decoding.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _SINGLE_DIFFERS: dict[tuple[Any, ...], bool] = {}
 
 
 class PackedLinear(nn.Module, ABC):
-    """A linear layer with its weight in a kernel's layout; for inference on a CPU.
+    """Linear layer with its weight in a kernel's layout, for inference on a CPU.
 
-    ``weight`` and ``state_dict`` give the weight unpacked, as bfloat16, computed at each use.
+    ``weight`` and ``state_dict`` unpack the weight to bfloat16 at each use.
 
     Args:
         weight: (out_features, in_features), any floating dtype.
         bias: (out_features,) or None.
     """
 
-    takes = torch.bfloat16  # the kernel's inputs and outputs; results are not rounded to less than they were given
+    takes = torch.bfloat16  # dtype of the kernel's inputs and outputs
     _bias_dtype = torch.bfloat16
-    _least_rows = 2  # fewer are padded, if the kernel is then faster or rounds in another way
+    _least_rows = 2  # pad to this number if the kernel is faster or rounds differently then
     bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -43,11 +43,11 @@ class PackedLinear(nn.Module, ABC):
 
     @classmethod
     def fits(cls, out_features: int, in_features: int) -> bool:
-        """Whether the kernel takes weights of this shape."""
+        """Whether the kernel supports weights of this shape."""
         return True
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.requires_grad and torch.is_grad_enabled():  # a drafter is trained through its target's head
+        if x.requires_grad and torch.is_grad_enabled():  # for training a drafter through its target's head
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         rows = x.reshape(-1, self.in_features).to(self.takes)
         count = len(rows)
@@ -57,7 +57,7 @@ class PackedLinear(nn.Module, ABC):
         return y.view(*x.shape[:-1], self.out_features).to(torch.promote_types(x.dtype, self.takes))
 
     def _single_differs(self) -> bool:
-        """Whether the kernel rounds a single row in another way than one of several; tried once per shape."""
+        """Whether the kernel rounds a single row differently; tested once per shape."""
         key = type(self), self.in_features, self.out_features, torch.get_num_threads()
         if key not in _SINGLE_DIFFERS:
             generator = torch.Generator().manual_seed(0)
@@ -67,7 +67,7 @@ class PackedLinear(nn.Module, ABC):
         return _SINGLE_DIFFERS[key]
 
     def rows(self, index: Tensor | slice) -> Self:
-        """The layer with these rows of the weight, each with the bits that it has here."""
+        """A layer with only these rows of the packed weight."""
         part = object.__new__(type(self))
         nn.Module.__init__(part)
         part.in_features = self.in_features
@@ -76,7 +76,7 @@ class PackedLinear(nn.Module, ABC):
         return part
 
     def unpacked(self) -> nn.Linear:
-        """A usual layer with the same weight."""
+        """An ``nn.Linear`` with the same weight."""
         layer = nn.Linear(self.in_features, self.out_features, self.bias is not None, dtype=torch.bfloat16)
         with torch.no_grad():
             layer.weight.copy_(self.weight)
@@ -121,10 +121,10 @@ class PackedLinear(nn.Module, ABC):
 
 
 class Bfloat16Linear(PackedLinear):
-    """bfloat16 weights in oneDNN's layout; as they are on CPUs for which it has none, whose rows torch rounds alike."""
+    """bfloat16 weights in oneDNN's layout; unpacked on CPUs without it, where torch rounds all rows alike."""
 
-    _least_rows = 4  # measured to be a sixth faster than one row
-    _MOST_ROWS = 32  # with AMX, oneDNN sums products of more rows in another order
+    _least_rows = 4  # measured: a sixth faster than one row
+    _MOST_ROWS = 32  # with AMX, oneDNN sums more rows in a different order
 
     def _single_differs(self) -> bool:
         return self._weight.is_mkldnn
@@ -153,7 +153,7 @@ class Bfloat16Linear(PackedLinear):
         return done[0] if len(done) == 1 else torch.cat(done)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_weight": self.weight}  # the layout is this machine's
+        return {**self.__dict__, "_weight": self.weight}  # the layout is machine-specific
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -164,7 +164,7 @@ class HalfLinear(PackedLinear):
     """float16 weights in FBGEMM's layout, inputs and outputs in float32: fast for few rows, no rounding of logits."""
 
     takes = torch.float32
-    _BLOCK = 6  # rows of FBGEMM's largest kernel for AVX2; the one for two rows rounds in another way
+    _BLOCK = 6  # rows of FBGEMM's largest AVX2 kernel; its two-row kernel rounds differently
 
     @classmethod
     def fits(cls, out_features: int, in_features: int) -> bool:
@@ -192,7 +192,7 @@ class HalfLinear(PackedLinear):
 
 
 class Int8Linear(PackedLinear):
-    """int8 weights with one scale per row; inputs and sums are not quantised."""
+    """int8 weights with one scale per row; inputs and accumulators are not quantised."""
 
     _codes: Tensor
     _scale: Tensor
@@ -219,8 +219,7 @@ class Int8Linear(PackedLinear):
 class Int4Linear(PackedLinear):
     """int4 weights, ``scale * (code - 8) + zero``, in groups of 32 along a row.
 
-    Codes of a weight that was quantised so before (Q4_0 and Q4_1 of GGUF) are recovered exactly; the kernel takes
-    scales and zeros in bfloat16.
+    Codes of already quantised weights (GGUF's Q4_0, Q4_1) are recovered exactly; scales and zeros are bfloat16.
     """
 
     _codes: Tensor
@@ -245,7 +244,7 @@ class Int4Linear(PackedLinear):
         return ((self._unpacked_codes().unflatten(1, (-1, GROUP)) - 8.0) * scale + zero).flatten(1).bfloat16()
 
     def _unpacked_codes(self) -> Tensor:
-        """(out_features, in_features) uint8; products of the identity, as each kernel has a layout of its own."""
+        """(out_features, in_features) uint8, from products with the identity, because layouts are kernel-specific."""
         unit = torch.ones(self._scales.shape[:2], dtype=torch.bfloat16)
         scales = torch.stack([unit, 8 * unit], dim=-1)
         eye = torch.eye(self.in_features, dtype=torch.bfloat16)
@@ -261,10 +260,10 @@ class Int4Linear(PackedLinear):
 
 
 def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Groups of 32 weights along a row as ``scale * (code - 8) + zero``.
+    """Quantise groups of 32 weights along a row to ``scale * (code - 8) + zero``.
 
-    Of two grids per group the one with the smaller error: from the least to the greatest weight (as Q4_1 of GGUF), or
-    the multiples of an eighth of the weight of greatest magnitude (as Q4_0).
+    Each group uses the better of two grids: from minimum to maximum weight (as GGUF's Q4_1), or multiples of an eighth
+    of the weight with the largest magnitude (as Q4_0).
 
     Args:
         weight: (rows, columns), columns a multiple of 32.
@@ -282,7 +281,7 @@ def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         code = ((groups - first) / safe).round().clamp(0, 15)
         codes.append(code.to(torch.uint8))
         errors.append((code * step + first - groups).square().sum(-1, keepdim=True))
-    better = errors[1] <= errors[0]  # where both are exact, the second has its offset as 8 steps, no further rounding
+    better = errors[1] <= errors[0]  # if both are exact, the second avoids rounding of its offset
     code, step, first = (
         torch.where(better, b, a) for a, b in zip((codes[0], *grids[0]), (codes[1], *grids[1]), strict=True)
     )

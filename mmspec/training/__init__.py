@@ -1,1 +1,1 @@
-"""The trainer, and the training of drafters: conversations, the target's features of them, objectives."""
+"""Drafter training: conversations, target features, objectives and the trainer."""

@@ -1,7 +1,7 @@
-"""Prompts and answers that a target generates, for conversations to train drafters on.
+"""Generates prompts and answers with a target, as training conversations for drafters.
 
-Answers are generated in batches of similar cost. Prompts are the target's own: after its chat template's opening of a
-user's turn it continues with one (Magpie, arXiv 2406.08464), which needs no data of anybody's.
+Answers are generated in batches of similar cost. The target can also generate the prompts: given the start of a user
+turn in its chat template, it continues with a user message (Magpie, arXiv 2406.08464). This needs no dataset.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mmspec.targets.processor import Processor
 from mmspec.training import data
 
 _POOL = 8  # batches sorted together, so that answers of similar lengths are generated together
-_GROUP = 2  # batches generated before they are yielded: a sequence that has ended leaves its place to the next
+_GROUP = 2  # batches per yield; a finished sequence frees its slot for the next
 
 
 @dataclass
@@ -91,9 +91,9 @@ class AnswerGenerator:
     """Generates answers with a pipeline, batching questions of similar cost.
 
     Args:
-        pipe: of the target; its ``max_num_seqs`` is the batch size.
-        params: how answers are decoded; each has a seed of its own.
-        greedy: share of conversations that are answered greedily whatever ``params`` say.
+        pipe: pipeline of the target; its ``max_num_seqs`` is the batch size.
+        params: sampling parameters; each answer gets its own seed.
+        greedy: share of conversations that are answered greedily regardless of ``params``.
 
     Attributes:
         answers, tokens: numbers generated so far.
@@ -107,7 +107,7 @@ class AnswerGenerator:
         self._text_only = not pipe.processor.reads_media
 
     def run(self, jobs: Iterable[PendingConversation]) -> Iterator[list[data.Conversation]]:
-        """Yield conversations as they are completed, some batches at a time."""
+        """Yield completed conversations, a few batches at a time."""
         stream, size = iter(jobs), _GROUP * self.pipe.max_num_seqs
         while pool := list(islice(stream, _POOL * self.pipe.max_num_seqs)):
             while pool:
@@ -133,14 +133,14 @@ class AnswerGenerator:
             self.tokens += len(answer.token_ids)
 
     def _params(self, job: PendingConversation) -> SamplingParams:
-        """How the next answer is decoded: the same in every run."""
+        """Sampling parameters of the next answer, deterministic across runs."""
         if zlib.crc32(f"greedy {job.id}".encode()) < self.greedy * 2**32:
             return replace(self.params, temperature=0.0)
         return replace(self.params, seed=zlib.crc32(f"{self.seed} {job.id} {len(job.answers)}".encode()))
 
 
 MAX_TOKENS = 128
-"""A prompt that has not ended by then is dropped."""
+"""Prompts that have not ended after this number of tokens are dropped."""
 
 _MARK = "mmspec-user-turn"
 
@@ -148,13 +148,13 @@ _MARK = "mmspec-user-turn"
 def draw_prompts(
     pipe: Pipeline, numbers: Sequence[int], done: Collection[str], params: SamplingParams, *, chunk: int = 256
 ) -> Iterator[PendingConversation]:
-    """Draw prompts and yield them as conversations to be answered; repeated and unusable ones are dropped.
+    """Sample prompts and yield them as conversations to answer, without duplicates and unusable prompts.
 
     Args:
-        pipe: of a target with a chat template.
-        numbers: of the prompts; a number and ``params`` give the same prompt in every run.
-        done: ids of conversations that exist, which are not drawn again.
-        chunk: prompts drawn at a time.
+        pipe: pipeline of a target with a chat template.
+        numbers: numbers of the prompts; a number and ``params`` determine the prompt.
+        done: ids of existing conversations, which are skipped.
+        chunk: number of prompts to sample at a time.
     """
     opening = user_opening(pipe.processor.tokenizer)
     seen: set[str] = set()
@@ -173,10 +173,10 @@ def prompt_id(number: int) -> str:
 
 
 def user_opening(tokenizer: Any) -> list[int]:
-    """The tokens of a chat template before a user's first words.
+    """The chat template's tokens before the content of the first user message.
 
     Raises:
-        UserError: there is no chat template, or it does not show a user's words as they are.
+        UserError: there is no chat template, or it does not render a user message verbatim.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("a model that writes its own prompts needs a chat template: its tokenizer has none")
@@ -188,7 +188,7 @@ def user_opening(tokenizer: Any) -> list[int]:
 
 
 def _draw(pipe: Pipeline, opening: list[int], numbers: Sequence[int], params: SamplingParams) -> list[str | None]:
-    """Sample prompts; None for unusable ones."""
+    """Sample prompts; None for unusable prompts."""
     target = pipe.target
     prompt = torch.tensor([opening], dtype=torch.long, device=target.device)
     stopper = Stopper(MAX_TOKENS, context_limit=target.context_limit, eos_token_ids=target.eos_token_ids)
@@ -209,7 +209,7 @@ def _draw(pipe: Pipeline, opening: list[int], numbers: Sequence[int], params: Sa
 
 
 def _usable(processor: Processor, token_ids: list[int]) -> str | None:
-    """The text of a prompt that has ended; None unless it has two words and every token of it shows as text."""
+    """The text of a finished prompt; None unless it has at least two words and only text tokens."""
     text = processor.decode(token_ids[:-1]).strip()
     special = processor.vocabulary.special_ids & set(token_ids[:-1])
     return None if special or "\N{REPLACEMENT CHARACTER}" in text or len(text.split()) < 2 else text

@@ -14,11 +14,11 @@ from mmspec.files import atomic, read_rows
 
 
 def draw(log: Path, out: Path) -> None:
-    """Plots losses (training: thin line, held-out: points) and mean acceptance lengths of a run by step.
+    """Plot losses (training: thin line, held-out: points) and mean acceptance lengths of a run by step.
 
     Args:
-        log: its ``log.jsonl``.
-        out: file to write; its suffix is the format.
+        log: ``log.jsonl`` of the run.
+        out: file to write; the suffix determines the format.
 
     Raises:
         UserError: the file is not a training log, or ``out`` cannot be written.
@@ -56,13 +56,13 @@ def _line(axes: Axes, rows: list[dict[str, Any]], event: str, name: str, **style
 
 
 def write_figure(figure: Figure, out: Path) -> None:
-    """Write a figure atomically; the suffix of ``out`` is the format, SVG if there is none.
+    """Write a figure atomically; the suffix of ``out`` determines the format, by default SVG.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     kind = out.suffix.lstrip(".") or "svg"
-    # Without a date and with fixed ids the same log gives the same file.
+    # Without a date and with fixed ids, the file is reproducible.
     stable = rc_context({"svg.hashsalt": "mmspec"})
     with explained(f"cannot write {out}", OSError, ValueError), stable, atomic(out) as part:
         figure.savefig(part, format=kind, metadata={"Date": None} if kind == "svg" else None)

@@ -6,8 +6,8 @@ A record of a JSON array or of a JSON Lines file:
      "conversations": [{"from": "human", "value": "<image>\\nDescribe the image."},
                        {"from": "gpt", "value": "A red star.", "token_ids": [5, 8, 2]}]}
 
-Placeholders in the human values are the positions of the media. Media without a placeholder come first in the first
-human turn. ``token_ids``, optional and our extension, are the generated tokens of an answer, end of sequence included.
+Placeholders in human turns mark the positions of media. Media without a placeholder go to the start of the first human
+turn. The optional extension ``token_ids`` has the generated tokens of an answer, including end of sequence.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Conversation:
         id: unique in its file.
         messages: ``{"role": "user" | "assistant" | "system", "content": ...}``; a user's content is a list of items
             (``{"type": "image", "path": ...}``, ``{"type": "video", "path": ...}``, ``{"type": "text", "text": ...}``),
-            that of the others is a string.
-        answers: generated tokens of each assistant message; None where only the text is known.
+            other roles' content is a string.
+        answers: generated tokens of each assistant message; None if only the text is known.
     """
 
     id: str
@@ -126,7 +126,7 @@ def to_record(conversation: Conversation, root: Path) -> dict[str, Any]:
 
 
 def split(conversations: Sequence[Conversation], share: float) -> tuple[list[Conversation], list[Conversation]]:
-    """Split into training and held-out conversations by a hash of their ids, the same in every run.
+    """Split into training and held-out conversations by a hash of their ids, deterministic across runs.
 
     Args:
         share: of held-out conversations; at least one if it is above 0.
@@ -161,7 +161,7 @@ class _MalformedRecordError(Exception):
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each record, with its place for messages."""
+    """Each record, with its location for error messages."""
     first = next((line.lstrip() for _, line in read_lines(path) if line.strip()), "")
     if not first.startswith("["):
         yield from ((f"{path}, line {number}", row) for number, row in read_rows(path))

@@ -1,4 +1,4 @@
-"""``mmspec train dflash``: objective, and what sets up network and drafter to train."""
+"""``mmspec train dflash``: objective and setup of network and drafter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from mmspec.training.tasks import (
 )
 
 _BASE = 0.6  # weight of the loss of XPress' uncorrected logits (vllm-project/speculators)
-_OWN = re.compile(  # modules that no target has
+_OWN = re.compile(  # modules that targets do not have
     r"(fc|hidden_norm|markov_\w+|confidence|refiner|predecessors|successors|selector_state|layers\.\d+\.\w+_conv)\."
 )
 _OPTIONAL = ("q_norm.weight", "k_norm.weight")
@@ -66,11 +66,11 @@ class DFlashOptions(BlockLoss, NetworkOptions):
 
 
 def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    """What ``train_drafter`` trains with these options."""
+    """Set up network, objective and drafter for ``train_drafter``."""
     target, start = pipe.target, None
     if options.start is not None:
         start = DFlash.from_checkpoint(options.start)
-        start.attach(target)  # refuses drafters of other targets
+        start.attach(target)  # rejects drafters of other targets
         if start.network.config.head or rotary_of(start.network.config)[1] is not None:
             raise UserError(
                 f"{options.start}: expected a drafter with the target's output layer and plain rotary positions"
@@ -79,7 +79,7 @@ def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> D
     config = _network_config(options, pipe, start, output_rows(target) if draft_ids is None else len(draft_ids))
     network = DFlashNetwork(config).to(target.device, torch.float32)
     if config.markov_rank:
-        nn.init.zeros_(network.markov_head.weight)  # no correction at first
+        nn.init.zeros_(network.markov_head.weight)  # initially no correction
     if config.selector_rank:
         if draft_ids is not None:
             raise UserError("--selector-rank needs all tokens of the target: leave out --draft-vocabulary")
@@ -110,11 +110,11 @@ def _network_config(options: DFlashOptions, pipe: Pipeline, start: DFlash | None
 
 @torch.no_grad()
 def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
-    """Initialises the layers and the last norm as the target's last ones, which read the last of the states that the
-    drafter reads. Norms of queries and keys that the target does not have are kept.
+    """Initialise the layers and the last norm from the target's last layers and norm, whose inputs include the last
+    states that the drafter reads. Query and key norms without a counterpart in the target keep their initial values.
 
     Raises:
-        UserError: the target's layers are of another architecture or shape.
+        UserError: the target's layers have another architecture or shape.
     """
     last = range(target.config.num_hidden_layers)[-network.config.layers :]
     theirs, own = decoder_weights(target, last), network.state_dict()
@@ -138,13 +138,13 @@ def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
 class DFlashObjective(BlockLoss):
     """Loss of blocks against the target's next-token distributions (arXiv 2602.06036, section 4).
 
-    An anchor is an answer token that another one follows. Its block attends to the context of all tokens before it and
-    to itself, and slot k, from 1 on, predicts the k-th token after the anchor, a Markov head given the tokens before.
-    A confidence head learns the expected acceptance of each slot by binary cross-entropy (arXiv 2607.05147, formula
-    11), a selector the target's token by cross-entropy among the slot's candidates (vllm-project/speculators). XPress'
-    logits are trained without their correction, too.
+    An anchor is an answer token followed by another answer token. Its block attends to the context of all earlier
+    tokens and to itself; slot k, from 1, predicts the k-th token after the anchor, given the tokens in between if there
+    is a Markov head. The confidence head learns the expected acceptance of each slot by binary cross-entropy (arXiv
+    2607.05147, formula 11), the selector learns the target's token by cross-entropy over the slot's candidates
+    (vllm-project/speculators). XPress' uncorrected logits have an additional loss.
 
-    The metrics ``token_k`` and ``right_k`` are loss and accuracy of slot k, without a selector; ``confidence_k`` and
+    Metrics: ``token_k`` and ``right_k`` are loss and accuracy of slot k, without the selector; ``confidence_k`` and
     ``selector_k`` are the losses of these heads.
     """
 
@@ -157,7 +157,7 @@ class DFlashObjective(BlockLoss):
         generator: torch.Generator | None = None,
         progress: float = 1.0,
     ) -> LossOutput:
-        """The losses, see ``mmspec.training.tasks.Objective``; anchors are drawn."""
+        """The losses, see ``mmspec.training.tasks.Objective``; samples anchors."""
         followed = batch.answer[:, :-1] & batch.answer[:, 1:]
         losses = TokenLosses(self.loss, target, batch.hidden[:, :-1], followed, draft_ids, {"base": _BASE})
         if not losses.count:
@@ -181,7 +181,7 @@ class DFlashObjective(BlockLoss):
             if network.config.selector_rank:
                 further["selector"] = selector_loss(network, scores, goal, read, previous)
             else:
-                if network.config.markov_type == "xpress":  # else the states would come to serve the correction alone
+                if network.config.markov_type == "xpress":  # keeps the states useful without the correction
                     further["base"] = token_loss(self.loss, goal, scores.float().log_softmax(-1))
                 scores, confidence, memory = network.corrected(scores, read, previous, memory)
             if confidence is not None:
@@ -192,7 +192,7 @@ class DFlashObjective(BlockLoss):
 
 
 def selector_loss(network: DFlashNetwork, scores: Tensor, goal: Tensor, states: Tensor, previous: Tensor) -> Tensor:
-    """Mean loss of the selector. The target's token replaces the last candidate where it is none."""
+    """Mean loss of the selector. If the target's token is not a candidate, it replaces the last candidate."""
     wanted, among = goal.argmax(-1, keepdim=True), scores.topk(network.config.selector_top_k, dim=-1).indices
     found = among == wanted
     among[:, -1:] = among[:, -1:].where(found.any(-1, keepdim=True), wanted)
@@ -201,13 +201,13 @@ def selector_loss(network: DFlashNetwork, scores: Tensor, goal: Tensor, states: 
 
 
 def _draw(possible: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    """Positions of up to ``count`` different anchors per row, (batch, anchors) int64; rows with fewer are padded."""
+    """Sample up to ``count`` distinct anchor positions per row, (batch, anchors) int64, padded with other positions."""
     noise = torch.rand(possible.shape, dtype=torch.float32, generator=generator, device=possible.device)
     return noise.masked_fill(~possible, -1.0).topk(min(count, int(possible.sum(1).max())), dim=1).indices
 
 
 def _states(network: DFlashNetwork, target: Target, batch: Features, anchors: Tensor) -> Tensor:
-    """The network's outputs over a block per anchor, (batch, anchors, block, hidden)."""
+    """Run the network on one block per anchor: (batch, anchors, block, hidden)."""
     config, length = network.config, batch.tokens.shape[1]
     assert batch.layers is not None, "the extractor reads the network's layers"
     rotary, _ = rotary_of(config)
@@ -232,8 +232,8 @@ def _states(network: DFlashNetwork, target: Target, batch: Features, anchors: Te
 
 
 def _masks(anchors: Tensor, places: Tensor, length: int, config: DFlashConfig) -> list[Tensor]:
-    """Attention masks of the layers, (batch, 1, anchors * block, length + anchors * block) bool: the tokens before an
-    anchor, then its own block."""
+    """Per-layer attention masks over the tokens before an anchor and its own block, (batch, 1, anchors * block, length
+    + anchors * block) bool."""
     tokens = torch.arange(length, device=anchors.device)
     before = (tokens < anchors[:, :, None]).repeat_interleave(config.block_size, dim=1)
     number = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(config.block_size)

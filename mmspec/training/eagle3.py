@@ -1,6 +1,6 @@
-"""``mmspec train eagle3``: objective, and what sets up network and drafter to train.
+"""``mmspec train eagle3``: objective and setup of network and drafter.
 
-Entry j of a drafter's sequence takes token j + 1 and the target's states at token j, and predicts token j + 2.
+Entry j of a drafter's sequence reads token j + 1 and the target's states at token j, and predicts token j + 2.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Eagle3Options(Eagle3Passes, HeadOptions):
 
 
 def setup(options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    """What ``train_drafter`` trains with these options."""
+    """Set up network, objective and drafter for ``train_drafter``."""
     target, start = pipe.target, None
     if options.start is not None:
         start = Eagle3.from_checkpoint(options.start)
         if start.network.config.window or start.network.config.candidates:
             raise UserError(f"{options.start}: expected an EAGLE-3 head without a sliding window, received EAGLE-4's")
-        start.attach(target)  # refuses drafters of other targets
+        start.attach(target)  # rejects drafters of other targets
         draft_ids = start.draft_ids if draft_ids is None else draft_ids
         if rotary_of(start.network.config)[1] is not None:
             raise UserError(f"{options.start}: expected a head with plain rotary positions, received M-RoPE")
@@ -103,12 +103,13 @@ class Eagle3Objective(Eagle3Passes):
     """Loss against the target's next-token distribution over several passes (training-time test, arXiv 2503.01840,
     section 3.2).
 
-    The first pass takes the target's states at all entries. In pass s, an entry takes the state that the pass before
-    predicted for it, and attends to the s - 1 entries before it of earlier passes, and before these to the first pass:
-    as a node at depth s of a tree does. With a mask token (P-EAGLE, arXiv 2602.01469), entries of later passes take it
-    and the learnt state in place of their token and the predicted state.
+    The first pass reads the target's states at all entries. In pass s, an entry reads the state predicted for it in
+    pass s - 1, and attends to its s - 1 predecessors in the earlier passes and to all entries before them in the first
+    pass, like a node at depth s of a tree. With a mask token (P-EAGLE, arXiv 2602.01469), entries of later passes read
+    the mask token and the learned state instead.
 
-    A further pass keeps a chain with probability ``keep`` (conditional drop-token, arXiv 2602.01469, section 4).
+    Each pass after the first keeps a chain with probability ``keep`` (conditional drop-token, arXiv 2602.01469, section
+    4).
 
     The metrics ``token_d`` and ``right_d`` are loss and accuracy d steps after a true state.
     """
@@ -122,7 +123,7 @@ class Eagle3Objective(Eagle3Passes):
         generator: torch.Generator | None = None,
         progress: float = 1.0,
     ) -> LossOutput:
-        """The losses, see ``mmspec.training.tasks.Objective``; the chains that a pass keeps are drawn."""
+        """The losses, see ``mmspec.training.tasks.Objective``; samples the chains to keep."""
         answer = batch.answer[:, 1:]
         wanted = answer & F.pad(answer[:, 1:], (0, 1))
         losses = TokenLosses(self.loss, target, batch.hidden[:, 1:], wanted, draft_ids)
@@ -140,7 +141,7 @@ class Eagle3Objective(Eagle3Passes):
         outputs = network(
             network.combine(embeds, network.project(batch.layers[:, :-1])), rotary(slice(0, embeds.shape[1])), attend
         )
-        entry, valid = packing(wanted, left=False)  # of the first pass, one chain from each
+        entry, valid = packing(wanted, left=False)  # one chain per wanted entry of the first pass
         state, _ = network.begin(take(outputs, entry))
         for cache in caches:
             cache.start_chains(entry)
@@ -162,7 +163,7 @@ class Eagle3Objective(Eagle3Passes):
 
 
 def _inputs(network: Eagle3Network, target: Target, embeds: Tensor, state: Tensor) -> Tensor:
-    """Layer inputs of a further pass, (batch, chains, 2 * hidden), from its tokens' embeddings and predicted states."""
+    """Layer inputs of a later pass, (batch, chains, 2 * hidden), from token embeddings and predicted states."""
     if (mask := network.config.mask_token_id) is None:
         return network.combine(embeds, state)
     embed = _embeddings(network, target, torch.full((1, 1), mask, dtype=torch.long, device=embeds.device))
@@ -170,7 +171,7 @@ def _inputs(network: Eagle3Network, target: Target, embeds: Tensor, state: Tenso
 
 
 def _embeddings(network: Eagle3Network, target: Target, tokens: Tensor) -> Tensor:
-    """Embeddings of tokens, those of placeholders included, (batch, length, hidden)."""
+    """Embeddings of tokens, including placeholders, (batch, length, hidden)."""
     rows = network.config.embedding or target.config.vocab_size  # type: ignore[attr-defined]
     tokens = tokens.masked_fill(tokens >= rows, 0)
     if network.config.embedding:

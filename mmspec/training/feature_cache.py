@@ -1,5 +1,5 @@
-"""Features of conversations on disk, with the call interface of ``Extractor``: a cache, and features that
-are recorded while a target generates its answers, so that training needs no pass of it over them."""
+"""Features of conversations on disk, with the call interface of ``Extractor``: a cache, and features recorded during
+generation, which save a forward pass of the target in training."""
 
 from __future__ import annotations
 
@@ -35,17 +35,16 @@ _BY_TOKEN = ("tokens", "hidden", "visual", "answer")
 
 
 class FeatureCache:
-    """Features of conversations in a folder: safetensors shards of several conversations each, and ``index.json``.
+    """Feature cache in a folder: safetensors shards of several conversations each, and ``index.json``.
 
     Calling the cache with conversations returns their ``Features``. Shards are written atomically; ``fill`` computes
-    those that are missing. A folder that was created with more layers serves extractors of some of them.
+    missing shards. A folder created with more layers also serves extractors of a subset of these layers.
 
     Args:
         folder: created if missing.
-        extractor: computes missing features. Its target and settings must be those that the folder was created with,
-            except that it may read fewer layers.
+        extractor: computes missing features. Its target and settings must match the folder; it may read fewer layers.
         conversations: all conversations of the cache.
-        shard: conversations per file. Hidden states and visual features have the target's dtype there.
+        shard: conversations per file. Hidden states and visual features are stored in the target's dtype.
 
     Raises:
         UserError: the folder holds features of another target, other conversations or other settings.
@@ -86,7 +85,7 @@ class FeatureCache:
 
         Args:
             batch: conversations per forward pass of the target.
-            rank, processes: computes every ``processes``-th shard, from ``rank`` on.
+            rank, processes: compute every ``processes``-th shard, starting at ``rank``.
             progress: called with the number of conversations done and their total, over the shards to compute.
         """
         todo = [number for number in self.missing if number % processes == rank]
@@ -131,7 +130,7 @@ class FeatureCache:
         width = self.target.config.hidden_size
         tokens, mask = torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=torch.bool)
         hidden, layers = (torch.zeros(0, n * width, dtype=self.dtype) for n in (1, len(self.extractor.layers)))
-        # Concatenates to the right dtypes and widths.
+        # sets dtypes and widths if all rows are empty
         empty = ConversationFeatures(tokens, hidden, hidden, mask, mask, layers)
         names = (*_BY_TOKEN, "shown", *(["layers"] if self.extractor.layers else []))
         tensors = {name: torch.cat([getattr(row, name) for row in [empty, *present]]) for name in names}
@@ -159,14 +158,14 @@ class FeatureCache:
         return ConversationFeatures(tokens.long(), hidden, features, visual, answer, layers)
 
     def _selected(self, layers: Tensor) -> Tensor:
-        """The layers of this cache's extractor, of all on disk: (tokens, n * hidden) each."""
+        """Select the wanted layers of those on disk: (tokens, n * hidden) in and out."""
         if self._wanted == self.extractor.layers:
             return layers
         columns = [self.extractor.layers.index(layer) for layer in self._wanted]
         return layers.unflatten(1, (len(self.extractor.layers), -1))[:, columns].flatten(1)
 
     def _opened(self, number: int) -> tuple[Any, Tensor, Tensor]:
-        """A shard's file, and the offsets of its conversations' tokens and visual features."""
+        """An open shard and its conversations' offsets into tokens and visual features."""
         with explained(f"{self._path(number)}: expected a whole shard of features", OSError, SafetensorError):
             file = safe_open(self._path(number), "pt", backend="pread")
             ends = [file.get_tensor(name).cumsum(0) for name in ("lengths", "shown_lengths")]
@@ -204,11 +203,10 @@ def _fingerprint(conversation: Conversation) -> str:
 
 
 class Recorder(Drafter):
-    """A drafter that drafts nothing and keeps the target's last hidden states of whole sequences of text.
+    """Records the target's last hidden states of whole text sequences; drafts no tokens.
 
     Attributes:
-        finished: hidden states, (length - 1, hidden), of sequences that have ended, by their tokens, prompt included.
-            The last token was never fed.
+        finished: hidden states, (length - 1, hidden), of finished sequences by tokens of prompt and answer.
     """
 
     learns: ClassVar[bool] = False
@@ -240,14 +238,14 @@ class Recorder(Drafter):
             hidden.append(state)
 
     def save(self, file: Path, conversations: Sequence[Conversation], pipe: Any) -> None:
-        """Write the features of conversations of one question and answer; forgets all sequences that have ended."""
+        """Write the features of single-turn conversations and forget all finished sequences."""
         tensors = {}
         for one in conversations:
             answer = one.answers[-1]
             assert answer is not None
             prompt = pipe.encode([{"prompt": data.as_text(one.messages[:-1])}]).input_ids[0].tolist()
             hidden = self.finished.get((*prompt, *answer))
-            if hidden is not None:  # an answer of one token has none
+            if hidden is not None:  # a one-token answer has no states
                 tensors[f"{one.id}/tokens"] = torch.tensor([*prompt, *answer], dtype=torch.int32)
                 tensors[f"{one.id}/hidden"] = hidden.clone()
         self.finished.clear()
@@ -256,14 +254,14 @@ class Recorder(Drafter):
 
 
 class RecordedFeatures:
-    """The features in folders that ``Recorder`` wrote, with the call interface of ``Extractor``.
+    """Features written by ``Recorder``, with the call interface of ``Extractor``.
 
     Args:
-        folders: of files, as ``make-data --record`` writes them.
-        target: that generated the conversations.
+        folders: folders of files written by ``make-data --record``.
+        target: target that generated the conversations.
 
     Raises:
-        UserError: a file is damaged or of a model with another hidden size; there is none.
+        UserError: there are no files, or a file is damaged or has another hidden size.
     """
 
     def __init__(self, folders: Sequence[Path], target: Any) -> None:
@@ -285,8 +283,8 @@ class RecordedFeatures:
             raise UserError(f"expected features of make-data --record in {', '.join(map(str, folders))}, received none")
 
     def sequences(self) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield the tokens of each conversation but the last, and the hidden states at them, (length, hidden),
-        in the target's dtype."""
+        """Yield each conversation's tokens except the last, and hidden states, (length, hidden), in the target's
+        dtype."""
         for name in self._files:
             hidden = self._tensor(name, "hidden").to(self.target.device, self.target.dtype)
             yield self._tensor(name, "tokens")[: len(hidden)].tolist(), hidden
@@ -308,10 +306,10 @@ class RecordedFeatures:
         if answer is None or tokens[-len(answer) :].tolist() != list(answer):
             raise UserError(f"the recorded features of conversation {name} are of another answer")
         mark = torch.arange(len(tokens)) >= len(tokens) - len(answer)
-        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, 1))  # of the last token, which predicts nothing
+        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, 1))  # pads the last token, which predicts nothing
         return ConversationFeatures(tokens.long(), hidden, hidden[:0], torch.zeros_like(mark), mark)
 
 
 def _name(conversation: Conversation) -> str:
-    """Its id in its own file."""
+    """The conversation's id in its own file."""
     return conversation.id.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""``mmspec train kangaroo``: objective, and what sets up network and drafter to train."""
+"""``mmspec train kangaroo``: objective and setup of network and drafter."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ class KangarooOptions(NextTokenLoss, TreeOptions):
 class KangarooObjective(NextTokenLoss):
     """Loss against the target's next-token distributions at the same positions (arXiv 2404.18911, formula 2).
 
-    The target's first layers run over drafted tokens, too: one pass trains all levels of a tree.
+    One pass trains all levels of a tree, because the target's first layers also run over drafted tokens.
     """
 
     def __call__(
         self, network: KangarooNetwork, target: Target, batch: Features, draft_ids: Tensor | None = None, *_: Any
     ) -> LossOutput:
-        """The loss, see ``mmspec.training.tasks.Objective``; the layers of ``batch`` are the states at the
-        network's exit layer."""
+        """The loss, see ``mmspec.training.tasks.Objective``; ``batch.layers`` are states at the exit layer."""
 
         def states() -> Tensor:
             assert batch.layers is not None, "the extractor reads the network's exit layer"
@@ -48,7 +47,7 @@ class KangarooObjective(NextTokenLoss):
 
 
 def setup(options: KangarooOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    """What ``train_drafter`` trains with these options."""
+    """Set up network, objective and drafter for ``train_drafter``."""
     target = pipe.target
     FirstLayers(target, options.exit_layer)  # raises if the target has too few
     config = KangarooConfig.like(target.config, mlp=0, rope_theta=10000.0, exit_layer=options.exit_layer)

@@ -1,4 +1,4 @@
-"""``mmspec train medusa``, Hydra included: objective, and what sets up network and drafter to train."""
+"""``mmspec train medusa``, including Hydra: objective and setup of network and drafter."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ class HeadLoss(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaOptions(HeadLoss, TreeOptions):
-    """Options of ``mmspec train medusa``, Hydra's included."""
+    """Options of ``mmspec train medusa``, including Hydra."""
 
     heads: int = inherited(MedusaConfig, "heads", "Heads, one per drafted token.", default=4)
     layers: int = inherited(MedusaConfig, "layers", "Residual layers per head.")
     own_outputs: bool = option(
         True,
         FLAG,
-        "Output layers of their own, which start as the target's.",
+        "Separate output layers, initialised from the target's.",
         declared=("--own-outputs/--shared-output",),
     )
-    grounded: bool = inherited(MedusaConfig, "grounded", "Heads read the tokens before, too (Hydra).")
+    grounded: bool = inherited(MedusaConfig, "grounded", "Heads also read previously drafted tokens (Hydra).")
     prefix: bool = option(False, FLAG, "A decoder layer between the target's states and the heads (Hydra++).")
 
 
 def setup(options: MedusaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    """What ``train_drafter`` trains with these options."""
+    """Set up network, objective and drafter for ``train_drafter``."""
     target = pipe.target
     head = head_weight(target, draft_ids)
     config = MedusaConfig(
         hidden_size=head.shape[1],
         head=len(head) * options.own_outputs,
-        head_bias=options.own_outputs and options.grounded,  # as in the published ones
+        head_bias=options.own_outputs and options.grounded,  # like published heads
         prefix=asdict(RotaryShape.like(target.config)) if options.prefix else {},
         **options.part(("heads", "layers", "grounded")),
     )
@@ -63,11 +63,10 @@ def setup(options: MedusaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> D
 
 @dataclass(frozen=True)
 class MedusaObjective(HeadLoss):
-    """Loss of heads against the target's next-token distributions, the sum of ``decay ** i`` times that of head i
-    (arXiv 2401.10774, section 2.2.1, whose goals are tokens; arXiv 2402.05109, section 3.1).
+    """Loss of heads against the target's next-token distributions: the sum of ``decay ** i`` times the loss of head i
+    (arXiv 2401.10774, section 2.2.1, which trains on tokens; arXiv 2402.05109, section 3.1).
 
-    Head i reads the target's state at the token before an answer token, and predicts the answer's (i+1)-th token after
-    that.
+    Head i reads the target's state before an answer token, and predicts the (i+1)-th token after that answer token.
 
     The metrics ``token_k`` and ``right_k`` are loss and accuracy of the k-th head.
     """
@@ -75,7 +74,7 @@ class MedusaObjective(HeadLoss):
     def __call__(
         self, network: MedusaNetwork, target: Target, batch: Features, draft_ids: Tensor | None = None, *_: Any
     ) -> LossOutput:
-        """The losses, see ``mmspec.training.tasks.Objective``; nothing is drawn."""
+        """The losses, see ``mmspec.training.tasks.Objective``; deterministic."""
         followed = batch.answer[:, 1:-1] & batch.answer[:, 2:]
         losses = TokenLosses(self.loss, target, batch.hidden[:, 1:-1], followed, draft_ids)
         if not losses.count:

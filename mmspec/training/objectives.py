@@ -1,4 +1,4 @@
-"""Shared by training objectives: losses against the target's distributions, and attention across forward passes."""
+"""Shared parts of training objectives: losses against the target's distributions, and attention across passes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mmspec.training.features import Features
 TokenLoss = Literal["kl", "lk", "tv"]
 
 _ETA = 3.0  # decay of the share of cross-entropy in the LK loss; the best value of arXiv 2602.23881
-_ENTROPY, _DISTANCE = 0.1, 0.9  # shares of the two terms of the TV loss, in the recipes of deepseek-ai/DeepSpec
+_ENTROPY, _DISTANCE = 0.1, 0.9  # weights of the two terms of the TV loss in deepseek-ai/DeepSpec
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LossOutput:
 
     Attributes:
         total: scalar to minimise, a mean over the batch's loss positions.
-        metrics: logged values by name: parts of the loss, accuracies.
+        metrics: values to log by name: loss terms and accuracies.
     """
 
     total: Tensor
@@ -38,13 +38,13 @@ class LossOutput:
 
 
 def token_loss(kind: TokenLoss, goal: Tensor, scores: Tensor) -> Tensor:
-    """The mean loss of drafts.
+    """Mean token loss of drafts.
 
     Args:
         kind: "kl", the cross-entropy with the target's distribution; "lk", ``w * kl + (1 - w) * (1 - a)`` with the
             expected acceptance a = sum(min(p, q)) of a draft, w = exp(-3 a): the hybrid LK loss (arXiv 2602.23881);
-            "tv", ``0.1 * kl + 0.9 * sum(|p - q|)``: DSpark's (arXiv 2607.05147, formulas 9 and 10), whose
-            cross-entropy is with the target's tokens.
+            "tv", ``0.1 * kl + 0.9 * sum(|p - q|)``, as in DSpark (arXiv 2607.05147, formulas 9 and 10; there, the
+            cross-entropy is with the target's tokens).
         goal: the target's probabilities, (drafts, tokens).
         scores: log probabilities of the drafts, (drafts, tokens).
     """
@@ -59,21 +59,19 @@ def token_loss(kind: TokenLoss, goal: Tensor, scores: Tensor) -> Tensor:
 
 
 class TokenLosses:
-    """Sum of the losses of drafts against the target's next-token distributions, and its metrics.
+    """Accumulates losses of drafts against the target's next-token distributions, and metrics.
 
     Args:
         kind: see ``token_loss``.
-        hidden: (batch, length, hidden), the target's states, of which its output layer makes the distributions.
-        wanted: (batch, length) bool, where they are wanted.
-        draft_ids: (n,) int64, to which distributions are restricted; None are all tokens.
-        weights: of the losses by name, that of the tokens as "token"; 1 for others.
+        hidden: (batch, length, hidden), target states, inputs of its output layer.
+        wanted: (batch, length) bool, positions with a loss.
+        draft_ids: (n,) int64, tokens that distributions are restricted to; None means all tokens.
+        weights: weights of the losses by name, "token" for the token loss; by default 1.
 
     Attributes:
-        head: the target's output layer for these tokens.
-        count: number of the drafts that losses are normalised by, so that those of several processes add up: all that
-            are wanted.
-        output: the losses so far, and the metrics ``token_k`` and ``right_k``, loss and accuracy of the drafts k tokens
-            ahead.
+        head: the target's output layer for the draft vocabulary.
+        count: number of wanted positions, which normalises the losses and makes processes' losses additive.
+        output: accumulated losses, and the metrics ``token_k`` and ``right_k``, loss and accuracy k tokens ahead.
     """
 
     def __init__(
@@ -89,13 +87,13 @@ class TokenLosses:
         self.head: Any = target.head if draft_ids is None else target.narrow_head(draft_ids)
         self.count = int(wanted.sum())
         self.output = LossOutput(hidden.new_zeros((), dtype=torch.float32), {})
-        self._index = wanted.flatten().cumsum(0).view(wanted.shape) - 1  # of a position in the goals
+        self._index = wanted.flatten().cumsum(0).view(wanted.shape) - 1  # index of a position in the goals
         if self.count:
             with torch.no_grad():
                 self._goals = self.head(hidden[wanted]).float().softmax(-1)
 
     def goals(self, valid: Tensor, position: Tensor | None = None) -> Tensor:
-        """The target's distributions, (drafts, tokens), at positions, (batch, n) int64 or all, where ``valid``."""
+        """The target's distributions, (drafts, tokens), at ``valid`` positions, (batch, n) int64; None means all."""
         index = self._index if position is None else self._index.gather(1, position)
         return self._goals[index[valid]]
 
@@ -103,9 +101,9 @@ class TokenLosses:
         """Add the losses of drafts.
 
         Args:
-            ahead: suffix of the metrics' names.
-            scores, goal: (drafts, tokens), logits, and the target's distributions.
-            further: other losses of theirs by name, which are added to that of the tokens.
+            ahead: suffix of the metric names.
+            scores, goal: (drafts, tokens), logits and the target's distributions.
+            further: additional losses of the same drafts by name, added to the token loss.
         """
         loss = token_loss(self._kind, goal, scores.float().log_softmax(-1))
         right = (scores.argmax(-1) == goal.argmax(-1)).float().mean()
@@ -125,14 +123,14 @@ def next_token_loss(
     draft_ids: Tensor | None = None,
     output_layer: Any = None,
 ) -> LossOutput:
-    """The loss against the target's next-token distributions at the same positions, over answer tokens that
-    another answer token follows, and the metrics ``token_1`` and ``right_1``, loss and accuracy.
+    """Loss against the target's next-token distributions at the same positions, over answer tokens followed by another
+    answer token. Metrics: ``token_1`` and ``right_1``, loss and accuracy.
 
     Args:
         kind: see ``token_loss``.
-        states: returns the drafter's last hidden states, (batch, length, hidden); not called without such tokens.
-        draft_ids: (n,) int64, to which distributions are restricted.
-        output_layer: of the drafter; by default the target's.
+        states: returns the drafter's last hidden states, (batch, length, hidden); only called if needed.
+        draft_ids: (n,) int64, tokens that distributions are restricted to.
+        output_layer: output layer of the drafter; by default the target's.
     """
     wanted = batch.answer[:, :-1] & batch.answer[:, 1:]
     losses = TokenLosses(kind, target, batch.hidden[:, :-1], wanted, draft_ids)
@@ -143,11 +141,11 @@ def next_token_loss(
 
 
 class PassCache:
-    """KV cache of the passes so far, with attention over them.
+    """KV cache of all passes, with attention over them.
 
-    The first pass has all entries. Later passes extend chains that start at entries of the first, by one link of
-    ``slots`` entries per pass. An entry attends to the first pass up to its chain's start, to the chain's earlier
-    links, and causally within its own link.
+    The first pass has all entries. Each later pass extends chains, which start at entries of the first pass, by one
+    link of ``slots`` entries. An entry attends to the first pass up to its chain's start, to the chain's earlier links,
+    and causally within its own link.
     """
 
     def __init__(self) -> None:
@@ -160,7 +158,7 @@ class PassCache:
         self._starts = starts
 
     def keep_chains(self, places: Tensor) -> None:
-        """Drop all chains but those at these places, (batch, kept) int64."""
+        """Keep only the chains at these indices, (batch, kept) int64."""
         assert self._starts is not None, "start_chains comes first"
         self._starts = self._starts.gather(1, places)
         for parts in (self._keys, self._values):

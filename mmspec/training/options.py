@@ -1,4 +1,4 @@
-"""Options of commands that train drafters: the command line derives its options from their fields."""
+"""Options of training commands; the command line is generated from their fields."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class Schedule(Checked):
     """Length, learning-rate schedule and intervals of a training run.
 
     Attributes:
-        steps: such a run is exactly repeatable.
-        minutes: earlier parts of a resumed run included.
-        hold: afterwards the learning rate decays linearly to zero.
-        seed: of the random generator that each step's loss is given, too.
-        checkpoint_minutes: a killed run loses at most this.
+        steps: number of steps; the run is reproducible.
+        minutes: total time, including earlier parts of a resumed run.
+        hold: progress after which the learning rate decays linearly to zero.
+        seed: seed of the order of examples, initial weights and each step's loss.
+        checkpoint_minutes: interval between checkpoints, the most that a killed run loses.
     """
 
     steps: int | None = option(None, settable(whole(1)), "Length of the run in optimiser steps.")
     minutes: float | None = option(None, settable(POSITIVE), "Or in minutes of wall clock.")
     warmup: int = option(50, whole(1), "Steps of linear warm-up.")
     hold: float = option(0.4, SHARE, "Share of the run before decay.")
-    seed: int = option(0, whole(0, 2**22), "Of the order of examples, initial weights and noise.")
+    seed: int = option(0, whole(0, 2**22), "Seed of the order of examples, initial weights and noise.")
     checkpoint_minutes: float = option(5.0, NOT_NEGATIVE, "Between checkpoints.")
-    report_minutes: float = option(5.0, NOT_NEGATIVE, "Between evaluations on held-out examples.")
+    report_minutes: float = option(5.0, NOT_NEGATIVE, "Minutes between evaluations on held-out examples.")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TrainingPlan(Schedule):
     """A ``Schedule`` with exactly one of ``steps`` and ``minutes``.
 
     Raises:
-        UserError: both or neither of them are given, or a value is out of range.
+        UserError: both or neither are given, or a value is out of range.
     """
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class TrainingPlan(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Schedule):
-    """Options that all commands have that train drafters."""
+    """Options common to all training commands."""
 
     target: str = option(
         default_model, TEXT, "Target model.", declared=("--model", "--target"), default_text=DEFAULT_MODEL
@@ -80,7 +80,7 @@ class RunOptions(Schedule):
     recorded: tuple[Path, ...] = option((), several(FOLDER), "Features that `make-data --record` wrote; repeatable.")
     cache: Path | None = option(None, settable(OUT_FOLDER), "Cache the target's features in this folder.")
     device: str = option("auto", TEXT, "auto, cpu or cuda.")
-    dtype: str = option("auto", TEXT, "Of the target, as in `mmspec generate`.")
+    dtype: str = option("auto", TEXT, "Dtype of the target, as in `mmspec generate`.")
     epochs: float | None = option(None, settable(POSITIVE), "Or in passes over all data.", default_text="1")
     text_share: float = option(0.3, SHARE, "Share of stage 1 in the run.")
     batch: int = option(16, whole(1), "Over all processes.")
@@ -91,7 +91,7 @@ class RunOptions(Schedule):
     precision: str = option(
         "auto",
         choice("auto", "float32", "bfloat16"),
-        "Of the drafter's forward passes; auto: bfloat16 on GPUs that support it, else float32.",
+        "Dtype of the drafter's forward passes; auto: bfloat16 on GPUs that support it, else float32.",
     )
     threads: int = option(1, whole(1), "CPU threads.")
     prompts: int = option(8, whole(0), "Decoded per evaluation.")
@@ -101,9 +101,9 @@ class RunOptions(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeOptions(RunOptions):
-    """The same with what is saved with a drafter: its draft vocabulary and the limits of its trees."""
+    """``RunOptions`` with the draft vocabulary and tree limits to save with a drafter."""
 
-    draft_vocabulary: int | None = option(None, settable(whole(1)), "Draft so many of the most frequent tokens only.")
+    draft_vocabulary: int | None = option(None, settable(whole(1)), "Draft only this number of most frequent tokens.")
     top_k: int = inherited(TreeShape, "top_k", "Saved: nodes per tree level.", default=10)
     depth: int = inherited(TreeShape, "depth", "Saved: tree depth.", default=6)
     total_tokens: int = inherited(TreeShape, "total_tokens", "Saved: maximum tree nodes.", default=59)
@@ -114,10 +114,10 @@ class Passes(Checked):
     """Settings of an objective over several passes.
 
     Attributes:
-        loss: of tokens, as for ``token_loss``.
+        loss: token loss, see ``token_loss``.
     """
 
-    passes: int = option(3, whole(1), "Forward passes over a batch, each fed with the predictions before.")
+    passes: int = option(3, whole(1), "Forward passes over a batch, each fed with the previous predictions.")
     decay: float = option(0.8, POSITIVE, "Weight of a pass to the one before.")
     loss: Literal["kl", "lk", "tv"] = option(
         "kl",
@@ -130,7 +130,7 @@ class Passes(Checked):
 @dataclass(frozen=True, kw_only=True)
 @with_fields_of(LayerShape)
 class NetworkOptions(TreeOptions):
-    """Options of drafters that read the target's hidden states; settings of the network that are None are its own."""
+    """Options of drafters that read the target's hidden states; None keeps the network's default."""
 
     start: Path | None = option(
         None,
@@ -141,11 +141,11 @@ class NetworkOptions(TreeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions(Passes, NetworkOptions):
-    """The same of drafters that are trained over several passes."""
+    """Options of drafters that are trained over several passes."""
 
 
 @dataclass(frozen=True)
 class NextTokenLoss(Checked):
-    """Settings of an objective of next tokens."""
+    """Settings of a next-token objective."""
 
     loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")

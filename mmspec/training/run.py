@@ -1,4 +1,4 @@
-"""The run of a drafter's training command: loads target and conversations, and trains on the target's features."""
+"""Runs a training command: loads target and conversations, and trains a drafter on the target's features."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ ExtractFeatures = Callable[[Sequence[Conversation]], Features]
 _log = logging.getLogger("mmspec.load")
 
 MAX_HELD_OUT = 64
-"""Held-out conversations that the loss is evaluated on, at most."""
+"""Maximum number of held-out conversations for the loss."""
 
 RATES = {"muon": 3e-3, "adamw": 5e-5}
-"""Default learning rates; AdamW's is that of arXiv 2505.14260."""
+"""Default learning rates; AdamW's is from arXiv 2505.14260."""
 
 
 RESUMABLE_WITH_OTHER = {"out", "threads", "cache", "recorded", "device", "tensorboard"}
@@ -58,7 +58,7 @@ RESUMABLE_WITH_OTHER |= {"checkpoint_minutes", "report_minutes"}
 """Options whose values may change when a run is resumed."""
 
 _FITTED = 1024
-"""Conversations that a network is fitted to before it is trained, at most."""
+"""Maximum number of conversations for fitting the initial weights."""
 
 _KINDS = {TEXT: "text", MIXED: "data"}
 
@@ -67,7 +67,7 @@ def train_drafter(options: Options, make_setup: Callable[[Options, Pipeline, Ten
     """Train a drafter, or resume the run in ``options.out``.
 
     Args:
-        make_setup: makes network, objective and drafter from the options, the target and the draft vocabulary.
+        make_setup: creates network, objective and drafter from options, target and draft vocabulary.
     """
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -92,7 +92,7 @@ def train_drafter(options: Options, make_setup: Callable[[Options, Pipeline, Ten
         setup.fit(extract(some[start : start + 8]) for start in range(0, len(some), 8))
     bfloat16 = _uses_bfloat16(options.precision, pipe.target)
     task = DrafterTask(pipe, setup, training, held_out, extract, options, bfloat16)
-    # Examples are sampled by index: a file with more conversations is another data set.
+    # Examples are sampled by index: a file with more conversations is another dataset.
     counts = {kind: len(found) for kind, found in training.items()} | {"held-out": len(held_out)}
     settings = _settings(options) | {"conversations": counts}
     done = train_with_progress(Trainer(options.out, plan, task, accelerator, settings), console)
@@ -119,7 +119,7 @@ def _accelerator(options: RunOptions) -> Accelerator:
 
 
 def _plan(options: RunOptions, examples: int) -> TrainingPlan:
-    """The plan; epochs become steps."""
+    """The training plan; epochs are converted to steps."""
     lengths = options.part(("steps", "minutes", "epochs"))
     if len(lengths) > 1:
         raise UserError(f"give one of steps, minutes and epochs: received {lengths}")
@@ -142,7 +142,7 @@ def _settings(options: RunOptions) -> dict[str, Any]:
 
 
 def _load_conversations(options: RunOptions, console: Console) -> tuple[dict[str, list], list[Conversation]]:
-    """Read the conversations; returns those to train on, by kind, and the held-out ones."""
+    """Read the conversations; returns training conversations by kind, and held-out conversations."""
     if not options.text and not options.data:
         raise UserError("expected conversations in --text or --data, received neither")
     found = {kind: _read(getattr(options, name), options.images, console) for kind, name in _KINDS.items()}
@@ -179,7 +179,7 @@ def _feature_source(
     conversations: list[Conversation],
     console: Console,
 ) -> ExtractFeatures:
-    """An extractor, or with --cache a feature cache that all processes have filled together."""
+    """An extractor, or with --cache a feature cache filled by all processes."""
     if options.recorded:
         if extractor.layers:
             raise UserError("--recorded holds the last hidden states: expected a drafter that reads no other layers")
@@ -206,7 +206,7 @@ def _uses_bfloat16(precision: str, target: Any) -> bool:
 
 
 def draft_vocabulary(count: int | None, pipe: Pipeline, conversations: Iterable[Conversation]) -> Tensor | None:
-    """The token ids of a draft vocabulary of ``count`` tokens, (n,) int64; None for the whole vocabulary."""
+    """Token ids of a draft vocabulary of ``count`` tokens, (n,) int64; None for the full vocabulary."""
     target, tokenizer = pipe.target, pipe.processor.tokenizer
     if count is None or count >= target.config.vocab_size:
         return None
@@ -222,23 +222,23 @@ def draft_vocabulary(count: int | None, pipe: Pipeline, conversations: Iterable[
 
 
 def frequent_tokens(answers: Iterable[Sequence[int]], count: int, always: Sequence[int], vocab: int) -> Tensor:
-    """A draft vocabulary of ``count`` tokens, sorted, int64: ``always``, the most frequent tokens of answers, and,
-    where these have fewer, the first of the vocabulary, which a tokenizer learnt first."""
+    """A sorted draft vocabulary of ``count`` tokens, int64: ``always``, the most frequent tokens of answers, and, to
+    fill up, the lowest token ids, which the tokenizer merged first."""
     seen = Counter(token for answer in answers for token in answer)
     ranked = dict.fromkeys([*always, *(token for token, _ in seen.most_common()), *range(vocab)])
     return torch.tensor(sorted(list(ranked)[:count]), dtype=torch.long)
 
 
 class DrafterTask:
-    """Trains a drafter's network to predict what its target generates. Implements ``TrainingTask``.
+    """Trains a drafter's network to predict its target's output. Implements ``TrainingTask``.
 
     Args:
-        pipe: holds the frozen target.
+        pipe: pipeline of the frozen target.
         training: conversations by kind: ``trainer.TEXT`` without and ``trainer.MIXED`` with images or videos.
         extract: returns the target's features of conversations.
-        options: of the run. Evaluations have the same batch size. "muon" trains matrices by Muon and the rest by AdamW
-            at half the rate; "adamw" is the setting of arXiv 2505.14260. After the share of the run on text only (stage
-            1), that of ``MIXED`` examples rises linearly to 1 (section 3.3).
+        options: options of the run. Evaluations use the same batch size. "muon" trains matrices by Muon and the rest by
+            AdamW at half the rate; "adamw" is the setting of arXiv 2505.14260. After stage 1, on text only, the share
+            of ``MIXED`` examples rises linearly to 1 (section 3.3).
         bfloat16: compute losses under autocast; weights stay in float32.
     """
 
@@ -266,7 +266,7 @@ class DrafterTask:
         self._held_out = sorted(_spread(held_out, MAX_HELD_OUT), key=lambda one: one.size)
 
     def batch(self, examples: list[ExampleIndex]) -> Features:
-        """The features of these examples, padded to the longest."""
+        """Features of these examples, padded to the longest."""
         return self._extract([self.training[kind][index] for kind, index in examples])
 
     def weight(self, batch: Features) -> int:
@@ -300,7 +300,7 @@ class DrafterTask:
         weights: dict[str, int] = defaultdict(int)
         for start in range(0, len(self._held_out), self._options.batch):
             batch = self._extract(self._held_out[start : start + self._options.batch])
-            # The same noise in every evaluation, so that they are comparable.
+            # Same noise in every evaluation, for comparable losses.
             output = self.loss(self.network, batch, torch.Generator(batch.hidden.device).manual_seed(0))
             for name, value in {"loss": float(output.total), **output.metrics}.items():
                 sums[name] += value * self.weight(batch)
@@ -308,7 +308,7 @@ class DrafterTask:
         return {name: sums[name] / weights[name] for name in sums if weights[name]}
 
     def _acceptance(self) -> dict[str, float]:
-        """Mean acceptance length over all prompts, greedy, with trees of the drafter's own size."""
+        """Mean acceptance length over all prompts with greedy decoding and the drafter's tree size."""
         drafter = self._drafter()
         pipe = Pipeline(self.pipe.target, self.pipe.processor, drafter)
         emitted = steps = 0
@@ -317,7 +317,7 @@ class DrafterTask:
                 limits = {"max_new_tokens": self._options.max_new_tokens, "nodes": drafter.tree_size}
                 stats = pipe.generate(prompt, temperature=0.0, **limits).stats
             except UserError:
-                continue  # a prompt that fills the target's context
+                continue  # the prompt fills the target's context
             emitted += sum(stats.accept_lengths)
             steps += stats.num_spec_steps
         return {"mean_acceptance_length": emitted / steps} if steps else {}

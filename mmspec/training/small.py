@@ -1,7 +1,7 @@
-"""``mmspec train small``: loss, and what sets up a draft model to train (FastDraft, arXiv 2411.11055).
+"""``mmspec train small``: loss and setup of a draft model (FastDraft, arXiv 2411.11055).
 
-FastDraft trains on raw text first, then on answers of the target. Here, the draft model may start with weights of the
-target instead, and learns its whole distributions over answers.
+FastDraft trains on raw text first, then on answers of the target. Here, the draft model can instead be initialised from
+the target's weights, and learns the target's full distributions over answers.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class SmallOptions(NextTokenLoss, RunOptions):
     hidden: int | None = option(
         None,
         settable(whole(2, 2**16)),
-        "Its width; embeddings start as the target's if it is the same.",
+        "Hidden size; if it equals the target's, embeddings start as the target's.",
         default_text="the target's",
     )
-    from_target: bool = option(False, FLAG, "Start as the target's first layers, embeddings and output layer.")
+    from_target: bool = option(False, FLAG, "Initialise from the target's first layers, embeddings and output layer.")
 
 
 class DraftModel(Small):
-    """A draft model in training, which is saved as a checkpoint of transformers with the target's tokenizer.
+    """A draft model in training, saved as a transformers checkpoint with the target's tokenizer.
 
     Attributes:
         tree_size: draft tokens per step of evaluations.
@@ -77,8 +77,8 @@ class DraftModel(Small):
 
 
 def distillation_loss(kind: TokenLoss, network: Any, target: Target, batch: Features, *_: Any) -> LossOutput:
-    """Loss of a language model against the target's next-token distributions; images and videos are left out, as
-    ``Small`` drops them. Arguments after ``kind``: see ``mmspec.training.tasks.Objective``; nothing is drawn."""
+    """Loss of a language model against the target's next-token distributions, without images and videos, like
+    ``Small``. Arguments after ``kind``: see ``mmspec.training.tasks.Objective``; deterministic."""
 
     def states() -> Tensor:
         read = (batch.keep & ~batch.visual).long()
@@ -89,7 +89,7 @@ def distillation_loss(kind: TokenLoss, network: Any, target: Target, batch: Feat
 
 
 def setup(options: SmallOptions, pipe: Pipeline, draft_ids: None) -> DrafterSetup:
-    """What ``train_drafter`` trains with these options."""
+    """Set up network, objective and drafter for ``train_drafter``."""
     with torch.no_grad():
         model = (_first_layers if options.from_target else _new_model)(pipe, options.layers, options.hidden)
     network = model.to(pipe.target.device, torch.float32)
@@ -118,7 +118,7 @@ def _new_model(pipe: Pipeline, layers: int, hidden: int | None) -> Any:
     if width == theirs.hidden_size:
         tokens = torch.arange(theirs.vocab_size, device=target.device)
         model.get_input_embeddings().weight.copy_(plain_embedding(target, tokens))
-        # Last: where both are one tensor, scaled embeddings (Gemma) would make too large logits.
+        # Last: if both are tied, scaled embeddings (Gemma) would make the logits too large.
         model.get_output_embeddings().weight.copy_(head_weight(target, None)[: theirs.vocab_size])
     return model
 
@@ -127,14 +127,14 @@ def _first_layers(pipe: Pipeline, layers: int, hidden: int | None) -> Any:
     """The target's first layers, embedding, last norm and output layer.
 
     Raises:
-        UserError: the target has another width, fewer layers, or a text model that transformers has not alone.
+        UserError: the target has another width, fewer layers, or a text part without its own class in transformers.
     """
     target, shape = pipe.target, pipe.target.config.to_dict()
     known = {"hidden": target.config.hidden_size, "layers": target.config.num_hidden_layers}
     if hidden not in (None, known["hidden"]) or layers > known["layers"]:
         received = {"hidden": hidden or known["hidden"], "layers": layers}
         raise UserError(f"--from-target takes the target's width and at most its layers, {known}: received {received}")
-    tied = target.model.config.tie_word_embeddings  # that of a part says nothing
+    tied = target.model.config.tie_word_embeddings  # unreliable in sub-configurations
     shape |= {"num_hidden_layers": layers, "tie_word_embeddings": tied}
     if shape.get("layer_types"):
         shape["layer_types"] = shape["layer_types"][:layers]
@@ -151,5 +151,5 @@ TRAINING = DrafterTraining(
     setup,
     """Train a small language model of the target's vocabulary, which drafts as small:OUT/drafter (FastDraft).
 
-    It is a checkpoint of transformers. Images and videos are left out.""",
+    The result is a transformers checkpoint. Images and videos are left out.""",
 )

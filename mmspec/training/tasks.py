@@ -1,4 +1,4 @@
-"""What the training of a kind of drafter declares; optimisers; initial weights from the target or another drafter."""
+"""Declarations for training a kind of drafter, optimisers, and initial weights from a target or drafter."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from mmspec.training.options import RunOptions
 
 _DECAY = 0.01  # weight decay
 _ONLINE_RATE = 1e-3
-_ONLINE_BATCH = 4  # answers of a step
+_ONLINE_BATCH = 4  # answers per step
 
 
 class Objective(Protocol):
-    """Loss of a drafter's network on the answers of conversations."""
+    """Protocol of losses of a drafter's network on answers."""
 
     def __call__(
         self,
@@ -45,26 +45,26 @@ class Objective(Protocol):
         """The losses on the answers of ``batch``.
 
         Args:
-            target: for its frozen embedding and output layer.
+            target: provides the frozen embedding and output layer.
             batch: features of conversations, with the layers that the network reads.
-            draft_ids: (n,) int64, a reduced draft vocabulary, to which distributions are restricted.
-            generator: of what is drawn.
-            progress: of the training, from 0 to 1.
+            draft_ids: (n,) int64, reduced draft vocabulary that distributions are restricted to.
+            generator: random generator for sampling.
+            progress: training progress, from 0 to 1.
         """
 
 
 @dataclass(frozen=True)
 class DrafterSetup:
-    """What is specific to a kind of drafter in its training.
+    """Drafter-specific parts of training.
 
     Attributes:
-        network: to train, in float32 on the target's device.
+        network: network to train, in float32 on the target's device.
         objective: called with network, target, features, draft ids, generator and the run's progress.
-        drafter: called with a network, draft ids and ``tree``; returns the drafter.
+        drafter: creates a drafter from a network, draft ids and ``tree``.
         draft_ids: token ids of a reduced draft vocabulary, (n,) int64; None drafts all tokens.
         tree: settings of the drafter's trees.
-        fit: called with the features of some training conversations before a run begins; initialises the network.
-        layers: further hidden states of the target that the objective reads.
+        fit: initialises the network from features of some training conversations, before a run starts.
+        layers: additional target hidden states that the objective reads.
     """
 
     network: nn.Module
@@ -77,11 +77,11 @@ class DrafterSetup:
 
 
 class DrafterTraining(NamedTuple):
-    """A plug-in of the group ``train``: a command that trains drafters of one kind.
+    """Plug-in of the group ``train``: a command that trains one kind of drafter.
 
     Attributes:
-        setup: makes network, objective and drafter from the options, the target and the draft vocabulary.
-        text: what it trains, for its help.
+        setup: creates network, objective and drafter from options, target and draft vocabulary.
+        text: help text of the command.
     """
 
     options: type[RunOptions]
@@ -103,7 +103,7 @@ class Optimisers:
         others: list[nn.Parameter] = []
         for name, parameter in network.named_parameters():
             if parameter.requires_grad:
-                # An embedding's rows are updated one by one: not a matrix in Muon's sense.
+                # Not for Muon: each row of an embedding is updated on its own.
                 is_matrix = kind == "muon" and parameter.ndim == 2 and "embed" not in name
                 (matrices if is_matrix else others).append(parameter)
         self.parameters = matrices + others
@@ -135,13 +135,13 @@ class Optimisers:
 
 
 class OnlineLearner:
-    """Trains a float32 copy of a drafter's network from sequences that were recorded while they were decoded, without
-    passes of the target; see ``mmspec.adaptation.adaptation.Learner``.
+    """Trains a float32 copy of a drafter's network on features recorded during decoding, without target forward passes;
+    see ``mmspec.adaptation.adaptation.Learner``.
 
     Args:
         objective: loss of a batch of features.
-        drafter: not attached yet.
-        target: for its frozen embedding and output layer.
+        drafter: unattached drafter.
+        target: provides the frozen embedding and output layer.
     """
 
     def __init__(self, objective: Objective, drafter: TrainedDrafter, target: Target) -> None:
@@ -155,21 +155,21 @@ class OnlineLearner:
         """Continue from these weights, with new optimisers."""
         self._network = copy.deepcopy(network).to(self._target.device, torch.float32).requires_grad_().train()
         self._optimisers = Optimisers(self._network, "muon", _ONLINE_RATE)
-        self._added = 0  # answers of this batch
+        self._added = 0  # answers in this batch
 
     def weights(self) -> nn.Module:
         return copy.deepcopy(self._network).requires_grad_(False).eval()
 
     def learn(self, answer: RecordedAnswer) -> None:
-        """Add an answer to a batch; the last one of a batch takes a step."""
+        """Accumulate gradients of an answer, and take an optimiser step after the last answer of a batch."""
         target: Any = self._target
         batch, parameters = collate([self._row(answer)], target), self._optimisers.parameters
         half = batch.hidden.dtype != torch.float32
         with torch.enable_grad(), torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=half):
             loss = self._objective(self._network, target, batch, self._draft_ids, self._generator, 1.0).total
-            if not loss.requires_grad:  # answers of a token or two
+            if not loss.requires_grad:  # answers of one or two tokens
                 return
-            # Of these alone: the target's weights may require gradients.
+            # Only for these parameters: the target's weights may require gradients.
             gradients = torch.autograd.grad(loss / _ONLINE_BATCH, parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
@@ -182,7 +182,7 @@ class OnlineLearner:
     def _row(self, answer: RecordedAnswer) -> ConversationFeatures:
         device = self._target.device
         generated = torch.arange(len(answer.tokens)) >= answer.prompt
-        # Clones made outside of inference mode can be used in autograd.
+        # Clones made outside inference mode can be used in autograd.
         features = {name: x.clone() for name, x in answer.features.items()}
         layers = torch.cat([features[name] for name in self._layers], dim=-1) if self._layers else None
         visual = answer.visual.to(device)
@@ -201,7 +201,7 @@ def head_weight(target: Target, draft_ids: Tensor | None) -> Tensor:
 
 
 def decoder_weights(target: Any, layers: Sequence[int]) -> dict[str, Tensor]:
-    """Weights of a target's decoder under their published names, with these of its layers only, numbered from 0."""
+    """Weights of a target's decoder by published name, with only the given layers, renumbered from 0."""
     decoder = target.model.get_decoder()
     found: dict[str, Tensor] = {}
 
@@ -223,14 +223,14 @@ def decoder_weights(target: Any, layers: Sequence[int]) -> dict[str, Tensor]:
 
 
 def output_rows(target: Target) -> int:
-    """Tokens that the target's output layer has."""
+    """Number of tokens of the target's output layer."""
     return target.head(target.embed(torch.zeros(1, dtype=torch.long, device=target.device))).shape[-1]
 
 
 def mask_token(pipe: Pipeline) -> int:
-    """A token for masks: one that answers do not contain, if the tokenizer has it, else the last that ends no answer.
+    """A mask token: an unused special token of the tokenizer, else the last token that does not end an answer.
 
-    Its embedding is not zero, which attention could not turn.
+    Its embedding is not zero.
     """
     tokenizer, vocab = pipe.processor.tokenizer, pipe.target.config.vocab_size
     named = (getattr(tokenizer, f"{name}_token_id", None) for name in ("mask", "pad", "unk"))
@@ -242,7 +242,7 @@ def mask_token(pipe: Pipeline) -> int:
 
 
 def load_shared_weights(start: HiddenStateDrafter, network: nn.Module, folder: Path | None) -> None:
-    """Load the weights of another drafter that the network has too; all others keep their random initialisation."""
+    """Load the weights shared with another drafter; other weights keep their random initialisation."""
     wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     shared = {name: tensor for name, tensor in start.network.state_dict().items() if name in wanted}
     for name, tensor in shared.items():

@@ -1,7 +1,7 @@
-"""The trainer of drafters: one device or several, limited by steps or minutes, resumable.
+"""Drafter trainer: single- or multi-device, limited by steps or minutes, resumable.
 
-It is independent of what it trains: a ``TrainingTask`` provides network, optimisers, examples and loss. On the console,
-it has a progress bar and stops cleanly on SIGINT or SIGTERM.
+A ``TrainingTask`` provides network, optimisers, examples and loss. On the console, the trainer shows a progress bar and
+stops cleanly on SIGINT or SIGTERM.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ class TrainingTask(Protocol):
 
     @property
     def network(self) -> nn.Module:
-        """In float32, on the device."""
+        """The network to train, in float32 on its device."""
 
     @property
     def optimisers(self) -> Optimisers:
-        """Of the parameters to train."""
+        """Optimisers of the parameters to train."""
 
     @property
     def sampler(self) -> CurriculumSampler:
-        """Of the training examples."""
+        """Sampler of the training examples."""
 
     def batch(self, examples: list[Any]) -> Any:
         """Examples as a batch of tensors."""
 
     def weight(self, batch: Any) -> int:
-        """The number of positions that a batch's loss is a mean over."""
+        """Number of positions that the loss of a batch is averaged over."""
 
     def loss(self, network: nn.Module, batch: Any, generator: torch.Generator, progress: float) -> LossOutput:
         """The loss of a batch at a progress from 0 to 1."""
@@ -77,11 +77,11 @@ class Trainer:
     """A training run in a folder. The constructor resumes from the folder's checkpoint if there is one.
 
     Args:
-        folder: of the run: ``checkpoint.pt``, ``settings.json``, ``log.jsonl``, ``curve.svg`` and ``drafter``.
-        settings: of the run, as JSON values by name; resuming with other settings is an error.
+        folder: run folder: ``checkpoint.pt``, ``settings.json``, ``log.jsonl``, ``curve.svg`` and ``drafter``.
+        settings: settings of the run, as JSON values by name; resuming with other settings is an error.
 
     Attributes:
-        notify: called with each row of the log, to which the run's ``progress`` is added.
+        notify: called with each log row plus the run's ``progress``.
 
     Raises:
         UserError: the folder holds a run of another version or with other settings, or ``accelerator`` shards the
@@ -148,7 +148,7 @@ class Trainer:
         self.save()
 
     def report(self) -> None:
-        """Evaluates on held-out examples, saves the drafter and draws the curve, in the main process."""
+        """In the main process, evaluate on held-out examples, save the drafter and plot the curve."""
         if not self.accelerator.is_main_process:
             return
         self._log({"event": "held-out", **self.task.evaluate()})
@@ -168,10 +168,10 @@ class Trainer:
             "settings": self.settings,
         }
         with files.atomic(self.folder / CHECKPOINT) as part, part.open("wb") as file:
-            torch.save(state, file)  # a path's errors would not tell that the disk is full
+            torch.save(state, file)  # with a path, errors would hide a full disk
 
     def _train_step(self) -> dict[str, Any]:
-        """Take one optimiser step; returns its row of the log, without loss and metrics."""
+        """Take one optimiser step; returns its log row without loss and metrics."""
         examples = self.task.sampler.next(self.progress)
         batch = self.task.batch(examples[self.accelerator.process_index :: self.accelerator.num_processes])
         loss, metrics = self.loss(batch, self._generator(), self.progress)
@@ -183,7 +183,7 @@ class Trainer:
         return {"event": "train", **self.task.sampler.info, "rate": factor * self.task.optimisers.rate}
 
     def _loss_weight(self, batch: Any) -> float | Tensor:
-        """Factor on this process's mean loss such that the mean over processes is that of the joint batch."""
+        """Weight of this process's mean loss, so that the mean over processes equals the joint batch's loss."""
         if self.accelerator.num_processes == 1:
             return 1.0
         own = torch.tensor([float(self.task.weight(batch))], dtype=torch.float32, device=self.accelerator.device)
@@ -193,12 +193,12 @@ class Trainer:
     def _generator(self) -> torch.Generator:
         """A random generator seeded by plan, step and process."""
         index = self.step * self.accelerator.num_processes + self.accelerator.process_index
-        # Of a CPU generator's seed only the low 32 bits count.
+        # A CPU generator only uses the low 32 bits of its seed.
         seed = zlib.crc32(f"{self.plan.seed} {index}".encode())
         return torch.Generator(self.accelerator.device).manual_seed(seed)
 
     def _should_stop(self, stop: Callable[[], bool]) -> bool:
-        """Update the clock to the main process's; returns whether ``stop()`` is true in any process."""
+        """Synchronise the clock with the main process; returns whether ``stop()`` is true in any process."""
         self.seconds = time.monotonic() - self._start
         if self.accelerator.num_processes == 1:
             return stop()
@@ -259,7 +259,7 @@ class _LossModule(nn.Module):
 
     def forward(self, batch: Any, generator: torch.Generator, progress: float) -> tuple[Tensor, dict[str, float]]:
         output = self._loss(self.network, batch, generator, progress)
-        # DistributedDataParallel needs a gradient of every parameter, even if the batch does not use it.
+        # DistributedDataParallel needs gradients of all parameters, even unused ones.
         unused = 0.0 * sum(parameter.sum() for parameter in self.network.parameters() if parameter.requires_grad)
         return output.total + unused, output.metrics
 
@@ -273,16 +273,15 @@ POOL = 8
 
 
 class CurriculumSampler:
-    """Samples batches of examples; each kind is traversed whole, reshuffled at every epoch.
+    """Samples batches of examples; each kind is reshuffled every epoch.
 
     Args:
         lengths: length of each example by kind, in any unit.
-        seed: of the shuffling.
-        mixed_share: maps the run's progress (0 to 1) to the probability that an example is ``MIXED``. Only used where
-            there are examples of both kinds.
+        seed: seed for shuffling.
+        mixed_share: maps progress (0 to 1) to the probability of a ``MIXED`` example, if there are both kinds.
 
     Attributes:
-        info: stage and share of the current pool's last request, for the training log.
+        info: stage and share at the last call of ``next``, for the training log.
 
     Raises:
         UserError: there are no examples.
@@ -315,7 +314,7 @@ class CurriculumSampler:
         return self._waiting.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` needs to continue the sequence of batches."""
+        """State from which ``load_state_dict`` continues the sequence of batches."""
         return {"drawn": dict(self._drawn), "pools": self._pools, "waiting": [list(batch) for batch in self._waiting]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -364,7 +363,7 @@ class RunningMeans:
         self._rows.append((loss.detach(), metrics))
 
     def pop(self) -> dict[str, float]:
-        """The means, that of the loss as "loss", and resets them."""
+        """Return the means, with the loss as "loss", and reset them."""
         means = {"loss": torch.stack([loss for loss, _ in self._rows]).mean().item()}
         for name in dict.fromkeys(name for _, metrics in self._rows for name in metrics):
             values = [metrics[name] for _, metrics in self._rows if name in metrics]

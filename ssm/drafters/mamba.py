@@ -1,7 +1,7 @@
-"""Mamba-2 drafter: a small language model of the target's vocabulary with constant-size state.
+"""Mamba-2 drafter: a small language model with the target's vocabulary and constant-size state.
 
 A step advances the state by the emitted tokens, then grows a tree (``grow_tree``) in which every beam node has its own
-state, computed from its parent's.
+state, computed from its parent's state.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class MambaConfig(Checked):
 CHUNK = 64
 """Chunk length of the scan, in tokens."""
 
-_MAX_TABLE = 2**23  # elements of the first layer's look-up table
+_MAX_TABLE = 2**23  # maximum elements of the first layer's lookup table
 
 State = tuple[tuple[Tensor, Tensor], ...]
 """Per layer: the convolution's latest inputs, (rows, window - 1, channels); S, (rows, state, heads, head_dim), always
@@ -182,8 +182,8 @@ class MambaNetwork(nn.Module):
     Each layer, with u its normalised input: ``z, x, B, C, dt = in_proj(u)``; x, B and C pass a short causal
     convolution; in each head, ``S_t = exp(dt_t A) S_{t-1} + B_t (x) dt_t x_t`` and ``y_t = C_t S_t + D x_t``;
     ``out_proj(norm(y * silu(z)))`` is added to the residual stream. Differences from the paper: all heads share B and
-    C; a bias of ``in_proj`` replaces those of dt and the convolution; and layer norms replace RMS norms, one kernel
-    instead of four.
+    C; a bias of ``in_proj`` replaces the biases of dt and the convolution; and layer norms replace RMS norms (one
+    kernel instead of four).
 
     Sequences are processed in chunks, each computed as attention with decays (section 6 of the paper); drafting
     advances one token per node.
@@ -262,12 +262,12 @@ class MambaNetwork(nn.Module):
         return both[..., : self.config.hidden_size], both[..., self.config.hidden_size :]
 
     def head_rows(self, ids: Tensor | None) -> Tensor:
-        """Head weight of some tokens, (n,) int64, or of all: (n, hidden)."""
+        """Head weight, (n, hidden), of some tokens, (n,) int64, or of all tokens if None."""
         return self.embed.weight if ids is None else self.embed.weight[ids]
 
 
 def _tails(seen: Tensor, keep: Tensor | None, count: int) -> Tensor:
-    """Last ``count`` entries of each row without padding; ``seen`` starts with the ``count`` previous ones."""
+    """Last ``count`` entries of each row without padding; ``seen`` starts with the ``count`` previous entries."""
     if keep is None:
         return seen[:, seen.shape[1] - count :]
     at = keep.sum(1)[:, None] + torch.arange(count, device=seen.device)
@@ -275,11 +275,11 @@ def _tails(seen: Tensor, keep: Tensor | None, count: int) -> Tensor:
 
 
 class Mamba(TrainedDrafter):
-    """Mamba-2 drafter for targets of the same vocabulary. Image placeholders are treated as tokens.
+    """Mamba-2 drafter for targets with the same vocabulary. Image placeholders are treated as tokens.
 
     Args:
-        network: the trained network, moved to the target's device; in the target's dtype on a GPU, where weight reads
-            dominate, else float32.
+        network: trained network, moved to the target's device; in the target's dtype on a GPU, which is bound by weight
+            reads, else float32.
         draft_ids, **settings: see ``TrainedDrafter``.
     """
 
@@ -295,7 +295,7 @@ class Mamba(TrainedDrafter):
 
     def reset(self, static_shapes: bool = False) -> None:
         super().reset(static_shapes)
-        self._output = RowTensor(static_shapes)  # (rows, hidden), at each row's last token
+        self._output = RowTensor(static_shapes)  # (rows, hidden), output at each row's last token
         self._state = [(RowTensor(static_shapes), RowTensor(static_shapes)) for _ in range(self.network.config.layers)]
         self._buffers: list[list[Tensor]] = []  # states of even and odd tree levels
 
@@ -391,7 +391,7 @@ class Mamba(TrainedDrafter):
 
 
 def _select(states: Tensor, rows: Tensor, buffer: Tensor | None) -> Tensor:
-    """Copy some rows, to ``buffer`` if given."""
+    """Copy some rows, into ``buffer`` if given."""
     if buffer is None:
         return states.index_select(0, rows)
     return torch.index_select(states, 0, rows, out=buffer[: len(rows)])

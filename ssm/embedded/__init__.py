@@ -1,4 +1,4 @@
-"""Models that travel with the package, as folders that transformers loads."""
+"""Models shipped with the package, as folders that transformers can load."""
 
 from __future__ import annotations
 

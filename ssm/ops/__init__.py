@@ -1,5 +1,5 @@
-"""Recurrent layers on a tree: scans of Mamba-1 and Mamba-2, gated delta rules of Gated DeltaNet and KDA, gated linear
-recurrence of RG-LRU, causal convolution, commits."""
+"""Tree operations of recurrent layers: scans of Mamba-1 and Mamba-2, gated delta rules of Gated DeltaNet and KDA, gated
+linear recurrence of RG-LRU, causal convolution, commits."""
 
 from mmspec.ssm.ops.conv import commit_conv, conv_window, tree_conv
 from mmspec.ssm.ops.delta import commit_delta, commit_kda, tree_delta, tree_kda

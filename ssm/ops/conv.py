@@ -21,7 +21,7 @@ def conv_window(parents: Tensor, width: int) -> Tensor:
     """
     batch, nodes = parents.shape
     before = width - 1
-    # Predecessor of each entry: the previous one in the state; of the root, the last one.
+    # Predecessor of each entry: the previous state entry; for the root, the last state entry.
     kept = torch.arange(-1, before - 1, device=parents.device).expand(batch, -1)
     previous = torch.cat([kept, parents + before], dim=1)
     taps = [torch.arange(before, before + nodes, device=parents.device).expand(batch, -1)]

@@ -1,12 +1,12 @@
 """Gated delta rules of Gated DeltaNet and Kimi Delta Attention (KDA) over a tree, all nodes in parallel.
 
-A step of the recurrence corrects what the state holds for a key: it reads the decayed state, and writes a rank-1
-update. Node states are never materialised. The updates of all nodes solve one unit-triangular system per head, which
-reads the initial state once.
+A step of the recurrence corrects the state's value for a key: it reads the decayed state and writes a rank-1 update.
+Node states are never materialised. The updates of all nodes are the solution of one unit-triangular system per head,
+which reads the initial state once.
 
-Decays of KDA differ by key channel: products of keys include the decay between their nodes, so that they are not one
-matmul. They are computed generation by generation: every node with itself, with its parent, with its parent's parent,
-and so on. Decays are sums over the nodes in between: they neither cancel nor overflow, and float32 suffices.
+KDA's decays differ by key channel: products of keys include the decay between their nodes, so one matmul is not enough.
+They are computed generation by generation: every node with itself, its parent, its grandparent, and so on. Decays are
+sums over the nodes in between, which neither cancel nor overflow, so float32 suffices.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
     Returns:
         (batch, nodes, heads, value_dim) float32.
 
-    Source: Gated DeltaNet (arXiv 2412.06464), section 3, whose chunk is a chain; here its mask is the tree's.
+    Source: Gated DeltaNet (arXiv 2412.06464), section 3, with the mask of a tree instead of a chain.
     """
     _check(k, v, state, g=g, beta=beta)
     return kernels.run(v.device, _tree_delta, q, k, v, g, beta, state, ancestors)
@@ -115,7 +115,7 @@ def _scalars(x: Tensor) -> Tensor:
 
 
 def _read(rows: Tensor, state: Tensor) -> Tensor:
-    """(batch * heads, rows, key_dim) times the state; by sequence, as states of one layer are not contiguous."""
+    """(batch * heads, rows, key_dim) times the state; by sequence, as a layer's states are not contiguous."""
     return torch.cat([torch.bmm(x, s) for x, s in zip(rows.view(len(state), -1, *rows.shape[1:]), state, strict=True)])
 
 
@@ -127,8 +127,8 @@ def _decays(reach: Tensor, ancestors: Tensor) -> Tensor:
 
 
 def _solve(overlap: Tensor, beta: Tensor, right: Tensor) -> Tensor:
-    """The updates; only entries of ``overlap`` below the diagonal are read."""
-    # Transposed, as the library is column-major: several times faster than with its copies.
+    """Solve for the updates; only entries of ``overlap`` below the diagonal are read."""
+    # Transposed because the library is column-major: several times faster than with copies.
     return torch.linalg.solve_triangular((overlap * beta).mT, right.mT, upper=True, left=False, unitriangular=True).mT
 
 
@@ -165,7 +165,7 @@ def tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     Returns:
         (batch, nodes, heads, value_dim) float32.
 
-    Source: Kimi Linear (arXiv 2510.26692), section 3, whose chunk is a chain; here its mask is the tree's.
+    Source: Kimi Linear (arXiv 2510.26692), section 3, with the mask of a tree instead of a chain.
     """
     _check_channels(k, v, g, beta, state)
     return kernels.run(v.device, _tree_kda, q, k, v, g, beta, state, ancestors)
@@ -230,7 +230,7 @@ def _lineages(ancestors: Tensor) -> Tensor:
 
 
 def _overlaps(rows: tuple[Tensor, ...], k: Tensor, g: Tensor, lineages: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Decays from before the root, and products of each node's rows with the decayed keys of its ancestors.
+    """Decays from the initial state, and products of each node's rows with the decayed keys of its ancestors.
 
     Args:
         rows: (batch, nodes, heads, key_dim) float32 each.

@@ -1,7 +1,7 @@
 """Tree scan of Mamba-2 in closed form, all nodes in parallel.
 
 Node states are never materialised. The contributions of the initial state and of each ancestor decay by sums along the
-node's path, so a tree costs two matmuls, one of which reads the state once.
+node's path, so a tree takes two matmuls; one of them reads the state once.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ _LARGE = 2**18
 
 
 def base2(exponent: Tensor) -> Tensor:
-    """An exponent of e as one of 2."""
+    """Convert an exponent of base e to base 2."""
     return exponent * math.log2(math.e)
 
 
 def log2_decay(dt: Tensor, a: Tensor | float = 1.0) -> Tensor:
-    """``dt a`` in base 2, in float64, as differences of large path sums are used; on MPS, float32."""
+    """``dt a`` in base 2, in float64 because differences of large path sums are used; float32 on MPS."""
     return (dt * (a * math.log2(math.e))).to(torch.float32 if dt.device.type == "mps" else torch.float64)
 
 
 def exp2(exponent: Tensor) -> Tensor:
     """``exp2`` in float32 that flushes values below 2**-100 to zero.
 
-    CPUs are about a hundred times slower on denormals, in every later product too. So is torch's ``exp`` (MKL) on
-    denormals and infinities, unlike its ``exp2``.
+    CPUs are about a hundred times slower on denormals, also in every later product. torch's ``exp`` (MKL) is equally
+    slow on denormals and infinities, unlike ``exp2``.
     """
     return torch.nn.functional.threshold(exponent.float(), -100.0, -torch.inf).exp2_()
 
 
 def check_state(state: Tensor, *shape: int) -> None:
-    """Raise ``ValueError`` if recurrent states are not of a shape and float32."""
+    """Raise ``ValueError`` if recurrent states do not have this shape or are not float32."""
     if state.shape != shape or state.dtype != torch.float32:
         raise ValueError(f"state must be {shape} torch.float32: got {tuple(state.shape)} {state.dtype}")
 
@@ -139,7 +139,7 @@ def _scan_rows(
     ancestors: Tensor,
     y: Tensor,
 ) -> None:
-    """``tree_scan`` by two matmuls per head, into ``y``."""
+    """``tree_scan`` into ``y``, with two matmuls per head."""
     batch, nodes, heads, head_dim = x.shape
     groups, size = b.shape[2:]
     split = (batch, groups, heads // groups)
@@ -170,7 +170,7 @@ def _scan_rows(
 def _scan_root(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, y: Tensor
 ) -> None:
-    """``tree_scan`` of a root alone, into ``y``."""
+    """``tree_scan`` of a root-only tree, into ``y``."""
     batch, _, heads, head_dim = x.shape
     groups, size = b.shape[2:]
     split = (batch, groups, heads // groups)

@@ -1,8 +1,8 @@
 """Recurrences over a tree, level by level: the selective scan of Mamba-1, and RG-LRU.
 
-Decays differ by channel and state element, so that no matmul over nodes replaces the recurrence. Each level of the tree
-is computed from its parents. States at nodes are temporaries, those of a tile of channels at a time; of RG-LRU, with
-one state per channel, they are the outputs.
+Decays differ by channel and state element, so a matmul over nodes cannot replace the recurrence. Each level of the tree
+is computed from its parents. Node states are temporaries for one tile of channels at a time; in RG-LRU, with one state
+per channel, they are the outputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mmspec.ssm.ops.scan import base2, check_in_place, check_state, exp2
 
 @dataclass(frozen=True)
 class DepthIndex:
-    """Order in which the nodes of a tree are computed; the same for all layers.
+    """Order in which the nodes of a tree are computed; shared by all layers.
 
     Attributes:
         ancestors: (batch, nodes, nodes) bool, [i, j] is True if j is i or an ancestor of i.
@@ -38,14 +38,14 @@ class DepthIndex:
     def nodes(self) -> tuple[Tensor, ...]:
         """Per level, its nodes as indices into (batch * nodes)."""
         batch, nodes, _ = self.ancestors.shape
-        if kernels.static_shapes(self.ancestors.device):  # node by node, without reading the tree on the host
+        if kernels.static_shapes(self.ancestors.device):  # node by node, without a host sync
             return tuple(torch.arange(batch * nodes, device=self.ancestors.device).view(batch, nodes).unbind(1))
         depth = self.ancestors.sum(-1).flatten()
         return tuple((depth == level).nonzero()[:, 0] for level in range(1, int(depth.max()) + 1))
 
     @cached_property
     def slots(self) -> tuple[Tensor, ...]:
-        """Per level, the same nodes as indices into (batch * (1 + nodes)); the first slot of a row is its state."""
+        """Per level, its nodes as indices into (batch * (1 + nodes)); the first slot of a row is its state."""
         return self._slots_of(torch.arange(self.parents.shape[1], device=self.parents.device))
 
     @cached_property
@@ -89,7 +89,7 @@ def tree_selective(
     Returns:
         (batch, nodes, channels) float32.
 
-    Source: Mamba (arXiv 2312.00752), algorithm 2, whose sequence is a path of the tree.
+    Source: Mamba (arXiv 2312.00752), algorithm 2, along each path of the tree.
     """
     _check(x, dt, a, b, state)
     return kernels.run(x.device, _tree_selective, x, dt, a, b, c, d, state, levels)
@@ -157,14 +157,14 @@ def _check(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor) -> None:
 
 
 _TILE = 2**18, 2**24
-"""State elements of a tile at all nodes: on a CPU, in whose cache they stay, and elsewhere."""
+"""State elements of a tile at all nodes: on a CPU, limited by its cache, and elsewhere."""
 
 _NARROWEST = 512
-"""Channels of the smallest tile: in narrower ones, calls take longer than their work."""
+"""Channels of the smallest tile; narrower tiles are dominated by call overhead."""
 
 
 def tiles(x: Tensor, b: Tensor, per_channel: int) -> Iterator[tuple[int, slice]]:
-    """Groups, and slices of their channels, given the elements that a channel takes."""
+    """Yield groups and slices of their channels, given the number of elements per channel."""
     groups, channels = b.shape[2], x.shape[2] // b.shape[2]
     tile = max(_NARROWEST, _TILE[x.device.type != "cpu"] // per_channel)
     for group in range(groups):
@@ -184,14 +184,14 @@ def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
 
     Args:
         x: (batch, nodes, channels), after the input gate and its scaling.
-        a: (batch, nodes, channels), the decays, from 0 to 1.
+        a: (batch, nodes, channels), decays from 0 to 1.
         state: (batch, channels) float32, before the root; not modified.
         levels: from ``depth_index``.
 
     Returns:
         (batch, nodes, channels) float32.
 
-    Source: Griffin (arXiv 2402.19427), equation 4, whose sequence is a path of the tree.
+    Source: Griffin (arXiv 2402.19427), equation 4, along each path of the tree.
     """
     _check_lru(x, a, state)
     return kernels.run(x.device, _tree_lru, x, a, state, levels)

@@ -1,7 +1,6 @@
 """Triton kernels of ``mmspec.ssm.ops.conv``: one program per row and tile of channels (``tree_conv``: and of nodes)."""
 
-# Kernel arguments are pointers, scalars and constexprs, which have no Python types.
-# mypy: allow-untyped-defs
+# Kernel arguments are pointers, scalars and constexprs without Python types. mypy: allow-untyped-defs
 
 from __future__ import annotations
 
@@ -100,7 +99,7 @@ def _commit_conv_kernel(
     path += i_row * p_row
     length = tl.sum((tl.load(path + i_depth * p_depth, mask=i_depth < depth, other=-1) >= 0).to(tl.int32))
 
-    # Each new entry is an old one or the input of a path node.
+    # Each new entry is an old entry or the input of a path node.
     i_old = i_entry + length
     m_old = i_old < entries
     p_state = state + i_row * s_row + i_channel[:, None] * s_channel

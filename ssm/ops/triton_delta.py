@@ -1,12 +1,11 @@
 """Triton kernels of ``mmspec.ssm.ops.delta``: one program per row, head and tile of the head's value channels.
 
-Prefixes as in ``triton_scan``, whose loads and tile sizes these kernels share. The triangular system is solved level by
-level: all nodes with as many ancestors within their tile are computed by one matmul. The updates of earlier tiles are
-kept in global memory. The commit walks the path node by node, with its part of the state in registers.
+Prefixes, loads and tile sizes are those in ``triton_scan``. The triangular system is solved level by level: one matmul
+computes all nodes with the same number of ancestors within their tile. Updates of earlier tiles are in global memory.
+The commit walks the path node by node, with its part of the state in registers.
 
-KDA takes two kernels: the first walks from each node to the root, and computes products of keys and queries with
-decayed keys for all tiles of value channels at once. The second is Gated DeltaNet's with these products in place of its
-own.
+KDA uses two kernels: the first walks from each node to the root and computes products of keys and queries with decayed
+keys for all tiles of value channels. The second is Gated DeltaNet's kernel with these precomputed products.
 """
 
 # Kernel arguments are pointers, scalars and constexprs, which have no Python types.
@@ -36,7 +35,7 @@ _NODE_TILE = 16
 """Nodes per tile; larger tiles spill registers."""
 
 _WALKING = 4
-"""Nodes per program of KDA's first kernel: one for each warp."""
+"""Nodes per program of KDA's first kernel: one per warp."""
 
 
 def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
@@ -91,7 +90,7 @@ def _overlap(
 
 @triton.jit
 def _solve(b_weight, b_right, b_pair):
-    """The updates of a tile's nodes: of those with one ancestor within the tile, itself, then of those with two, ..."""
+    """Solve for the updates of a tile's nodes, in the order of their number of ancestors in the tile."""
     b_level = tl.sum(b_pair.to(tl.int32), axis=1)
     b_update = tl.where((b_level == 1)[:, None], b_right, 0.0)
     for level in range(2, tl.max(b_level) + 1):
@@ -167,7 +166,7 @@ def _tree_delta_kernel(
         tl.store(y + i_to[:, None] * y_node + i_dim[None, :] * y_dim, b_y, mask=m_y)
         if tile < TILES - 1:
             tl.store(updates + i_to[:, None] * y_node + i_dim[None, :] * y_dim, b_update, mask=m_y)
-            tl.debug_barrier()  # other threads read them
+            tl.debug_barrier()  # other threads read the updates
 
 
 @triton.jit
@@ -214,7 +213,7 @@ def tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     """See ``mmspec.ssm.ops.tree_kda``."""
     (batch, nodes, heads, value_dim), key_dim = v.shape, k.shape[3]
     y = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    rows = k.new_empty(2, *k.shape, dtype=torch.float32)  # keys and queries, decayed from before the root
+    rows = k.new_empty(2, *k.shape, dtype=torch.float32)  # keys and queries, decayed from the initial state
     overlap = torch.empty(2, batch, heads, nodes, nodes, dtype=torch.float32, device=v.device)
     ancestors = ancestors.view(torch.uint8)
     _overlap_kda_kernel[(triton.cdiv(nodes, _WALKING), heads, batch)](
@@ -278,7 +277,7 @@ def _overlap_kda_kernel(
     b_queries = tl.zeros((BLOCK_NODES, BLOCK_ALL), dtype=tl.float32)
     b_reach = tl.zeros((BLOCK_NODES, BLOCK_KEY), dtype=tl.float32)
     i_at = tl.max(tl.where(b_pair, i_on[None, :], -1), axis=1)
-    # From generation to generation, decays are sums that neither cancel nor overflow.
+    # Summed generation by generation, decays neither cancel nor overflow.
     for _ in range(tl.max(tl.sum(b_pair.to(tl.int32), axis=1))):
         m_at = i_at >= 0
         b_decayed = _load(k, i_at, m_at, k_node, i_key, m_key, k_key) * tl.exp(b_reach)
@@ -355,4 +354,4 @@ def _tree_kda_kernel(
         tl.store(y + i_to[:, None] * y_node + i_dim[None, :] * y_dim, b_y, mask=m_y)
         if tile < TILES - 1:
             tl.store(updates + i_to[:, None] * y_node + i_dim[None, :] * y_dim, b_update, mask=m_y)
-            tl.debug_barrier()  # other threads read them
+            tl.debug_barrier()  # other threads read the updates

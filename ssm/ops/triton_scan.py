@@ -25,11 +25,11 @@ SCAN_STAGES = 3
 """Pipeline stages of a scan's state loads."""
 
 _NODE_TILE = 32
-"""Nodes per tile; more waste work on small trees, and compile to far longer code."""
+"""Nodes per tile; larger tiles waste work on small trees and compile to much longer code."""
 
 _PRECISION = tl.constexpr("tf32x3")
-"""Float32 matmuls as three TF32 passes on tensor cores: close to float32 accuracy, far faster than its own units. For
-16-bit inputs a single pass is exact."""
+"""Float32 matmuls as three TF32 passes on tensor cores: close to float32 accuracy, much faster than float32 units. For
+16-bit inputs, a single pass is exact."""
 
 
 def tree_scan(
@@ -98,7 +98,7 @@ def _read(
     c, i_to, m_to, c_node, c_state, other, j, m_j, o_j, o_state, size,
     BLOCK_J: tl.constexpr, BLOCK_PART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Matmul of the nodes' C with the state or with the nodes' B: (nodes, j) float32."""
+    """Matmul of the nodes' C with the state or the nodes' B: (nodes, j) float32."""
     b_sum = tl.zeros((i_to.shape[0], BLOCK_J), dtype=tl.float32)
     for i_at in range(0, size, BLOCK_PART):
         i_state = i_at + tl.arange(0, BLOCK_PART)
@@ -111,7 +111,7 @@ def _read(
 
 @triton.jit
 def _reach(a_head, dt, ancestors, tile, nodes, stride_dt, stride_i, stride_j, BLOCK_NODES: tl.constexpr):
-    """Sums of ``dt a`` along the paths of a tile's nodes, in float64, as their differences are used."""
+    """Sums of ``dt a`` along the paths of a tile's nodes, in float64 because differences are used."""
     i_end = tile * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
     b_reach = tl.zeros((BLOCK_NODES,), dtype=tl.float64)
     for other in range(tile + 1):  # ancestors may be in any earlier tile
@@ -126,7 +126,7 @@ def _reach(a_head, dt, ancestors, tile, nodes, stride_dt, stride_i, stride_j, BL
 
 @triton.jit
 def _decay(a_head, dt, ancestors, b_reach, i_to, m_to, other, nodes, dt_node, m_i, m_j, BLOCK_NODES: tl.constexpr):
-    """Decay from the nodes of another tile to those of this one, 0 from non-ancestors; and whether they are such."""
+    """Decay from the nodes of another tile to the nodes of this tile, 0 for non-ancestors, and the ancestor mask."""
     i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
     m_pair = m_to[:, None] & (i_on < nodes)[None, :]
     b_pair = tl.load(ancestors + i_to[:, None] * m_i + i_on[None, :] * m_j, mask=m_pair, other=0) != 0

@@ -1,10 +1,10 @@
 """Triton kernels of ``mmspec.ssm.ops.selective``: one program per row, group and tile of the group's channels.
 
-Prefixes as in ``triton_scan``. A program walks the nodes, parents first, with the states of its tile at all nodes in
-registers: tiles are small. A step selects the parent's state, and stores the node's output. Larger trees, such as
-chunks of a prompt, keep states in global memory, for a limited number of channels at a time. The commit walks the path.
+Prefixes as in ``triton_scan``. A program walks the nodes, parents first, with the states of its small tile at all nodes
+in registers. A step selects the parent's state and stores the node's output. Larger trees, such as prompt chunks, keep
+states in global memory, for a limited number of channels at a time. The commit walks the path.
 
-RG-LRU has one program per row and tile of channels, which reads a parent's state from the output that it has written.
+RG-LRU uses one program per row and tile of channels, which reads the parent's state from its own output.
 """
 
 # Kernel arguments are pointers, scalars and constexprs, which have no Python types.
@@ -20,13 +20,13 @@ from torch import Tensor
 from mmspec.ssm.ops.selective import DepthIndex, tiles
 
 _NODES = 64
-"""Most nodes whose states are in registers."""
+"""Maximum nodes whose states are in registers."""
 
 _TREE_TILE, _COMMIT_TILE = 32, 512
-"""State elements per program; those of the tree are the lanes of one warp, so that selecting a state needs no other."""
+"""State elements per program; for trees, one warp, so that selecting a state needs no other warp."""
 
 _LRU_TILE = 32
-"""Channels per program, the lanes of one warp: a step waits for the one before it, and many warps hide that."""
+"""Channels per program, one warp: steps are sequential, and many warps hide their latency."""
 
 
 def tree_selective(
@@ -59,7 +59,7 @@ def _walk(
     y: Tensor,
     states: Tensor | None,
 ) -> None:
-    """``tree_selective`` into ``y``, with room for the states, (batch, nodes, channels, state), or in registers."""
+    """``tree_selective`` into ``y``, with states in a buffer, (batch, nodes, channels, state), or in registers."""
     grid, per_group, tile = _launch(x, b, _TREE_TILE)
     nodes = x.shape[1]
     _tree_selective_kernel[grid](

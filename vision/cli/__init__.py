@@ -1,1 +1,1 @@
-"""Commands of images, videos, and drafters of vision-language models."""
+"""Commands for images, videos, and drafters of vision-language models."""

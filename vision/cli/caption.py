@@ -1,4 +1,4 @@
-"""The command ``mmspec caption``: describe one image or video, or caption all of a folder's."""
+"""The command ``mmspec caption``: describe an image or video, or caption all files of a folder."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def caption(
     """Describe FILE, an image or a video, or answer a question about it; - reads it from standard input.
 
     The answer streams to standard output; one line of statistics follows on standard error. For a FOLDER, every image
-    and video is captioned, and one JSON line per file is written to --out. Hidden files and folders, whose names begin
+    and video is captioned, and one JSON line per file is written to --out. Hidden files and folders, whose names start
     with a dot, are skipped at every depth.
 
     A FOLDER's run is resumed when the command is repeated with the same settings: new files and changed files (size or
     modification time) are captioned, and the lines of deleted files are kept. A file that cannot be captioned is
-    skipped: its line has "error" instead of "text", and the exit status is 3. It is retried once the file has changed
-    or its line has been deleted. So are broken links, links to folders, and folders that cannot be read.
+    skipped: its line has "error" instead of "text", and the exit status is 3. It is retried after the file has changed
+    or its line has been deleted. Broken links, links to folders, and folders that cannot be read are treated the same.
     """
     if prompt is not None and not prompt.strip():
         raise UserError("the prompt must not be empty: got --prompt with only white space")
@@ -87,7 +87,7 @@ def caption(
 
 
 def _folder_settings(folder: str, prompt: str | None, video: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The settings of ``mmspec.vision.cli.folder.Captioner``, from the command line's options."""
+    """Settings of ``mmspec.vision.cli.folder.Captioner`` from the command line's options."""
     from mmspec.cli.session import generation_keywords
 
     if options["compare"] or options["as_json"]:

@@ -1,12 +1,12 @@
 """Caption all images and videos of a folder in batches, resumable, locally or on Ray.
 
-Images and videos are recognised by content. Names that begin with a dot are skipped, files and folders alike; links to
-folders are not followed. Batches depend only on the file names, so that a resumed run, or one spread over several
-machines, gives the same captions as an uninterrupted one. Lines are appended to ``OUT.part`` as batches finish; at the
-end they are sorted by file name and written to ``OUT``.
+Images and videos are recognised by content. Files and folders whose names start with a dot are skipped; links to
+folders are not followed. Batches depend only on the file names, so resumed and distributed runs give the same captions
+as an uninterrupted run. Lines are appended to ``OUT.part`` as batches finish; at the end they are sorted by file name
+and written to ``OUT``.
 
-A line contains the file's size and modification time and all settings that can change its text, which a resumed run
-compares; ``mmspec caption`` says how.
+A line contains the file's size and modification time and all settings that can change its text, for comparison in a
+resumed run; see ``mmspec caption``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mmspec.jobs import run_jobs
 
 PROMPTS = {"image": "Describe the image.", "video": "Describe the video."}
 _MEDIA_KEYS = {"image": "images", "video": "videos"}
-# Settings that may differ when a run is resumed: speculative decoding is lossless, so they do not change the tokens.
+# Settings that may differ when a run is resumed, because speculative decoding is lossless.
 _NO_EFFECT = ("drafter", "device", "num_draft_tokens")
 
 Line = dict[str, Any]
@@ -54,8 +54,8 @@ class Captioner:
         """Caption a batch.
 
         Args:
-            job: ``batch``, its index; ``files``, relative to the folder; and ``done``, those with an up-to-date line.
-                If no other file can be read, the batch is not captioned.
+            job: ``batch``, its index; ``files``, relative to the folder; and ``done``, files with an up-to-date line.
+                If none of the other files can be read, the batch is not captioned.
 
         Returns:
             One line per file, without size, modification time and settings.
@@ -119,8 +119,8 @@ def caption_folder(
     Args:
         settings: see ``Captioner``.
         out: JSONL file: one line per file, sorted by file name.
-        on_batch: called at the start and after each batch, with the number of files in finished batches, that of all
-            files, and the lines of newly skipped files.
+        on_batch: called at the start and after each batch, with the number of files in finished batches, the number of
+            all files, and the lines of newly skipped files.
 
     Returns:
         Number of captions in ``out``, and number of the folder's files that were skipped.
@@ -172,13 +172,13 @@ def _up_to_date(line: Line, file: Line | None) -> bool:
 
 
 def _find_files(folder: Path, excluded: set[Path]) -> dict[str, Line]:
-    """Size and modification time of all files by relative name, without ``excluded`` and hidden ones.
+    """Size and modification time of all files by relative name, without ``excluded`` and hidden files.
 
-    Hidden are names that begin with a dot, and all in folders of such names. Other entries are listed like files, and
-    are errors when they are read: broken links, links to folders, folders that cannot be read, devices.
+    Names that start with a dot are hidden, including folders and their contents. Broken links, links to folders,
+    unreadable folders and devices are listed like files, and fail when they are read.
 
     Raises:
-        UserError: there are none.
+        UserError: there are no files.
     """
     files = {}
     for path in _entries(folder):
@@ -190,10 +190,10 @@ def _find_files(folder: Path, excluded: set[Path]) -> dict[str, Line]:
 
 
 def _entries(folder: Path) -> Iterator[str]:
-    """Paths of all that is not hidden and not a folder that can be walked.
+    """Paths of all non-hidden entries except readable folders.
 
     Raises:
-        UserError: ``folder`` itself cannot be read.
+        UserError: ``folder`` cannot be read.
     """
     closed: list[str] = []
     for top, folders, files in os.walk(folder, onerror=lambda error: closed.append(error.filename)):
@@ -207,7 +207,7 @@ def _entries(folder: Path) -> Iterator[str]:
 
 
 def _status(path: str) -> Line:
-    """Size and modification time of a file, or of a link that leads to none; 0 if they cannot be read."""
+    """Size and modification time of a file or broken link; 0 if they cannot be read."""
     for status_of in (os.stat, os.lstat):
         with suppress(OSError):
             status = status_of(path)
@@ -221,15 +221,15 @@ def _fingerprint(settings: Mapping[str, Any], out: Path, batch_size: int) -> dic
     kept = {name: value for name, value in options.items() if name not in _NO_EFFECT}
     kept["folder"] = os.path.relpath(settings["folder"], out.resolve().parent)
     if kept.get("temperature") != 0 and kept.get("seed") is not None:
-        kept["batch_size"] = batch_size  # the rows of a batch draw from one generator
+        kept["batch_size"] = batch_size  # the rows of a batch share a random generator
     return json.loads(json.dumps(kept))
 
 
 def _read_lines(path: Path, fingerprint: Mapping[str, Any]) -> list[Line]:
-    """The complete lines of an earlier run; none if ``path`` does not exist.
+    """The complete lines of an earlier run; empty if ``path`` does not exist.
 
     Raises:
-        UserError: they were made with other settings.
+        UserError: a line was written with other settings.
     """
     lines = []
     for number, line in read_rows(path, cut=True):

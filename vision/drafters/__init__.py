@@ -1,1 +1,1 @@
-"""Drafters that look at what the target sees."""
+"""Drafters for vision-language models."""

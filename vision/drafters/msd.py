@@ -29,17 +29,17 @@ class MSDConfig(EagleConfig):
     """Configuration of an ``MSDNetwork``: an ``EagleConfig``, and
 
     Attributes:
-        decoupled: visual positions take the raw visual feature (MSD); False fuses them with a hidden state, as text.
-        visual_states: separate projection of feature and hidden state at visual positions, which costs nothing per
+        decoupled: use the raw visual feature at visual positions (MSD); False fuses it with a hidden state, like text.
+        visual_states: separate projection of feature and hidden state at visual positions, without cost per drafted
             token. False is MSD as published.
         latents: latents per image (FLASH); 0 disables compression.
         span: maximum visual tokens per image: longer runs are split into several images; 0 never splits.
-        hide_visual: visual positions are not read at all (HiViS, arXiv 2509.23928).
+        hide_visual: drop visual positions (HiViS, arXiv 2509.23928).
     """
 
     decoupled: bool = option(True, FLAG, "Off: plain EAGLE.")
     visual_states: bool = option(
-        False, FLAG, "Visual positions take the target's hidden states too, by their own projection."
+        False, FLAG, "Visual positions also read the target's hidden states, with a separate projection."
     )
     latents: int = option(0, whole(0, 2**12))
     span: int = option(0, whole(0, 2**20))
@@ -53,13 +53,13 @@ class MSDConfig(EagleConfig):
 
 @dataclass(frozen=True)
 class Images:
-    """Runs of visual entries to compress; ``images`` counts those of all rows of a batch.
+    """Runs of visual entries to compress; ``images`` counts the runs of all rows of a batch.
 
     Attributes:
         row: (images,) int64, row of each image.
-        entry: (images, longest) int64, its entries, padded with the last one.
+        entry: (images, longest) int64, entries of each image, padded with its last entry.
         inside: (images, longest) bool, False at padding.
-        spot: (images, latents) int64, entries that its latents replace.
+        spot: (images, latents) int64, entries replaced by latents.
     """
 
     row: Tensor
@@ -80,7 +80,7 @@ def find_images(visual: Tensor, latents: int, span: int) -> Images | None:
 
     Args:
         visual: (batch, entries) bool.
-        latents: latents per image; images with no more entries than that are not compressed.
+        latents: latents per image; images with at most this number of entries are not compressed.
         span: maximum entries per image: longer runs are split evenly; 0 never splits.
     """
     runs = []
@@ -95,7 +95,7 @@ def find_images(visual: Tensor, latents: int, span: int) -> Images | None:
 
 
 def find_runs(visual: Tensor) -> Images | None:
-    """All runs of ``visual``, (batch, entries) bool, each with one latent in place of its last entry."""
+    """All runs of ``visual``, (batch, entries) bool; one latent replaces the last entry of each run."""
     runs = [(row, begin, end - begin) for row, begin, end in _runs(visual)]
     return _images(runs, lambda begin, length: begin + length - 1, visual.device) if runs else None
 
@@ -110,7 +110,7 @@ def _runs(visual: Tensor) -> list[tuple[int, int, int]]:
 def _images(
     runs: list[tuple[int, int, int]], spots: Callable[[Tensor, Tensor], Tensor], device: torch.device
 ) -> Images:
-    """Images of given row, first entry and length; ``spots`` takes the latter two, (images, 1) each."""
+    """Create images from (row, first entry, length); ``spots`` gets first entries and lengths, (images, 1) each."""
     row, begin, length = torch.tensor(runs, dtype=torch.long, device=device).unbind(1)
     step = torch.arange(int(length.max()), device=device)
     inside = step < length[:, None]
@@ -139,13 +139,13 @@ class Latents(nn.Module):
 
 
 def compress(x: Tensor, weights: Tensor, images: Images) -> Tensor:
-    """Write the latents' weighted means of ``x``, (batch, entries, hidden), to their spots."""
+    """Write the latents, weighted means of ``x``, (batch, entries, hidden), to their spots."""
     latents = weights.to(x.dtype) @ x[images.row[:, None], images.entry]
     return x.index_put((images.row[:, None].expand_as(images.spot), images.spot), latents.to(x.dtype))  # autocast
 
 
 class MSDNetwork(EagleNetwork):
-    """Network of MSD and FLASH (arXiv 2505.14260, 2505.12728): an ``EagleNetwork`` with visual positions apart."""
+    """Network of MSD and FLASH (arXiv 2505.14260, 2505.12728): an ``EagleNetwork`` for visual positions."""
 
     config: MSDConfig
 
@@ -160,12 +160,12 @@ class MSDNetwork(EagleNetwork):
     def combine(self, embeds: Tensor, hidden: Tensor, visual: Tensor | None = None) -> Tensor:
         """Layer inputs, with decoupled text and visual positions (arXiv 2505.14260, section 3.2).
 
-        Text positions fuse the next token's embedding with the previous hidden state; visual positions are the raw
-        visual feature, or have their own projection.
+        Text positions fuse the next token's embedding with the previous hidden state; visual positions use the raw
+        visual feature or a separate projection.
 
         Args:
             embeds, hidden: see ``EagleNetwork.combine``.
-            visual: (batch, nodes) bool, which of ``embeds`` are visual features; None if all are text.
+            visual: (batch, nodes) bool, True at visual features; None if all positions are text.
         """
         fused = super().combine(embeds, hidden)
         if visual is None or not self.config.decoupled:
@@ -179,13 +179,13 @@ class MSDNetwork(EagleNetwork):
         return find_images(visual, config.latents, config.span) if config.latents else None
 
     def kept(self, visual: Tensor, images: Images | None) -> Tensor | None:
-        """Entries that remain, (batch, entries) bool; None if all do. ``images`` are those of ``visual``."""
+        """Mask of remaining entries, (batch, entries) bool; None if all remain; ``images`` come from ``visual``."""
         if self.config.hide_visual:
             return ~visual
         return None if images is None else images.kept(visual)
 
     def with_latents(self, embeds: Tensor, hidden: Tensor, images: Images) -> tuple[Tensor, Tensor]:
-        """``embeds`` and ``hidden``, see ``combine``, with latents at their spots; no entry is dropped yet."""
+        """``embeds`` and ``hidden``, see ``combine``, with latents written to their spots; does not drop entries."""
         weights = self.latents(hidden, images)
         return compress(embeds, weights, images), compress(hidden, weights, images)
 
@@ -199,7 +199,7 @@ class MSD(Eagle):
     network_class: ClassVar[type[EagleNetwork]] = MSDNetwork
 
     def prompt_states(self, embeds: Tensor, hidden: Tensor, images: Images | None) -> tuple[Tensor, Tensor]:
-        """Embeddings and hidden states of a prompt's entries, (batch, entries, hidden) each, with its latents."""
+        """Embeddings and hidden states of a prompt's entries, (batch, entries, hidden) each, including latents."""
         return (embeds, hidden) if images is None else self.network.with_latents(embeds, hidden, images)
 
     def prompt_inputs(self, entries: Entries) -> Tensor:
@@ -221,7 +221,7 @@ class Flash(MSD):
 
 
 def _drop(entries: Entries, kept: Tensor, visual: Tensor) -> Tensor:
-    """Drop all entries but ``kept``, (batch, entries) bool; returns what remains of ``visual``."""
+    """Keep only the entries ``kept``, (batch, entries) bool; returns ``visual`` for these entries."""
     mask = entries.mask
     order, mask = packing(kept if mask is None else kept & mask, left=True)
     entries.at = order if isinstance(entries.at, slice) else entries.at.gather(1, order)
@@ -233,10 +233,10 @@ def _drop(entries: Entries, kept: Tensor, visual: Tensor) -> Tensor:
 MSD_SPEC = DrafterSpec(
     "msd",
     "MSD",
-    "a small trained layer on the target's hidden states, text and images apart (arXiv 2505.14260)",
+    "a small trained layer on the target's hidden states, with separate text and images (arXiv 2505.14260)",
     MSD,
     weights="required",
-    recognises=recogniser("msd", *REFUSED),  # loading the latter says why they are refused
+    recognises=recogniser("msd", *REFUSED),  # the latter raise an explanation when loaded
     train="msd",
 )
 FLASH_SPEC = DrafterSpec(

@@ -1,8 +1,8 @@
 """ViSpec drafter (arXiv 2509.15235): EAGLE with one token per image, and an image vector in its text states.
 
-Two learned queries attend to the visual features of an image. The result of the first replaces its visual entries, at
-the last one's position; that of the second is combined with the hidden states of the text that follows, up to the next
-image. An image is a run of visual tokens.
+Two learned queries attend to the visual features of an image, a run of visual tokens. The first result replaces the
+image's visual entries, at the position of the last entry; the second is combined with the hidden states of the text up
+to the next image.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Adaptor(nn.Module):
 
 
 class ViSpecNetwork(MSDNetwork):
-    """``MSDNetwork`` with an ``Adaptor``: an image's token takes the place of its visual positions, and its vector is
-    combined with the hidden states of the text after it."""
+    """``MSDNetwork`` with an ``Adaptor``: an image's token replaces its visual positions, and its vector is combined
+    with the hidden states of the following text."""
 
     def __init__(self, config: MSDConfig) -> None:
         super().__init__(config)
@@ -60,13 +60,13 @@ class ViSpecNetwork(MSDNetwork):
         return self.img_fc(torch.cat([hidden, vector], dim=-1))
 
     def with_tokens(self, embeds: Tensor, images: Images | None) -> tuple[Tensor, Tensor]:
-        """``embeds`` with each image's token at its spot, and at every entry the vector of the last image before it, 0
-        before the first: (batch, entries, hidden) each."""
+        """``embeds`` with each image's token at its spot, and per entry the vector of the last image before it, 0
+        before the first image: (batch, entries, hidden) each."""
         if images is None:
             return embeds, torch.zeros_like(embeds)
         token, vector = self.adaptor(embeds, images)
         at = images.row, images.spot[:, 0]
-        # Images are in the order of rows and entries: from its last entry on, an image has the largest number so far.
+        # Images are ordered by row and entry, so a running maximum of image numbers gives the last image of each entry.
         number = torch.zeros(embeds.shape[:2], dtype=torch.long, device=embeds.device)
         number[at] = torch.arange(1, len(token) + 1, device=embeds.device)
         vectors = torch.cat([torch.zeros_like(vector[:1]), vector])[number.cummax(dim=1).values]

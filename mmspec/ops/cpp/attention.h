@@ -1,9 +1,8 @@
-// Attention of tree nodes to a cache in bfloat16.
+// Attention of tree nodes to a bfloat16 cache.
 //
-// The slots that a node attends to are taken in order, SLOTS at a time: scores, then a softmax whose greatest score and
-// sum are carried from block to block (FlashAttention, arXiv 2205.14135), then the sums of values. So the result is a
-// function of these slots alone. Blocks that several nodes have in common are read and laid out once for all of them.
-// Queries and softmax weights are rounded to bfloat16 too: both products are dot products of pairs.
+// A node's slots are processed in order, in blocks of SLOTS: scores, online softmax (FlashAttention, arXiv 2205.14135),
+// weighted sum of values. So the result depends on these slots only. Blocks shared by several nodes are read and
+// transposed once. Queries and softmax weights are also rounded to bfloat16: both products are dot products of pairs.
 
 #pragma once
 
@@ -20,11 +19,11 @@ extern "C" {
 struct Attention {
   const float* query;
   const uint16_t *key, *value;  // bfloat16
-  const uint8_t* mask;          // null: causal, the last slots are those of the nodes
+  const uint8_t* mask;          // null: causal, with the nodes in the last slots
   float* read;
   float scale;
   int64_t batch, nodes, slots, heads, kv_heads, head_dim;
-  int64_t query_row, query_node;  // strides in elements; heads of a query are neighbours
+  int64_t query_row, query_node;  // strides in elements; heads of a query are adjacent
   int64_t key_row, key_head, key_slot;
   int64_t mask_row, mask_node;
 };
@@ -33,8 +32,8 @@ struct Attention {
 
 namespace {
 
-constexpr int64_t SLOTS = 64;             // of a block
-constexpr int64_t QUERIES = 48;           // that share what is read, at most, unless those of one node are more
+constexpr int64_t SLOTS = 64;             // slots per block
+constexpr int64_t QUERIES = 48;           // maximum queries per read of a block, at least one node's
 constexpr int64_t WIDE = LANES / 4;       // vectors of a register block
 constexpr int64_t TILES = SLOTS / LANES;  // vectors of a block's scores
 
@@ -80,15 +79,15 @@ inline void add_all_products(const words* left, int64_t vectors, const uint16_t*
   for (; first < vectors; first += 2) add_wide(std::integral_constant<int64_t, 2>(), first);
 }
 
-// What a thread needs for some nodes' heads that share a key head, its queries.
+// Per-thread scratch for the query heads of some nodes that share a key head.
 struct Reading {
-  std::vector<words> keys, values;       // (pairs of features, TILES), (pairs of slots, vectors of features): a block's
+  std::vector<words> keys, values;       // a block: (pairs of features, TILES), (pairs of slots, vectors of features)
   std::vector<uint16_t> query, shares;   // (queries, features), (queries, SLOTS): bfloat16
   std::vector<float> scores, read, top;  // (queries, SLOTS), (queries, features), (queries)
   std::vector<floats> total;             // (queries)
-  std::vector<int32_t> own;              // (nodes, slots): those after the blocks in common
-  std::vector<int64_t> counts;           // (nodes): slots that each attends to
-  int64_t features, vectors;             // of a head, padded
+  std::vector<int32_t> own;              // (nodes, slots): slots after the shared blocks
+  std::vector<int64_t> counts;           // (nodes): number of slots attended by each node
+  int64_t features, vectors;             // per head, padded
   AttentionTiles* tiles;
 
   void shape(int64_t queries, int64_t nodes, const Attention& a) {
@@ -99,7 +98,7 @@ struct Reading {
     counts.resize(nodes);
   }
 
-  // Lays out the keys of a block.
+  // Transposes the keys of a block.
   void take_keys(const uint16_t* key, int64_t stride, int64_t head_dim, const int32_t* slots) {
     const uint16_t* ahead = key + (slots[0] + SLOTS) * stride;
     for (int64_t tile = 0; tile < TILES; tile++)
@@ -115,7 +114,7 @@ struct Reading {
       }
   }
 
-  // Lays out the values of a block.
+  // Transposes the values of a block.
   void take_values(const uint16_t* value, int64_t stride, int64_t head_dim, const int32_t* slots) {
     const uint16_t* ahead = value + (slots[0] + SLOTS) * stride;
     for (int64_t i = 0; i < SLOTS; i += 2)
@@ -138,7 +137,7 @@ struct Reading {
       add_all_products(left, count, right, stride, pairs, rest...);
   }
 
-  // A query's scores of a block, of which the first ``count`` slots are its own, to softmax weights.
+  // Converts a query's scores in a block to softmax weights; only the first ``count`` slots are attended.
   void weigh(int64_t index, int64_t count) {
     uint16_t* share = shares.data() + index * SLOTS;
     if (count <= 0) return std::fill_n(share, SLOTS, 0), void();
@@ -165,7 +164,7 @@ struct Reading {
     total[index] = sum;
   }
 
-  // Adds a block to the queries from ``first`` on; count(query): its own slots among those of the block.
+  // Accumulates a block for the queries from ``first`` on; count(query): number of attended slots in the block.
   template <class Count>
   void add(const Attention& a, const uint16_t* key, const uint16_t* value, const int32_t* slots, int64_t first,
            int64_t queries, Count count) {
@@ -181,9 +180,9 @@ struct Reading {
               queries, value + ahead);
   }
 
-  // Writes what a query has read.
+  // Writes a query's output.
   void write(int64_t index, float* to, int64_t head_dim) const {
-    float whole = sum(total[index]), inverse = whole > 0 ? 1 / whole : 0;  // without slots, as padding, it reads 0
+    float whole = sum(total[index]), inverse = whole > 0 ? 1 / whole : 0;  // padding without slots yields 0
     const float* from = read.data() + index * features;
     for (int64_t i = 0; i < head_dim; i += PAIRED) {
       auto [low, high] =
@@ -194,12 +193,12 @@ struct Reading {
   }
 };
 
-// The slots of nodes: ``common`` from ``begin`` on are those of all nodes as far as each attends to any more.
+// Slots of nodes: ``common`` slots from ``begin`` on are shared by all nodes, up to each node's count.
 struct Layout {
   int64_t begin, common;
 };
 
-// Notes how many slots each node attends to, and those that come after blocks in common.
+// Computes the number of slots of each node, and its slots after the shared blocks.
 inline Layout lay_out(const uint8_t* mask, int64_t stride, int64_t slots, int64_t nodes, Reading& to) {
   auto next = [&](int64_t node, int value, int64_t from) {
     const uint8_t* row = mask + node * stride;
@@ -222,13 +221,13 @@ inline Layout lay_out(const uint8_t* mask, int64_t stride, int64_t slots, int64_
       own[count] = int32_t(slot);
       count += mask[node * stride + slot];
     }
-    std::fill_n(own + count, SLOTS, count ? own[count - 1] : 0);  // whole blocks are read
+    std::fill_n(own + count, SLOTS, count ? own[count - 1] : 0);  // blocks are read whole
     if (to.counts[node] >= layout.common) to.counts[node] = layout.common + count;
   }
   return layout;
 }
 
-// Attention of some nodes' heads that share a key head.
+// Attention for the query heads of some nodes that share a key head.
 void attend(const Attention& a, int64_t row, int64_t kv, int64_t first, int64_t nodes, Reading& reading) {
   int64_t group = a.heads / a.kv_heads, queries = nodes * group, longest = 0;
   reading.shape(queries, nodes, a);

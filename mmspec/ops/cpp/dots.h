@@ -1,4 +1,4 @@
-// Dot products of a group's codes with inputs, by the instructions at hand.
+// Dot products of a group's codes with inputs, with the best available instructions.
 
 #pragma once
 
@@ -23,13 +23,13 @@ constexpr const char* INSTRUCTIONS = "AVX2";
 constexpr const char* INSTRUCTIONS = "others";
 #endif
 #if defined(MMSPEC_VNNI)
-constexpr bool VNNI = true;  // its instructions take codes without a sign
+constexpr bool VNNI = true;  // VNNI takes unsigned codes
 #else
 constexpr bool VNNI = false;
 #endif
-constexpr int32_t START = VNNI ? 0x4b400000 : 0;  // of sums: the bits of OFFSET
+constexpr int32_t START = VNNI ? 0x4b400000 : 0;  // initial value of sums: the bits of OFFSET
 
-// sum + the products of codes, 4 input features of each lane, with their inputs
+// sum + dot products of codes, 4 input features per lane, with inputs
 template <Kind kind>
 inline ints dot(ints sum, bytes codes, const int8_t* inputs) {
 #if defined(MMSPEC_VNNI) && defined(__AVX512F__)
@@ -56,8 +56,8 @@ inline ints dot(ints sum, bytes codes, const int8_t* inputs) {
 #endif
 }
 
-// sums (rows, PARTS, 2) += products of a block's codes in a group with its inputs in several rows, of Q6_K with the first
-// and with the last 16. A load of inputs serves all parts, as loads take longest elsewhere.
+// sums (rows, PARTS, 2) += products of a block's codes in a group with the inputs of several rows; for Q6_K, separately
+// for the first and last 16 inputs. Inputs are loaded once for all parts, as loads are the bottleneck.
 template <Kind kind, int rows>
 inline void dot_rows(const uint8_t* from, const int8_t* inputs, ints (&sums)[rows][PARTS][2]) {
 #if defined(MMSPEC_I8MM)
@@ -73,7 +73,7 @@ inline void dot_rows(const uint8_t* from, const int8_t* inputs, ints (&sums)[row
   }
 #endif
 #if defined(MMSPEC_AVX2)
-  // sums of two products of at most 15, 31, 63 or 128 times 127 of which so many fit in 16 bits
+  // number of sums of two products, at most 15, 31, 63 or 128 times 127 each, that fit in 16 bits
   constexpr int deep = kind == INT8 ? 1 : 8 >> (code_bytes[kind] - 256) / 64;
   __m256i pairs[rows][PARTS], ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
@@ -115,7 +115,7 @@ inline void dot_rows(const uint8_t* from, const int8_t* inputs, ints (&sums)[row
 #endif
 }
 
-// Inputs of bfloat16 weights, rounded alike; instructions for bfloat16 take them in pairs.
+// Inputs for bfloat16 weights, rounded to bfloat16; bfloat16 instructions take them in pairs.
 #if defined(__AVX512BF16__) && !defined(MMSPEC_PORTABLE)
 typedef uint16_t Half;
 #else
@@ -133,7 +133,7 @@ inline Half half(float x) {
 #endif
 }
 
-// accumulator + 2 bfloat16 weights of each lane times the 2 inputs
+// accumulator + dot product of 2 bfloat16 weights per lane with 2 inputs
 inline floats dot(floats accumulator, ints weights, const Half* inputs) {
 #if defined(__AVX512BF16__) && !defined(MMSPEC_PORTABLE)
   return reinterpret_cast<floats>(

@@ -1,4 +1,4 @@
-// Draft trees that grow without a pass per level: over slots that one pass has predicted, or by a recurrent cell.
+// Draft trees without a forward pass per level: over slots predicted in one pass, or with a recurrent cell.
 
 #pragma once
 
@@ -10,18 +10,18 @@
 
 extern "C" {
 
-// How the token before corrects the logits of a slot (DSpark's Markov head, arXiv 2607.05147).
+// DSpark's Markov head (arXiv 2607.05147), which corrects the logits of a slot given the previous token.
 struct Markov {
   Linear out;          // from a token's embedding to the draft vocabulary
-  const float* table;  // (tokens, out.in), embeddings of the target's tokens; further tokens have that of token 0
+  const float* table;  // (tokens, out.in), embeddings of target tokens; tokens outside the table use row 0
   int64_t tokens;
-  const int64_t* draft_ids;  // (out.out): the target's tokens; null: the same ones
+  const int64_t* draft_ids;  // (out.out): target token of each draft token; null: identity
 };
 
-// A recurrent cell that drafts: its layers over a carried state, what it reads of each token, and its LayerNorm.
+// Recurrent drafting cell: layers over a carried state, per-token input table, and LayerNorm.
 struct Cell {
-  Linear into, out, guess, head;  // the head takes the guess, which is of the carried state
-  const float *table, *norm, *norm_bias;  // (tokens, into.out): the product with the token's embedding, and the bias
+  Linear into, out, guess, head;  // logits are head(guess(state))
+  const float *table, *norm, *norm_bias;  // (tokens, into.out): product with the token's embedding, plus bias
   float epsilon;
 };
 
@@ -37,7 +37,7 @@ struct Candidates {
     tokens.push_back(token), parents.push_back(parent), scores.push_back(score);
   }
 
-  // The best of those from ``first`` on, in descending order, equal ones in their own.
+  // The best candidates from ``first`` on, in descending order; ties keep their order.
   std::vector<int64_t> best(int64_t first, int64_t count) const {
     std::vector<int64_t> order(scores.size() - first);
     std::iota(order.begin(), order.end(), first);
@@ -49,22 +49,23 @@ struct Candidates {
     return order;
   }
 
-  // Whether ``count`` are at least as probable as another, so that the best ones contain none of its descendants.
+  // Whether ``count`` candidates are at least as probable as candidate ``other``, which excludes its descendants from
+  // the best.
   bool complete(int64_t count, int64_t other) const {
     auto as_probable = [least = scores[other]](float score) { return score >= least; };
     return std::count_if(scores.begin(), scores.end(), as_probable) >= count;
   }
 };
 
-// The k best children of a node by its logits, with their log probabilities.
+// The k most probable children of a node and their log probabilities.
 void children_of(const float* logits, int64_t vocab, int64_t k, float* scores, int64_t* tokens) {
   greatest_of(logits, vocab, k, scores, tokens);
   float total = scores[0] + std::log(total_of(logits, vocab, scores[0]));
   for (int64_t i = 0; i < k; i++) scores[i] -= total;
 }
 
-// The tree of the best candidates: ``nodes`` tokens, of which the first is ``last``, their parents, -1 for the first, and
-// log probabilities, in descending order. Null ``ids`` are none.
+// Writes the tree of the best candidates: ``nodes`` tokens, starting with ``last``, their parents, -1 for the first,
+// and log probabilities, in descending order. ``ids`` maps draft to target tokens; null: identity.
 void write_tree(const Candidates& found, int64_t last, int64_t nodes, const int64_t* ids, int64_t* tokens,
                 int64_t* parents, float* log_probs) {
   std::vector<int64_t> order = found.best(0, nodes - 1), place(found.scores.size() + 1);
@@ -82,7 +83,7 @@ struct SlotScratch {
   std::vector<int64_t> places;
 };
 
-// Logits of a slot after each of some tokens.
+// Logits of a slot after each of several tokens.
 void corrected_logits(const Markov& markov, const float* slot, const std::vector<int64_t>& before,
                       SlotScratch& scratch) {
   int64_t rank = markov.out.in, vocab = markov.out.out, rows = before.size();
@@ -96,8 +97,8 @@ void corrected_logits(const Markov& markov, const float* slot, const std::vector
   product(markov.out, scratch.operand, rows, scratch.logits.data(), scratch.logits.data());
 }
 
-// Candidates of a tree: in each level, ``width`` children of the ``width`` best nodes of the level before, while any of
-// these may be among the best ``kept``.
+// Candidates of a tree: in each level, ``width`` children of the ``width`` best nodes of the previous level, while any
+// of these may be among the best ``kept``.
 Candidates slot_candidates(const Markov& markov, const float* logits, int64_t slots, int64_t last, int64_t width,
                            int64_t kept, SlotScratch& scratch) {
   Candidates found;
@@ -144,8 +145,8 @@ struct CellScratch {
   std::vector<int64_t> origin, tokens, children;
 };
 
-// A level of a tree: the cell takes the tokens of a beam and the states that they were drafted from, (batch, wide,
-// hidden), and leaves the new states, and the k best children of each token.
+// Runs a tree level: from the tokens of a beam and the states that predicted them, (batch, wide, hidden), computes the
+// new states and the k best children of each token.
 void cell_level(const Cell& cell, CellScratch& s, int64_t wide, int64_t beam, int64_t k, int threads) {
   const Linear &into = cell.into, &out = cell.out, &guess = cell.guess, &head = cell.head;
   int64_t width = out.out, rows = s.tokens.size(), widest = std::max(into.out, head.out);
@@ -183,8 +184,7 @@ void cell_level(const Cell& cell, CellScratch& s, int64_t wide, int64_t beam, in
   }
 }
 
-// Candidates of trees whose first levels are given, (batch, k) in ``s``, of which the best ``kept`` are kept; returns the
-// number of levels.
+// Adds candidates to trees with first levels (batch, k) in ``s``, to select the best ``kept``; returns the levels.
 int64_t cell_candidates(const Cell& cell, CellScratch& s, std::vector<Candidates>& trees, int64_t width,
                         int64_t levels, float least, int64_t kept, int threads) {
   int64_t batch = trees.size(), k = s.children.size() / batch, begin = 0, wide = 1, beam = 1, level = 1;
@@ -220,7 +220,7 @@ int64_t cell_candidates(const Cell& cell, CellScratch& s, std::vector<Candidates
 
 extern "C" {
 
-// Trees of the best candidates over slots, (batch, nodes), see write_tree. logits: (batch, slots, draft tokens).
+// Trees of the best candidates over slots, (batch, nodes), see write_tree. logits: (batch, slots, draft tokens)
 void draft_slots(const Markov* markov, const float* logits, const int64_t* last, int64_t batch, int64_t slots,
                  int64_t width, int64_t nodes, int64_t* tokens, int64_t* parents, float* log_probs) {
   SlotScratch scratch;
@@ -232,10 +232,10 @@ void draft_slots(const Markov* markov, const float* logits, const int64_t* last,
   }
 }
 
-// Trees of the best candidates of a cell, (batch, nodes), see write_tree, of which a row may have fewer than ``nodes``.
-// Levels are added while a token of one more is reached with a probability above ``least``, and may be among the best;
-// returns their number.
-// carried: (batch, hidden); children, scores: (batch, k), the first levels; ids: of the cell's tokens, or null.
+// Trees of the best candidates of a cell, (batch, nodes), see write_tree; rows may have fewer than ``nodes`` nodes.
+// Levels are added while a token of the next level is reached with a probability above ``least`` and may be among the
+// best; returns their number. carried: (batch, hidden); children, scores: (batch, k), the first levels; ids: target
+// tokens, or null.
 int64_t draft_cells(const Cell* cell, const float* carried, const int64_t* children, const float* scores,
                     const int64_t* last, const int64_t* ids, int64_t batch, int64_t k, int64_t width, int64_t levels,
                     float least, int64_t nodes, int64_t* tokens, int64_t* parents, float* log_probs, int threads) {

@@ -1,17 +1,17 @@
-// How weights are stored.
+// Storage formats of weights.
 //
-// Weights lie in blocks of 16 output features, which are read in order, from one address to the next: processors
-// prefetch nothing else. A block is a sequence of groups of 32 input features:
+// Weights are stored in blocks of 16 output features, which are read sequentially, for the hardware prefetcher. A block
+// is a sequence of groups of 32 input features:
 //   int4      256 bytes of codes, 16 scales, 16 values of code 0 (float16): the layout of GGUF's Q4_1, transposed
-//   int8      of two groups: 512 bytes of codes plus 128 each, 16 scales (float16) each: Q8_0
+//   int8      per two groups: 512 bytes of codes plus 128 each, 16 scales (float16) each: Q8_0
 //   bfloat16  1024 bytes
 //   float32   2048 bytes
-//   q5        256 bytes of codes' low 4 bits, 64 of their fifth, 16 scales, 16 values of code 0: Q5_0 and Q5_1
+//   q5        256 bytes of codes' low 4 bits, 64 of their fifth bit, 16 scales, 16 values of code 0: Q5_0 and Q5_1
 //   q4_k, q5_k, q6_k  superblocks of 8 groups: codes; 16 pairs of factors (uint8) for each group; 16 d, 16 dmin (float16)
-// In the K formats, factors times d and -dmin are a group's scale and value of code 0. q6_k has factors (int8) of the
-// first and of the last 16 features, and its codes are 32 too large.
-// Within a group, 4 input features (bfloat16: 2, float32: 1) of all 16 output features are neighbours, the operand of a
-// dot product instruction. Inputs of all but bfloat16 and float32 are quantised to int8, per row and group.
+// In the K formats, factors times d and -dmin are a group's scale and value of code 0. q6_k has factors (int8) for the
+// first and last 16 features, and codes with an offset of 32.
+// Within a group, 4 input features (bfloat16: 2, float32: 1) of all 16 output features are adjacent, as the operand of
+// a dot product instruction. Inputs are quantised to int8 per row and group, except for bfloat16 and float32.
 
 #pragma once
 
@@ -25,8 +25,8 @@ struct Linear {
   const uint8_t* blocks;
   const float* bias;  // may be null
   int64_t kind, in, out;
-  int64_t features;    // output features of this kind, the first of ``out``
-  const Linear* rest;  // those that follow, of other quantised kinds; null where there are none
+  int64_t features;    // number of leading output features of this kind
+  const Linear* rest;  // following output features, of other quantised kinds; null: none
 };
 
 }  // extern "C"
@@ -34,13 +34,14 @@ struct Linear {
 namespace {
 
 constexpr int64_t BLOCK = 16, GROUP = 32;
-constexpr int PARTS = BLOCK / LANES;  // vectors of a block
+constexpr int PARTS = BLOCK / LANES;  // vectors per block
 
 enum Kind : int64_t { INT4, INT8, BFLOAT16, FLOAT32, Q5, Q4_K, Q5_K, Q6_K };
 
 inline int64_t groups_of(int64_t features) { return (features + GROUP - 1) / GROUP; }
 
-// Codes and scales of a group; groups whose scales share a cache line, so that no load crosses one, and what they share.
+// Bytes of codes and scales per group; number of groups whose scales share a cache line, so that no load crosses one;
+// bytes that such groups share.
 constexpr int64_t code_bytes[] = {256, 512, 1024, 2048, 320, 256, 320, 384};
 constexpr int64_t scale_bytes[] = {64, 32, 0, 0, 64, 32, 32, 32};
 constexpr int64_t together[] = {1, 2, 1, 1, 1, 8, 8, 8}, shared_bytes[] = {0, 0, 0, 0, 0, 64, 64, 64};
@@ -50,15 +51,15 @@ constexpr int64_t block_bytes(Kind kind, int64_t groups) {
          (together[kind] * (code_bytes[kind] + scale_bytes[kind]) + shared_bytes[kind]);
 }
 
-// A layer of one kind with its outputs from ``first`` on, a multiple of BLOCK.
+// The outputs from ``first`` on, a multiple of BLOCK, of a single-kind layer.
 inline Linear outputs_from(const Linear& layer, int64_t first) {
   int64_t skipped = first / BLOCK * block_bytes(Kind(layer.kind), groups_of(layer.in));
   int64_t left = layer.out - first;
   return {layer.blocks + skipped, layer.bias ? layer.bias + first : nullptr, layer.kind, layer.in, left, left, nullptr};
 }
 
-// Codes of a group's input features from 4 i on, 4 of each lane: whole bytes, or low 4 bits and, in planes of 64 bytes
-// after them, further bits.
+// Codes of a group's input features from 4 i on, 4 per lane: whole bytes, or low 4 bits followed by planes of 64 bytes
+// with the remaining bits.
 template <Kind kind>
 inline bytes codes_at(const uint8_t* from, int i) {
   if (kind == INT8) return load<bytes>(from + 64 * i);
@@ -70,7 +71,7 @@ inline bytes codes_at(const uint8_t* from, int i) {
   return codes | ((shift > 0 ? plane << shift : plane >> -shift) & uint8_t(((1 << high) - 1) << 4));
 }
 
-// Scales of a group's first and last 16 features, and its value of code 0.
+// Scales of the first and last 16 features of a group, and the value of code 0.
 struct Scales {
   floats first, last, low;
 };
@@ -81,7 +82,7 @@ inline Scales group_scales(const uint8_t* scale, const uint8_t* low) {
   return {whole, whole, widen(load<halves>(low))};
 }
 
-// The K formats: factors, which belong to a group, of d and dmin, which belong to a superblock.
+// K formats: factors per group of d and dmin per superblock.
 template <bool halved>
 inline Scales superblock_scales(const uint8_t* factors, const uint8_t* d, const uint8_t* dmin) {
   ints pair = __builtin_convertvector(load<halves>(factors), ints);

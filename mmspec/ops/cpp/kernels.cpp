@@ -1,8 +1,7 @@
-// CPU kernels: products with quantised weights, tree attention, what a decoder layer does around them, the greatest
-// logits, sampling, and draft trees.
+// CPU kernels: products with quantised weights, tree attention, decoder layers, top-k logits, sampling, draft trees.
 //
-// Every row of a result has the same bits for any number of rows and threads, and a node's attention for any layout of
-// the slots that it attends to: a token in a tree gets exactly what it gets in plain decoding.
+// Results are bitwise identical for any number of rows and threads, and attention for any placement of the attended
+// slots: a token in a tree gets exactly the same result as in plain decoding.
 
 #include "attention.h"
 #include "drafting.h"
@@ -11,7 +10,7 @@
 
 namespace {
 
-// Norms and turns some heads, whose features to be turned together are neighbours; null ``norm`` is none.
+// Applies norm and rotary positions to heads with adjacent feature pairs; null ``norm``: no norm.
 void turn_heads(float* head, int64_t count, int64_t head_dim, const float* norm, float epsilon, const float* rotation) {
   for (const float* end = head + count * head_dim; head < end; head += head_dim) {
     if (norm) norm_row(head, head_dim, norm, epsilon, head), norm += head_dim;
@@ -22,7 +21,7 @@ void turn_heads(float* head, int64_t count, int64_t head_dim, const float* norm,
   }
 }
 
-// out = residual + RMSNorm(rows), which it overwrites.
+// out = residual + RMSNorm(rows); overwrites the rows.
 void add_normed(float* from, const float* residual, int64_t rows, int64_t features, const float* gain, float epsilon,
                 float* out) {
   each(rows, features, [&](int64_t row) {
@@ -38,22 +37,21 @@ thread_local std::vector<float> gates;
 
 extern "C" {
 
-// A pre-norm decoder layer. Its inputs may have several parts, each with a norm of its own, of which the last is the
-// residual. Null norms are none.
+// A pre-norm decoder layer. Inputs may have several parts with separate norms; the last is the residual. Null: no norm.
 struct Layer {
   Linear qkv, read, gate_up, down;
   const float *attention_norm, *mlp_norm;
-  const float *attention_after, *mlp_after;  // of the outputs of attention and of the MLP
-  const float* head_norm;                    // of the queries' and keys' heads, (heads + kv_heads, head_dim)
+  const float *attention_after, *mlp_after;  // norms of the outputs of attention and MLP
+  const float* head_norm;                    // norm of query and key heads, (heads + kv_heads, head_dim)
   float attention_epsilon, mlp_epsilon, after_epsilon, head_epsilon;
   int64_t heads, kv_heads, head_dim;
-  int64_t gelu;  // it gates, not silu
+  int64_t gelu;  // activation is GELU instead of SiLU
   int64_t parts;
-  int64_t normed_residual;  // whether the residual is taken after its norm
+  int64_t normed_residual;  // the residual is the normed input
 };
 
-// A pass through all layers of a decoder. Its keys and values are written to the slots from ``start`` on of a cache
-// (layers, 2, rows, kv_heads, slots, head_dim), of which ``attention`` describes one layer.
+// A forward pass through all decoder layers. New keys and values go to the slots from ``start`` on of a cache (layers,
+// 2, rows, kv_heads, slots, head_dim); ``attention`` describes one layer of it.
 struct Pass {
   const Layer* layers;
   int64_t count, hidden, start;
@@ -81,18 +79,18 @@ int64_t bytes_of_blocks(int64_t kind, int64_t in, int64_t out) {
   return (out + BLOCK - 1) / BLOCK * block_bytes(Kind(kind), groups_of(in));
 }
 
-// Bytes of a row in a format of GGUF.
+// Bytes per row in a GGUF format.
 int64_t bytes_of_row(int64_t format, int64_t features) { return row_bytes(Stored(format), groups_of(features)); }
 
-// Rows in a format of GGUF, at addresses or, unless ``file`` is -1, at places of a file, that become ``blocks``.
+// Rows in a GGUF format to convert to ``blocks``: addresses if ``file`` is -1, else offsets in the file.
 struct Packing {
   const int64_t* places;
   uint8_t* blocks;
   int64_t format, count, features, file;
 };
 
-// Returns how many of the packings are done: all but those from the first on whose file has not all of its rows. Where
-// the next contains scales that are not finite, -1 less that number.
+// Returns the number n of completed packings: stops at the first packing whose file is too short. If the next packing
+// contains non-finite scales, returns -1 - n.
 int64_t pack_rows(const Packing* packings, int64_t count, int threads) {
   Team team(threads);
   for (const Packing* p = packings; p < packings + count; p++) {
@@ -112,7 +110,7 @@ int64_t pack_rows(const Packing* packings, int64_t count, int threads) {
   return count;
 }
 
-// Such rows as out (count, features), of whole groups; returns whether the file has them all.
+// Dequantises rows to out (count, features), whole groups; returns false if the file is too short.
 int dense_rows(int64_t format, const int64_t* places, int64_t count, int64_t features, int file, float* out,
                int threads) {
   Team team(threads);
@@ -126,9 +124,8 @@ int dense_rows(int64_t format, const int64_t* places, int64_t count, int64_t fea
   });
 }
 
-// Queries and keys, normed where the layer has a norm and rotated, and values: qkv (rows, heads + 2 kv_heads, head_dim)
-// of x (rows, parts * hidden).
-// rotation: (rows, head_dim / 2, 2), cosine and sine for each pair of neighbouring features.
+// Queries and keys, with optional norms and rotary positions, and values: x (rows, parts * hidden) -> qkv (rows, heads
+// + 2 kv_heads, head_dim). rotation: (rows, head_dim / 2, 2), cosine and sine of each adjacent feature pair.
 void attention_inputs(const Layer* layer, const float* x, const float* rotation, int64_t rows, float* qkv,
                       int threads) {
   const Linear& linear = layer->qkv;
@@ -151,14 +148,14 @@ void attention_inputs(const Layer* layer, const float* x, const float* rotation,
   }
 }
 
-// Softmax attention of nodes to the slots that the mask allows them; head_dim is a multiple of 16, at most 256.
+// Masked softmax attention of nodes; head_dim is a multiple of 16, at most 256.
 void attention(const Attention* a, int threads) {
   Team team(threads);
   attend_all(*a);
 }
 
-// The rest of a layer: out (rows, hidden) of what attention read (rows, heads * head_dim) and the residual x. middle:
-// the residual before the MLP, (rows, hidden); may be null.
+// The rest of a layer: out (rows, hidden) from the attention output (rows, heads * head_dim) and the residual x.
+// middle: the residual before the MLP, (rows, hidden); may be null.
 void layer_outputs(const Layer* layer, const float* read, const float* x, int64_t rows, float* out, float* middle,
                    int threads) {
   const Linear &first_linear = layer->read, &gate_up = layer->gate_up, &down = layer->down;
@@ -187,7 +184,7 @@ void layer_outputs(const Layer* layer, const float* read, const float* x, int64_
   }
 }
 
-// The k <= count greatest of each row: values (rows, k), of log_softmax if asked, and their places.
+// Top-k of each row, k <= count: values (rows, k), optionally of log_softmax, and indices.
 void greatest_of_rows(const float* x, int64_t rows, int64_t count, int64_t k, int log_softmax, float* best,
                       int64_t* places, int threads) {
   Team team(threads);
@@ -206,7 +203,7 @@ void quantiles_of_rows(const float* x, int64_t rows, int64_t count, const float*
   each(rows, count, [&](int64_t row) { tokens[row] = quantile_of(x + row * count, count, uniform[row]); });
 }
 
-// Keys and values to the slots of a cache from ``start`` on; ``from``: (rows, stride), those of a node are neighbours.
+// Writes keys and values to cache slots from ``start`` on; ``from``: (rows, stride), keys and values adjacent.
 static void write_slots(const Pass* pass, int64_t index, const float* from, int64_t stride) {
   const Attention& a = pass->attention;
   int64_t kv_width = a.kv_heads * a.head_dim;
@@ -219,7 +216,7 @@ static void write_slots(const Pass* pass, int64_t index, const float* from, int6
     }
 }
 
-// The residual of a layer with several parts or a normed one, (rows, hidden).
+// The residual of a layer with several input parts or a normed residual, (rows, hidden).
 static void residual_of(const Layer* layer, const float* x, int64_t rows, int64_t hidden, float* out) {
   int64_t skipped = (layer->parts - 1) * hidden;
   for (int64_t row = 0; row < rows; row++) {
@@ -251,7 +248,7 @@ void decode(const Pass* pass, int threads) {
   }
 }
 
-// Writes the keys and values of each layer that the rows of ``x`` have, without their norm before attention.
+// Writes the keys and values of each layer for the rows of ``x``, skipping the norm before attention.
 void write_keys_values(const Pass* pass, int threads) {
   Team team(threads);
   const Attention& a = pass->attention;

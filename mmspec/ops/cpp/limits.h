@@ -1,4 +1,4 @@
-// What products cannot exceed: bytes read, and multiply-adds with operands in registers.
+// Upper bounds for products: memory bandwidth, and multiply-adds with operands in registers.
 
 #pragma once
 
@@ -8,7 +8,7 @@ extern "C" {
 
 const char* instructions() { return INSTRUCTIONS; }
 
-// The exclusive or of (count) bytes, of whole KiB, read as fast as can be.
+// XOR of (count) bytes, a multiple of 1 KiB, read at full bandwidth.
 int64_t read_bytes(const uint8_t* from, int64_t count, int threads) {
   constexpr int vectors = 8;
   constexpr int64_t at_once = vectors * sizeof(bytes);
@@ -26,9 +26,9 @@ int64_t read_bytes(const uint8_t* from, int64_t count, int threads) {
   return found;
 }
 
-// Does multiply-adds by the instruction that multiplies weights of this kind; returns how many.
+// Runs multiply-adds with the instruction for weights of this kind; returns their number.
 int64_t multiply_add(int64_t kind, int64_t rounds, int threads) {
-  constexpr int chains = 12;  // instructions under way at a time
+  constexpr int chains = 12;  // instructions in flight
   std::atomic<int64_t> done{0};
   auto run = [&](auto zero, int64_t products, auto step) {
     Team team(threads);
@@ -37,7 +37,7 @@ int64_t multiply_add(int64_t kind, int64_t rounds, int threads) {
       auto start = zero;
       decltype(zero) sums[chains];
 #pragma GCC unroll 12
-      for (int i = 0; i < chains; i++) start[0] = i, sums[i] = start;  // chains that differ: equal ones would become one
+      for (int i = 0; i < chains; i++) start[0] = i, sums[i] = start;  // distinct, else the compiler merges them
       for (int64_t round = begin; round < end; round++)
 #pragma GCC unroll 12
         for (int i = 0; i < chains; i++) sums[i] = own(sums[i]);

@@ -1,4 +1,4 @@
-// What is read from logits: the greatest ones, and samples.
+// Top-k and sampling of logits.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-// The k greatest of a row and their places, in descending order, equal ones by place.
+// Top-k values of a row and their indices, in descending order; ties are ordered by index.
 void greatest_of(const float* row, int64_t count, int64_t k, float* best, int64_t* places) {
   int64_t found = 0;
   floats least = splat(-INFINITY);
@@ -24,7 +24,7 @@ void greatest_of(const float* row, int64_t count, int64_t k, float* best, int64_
     }
   };
   int64_t whole = count - count % LANES, at = 0;
-  for (; at + 4 * LANES <= whole; at += 4 * LANES) {  // few of these have a value to insert
+  for (; at + 4 * LANES <= whole; at += 4 * LANES) {  // rarely contains a value to insert
     floats a = load<floats>(row + at), b = load<floats>(row + at + LANES);
     floats c = load<floats>(row + at + 2 * LANES), d = load<floats>(row + at + 3 * LANES);
     floats ab = a > b ? a : b, cd = c > d ? c : d;
@@ -39,7 +39,7 @@ void greatest_of(const float* row, int64_t count, int64_t k, float* best, int64_
     if (!(row[at] > -INFINITY)) best[found] = -INFINITY, places[found++] = at;
 }
 
-// exp(x - top) of LANES values from ``at`` on, 0 after the last one and where it is below the least float.
+// exp(x - top) of LANES values from ``at`` on, 0 beyond the end and on underflow.
 inline floats shares_at(const float* row, int64_t at, int64_t count, floats top) {
   floats values = splat(-INFINITY);
   if (count - at < LANES) {

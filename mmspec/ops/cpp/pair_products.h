@@ -1,5 +1,5 @@
 // Products of int8 by AArch64's matrix instruction (i8mm): two rows of inputs by two output features, 8 input features
-// at a time. Sums of integers are exact, so that they are those of the dot product instructions. Never timed.
+// at a time. Integer sums are exact, so results equal those of dot product instructions. Not benchmarked.
 
 #pragma once
 
@@ -13,8 +13,8 @@ namespace {
 
 const bool has_i8mm = getauxval(AT_HWCAP2) & (1 << 13);  // HWCAP2_I8MM
 
-// The products of a group's codes, 4 input features of each lane in a vector, with the inputs of several rows, ``width``
-// apart. Codes are those of int8 after the bits ``flipped`` are.
+// Products of a group's codes, 4 input features per lane in a vector, with the inputs of several rows, ``width`` apart.
+// Flipping the bits ``flipped`` converts codes to int8.
 __attribute__((target("arch=armv8.2-a+i8mm"))) inline void dot_pairs(const bytes (&codes)[8], uint8_t flipped,
                                                                      const int8_t* inputs, int64_t width, int rows,
                                                                      ints* sums) {
@@ -28,7 +28,7 @@ __attribute__((target("arch=armv8.2-a+i8mm"))) inline void dot_pairs(const bytes
   }
   for (int row = 0; row < rows; row += 2) {
     const int8_t *one = inputs + row * width, *other = row + 1 < rows ? one + width : one;
-    int32x4_t products[4] = {};  // of two lanes with the first row, then with the second
+    int32x4_t products[4] = {};  // two lanes with the first row, then with the second
     for (int i = 0; i < 4; i++)
       for (int pair = 0; pair < 4; pair++)
         products[pair] = vmmlaq_s32(products[pair], vcombine_s8(vld1_s8(one + 8 * i), vld1_s8(other + 8 * i)),

@@ -1,4 +1,4 @@
-// Vectors of bfloat16, which dot products take in pairs.
+// bfloat16 vectors and dot products of bfloat16 pairs.
 
 #pragma once
 
@@ -14,7 +14,7 @@ typedef uint16_t eight __attribute__((vector_size(16)));              // bfloat1
 
 constexpr int64_t PAIRED = 2 * LANES;  // bfloat16 of a vector
 
-// accumulator + the products of two pairs of bfloat16, the first pair's first
+// accumulator + dot product of two bfloat16 pairs, first elements first
 inline floats dot(floats accumulator, words a, words b) {
 #if defined(__AVX512BF16__) && !defined(MMSPEC_PORTABLE)
   return reinterpret_cast<floats>(_mm512_dpbf16_ps((__m512)accumulator, (__m512bh)a, (__m512bh)b));
@@ -61,7 +61,7 @@ inline void store_rounded(uint16_t* to, const float* from, int64_t count) {
   }
 }
 
-// Runs of ``unit`` elements of x and y in turn: those of the lower and of the upper half of each 128 bits.
+// Interleaves runs of ``unit`` elements of x and y, from the lower and upper half of each 128 bits.
 template <size_t unit, class T, size_t... i>
 inline std::pair<T, T> interleaved(T x, T y, std::index_sequence<i...>) {
   constexpr size_t all = sizeof...(i), lane = all * 4 / LANES;
@@ -86,7 +86,7 @@ inline words load_eights(const uint16_t* first, int64_t feature, int64_t stride,
 #endif
 }
 
-// Features in order, of the sums of what ``interleaved`` returned.
+// Restores the feature order of sums computed from the output of ``interleaved``.
 template <size_t... i>
 inline std::pair<floats, floats> in_order(floats low, floats high, std::index_sequence<i...>) {
   return {__builtin_shufflevector(low, high, (i / 8 * 4 + i % 4 + i / 4 % 2 * LANES)...),
@@ -95,7 +95,7 @@ inline std::pair<floats, floats> in_order(floats low, floats high, std::index_se
 
 constexpr int64_t LINE = 32;  // bfloat16 of a cache line
 
-// Fetches what the next block will read, little by little.
+// Prefetches the next block in small steps.
 inline void prefetch(const uint16_t* from, int64_t lines) {
   for (int64_t i = 0; i < lines; i++) __builtin_prefetch(from + i * LINE, 0, 2);
 }

@@ -1,7 +1,5 @@
-// Loops shared by threads of a pool.
-//
-// Threads claim chunks of a loop from an atomic counter: nobody waits for a thread that has claimed none, and slow cores
-// take fewer. Threads without a chunk spin for microseconds, then sleep.
+// Thread pool for parallel loops. Threads claim chunks of a loop from an atomic counter, so that no loop waits for a
+// thread without a chunk and slow cores process fewer chunks. Idle threads spin for microseconds, then sleep.
 
 #pragma once
 
@@ -21,8 +19,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t CHUNKS = 2;                   // of a loop, per thread
-constexpr std::chrono::microseconds SPIN{50};   // longer than between two loops of a pass
+constexpr int64_t CHUNKS = 2;                   // chunks of a loop per thread
+constexpr std::chrono::microseconds SPIN{50};   // longer than the gap between two loops of a forward pass
 
 // Spins until ``ready``, for at most SPIN; returns whether it was.
 template <class Ready>
@@ -69,7 +67,7 @@ class Pool {
   bool acquire() { return !used_.test_and_set(std::memory_order_acquire); }
   void release() { used_.clear(std::memory_order_release); }
 
-  // Calls body(begin, end) for all chunks of a loop, of ``size`` items, in up to ``threads`` threads.
+  // Calls body(begin, end) for all chunks of ``size`` items of a loop, in up to ``threads`` threads.
   template <class Body>
   void run(int64_t count, int64_t size, int threads, const Body& body) {
     start_helpers(threads - 1);
@@ -85,15 +83,15 @@ class Pool {
   }
 
  private:
-  // Computes chunks until none is left for this helper (-1: the caller). A helper may come late from the loop of a larger
-  // team.
+  // Processes chunks until none is left for this helper (-1: the caller). A helper may arrive late from the loop of a
+  // larger team.
   void compute(int index = -1) {
     for (uint64_t next = next_;;) {
       auto call = call_.load();
       const void* body = body_;
       int64_t count = count_, size = size_, begin = int64_t(uint32_t(next)) * size;
       if (uint32_t(next) >= chunks_ || index >= helpers_) return;
-      if (!next_.compare_exchange_strong(next, next + 1)) continue;  // else what was read is of this loop
+      if (!next_.compare_exchange_strong(next, next + 1)) continue;  // success: the fields read belong to this loop
       call(body, begin, std::min(begin + size, count));
       done_++;
       finished_.wake();
@@ -105,10 +103,10 @@ class Pool {
     sigset_t all, before;
     if (started_ >= count) return;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's own threads
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals go to the program's own threads
     try {
       for (; started_ < count; started_++) std::thread(&Pool::help, this, started_).detach();
-    } catch (const std::system_error&) {  // the system allows no more; the caller needs none
+    } catch (const std::system_error&) {  // thread limit reached; the caller works alone
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
@@ -123,23 +121,23 @@ class Pool {
   int started_ = 0;
   Sleep idle_, finished_;
 
-  // The loop. Its fields change only while no chunk is left: whoever claims one has read those of its loop.
+  // The loop. Fields only change while no chunk is left, so whoever claims a chunk has read its loop's fields.
   std::atomic<void (*)(const void*, int64_t, int64_t)> call_{};
   std::atomic<const void*> body_{};
   std::atomic<int64_t> count_{0}, size_{0};
   std::atomic<int> helpers_{0};
   std::atomic<uint32_t> chunks_{0};
-  alignas(64) std::atomic<uint64_t> next_{0};  // the loop's number, and in the lower half the next chunk
+  alignas(64) std::atomic<uint64_t> next_{0};  // loop number, and next chunk in the lower half
   alignas(64) std::atomic<uint32_t> done_{0};  // chunks
 };
 
-// Never deleted: its threads end with the process. A forked process has none of them and starts its own.
+// Never deleted: its threads end with the process. A forked process starts its own threads.
 std::atomic<Pool*> pool{new Pool};
 [[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
 
 thread_local int team_size = 1;
 
-// While it exists, loops of this thread are shared by up to ``threads`` threads, unless another thread uses the pool.
+// During its lifetime, loops of this thread use up to ``threads`` threads, unless another thread uses the pool.
 class Team {
  public:
   explicit Team(int threads) : leads_(threads > 1 && team_size == 1 && pool_->acquire()) {
@@ -155,7 +153,7 @@ class Team {
   bool leads_;
 };
 
-// Calls body(begin, end) for parts of a loop's items that cover them, each of at least ``least`` items or the last.
+// Calls body(begin, end) for parts that cover a loop's items; all parts except the last have at least ``least`` items.
 template <class Body>
 void parts_of(int64_t count, int64_t least, const Body& body) {
   int64_t share = CHUNKS * team_size, size = std::max(least, (count + share - 1) / share);
@@ -163,10 +161,10 @@ void parts_of(int64_t count, int64_t least, const Body& body) {
   pool.load()->run(count, size, team_size, body);
 }
 
-// Calls body(item) for all items of a loop; ``cost``: of one, in features of a row.
+// Calls body(item) for all items of a loop; ``cost``: cost of an item, in features of a row.
 template <class Body>
 void each(int64_t count, int64_t cost, const Body& body) {
-  constexpr int64_t worth = 4096;  // sharing
+  constexpr int64_t worth = 4096;  // minimum cost of a part
   parts_of(count, (worth + cost - 1) / cost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) body(i);
   });

@@ -7,17 +7,17 @@
 
 namespace {
 
-constexpr int64_t TILE = LANES / 2;  // rows of inputs that share a load of weights
-constexpr int64_t AHEAD = 10240;     // bytes that are prefetched
+constexpr int64_t TILE = LANES / 2;  // input rows per load of weights
+constexpr int64_t AHEAD = 10240;     // prefetch distance in bytes
 
-// Products times a scale. Those of VNNI start from the bits of OFFSET, so that they need no conversion: scales have so few
-// bits that OFFSET times a scale is exact.
+// Products times a scale. VNNI sums start from the bits of OFFSET, which avoids a conversion: OFFSET times a scale is
+// exact, because scales have few bits.
 inline floats scaled(ints products, floats scale) {
   if constexpr (VNNI) return fma(as_floats(products), scale, scale * -OFFSET);
   return __builtin_convertvector(products, floats) * scale;
 }
 
-// sum + the products of a group's codes with a row's inputs, its first and its last ones, scaled.
+// sum + scaled products of a group's codes with the first and last inputs of a row.
 template <Kind kind>
 inline floats add_scaled(floats sum, ints first, ints last, const Scales& scale, const Rows& x, int64_t at) {
   floats products = scaled(kind == Q6_K ? first : first + last, scale.first);
@@ -28,16 +28,16 @@ inline floats add_scaled(floats sum, ints first, ints last, const Scales& scale,
   return fma(products, splat(x.scale[at]), sum);
 }
 
-// In the order of addresses, which that of the loads is not, and into the first level cache: a row times weights in memory
-// takes up to a third less time than with prefetches of codes and of scales into the second.
+// Prefetches in address order, unlike the loads, and to L1: up to a third faster for a single row than prefetching
+// codes and scales to L2.
 template <Kind kind>
 inline void prefetch_group(const uint8_t* block, int64_t group) {
   constexpr int64_t size = block_bytes(kind, together[kind]) / together[kind];
   for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(block + group * size + AHEAD + i);
 }
 
-// Adds the products of one group of a block's output features, of floats of LANES of them, and the same group of several
-// rows, the first of which is ``at``; weights are loaded once for all.
+// Adds the products of one group of a block of floats and the same group of several rows, from ``at`` on; weights are
+// loaded once for all rows.
 template <Kind kind, int tile>
 inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x, int64_t at, int64_t group,
                       floats* sums) {
@@ -69,7 +69,7 @@ inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x,
         parts[row][part][0] +=
             kind == Q6_K ? x.q6_start[at + row] : kind == INT8 && VNNI ? x.int8_start[at + row] : START;
       }
-    constexpr bool early = shared_bytes[kind] > 0;  // for superblocks, that is faster
+    constexpr bool early = shared_bytes[kind] > 0;  // faster for superblocks
     Scales scale[PARTS];
     auto take_scales = [&] {
       for (int part = 0; part < PARTS; part++) scale[part] = scales_of<kind>(scales + 2 * LANES * part, group);
@@ -114,7 +114,7 @@ void tile_product(int rows, const uint8_t* block, const Rows& x, int64_t first, 
   block_product<kind, tile>(block, x, first, sums);
 }
 
-// out = sum (+ residual), of the first ``columns``.
+// out = sum (+ residual), for the first ``columns``.
 inline void add_columns(floats sum, const float* residual, int64_t columns, float* out) {
   if (columns == LANES) return store(out, residual ? load<floats>(residual) + sum : sum);
   floats earlier{};

@@ -1,4 +1,4 @@
-// Inputs of layers, in the form that their weights' kind takes, and the norms before them.
+// Layer inputs in the form required by the kind of weights, and norms before them.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace {
 
-constexpr int64_t MOST_ROWS = 16;  // of a tile register
-constexpr int64_t CHUNK = 128;     // rows of a pass over the weights
+constexpr int64_t MOST_ROWS = 16;  // rows per tile register
+constexpr int64_t CHUNK = 128;     // rows per pass over the weights
 
 // Stores 16 inputs times ``factor`` as int8, rounded to nearest, ties to even; returns their sum.
 inline int32_t quantise(const float* x, float factor, int8_t* codes) {
@@ -24,16 +24,16 @@ inline int32_t quantise(const float* x, float factor, int8_t* codes) {
 #endif
 }
 
-// Rows of inputs in the form that a kind of weights takes, padded to whole groups: (rows / 16, groups, 16 rows or all), so
-// that what a tile reads lies together.
+// Input rows in the form required by a kind of weights, padded to whole groups: (rows / 16, groups, 16 rows or all), so
+// that a tile reads contiguous memory.
 struct Rows {
-  int64_t groups, width;  // rows that lie together
+  int64_t groups, width;  // contiguous rows
   Lines<int8_t> codes;
   Lines<Half> rounded;
   Lines<float> exact, scale, total_scaled;
-  Lines<int32_t> int8_start, q6_start, q6_last_start;  // what products of these kinds' codes start from
+  Lines<int32_t> int8_start, q6_start, q6_last_start;  // initial sums for codes of these kinds
 
-  // For so many rows of a layer's inputs, at most CHUNK.
+  // Allocates for ``rows`` rows, at most CHUNK.
   void shape(int64_t features, int64_t rows) {
     groups = groups_of(features), width = std::min(rows, MOST_ROWS);
     int64_t all = CHUNK * groups;
@@ -42,7 +42,7 @@ struct Rows {
     int8_start.reserve(all), q6_start.reserve(all), q6_last_start.reserve(all);
   }
 
-  // Index of a group of a row; the next row's follows, within 16 rows.
+  // Index of a group of a row; within 16 rows, the same group of the next row follows.
   int64_t at(int64_t row, int64_t group) const {
     return (row / MOST_ROWS * groups + group) * width + row % MOST_ROWS;
   }
@@ -75,7 +75,7 @@ struct Rows {
   }
 };
 
-// Rows as the inputs of a layer.
+// Converts rows to inputs of a layer.
 void take(const Linear& layer, Rows& x, const float* from, int64_t rows) {
   x.shape(layer.in, rows);
   each(rows * x.groups, GROUP, [&](int64_t i) {
@@ -106,7 +106,7 @@ inline void norm_row(const float* row, int64_t features, const float* weight, fl
     store(out + i, load<floats>(row + i) * factor * load<floats>(weight + i));
 }
 
-// RMSNorm(rows) as the inputs of a layer; they have several parts, each normed by itself, of a multiple of 32 features.
+// Converts RMSNorm(rows) to inputs of a layer; separately normed parts have a multiple of 32 features.
 void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, const float* weight, float epsilon,
                  int64_t parts = 1) {
   int64_t features = layer.in / parts;
@@ -125,8 +125,7 @@ void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, 
   });
 }
 
-// act(gate) * up as the inputs of a layer, act being silu or gelu, rows ``stride`` apart; ``in`` is a
-// multiple of 32.
+// Converts act(gate) * up, SiLU or GELU, to inputs of a layer; rows are ``stride`` apart, ``in`` a multiple of 32.
 void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t stride, int64_t rows, bool with_gelu) {
   x.shape(layer.in, rows);
   each(rows * x.groups, 4 * GROUP, [&](int64_t at) {

@@ -1,4 +1,4 @@
-// Rows of weights as GGUF files have them: blocks of 32 weights, in the K formats of 256, one after the other. Fields:
+// Rows of weights in GGUF files: consecutive blocks of 32 weights, or 256 in K formats. Fields:
 // https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h
 
 #pragma once
@@ -15,7 +15,7 @@ namespace {
 enum class Stored : int64_t { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
 
 constexpr Kind stored_kind[] = {INT4, INT4, Q5, Q5, INT8, Q4_K, Q5_K, Q6_K};
-constexpr int64_t stored_bytes[] = {18, 20, 22, 24, 34, 144, 176, 210};  // of a block
+constexpr int64_t stored_bytes[] = {18, 20, 22, 24, 34, 144, 176, 210};  // bytes per block
 
 constexpr bool is_super(Stored format) { return format >= Stored::Q4_K; }
 
@@ -23,8 +23,8 @@ constexpr int64_t row_bytes(Stored format, int64_t groups) {
   return groups / (is_super(format) ? 8 : 1) * stored_bytes[int64_t(format)];
 }
 
-// A group of a row: its codes, as the kernels have them, and two numbers of 16 bits: its scale and its value of code 0
-// (float16), in the K formats its two factors (uint8) and nothing.
+// A group of a row: codes in the kernels' layout and two 16-bit numbers: scale and value of code 0 (float16), or in K
+// formats two factors (uint8) and nothing.
 struct Stored32 {
   uint8_t codes[GROUP];
   uint16_t first, second;
@@ -86,7 +86,7 @@ inline Stored32 stored_group(const uint8_t* row, int64_t group) {
   return out;
 }
 
-// d and dmin of a group's superblock; Q6_K has the former for both.
+// d and dmin of a group's superblock; for Q6_K, both are d.
 template <Stored format>
 inline std::pair<uint16_t, uint16_t> stored_shared(const uint8_t* row, int64_t group) {
   const uint8_t* block = row + group / 8 * stored_bytes[int64_t(format)];
@@ -117,7 +117,7 @@ void dense_row(const uint8_t* row, int64_t groups, float* out) {
   }
 }
 
-// A block of the kernels' layout, from up to 16 rows; null ones are zeros. Returns whether all scales are finite.
+// Writes a block in the kernels' layout from up to 16 rows; null rows are zeros. Returns whether all scales are finite.
 template <Stored format>
 bool pack_block(const uint8_t* const* rows, int64_t groups, uint8_t* block) {
   constexpr Kind kind = stored_kind[int64_t(format)];
@@ -161,13 +161,13 @@ bool pack_block(const uint8_t* const* rows, int64_t groups, uint8_t* block) {
   return finite;
 }
 
-// Where rows are: at addresses, or at places of a file.
+// Locations of rows: addresses, or offsets in a file.
 struct Places {
   const int64_t* places;
   int64_t count, bytes;
   int file;  // -1: none
 
-  // The addresses of rows from ``first`` on, null beyond the last; returns whether the file has them.
+  // Addresses of rows from ``first`` on, null beyond the last; returns false if the file is too short.
   bool at(int64_t first, int64_t wanted, std::vector<uint8_t>& read, const uint8_t** rows) const {
     int64_t have = std::min(wanted, count - first);
     std::fill(rows + have, rows + wanted, nullptr);
@@ -190,7 +190,7 @@ struct Places {
   }
 };
 
-// Calls body(first row, addresses of 16 rows) for all rows; returns whether the file has them.
+// Calls body(first row, addresses of 16 rows) for all rows; returns false if the file is too short.
 template <class Body>
 bool each_block(const Places& rows, const Body& body) {
   std::atomic<bool> whole{true};

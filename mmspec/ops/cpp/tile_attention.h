@@ -1,4 +1,4 @@
-// Products of attention in AMX's tile registers: 16 queries by 16 slots or features at a time.
+// Attention products in AMX tile registers: 16 queries by 16 slots or features at a time.
 
 #pragma once
 
@@ -24,8 +24,8 @@ namespace {
     _tile_stored(high, sums + query * stride + i * 16 + 16, stride * 4); \
   }
 
-// A thread's tile registers: 0 and 1 are sums of 16 queries, 2 these queries; 3, 4 and 5 those of the last, fewer ones;
-// 6 and 7 hold keys or values.
+// A thread's tile registers: 0 and 1: sums of 16 queries, 2: these queries; 3, 4 and 5: the same for the last,
+// incomplete tile of queries; 6 and 7: keys or values.
 class AttentionTiles : Registers {
  public:
   // ``add_all_products`` for an even number of vectors and a multiple of 16 pairs.

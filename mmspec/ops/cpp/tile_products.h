@@ -1,7 +1,6 @@
-// Products of bfloat16 in AMX's tile registers: up to 16 rows of inputs by 16 output features.
-//
-// Integers take none: a group of 32 input features, after which sums are scaled, fills half a tile's depth, and storing
-// its sums costs as much as multiplying it, so that VNNI is as fast.
+// bfloat16 products in AMX tile registers: up to 16 input rows by 16 output features. Not used for integers: a group of
+// 32 input features, after which sums are scaled, fills half a tile, and storing sums costs as much as the product, so
+// VNNI is as fast.
 
 #pragma once
 
@@ -19,7 +18,7 @@ namespace {
 // Linux grants a process its tile registers on request.
 const bool has_tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
 
-// The tile registers of a thread, whose rows have 64 bytes.
+// A thread's tile registers, with 64 bytes per row.
 class Registers {
  public:
   ~Registers() {
@@ -29,7 +28,7 @@ class Registers {
  protected:
   using Counts = std::array<uint8_t, 8>;
 
-  // Gives each register so many rows.
+  // Sets the number of rows of each register.
   void configure(const Counts& rows) {
     if (rows == rows_) return;
     rows_ = rows;
@@ -43,7 +42,7 @@ class Registers {
   Counts rows_{};
 };
 
-// The intrinsics take numbers of registers as literals only. GCC's do not tell it that they read memory.
+// Intrinsics only take literal register numbers. GCC's intrinsics do not declare that they read memory.
 #define MMSPEC_ADD_GROUP(sum, group) \
   for (int64_t i = 0; i < 1024; i += 64) __builtin_prefetch(weights + (group) * 1024 + 8192 + i); \
   _tile_loadd(4, inputs + (group) * 32 * width, 64); \

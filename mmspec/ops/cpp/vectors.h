@@ -16,7 +16,7 @@
 
 namespace {
 
-// Floats of a vector register.
+// Floats per vector register.
 #if defined(__AVX512F__)
 constexpr int64_t LANES = 16;
 #else
@@ -35,7 +35,7 @@ inline T load(const void* from) {
   return value;
 }
 
-// An array from the start of a cache line on.
+// An array aligned to a cache line.
 template <class T>
 class Lines {
  public:
@@ -44,7 +44,7 @@ class Lines {
   Lines& operator=(const Lines&) = delete;
   ~Lines() { std::free(data_); }
 
-  // Makes room; contents may be lost.
+  // Allocates space; may discard contents.
   void reserve(int64_t size) {
     if (size <= size_) return;
     std::free(data_);
@@ -79,7 +79,7 @@ inline floats fma(floats a, floats b, floats c) {
 #endif
 }
 
-// A float whose last 23 bits count units: an integer of less than 22 bits that is added to its bits is added to it.
+// A float whose last 23 bits count units: adding an integer below 22 bits to its bits adds it to the float.
 constexpr float OFFSET = 12582912;
 
 inline float sum(floats value) {
@@ -92,7 +92,7 @@ inline float sum(floats value) {
 #endif
 }
 
-// The sums of LANES vectors. Each is summed in the same order, whatever the others are.
+// The sums of LANES vectors, each in a fixed order.
 inline floats sums(const floats (&of)[LANES]) {
 #if defined(__AVX512F__)
   floats a[8], b[4], c[2];
@@ -183,7 +183,7 @@ inline ints lanes() {
 
 // z * sigmoid(of)
 inline floats times_sigmoid(floats z, floats of) {
-  floats one = splat(1), small = exponential(of < 0 ? of : -of);  // of -|of|, so that it cannot overflow
+  floats one = splat(1), small = exponential(of < 0 ? of : -of);  // of -|of|, to avoid overflow
   return z * (of < 0 ? small : one) / (one + small);
 }
 

@@ -158,7 +158,7 @@ def test_errors(tmp_path):
     with pytest.raises(UserError, match="expected a new folder, received one that exists"):
         build_store([[1]], VOCAB, "tiny", tmp_path / "store")
     model = shared_model("llama")
-    with pytest.raises(UserError, match=f"of a model with {VOCAB + 1} tokens: the target has {VOCAB}"):
+    with pytest.raises(UserError, match=f"a vocabulary of {VOCAB + 1} tokens: the target has {VOCAB}"):
         Datastore(tmp_path / "store").attach(target_class(model.config)(model))
     (tmp_path / "store" / "tokens").write_bytes(b"1")
     with pytest.raises(UserError, match="tokens: expected 40 bytes, received 1"):
