@@ -1,6 +1,7 @@
 """Triton kernels of ``mmspec.ssm.ops.conv``: one program per row and tile of channels (``tree_conv``: and of nodes)."""
 
-# Kernel arguments are pointers, scalars and constexprs without Python types. mypy: allow-untyped-defs
+# Kernel arguments are pointers, scalars and constexprs without Python types.
+# mypy: allow-untyped-defs
 
 from __future__ import annotations
 
