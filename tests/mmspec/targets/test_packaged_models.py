@@ -27,9 +27,7 @@ from tests.compiled import needs_kernels
 pytestmark = pytest.mark.long
 
 PROMPT = "Write a Python function that counts the vowels of a text, and explain it."
-LONG = (Path(__file__).resolve().parents[3] / "CONTRIBUTING.md").read_text()[
-    3000:6800
-]  # some 1,000 tokens: two windows
+LONG = (Path(__file__).resolve().parents[3] / "CONTRIBUTING.md").read_text()[3000:6800]  # 1,000 tokens: two windows
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
