@@ -224,7 +224,7 @@ def _load(built: Any, model: Any, tensors: dict[str, Tensor], source: str) -> No
     """Load tensors with transformers' weight conversions.
 
     Args:
-        built, model: see ``network.build``.
+        built, model: see ``build``.
         source: name of the checkpoint in error messages.
     """
     for name, tensor in tensors.items():

@@ -69,7 +69,7 @@ class NativeLayers(Native):
     def __call__(
         self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache, middle: bool = False
     ) -> Tensor:
-        """Run the layers on new entries and write them to the cache; arguments as for ``entries.run``.
+        """Run the layers on new entries and write them to the cache; arguments as for ``hidden_state.run``.
 
         Args:
             middle: also return the last layer's residual stream before its MLP.
