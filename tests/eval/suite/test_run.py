@@ -329,8 +329,8 @@ def test_method_specs(folder):
         ("a=none,a=lookup", r"its own label \(LABEL=METHOD\): 'a' is given twice"),
         ("generate:nope", "generate speculates as generate:mtp or generate:dflash:FOLDER: got 'generate:nope'"),
         ("generate:dflash", "generate speculates as .*: got 'generate:dflash'"),
-        ("generate:dflash:/nowhere", "cannot load the assistant '/nowhere'"),
-        ("assisted:/nowhere", "cannot load the assistant '/nowhere'"),
+        ("generate:dflash:/nowhere", "cannot load assistant '/nowhere'"),
+        ("assisted:/nowhere", "cannot load assistant '/nowhere'"),
     ],
 )
 def test_invalid_methods_are_refused(folder, specs, message):
@@ -452,6 +452,21 @@ def test_the_command(folder, tmp_path, monkeypatch):
     assert [row["method"] for row in content["rows"]] == ["none", "ngram@chain", "ngram@3"]
     assert {row["baseline"] for row in content["rows"]} == {"none"}
     report = (tmp_path / "report.md").read_text()
+    lines = [line.strip("| ").split(" | ") for line in report.splitlines() if line.startswith("| ")]
+    shown = dict(zip(next(cells for cells in lines if "p50 ms" in cells), lines[-1], strict=True))
+    *_, figures = content["rows"][-1]["requests"].values()
+    for column, form, figure in (
+        ("number", "{}", figures["requests"]),
+        ("MAT", "{:.2f}", figures["mean_accepted_tokens"]),
+        ("speedup", "{:.2f}x", figures["walltime_speedup"]),
+        ("slowest", "{:.2f}x", figures["slowest"]["total"]),
+        ("throughput", "{:.2f}x", figures["throughput_speedup"]),
+        ("p50 ms", "{:.1f}", 1000 * figures["latency"]["p50"]),
+        ("output tokens/s", "{:.1f}", figures["output_tokens_per_second"]),
+        ("user tokens/s", "{:.1f}", figures["user_tokens_per_second"]["mean"]),
+        ("equal", "{}/1", figures["equal"]),
+    ):
+        assert (column, shown[column]) == (column, form.format(figure))
     assert ("over `none`, preprocessing" in report, "copy oracle: " in report, "generate" in report) == (
         True,
         True,
