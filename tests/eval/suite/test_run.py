@@ -252,6 +252,14 @@ def test_a_report_needs_no_matplotlib(whole, tmp_path, monkeypatch):
     assert "they need the package matplotlib" in write_report(whole[1], tmp_path).read_text()
 
 
+def test_notes_are_of_their_own_table(whole, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "mmspec.eval.suite.plots", None)
+    about = {"not_scored": "no package"}
+    rows = [{**row, **(about if row["task"] == "scenes-turns" else {})} for row in whole[1]["rows"]]
+    parts = write_report({**whole[1], "rows": rows}, tmp_path).read_text().split("\n## ")
+    assert {part.partition(",")[0] for part in parts if "Not scored: no package." in part} == {"scenes-turns"}
+
+
 def test_a_difference_is_reported_with_its_margin(folder, tmp_path, monkeypatch):
     wrong = Evaluator(vars(settings(folder, methods="generate", temperatures=(0.0,), batch_sizes=(1,), rounds=1)))
     original = evaluator.run_interleaved
@@ -445,7 +453,7 @@ def test_the_command(folder, tmp_path, monkeypatch):
         "equal",
     ):
         assert sum(line.startswith(f"{column}: ") for line in lines) == 1
-    assert "copy oracle: " in result.output
+    assert result.output.count("copy oracle: ") == 1
     assert "vs none" not in result.output  # as `whole request` and `decoding` are
     content = json.loads(call(*common, "--json").stdout)
     assert content == json.loads((tmp_path / "summary.json").read_text())
