@@ -115,8 +115,8 @@ def parse_shape(method: str) -> tuple[str, int | None]:
 
 def _load_assistant(name: str, target: TransformersTarget, auto: Any = AutoModelForCausalLM) -> object:
     with (
-        explained(f"cannot load the assistant {name!r}", OSError, ValueError),
-        cache_if_offline("model", name) as hub_options,
+        explained(f"cannot load assistant {name!r}", OSError, ValueError),
+        cache_if_offline("assistant", name) as hub_options,
     ):
         model = from_pretrained(auto, name, dtype=target.model.dtype, **hub_options)
     return model.to(target.device).eval()

@@ -34,7 +34,7 @@ def cache_if_offline(kind: str, name: str) -> Iterator[dict[str, Any]]:
     Without them transformers retries for half a minute per missing file.
 
     Args:
-        kind: ``"model"`` or ``"drafter"``, for the message.
+        kind: ``"model"``, ``"drafter"`` or ``"assistant"``, for the message.
         name: hub id, folder or file.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
@@ -64,6 +65,15 @@ def test_a_full_disk_is_no_internal_error() -> None:
             [sys.executable, "-m", "mmspec", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 2), (errno.EDQUOT, 2), (errno.EIO, 1)])
+def test_errors_of_the_system(number: int, status: int, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(model: str | None) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("mmspec.cli.info.collect", write)
+    assert run("info")[0] == status
 
 
 def test_answer_on_stdout_and_statistics_on_stderr(generate: Run, model: str) -> None:
@@ -190,7 +200,7 @@ def test_what_cannot_be_removed_is_not_counted(run: Run, tmp_path: Path, monkeyp
 def test_info_shows_what_a_file_or_folder_contains(run: Run, model: str, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
     marked = {"tokenizer.chat_template": "<|im_start|>{{ messages }}", "general.sampling.top_k": 7}
-    file = save_gguf(tmp_path / "a.gguf", entries=marked)
+    file = save_gguf(tmp_path / "blob", entries=marked)
     sizes: dict[str, int] = {}
     for tensor in gguf.GGUFReader(file).tensors:
         sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)

@@ -11,7 +11,7 @@ import pytest
 import mmspec
 from mmspec import UserError
 from mmspec.drafters.recycle import Recycle
-from mmspec.drafters.registry import Selection, make_drafter, registered_name
+from mmspec.drafters.registry import Selection, make_drafter, registered_name, split
 from mmspec.drafters.small import Small
 from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.vision.embedded import samples
@@ -112,6 +112,15 @@ def test_registered_names_come_before_folders(folder, put, tmp_path):
     put("model", "tiny-llava")
     for path in ("./tiny-llava", Path("tiny-llava")):
         assert type(mmspec.load(path, drafter=None).model).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("sign", "+,")
+def test_the_longest_path_is_taken(sign, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    longest = f"a{sign}b{sign}c"
+    for name in ("a", f"a{sign}b", longest):
+        Path(name).touch()
+    assert split(f"ngram{sign}{longest}{sign}a{sign}b", sign) == ["ngram", longest, f"a{sign}b"]
 
 
 def test_drafters_in_a_model_s_folder_that_is_called_like_one(put, parts):

@@ -252,6 +252,14 @@ def test_a_report_needs_no_matplotlib(whole, tmp_path, monkeypatch):
     assert "they need the package matplotlib" in write_report(whole[1], tmp_path).read_text()
 
 
+def test_notes_are_of_their_own_table(whole, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "mmspec.eval.suite.plots", None)
+    about = {"not_scored": "no package"}
+    rows = [{**row, **(about if row["task"] == "scenes-turns" else {})} for row in whole[1]["rows"]]
+    parts = write_report({**whole[1], "rows": rows}, tmp_path).read_text().split("\n## ")
+    assert {part.partition(",")[0] for part in parts if "Not scored: no package." in part} == {"scenes-turns"}
+
+
 def test_a_difference_is_reported_with_its_margin(folder, tmp_path, monkeypatch):
     wrong = Evaluator(vars(settings(folder, methods="generate", temperatures=(0.0,), batch_sizes=(1,), rounds=1)))
     original = evaluator.run_interleaved
@@ -329,8 +337,8 @@ def test_method_specs(folder):
         ("a=none,a=lookup", r"its own label \(LABEL=METHOD\): 'a' is given twice"),
         ("generate:nope", "generate speculates as generate:mtp or generate:dflash:FOLDER: got 'generate:nope'"),
         ("generate:dflash", "generate speculates as .*: got 'generate:dflash'"),
-        ("generate:dflash:/nowhere", "cannot load the assistant '/nowhere'"),
-        ("assisted:/nowhere", "cannot load the assistant '/nowhere'"),
+        ("generate:dflash:/nowhere", "cannot load assistant '/nowhere'"),
+        ("assisted:/nowhere", "cannot load assistant '/nowhere'"),
     ],
 )
 def test_invalid_methods_are_refused(folder, specs, message):
@@ -445,13 +453,28 @@ def test_the_command(folder, tmp_path, monkeypatch):
         "equal",
     ):
         assert sum(line.startswith(f"{column}: ") for line in lines) == 1
-    assert "copy oracle: " in result.output
+    assert result.output.count("copy oracle: ") == 1
     assert "vs none" not in result.output  # as `whole request` and `decoding` are
     content = json.loads(call(*common, "--json").stdout)
     assert content == json.loads((tmp_path / "summary.json").read_text())
     assert [row["method"] for row in content["rows"]] == ["none", "ngram@chain", "ngram@3"]
     assert {row["baseline"] for row in content["rows"]} == {"none"}
     report = (tmp_path / "report.md").read_text()
+    lines = [line.strip("| ").split(" | ") for line in report.splitlines() if line.startswith("| ")]
+    shown = dict(zip(next(cells for cells in lines if "p50 ms" in cells), lines[-1], strict=True))
+    *_, figures = content["rows"][-1]["requests"].values()
+    for column, form, figure in (
+        ("number", "{}", figures["requests"]),
+        ("MAT", "{:.2f}", figures["mean_accepted_tokens"]),
+        ("speedup", "{:.2f}x", figures["walltime_speedup"]),
+        ("slowest", "{:.2f}x", figures["slowest"]["total"]),
+        ("throughput", "{:.2f}x", figures["throughput_speedup"]),
+        ("p50 ms", "{:.1f}", 1000 * figures["latency"]["p50"]),
+        ("output tokens/s", "{:.1f}", figures["output_tokens_per_second"]),
+        ("user tokens/s", "{:.1f}", figures["user_tokens_per_second"]["mean"]),
+        ("equal", "{}/1", figures["equal"]),
+    ):
+        assert (column, shown[column]) == (column, form.format(figure))
     assert ("over `none`, preprocessing" in report, "copy oracle: " in report, "generate" in report) == (
         True,
         True,

@@ -16,6 +16,7 @@ from mmspec.cli import session
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Guard, Wrapper
 from mmspec.core.tree import build_tree
+from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle import Recycle
@@ -382,6 +383,14 @@ def test_a_drafter_that_is_almost_never_right_is_reported_once(kind, tmp_path):
             made.watched = 0, 0.0
             mmspec.generate(model, drafter=made, **text_inputs(length), **options)
     assert len(found) == 1
+
+
+def test_rows_without_drafts_do_not_count_against_a_drafter():
+    valid = torch.tensor([[True, True], [True, False]])
+    tree = TokenTree(torch.tensor([[3, 7], [3, 7]]), torch.tensor([[-1, 0]] * 2), valid=valid)
+    guard = Guard(Ngram())
+    guard.watch(tree, accept_path(tree, torch.tensor([[7, 9]] * 2)))
+    assert guard.drafter.watched == (1, 2.0)
 
 
 @pytest.mark.filterwarnings("error")

@@ -84,7 +84,8 @@ def test_code_runs_when_it_is_trusted(tmp_path, ran, capsys):
     folder = _with_code(save_text_model(tmp_path / "model"), "model", ran)
     keywords = dict(max_new_tokens=8)
     expected = mmspec.load(plain, drafter=None).generate("Describe", **keywords)
-    pipe = mmspec.load(folder, drafter=f"small:{folder}", trust_remote_code=True)
+    pipe = mmspec.load(folder, drafter=f"small:{folder}@0.25", trust_remote_code=True)
+    assert pipe.drafter._visual.share == 0.25
     assert pipe.generate("Describe", **keywords).token_ids == expected.token_ids
     assert type(pipe.model).__name__ == type(pipe.drafter.model).__name__ == "Model"
     assert ran.exists()
