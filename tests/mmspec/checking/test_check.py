@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import mmspec
-from mmspec.checking import run
+from mmspec.checking import cases, run
 from mmspec.checking.cases import CASES, OTHER, Case, Outcomes
-from mmspec.checking.sides import LocalSide, Question, SkippedError
+from mmspec.checking.sides import Answer, LocalSide, Question, SkippedError
 from mmspec.checking.statistics import ALPHA, against_logprobs, against_probabilities, two_samples
 from mmspec.checking.trial import Record
 from mmspec.drafters.ngram import Ngram
@@ -106,6 +106,35 @@ def test_what_plain_decoding_refuses_is_skipped() -> None:
     found = run.run_case(trial_of(pipe).limited(9), "prose")
     assert found["outcome"] == "skipped"
     assert "the prompt must be shorter than the model's context of 9 tokens" in found["reason"]
+
+
+def test_a_difference_shows_special_tokens() -> None:
+    pipe = mmspec.load("tiny-llava", None, device="cpu", dtype="float32")
+    side, question, end = LocalSide(pipe), Question.user("List four.", max_tokens=4), pipe.target.eos_token_ids[0]
+    ((own,),) = side.ask(question)
+    assert own.tokens is not None
+    found = side.difference(question, Answer("", "stop", (*own.tokens[:2], end)), own)
+    assert found is not None
+    assert (found.position, found.found) == (2, pipe.processor.tokenizer.convert_ids_to_tokens(end))
+
+
+def test_equal_choices_of_a_model_that_is_certain() -> None:
+    plain = mmspec.load("tiny-llava", None, device="cpu", dtype="float32")
+    plain.model.get_output_embeddings().weight.data *= 1000
+    pipe = mmspec.load(plain.model, processor=plain.processor, drafter="ngram")
+    found = run.run_case(trial_of(pipe), "choices")
+    assert (found["outcome"], found["power"]) == ("equal", {"choices all the same": 0.0}), found
+
+
+def test_samples_follow_the_penalties_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled tokens against enumerated sequences."""
+    monkeypatch.setattr(cases, "_DRAWS", 512)
+    plain = mmspec.load("tiny-llava", None, device="cpu", dtype="float32")
+    plain.model.generation_config.repetition_penalty = 1.5
+    pipe = mmspec.load(plain.model, processor=plain.processor, drafter="ngram")
+    found = run.run_case(trial_of(pipe), "sampling")
+    assert found["outcome"] == "equal", found
+    assert found["tokens"] >= 4 * 256
 
 
 @pytest.mark.drafter_fails
@@ -207,6 +236,11 @@ def test_chi_square() -> None:
     shift = (3.841 * 25) ** 0.5
     assert against_probabilities({0: 50 + shift, 1: 50 - shift}, {0: 0.5, 1: 0.5})[0] == pytest.approx(0.05, rel=1e-3)  # type: ignore[arg-type]
     assert against_probabilities({0: 99, 7: 1}, {0: 1.0, 7: 0.0})[0] == 0
+    # Three rare outcomes are one: 11.5 are expected.
+    shift = (3.841 * 11.5 * 0.885) ** 0.5
+    counts = {0: 3, 1: 4, 2: 4.5 + shift, 3: 88.5 - shift}
+    rare = {0: 0.03, 1: 0.04, 2: 0.045, 3: 0.885}
+    assert against_probabilities(counts, rare)[0] == pytest.approx(0.05, rel=1e-3)  # type: ignore[arg-type]
 
 
 def test_what_the_tests_find() -> None:

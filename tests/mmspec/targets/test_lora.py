@@ -163,9 +163,12 @@ def test_a_wrapper_whose_owner_changes_it(tmp_path: Path) -> None:
     assert answers() == base
     wrapped = peft.PeftModel.from_pretrained(plain.model, two)  # has the first one's name
     assert answers() == second
-    wrapped.load_adapter(one, "other")
-    wrapped.merge_adapter(["other"])  # in place of the one that is chosen
+    wrapped.unload()
+    wrapped = peft.PeftModel.from_pretrained(plain.model, one)  # has an equal configuration, too
     assert answers() == first
+    wrapped.load_adapter(two, "other")
+    wrapped.merge_adapter(["other"])  # in place of the one that is chosen
+    assert answers() == second
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -205,9 +208,10 @@ def trained(folder: Path, model: str, **options: Any) -> Path:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of options that only matter to training
 @pytest.mark.parametrize(("model", "key"), [*(("qwen2", key) for key in OPTIONS), ("minimax", "experts")])
 def test_an_adapter_is_that_of_peft(model: str, key: str, tmp_path: Path) -> None:
-    """Loaded first and second, beside one of other layers; and the model's weights keep their bits."""
+    """Loaded first and second, beside one of other layers, whose name begins its own; and the model's weights keep
+    their bits. A field of a newer peft that is false is no option."""
     options = OPTIONS.get(key, EXPERTS)
-    folder = trained(tmp_path / "one", model, **options)
+    folder = changed(trained(tmp_path / "one", model, **options), kept, lora_of_2031=False)
     other = trained(tmp_path / "other", model, target_modules=["k_proj"], r=2)
     inputs = text_inputs(1, 9)
     prompt = inputs["input_ids"][0].tolist()
@@ -218,14 +222,14 @@ def test_an_adapter_is_that_of_peft(model: str, key: str, tmp_path: Path) -> Non
             plain = peft.PeftModel.from_pretrained(plain, folder).get_base_model().eval()
         return plain.generate(**inputs, **GREEDY)[0, 9:].tolist()
 
-    expected = {None: reference(None), "one": reference(folder), "layers": reference(other)}
+    expected = {None: reference(None), "one": reference(folder), "on": reference(other)}
     assert len({str(tokens) for tokens in expected.values()}) == 3
-    for folders in ({"one": folder, "layers": other}, {"layers": other, "one": folder}):
+    for folders in ({"one": folder, "on": other}, {"on": other, "one": folder}):
         loaded = text_model(model)
         before = {name: weight.clone() for name, weight in loaded.state_dict().items()}
         add_adapters(loaded, folders)
         pipe = mmspec.load(loaded.eval(), processor=byte_tokenizer(), drafter="ngram")
-        for name in ("one", None, "layers", "one", None):
+        for name in ("one", None, "on", "one", None):
             answer = pipe.generate(prompt, max_new_tokens=16, temperature=0.0, adapter=name)
             assert answer.token_ids == expected[name], (name, list(folders))
         after = {name.replace(".base_layer", ""): weight for name, weight in loaded.state_dict().items()}
