@@ -48,8 +48,7 @@ def products(library: ctypes.CDLL, memory: Tensor, kind: str, rows: int) -> tupl
     blocks, threads = memory[: len(memory) // size * size].view(-1, size), torch.get_num_threads()
     weights = cpu.linear_weights(kind, blocks, None, INPUTS, outputs := len(blocks) * cpu.LANES)
     x, out = torch.randn(rows, INPUTS, dtype=torch.float32), torch.empty(rows, outputs, dtype=torch.float32)
-    x_at, out_at = cpu.pointer(x, torch.float32, (rows, INPUTS)), out.data_ptr()
-    return lambda: library.linear(weights, x_at, rows, out_at, threads), outputs
+    return lambda: library.linear(weights, x.data_ptr(), rows, out.data_ptr(), threads), outputs
 
 
 def measure(

@@ -258,5 +258,9 @@ class Suffix(Ngram):
 
 
 SUFFIX = replace(
-    SPEC, name="suffix", label="suffix", summary="ngram, by the name of SuffixDecoding", implementation=Suffix
+    SPEC,
+    name="suffix",
+    label="suffix",
+    summary="ngram, by the name of SuffixDecoding (arXiv 2411.04975)",
+    implementation=Suffix,
 )

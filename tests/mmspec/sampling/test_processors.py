@@ -710,7 +710,7 @@ def test_plug_ins_serve_processors_that_the_table_does_not_know(plugged, monkeyp
 
 def test_the_example_of_the_documentation():
     text = (Path(__file__).parents[3] / "docs" / "usage.md").read_text()
-    section = text.split("## A logits processor of your own\n")[1].split("\n## ")[0]
+    section = text.split("## Custom logits processors\n")[1].split("\n## ")[0]
     code = section.split("```python\n")[1].split("```")[0]
     names = {"pipe": mmspec.load(byte_model(), drafter="recycle", processor=byte_tokenizer())}
     exec(compile(code, "usage.md", "exec"), names)
