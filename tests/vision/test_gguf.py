@@ -169,9 +169,9 @@ def test_images_have_a_place_in_every_chat_template(family, template, expected, 
         assert processor._render(texts) == "[user Hi][assistant Yes]"
 
 
-@pytest.mark.parametrize("family", ["gemma3", "internvl"])
+@pytest.mark.parametrize("family", ["gemma3", "internvl", "qwen2_vl"])
 def test_files_of_older_converters_and_other_tools(family: str, tmp_path: Path, monkeypatch) -> None:
-    """Some swapped the products of layers and left out their width, some drop axes of length 1."""
+    """Some swapped the products of layers and left out their width, some drop axes of length 1 or reorder tensors."""
     plain = opened(family, tmp_path)
     given = inputs(plain.processor(VisionProcessor))
     expected = logits(model_of(plain), given)
@@ -181,7 +181,7 @@ def test_files_of_older_converters_and_other_tools(family: str, tmp_path: Path, 
         if metadata["general.architecture"] == "clip":
             names = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"} if family == "gemma3" else {}
             swap = lambda name: re.sub("ffn_up|ffn_down", lambda found: names.get(found[0], found[0]), name)  # noqa: E731
-            tensors = {swap(name): value.squeeze() for name, value in tensors.items()}
+            tensors = {swap(name): value.squeeze() for name, value in reversed(tensors.items())}
         write(file, metadata, tensors)
 
     monkeypatch.setattr(projectors, "_write", changed)

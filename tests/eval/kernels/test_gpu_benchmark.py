@@ -114,6 +114,14 @@ def test_a_part_fails_with_a_step_or_a_capture(failure, step, monkeypatch):
     assert result.exit_code == int(step or failure is not None)
 
 
+def test_a_copy_reads_and_writes_its_bytes(monkeypatch):
+    seconds, copied = (4.0, 0.5, 1.0), []
+    monkeypatch.setattr(
+        gpu_kernels, "device_seconds", lambda run, _: [copied.append(run().nbytes) or s for s in seconds]
+    )
+    assert gpu_kernels.copy_bandwidth(CPU) == 2 * copied[0]
+
+
 @pytest.mark.parametrize("name", ["tree_attention", "compact_kv"])
 @pytest.mark.parametrize("error", [0.02, 0.005])
 def test_a_wrong_kernel_is_refused(name, error, monkeypatch):

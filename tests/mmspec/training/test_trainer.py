@@ -383,6 +383,7 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
         arguments = (port, tmp_path / "both", stop_at)
         # Not "fork": locks of the threads of this process would stay locked in its children.
         torch.multiprocessing.start_processes(_process, args=arguments, nprocs=2, start_method="spawn")
+        assert torch.load(tmp_path / "both" / CHECKPOINT)["step"] == (stop_at or 8)
     for rank in range(2):
         found = torch.load(tmp_path / "both" / f"rank{rank}" / "weights.pt")
         for name, value in weights(alone).items():
