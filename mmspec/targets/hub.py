@@ -1,4 +1,4 @@
-"""Hub ids: recognised among names, and loaded from the local cache if the hub cannot be reached."""
+"""Hub ids: detection, and loading from the local cache if the hub cannot be reached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMEOUT = 5.0  # seconds
 
 
 def is_path(name: str) -> bool:
-    """Whether a name is a path: hub ids are ``name`` or ``owner/name``, and none is that of a GGUF file."""
+    """Whether a name is a path; hub ids are ``name`` or ``owner/name`` and never end as GGUF files do."""
     is_written_so = not name or name.startswith((".", "/", "~")) or name.lower().endswith(".gguf")
     return is_written_so or name.count("/") > 1 or os.path.exists(name)
 
@@ -29,9 +29,9 @@ def is_on_hub(name: str) -> bool:
 
 @contextmanager
 def cache_if_offline(kind: str, name: str) -> Iterator[dict[str, Any]]:
-    """Options of ``from_pretrained``: only the local cache if ``name`` is a hub id and the hub cannot be reached.
+    """Options of ``from_pretrained``: restrict to the local cache if ``name`` is a hub id and the hub is unreachable.
 
-    Without them transformers retries for half a minute per missing file.
+    Without these options transformers retries for half a minute per missing file.
 
     Args:
         kind: ``"model"`` or ``"drafter"``, for the message.
@@ -54,7 +54,7 @@ def cache_if_offline(kind: str, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _obstacle() -> str | None:
-    """Why the hub cannot be reached; None if it answers with any status."""
+    """Reason why the hub is unreachable; None if it answers with any status."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     try:
