@@ -23,7 +23,7 @@ from mmspec.files import cache_folder, make_folder
 from mmspec.targets import gguf, gguf_model
 
 PARTS = "parts.json"
-"""File of an incomplete folder: {"language_model": a registered model, "vision_tower": a registered tower (optional)}."""
+"""File of an incomplete folder: {"language_model": registered model, "vision_tower": registered tower or missing}."""
 
 WEIGHTS = "model.safetensors"
 

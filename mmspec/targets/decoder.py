@@ -29,7 +29,7 @@ from mmspec.targets.slot_attention import SlotAttention
 from mmspec.targets.support import cached_layers, decoder_of, output_layer, refuse_unsupported
 
 _TOLERANCE, _HALF_TOLERANCE = {torch.float32: 1e-3}, 0.1
-"""Relative norm by which a fused pass may differ from the decoder's: rounding is below, another computation above."""
+"""Relative tolerance between a fused pass and the decoder: above rounding errors, below different computations."""
 
 
 class Decoder:
@@ -118,14 +118,14 @@ class Decoder:
         return self._module(use_cache=True, **{self._cache_argument: cache}, **inputs)[0]
 
     def _direct_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
-        """Inputs of the layers, the last one's output, and its norm, without the decoder's forward; None where that is
-        needed."""
+        """Layer inputs and last layer's output, and the normed output, computed without the decoder's forward; None if
+        the forward is needed."""
         static = PASS in inputs
         if not self._direct.get(static, True):
             return None
         states = self._fused_states(inputs, cache) if static else self._stack_states(inputs, cache)
         if states is not None and static not in self._direct:
-            # Once: other decoders may scale their embeddings, or do more after the last layer.
+            # Checked once: some decoders scale their embeddings, or do more after the last layer.
             whole, computed = self._run(inputs, cache).float(), states[1].float()
             tolerance = _TOLERANCE.get(states[1].dtype, _HALF_TOLERANCE) if static else 0.0
             self._direct[static] = bool((computed - whole).norm() <= tolerance * whole.norm())
@@ -199,7 +199,7 @@ class Decoder:
     def prefill_chunk(
         self, given: dict[str, Any], part: slice, cache: TreeCache, names: Sequence[Feature]
     ) -> dict[Feature, Tensor]:
-        """Prefill one chunk of a prompt and return its features. Chunks after the first run as chains of accepted nodes.
+        """Prefill one chunk of a prompt and return its features; later chunks run as chains of accepted nodes.
 
         Args:
             given: result of ``chunk_inputs``.

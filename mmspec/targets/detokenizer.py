@@ -135,7 +135,7 @@ class Detokenizer:
         self._vocabulary, self._cleans = tokens, tokens.cleans and not verbatim
         self._hidden = tokens.special_ids if hidden is None else hidden
         self._context = [*islice((token for token in reversed(context) if token not in self._hidden), _CONTEXT)][::-1]
-        # What has no certain text yet, how many characters of it were returned, and the text before it.
+        # Tokens with uncertain text, the number of their characters already returned, and the context's text.
         self._held, self._shown, self._before = list[int](), 0, ""
         self._characters = codecs.getincrementaldecoder("utf-8")(tokens.errors)
         self._begins, self._joins_bytes = True, tokens.joins_bytes and not self._cleans
@@ -143,7 +143,7 @@ class Detokenizer:
             self._before = self._text(self._context, self._cleans)
             return
         self.append(self._context)
-        # Bytes at the context's end are a character of the context, unless a token completes it.
+        # An incomplete character at the context's end belongs to the context, unless a token completes it.
         self._before = self._characters.getstate()[0].decode(errors=tokens.errors).translate(_ESCAPED)
 
     def append(self, token_ids: Iterable[int]) -> str:

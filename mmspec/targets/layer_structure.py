@@ -20,7 +20,7 @@ _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _GEMMA_PARTS = {*_PARTS, "pre_feedforward_layernorm", "post_feedforward_layernorm"}
 HEAD_NORMS = ("q_norm", "k_norm")
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_FEATURES = 64  # of a layer that is tried
+_FEATURES = 64  # hidden features of the reduced test layer
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -138,9 +138,9 @@ def _small(layer: Any) -> Any:
 
 
 def gain_of(norm: Any) -> Tensor:
-    """What an RMSNorm of transformers multiplies by, (features,) float32: its weight or, in Gemma, 1 more."""
+    """Multiplier of a transformers RMSNorm, (features,) float32: its weight, or 1 + weight in Gemma."""
     gain = norm.weight.detach().float()
-    plain = copy.copy(norm)  # in bfloat16, a large gain and 1 more are the same
+    plain = copy.copy(norm)  # in bfloat16, adding 1 to a large weight may have no effect
     plain._parameters = {"weight": nn.Parameter(gain, requires_grad=False)}
     applied = plain(torch.ones_like(gain))
     return gain + 1 if (applied - gain - 1).abs().max() < (applied - gain).abs().max() else gain
