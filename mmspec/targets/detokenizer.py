@@ -233,7 +233,7 @@ class AnswerReader:
 
     Args:
         prompt: token ids before the output.
-        thoughts: reasoning format; None if the output is an answer without reasoning.
+        thoughts: reasoning parser; None if the output is an answer without reasoning.
         prefix: text to remove at the start of an answer without reasoning.
         **options: of ``Detokenizer``.
 

@@ -84,7 +84,7 @@ class AttentionMetadata:
 
     Attributes:
         bounds: prefix lengths of the rows, and the first slot that a pass writes.
-        offset: uncommitted nodes before those of the pass.
+        offset: number of uncommitted nodes of earlier passes.
         mask: (batch, nodes, offset + nodes) bool.
         depth: (batch, nodes) int64, distance to the end of the prefix; None without a window.
         window: size of the sliding window; None for full attention.

@@ -38,7 +38,7 @@ def cache_if_offline(kind: str, name: str) -> Iterator[dict[str, Any]]:
         name: hub id, folder or file.
 
     Raises:
-        UserError: there is no such path, or the hub cannot be reached and a file is not cached.
+        UserError: the path does not exist, or the hub cannot be reached and a file is not cached.
     """
     expected = f"{plugins.expected_models(name)}, a local folder, a GGUF file or a reachable hub id"
     expected = f"cannot load {kind} {name!r}: expected {expected}; there is no such folder or file"

@@ -68,10 +68,10 @@ def tree_layers(model: PreTrainedModel, config: Any) -> TreeLayers | None:
 
 
 Place = tuple[Any, str]
-"""The module or class that a function belongs to, and the function's name there."""
+"""Module or class of a function, and the function's name in it."""
 
 _LOCK = threading.Lock()
-_PASSES: Counter[Place] = Counter()  # that run now
+_PASSES: Counter[Place] = Counter()  # running passes by place
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which linear layers of a model are packed, and how."""
+"""Packing and quantisation of a model's linear layers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def pack_model(model: PreTrainedModel, kind: str) -> None:
         kind: ``"bfloat16"``, ``"int8"`` or ``"int4"``.
 
     Raises:
-        UserError: a file with stored rows was cut meanwhile.
+        UserError: a file with stored rows was truncated during packing.
     """
     start_packing(model, kind)()
 

@@ -28,7 +28,7 @@ Takes = Mapping[str, Callable[[Tensor], StoredRows]]
 
 @contextmanager
 def unmapped() -> Iterator[None]:
-    """Make transformers read safetensors files without memory mapping, which would keep them in memory until the end."""
+    """Make transformers read safetensors files without memory mapping, which keeps them in memory until the end."""
     with replaced({(modeling_utils, "safe_open"): _reading}):
         yield
 

@@ -81,7 +81,7 @@ def read_whole(auto_class: Any, name: str, dtype: Any = "auto", **options: Any) 
 def refuse_other_weights(
     model: PreTrainedModel, name: str, missing: Iterable[str], mismatched: Iterable[Any], unexpected: Iterable[str]
 ) -> None:
-    """Raise unless a checkpoint has exactly its model's weights; ``mismatched`` has names with both shapes."""
+    """Raise unless a checkpoint has exactly its model's weights; ``mismatched`` is name and both shapes."""
     problems = [f"{key} is missing" for key in sorted(missing)]
     problems += [f"{key} has shape {tuple(got)}, not {tuple(want)}" for key, got, want in sorted(mismatched)]
     problems += [f"{key} is not one of them" for key in sorted(unexpected)]
@@ -105,7 +105,7 @@ def refuse_not_finite(weights: Iterable[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def _tensors_only(name: str) -> Iterator[None]:
-    """Replace torch's errors for pickled weights (``.bin``), which advise unsafe loading that runs code, by one line."""
+    """Replace torch's errors for pickled weights (``.bin``), which advise unsafe loading, by one line."""
     try:
         yield
     except (UnpicklingError, EOFError, RuntimeError) as error:
@@ -141,7 +141,7 @@ _WIDEST = 2048  # features; transposed weights that are wider measured slower
 def lay_out_for_few_rows(module: nn.Module) -> None:
     """Store the weights of linear layers transposed in memory if this speeds up passes over a few tokens.
 
-    In float32 on a CPU, a pass over 8 to 16 tokens takes two thirds of the time. Values and shapes stay the same.
+    In float32 on a CPU, a pass over 8 to 16 tokens takes two thirds of the time. Values and shapes do not change.
     """
     tied = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
     for layer in module.modules():
