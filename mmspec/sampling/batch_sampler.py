@@ -90,8 +90,8 @@ class _Group:
             return torch.zeros_like(tree.tokens)
 
     def _numbers(self, rows: Sequence[Sampled], tree: TokenTree, device: torch.device) -> tuple[Tensor, ...]:
-        """Random numbers of a step, (batch, nodes) each: none in greedy decoding; else one tensor to draw the token after
-        each node, preceded for sampled trees by one to accept or reject each node."""
+        """Random numbers of a step, (batch, nodes) each: none in greedy decoding; else a tensor to draw the token after
+        each node, preceded for sampled trees by a tensor to accept or reject each node."""
         if not self._sampler.do_sample:
             return ()
         if tree.draft_probs is not None:

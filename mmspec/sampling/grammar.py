@@ -54,7 +54,7 @@ class Grammars:
         tokenizer: llguidance's.
 
     Raises:
-        UserError: the tokenizer has no such backend, there is no EOS token, or llguidance is not installed.
+        UserError: the tokenizer has no such backend, the model has no EOS token, or llguidance is not installed.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int]) -> None:
@@ -80,9 +80,9 @@ class Grammars:
             reason = shortened(str(error))
             raise UserError(f"llguidance cannot read the tokenizer {type(tokenizer).__name__}: {reason}") from error
         self._lock = Lock()
-        self._texts: list[bytes] = []  # of all tokens
+        self._texts: list[bytes] = []  # bytes of all tokens
         self._spelt: dict[Hashable, Tensor] = {}
-        self._entries: dict[tuple[str, str], _Entry] = {}  # the last used one at the end
+        self._entries: dict[tuple[str, str], _Entry] = {}  # LRU cache, most recently used last
 
     def compile(self, kind: str, text: str) -> Grammar:
         """Compile a grammar for this tokenizer, or return it from the LRU cache of ``_KEPT`` grammars.

@@ -177,7 +177,7 @@ class TreeProcessor(Protocol):
         """Undo the last ``n`` in-place advances."""
 
     def mask(self, state: Any) -> Tensor | None:
-        """(vocab,) bool on the CPU, allowed next tokens, at least one; None if all are allowed. Tokens beyond the mask's
+        """(vocab,) bool on the CPU, allowed next tokens, at least one; None allows all tokens. Tokens beyond the mask's
         end are forbidden."""
 
 

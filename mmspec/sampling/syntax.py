@@ -68,7 +68,7 @@ AT_START = "^"
 
 
 def trigger_pattern(trigger: str) -> re.Pattern[bytes]:
-    """Regular expression of a trigger: ``TEXT``, ``^TEXT`` at the output's beginning, or ``/PATTERN/`` of Python's re."""
+    """Compile a trigger: ``TEXT``, ``^TEXT`` at the output's beginning, or ``/PATTERN/`` of Python's re."""
     if trigger.startswith("/") and trigger.endswith("/") and len(trigger) > 2:
         return re.compile(trigger[1:-1].encode())
     text = trigger.removeprefix(AT_START)
