@@ -91,7 +91,7 @@ def missing(purpose: str, package: str, extra: str | None = None) -> UserError:
 
     Args:
         purpose: feature that needs the package.
-        extra: extra of mmspec that installs the package; by default looked up in ``EXTRAS``.
+        extra: extra of mmspec that installs the package; by default from ``EXTRAS``.
     """
     extra = extra or next((name for name, modules in EXTRAS.items() if package in modules), None)
     command = install(extra) if extra else f"pip install {package}"

@@ -138,7 +138,7 @@ def temporary(path: Path, hint: str = "") -> Iterator[Path]:
 def settle(path: Path) -> None:
     """Sync a file or folder to the disk, and set its permissions according to the umask.
 
-    Without sync, a renamed file may be empty after a power failure. safetensors writes files readable only by the owner.
+    Without sync, a renamed file may be empty after a power failure. safetensors makes files readable by the owner only.
     """
     for one in [path, *path.rglob("*")]:
         if one.is_symlink():

@@ -72,7 +72,7 @@ def decode(
         num_draft_tokens: draft tokens per step; None chooses the number that is expected to be fastest. ``nodes`` is an
             alias.
         streamer: receives token by token (batch 1), without the prompt.
-        tokenizer: the model's tokenizer, for an assistant with a different tokenizer; stop strings are already criteria.
+        tokenizer: the model's tokenizer, for an assistant with a different tokenizer; not needed for stop strings here.
         assistant_model: draft model: a language or vision-language model, a DFlash drafter or a Gemma-4 assistant.
         assistant_tokenizer: the assistant's tokenizer if it differs from the model's.
         raw_inputs: arguments of ``generate``, for draft models, including images that ``generate`` has already encoded.

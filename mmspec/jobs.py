@@ -90,9 +90,9 @@ def _on_ray(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], wor
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
         seen: set[int] = set()
         ray.data.DataContext.get_current().enable_progress_bars = False
-        actor: Any = _Actor  # its type in Ray's signature depends on the version
+        actor: Any = _Actor  # Ray's signature depends on the version
         rows = [{"place": place, "job": json.dumps(job)} for place, job in enumerate(jobs)]
-        # One block per job: Ray repeats a single job after the loss of a worker.
+        # One block per job: after the loss of a worker, Ray repeats only one job.
         results = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
             actor,
             fn_constructor_args=(factory, settings),

@@ -131,9 +131,9 @@ class ActiveRequest:
         return Generation(one.text, one.token_ids, one.finish_reason, *record)
 
     def next(self) -> Piece | None:
-        """The tokens since the last call; None before a character is whole. Raises the sequence's error, if any."""
+        """The tokens since the last call; None while a character is incomplete. Raises a failed sequence's error."""
         sequence, parts = self.sequence, [("", "")]
-        # Before the tokens: another thread may be adding some.
+        # Read before the tokens: another thread may be adding tokens.
         reason: FinishReason | None = (sequence.finish_reason or "length") if sequence.done else None
         self.ended = reason is not None
         if sequence.error is not None:
@@ -405,7 +405,7 @@ class Pipeline:
         """The grammar that constrains outputs, compiled for the tokenizer; None without one.
 
         Args:
-            thoughts: reasoning parser; the grammar starts after the reasoning.
+            thoughts: parser of the reasoning that precedes the constrained answer.
 
         Raises:
             UserError: the tokenizer or its vocabulary does not support the grammar.

@@ -30,7 +30,7 @@ class Show(Protocol):
 
 
 class LogLines:
-    """Prints progress lines with the elapsed time: at start and end, when the part changes, and every ``EVERY`` seconds.
+    """Prints progress with the elapsed time: at start and end, when the part changes, and every ``EVERY`` seconds.
 
     Args:
         console: console to print to.

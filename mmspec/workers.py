@@ -25,10 +25,10 @@ from mmspec.errors import UserError
 
 Cause = Literal["crash", "time", "memory", "exception", "stop"]
 Read = Callable[[int], bytes]
-"""Reads so many of the bytes that follow a reply."""
+"""Reads the given number of bytes after a reply."""
 
 Handler = Callable[[Any, bytes], tuple[dict[str, Any], Iterable[bytes]]]
-"""Takes a request and its bytes; returns the reply, and the bytes that follow it."""
+"""Handles a request and its body; returns the reply and the bytes to send after it."""
 
 T = TypeVar("T")
 
@@ -271,13 +271,13 @@ def _handle(handle: Handler, request: Any, body: bytes) -> tuple[dict[str, Any],
 
 
 def _set_limits(memory: int) -> None:
-    """Signal handlers and resource limits of this process."""
+    """Set signal handlers and resource limits of this process."""
     if sys.platform == "win32":
         return
     import resource
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # undo what the parent's settings passed on
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # undo inherited settings of the parent
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
