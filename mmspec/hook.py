@@ -307,9 +307,7 @@ def _pipeline(model: PreTrainedModel, drafter: Any) -> Pipeline:
     if not isinstance(drafter, Pipeline):
         target = plugins.target_class(model.config)(model)
         drafter = make_drafter(drafter, model.config.name_or_path or "")
-        return Pipeline(
-            target, drafter=drafter, generation_config=LIBRARYS
-        )  # generate() already applies the model's defaults
+        return Pipeline(target, drafter=drafter, generation_config=LIBRARYS)  # generate() applies model defaults
     if drafter.model is not model:
         raise UserError(f"a pipeline as drafter must hold the model that generates: it holds {drafter.name}")
     return drafter

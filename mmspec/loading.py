@@ -126,9 +126,7 @@ def load(
             raise UserError(f"model must be a name, a folder or a model of transformers: got {shown(model)}")
         if processor is not None:
             raise UserError(f"processor= goes with a model object: got the model {shown(model)}, which brings its own")
-        name = (
-            model if isinstance(model, str) else os.path.join(os.curdir, fspath(model))
-        )  # never mistake a path for a registered name
+        name = model if isinstance(model, str) else os.path.join(os.curdir, fspath(model))  # not a registered name
         folder = plugins.model_path(name)
         # Drafter first, to report a misspelt name before loading a large model.
         speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))

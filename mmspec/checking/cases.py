@@ -68,11 +68,11 @@ _TOOL = (
     '[{"type": "function", "function": {"name": "get_weather", "description": "The weather of a city today.", '
     '"parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]'
 )
-_LONGEST_CONTEXT = 4096  # tokens that a prompt is made for, to reach the end of the model's context
-_SAMPLED, _TOP_K = 4, 3  # tokens of an answer, and candidates of each, whose sequences are enumerated
+_LONGEST_CONTEXT = 4096  # maximum context length in tokens that a prompt is generated to fill
+_SAMPLED, _TOP_K = 4, 3  # tokens per answer and candidates per token, for enumeration of all sequences
 _DRAWS, _FEWEST_DRAWS, _AT_ONCE, _DRAW_SECONDS = 2048, 256, 32, 40.0
 _SERVER_DRAWS, _SERVER_AT_ONCE = 320, 8
-_CANDIDATES, _LONGEST_DRAW = 20, 300.0  # of each token of longer answers, whose number is what the test needs; seconds
+_CANDIDATES, _LONGEST_DRAW = 20, 300.0  # candidates per token of longer answers; maximum seconds of sampling
 
 
 @case("prose", "Continuous text has the same tokens as plain decoding.")
@@ -381,8 +381,8 @@ def _sampling(trial: Trial) -> None:
 
 
 def _enumerate(trial: Trial, question: Question) -> None:
-    """Compare samples with the probabilities of all sequences, computed from plain decoding's scores. Half of the answers
-    use the user's drafter, half use the most probable answer as draft."""
+    """Compare samples with the probabilities of all sequences, computed from plain decoding's scores. Half of the
+    answers use the user's drafter, half use the most probable answer as draft."""
     outcomes = Outcomes(trial.pipe, trial.request(question), question, trial.bound)
     best = max((one for one in outcomes.probs if OTHER not in one), key=lambda one: outcomes.probs[one])
     sides = [trial.tested, trial.drafted(Rehearsed(best))]

@@ -23,11 +23,11 @@ from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling.params import SamplingParams
 
 Token = int | bytes
-"""A token's id, or where a server does not return ids its text."""
+"""A token's id, or its text if a server does not return ids."""
 
 _ALTERNATIVES = 5
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-_SECONDS = 600.0  # that a server may take for an answer
+_SECONDS = 600.0  # timeout of a server's answer
 
 
 class SkippedError(Exception):
@@ -367,9 +367,7 @@ class ServerSide:
 
     def _post(self, question: Question) -> dict[str, Any]:
         reply = self._client.post("/v1/chat/completions", json=self._body(question))
-        if (
-            400 <= reply.status_code < (600 if self._scored else 500)
-        ):  # unsupported requests of a reference are not errors
+        if 400 <= reply.status_code < (600 if self._scored else 500):  # a reference may not support all requests
             message = re.search(r'"message": ?"((?:[^"\\]|\\.)*)"', reply.text)
             raise SkippedError(f"{self.name} refuses: {message[1] if message else reply.text[:200]}")
         reply.raise_for_status()

@@ -54,7 +54,7 @@ def two_samples(first: Sequence[Hashable], second: Sequence[Hashable]) -> tuple[
 
 
 def against_logprobs(tokens: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:
-    """Likelihood ratio test of sampled tokens, temperature 1 against ``COLD``, from log probabilities minus their means.
+    """Likelihood ratio test of sampled tokens, temperature 1 against ``COLD``: log probabilities minus their means.
 
     Args:
         tokens: for each token, its log probability at temperature 1 and the log probabilities of all candidates, whose

@@ -15,8 +15,8 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.0625}
-"""Maximum logit margin of a tie by activation dtype: in half precision, four spacings of numbers from 16 to 32, the range
-of most models' largest logits; in float32, fifty spacings, for rounding of sums over thousands of terms."""
+"""Maximum logit margin of a tie by activation dtype: in half precision, four spacings of numbers from 16 to 32, where
+most models' largest logits lie; in float32, fifty spacings, for rounding of sums over thousands of terms."""
 
 SIZE = 12
 """Default draft tokens per step of a case; fixed, even if drafting is not faster."""

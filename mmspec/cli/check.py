@@ -43,9 +43,7 @@ if TYPE_CHECKING:
 @click.option("--against", metavar="URL", help="Reference server without speculation, for --url.")
 @API_KEY.declared
 @click.option("--media", type=FILE, multiple=True, help="Your image, in addition to drawn images; repeatable.")
-@click.option(
-    "--tie", type=click.FloatRange(0), help="Maximum logit margin of a tie; by default according to the dtype."
-)
+@click.option("--tie", type=click.FloatRange(0), help="Maximum logit margin of a tie; by default set by the dtype.")
 @click.option("--only", metavar="CASES", help="Comma-separated names of cases to run, even if done before.")
 @click.option("--list", "listing", is_flag=True, help="List the cases.")
 @click.option("--out", type=OUT_FILE, help="Write the JSON object here after each case; a later run resumes from it.")

@@ -33,9 +33,7 @@ _NOT_SAMPLING = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_v
 
 @click.command(cls=Command)
 @click.argument("model", required=False)
-@click.option(
-    "--drafters", is_flag=True, help="Show only the drafters for MODEL: available drafters, the default first."
-)
+@click.option("--drafters", is_flag=True, help="Show only the available drafters for MODEL, the default first.")
 @json_option
 def info(model: str | None, drafters: bool, as_json: bool) -> None:
     """Show devices, versions, attention in use, models with their sampling defaults, targets and drafters.
@@ -170,7 +168,7 @@ def _model(name: str, described: bool) -> dict[str, Any]:
 
 
 def _description(path: Path) -> dict[str, Any]:
-    """Facts from a model's configuration, tokenizer and weights. Weight formats are given as shares of the parameters."""
+    """Facts from a model's configuration, tokenizer and weights; weight formats are shares of the parameters."""
     from math import prod
 
     from safetensors import safe_open

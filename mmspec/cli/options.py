@@ -63,9 +63,7 @@ class Output(click.Path):
                 raise OSError(f"it is not a {kind}")
             while not at.exists():
                 at = at.parent
-            with TemporaryDirectory(
-                dir=at
-            ):  # permission bits do not suffice: the superuser ignores them, but cannot write to /proc
+            with TemporaryDirectory(dir=at):  # permission bits do not suffice: root ignores them, /proc fails
                 pass
         except OSError as error:
             self.fail(

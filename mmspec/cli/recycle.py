@@ -44,7 +44,7 @@ def recycle(
     max_new_tokens: int,
     dtype: str,
 ) -> None:
-    """Fill a recycle drafter's table with a model's top tokens, from new answers to prompts or from recorded features."""
+    """Fill a recycle drafter's table with a model's top tokens, while it answers prompts or from recorded features."""
     if (prompts is None) == (not recorded):
         received = "both" if recorded else "neither"
         raise UserError(f"expected one of --prompts and --recorded, received {received}")

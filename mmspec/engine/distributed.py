@@ -329,9 +329,7 @@ class DistributedEngine(Engine):
             speculation: drafter and budgets of all requests.
             start: queues a request.
         """
-        atexit.register(
-            self._end_process
-        )  # other ranks wait for rank 0 to close, even if this engine is no longer used
+        atexit.register(self._end_process)  # other ranks wait for rank 0 to close, even if its engine is unused
         if self.core.leads:
             self.core.begin(speculation)
         else:

@@ -92,9 +92,7 @@ class Stopper:
         if not self.criteria:
             return False
         ids = torch.tensor([history], dtype=torch.long, device=self._device)
-        met = [
-            bool(torch.as_tensor(one(ids, None), dtype=torch.bool).all()) for one in self.criteria
-        ]  # call every criterion
+        met = [bool(torch.as_tensor(one(ids, None), dtype=torch.bool).all()) for one in self.criteria]  # calls all
         return any(met)
 
 

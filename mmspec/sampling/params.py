@@ -159,9 +159,7 @@ class SamplingParams(Checked):
             raise UserError(f"grammar_trigger goes with one of {', '.join(KINDS)}: got none of them")
         if self.constraint:
             kind, text = self.constraint
-            object.__setattr__(
-                self, kind, check_grammar(kind, text)
-            )  # marked as checked, so that copies do not compile it again
+            object.__setattr__(self, kind, check_grammar(kind, text))  # marked as checked: copies skip compilation
 
     @property
     def constraint(self) -> tuple[str, str] | None:

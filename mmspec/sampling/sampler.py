@@ -298,10 +298,7 @@ class Sampled:
         self.alignment = Alignment() if sampler.aligned else None
         self.failures: dict[int, Exception] = {}
         self.error: Exception | None = None
-        self._uniforms, self._used = (
-            torch.empty(0, dtype=torch.float32),
-            0,
-        )  # including numbers used by rejected outputs
+        self._uniforms, self._used = torch.empty(0, dtype=torch.float32), 0  # used also by rejected outputs
         self._begin()
 
     def _begin(self) -> None:

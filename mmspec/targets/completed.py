@@ -70,10 +70,7 @@ class Parts:
         return index
 
     def _write(self, language: Path, index: Path) -> None:
-        for source in (
-            language,
-            self._folder,
-        ):  # the incomplete folder's configuration and chat template take precedence
+        for source in (language, self._folder):  # the folder's configuration and chat template take precedence
             shutil.copytree(source, index, ignore=shutil.ignore_patterns(WEIGHTS, PARTS), dirs_exist_ok=True)
         for drafter in self._folder.glob(f"*/{WEIGHTS}"):
             shutil.copyfile(drafter, index / drafter.relative_to(self._folder))

@@ -71,9 +71,7 @@ class Decoder:
         self._direct: dict[bool, bool] = {}  # by static_shapes: whether direct passes match the decoder's output
         self._embedding: Any = model.get_input_embeddings()
         self._output = output_layer(model)
-        self._gathered = (
-            input_device(model) if is_split(model) else None
-        )  # device that features of all layers are moved to
+        self._gathered = input_device(model) if is_split(model) else None  # device for features of all layers
 
     @property
     def static_shapes(self) -> bool:

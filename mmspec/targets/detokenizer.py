@@ -19,18 +19,7 @@ _CONTEXT = 8  # tokens: a character has at most four
 _MOST_HELD = 64  # maximum held tokens with uncertain text, after which the text is emitted
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _ESCAPED = dict.fromkeys(range(0xDC80, 0xDD00), _UNKNOWN)  # invalid bytes under "surrogateescape"
-_CLEANED = (
-    " .",
-    " ?",
-    " !",
-    " ,",
-    " ' ",
-    " n't",
-    " 'm",
-    " 's",
-    " 've",
-    " 're",
-)  # cleaned by clean_up_tokenization_spaces
+_CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  # by clean_up_tokenization_spaces
 _JOINED_BYTES = re.compile(r"ByteLevel|Metaspace|(Replace )?(ByteFallback )?Fuse( Replace)?( Strip)?")
 _WHITE = ""  # stands for white space in ``StopFilter(drops=...)``
 

@@ -31,14 +31,7 @@ _UNUSED = ["peft_type", "peft_version", "task_type", "auto_mapping", "base_model
 _UNUSED += ["inference_mode", "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config"]
 """Fields without effect on a trained adapter."""
 
-_INITS = (
-    True,
-    False,
-    "gaussian",
-    "eva",
-    "orthogonal",
-    "mica",
-)  # initialisations that leave the model's own weights unchanged
+_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")  # keep the model's own weights unchanged
 
 
 def add_adapters(model: Any, folders: Mapping[str, str | PathLike[str]]) -> None:

@@ -226,9 +226,7 @@ class PrefixReuse:
     def __init__(self, target: TransformersTarget) -> None:
         self._target = target
         self._answers: list[RunningStates | None] = []  # by row; None if the row's states are not cached
-        self._step: tuple[Verdict, dict[Feature, Tensor]] | None = (
-            None  # last commit, until the host has read the verdict
-        )
+        self._step: tuple[Verdict, dict[Feature, Tensor]] | None = None  # last commit, until read by the host
 
     def looks_up(self, prompt: Prompt) -> bool:
         """Whether this prompt may resume from a cached prefix; requires a single row."""
