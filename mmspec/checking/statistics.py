@@ -48,7 +48,7 @@ def against_probabilities(counts: Mapping[T, int], probs: Mapping[T, float], sam
 
 
 def two_samples(first: Sequence[Hashable], second: Sequence[Hashable]) -> tuple[float, float]:
-    """Chi-square test of two samples of equal size; returns the values of ``against_probabilities``."""
+    """Chi-square test of two samples of equal size: ``against_probabilities`` with pooled shares as probabilities."""
     probs = {outcome: count / 2 / len(first) for outcome, count in Counter([*first, *second]).items()}
     return against_probabilities(Counter(first), probs, 2)
 

@@ -19,10 +19,7 @@ from mmspec.cli.commands import CLOSED_PIPE, Commands
 from mmspec.errors import CutWarning, SlowWarning, UserError
 
 INTERNAL_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 128 + 2
-_SPINNING = {
-    "GOMP_SPINCOUNT": "1000",
-    "KMP_BLOCKTIME": "1",
-}  # for GCC's OpenMP; for LLVM's and Intel's, in milliseconds
+_SPINNING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}  # GCC's OpenMP; LLVM's and Intel's, in milliseconds
 
 cli = click.version_option(__version__, prog_name="mmspec")(
     Commands(

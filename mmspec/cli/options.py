@@ -63,7 +63,7 @@ class Output(click.Path):
                 raise OSError(f"it is not a {kind}")
             while not at.exists():
                 at = at.parent
-            with TemporaryDirectory(dir=at):  # permission bits do not suffice: root ignores them, /proc fails
+            with TemporaryDirectory(dir=at):  # root ignores permission bits, but cannot write to /proc
                 pass
         except OSError as error:
             self.fail(

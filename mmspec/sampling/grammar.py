@@ -239,7 +239,7 @@ class Grammar:
         A matcher that has reached a limit stays in the error state and is replaced in the state.
 
         Raises:
-            UserError: the call failed again with a new lexer; ``otherwise`` if the matcher gives no reason.
+            UserError: the call failed, if possible also with a new lexer; ``otherwise`` if the matcher gives no reason.
         """
         for again in (True, False):
             result = call(state.matcher)

@@ -34,14 +34,8 @@ LIMITS = {
 FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
 """String formats that llguidance supports."""
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # layout of json.dumps
-_NAMED = {
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-    "dependentSchemas",
-}  # keywords whose value maps names to schemas
-_VALUES = {"const", "enum", "default", "examples"}  # keywords whose value is not a schema
+_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # values: schemas by name
+_VALUES = {"const", "enum", "default", "examples"}  # values: not schemas
 _STACK_SIZE = threading.Lock()  # the size for new threads is global
 
 Result = TypeVar("Result")

@@ -80,8 +80,8 @@ def window_of(config: Any, layer: int) -> int | None:
 
 
 def slot_limit(config: Any) -> int | None:
-    """Maximum slots of a prompt with inner or right padding: beyond, transformers' windows and chunks, which count
-    padding, differ from tree masks. None if no layer has windows or chunks."""
+    """Maximum slots of a prompt with inner or right padding: in longer prompts, transformers' windows and chunks, which
+    count padding, differ from tree masks. None if no layer has windows or chunks."""
     kinds, window = _windows(config)
     chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
     return min((size for size in (window, chunk) if size is not None), default=None)
