@@ -371,9 +371,7 @@ class Pipeline:
         vocabulary, trigger, hidden = self.processor.vocabulary, params.grammar_trigger, None
         if params.constraint is not None:
             shown = None if trigger is None else self.processor.special_token(trigger)
-            hidden = (vocabulary.special_ids | eos_token_ids) - {
-                shown
-            }  # EOS tokens may be shown as text, but not in grammars
+            hidden = (vocabulary.special_ids | eos_token_ids) - {shown}  # EOS may be text, except in grammars
         begins = rendered and (params.constraint is None or trigger is not None)
         prefix = self.processor.answer_prefix if begins else ""
         read = partial(AnswerReader, vocabulary, stop=params.stop_strings, thoughts=thoughts, prefix=prefix)

@@ -3,7 +3,7 @@
 If a library crashes, hangs or runs out of memory on a request, only this worker ends; the next request gets a new
 worker. This protects against broken input. It is not a sandbox: workers run with the user's rights.
 
-This module and the handlers' must not import torch, so that workers start in a fraction of a second and stay small.
+This module and handler modules must not import torch, so that workers start in a fraction of a second and stay small.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ def _help_if_alone(ctx: click.Context) -> None:
 
 
 def _section(name: str) -> str:
-    """The section of help that lists a command."""
+    """Title of the help section that lists a command."""
     found = next((title for title, section in _SECTIONS.items() if name in section), None)
     return found or (_DRAFTERS if name in plugins.names("drafters") else _OTHERS)
 

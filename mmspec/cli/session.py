@@ -92,7 +92,7 @@ def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show_limits(notes: Console, model: str) -> None:
-    """Print what an embedded model was trained on, before it answers user input."""
+    """Print an embedded model's limits before it answers user input."""
     if limits := plugins.limits(model):
         notes.print(f"note: {limits}", markup=False, highlight=False, soft_wrap=True)
 

@@ -361,7 +361,7 @@ class DistributedEngine(Engine):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-        if distributed.is_initialized():  # its threads would free tensors after the interpreter's end, and crash
+        if distributed.is_initialized():  # its threads would crash at interpreter shutdown
             distributed.destroy_process_group()
 
 

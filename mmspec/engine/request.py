@@ -155,10 +155,10 @@ def parse(
     inputs: Collection[str] | None = None,
     attempt: Attempt = raising,
 ) -> list[Any]:
-    """Validate requests and their shared keywords. Media are validated on reading.
+    """Validate requests and their shared keywords. Media are validated when read.
 
     Args:
-        attempt: ``returning`` puts the error of an invalid request in its place.
+        attempt: ``returning`` returns an invalid request's error in its place.
         inputs: further keywords that the processor accepts; None if they are not known.
 
     Raises:

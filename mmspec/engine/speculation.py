@@ -110,7 +110,7 @@ class Speculation:
         try:
             warm_up(self.target, self.drafter, rows, tokens, budgets)
             self.budgets.calibrate(None in sizes)
-        except (UserError, torch.OutOfMemoryError) as error:  # requests capture their steps
+        except (UserError, torch.OutOfMemoryError) as error:  # requests then capture their steps
             warnings.warn(f"CUDA graphs could not be captured beforehand: {error}", RuntimeWarning, stacklevel=2)
         finally:
             self.release()

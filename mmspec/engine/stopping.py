@@ -146,7 +146,7 @@ class JointCriteria:
             logits: per row and token, (vocab,); needed for scores.
 
         Raises:
-            UserError: rows are padded, and a criterion has returned other than one truth value per row.
+            UserError: rows are padded, and a criterion did not return one truth value per row.
         """
         while not self.over and not self.lacking(outputs):
             tokens = [self.padding if row in self.ended else output[self._length] for row, output in enumerate(outputs)]
@@ -156,7 +156,7 @@ class JointCriteria:
             self._length += 1
             self.lengths = [end if row in self.ended else self._length for row, end in enumerate(self.lengths)]
             self.ids = torch.cat([self.ids, self.ids.new_tensor(tokens)[:, None]], dim=1)
-            # Not of one dimension if a criterion returns a column, as transformers' documentation says.
+            # Not one-dimensional if a criterion returns a column, as in transformers' documentation.
             self._met = self._met | self._criteria(self.ids, self.scores)
             self.over = bool(self._met.all())
             if self.padding is None:

@@ -76,7 +76,7 @@ class Grammars:
             if text:
                 spelt = TokenizerWrapper(_Spelt(self.tokenizer, text))
                 self.tokenizer = library().LLTokenizer(spelt, eos_token=self._eos[0])
-        except Exception as error:  # of Rust: its types are not exported
+        except Exception as error:  # Rust error types are not exported
             reason = shortened(str(error))
             raise UserError(f"llguidance cannot read the tokenizer {type(tokenizer).__name__}: {reason}") from error
         self._lock = Lock()

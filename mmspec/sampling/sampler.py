@@ -36,7 +36,7 @@ _BLOCK = 64  # random numbers per row and draw
 
 
 class Sampler:
-    """Sampler of one request: logits processors, then argmax or sampling.
+    """Samples tokens of one request: logits processors, then argmax or sampling.
 
     Args:
         processors: applied in order to float32 logits, each row with its own history. Custom processors (neither

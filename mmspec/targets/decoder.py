@@ -75,7 +75,7 @@ class Decoder:
 
     @property
     def static_shapes(self) -> bool:
-        """Whether passes on the model's device have static shapes."""
+        """Whether passes on the model's current device use static shapes."""
         kinds = getattr(self.config, "layer_types", None) or ()
         supported = self.attention.name == NAME and "chunked_attention" not in kinds
         supported = supported or (self.layers is not None and not self.layers.attends)
@@ -176,7 +176,7 @@ class Decoder:
         """The decoder's inputs for a prompt, visual embeddings included; None if they cannot be split into chunks."""
         limit = getattr(self.config, "time_step_limit", None) or (0.0, inf)
         if self.layers is not None and tuple(limit) != (0.0, inf):
-            return None  # transformers clamps the step sizes of a prompt in one pass; tree passes do not
+            return None  # transformers clamps Mamba step sizes in a full prompt pass, tree passes do not
         decoder_inputs = call
         if set(call) - {"input_ids", "attention_mask", "position_ids"}:
 

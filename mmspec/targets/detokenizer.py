@@ -56,7 +56,7 @@ class Vocabulary:
         self.special_ids |= set() if backend is not None else set(tokenizer.all_special_ids)
         self.joins_bytes = bool(_JOINED_BYTES.fullmatch(" ".join(kinds))) and all(map(_keeps_bytes, steps))
         self.errors = "surrogateescape" if self._has_bytes else "replace"
-        # transformers does not clean the text of BPE by default.
+        # By default, transformers does not clean text of BPE tokenizers.
         by_default = backend is None or type(backend.model).__name__ != "BPE"
         forced = "" if by_default else "_for_bpe_even_though_it_will_corrupt_output"
         self.cleans = bool(getattr(tokenizer, f"clean_up_tokenization_spaces{forced}", False))
@@ -160,7 +160,7 @@ class Detokenizer:
         ids, before = self._context + self._held, self._before
         whole = self._text(ids, self._cleans)
         while not whole.startswith(before):
-            before = before[:-1]  # the prompt's end, which the answer completes
+            before = before[:-1]  # an incomplete character that the answer completes
         text = whole[len(before) :]
         rewritten = [*self._vocabulary.rewritten, *(_CLEANED if self._cleans else ())]
         pending = min(len(text) - len(text.rstrip(_UNKNOWN)), 3)

@@ -136,7 +136,7 @@ def run_layers(
     Args:
         x: (batch, nodes, width), inputs of the first layer.
         rotations, buffers, metadata: one entry per layer.
-        add: write the sum over the last of the residual streams.
+        add: add the last MLP's output in place to the last residual stream.
 
     Returns:
         The residual stream before each layer and before the last MLP, (batch, nodes, hidden) each; and the last MLP's

@@ -238,7 +238,7 @@ class _Cursor:
         return self.data[start : self.at]
 
     def numbers(self, kinds: str, count: int = 1) -> tuple[Any, ...]:
-        """``count`` numbers of each of struct's ``kinds``."""
+        """Read ``count`` numbers of each of the ``struct`` format characters in ``kinds``."""
         layout = f"<{count}{kinds}" if len(kinds) == 1 else f"<{kinds}"
         return struct.unpack_from(layout, self.data, self._step(struct.calcsize(layout)))
 

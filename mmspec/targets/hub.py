@@ -23,7 +23,7 @@ def is_path(name: str) -> bool:
 
 
 def is_on_hub(name: str) -> bool:
-    """Whether a name is neither an embedded model's nor a local path."""
+    """Whether a name is neither an embedded model nor a local path."""
     return name not in plugins.names("models") and not is_path(name)
 
 

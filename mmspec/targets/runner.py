@@ -413,7 +413,7 @@ def node_bucket(nodes: int) -> int:
 
 
 def _padded(tree: TokenTree, width: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, depths and ancestors of a tree, with padding nodes and rows that attend to themselves only."""
+    """Tokens, depths and ancestors of a tree, padded with nodes and rows that attend only to themselves."""
     extra, idle = (0, width - tree.nodes), (0, rows - tree.batch)
     if not any(extra + idle):
         return tree.tokens, tree.depth, tree.ancestors

@@ -32,14 +32,14 @@ RESERVED_NODES = 64
 
 
 class TransformersTarget:
-    """A decoder-only model of transformers as a target.
+    """Target for a decoder-only transformers model.
 
     A tree is verified with a 4D attention mask over (prefix, tree), ``position_ids = prefix + depth`` and a
     ``TreeCache``. Sliding windows are part of the mask. Layers other than attention need a plug-in
     (``mmspec/targets/layers.py``).
 
     Args:
-        model: any causal language model; subclasses take multimodal ones.
+        model: any causal language model; subclasses support multimodal models.
 
     Attributes:
         auto_class: the class of transformers that loads these models.
