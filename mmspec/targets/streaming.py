@@ -46,7 +46,7 @@ class RowsConfig(QuantizationConfigMixin):
     """For ``from_pretrained(quantization_config=...)``.
 
     Args:
-        takes: selects the weights to quantise, given the empty model.
+        takes: given the empty model, returns a ``Takes`` with the weights to quantise.
 
     Attributes:
         refused: errors of ``takes``, which transformers would wrap.

@@ -81,7 +81,7 @@ def read_whole(auto_class: Any, name: str, dtype: Any = "auto", **options: Any) 
 def refuse_other_weights(
     model: PreTrainedModel, name: str, missing: Iterable[str], mismatched: Iterable[Any], unexpected: Iterable[str]
 ) -> None:
-    """Raise unless a checkpoint has exactly its model's weights; ``mismatched`` is name and both shapes."""
+    """Raise unless a checkpoint has exactly its model's weights; ``mismatched`` has (name, found shape, expected)."""
     problems = [f"{key} is missing" for key in sorted(missing)]
     problems += [f"{key} has shape {tuple(got)}, not {tuple(want)}" for key, got, want in sorted(mismatched)]
     problems += [f"{key} is not one of them" for key in sorted(unexpected)]
