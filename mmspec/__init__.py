@@ -1,9 +1,9 @@
 """Lossless speculative decoding of vision-language and state-space models.
 
-A drafter proposes a tree of tokens, the target checks it in one pass, and the longest path that the target itself would
-have produced is kept.
+A drafter proposes a tree of tokens, the target verifies it in one forward pass, and the longest path that the target
+itself would have generated is accepted.
 
-Public names are imported at first use, so that ``mmspec --help`` need not wait for torch.
+Public names are imported lazily, so that ``mmspec --help`` does not import torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""``python -m mmspec``, for ``torchrun -m mmspec``: the command line."""
+"""Command line as ``python -m mmspec``, for ``torchrun -m mmspec``."""
 
 import sys
 

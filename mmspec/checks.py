@@ -1,7 +1,7 @@
-"""Values that users pass: a field is declared once, with its rule, and checks itself wherever it comes from.
+"""Validation of user input: each field is declared once, with a rule that applies to all sources.
 
-Python, the command line (``mmspec.cli.options.derived``), the server's requests and ``config.json`` of checkpoints
-(``Checked.read``) have the same names, limits and messages.
+Python, the command line (``mmspec.cli.options.derived``), server requests and checkpoints' ``config.json``
+(``Checked.read``) share names, limits and messages.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mmspec.errors import UserError
 
 T = TypeVar("T")
 
-_LONGEST = 80  # characters of a value that a message repeats
-_CONTENT = re.compile(r"(data:[^,\s]*,)[\w%+/=-]+", re.IGNORECASE)  # of a data URI
+_LONGEST = 80  # maximum characters of a value in a message
+_CONTENT = re.compile(r"(data:[^,\s]*,)[\w%+/=-]+", re.IGNORECASE)  # content of a data URI
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_SIMILARITY = 0.75  # of names; presence_penalty and repetition_penalty, which differ, have 0.71
+_SIMILARITY = 0.75  # of similar names; presence_penalty and repetition_penalty must not match and have 0.71
 
 
 class Rule(NamedTuple):
@@ -36,10 +36,10 @@ class Rule(NamedTuple):
         holds: whether a value is valid; may raise TypeError for values of other types.
         convert: converts valid values for storage, such as numpy's numbers to Python's.
         word: kind of the value on the command line.
-        parse: reads it from text; raises ValueError for other texts.
-        limits: the range as help shows it.
-        choices: all values, if they are few.
-        several: a list of values, each an option of its own on the command line.
+        parse: parses a value from text; raises ValueError for invalid text.
+        limits: the range as shown in help.
+        choices: all valid values, for an enumeration.
+        several: whether the value is a list, given as a repeated option on the command line.
     """
 
     expected: str
@@ -52,7 +52,7 @@ class Rule(NamedTuple):
     several: bool = False
 
     def check(self, name: str, value: Any) -> Any:
-        """The converted value. Raises ``UserError`` with the rule and the value if it is not valid."""
+        """Return the converted value. Raises ``UserError`` with rule and value if the value is not valid."""
         try:
             holds = self.holds(value)
         except TypeError:
@@ -63,10 +63,10 @@ class Rule(NamedTuple):
 
 
 class Checked:
-    """Base of frozen dataclasses with fields by ``option`` or ``required``, which the constructor checks.
+    """Base of frozen dataclasses whose constructor validates fields made by ``option`` or ``required``.
 
     Raises:
-        UserError: a field violates its rule, or there is none of this name.
+        UserError: a value violates its field's rule, or the field is unknown.
     """
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
@@ -78,7 +78,7 @@ class Checked:
 
     def __post_init__(self) -> None:
         for setting in fields(self):  # type: ignore[arg-type]
-            if (value := getattr(self, setting.name)) is not setting.default:  # which ``option`` has checked
+            if (value := getattr(self, setting.name)) is not setting.default:  # defaults were checked by ``option``
                 object.__setattr__(self, setting.name, setting.metadata["rule"].check(setting.name, value))
 
     @classmethod
@@ -92,7 +92,7 @@ class Checked:
 
         Args:
             source: name of the object in error messages.
-            others: another program's object: fields of other names are ignored, null stands for a field's default.
+            others: the object is another program's: ignore unknown fields, and use a field's default for null.
         """
         if not isinstance(values, Mapping):
             raise UserError(f"{source}: expected an object with fields, received {shown(values)}")
@@ -109,7 +109,7 @@ class Checked:
             raise UserError(f"{source}: {error}") from None
 
     def part(self, names: Collection[str]) -> dict[str, Any]:
-        """Values of the fields with these names, such as those of another class, but for None."""
+        """Values of the named fields, without None."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
         return {name: value for name, value in values.items() if name in names and value is not None}
 
@@ -118,9 +118,9 @@ def option(default: Any, rule: Rule, text: str = "", **more: Any) -> Any:
     """A dataclass field.
 
     Args:
-        default: its default, or a function that makes one.
+        default: default value, or a factory of it.
         text: help of the option on the command line.
-        more: ``default_text``: the default as help shows it; ``declared``: names of the option.
+        more: ``default_text``: the default as shown in help; ``declared``: names of the option.
     """
     metadata = {"rule": rule, "text": text, **more}
     if callable(default):
@@ -134,7 +134,7 @@ def required(rule: Rule, text: str = "", **more: Any) -> Any:
 
 
 def inherited(kind: type[Checked], name: str, text: str | None = None, **changes: Any) -> Any:
-    """A field with the rule of another class's field, and the default and help if no others are given.
+    """A field with the rule, and unless given, the default and help of another class's field.
 
     Args:
         changes: as for ``option``; the default None allows None.
@@ -150,13 +150,13 @@ def inherited(kind: type[Checked], name: str, text: str | None = None, **changes
 
 
 def inherited_optional(kind: type[Checked], name: str, text: str | None = None, **changes: Any) -> Any:
-    """``inherited`` with the default None, which stands for the other class's default."""
+    """``inherited`` with None as default, for which the other class's default is used."""
     return inherited(kind, name, text, default=None, **changes)
 
 
 def with_fields_of(kind: type[Checked]) -> Callable[[type[T]], type[T]]:
-    """Class decorator below ``dataclass``: adds another class's fields that have a help text, as by
-    ``inherited_optional``, but for those that the class has."""
+    """Class decorator below ``dataclass``: adds missing fields of another class that have a help text, by
+    ``inherited_optional``."""
 
     def add(cls: type[T]) -> type[T]:
         known = {name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())}
@@ -175,7 +175,7 @@ def is_required(one: Field[Any]) -> bool:
 
 
 def whole(low: int, high: int | None = None) -> Rule:
-    """A whole number, at least ``low`` and at most ``high``."""
+    """Rule for an integer from ``low`` to ``high``."""
     limits = f">= {low}" if high is None else f"in [{low}, {high}]"
 
     def holds(value: Any) -> bool:
@@ -186,7 +186,7 @@ def whole(low: int, high: int | None = None) -> Rule:
 
 
 def number(expected: str, holds: Callable[[Any], bool]) -> Rule:
-    """A finite number for which ``holds``."""
+    """Rule for a finite number for which ``holds`` is true."""
 
     def finite(value: Any) -> bool:
         return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value) and holds(value)
@@ -195,17 +195,17 @@ def number(expected: str, holds: Callable[[Any], bool]) -> Rule:
 
 
 def within(low: float, high: float) -> Rule:
-    """A number in a closed range."""
+    """Rule for a number in a closed range."""
     return number(f"a number in [{low:g}, {high:g}]", lambda value: low <= value <= high)
 
 
 def choice(*names: str) -> Rule:
-    """One of a few texts."""
+    """Rule for one of the given texts."""
     return Rule(" or ".join(map(repr, names)), lambda value: value in names, choices=names)
 
 
 def several(rule: Rule) -> Rule:
-    """A list of values that a rule allows."""
+    """Rule for a list of values, each valid under ``rule``."""
 
     def holds(values: Any) -> bool:
         return isinstance(values, list | tuple) and all(map(rule.holds, values))
@@ -214,14 +214,14 @@ def several(rule: Rule) -> Rule:
 
 
 def listed(rule: Rule) -> Rule:
-    """A list of values, separated by commas on the command line and there without duplicates."""
+    """Rule for a list, comma-separated on the command line, where duplicates are dropped."""
     expected = f"values separated by commas, each {rule.expected}"
     parse = lambda text: tuple(dict.fromkeys(map(rule.parse, text.split(","))))  # noqa: E731
     return several(rule)._replace(expected=expected, word="list", parse=parse, limits="", several=False)
 
 
 def optional(rule: Rule) -> Rule:
-    """None, or a value that another rule allows."""
+    """Rule for None or a value valid under ``rule``."""
     return rule._replace(
         expected=f"None or {rule.expected}",
         holds=lambda value: value is None or rule.holds(value),
@@ -230,12 +230,12 @@ def optional(rule: Rule) -> Rule:
 
 
 def settable(rule: Rule) -> Rule:
-    """A value that a rule allows, or None for a field that is not set."""
+    """Rule for a value valid under ``rule``; None means that the field is not set."""
     return optional(rule)._replace(expected=rule.expected)
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a str that UTF-8 can encode: a lone surrogate has no encoding."""
+    """Whether a value is a str that UTF-8 can encode, without lone surrogates."""
     return isinstance(value, str) and not _SURROGATE.search(value)
 
 
@@ -257,7 +257,7 @@ POSITIVE = number("> 0", lambda value: value > 0)
 NOT_NEGATIVE = number(">= 0", lambda value: value >= 0)
 SHARE = number("in [0, 1]", lambda value: 0 <= value <= 1)
 
-# Paths: what they lead to is checked when a command line is read.
+# Paths: whether they exist is checked by the command line.
 FILE, FOLDER, OUT_FOLDER = (
     Rule("a path", lambda value: isinstance(value, Path), word=word) for word in ("file", "folder", "new folder")
 )
@@ -272,7 +272,7 @@ def data_of(uri: str) -> bytes:
     """Content of a base64 data URI.
 
     Raises:
-        UserError: it has another form, or other characters than base64's.
+        UserError: the URI has another form, or its content is not base64.
     """
     head, comma, body = uri.partition(",")
     if not comma or not head.lower().endswith(";base64"):
@@ -284,14 +284,14 @@ def data_of(uri: str) -> bytes:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the most similar known name; empty without any."""
+    """Suffix of a message about an unknown name that suggests the most similar known name; empty without one."""
     matches = get_close_matches(name, known, 1, _SIMILARITY)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def shown(value: Any) -> str:
-    """A value in one line for messages: its repr, shortened, without the content of data URIs, or its type if it is no
-    plain value."""
+    """Format a value in one line for messages: its shortened repr, without the content of data URIs, or the type of an
+    object that is not a plain value."""
     if not (value is None or isinstance(value, str | bytes | Real | list | tuple | dict)):
         return type(value).__name__
     try:

@@ -1,4 +1,4 @@
-"""Speculative and plain decoding of one request compared: interleaved timing, tokens, logit margin."""
+"""Compares speculative and plain decoding of one request: interleaved timing, tokens, logit margin."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Speed:
     """Medians over the rounds.
 
     Attributes:
-        tokens_per_second: decoding alone, prefill and first token left out.
-        seconds: the whole call, preprocessing of images and prefill included.
-        seconds_per_token: the same over the new tokens.
+        tokens_per_second: decoding throughput, without prefill and first token.
+        seconds: duration of the whole call, with preprocessing of images and prefill.
+        seconds_per_token: ``seconds`` per new token.
     """
 
     tokens_per_second: float
@@ -39,11 +39,11 @@ class Difference:
     """The first difference between two outputs.
 
     Attributes:
-        position: index of the first token that differs, counted from the first new one.
-        speculative, plain: the tokens there; None for an output that had ended.
-        margin: of greedy outputs, the target's highest logit there minus the lower of the two tokens' (after the
-            grammar's mask and the logits processors), from another pass over prompt and common tokens. Near zero in
-            half precision it is a tie, which rounding decides.
+        position: index of the first different token among the new tokens.
+        speculative, plain: the tokens at this position; None for an output that has ended.
+        margin: for greedy outputs, the target's highest logit at this position minus the lower logit of the two tokens
+            (after grammar mask and logits processors), from another pass over prompt and common tokens. A margin near
+            zero in half precision is a tie, decided by rounding.
     """
 
     position: int
@@ -74,7 +74,7 @@ class Comparison:
         return self.plain.seconds_per_token / self.speculative.seconds_per_token
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures as plain JSON values."""
+        """All metrics as JSON values."""
         return {
             "rounds": self.rounds,
             "decode_ratio": self.decode_ratio,
@@ -98,10 +98,10 @@ def compare(
     """Interleaved timing of speculative and plain decoding of a request, after one warm-up run of each.
 
     Args:
-        make_drafter: returns a new drafter for every run: one that learns would have memorised the answer.
+        make_drafter: returns a new drafter for every run, as a learning drafter would memorise the answer.
         request: ``prompt``, ``images``, ``videos``.
         keywords: as for ``Pipeline.generate``.
-        rounds: measured runs of each kind; they alternate in going first.
+        rounds: measured runs of each method, in alternating order.
         progress: called after every run.
     """
 
@@ -169,11 +169,11 @@ def first_difference(
 def next_token_scores(
     target: Target, prompt: Prompt, tokens: Sequence[int], processors: LogitsProcessorList
 ) -> torch.Tensor:
-    """Processed float32 logits of the token after ``tokens``, (vocab,), for a prompt of one row.
+    """Processed float32 logits, (vocab,), of the token after ``tokens``, for a prompt of one row.
 
-    The tokens are one verify pass over a chain.
+    The tokens are verified as a chain in one pass.
     """
-    target = target.fork()  # the other may have sequences
+    target = target.fork()  # the original may have sequences
     output = target.prefill(prompt, len(tokens))
     if tokens:
         chain = torch.tensor([list(tokens)], dtype=torch.long, device=prompt.input_ids.device)

@@ -1,4 +1,4 @@
-"""The error for mistakes of the caller, and other errors turned into it; optional packages that are missing."""
+"""``UserError``, conversion of other errors to it, and errors for missing optional packages."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from contextlib import contextmanager
 from typing import Any
 
 Attempt = Callable[[Callable[[], Any]], Any]
-"""Calls a function, and decides about its mistakes: ``raising`` or ``returning``."""
+"""Calls a function and either raises its errors (``raising``) or returns them (``returning``)."""
 
-_LONGEST = 400  # characters: transformers lists all model types it knows
+_LONGEST = 400  # maximum characters: transformers lists all known model types
 
 
 class UserError(ValueError):
-    """A mistake of the caller's, in one line: the rule, what was expected, what was received.
+    """A mistake of the caller. One-line message: the rule, the expected and the received value.
 
     The command line prints it as ``error: ...`` and exits with status 2; the Python API lets it propagate.
     """
 
 
 class SlowWarning(UserWarning):
-    """Decoding is much slower than it could be: on another machine, with another drafter.
+    """Decoding is much slower than it would be on another machine or with another drafter.
 
     The command line prints it as ``note: ...``.
     """
 
 
 class CutWarning(UserWarning):
-    """A file was cut short, and what is there was read. The command line prints it as ``note: ...``."""
+    """A truncated file was read up to its end. The command line prints it as ``note: ...``."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, shortened, or its type if the message is empty."""
+    """First line of an error's message, shortened; the error's type if the message is empty."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
 
@@ -51,12 +51,12 @@ def explained(message: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def raising(function: Callable[[], Any]) -> Any:
-    """The function's result; its errors are raised."""
+    """Return the function's result and raise its errors."""
     return function()
 
 
 def returning(function: Callable[[], Any]) -> Any:
-    """The function's result, or its mistake as a ``UserError``. Processors raise ValueError for images they reject."""
+    """Return the function's result, or its ``UserError``. Processors raise ValueError for images that they reject."""
     try:
         return function()
     except UserError as error:
@@ -78,20 +78,20 @@ EXTRAS = {
     "structured": ("llguidance",),
     "train": ("accelerate", "tensorboard"),
 }
-"""Modules by the extra that installs them. Not read from metadata, which a checkout that is not installed lacks."""
+"""Modules by the extra that installs them. Not read from metadata, which an uninstalled checkout lacks."""
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra. The package is on no index: it is installed from its source folder."""
+    """Command that installs an extra from the source folder, as the package is not on an index."""
     return f"pip install -e '.[{extra}]' in the source folder of mmspec"
 
 
 def missing(purpose: str, package: str, extra: str | None = None) -> UserError:
-    """The error where a package is not installed.
+    """Error for a package that is not installed.
 
     Args:
-        purpose: what needs the package.
-        extra: the extra of mmspec that installs it; by default that of ``EXTRAS``.
+        purpose: feature that needs the package.
+        extra: extra of mmspec that installs the package; by default from ``EXTRAS``.
     """
     extra = extra or next((name for name, modules in EXTRAS.items() if package in modules), None)
     command = install(extra) if extra else f"pip install {package}"
@@ -99,10 +99,10 @@ def missing(purpose: str, package: str, extra: str | None = None) -> UserError:
 
 
 def missing_import(error: ModuleNotFoundError) -> UserError:
-    """The error of a command that has imported a package which is not installed.
+    """Error for a command that failed to import an optional package.
 
     Raises:
-        ModuleNotFoundError: the module is one of mmspec's own.
+        ModuleNotFoundError: the module belongs to mmspec.
     """
     package = (error.name or "mmspec").partition(".")[0]
     if package == "mmspec":

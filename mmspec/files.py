@@ -1,8 +1,7 @@
-"""Files and folders that appear whole, logs that grow by whole lines, and the check that a run is resumed with its own
-settings.
+"""Atomic writes of files and folders, JSON Lines logs that are appended by whole lines, and checks of resumed settings.
 
-What is written stands in a temporary folder beside its place until it is complete. The folder is locked while its
-process lives; those of processes that have died are removed by the next one that writes beside them.
+Output is written to a temporary folder next to its final path and renamed when complete. The temporary folder is locked
+while its process runs; the next writer in the same parent folder removes temporary folders of dead processes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def cache_folder() -> Path:
 
 
 def readable_path(path: str) -> str:
-    """A path for libraries that take UTF-8 only: of one with other bytes, a link to it, kept until the process ends."""
+    """A path for libraries that accept only UTF-8: for other paths a symbolic link, kept until the process ends."""
     plain = path.encode("utf-8", "replace").decode()
     if plain == path or not os.path.exists(path):
         return path
@@ -50,8 +49,8 @@ def readable_path(path: str) -> str:
 
 
 def superseded() -> dict[Path, int]:
-    """Folders of the cache that earlier versions left, and their bytes: models of GGUF files that they converted, and
-    what killed conversions had written. What a process writes at present is not among them."""
+    """Cache folders left by earlier versions, with their size in bytes: converted GGUF models and partial output of
+    killed conversions, except folders that a process is writing."""
     found = {}
     for folder in (path for kind in ("gguf", "completed") for path in cache_folder().glob(f"{kind}/*/*")):
         files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
@@ -75,16 +74,16 @@ _CACHE = "; MMSPEC_CACHE names another one"
 
 
 def make_folder(folder: Path, write: Callable[[Path], Any], hint: str = _CACHE, new: bool = False) -> None:
-    """Make a folder that appears whole; several threads and processes may make it at the same time.
+    """Create a folder atomically; several threads and processes may create it concurrently.
 
     Args:
-        folder: left alone if it exists.
-        write: called with a temporary folder, which it fills.
-        hint: end of the message if the parent cannot be written; by default that of a folder of the cache.
-        new: the folder must not exist, nor be written by another process.
+        folder: an existing folder is left unchanged.
+        write: called with a temporary folder to fill.
+        hint: end of the message if the parent cannot be written; by default the hint for cache folders.
+        new: require that the folder does not exist and is not being written by another process.
 
     Raises:
-        UserError: its parent cannot be written, the disk is full, or the folder is not ``new``.
+        UserError: the parent cannot be written, the disk is full, or the folder is not ``new``.
     """
     with _MAKING:
         if folder.is_dir() and not new:
@@ -111,13 +110,13 @@ def _not_new(folder: Path) -> UserError:
 
 @contextmanager
 def temporary(path: Path, hint: str = "") -> Iterator[Path]:
-    """Yield a path of the same name in a temporary folder beside ``path``, whose parents are created.
+    """Yield a path of the same name in a temporary folder next to ``path``. Creates parent folders.
 
     Args:
-        hint: end of the message if it cannot be written.
+        hint: end of the message if the folder cannot be written.
 
     Raises:
-        UserError: the folder cannot be made, or the disk is full, whatever the block's own error.
+        UserError: the folder cannot be created, or the disk is full (replaces the error of the block).
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,9 +136,9 @@ def temporary(path: Path, hint: str = "") -> Iterator[Path]:
 
 
 def settle(path: Path) -> None:
-    """Wait until a file or folder is on the disk, and gives it the permissions of other new ones.
+    """Sync a file or folder to the disk, and set its permissions according to the umask.
 
-    After a power failure, a renamed file may otherwise be empty. safetensors writes its own for the owner only.
+    Without sync, a renamed file may be empty after a power failure. safetensors makes files readable by the owner only.
     """
     for one in [path, *path.rglob("*")]:
         if one.is_symlink():
@@ -160,7 +159,7 @@ def _locked_folder(parent: Path) -> tuple[Path, IO[bytes]]:
 def _lock(file: Path, *, unsupported: bool) -> IO[bytes] | None:
     """Open a file, created if missing, and lock it until it is closed or the process ends.
 
-    Returns None if another process has the lock, or has removed the file.
+    Returns None if another process holds the lock or has removed the file.
 
     Args:
         unsupported: whether to return the file on file systems without locks.
@@ -182,10 +181,10 @@ def _lock(file: Path, *, unsupported: bool) -> IO[bytes] | None:
     return None
 
 
-@lru_cache(maxsize=1024)  # once in a process and folder: a folder may have many files
+@lru_cache(maxsize=1024)  # once per process and folder, as a folder may have many files
 def _remove_leftovers(parent: Path) -> None:
     for folder in parent.glob(f"{_TEMPORARY}*"):
-        with suppress(OSError):  # another user's
+        with suppress(OSError):  # it may belong to another user
             if not folder.is_symlink() and (lock := _lock(folder / _LOCK, unsupported=False)) is not None:
                 shutil.rmtree(folder, ignore_errors=True)
                 lock.close()
@@ -197,7 +196,7 @@ def _is_being_written(path: Path) -> bool:
 
 
 def _refusal(error: BaseException | None) -> BaseException | None:
-    """The error by which a full disk, for example, refused a write; libraries raise their own because of it."""
+    """The OS error of a failed write, such as a full disk, in the cause chain of a library's error."""
     while error is not None:
         if (isinstance(error, OSError) and error.errno in _REFUSALS) or any(
             text in str(error) for text in _REFUSALS.values()
@@ -233,10 +232,10 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def alone(file: Path, what: Path) -> Iterator[None]:
-    """Keep other processes from a run's output, which the run continues or replaces.
+    """Lock a run's output, which the run continues or replaces, against other processes.
 
     Args:
-        file: that is locked meanwhile; removed at the end.
+        file: lock file; removed at the end.
         what: the output, for the message.
 
     Raises:
@@ -257,10 +256,10 @@ def alone(file: Path, what: Path) -> Iterator[None]:
 
 
 def append_text(file: Path, text: str) -> None:
-    """Append to a file and wait until it is on the disk: all of the text or none of it.
+    """Append text to a file and sync to the disk; a failure leaves the file unchanged.
 
     Raises:
-        UserError: it cannot be written, or the disk is full.
+        UserError: the file cannot be written, or the disk is full.
     """
     try:
         with file.open("ab", buffering=0) as opened:
@@ -282,10 +281,10 @@ def append_row(log: Path, row: Mapping[str, Any]) -> None:
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield number and text of each line of a file in UTF-8, with its end, which is a line feed.
+    """Yield number and text of each line of a UTF-8 file, with its line feed.
 
     Raises:
-        UserError: the file cannot be read, or a line, which it names, is not UTF-8.
+        UserError: the file cannot be read, or a line (named in the message) is not UTF-8.
     """
     with explained(f"{file}: expected a text file", OSError), file.open("rb") as opened:
         for number, line in enumerate(opened, start=1):
@@ -297,13 +296,13 @@ def read_lines(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_rows(file: Path, cut: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and object of each line of a JSON Lines file that is not blank.
+    """Yield number and object of each non-blank line of a JSON Lines file.
 
     Args:
-        cut: the file is a log: it may be missing, and what a killed process has left of its last line does not count.
+        cut: the file is a log that may be missing; an incomplete last line from a killed process is ignored.
 
     Raises:
-        UserError: see ``read_lines``; or a line, which it names, is not a JSON object.
+        UserError: see ``read_lines``; or a line (named in the message) is not a JSON object.
     """
     if cut and not file.exists():
         return
@@ -313,10 +312,10 @@ def read_rows(file: Path, cut: bool = False) -> Iterator[tuple[int, dict[str, An
 
 
 def parse_object(text: str, where: str) -> dict[str, Any]:
-    """The JSON object in a text.
+    """Parse a JSON object.
 
     Raises:
-        UserError: ``where``, and what it is instead.
+        UserError: the text is something else; the message starts with ``where``.
     """
     try:
         value = json.loads(text)
@@ -339,7 +338,7 @@ def truncate_log(log: Path, step: int) -> None:
     """Remove a log's incomplete last line and the rows after ``step``, which a resumed run repeats.
 
     Raises:
-        UserError: a line is no row of a log.
+        UserError: a line is not a log row.
     """
     kept = []
     for number, row in read_rows(log, cut=True):
@@ -351,12 +350,12 @@ def truncate_log(log: Path, step: int) -> None:
 
 
 def check_settings(folder: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Check that a run in ``folder`` is resumed with the settings that it was started with.
+    """Check that a run in ``folder`` is resumed with its original settings.
 
-    Settings missing from ``saved``, which later versions have added, are not compared.
+    Settings missing from ``saved``, added by later versions, are not compared.
 
     Raises:
-        UserError: naming the first setting that differs.
+        UserError: a setting differs; the message names the first.
     """
     for name in saved:
         before, now = (json.dumps(values.get(name)) for values in (saved, settings))

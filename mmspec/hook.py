@@ -1,7 +1,7 @@
-"""Speculative decoding in transformers' ``generate``: the same arguments and tokens, fewer passes.
+"""Speculative decoding in transformers' ``generate``: the same arguments and tokens, fewer forward passes.
 
 ``model.generate(**inputs, custom_generate=mmspec.decode, drafter=d)`` uses everything that ``generate`` prepares:
-processors, criteria, generation config, image inputs. ``mmspec.generate(model, drafter=d, **inputs)`` is the same call.
+processors, criteria, generation config, image inputs. ``mmspec.generate(model, drafter=d, **inputs)`` is equivalent.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from mmspec.targets.support import base_model, refuse_learned_prompts
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """Output with ``return_dict_in_generate=True``: ``sequences``, one ``Stats`` per row, ``scores`` and ``logits`` if
-    asked for. The latter are zeros at rows that have ended. ``cache`` (``past_key_values`` before transformers 5.24) is
-    the cache that the caller passed."""
+    """Output with ``return_dict_in_generate=True``: ``sequences``, one ``Stats`` per row, and on request ``scores`` and
+    ``logits``, which are zeros at rows that have ended. ``cache`` (``past_key_values`` before transformers 5.24) is the
+    cache that the caller passed."""
 
     stats: list[Stats] | None = None
 
@@ -66,29 +66,28 @@ def decode(
     """The decoding method for ``generate(custom_generate=...)``.
 
     Args:
-        drafter: as for ``mmspec.load``. A ``Drafter`` object keeps what it learns between calls; the ``Pipeline`` of
-            the model also keeps tree sizes and captured graphs. ``"auto"`` is the drafter that arguments of assisted
-            generation ask for (``assistant_model``, ``use_mtp``, ...), if there are any.
+        drafter: as for ``mmspec.load``. A ``Drafter`` object keeps its learned state between calls; the ``Pipeline`` of
+            the model also keeps tree sizes and captured graphs. With arguments of assisted generation
+            (``assistant_model``, ``use_mtp``, ...), ``"auto"`` is the drafter that they select.
         num_draft_tokens: draft tokens per step; None chooses the number that is expected to be fastest. ``nodes`` is an
             alias.
         streamer: receives token by token (batch 1), without the prompt.
-        tokenizer: the model's, for an assistant with another one; stop strings are criteria here.
-        assistant_model: a model that drafts: a language or vision-language model, a DFlash drafter or a Gemma-4
-            assistant.
-        assistant_tokenizer: its tokenizer, if it is another one.
-        raw_inputs: arguments of ``generate``, for draft models: images that ``generate`` has encoded are among them. If
-            a cache is, an empty one, it is filled as by ``generate``, which takes a prefill more.
+        tokenizer: the model's tokenizer, for an assistant with a different tokenizer; not needed for stop strings here.
+        assistant_model: draft model: a language or vision-language model, a DFlash drafter or a Gemma-4 assistant.
+        assistant_tokenizer: the assistant's tokenizer if it differs from the model's.
+        raw_inputs: arguments of ``generate``, for draft models, including images that ``generate`` has already encoded.
+            An empty cache among them is filled as by ``generate``, at the cost of another prefill.
 
     Returns:
         (batch, length) int64, prompt and new tokens, padded on the right as by ``generate``, or ``SpeculativeOutput``.
 
     Raises:
-        UserError: a generation mode other than greedy search and sampling, returned hidden states or attentions,
-            a cache that is not empty, or an unsupported model or processor.
+        UserError: a generation mode other than greedy search and sampling, a request for hidden states or attentions, a
+            cache that is not empty, or an unsupported model or processor.
     """
     try:
         _refuse_unsupported(generation_config, model_kwargs, assistant_model)
-        # peft's wrapper replaces the method of the model that it calls by its own.
+        # peft's wrapper overrides the method of the wrapped model.
         refuse_learned_prompts(getattr(model.prepare_inputs_for_generation, "__self__", model))
         num_draft_tokens = num_draft_tokens_of(num_draft_tokens, nodes)
         home, tokenizers = model.config.name_or_path or "", (tokenizer, assistant_tokenizer)
@@ -97,7 +96,7 @@ def decode(
             raise UserError(f"a streamer takes one sequence: got a batch of {len(input_ids)}")
         prompt = _prompt(input_ids, model_kwargs, raw_inputs if generation_config.num_return_sequences == 1 else None)
         scored, records = _records(generation_config)
-        alone = len(input_ids) == 1  # decodes with the caller's own processors
+        alone = len(input_ids) == 1  # a single row uses the caller's own processors
         scoring = [copy_for_row(processor, 0) for processor in logits_processor if scored and alone] or logits_processor
         stopper, joint = stopping_of(
             stopping_criteria, input_ids, _padding(generation_config), scoring if scored else None
@@ -107,7 +106,7 @@ def decode(
         rows = _decode(partial(pipe.add, prompt, sampler, stopper, **options), pipe, joint, streamer)
     finally:
         if streamer is not None:
-            streamer.end()  # after an error too: its reader would wait for ever
+            streamer.end()  # also after an error: the streamer's reader would block for ever
     sequences = _join(input_ids, rows, _padding(generation_config)) if joint is None else joint.ids
     past = cache_in(raw_inputs or {})
     if past is not None:
@@ -128,7 +127,7 @@ def decode(
 
 
 def _records(config: GenerationConfig) -> tuple[bool, bool]:
-    """Whether scores are wanted, and whether logits have to be recorded."""
+    """Whether scores are requested, and whether logits must be recorded."""
     scored, logits = (bool(config.return_dict_in_generate and x) for x in (config.output_scores, config.output_logits))
     return scored, scored or logits
 
@@ -136,7 +135,7 @@ def _records(config: GenerationConfig) -> tuple[bool, bool]:
 def _scores(
     joint: JointCriteria | None, logits: Sequence[Tensor], sequences: Tensor, processors: Sequence[Any]
 ) -> tuple[Tensor, ...]:
-    """Scores of each step, (batch, vocab); those that criteria got, if they did."""
+    """Scores of each step, (batch, vocab), reused from the criteria if they received scores."""
     if joint is not None and joint.scores is not None:
         return joint.scores
     first = sequences.shape[1] - len(logits)
@@ -147,9 +146,9 @@ def _scores(
 
 @torch.no_grad()
 def _fill(model: Any, input_ids: Tensor, sequences: Tensor, model_kwargs: dict[str, Any]) -> None:
-    """Leave in a caller's cache what ``generate`` leaves there: keys and values of all tokens but the last.
+    """Fill the caller's cache as ``generate`` does, with keys and values of all tokens except the last.
 
-    Decoding has caches of its own; this takes a pass over the prompt and one over the answer.
+    Decoding uses other caches, so this takes one pass over the prompt and one over the answer.
     """
     if plugins.layer_class(model.config.get_text_config()) is not None:
         warnings.warn("the cache given stays empty: layers with states cannot fill it in one pass", stacklevel=4)
@@ -178,7 +177,7 @@ def _decode(
         ended = False
         while not ended:
             wakeup.wait(lambda: all(row.done for row in rows) if streamer is None else rows[0].has_output)
-            ended = all(row.done for row in rows)  # before the tokens: another thread may be adding some
+            ended = all(row.done for row in rows)  # read before the tokens: another thread may be adding tokens
             for token in rows[0].take() if streamer is not None else ():
                 streamer.put(torch.tensor([token], dtype=torch.long))
     finally:
@@ -190,7 +189,7 @@ def _decode(
 
 
 def _decode_jointly(pipe: Pipeline, rows: list[RequestState], wakeup: Wakeup, joint: JointCriteria) -> None:
-    """Decode rows until criteria of all of them end; some get ahead of others, and so beyond their end."""
+    """Decode rows until joint criteria end them; rows may run ahead of others, and so beyond their end."""
 
     def lacking() -> list[RequestState]:
         return [rows[number] for number in joint.lacking([row.token_ids for row in rows])]
@@ -202,7 +201,7 @@ def _decode_jointly(pipe: Pipeline, rows: list[RequestState], wakeup: Wakeup, jo
             raise row.error
         joint.advance([row.token_ids for row in rows], [row.logits for row in rows])
         pipe.engine.remove(rows[number] for number in joint.ended)
-    with pipe.engine.paused():  # a step that is running counts tokens of removed rows
+    with pipe.engine.paused():  # a running step counts tokens of removed rows
         for row, length in zip(rows, joint.lengths, strict=True):
             row.stats.num_generated_tokens = length
 
@@ -225,13 +224,13 @@ def generate(
 
     Args:
         inputs: (batch, length) int64, the prompt; also accepted as ``input_ids``.
-        model: of transformers, or a wrapper of peft around one.
+        model: a transformers model, or a peft wrapper of one.
         generation_config: as for ``model.generate``.
         drafter: as for ``decode``.
         num_draft_tokens, nodes: as for ``decode``.
-        tokenizer: of ``stop_strings``.
-        streamer: of transformers; receives token by token (batch 1).
-        **arguments: further arguments of ``model.generate``, those of assisted generation included.
+        tokenizer: tokenizer for ``stop_strings``.
+        streamer: streamer of transformers; receives token by token (batch 1).
+        **arguments: further arguments of ``model.generate``, including arguments of assisted generation.
 
     Raises:
         UserError: as for ``decode``; stop strings without a tokenizer.
@@ -255,15 +254,15 @@ def generate(
         return decode(model, input_ids, **own, **keywords)
 
     arguments |= {"generation_config": generation_config, "stopping_criteria": criteria, "custom_generate": method}
-    positional = () if inputs is None else (inputs,)  # BLIP's first is another
+    positional = () if inputs is None else (inputs,)  # BLIP's first parameter has another meaning
     return model.generate(*positional, **arguments)  # type: ignore[operator]
 
 
 def _hand_over(extract: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Wrap ``GenerationMixin._extract_generation_mode_kwargs`` to pass streamer, tokenizer and assistant to ``decode``.
 
-    transformers silently drops them for custom functions: a reader of the streamer would wait for ever.
-    Other custom functions still receive what transformers passes.
+    transformers silently drops them for custom functions, and a reader of the streamer would block for ever. Other
+    custom functions receive unchanged arguments.
     """
 
     @functools.wraps(extract)
@@ -308,7 +307,7 @@ def _pipeline(model: PreTrainedModel, drafter: Any) -> Pipeline:
     if not isinstance(drafter, Pipeline):
         target = plugins.target_class(model.config)(model)
         drafter = make_drafter(drafter, model.config.name_or_path or "")
-        return Pipeline(target, drafter=drafter, generation_config=LIBRARYS)  # generate() applies the model's
+        return Pipeline(target, drafter=drafter, generation_config=LIBRARYS)  # generate() applies model defaults
     if drafter.model is not model:
         raise UserError(f"a pipeline as drafter must hold the model that generates: it holds {drafter.name}")
     return drafter

@@ -1,7 +1,7 @@
-"""Independent jobs, run one after the other in this process, or on Ray Data by actors that each hold a model.
+"""Runs independent jobs sequentially in this process, or on Ray Data with actors that each hold a model.
 
-A factory makes one worker per process, which is called with one job at a time. Jobs and results are JSON values. A
-result depends on the job and the factory's settings only, so that any worker can run or repeat a job.
+A factory creates one worker per process, which is called with one job at a time. Jobs and results are JSON values. A
+result depends only on the job and the factory's settings, so that any worker can run or repeat a job.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ENGINES = ("local", "ray")
 
 
 def rank() -> int:
-    """Rank of this process in a job of ``torchrun`` or the like."""
+    """Rank of this process in a distributed job (``torchrun``)."""
     return int(os.environ.get("RANK", 0))
 
 
 def ranks() -> int:
-    """Number of ranks of that job; 1 without any."""
+    """Number of ranks of the distributed job; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -38,13 +38,13 @@ def run_jobs(
 
     Args:
         jobs: JSON values.
-        factory: makes a worker; for Ray it must be importable by name.
+        factory: creates a worker; for Ray it must be importable by name.
         settings: argument of the factory.
         engine: ``"local"`` or ``"ray"``: the cluster of ``RAY_ADDRESS`` or ``ray.init``, by default this machine.
-        workers: actors on Ray.
+        workers: number of Ray actors.
 
     Yields:
-        Each job once with its result; on Ray in any order.
+        Each job with its result, exactly once; on Ray in any order.
 
     Raises:
         UserError: Ray is not installed.
@@ -90,9 +90,9 @@ def _on_ray(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], wor
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
         seen: set[int] = set()
         ray.data.DataContext.get_current().enable_progress_bars = False
-        actor: Any = _Actor  # its type in Ray's signature depends on the version
+        actor: Any = _Actor  # Ray's signature depends on the version
         rows = [{"place": place, "job": json.dumps(job)} for place, job in enumerate(jobs)]
-        # One block per job: Ray repeats a single job after the loss of a worker.
+        # One block per job: after the loss of a worker, Ray repeats only one job.
         results = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
             actor,
             fn_constructor_args=(factory, settings),

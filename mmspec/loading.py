@@ -1,4 +1,4 @@
-"""Loading of models, and of their targets and processors, by name."""
+"""Loads models, targets and processors by name."""
 
 from __future__ import annotations
 
@@ -60,41 +60,41 @@ def load(
 
     Args:
         model: hub id, local folder, GGUF file, an embedded name (``tiny-llava``), the name of a model in a package
-            (``smollm2``), or a model of transformers, or peft's wrapper of one, which stays on its device and in its
-            dtype. None is the default of all commands: ``smol-llava`` where its packages are installed, else
-            ``tiny-llava``.
-        drafter: ``"auto"`` (the one in the model's folder, else ``"recycle+ngram"``), a registered name (``"ngram"``,
-            ``"recycle"``, ``"small:MODEL"``, ...), the folder or hub id of a drafter checkpoint, a ``Drafter`` object,
-            or None for plain decoding.
-        device: a torch device name; ``"auto"`` is a GPU if there is one.
+            (``smollm2``), or a transformers model or its peft wrapper, which keeps its device and dtype. None is the
+            default of all commands: ``smol-llava`` if its packages are installed, else ``tiny-llava``.
+        drafter: ``"auto"`` (the drafter in the model's folder, else ``"recycle+ngram"``), a registered name
+            (``"ngram"``, ``"recycle"``, ``"small:MODEL"``, ...), the folder or hub id of a drafter checkpoint, a
+            ``Drafter`` object, or None for plain decoding.
+        device: a torch device name; ``"auto"`` uses a GPU if available.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype; ``"int8"`` and ``"int4"`` quantise
-            the weights of the decoder's linear layers; all else is then bfloat16. ``"auto"`` on a CPU is the precision
-            of a GGUF file (int4 or int8, where the C++ kernels run: see ``mmspec info``), float32 for other models
-            below a billion parameters; otherwise it is the checkpoint's dtype.
-        processor: the tokenizer or processor of a model that is given as an object, or a ``Processor``.
-        max_num_seqs: requests that decode at the same time; each needs memory for its keys and values.
-        prefix_cache: memory in bytes for the states of prompts: one that begins like an earlier one, such as the next
-            turn of a conversation, then computes only its new tokens. 0 keeps none.
-        generation_config: source of the sampling parameters that a request leaves unset. ``"auto"`` is the model's
-            generation config, whose further entries (``suppress_tokens``, ``no_repeat_ngram_size``, ...) are applied
-            too, so that tokens are those of ``model.generate``; ``"mmspec"`` is ``SamplingParams``' own defaults.
-        adapt: let drafters learn from answers while the engine is idle; answers stay the same. True keeps what they
-            learn in memory, a folder keeps it there too, and an ``AdaptOptions`` limits its size.
+            the weights of the decoder's linear layers, with everything else in bfloat16. ``"auto"`` on a CPU is the
+            precision of a GGUF file (int4 or int8, if the C++ kernels run: see ``mmspec info``), and float32 for other
+            models below a billion parameters; otherwise it is the checkpoint's dtype.
+        processor: tokenizer, processor or ``Processor`` of a model given as an object.
+        max_num_seqs: maximum number of concurrent requests; each needs memory for its KV cache.
+        prefix_cache: memory in bytes for states of prompts, so that a prompt with a cached prefix, such as the next
+            turn of a conversation, computes only its new tokens. 0 disables.
+        generation_config: source of unset sampling parameters. ``"auto"`` is the model's generation config, whose other
+            entries (``suppress_tokens``, ``no_repeat_ngram_size``, ...) are also applied, so that tokens equal
+            ``model.generate``'s; ``"mmspec"`` uses the defaults of ``SamplingParams``.
+        adapt: let drafters learn from answers while the engine is idle, which does not change answers. True keeps the
+            learned state in memory, a folder also stores it there, and an ``AdaptOptions`` limits its size.
         device_map: ``"auto"``, or a dict of modules and devices: accelerate dispatches the layers of a model that is
-            larger than a device to several, or to memory and disk, from which they are read in every pass.
-        tp_plan: ``"auto"``, or a dict of modules and styles: under ``torchrun``, each rank has a part of the weights
+            larger than one device to several devices, or to memory and disk, from which every pass reads them.
+        tp_plan: ``"auto"``, or a dict of modules and styles: under ``torchrun``, weights are sharded over the ranks
             (tensor parallelism of transformers); see ``Pipeline.follow``.
-        warm_up: on CUDA, sequences to reserve memory and capture decode steps for, see ``Pipeline.warm_up``; more are
-            captured when they first decode together. 0 captures all steps when they occur.
-        mmproj: the file with vision tower and projector of a language model in a GGUF file, as llama.cpp has them; a
-            folder with both files needs no name of it.
-        adapters: folders or hub ids of LoRA adapters (peft) by names, of which a request chooses one with ``adapter=``.
-        **options: of transformers' ``from_pretrained``. Python code in a folder runs only with
+        warm_up: on CUDA, number of sequences to reserve memory and capture decode steps for, see ``Pipeline.warm_up``;
+            steps of more sequences are captured when they first occur. 0 captures all steps when they occur.
+        mmproj: llama.cpp's file with vision tower and projector for a language model in a GGUF file; found
+            automatically in a folder with both files.
+        adapters: folders or hub ids of LoRA adapters (peft) by name; a request selects one with ``adapter=``.
+        **options: options of transformers' ``from_pretrained``. Python code in a folder runs only with
             ``trust_remote_code=True``.
 
     Raises:
-        UserError: the model, drafter, device or dtype is unknown or not available, or the model's generation config
-            asks for what speculative decoding cannot do, such as beam search; or none of the drafters can adapt.
+        UserError: the model, drafter, device or dtype is unknown or not available; the model's generation config
+            requests something that speculative decoding does not support, such as beam search; or none of the drafters
+            can adapt.
     """
     SOURCE.check("generation_config", generation_config)
     _ROWS.check("warm_up", warm_up)
@@ -126,9 +126,9 @@ def load(
             raise UserError(f"model must be a name, a folder or a model of transformers: got {shown(model)}")
         if processor is not None:
             raise UserError(f"processor= goes with a model object: got the model {shown(model)}, which brings its own")
-        name = model if isinstance(model, str) else os.path.join(os.curdir, fspath(model))  # a path is no other name
+        name = model if isinstance(model, str) else os.path.join(os.curdir, fspath(model))  # not a registered name
         folder = plugins.model_path(name)
-        # Drafter first: a misspelt name must not wait for the loading of a large model.
+        # Drafter first, to report a misspelt name before loading a large model.
         speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
         with known_options(options, known):
             target, processor = load_target(folder, device, dtype, device_map, tp_plan, mmproj, adapters, **options)
@@ -149,7 +149,7 @@ def load_target(
     adapters: Mapping[str, str | PathLike[str]] | None = None,
     **options: Any,
 ) -> tuple[TransformersTarget, Processor]:
-    """Load a model of transformers as a target, and its processor.
+    """Load a transformers model as a target, and its processor.
 
     Args:
         name: local folder, GGUF file or hub id.
@@ -158,8 +158,8 @@ def load_target(
             with ``trust_remote_code=True``.
 
     Raises:
-        UserError: there is no such model, no adapter for its architecture, or no such device or dtype; or weights that
-            cannot be split.
+        UserError: the model, device or dtype does not exist, the architecture is not supported, or the weights cannot
+            be split.
     """
     where = pick_device(device)
     if "torch_dtype" in options:
@@ -199,20 +199,20 @@ def load_target(
 
 
 def load_config(name: str) -> Any:
-    """Configuration of a model of transformers, without its weights.
+    """Load a transformers model's configuration, without weights.
 
     Args:
         name: as for ``mmspec.load``.
 
     Raises:
-        UserError: there is no such model.
+        UserError: the model does not exist.
     """
     with _located(plugins.model_path(name)) as (source, hub_options):
         return source.config(**hub_options)
 
 
 def load_processor(name: str) -> Processor:
-    """Processor of a model of transformers, without its weights; arguments and errors as for ``load_config``."""
+    """Load a transformers model's processor, without weights; arguments and errors as for ``load_config``."""
     with _located(plugins.model_path(name)) as (source, hub_options):
         config = source.config(**hub_options)
         return source.processor(plugins.target_class(config).processor_class, **hub_options)
@@ -220,7 +220,7 @@ def load_processor(name: str) -> Processor:
 
 @contextmanager
 def _located(name: str, mmproj: Any = None) -> Iterator[tuple[sources.Source, dict[str, Any]]]:
-    """Where a model is read from, and options of transformers; errors are those of the user."""
+    """Source of a model, and options of transformers; loading errors in the block are raised as ``UserError``."""
     kind = "GGUF file" if os.path.isfile(name) else "folder" if os.path.exists(name) else "folder or hub id"
     with (
         explained(f"cannot load model {name!r}: expected the {kind} of a supported model", *_LOADING_ERRORS),
@@ -231,11 +231,11 @@ def _located(name: str, mmproj: Any = None) -> Iterator[tuple[sources.Source, di
 
 @contextmanager
 def known_options(options: Collection[str], known: Iterable[str]) -> Iterator[None]:
-    """Raise a ``UserError`` where transformers refuses one of the options, which it does as the model is built.
+    """Raise a ``UserError`` if transformers rejects an option while building the model.
 
     Args:
-        options: names that were passed on to transformers.
-        known: names of further options that ``load`` takes.
+        options: names of options passed to transformers.
+        known: names of further options of ``load``.
     """
     try:
         yield
@@ -248,7 +248,7 @@ def known_options(options: Collection[str], known: Iterable[str]) -> Iterator[No
 
 
 def _prepared(model: Any, kind: Any, device: torch.device) -> Any:
-    """A model that is not packed, in the dtype ``kind`` on a device, laid out for products with few rows."""
+    """Move an unpacked model to a dtype and device, with weights laid out for products with few rows."""
     on_cpu = device.type == "cpu"
     model = model.to(device=device)
     model = model if kind in ("auto", *QUANTISED) else model.to(dtype=kind)
@@ -264,10 +264,10 @@ def _prepared(model: Any, kind: Any, device: torch.device) -> Any:
 
 
 def pick_device(device: str) -> torch.device:
-    """``"auto"`` or a torch device name that exists here.
+    """Resolve ``"auto"`` or a torch device name.
 
     Raises:
-        UserError: no such device.
+        UserError: the device is not available.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -281,7 +281,7 @@ def pick_device(device: str) -> torch.device:
 
 
 def _accelerators() -> list[str]:
-    """Names of the devices other than the CPU that this build of torch can use."""
+    """Names of the non-CPU devices that this build of torch can use."""
     if not torch.accelerator.is_available():
         return []
     kind = torch.accelerator.current_accelerator()

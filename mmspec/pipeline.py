@@ -1,4 +1,4 @@
-"""Public API: the ``Pipeline``, and its answers, whole or piece by piece."""
+"""Public API: ``Pipeline``, with complete and streamed answers."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ PromptInput = str | Sequence[Message] | Sequence[int]
 """Text, chat messages, or token ids."""
 _BYTES, _TOKENS = whole(0), whole(1)
 _GRAMMARS: WeakKeyDictionary[Processor, dict[tuple[int, ...], Grammars]] = WeakKeyDictionary()
-"""By processor and tokens that end answers: llguidance reads a large vocabulary in seconds."""
-if hasattr(os, "register_at_fork"):  # a thread of the parent may have held their locks
+"""Grammar compilers by processor and EOS tokens, cached as llguidance takes seconds to read a large vocabulary."""
+if hasattr(os, "register_at_fork"):  # a thread of the parent may have held the locks of compilers
     os.register_at_fork(after_in_child=_GRAMMARS.clear)
 
 _ATTEMPTS = {"raise": raising, "return": returning}
@@ -57,11 +57,11 @@ _ON_ERROR = Rule("'raise' or 'return'", lambda value: value in _ATTEMPTS)
 class Generation:
     """One answer.
 
-    ``token_ids`` are the generated tokens. ``text`` is what they add to the prompt's text, up to a stop string, without
-    the blank that some chat templates put before an answer ("ASSISTANT: answer"). ``trees`` are the verified trees, one
-    per step, of a call with ``trace=True``. ``logprobs`` are those of the tokens, of a call with ``logprobs=K``.
-    ``reasoning`` are the thoughts before the text, of a call with ``reasoning="auto"`` or a format, and
-    ``num_reasoning_tokens`` the tokens of thoughts and markers.
+    ``token_ids`` are the generated tokens. ``text`` is their text after the prompt, up to a stop string, without the
+    blank that some chat templates put before an answer ("ASSISTANT: answer"). With ``trace=True``, ``trees`` are the
+    verified trees, one per step. With ``logprobs=K``, ``logprobs`` are the tokens' log probabilities. With
+    ``reasoning="auto"`` or a format, ``reasoning`` is the reasoning before the text, and ``num_reasoning_tokens`` its
+    number of tokens, markers included.
     """
 
     text: str
@@ -76,10 +76,10 @@ class Generation:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a streamed answer; the last one has ``finish_reason`` and ``stats``. ``trees`` are those of the answer
-    so far, of a call with ``trace=True``. ``logprobs`` are those of ``token_ids``, of a call with ``logprobs=K``.
-    ``seconds`` are those of the engine for the answer so far, waiting and prefill included. ``reasoning`` and
-    ``num_reasoning_tokens`` as in ``Generation``, of this part."""
+    """A part of a streamed answer; the last part has ``finish_reason`` and ``stats``. ``trees`` covers the answer so
+    far (with ``trace=True``), ``logprobs`` the ``token_ids`` of this part (with ``logprobs=K``). ``seconds`` is the
+    engine's time for the answer so far, including waiting and prefill. ``reasoning`` and ``num_reasoning_tokens`` are
+    defined as in ``Generation``, for this part."""
 
     text: str
     token_ids: list[int]
@@ -93,26 +93,26 @@ class Piece:
 
 
 class ActiveRequest:
-    """A request in the engine, and the text of its answer.
+    """A request in the engine, with incremental text of its answer.
 
     Args:
-        engine: decodes it.
-        add: queues it; takes ``on_change``.
-        reader: makes the text.
+        engine: engine that decodes the request.
+        add: queues the request, given ``on_change``.
+        reader: converts tokens to text.
     """
 
     def __init__(self, engine: Engine, add: Callable[..., list[RequestState]], reader: AnswerReader) -> None:
         self._engine, self._add, self._reader = engine, add, reader
         self.started = self.ended = False
         self._pending: list[int] = []  # tokens of the next piece
-        self._offsets: list[int] = []  # of them in the text
-        self._sent = self._thoughts = 0  # tokens of earlier pieces, and those of them that are thoughts
+        self._offsets: list[int] = []  # text offsets of pending tokens
+        self._sent = self._thoughts = 0  # tokens and reasoning tokens of earlier pieces
 
     def start(self, on_change: Callable[[], None]) -> Self:
-        """Queue the request; returns this.
+        """Queue the request; returns ``self``.
 
         Args:
-            on_change: called in another thread after each step in which it got tokens or ended.
+            on_change: called in another thread after each step in which the request got tokens or ended.
         """
         (self.sequence,) = self._add(on_change=on_change)
         self.started = True
@@ -123,7 +123,7 @@ class ActiveRequest:
         return self.started and self.sequence.done
 
     def whole(self) -> Generation:
-        """The complete answer of an ended sequence. Raises the sequence's error, if any."""
+        """The complete answer of an ended sequence. Raises the sequence's error if it failed."""
         one = self.next()
         assert one is not None
         assert one.finish_reason is not None
@@ -131,9 +131,9 @@ class ActiveRequest:
         return Generation(one.text, one.token_ids, one.finish_reason, *record)
 
     def next(self) -> Piece | None:
-        """The tokens since the last call; None before a character is whole. Raises the sequence's error, if any."""
+        """The tokens since the last call; None while a character is incomplete. Raises a failed sequence's error."""
         sequence, parts = self.sequence, [("", "")]
-        # Before the tokens: another thread may be adding some.
+        # Read before the tokens: another thread may be adding tokens.
         reason: FinishReason | None = (sequence.finish_reason or "length") if sequence.done else None
         self.ended = reason is not None
         if sequence.error is not None:
@@ -162,28 +162,28 @@ class ActiveRequest:
 class Pipeline:
     """A target, its processor, a drafter and the engine that decodes with them.
 
-    Threads may share it: their requests decode together, and no request's tokens depend on another's. Pipelines over
-    one target share its engine; requests with different drafters decode one after the other.
+    Thread-safe: requests of all threads are batched, and no request's tokens depend on another request. Pipelines of
+    one target share its engine; requests with different drafters decode one after another.
 
     Args:
-        target: computes and caches.
+        target: the target model.
         processor: encodes requests and decodes answers; None if prompts and answers are token ids only.
-        drafter: None for plain decoding.
-        name: the name that the model was loaded by; by default ``name_or_path`` of its configuration.
-        max_num_seqs: requests that decode at the same time; further ones wait. Pipelines over one target share the
-            largest.
+        drafter: the drafter; None for plain decoding.
+        name: name that the model was loaded by; by default ``name_or_path`` of its configuration.
+        max_num_seqs: maximum number of concurrent requests; further requests wait. Pipelines of one target share the
+            largest value.
         prefix_cache: see ``mmspec.load``; for targets with that attribute.
-        generation_config: see ``mmspec.load``; targets without defaults of their own have the library's.
+        generation_config: see ``mmspec.load``; targets without their own defaults use the library's.
         adapt: see ``mmspec.load``; None does not adapt.
 
     Attributes:
         model, hf_processor: the plain transformers objects.
         target, processor, drafter, name, max_num_seqs, generation_config: as above.
-        engine: decodes; the target's.
-        defaults: of sampling parameters.
-        context_limit: maximum length of prompt plus output; the target's own, if not lowered.
+        engine: the target's engine.
+        defaults: defaults of sampling parameters.
+        context_limit: maximum length of prompt plus output; the target's limit unless lowered.
         budget: adaptive budget of this drafter on this target; None before the first draft.
-        adaptation: of the drafter; None if it does not adapt. Copies of the pipeline do not.
+        adaptation: adaptation of the drafter; None if it does not adapt. Copies of the pipeline do not adapt.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Pipeline:
         generation_config: str = MODELS,
         adapt: AdaptOptions | None = None,
     ) -> None:
-        # Drafters, evaluation and training of models of transformers read more of it than the protocol has.
+        # Drafters, evaluation and training of transformers models use attributes outside the ``Target`` protocol.
         self.target: Any = target
         self.processor = Processor() if processor is None else processor
         self.context_limit: int | None = target.context_limit
@@ -227,14 +227,14 @@ class Pipeline:
         return f"Pipeline({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def _connect(self, drafter: Drafter | None) -> None:
-        """Make the parts that belong to this target."""
+        """Create engine, speculation and defaults for this target."""
         has_defaults = self.generation_config == MODELS and isinstance(self.target, HasDefaults)
         self.defaults: Defaults = self.target.defaults() if has_defaults else Defaults(self.target.eos_token_ids)
         self._speculation = Speculation(self.target, drafter)
         self.engine = (DistributedEngine if sharded(self.target) else Engine).of(self.target, self.max_num_seqs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For ``pickle`` and ``copy.deepcopy``: all but running requests, which may go on meanwhile."""
+        """For ``pickle`` and ``copy.deepcopy``, without running requests, which may continue."""
         left_out = ("defaults", "engine", "_speculation")
         state = {name: value for name, value in vars(self).items() if name not in left_out} | {"adaptation": None}
         with self.engine.paused():
@@ -264,9 +264,9 @@ class Pipeline:
         self._speculation.budgets.adaptive = budget
 
     def calibrate(self, *, refresh: bool = False) -> None:
-        """Measure the target's verify times, if adaptive budgets need them and they are not stored.
+        """Measure the target's verify times if adaptive budgets need them and they are not stored.
 
-        The first request does so otherwise, before it starts. Waits until sequences that are running have ended.
+        Otherwise the first request measures them before it starts. Waits until running sequences have ended.
 
         Args:
             refresh: measure again.
@@ -279,15 +279,14 @@ class Pipeline:
     ) -> None:
         """Reserve memory for sequences and capture the CUDA graphs of their decode steps, and calibrate.
 
-        Otherwise requests capture their steps as these occur. Longer prompts and more sequences are possible, too:
-        buffers then grow, and steps are captured anew. Without effect where steps are not captured, as on a CPU. Waits
-        until sequences that are running have ended.
+        Without warm-up, steps are captured when they first occur. Longer prompts and more sequences remain possible:
+        buffers then grow, and steps are captured again. No effect if steps are not captured, as on a CPU. Waits until
+        running sequences have ended.
 
         Args:
-            rows: sequences that decode at the same time; None is ``max_num_seqs``.
-            tokens: of prompt and answer together, per sequence, for which half of the free memory is used at most; None
-                is 8192.
-            num_draft_tokens: sizes of drafts, as of ``generate``.
+            rows: maximum number of concurrent sequences; None is ``max_num_seqs``.
+            tokens: tokens per sequence, prompt and answer together, limited to half of the free memory; None is 8192.
+            num_draft_tokens: draft sizes, as for ``generate``.
         """
         rows = SEQ_COUNT.check("rows", self.max_num_seqs if rows is None else rows)
         if tokens is not None:
@@ -300,11 +299,11 @@ class Pipeline:
 
     @property
     def io(self) -> Processor:
-        """The former name of ``processor``."""
+        """Deprecated name of ``processor``."""
         return self.processor
 
     def limited(self, context_limit: int) -> Pipeline:
-        """The same pipeline with at most this context limit; both share engine and drafter."""
+        """A copy of this pipeline with at most this context limit, sharing engine and drafter."""
         if self.context_limit is not None and self.context_limit <= context_limit:
             return self
         limited: Pipeline = object.__new__(type(self))
@@ -312,7 +311,7 @@ class Pipeline:
         return limited
 
     def encode(self, requests: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
-        """Requests as one left-padded batch on the target's device; see ``Processor.encode``."""
+        """Encode requests as one left-padded batch on the target's device; see ``Processor.encode``."""
         return self.processor.encode(requests, **options).to(self.target.device, self.target.dtype)
 
     def follow(self) -> bool:
@@ -321,21 +320,21 @@ class Pipeline:
         Every rank calls this once, on the pipeline that rank 0 answers with, before the first request.
 
         Returns:
-            True on other ranks than 0, where all is done then. False at once on rank 0, and where a model is not
+            True on ranks other than 0, after rank 0 has ended. False immediately on rank 0, and for models that are not
             sharded.
 
         Raises:
-            RankError: a rank is lost, or not in the state of rank 0.
+            RankError: a rank is lost, or its state differs from rank 0's.
         """
         if not isinstance(self.engine, DistributedEngine):
             return False
         return self.engine.follow(self._speculation, lambda request: self._begin(request).sequence)
 
     def activate(self, request: Request) -> ActiveRequest:
-        """Encode a request, so that it can be started.
+        """Encode a request without starting it.
 
         Raises:
-            UserError: its input cannot be read, or is longer than the context limit.
+            UserError: the input cannot be read, or is longer than the context limit.
         """
         request = self.engine.admit(request)
         params, options = self.defaults.complete(request.params), request.options
@@ -368,11 +367,11 @@ class Pipeline:
     def _answer_reader(
         self, params: SamplingParams, thoughts: Thoughts | None, eos_token_ids: Set[int], rendered: bool
     ) -> Callable[..., AnswerReader]:
-        """Function that makes readers of outputs after a prompt, ``rendered`` by the chat template or not."""
+        """Factory of output readers for a prompt; ``rendered``: by the chat template."""
         vocabulary, trigger, hidden = self.processor.vocabulary, params.grammar_trigger, None
         if params.constraint is not None:
             shown = None if trigger is None else self.processor.special_token(trigger)
-            hidden = (vocabulary.special_ids | eos_token_ids) - {shown}  # ends may be text, but not the grammar's
+            hidden = (vocabulary.special_ids | eos_token_ids) - {shown}  # EOS may be text, except in grammars
         begins = rendered and (params.constraint is None or trigger is not None)
         prefix = self.processor.answer_prefix if begins else ""
         read = partial(AnswerReader, vocabulary, stop=params.stop_strings, thoughts=thoughts, prefix=prefix)
@@ -381,7 +380,7 @@ class Pipeline:
     def add(
         self, prompt: Prompt, sampler: Sampler, stopper: Stopper, num_draft_tokens: int | None = None, **options: Any
     ) -> list[RequestState]:
-        """Queue encoded prompts on the engine, to be drafted by this pipeline's drafter; see ``Engine.add``."""
+        """Queue encoded prompts on the engine with this pipeline's drafter; see ``Engine.add``."""
         return self.engine.add(prompt, sampler, stopper, self._speculation, num_draft_tokens, **options)
 
     @property
@@ -401,13 +400,13 @@ class Pipeline:
         return self.activate(request).start(on_change)
 
     def grammar(self, params: SamplingParams, thoughts: Thoughts | None = None) -> Constraint | None:
-        """The grammar that constrains outputs, compiled for the tokenizer, or None.
+        """The grammar that constrains outputs, compiled for the tokenizer; None without one.
 
         Args:
-            thoughts: of the model, after which it begins.
+            thoughts: parser of the reasoning that precedes the constrained answer.
 
         Raises:
-            UserError: the tokenizer or its vocabulary does not serve.
+            UserError: the tokenizer or its vocabulary does not support the grammar.
         """
         if params.constraint is None:
             return None
@@ -428,7 +427,7 @@ class Pipeline:
 
         Args:
             prompt: text, chat messages in transformers' or OpenAI's format, or a list of token ids.
-            images: paths, bytes, data URIs, PIL images or arrays, in the order of their places in the prompt.
+            images: paths, bytes, data URIs, PIL images or arrays, in the order of the prompt's placeholders.
             videos: paths, bytes, file objects or ``mmspec.vision.video.Video`` objects.
             **keywords: ``params``, a ``SamplingParams``, or its fields (``max_new_tokens``, ``temperature``, ``stop``,
                 ...); fields of ``DecodeOptions`` (``num_draft_tokens``, ``trace``, ``logprobs``, ``reasoning``, ...);
@@ -467,10 +466,10 @@ class Pipeline:
         In float32, each answer has the same tokens as alone.
 
         Args:
-            requests: ``{"prompt": ..., "images": ..., "videos": ..., "params": ...}`` each; ``params`` replaces those
-                of the call.
-            on_error: ``"raise"`` raises the first request's mistake and drops the other answers; ``"return"`` returns
-                it as a ``UserError`` in the place of its answer. Invalid keywords of the call are raised.
+            requests: ``{"prompt": ..., "images": ..., "videos": ..., "params": ...}`` each; ``params`` replaces the
+                call's parameters.
+            on_error: ``"raise"`` raises the first request's ``UserError`` and drops the other answers; ``"return"``
+                returns it in place of the answer. Invalid keywords of the call are always raised.
             **keywords: see ``generate``.
         """
         attempt = _ATTEMPTS[_ON_ERROR.check("on_error", on_error)]
@@ -509,12 +508,12 @@ def _answer_all(
     activate: Callable[[Request], ActiveRequest],
     attempt: Attempt,
 ) -> list[Generation | UserError]:
-    """Whole answers of several requests, at most twice ``max_num_seqs`` of them encoded at a time.
+    """Complete answers of several requests, with at most twice ``max_num_seqs`` requests encoded at a time.
 
     Args:
-        requests: those, and mistakes, which are returned in their places.
+        requests: requests, or errors, which are returned in their places.
         activate: encodes a request.
-        attempt: calls a function; what it does with a ``UserError`` is up to it (``raising``, ``returning``).
+        attempt: calls a function and raises or returns its ``UserError`` (``raising``, ``returning``).
     """
     answers: list[ActiveRequest | UserError] = []
     wakeup = Wakeup()
@@ -537,7 +536,7 @@ def _answer_all(
 
     try:
         for request in requests:
-            if not ready():  # the inputs of waiting requests take memory
+            if not ready():  # limit the memory for inputs of waiting requests
                 start()
                 wakeup.wait(ready)
             answers.append(attempt(partial(activate, request)) if isinstance(request, Request) else request)
@@ -551,7 +550,7 @@ def _stream_answer(begin: Callable[[Callable[[], None]], ActiveRequest]) -> Iter
     """Pieces of an answer, as tokens are accepted. Closing or dropping the iterator cancels the request.
 
     Args:
-        begin: starts the request with the first ``next``; takes a function for ``ActiveRequest.start``.
+        begin: called at the first ``next`` to start the request; takes ``on_change`` for ``ActiveRequest.start``.
     """
     wakeup = Wakeup()
     answer = begin(wakeup)
@@ -579,7 +578,7 @@ async def _astream_answer(begin: Callable[[Callable[[], None]], ActiveRequest]) 
     try:
         answer = await asyncio.shield(starting)
     except asyncio.CancelledError:
-        await asyncio.wait({starting})  # the thread cannot be ended
+        await asyncio.wait({starting})  # the thread cannot be stopped
         if starting.exception() is None:
             starting.result().cancel()
         raise

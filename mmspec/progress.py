@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 EVERY = 30.0  # seconds after which a log gets another line
-SLOW = 1.0  # seconds that a step takes before a log gets a line about it
+SLOW = 1.0  # seconds after which a log gets a line about a running step
 
 
 class Show(Protocol):
@@ -24,16 +24,16 @@ class Show(Protocol):
 
         Args:
             completed, total: numbers of items, or shares of 1.0 if they are floats.
-            metrics: changes at every call; shown with the others.
-            part: what is in progress; a log gets a line when it changes.
+            metrics: metrics that change at every call.
+            part: name of the part in progress; a log gets a line when it changes.
         """
 
 
 class LogLines:
-    """Lines of progress with the elapsed time: at start and end, when the part changes, and every ``EVERY`` seconds.
+    """Prints progress with the elapsed time: at start and end, when the part changes, and every ``EVERY`` seconds.
 
     Args:
-        console: of the lines.
+        console: console to print to.
         title: first word of each line.
         clock: returns seconds.
     """
@@ -56,7 +56,7 @@ class LogLines:
 
 @contextmanager
 def show_progress(console: Console, title: str) -> Iterator[Show]:
-    """Yield a function that shows progress: a live bar on a terminal, else ``LogLines``; nothing if it is quiet."""
+    """Yield a function that shows progress: a live bar on a terminal, else ``LogLines``; nothing on a quiet console."""
     if not console.is_terminal or console.quiet:
         yield LogLines(console, title)
         return
@@ -72,13 +72,13 @@ def show_progress(console: Console, title: str) -> Iterator[Show]:
 
 
 class Steps(logging.Handler):
-    """Show the step that a logger has announced at level INFO, until the next one.
+    """Shows the current step, as logged at level INFO, until the next step.
 
-    Beside a spinner on a terminal, else in a line if it takes longer than ``SLOW``. Higher levels are lines at once.
+    On a terminal with a spinner, else in a line after ``SLOW`` seconds. Records of higher levels are printed at once.
 
     Args:
-        console: where.
-        timer: as ``threading.Timer``.
+        console: console to print to.
+        timer: replacement of ``threading.Timer``.
     """
 
     def __init__(self, console: Console, timer: Callable[..., Any] = Timer) -> None:
@@ -101,7 +101,7 @@ class Steps(logging.Handler):
             self._waiting.start()
 
     def end(self) -> None:
-        """The current step has ended."""
+        """End the current step."""
         if self._status is not None:
             self._status.stop()
         if self._waiting is not None:
@@ -115,7 +115,7 @@ class Steps(logging.Handler):
 
 @contextmanager
 def show_steps(console: Console) -> Iterator[None]:
-    """Show the steps that mmspec's loggers announce while the block runs, see ``Steps``; once, if blocks are nested."""
+    """Show steps logged by mmspec during the block, see ``Steps``; nested blocks show them once."""
     log = logging.getLogger("mmspec")
     if any(isinstance(handler, Steps) for handler in log.handlers):
         yield

@@ -1,3 +1,3 @@
-"""The version, read from the source: a checkout need not be installed."""
+"""The version, read from the source so that a checkout works without installation."""
 
 __version__ = "0.2.0"

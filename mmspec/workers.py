@@ -1,9 +1,9 @@
 """Worker processes for untrusted input, with limits on time and memory.
 
-A request on which a library crashes, hangs or runs out of memory ends its worker only; the next request gets a new one.
-This protects against broken input. It is not a sandbox: workers run with the user's rights.
+If a library crashes, hangs or runs out of memory on a request, only this worker ends; the next request gets a new
+worker. This protects against broken input. It is not a sandbox: workers run with the user's rights.
 
-This module and the handlers' must not import torch, so that workers start in a fraction of a second and stay small.
+This module and handler modules must not import torch, so that workers start in a fraction of a second and stay small.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from mmspec.errors import UserError
 
 Cause = Literal["crash", "time", "memory", "exception", "stop"]
 Read = Callable[[int], bytes]
-"""Reads so many of the bytes that follow a reply."""
+"""Reads the given number of bytes after a reply."""
 
 Handler = Callable[[Any, bytes], tuple[dict[str, Any], Iterable[bytes]]]
-"""Takes a request and its bytes; returns the reply, and the bytes that follow it."""
+"""Handles a request and its body; returns the reply and the bytes to send after it."""
 
 T = TypeVar("T")
 
@@ -114,10 +114,10 @@ class Workers:
             request: JSON.
             body: bytes for the handler.
             seconds: wall-clock limit. Not enforced on Windows.
-            read: makes the result of the reply and the bytes that follow it.
+            read: converts the reply, and the bytes that follow it, to the result.
 
         Raises:
-            UserError: of the handler.
+            UserError: raised by the handler.
             WorkerError: the worker failed, exceeded a limit or was stopped.
         """
         stop = stop or Stop()
@@ -132,8 +132,7 @@ class Workers:
                 except WorkerError as error:
                     if stop.stopped:
                         raise WorkerError("stop") from None
-                    # An earlier request may have corrupted a used worker's memory: retry in a fresh one before blaming
-                    # this one.
+                    # An earlier request may have corrupted a used worker's memory: retry once in a fresh worker.
                     if not used or error.cause == "time":
                         raise
                 finally:
@@ -166,13 +165,13 @@ class _Worker:
     """
 
     def __init__(self, module: str, memory: int) -> None:
-        # multiprocessing's spawn would import the caller's main module, and torch with it.
+        # multiprocessing's spawn would import the caller's main module, and with it torch.
         self.process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, module, str(memory), *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | _ENVIRONMENT,
-            process_group=0,  # a terminal's Ctrl-C does not reach it, not even while the worker starts
+            process_group=0,  # keep a terminal's Ctrl-C from the worker, even during its start
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -272,13 +271,13 @@ def _handle(handle: Handler, request: Any, body: bytes) -> tuple[dict[str, Any],
 
 
 def _set_limits(memory: int) -> None:
-    """Signal handlers and resource limits of this process."""
+    """Set signal handlers and resource limits of this process."""
     if sys.platform == "win32":
         return
     import resource
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # undo what the parent's settings passed on
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # undo inherited settings of the parent
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":

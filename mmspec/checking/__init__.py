@@ -1,1 +1,1 @@
-"""Checks that speculative decoding changes no answer, on a user's own model and machine, or between servers."""
+"""Checks that speculative decoding does not change answers, on the user's model and machine or between servers."""

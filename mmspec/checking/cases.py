@@ -1,4 +1,4 @@
-"""Cases of a check: requests whose answers speculative decoding may get wrong, each with what it proves."""
+"""Test cases of ``mmspec check``: requests that a faulty speculative decoder would answer differently."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mmspec.sampling.defaults import LIBRARYS
 
 @dataclass(frozen=True)
 class Case:
-    """A case; ``run`` asks and records, and raises ``SkippedError`` where it cannot."""
+    """A test case; ``run`` sends requests and records results, or raises ``SkippedError``."""
 
     name: str
     proves: str
@@ -68,41 +68,41 @@ _TOOL = (
     '[{"type": "function", "function": {"name": "get_weather", "description": "The weather of a city today.", '
     '"parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]'
 )
-_LONGEST_CONTEXT = 4096  # tokens that a prompt is made for, to reach the end of the model's context
-_SAMPLED, _TOP_K = 4, 3  # tokens of an answer, and candidates of each, whose sequences are enumerated
+_LONGEST_CONTEXT = 4096  # maximum context length in tokens that a prompt is generated to fill
+_SAMPLED, _TOP_K = 4, 3  # tokens per answer and candidates per token, for enumeration of all sequences
 _DRAWS, _FEWEST_DRAWS, _AT_ONCE, _DRAW_SECONDS = 2048, 256, 32, 40.0
 _SERVER_DRAWS, _SERVER_AT_ONCE = 320, 8
-_CANDIDATES, _LONGEST_DRAW = 20, 300.0  # of each token of longer answers, whose number is what the test needs; seconds
+_CANDIDATES, _LONGEST_DRAW = 20, 300.0  # candidates per token of longer answers; maximum seconds of sampling
 
 
-@case("prose", "Continuous text has the tokens of plain decoding.")
+@case("prose", "Continuous text has the same tokens as plain decoding.")
 def _prose(trial: Trial) -> None:
     trial.same(Question.user(_STORY), Question.user(_RAIN))
 
 
-@case("code", "Code, of which much is predictable, has the tokens of plain decoding.")
+@case("code", "Code, which is highly predictable, has the same tokens as plain decoding.")
 def _code(trial: Trial) -> None:
     trial.same(Question.user(_CODE, max_tokens=64), Question.user(_SQL))
 
 
-@case("list", "A list, whose lines repeat a pattern, has the tokens of plain decoding.")
+@case("list", "A list with a repeated line pattern has the same tokens as plain decoding.")
 def _list(trial: Trial) -> None:
     trial.same(Question.user(_LIST), Question.user(_COUNT, max_tokens=64))
 
 
-@case("copy", "Long accepted drafts, of text copied from the prompt, leave the right state.")
+@case("copy", "Long accepted drafts, of text copied from the prompt, leave a correct state.")
 def _copy(trial: Trial) -> None:
     trial.same(Question.user(_COPY, max_tokens=96))
 
 
-@case("rehearsed", "Drafts that are right for a while and then wrong are cut at the right token, at every depth.")
+@case("rehearsed", "Drafts with a correct beginning are rejected from the first wrong token on, at every depth.")
 def _rehearsed(trial: Trial) -> None:
     for text in (_STORY, _LIST, _COPY):
         question = Question.user(text, max_tokens=64)
         trial.compare(question, [trial.rehearsed(question)])
 
 
-@case("now-and-then", "Steps with and without drafts alternate: an accepted draft leaves the state of plain decoding.")
+@case("now-and-then", "With alternating drafted and plain steps, accepted drafts leave the state of plain decoding.")
 def _now_and_then(trial: Trial) -> None:
     trial.same(Question.user(_COPY), Question.user(_LIST), side=trial.variant(NowAndThen))
 
@@ -122,7 +122,7 @@ def _tree_sizes(trial: Trial) -> None:
         trial.same(Question.user(_COPY), Question.user(_CODE), side=side)
 
 
-@case("prefix", "A prompt that begins like an earlier one, or is the same, gets the answer of a new prompt.")
+@case("prefix", "A prompt with a cached prefix, or a repeated prompt, gets the same answer as without the cache.")
 def _prefix(trial: Trial) -> None:
     side = trial.caching()
     first, longer = Question.user(_COPY), Question.user(f"{_COPY} The library is closed in August.")
@@ -133,7 +133,7 @@ def _prefix(trial: Trial) -> None:
         trial.note("no prefix was kept")
 
 
-@case("sessions", "Turns of several conversations at once, with kept prefixes, do not mix.")
+@case("sessions", "Concurrent turns of several conversations with cached prefixes do not mix.")
 def _sessions(trial: Trial) -> None:
     side = trial.caching()
     questions = [Question.user(text, max_tokens=32) for text in (_COPY, _LIST, _STORY)]
@@ -143,10 +143,10 @@ def _sessions(trial: Trial) -> None:
         questions = [question.then(one.text, turn) for question, one in zip(questions, answers, strict=True)]
 
 
-@case("abort", "An aborted stream leaves nothing behind for the request beside it, nor for the same request again.")
+@case("abort", "An aborted stream affects neither a concurrent request nor a repetition of its request.")
 def _abort(trial: Trial) -> None:
     side = trial.caching()
-    aborted = Question.user(_COPY, min_tokens=96, max_tokens=112)  # so long that it is running when it is aborted
+    aborted = Question.user(_COPY, min_tokens=96, max_tokens=112)  # long enough to be still running when aborted
     other = Question.user(_LIST, max_tokens=64)
     expected = trial.expect(other)[0]
     for pieces in (1, 3):
@@ -160,7 +160,7 @@ def _abort(trial: Trial) -> None:
         trial.same(aborted, side=side)
 
 
-@case("batch", "Eight requests at once get the answers that each gets alone.")
+@case("batch", "Eight concurrent requests get the same answers as alone.")
 def _batch(trial: Trial) -> None:
     lengths = (48, 64, 32, 48, 24, 64, 40, 16)
     trial.same(
@@ -168,7 +168,7 @@ def _batch(trial: Trial) -> None:
     )
 
 
-@case("choices", "Choices of one request are independent: with a seed, each is the answer to its own seed.")
+@case("choices", "Choices of one request are independent: with a seed, each equals the answer to its own seed.")
 def _choices(trial: Trial) -> None:
     greedy = Question.user(_LIST, max_tokens=24, n=2)
     trial.compare(greedy, trial.ask(greedy)[0])
@@ -186,7 +186,7 @@ def _choices(trial: Trial) -> None:
     pairs += [(one, trial.expect(asked)[0]) for (one,), asked in zip(trial.ask(*others), others, strict=True)]
     unequal = sum(one.tokens != own.tokens for one, own in pairs)
     trial.record.tokens += sum(own.length for one, own in pairs if one.tokens == own.tokens)
-    # A draw at the boundary of two tokens is decided by rounding: in float32 that of one answer in a thousand.
+    # Rounding decides draws at the boundary of two tokens: in float32, about one answer in a thousand.
     allowed = 1 if trial.bound < 1e-3 else len(pairs) // 2
     text = f"{unequal} of {len(pairs)} answers with a seed differ, at most {allowed} by rounding"
     trial.require(unequal <= allowed, question, text)
@@ -194,13 +194,13 @@ def _choices(trial: Trial) -> None:
         trial.note(text)
 
 
-@case("logprobs", "Log probabilities are those of plain decoding, of accepted drafts too.")
+@case("logprobs", "Log probabilities, also of accepted drafts, equal plain decoding's.")
 def _logprobs(trial: Trial) -> None:
     for text in (_COPY, _STORY):
         trial.same(Question.user(text, max_tokens=32, top_logprobs=5), rehearse=True)
 
 
-@case("min-tokens", "An answer has its least length, also where drafts end it before, and ends at a stop string.")
+@case("min-tokens", "Answers have their minimum length, even if drafts end earlier, and end at a stop string.")
 def _min_tokens(trial: Trial) -> None:
     for text in ("Say yes.", "What is 2 + 2? Answer with one number.", _COPY, _RAIN, _POEM):
         plain = Question.user(text, max_tokens=96)
@@ -219,7 +219,7 @@ def _min_tokens(trial: Trial) -> None:
         trial.same(replace(question, stop=stops[0]), rehearse=True)
 
 
-@case("stop-string", "A stop string within an accepted draft ends the answer before it.")
+@case("stop-string", "An answer ends before a stop string within an accepted draft.")
 def _stop_string(trial: Trial) -> None:
     for text in (_COPY, _CODE, _COUNT):
         plain = Question.user(text, max_tokens=64)
@@ -232,13 +232,13 @@ def _stop_string(trial: Trial) -> None:
 
 
 def _stops(text: str) -> list[str]:
-    """Parts of an answer, from its middle, at which it would end there for the first time."""
+    """Substrings from the middle of an answer that do not occur earlier in it, for use as stop strings."""
     places = (len(text) * share // 8 for share in (2, 4, 5, 6))
     found = (text[place : place + 4] for place in places)
     return list(dict.fromkeys(stop for stop in found if len(stop) == 4 and stop.strip() and "\ufffd" not in stop))
 
 
-@case("markers", "Markers of reasoning and of tool calls within a draft have their effect.")
+@case("markers", "Reasoning and tool-call markers within a draft take effect.")
 def _markers(trial: Trial) -> None:
     if trial.is_local and not any(marker in trial.pipe.processor.chat_template_text() for marker in _MARKERS):
         raise SkippedError("the chat template has no markers of reasoning or of tool calls")
@@ -246,7 +246,7 @@ def _markers(trial: Trial) -> None:
     trial.same(weather, Question.user("Is 91 a prime number? Think step by step.", max_tokens=96), rehearse=True)
 
 
-@case("context-limit", "An answer ends where the context does, also within an accepted draft.")
+@case("context-limit", "An answer ends at the context limit, also within an accepted draft.")
 def _context_limit(trial: Trial) -> None:
     question = Question.user(_COPY, max_tokens=None)
     if trial.is_local:
@@ -265,19 +265,19 @@ def _context_limit(trial: Trial) -> None:
 
 
 def _filling(trial: Trial, limit: int, room: int) -> Question:
-    """A question that leaves about so many tokens of the context."""
+    """A question that leaves about ``room`` tokens of the context."""
     line = "nine ten one two three four five six seven eight "
     few, more = (trial.tested.count(Question.user(f"{_COUNT}\n{line * count}")) for count in (1, 11))
     count = max(int(10 * (limit - room - few) / (more - few)) + 1, 1)
     return Question.user(f"{_COUNT}\n{line * count}", max_tokens=None)
 
 
-@case("image-large", "A large image has the answer of plain decoding.")
+@case("image-large", "A large image gets the same answer as in plain decoding.")
 def _image_large(trial: Trial) -> None:
     trial.same(Question.user(_IMAGE, _images(trial)[0]), rehearse=True)
 
 
-@case("images-two", "Each of two images is in its place, also in a batch with other requests.")
+@case("images-two", "Two images are not swapped, also in a batch with other requests.")
 def _images_two(trial: Trial) -> None:
     first, second = _images(trial)[:2]
     questions = [Question.user(_IMAGE, first, second), Question.user(_IMAGE, second), Question.user(_LIST)]
@@ -285,7 +285,7 @@ def _images_two(trial: Trial) -> None:
     trial.same(questions[0], rehearse=True)
 
 
-@case("image-turns", "An image of the second turn is seen, also after the same words about another image.")
+@case("image-turns", "An image in the second turn is seen, also after equal text about another image.")
 def _image_turns(trial: Trial) -> None:
     side, (first, second) = trial.caching(), _images(trial)[:2]
     for image in (first, second, first):
@@ -298,14 +298,14 @@ def _image_turns(trial: Trial) -> None:
 
 
 def _images(trial: Trial) -> list[str]:
-    """At least two: the user's own, and drawings. The first is large, unless it is the user's."""
+    """At least two images: the user's images, then drawings. The first is large unless it is the user's."""
     if trial.is_local and not trial.pipe.processor.reads_media:
         raise SkippedError("the model reads text only")
     return [*trial.images, _drawing(1, 1344, 896), _drawing(2, 448, 336)]
 
 
 def _drawing(seed: int, width: int, height: int) -> str:
-    """Coloured shapes, as the data URI of a PNG file."""
+    """Draw coloured shapes; returns the data URI of a PNG file."""
     from PIL import Image, ImageDraw
 
     rng, image = random.Random(seed), Image.new("RGB", (width, height), "white")
@@ -321,7 +321,7 @@ def _drawing(seed: int, width: int, height: int) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-@case("adapters", "Switching LoRA adapters leaves nothing of the one before.")
+@case("adapters", "Switching LoRA adapters leaves no effect of the previous adapter.")
 def _adapters(trial: Trial) -> None:
     sides = (trial.tested, trial.references[0])
     names = [name for name in sides[0].adapters if name in sides[1].adapters][:3]
@@ -340,14 +340,14 @@ def _adapters(trial: Trial) -> None:
         )
 
 
-@case("temperature", "Tokens are sampled at the temperature asked for: as often as their log probabilities say.")
+@case("temperature", "Tokens are sampled at the requested temperature, according to their log probabilities.")
 def _temperature(trial: Trial) -> None:
     side = trial.variant(source=LIBRARYS) if trial.is_local else trial.tested
     fields: dict[str, Any] = {"temperature": 1.0, "top_k": _CANDIDATES, "top_p": 1.0, "top_logprobs": _CANDIDATES}
     questions = [Question.user(text, **fields) for text in (_TOSSES, *_EIGHT)] * (4 if trial.is_local else 1)
 
     def sample(ask: Callable[..., list[list[Answer]]]) -> tuple[float, float, list[tuple[float, list[float]]]]:
-        """P-value, power, and log probabilities: of sampled tokens, and of all candidates, the most probable first."""
+        """P-value, power, and log probabilities of sampled tokens and of all candidates, most probable first."""
         drawn: list[tuple[float, list[float]]] = []
         power, start = 0.0, monotonic()
         while power < POWER and monotonic() - start < _LONGEST_DRAW:
@@ -361,17 +361,17 @@ def _temperature(trial: Trial) -> None:
 
     p, power, drawn = sample(partial(trial.ask, side=side))
     plain = trial.references[0]
-    if p < ALPHA and not trial.is_local and sample(plain.ask)[0] < 0.01:  # penalties among its defaults, for example
+    if p < ALPHA and not trial.is_local and sample(plain.ask)[0] < 0.01:  # because of default penalties, for example
         raise SkippedError(f"{plain.name} does not sample from the log probabilities that it reports")
     _report(trial, questions[0], p, {f"temperature {COLD} for 1": power}, len(drawn))
     answers = trial.ask(questions[0], side=side)[0][:1] + trial.expect(questions[0])[:1]
     tops = [sorted((p for _, p in one.steps[0][2]), reverse=True)[:_CANDIDATES] for one in answers if one.steps]
-    if len(tops) == 2:  # log probabilities may be those after the temperature
+    if len(tops) == 2:  # log probabilities may include the temperature
         error = max(abs(one - own) for one, own in zip(*tops, strict=False))
         trial.require(error <= max(trial.bound, 1e-3), questions[0], f"first log probabilities differ by {error:.3g}")
 
 
-@case("sampling", "Sampled answers follow the distribution of the model.")
+@case("sampling", "Sampled answers follow the model's distribution.")
 def _sampling(trial: Trial) -> None:
     question = Question.user(_TOSSES, max_tokens=_SAMPLED, temperature=1.0, top_k=_TOP_K, top_p=1.0)
     if trial.is_local:
@@ -381,8 +381,8 @@ def _sampling(trial: Trial) -> None:
 
 
 def _enumerate(trial: Trial, question: Question) -> None:
-    """Compare with the probabilities of all sequences, computed from plain decoding's scores; half of the answers are
-    drafted by the user's drafter, half by the most probable answer."""
+    """Compare samples with the probabilities of all sequences, computed from plain decoding's scores. Half of the
+    answers use the user's drafter, half use the most probable answer as draft."""
     outcomes = Outcomes(trial.pipe, trial.request(question), question, trial.bound)
     best = max((one for one in outcomes.probs if OTHER not in one), key=lambda one: outcomes.probs[one])
     sides = [trial.tested, trial.drafted(Rehearsed(best))]
@@ -399,15 +399,15 @@ def _enumerate(trial: Trial, question: Question) -> None:
 
 
 OTHER = -1
-"""The last token of an outcome: the least probable candidate, or one that rounding may put in its place."""
+"""Last token of an outcome: the least probable candidate, or a token that rounding may swap with it."""
 
 
 class Outcomes:
-    """Answers to a question whose tokens and candidates are few, and their probabilities.
+    """All possible answers to a question with few tokens and candidates, with their probabilities.
 
     Args:
-        bound: where the least probable candidate's logit exceeds that of the next token by no more than this, rounding
-            decides which of the two is a candidate: what begins with either is one outcome.
+        bound: if the least probable candidate's logit exceeds the next token's logit by at most this, rounding decides
+            which of the two is a candidate, and answers that continue with either are merged into one outcome.
     """
 
     def __init__(self, pipe: Pipeline, request: dict[str, Any], question: Question, bound: float) -> None:
@@ -433,7 +433,7 @@ class Outcomes:
             self.probs = longer
 
     def of(self, answer: tuple[int, ...]) -> tuple[int, ...]:
-        """The outcome that an answer is, or the answer itself if it has no probability."""
+        """The outcome of an answer; the answer itself if its probability is zero."""
         for place, token in enumerate(answer):
             found = self._candidates[answer[:place]]
             if token not in found:

@@ -1,4 +1,4 @@
-"""Drafters of checks: drafts that are right for a known number of tokens, and drafts in every second step only."""
+"""Drafters for checks: drafts that are correct for a known number of tokens, and drafts only in every second step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NODES = 2 * _DEEPEST + 3
 
 
 class NowAndThen(Wrapper):
-    """Drafts of another drafter in every second step, so that accepted drafts and plain steps alternate."""
+    """Uses another drafter only in every second step, so that accepted drafts and plain steps alternate."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -30,19 +30,19 @@ class NowAndThen(Wrapper):
 
 
 class Rehearsed(Drafter):
-    """Drafts a known answer: 1 to 6 tokens of it, then wrong ones, in most steps with wrong siblings.
+    """Drafts 1 to 6 tokens of a known answer, then wrong tokens, in most steps with wrong siblings.
 
-    Drafts are thus accepted and rejected at all depths whatever the user's drafter does.
+    This accepts and rejects drafts at all depths, regardless of the user's drafter.
 
     Args:
-        answer: token ids. A sequence that leaves it gets no drafts.
+        answer: token ids. Sequences that diverge from it get no drafts.
     """
 
     learns = False
 
     def __init__(self, answer: Sequence[int]) -> None:
         self._answer = list(answer)
-        self._rows: list[tuple[list[int], int]] = []  # history, and length of the prompt
+        self._rows: list[tuple[list[int], int]] = []  # history and prompt length
         self._steps = 0
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
@@ -71,7 +71,7 @@ class Rehearsed(Drafter):
         )
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        """Nothing to learn."""
+        """No-op: this drafter does not learn."""
 
     def _tree(self, history: list[int], prompt: int, depth: int) -> tuple[list[int], list[int]]:
         """Tokens and parents of the drafted nodes of a row."""

@@ -1,4 +1,4 @@
-"""Run the cases of a check one after the other, and report them as JSON values."""
+"""Runs test cases in sequence and reports results as JSON values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mmspec.progress import Show
 
 OUTCOMES = ("equal", "tie", "different", "skipped", "failed")
 FAILING = ("different", "failed")
-"""Outcomes by which a check fails."""
+"""Outcomes that fail a check."""
 
 
 def chosen(names: str | None) -> list[str]:
-    """Names of cases, of a list separated by commas; None is all.
+    """Parse a comma-separated list of case names; None selects all cases.
 
     Raises:
-        UserError: there is no such case.
+        UserError: a case is unknown.
     """
     asked = list(CASES) if names is None else [name.strip() for name in names.split(",") if name.strip()]
     if unknown := [name for name in asked if name not in CASES]:
@@ -33,8 +33,8 @@ def run_case(trial: Trial, name: str) -> dict[str, Any]:
     """Run a case.
 
     Returns:
-        Its name and outcome: ``"equal"``; ``"tie"``, if rounding decides what differs; ``"different"``; ``"skipped"``
-        or ``"failed"``, with the reason.
+        Name and outcome of the case: ``"equal"``; ``"tie"``, if all differences are within rounding; ``"different"``;
+        ``"skipped"`` or ``"failed"``, with the reason.
     """
     start, reason = clock(), ""
     trial.begin()
@@ -65,7 +65,7 @@ def run_case(trial: Trial, name: str) -> dict[str, Any]:
 def run_cases(
     names: Sequence[str], trial: Trial, done: Mapping[str, dict[str, Any]], show: Show
 ) -> Iterator[list[dict[str, Any]]]:
-    """Run those cases that are not done; yields all results so far, after each, and those of the earlier run."""
+    """Run all cases not in ``done``; after each case, yields all results so far, including earlier runs."""
     found = dict(done)
     for number, name in enumerate(names):
         show(number, len(names), part=name)
@@ -77,7 +77,7 @@ def run_cases(
 
 
 def summary(cases: Sequence[Mapping[str, Any]]) -> str:
-    """What was found, in one line."""
+    """One-line summary of the results."""
     counts = {outcome: sum(one["outcome"] == outcome for one in cases) for outcome in OUTCOMES}
     shown = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
     tokens, own = sum(one["tokens"] for one in cases), [one["accepted"] for one in cases if one["accepted"] is not None]

@@ -1,4 +1,4 @@
-"""Who answers the requests of a check: pipelines of this process, transformers' ``generate``, and servers."""
+"""Backends that answer the requests of a check: local pipelines, transformers' ``generate``, and servers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling.params import SamplingParams
 
 Token = int | bytes
-"""A token's id, or where a server does not return ids its text."""
+"""A token's id, or its text if a server does not return ids."""
 
 _ALTERNATIVES = 5
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-_SECONDS = 600.0  # that a server may take for an answer
+_SECONDS = 600.0  # timeout of a server's answer
 
 
 class SkippedError(Exception):
-    """A case or a part of it cannot run here; the message says why, if that is worth reporting."""
+    """A case or a part of a case cannot run; the message is the reason, or empty."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Question:
     Attributes:
         messages: chat messages as JSON text, so that questions can be compared.
         tools: functions as JSON text, or "".
-        seed: of the first choice; that of the i-th is larger by i.
-        top_logprobs: alternatives per token whose log probabilities are asked for.
+        seed: seed of the first choice; choice i uses ``seed + i``.
+        top_logprobs: number of alternatives per token with log probabilities.
         adapter: name of a LoRA adapter, which servers list as a model.
     """
 
@@ -61,7 +61,7 @@ class Question:
 
     @classmethod
     def user(cls, text: str, *images: str, **fields: Any) -> Question:
-        """A question about images, which are data URIs."""
+        """A user message with optional images, given as data URIs."""
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
         content = [*parts, {"type": "text", "text": text}] if parts else text
         return cls(json.dumps([{"role": "user", "content": content}]), **fields)
@@ -73,7 +73,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """What the user has asked last, shortened."""
+        """The last user message, shortened."""
         content = json.loads(self.messages)[-1]["content"]
         text = content if isinstance(content, str) else content[-1]["text"]
         return text if len(text) < 64 else f"{text[:60]} ..."
@@ -93,14 +93,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """One choice.
+    """One choice of an answer.
 
     Attributes:
-        tokens: ids; None if they are not known.
-        steps: of each token, the token, its log probability, and those of the most probable ones; if asked for.
-        accepted: draft tokens that were accepted; None if that is not known.
-        cached: tokens of the prompt that came from a prefix cache.
-        failure: of a drafter, after which decoding was plain.
+        tokens: token ids; None if not known.
+        steps: if requested, for each token: the token, its log probability, and log probabilities of the most probable
+            tokens.
+        accepted: number of accepted draft tokens; None if not known.
+        cached: prompt tokens found in a prefix cache.
+        failure: error of the drafter, after which decoding was plain.
     """
 
     text: str
@@ -113,7 +114,7 @@ class Answer:
 
     @property
     def length(self) -> int:
-        """Tokens, or if these are not known, words."""
+        """Number of tokens, or of words if tokens are not known."""
         return len(self.tokens if self.tokens is not None else self.steps or self.text.split())
 
 
@@ -122,9 +123,9 @@ class Difference:
     """The first difference between two answers.
 
     Attributes:
-        position: of the first token that differs, counted from 0; None if it is not known.
-        found, expected: the texts from there on, shortened.
-        margin: see ``mmspec.compare.Difference``; None if it is not known, or there is none.
+        position: index of the first different token; None if not known.
+        found, expected: the texts from this position on, shortened.
+        margin: see ``mmspec.compare.Difference``; None if not known or not defined.
     """
 
     position: int | None
@@ -134,15 +135,15 @@ class Difference:
 
 
 class LocalSide:
-    """A pipeline that answers questions.
+    """A local pipeline that answers questions.
 
     Args:
-        prefixes: keeps prompts and answers in this prefix cache; None keeps none.
-        size: draft tokens per step; None chooses them for speed.
+        prefixes: prefix cache for prompts and answers; None disables caching.
+        size: draft tokens per step; None chooses adaptively.
 
     Attributes:
-        name: in reports, of a reference.
-        limit: longest prompt with its answer, in tokens; None if it is not known.
+        name: name of a reference in reports.
+        limit: maximum tokens of prompt and answer; None if not known.
         adapters: names of LoRA adapters.
     """
 
@@ -154,7 +155,7 @@ class LocalSide:
         self._prefixes, self._size = prefixes, size
 
     def request(self, question: Question) -> dict[str, Any]:
-        """A request of ``Pipeline.generate_batch``; a text where there is no chat template."""
+        """Convert to a request of ``Pipeline.generate_batch``; a text prompt without a chat template."""
         messages = json.loads(question.messages)
         if self.pipe.processor.chat_template_text():
             return {"prompt": messages}
@@ -163,15 +164,15 @@ class LocalSide:
         return {"prompt": "\n".join(message["content"] for message in messages)}
 
     def keywords(self, question: Question) -> dict[str, Any]:
-        """Keywords of ``Pipeline.generate`` beside sampling parameters."""
+        """Keywords of ``Pipeline.generate`` other than sampling parameters."""
         about = {"num_draft_tokens": self._size, "logprobs": question.top_logprobs, "adapter": question.adapter}
         return {**about, **_tools(question)}
 
     def ask(self, *questions: Question) -> list[list[Answer]]:
-        """The choices of each question; several questions are asked at the same time.
+        """Return the choices of each question; all questions are sent concurrently.
 
         Raises:
-            SkippedError: such questions are not answered.
+            SkippedError: this side does not support the questions.
         """
         keywords = self.keywords(questions[0])
         requests = [
@@ -184,17 +185,17 @@ class LocalSide:
         return [[self._answer(next(found)) for _ in range(question.n)] for question in questions]
 
     def stream(self, question: Question) -> Iterator[Answer]:
-        """An answer piece by piece; closing the iterator aborts the request."""
+        """Stream an answer; closing the iterator aborts the request."""
         self._use_prefixes()
         for piece in self.pipe.stream(**self.request(question), params=question.params(), **self.keywords(question)):
             yield Answer(piece.text, piece.finish_reason or "", tuple(piece.token_ids))
 
     def count(self, question: Question) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return int(self.pipe.encode([self.request(question)], **_tools(question)).input_ids.shape[1])
 
     def difference(self, question: Question, found: Answer, own: Answer) -> Difference | None:
-        """The first difference of another side's answer from one of this side."""
+        """The first difference between another side's answer and this side's answer."""
         assert own.tokens is not None
         if found.tokens == own.tokens:
             same = found.text == own.text and found.finish_reason == own.finish_reason
@@ -208,7 +209,7 @@ class LocalSide:
         return Difference(at, texts[0], texts[1], first.margin)
 
     def limited(self, limit: int | None) -> Self:
-        """The same side with at most this context limit."""
+        """A copy of this side with at most this context limit."""
         if limit is None:
             return self
         other = copy(self)
@@ -216,7 +217,7 @@ class LocalSide:
         return other
 
     def _use_prefixes(self) -> None:
-        """Let the target, which all sides share, use this side's prefix cache from now on."""
+        """Set this side's prefix cache in the target, which all sides share."""
         target = self.pipe.target
         if getattr(target, "prefix_cache", None) is not self._prefixes:
             self.pipe.engine.drain()
@@ -237,7 +238,7 @@ class LocalSide:
 
 
 class GenerateSide(LocalSide):
-    """transformers' ``generate`` on the model of a pipeline: greedy tokens, one question at a time."""
+    """transformers' ``generate`` on a pipeline's model: greedy, one question at a time."""
 
     name = "generate"
 
@@ -277,19 +278,19 @@ class ServerSide:
     """A server with OpenAI's API, with the methods of ``LocalSide``.
 
     Args:
-        name: for reports.
-        url: its address, with or without ``/v1``.
-        model: the name that requests have; by default the first of those that it lists.
-        key: that it asks for.
-        scored: asks for log probabilities, which the margins of differences are computed from.
+        name: name in reports.
+        url: address of the server, with or without ``/v1``.
+        model: model name of requests; by default the first model that the server lists.
+        key: API key.
+        scored: request log probabilities, to compute margins of differences.
 
     Attributes:
         limit: as for ``LocalSide``.
-        adapters: its other models.
-        version: address and name of its program.
+        adapters: other models of the server.
+        version: address and name of the server program.
 
     Raises:
-        UserError: it does not answer, or has no such model.
+        UserError: the server does not answer, or does not have the model.
     """
 
     def __init__(self, name: str, url: str, model: str | None, key: str | None, scored: bool = False) -> None:
@@ -320,7 +321,7 @@ class ServerSide:
         self._client.close()
 
     def total_accepted(self) -> int | None:
-        """Draft tokens accepted since the server's start, by vLLM's metrics; None without such metrics."""
+        """Draft tokens accepted since the server's start, from vLLM's metrics; None without these metrics."""
         with suppress(httpx.HTTPError, ValueError):
             lines = self._client.get("/metrics", timeout=30).text.splitlines()
             counts = [line.split()[-1] for line in lines if line.startswith(_ACCEPTED)]
@@ -328,7 +329,7 @@ class ServerSide:
         return None
 
     def _slot_size(self) -> int | None:
-        """The context of llama.cpp's server."""
+        """Context length per slot of llama.cpp's server; None for other servers."""
         with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
             return int(self._client.get("/props", timeout=30).json()["default_generation_settings"]["n_ctx"])
         return None
@@ -366,7 +367,7 @@ class ServerSide:
 
     def _post(self, question: Question) -> dict[str, Any]:
         reply = self._client.post("/v1/chat/completions", json=self._body(question))
-        if 400 <= reply.status_code < (600 if self._scored else 500):  # what the reference does not do is no mistake
+        if 400 <= reply.status_code < (600 if self._scored else 500):  # a reference may not support all requests
             message = re.search(r'"message": ?"((?:[^"\\]|\\.)*)"', reply.text)
             raise SkippedError(f"{self.name} refuses: {message[1] if message else reply.text[:200]}")
         reply.raise_for_status()
@@ -401,8 +402,8 @@ def _tools(question: Question) -> dict[str, Any]:
 
 
 def _margin(found: Answer, own: Answer, at: int) -> tuple[int | None, float | None]:
-    """Position of the token at a byte, and the difference of log probabilities there between the expected token and the
-    most probable one that the other text can go on with; None if they are not known."""
+    """Position of the token at a byte offset, and the log-probability difference at this position between the expected
+    token and the most probable token that matches the other text; None if not known."""
     pieces = [token for token, _, _ in own.steps if isinstance(token, bytes)]
     before = b"".join(pieces).find(own.text.encode())
     if before < 0 or not pieces:
@@ -415,7 +416,7 @@ def _margin(found: Answer, own: Answer, at: int) -> tuple[int | None, float | No
     rest = found.text.encode()[max(starts[position] - before, 0) :]
     fits = rest.startswith if rest else (lambda token: found.finish_reason == "stop")
     fitting = [other for token, other in top if isinstance(token, bytes) and token != pieces[position] and fits(token)]
-    return position, abs(logprob - max(fitting)) if fitting else None  # below 0 where a processor has forbidden tokens
+    return position, abs(logprob - max(fitting)) if fitting else None  # negative if a processor has forbidden tokens
 
 
 def _steps(choice: dict[str, Any]) -> tuple[Any, ...]:
@@ -431,7 +432,7 @@ def _steps(choice: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _text(message: dict[str, Any]) -> str:
-    """All that a message contains: reasoning, content and calls."""
+    """Complete text of a message: reasoning, content and tool calls."""
     parts = [message.get("reasoning_content") or message.get("reasoning") or "", message.get("content") or ""]
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
@@ -440,7 +441,7 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def _accepted(reply: dict[str, Any]) -> int | None:
-    """Accepted draft tokens: of this server, OpenAI's API, or llama.cpp."""
+    """Accepted draft tokens as reported by this server, OpenAI's API or llama.cpp; None if not reported."""
     places = (
         ("metrics", "speculative_decoding", "num_accepted_draft_tokens"),
         ("usage", "completion_tokens_details", "accepted_prediction_tokens"),

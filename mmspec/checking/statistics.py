@@ -1,4 +1,4 @@
-"""Tests of sampled answers, and the smallest difference of distributions that they find."""
+"""Statistical tests of sampled answers, with the smallest detectable difference of distributions."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import torch
 T = TypeVar("T", bound=Hashable)
 
 ALPHA = 1e-4
-"""Probability that a test calls answers of one distribution different."""
+"""Significance level: probability that a test rejects answers of equal distributions."""
 
 POWER = 0.95
 COLD = 0.9
-"""The temperature in place of 1 that a test finds with ``POWER``."""
+"""Temperature in place of 1 that a test detects with probability ``POWER``."""
 
-_LEAST = 5.0  # expected count of an outcome; rarer ones are counted together
+_LEAST = 5.0  # minimum expected count of an outcome; rarer outcomes are pooled
 
 
 def against_probabilities(counts: Mapping[T, int], probs: Mapping[T, float], samples: int = 1) -> tuple[float, float]:
     """Pearson's chi-square test of counts.
 
     Args:
-        probs: of all outcomes; where ``samples`` is 2, their mean shares of this sample and another one.
+        probs: probabilities of all outcomes; with ``samples`` 2, mean shares over this sample and another sample.
 
     Returns:
-        The p-value, 0 if an outcome was seen that cannot occur; and the total variation distance that is found with a
-        probability of at least ``POWER``, whatever the other distribution.
+        The p-value, 0 if an impossible outcome was observed; and the total variation distance that is detected with
+        probability at least ``POWER`` for any alternative distribution.
     """
     drawn = sum(counts.values())
     if any(not probs.get(outcome) for outcome in counts):
@@ -48,19 +48,20 @@ def against_probabilities(counts: Mapping[T, int], probs: Mapping[T, float], sam
 
 
 def two_samples(first: Sequence[Hashable], second: Sequence[Hashable]) -> tuple[float, float]:
-    """Chi-square test of two samples of equal size; returns as ``against_probabilities``, of the common outcomes."""
+    """Chi-square test of two samples of equal size: ``against_probabilities`` with pooled shares as probabilities."""
     probs = {outcome: count / 2 / len(first) for outcome, count in Counter([*first, *second]).items()}
     return against_probabilities(Counter(first), probs, 2)
 
 
 def against_logprobs(tokens: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:
-    """Likelihood ratio test of sampled tokens, temperature 1 against ``COLD``: their log probabilities less the means.
+    """Likelihood ratio test of sampled tokens, temperature 1 against ``COLD``: log probabilities minus their means.
 
     Args:
-        tokens: of each, the log probability at temperature 1, and those of all, equally many, that can be in its place.
+        tokens: for each token, its log probability at temperature 1 and the log probabilities of all candidates, whose
+            number is equal for all tokens.
 
     Returns:
-        The p-value, and the probability that as many tokens sampled at ``COLD`` are found.
+        The p-value, and the power against the same number of tokens sampled at ``COLD``.
     """
     logits = torch.tensor([candidates for _, candidates in tokens], dtype=torch.double).clamp(min=-1e3)
     shares = torch.stack([logits.softmax(-1), (logits / COLD).softmax(-1)])
@@ -75,20 +76,20 @@ def against_logprobs(tokens: Sequence[tuple[float, Sequence[float]]]) -> tuple[f
 
 
 def _upper(free: float, value: float) -> float:
-    """Probability that a chi-square variable of so many degrees of freedom is larger."""
+    """Upper tail probability of the chi-square distribution with ``free`` degrees of freedom."""
     shape, half = (torch.tensor(x / 2, dtype=torch.double) for x in (free, value))
     return float(torch.special.gammaincc(shape, half))
 
 
 @cache
 def _noncentrality(free: int) -> float:
-    """That of the chi-square distribution for which a test at ``ALPHA`` has ``POWER``."""
+    """Noncentrality at which a chi-square test with level ``ALPHA`` has power ``POWER``."""
     critical = _root(lambda value: ALPHA - _upper(free, value))
     return _root(lambda value: _power(free, critical, value) - POWER)
 
 
 def _power(free: int, critical: float, noncentrality: float) -> float:
-    """Probability that a noncentral chi-square variable exceeds a value: a mixture over a Poisson variable."""
+    """Upper tail probability of the noncentral chi-square distribution, as a Poisson mixture."""
     half = noncentrality / 2
     return sum(
         exp(number * log(half) - half - lgamma(number + 1)) * _upper(free + 2 * number, critical)

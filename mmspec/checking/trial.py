@@ -1,4 +1,4 @@
-"""One run of a case: asks both sides, compares their answers, and records the differences."""
+"""Run of a test case: sends requests to both sides, compares answers and records differences."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.0625}
-"""Largest logit margin of a tie, by the dtype of activations. Of the half precisions: four spacings of numbers from 16
-to 32, where the largest logits of most models are. Of float32: fifty, as sums over thousands of terms are rounded."""
+"""Maximum logit margin of a tie by activation dtype: in half precision, four spacings of numbers from 16 to 32, where
+most models' largest logits lie; in float32, fifty spacings, for rounding of sums over thousands of terms."""
 
 SIZE = 12
-"""Draft tokens per step, where a case does not choose others: always drafted, whether or not that pays."""
+"""Default draft tokens per step of a case; fixed, even if drafting is not faster."""
 
 _PREFIXES = 1 << 28  # bytes
 
 
 @dataclass
 class Record:
-    """What a case has shown so far.
+    """Results of a case.
 
     Attributes:
-        differences: JSON objects; ``margin`` is None where no rounding explains a difference.
-        tokens: compared, up to first differences.
-        accepted: drafts of the tested side; None if that is not known.
-        rehearsed: accepted drafts of known answers, in addition.
-        notes: what else to know.
-        figures: of a statistical test.
-        power: deviations of sampling that the case finds, and with which probability.
+        differences: JSON objects; ``margin`` is None for differences that rounding cannot explain.
+        tokens: number of compared tokens, up to first differences.
+        accepted: accepted draft tokens of the tested side; None if not known.
+        rehearsed: further accepted draft tokens, from known answers.
+        notes: remarks for the report.
+        figures: results of a statistical test.
+        power: detectable sampling deviations, with the probability of detection.
     """
 
     differences: list[dict[str, Any]] = field(default_factory=list)
@@ -55,16 +55,16 @@ class Record:
 
 
 class Trial:
-    """What a case asks and records with.
+    """Sends requests of cases to the tested side and the references, and records results.
 
     Args:
         tested: the speculating side.
-        references: plain decoding first. Their greedy answers are kept.
-        bound: largest margin of a tie.
-        images: data URIs of the user's own.
+        references: reference sides, plain decoding first. Their greedy answers are cached.
+        bound: maximum margin of a tie.
+        images: data URIs of the user's images.
 
     Attributes:
-        record: of the case that is running.
+        record: record of the running case.
     """
 
     def __init__(self, tested: Side, references: Sequence[Side], bound: float, images: Sequence[str] = ()) -> None:
@@ -88,18 +88,18 @@ class Trial:
         return isinstance(self.tested, LocalSide)
 
     def request(self, question: Question) -> dict[str, Any]:
-        """A question as the tested pipeline's request."""
+        """Convert a question to a request of the tested pipeline."""
         assert isinstance(self.tested, LocalSide)
         return self.tested.request(question)
 
     def drafted(self, drafter: Drafter | None, size: int | None = SIZE, source: str = "", **options: Any) -> LocalSide:
-        """A side with another drafter, and source of defaults; further arguments as of ``LocalSide``."""
+        """A side with another drafter and ``generation_config``; further arguments as for ``LocalSide``."""
         pipe, source = self.pipe, source or self.pipe.generation_config
         fresh = Pipeline(pipe.target, pipe.processor, drafter, pipe.name, generation_config=source)
         return LocalSide(fresh, size=size, **options).limited(self.tested.limit)
 
     def variant(self, change: Callable[[Drafter], Drafter] = lambda one: one, **options: Any) -> LocalSide:
-        """A side with a changed copy of the drafter; further arguments as of ``LocalSide``.
+        """A side with a modified copy of the drafter; further arguments as for ``LocalSide``.
 
         Raises:
             SkippedError: the tested side is a server.
@@ -108,7 +108,7 @@ class Trial:
         return self.drafted(None if copied is None else change(copied), **options)
 
     def caching(self) -> Side:
-        """A side that speculates and keeps prefixes; servers decide themselves."""
+        """A speculating side with a prefix cache; servers use their own settings."""
         if not self.is_local:
             return self.tested
         if not hasattr(self.pipe.target, "prefix_cache"):
@@ -116,7 +116,7 @@ class Trial:
         return self.variant(prefixes=PrefixCache(_PREFIXES))
 
     def limited(self, limit: int) -> Trial:
-        """A trial with a lower context limit, and the same record."""
+        """A trial with a lower context limit that shares this trial's record."""
         other = copy(self)
         other.tested, *other.references = (
             side.limited(limit) for side in (self.tested, *self.references) if isinstance(side, LocalSide)
@@ -124,7 +124,7 @@ class Trial:
         return other
 
     def ask(self, *questions: Question, side: Side | None = None) -> list[list[Answer]]:
-        """The tested side's choices of questions, which are asked at the same time."""
+        """The tested side's choices for questions sent concurrently."""
         side = side or self.tested
         found = side.ask(*questions)
         known = isinstance(side, LocalSide) and isinstance(side.pipe.drafter, Rehearsed)
@@ -140,10 +140,10 @@ class Trial:
         return found
 
     def expect(self, question: Question, reference: Side | None = None) -> list[Answer]:
-        """A reference's choices of a question, asked alone; by default those of plain decoding.
+        """A reference's choices for a question sent alone; plain decoding by default.
 
         Raises:
-            SkippedError: it does not answer it.
+            SkippedError: the reference does not support the question.
         """
         key = reference or self.references[0], question
         if key not in self._kept:
@@ -156,12 +156,12 @@ class Trial:
     def same(
         self, *questions: Question, side: Side | None = None, together: bool = False, rehearse: bool = False
     ) -> list[Answer]:
-        """Compare answers of the tested side with those of all references.
+        """Compare the tested side's answers with all references' answers.
 
         Args:
-            side: in place of the tested one.
-            together: ask the tested side all questions at the same time.
-            rehearse: decode with drafts of the known answer, too.
+            side: replaces the tested side.
+            together: send all questions to the tested side concurrently.
+            rehearse: decode also with drafts of the known answer.
 
         Returns:
             The first choices of plain decoding.
@@ -175,12 +175,12 @@ class Trial:
         return expected
 
     def rehearsed(self, question: Question) -> Answer:
-        """The answer of a pipeline whose drafts are plain decoding's own answer, now and then with errors."""
+        """Decode with drafts from plain decoding's answer, with occasional errors."""
         ((found,),) = self.ask(question, side=self.drafted(Rehearsed(self.expect(question)[0].tokens or ())))
         return found
 
     def compare(self, question: Question, found: Sequence[Answer]) -> None:
-        """Compare the choices of a question with those of all references."""
+        """Compare the choices of a question with all references' choices."""
         for reference in self.references:
             try:
                 expected = self.expect(question, reference)
@@ -188,7 +188,7 @@ class Trial:
                 if str(error):
                     self.note(str(error))
                 continue
-            for one, own in zip(found, expected, strict=False):  # generate has one
+            for one, own in zip(found, expected, strict=False):  # generate returns a single choice
                 difference = reference.difference(question, one, own)
                 if difference is not None:
                     self.add(question.text, reference.name, difference)
@@ -198,7 +198,7 @@ class Trial:
                     self._compare_scores(question, one, own, same)
 
     def _compare_scores(self, question: Question, found: Answer, own: Answer, count: int) -> None:
-        """Compare log probabilities, if they were asked for."""
+        """Compare log probabilities if they were requested."""
         if question.top_logprobs is None:
             return
         tolerance = max(self.bound, 1e-3)
@@ -216,7 +216,7 @@ class Trial:
                 return
 
     def require(self, holds: bool, question: Question, text: str) -> None:
-        """Record a difference that no rounding explains, unless something holds."""
+        """Unless ``holds``, record a difference that rounding cannot explain."""
         if not holds:
             self.add(question.text, "the rule", Difference(None, text, "", None))
 
@@ -235,12 +235,12 @@ class Trial:
                 side.close()
 
     def begin(self) -> None:
-        """Begin a case."""
+        """Start a case."""
         self.record = Record()
         self._before = self.tested.total_accepted() if isinstance(self.tested, ServerSide) else None
 
     def end(self) -> Record:
-        """The record of the case, completed by what a server has counted meanwhile."""
+        """Return the record of the case, completed with a server's count of accepted draft tokens."""
         if self.record.accepted is None and isinstance(self.tested, ServerSide) and self._before is not None:
             self.record.accepted = (self.tested.total_accepted() or 0) - self._before
         return self.record

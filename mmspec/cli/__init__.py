@@ -7,7 +7,7 @@ __all__ = ["main"]
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line, see ``mmspec.cli.app.main``; Ctrl-C during its imports is one line, too."""
+    """Run the command line, see ``mmspec.cli.app.main``; also reports Ctrl-C during imports in one line."""
     try:
         from mmspec.cli.app import main as run
     except KeyboardInterrupt:

@@ -19,7 +19,7 @@ from mmspec.cli.commands import CLOSED_PIPE, Commands
 from mmspec.errors import CutWarning, SlowWarning, UserError
 
 INTERNAL_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 128 + 2
-_SPINNING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}  # of GCC's OpenMP; of LLVM's and Intel's, milliseconds
+_SPINNING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}  # GCC's OpenMP; LLVM's and Intel's, in milliseconds
 
 cli = click.version_option(__version__, prog_name="mmspec")(
     Commands(
@@ -35,7 +35,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        args: arguments without the program's name; by default those of the process.
+        args: arguments without the program's name; by default from ``sys.argv``.
 
     Returns:
         The exit status: 0; 1 after an internal error and 2 after a user error, each reported in one line on stderr; 3
@@ -50,7 +50,7 @@ def main(args: Sequence[str] | None = None) -> int:
             status = cli.main(args, prog_name="mmspec", standalone_mode=False)
         sys.stdout.flush()
     except (UserError, click.ClickException) as error:
-        if "_MMSPEC_COMPLETE" in os.environ:  # a shell asks for completions, whose user is still typing
+        if "_MMSPEC_COMPLETE" in os.environ:  # completion request of a shell
             return USER_ERROR
         return _report("error", error, USER_ERROR)
     except (click.Abort, KeyboardInterrupt):
@@ -80,8 +80,8 @@ def sigterm_exits() -> Iterator[None]:
 
 
 def limit_spinning() -> None:
-    """Lets idle OpenMP threads sleep after microseconds instead of milliseconds: beside other programs, they take the
-    processors from those that compute. Of a program only, before it loads torch; the user's settings take precedence.
+    """Lets idle OpenMP threads sleep after microseconds instead of milliseconds, as spinning threads compete with other
+    programs. Call only in a program, before it imports torch; the user's settings take precedence.
     """
     if "torch" not in sys.modules and not any(name in os.environ for name in ("OMP_WAIT_POLICY", *_SPINNING)):
         os.environ.update(_SPINNING)

@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 @trust_option
 @drafter_option
 @adapter_option
-@click.option("--url", metavar="URL", help="Check a server with OpenAI's API, which speculates, instead of MODEL.")
-@click.option("--against", metavar="URL", help="The server that it is compared with, which does not speculate.")
+@click.option("--url", metavar="URL", help="Check this speculating server with OpenAI's API instead of MODEL.")
+@click.option("--against", metavar="URL", help="Reference server without speculation, for --url.")
 @API_KEY.declared
-@click.option("--media", type=FILE, multiple=True, help="Your own image, beside drawn ones; repeatable.")
-@click.option("--tie", type=click.FloatRange(0), help="Largest logit margin of a tie; by default that of the dtype.")
-@click.option("--only", metavar="CASES", help="Names of cases, separated by commas; they are run again.")
+@click.option("--media", type=FILE, multiple=True, help="Your image, in addition to drawn images; repeatable.")
+@click.option("--tie", type=click.FloatRange(0), help="Maximum logit margin of a tie; by default set by the dtype.")
+@click.option("--only", metavar="CASES", help="Comma-separated names of cases to run, even if done before.")
 @click.option("--list", "listing", is_flag=True, help="List the cases.")
-@click.option("--out", type=OUT_FILE, help="Write the JSON object here after each case; a later run goes on from it.")
+@click.option("--out", type=OUT_FILE, help="Write the JSON object here after each case; a later run resumes from it.")
 @json_option
 @click.pass_context
 def check(
@@ -64,10 +64,10 @@ def check(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Check that speculative decoding changes no answer of MODEL, or that of --model, on this machine.
+    """Check on this machine that speculative decoding does not change answers of MODEL (or --model).
 
-    Decodes a set of requests with the drafter, plainly, and by transformers' generate. Exit status 1 if an answer
-    differs by more than rounding. With --url and --against, two servers of one model answer the requests.
+    Decodes a set of requests with the drafter, without drafts, and with transformers' generate. Exit status 1 if an
+    answer differs by more than rounding. With --url and --against, two servers of one model answer the requests.
     """
     from mmspec.checking.cases import CASES
     from mmspec.checking.run import FAILING, chosen, run_cases, summary
@@ -117,7 +117,7 @@ def check(
 def _local(
     notes: Any, model: str, tie: float | None, images: Sequence[str], options: dict[str, Any]
 ) -> tuple[dict[str, Any], Trial]:
-    """The report's head, and the trial of a model in this process."""
+    """Report header and trial of a model in this process."""
     import platform
     from importlib.metadata import version
 
@@ -143,7 +143,7 @@ def _local(
 def _remote(
     url: str, against: str, model: str | None, key: str | None, tie: float | None, images: Sequence[str]
 ) -> tuple[dict[str, Any], Trial]:
-    """The report's head, and the trial of two servers."""
+    """Report header and trial of two servers."""
     from mmspec import __version__
     from mmspec.checking.sides import ServerSide
     from mmspec.checking.trial import BOUNDS, Trial

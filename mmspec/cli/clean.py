@@ -15,10 +15,9 @@ from mmspec.cli.options import json_option
 @click.command(cls=Command)
 @json_option
 def clean(as_json: bool) -> None:
-    """Remove from the cache what earlier versions left there.
+    """Remove unused files of earlier versions from the cache.
 
-    These converted GGUF files into folders of several times their size, which nothing reads any more. `mmspec info`
-    shows them.
+    Earlier versions converted GGUF files to folders of several times their size. `mmspec info` lists these folders.
     """
     from mmspec.files import superseded
 

@@ -1,5 +1,4 @@
-"""Commands of ``mmspec``: their help, in groups of options and with examples; groups of commands, plug-ins that are
-imported only when called."""
+"""Commands of ``mmspec``: help with option groups and examples, and command groups with lazily imported plug-ins."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError, missing_import
 
 Groups = Mapping[str, tuple[str, ...]]
-"""Names of parameters by the title of their section, in the order of help; the last section has all others."""
+"""Parameter names by section title, in the order of help; the last section has all other parameters."""
 
 EXAMPLES: Mapping[str, tuple[str, str]] = {
     "caption": (
@@ -72,7 +71,7 @@ _TRAINING_EXAMPLES = (
 
 
 class Command(click.Command):
-    """A command whose help has its options in ``groups``, and ``EXAMPLES`` at the end."""
+    """A command whose help shows options in ``groups``, and ``EXAMPLES`` at the end."""
 
     groups: ClassVar[Groups] = {
         "Options": (
@@ -213,7 +212,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            # The reader of the pipe has exited, such as ``| head``; click would report a failure.
+            # The pipe's reader, such as ``| head``, has exited; click would report a failure.
             raise click.exceptions.Exit(CLOSED_PIPE) from None
         except ModuleNotFoundError as error:
             raise missing_import(error) from error
@@ -230,7 +229,7 @@ class Commands(click.Group):
 
 
 def training_command(name: str, training: Any) -> click.Command:
-    """The command of ``mmspec train`` of a drafter, from its ``DrafterTraining``."""
+    """Build a drafter's ``mmspec train`` command from its ``DrafterTraining``."""
 
     def train(**options: Any) -> None:
         from mmspec.training.run import train_drafter
@@ -257,13 +256,13 @@ def _help_if_alone(ctx: click.Context) -> None:
 
 
 def _section(name: str) -> str:
-    """The section of help that lists a command."""
+    """Title of the help section that lists a command."""
     found = next((title for title, section in _SECTIONS.items() if name in section), None)
     return found or (_DRAFTERS if name in plugins.names("drafters") else _OTHERS)
 
 
 def _summary(entry: EntryPoint) -> str:
-    """What a command trains, if it has the name of a drafter; else where it is from."""
+    """Help line of a plug-in command: the drafter that it trains, or the package that provides it."""
     if entry.name in plugins.names("drafters"):
         return f"Drafter {DrafterSpec.of(entry.name, plugins.find('drafters', entry.name)).label} for a model."
     return f"From {entry.module}."

@@ -14,7 +14,7 @@ from mmspec.cli.options import FILE, OUT_FOLDER
 from mmspec.errors import UserError
 from mmspec.files import read_lines, read_rows
 
-_CHARACTERS = 1 << 20  # of a text file that are encoded at once
+_CHARACTERS = 1 << 20  # characters of a text file to encode at once
 
 
 @click.group()
@@ -24,12 +24,12 @@ def datastore() -> None:
 
 @datastore.command(cls=Command)
 @click.argument("files", nargs=-1, required=True, type=FILE)
-@click.option("--model", required=True, metavar="NAME", help="Whose tokenizer encodes the texts.")
+@click.option("--model", required=True, metavar="NAME", help="Model whose tokenizer encodes the texts.")
 @click.option("--out", "--output", required=True, type=OUT_FOLDER, help="Folder of the store, which must not exist.")
 def build(files: Sequence[Path], model: str, out: Path) -> None:
     """Index FILES: texts, or JSON Lines of {"text": ...} or of conversations as of ``mmspec train make-data``.
 
-    Needs memory for a part of the texts only. The store appears when it is complete.
+    Only a part of the texts is held in memory. The store is created atomically.
     """
     from rich.console import Console
 
@@ -63,7 +63,7 @@ def _texts(file: Path, processor: Any, vocab_size: int) -> Iterator[Sequence[int
 
 
 def _tokens(row: dict[str, Any], where: str, processor: Any, vocab_size: int) -> list[int]:
-    """Tokens of a line of JSON Lines; those of answers as recorded, if they are."""
+    """Tokens of a JSON Lines row, with recorded token ids of answers if present."""
     turns = row.get("conversations", [{"value": row.get("text")}])
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise UserError(f"{where}: expected an object with text or conversations, received another")

@@ -19,7 +19,7 @@ from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError, first_line
 
 _PACKAGES = ("torch", "transformers", "av", "decord", "triton", "mamba-ssm", "causal-conv1d")
-_SAMPLING = "general.sampling."  # keys of GGUF files
+_SAMPLING = "general.sampling."  # key prefix in GGUF files
 _TEMPLATES = {
     "<|im_start|>": "ChatML",
     "<|start_header_id|>": "Llama 3",
@@ -27,19 +27,19 @@ _TEMPLATES = {
     "<|channel|>": "Harmony",
     "[INST]": "Mistral",
 }
-"""Kinds of chat templates, by a marker in them."""
+"""Chat template formats by a marker in the template."""
 _NOT_SAMPLING = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "do_sample")
 
 
 @click.command(cls=Command)
 @click.argument("model", required=False)
-@click.option("--drafters", is_flag=True, help="Show only the drafters for MODEL: those at hand, the default first.")
+@click.option("--drafters", is_flag=True, help="Show only the available drafters for MODEL, the default first.")
 @json_option
 def info(model: str | None, drafters: bool, as_json: bool) -> None:
     """Show devices, versions, attention in use, models with their sampling defaults, targets and drafters.
 
-    MODEL, a registered name, a folder or a GGUF file, shows that model alone instead of all registered ones, and its
-    architecture, context, vocabulary, formats of weights and chat template.
+    With MODEL, a registered name, a folder or a GGUF file, show only this model, with its architecture, context,
+    vocabulary, weight formats and chat template.
     """
     if drafters and model is None:
         raise UserError("--drafters needs a model: expected mmspec info MODEL --drafters, received none")
@@ -64,7 +64,7 @@ def info(model: str | None, drafters: bool, as_json: bool) -> None:
 
 
 def collect(model: str | None = None) -> dict[str, Any]:
-    """What ``mmspec info`` shows, as JSON values."""
+    """The output of ``mmspec info`` as JSON values."""
     from mmspec.drafters.registry import drafter_specs
     from mmspec.files import cache_folder, superseded
 
@@ -87,8 +87,8 @@ def collect(model: str | None = None) -> dict[str, Any]:
 
 
 def drafters_of(model: str) -> list[dict[str, Any]]:
-    """The drafters that a model can use, as JSON values: those at hand, the default first, then those that need a
-    checkpoint, with the command that trains one."""
+    """Drafters for a model as JSON values: available drafters, the default first, then drafters that need a checkpoint,
+    with the training command."""
     from mmspec.drafters.registry import drafter_specs, drafters_for
 
     specs, ready = {spec.name: spec for spec in drafter_specs()}, drafters_for(Path(plugins.model_path(model)))
@@ -138,8 +138,8 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _kernels() -> dict[str, str]:
-    """Kernel implementation in use, by device, with what was not built in this process, and that of packed weights on
-    the CPU."""
+    """Kernel implementation by device, with errors of builds in this process, and the CPU implementation of packed
+    weights."""
     import torch
 
     from mmspec.ops import cpu_library, kernels
@@ -162,13 +162,13 @@ def _model(name: str, described: bool) -> dict[str, Any]:
         facts |= {"folder": str(folder), "bytes": sum(file.stat().st_size for file in files)}
         facts["generation_config"] = _generation_config(folder)
         facts |= _description(folder) if described else {}
-    except Exception as error:  # a plug-in may raise anything; others should still be listed
+    except Exception as error:  # plug-ins may raise anything; still list the other models
         facts["problem"] = first_line(error)
     return facts
 
 
 def _description(path: Path) -> dict[str, Any]:
-    """What a model's configuration, tokenizer and weights contain. Formats of weights are shares of the parameters."""
+    """Facts from a model's configuration, tokenizer and weights; weight formats are shares of the parameters."""
     from math import prod
 
     from safetensors import safe_open
@@ -199,7 +199,7 @@ def _description(path: Path) -> dict[str, Any]:
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:
-    """Entries of a model's ``generation_config.json`` that requests follow unless they set their own."""
+    """Sampling defaults from a model's ``generation_config.json``."""
     from transformers import GenerationConfig
 
     if not (folder / "generation_config.json").is_file():

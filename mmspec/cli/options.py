@@ -35,7 +35,7 @@ def stack(*options: Decorator) -> Decorator:
 
 
 def read_stdin(argument: str, expected: str) -> bytes:
-    """Content of standard input, which ``-`` as ``argument`` stands for.
+    """Read standard input, for an ``argument`` given as ``-``.
 
     Raises:
         UserError: standard input is closed.
@@ -63,7 +63,7 @@ class Output(click.Path):
                 raise OSError(f"it is not a {kind}")
             while not at.exists():
                 at = at.parent
-            with TemporaryDirectory(dir=at):  # permission bits do not suffice: a superuser passes them on /proc
+            with TemporaryDirectory(dir=at):  # root ignores permission bits, but cannot write to /proc
                 pass
         except OSError as error:
             self.fail(
@@ -73,7 +73,7 @@ class Output(click.Path):
 
 
 class TextFile(click.Path):
-    """Path of a UTF-8 file, whose text is the option's value."""
+    """Path of a UTF-8 file whose text becomes the option's value."""
 
     def __init__(self) -> None:
         super().__init__(exists=True, dir_okay=False)
@@ -93,7 +93,7 @@ _TYPES = {"text": click.STRING, "file": FILE, "folder": FOLDER, "new folder": OU
 
 
 class Value(click.ParamType):
-    """Values that a rule allows, with the rule's message for others."""
+    """Parameter type validated by a rule, with the rule's error message."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule, self.name = rule, rule.word
@@ -124,11 +124,11 @@ class DeviceMap(click.ParamType):
 
 
 def derived(kind: type[Checked], *names: str, prefix: str = "", **changes: Any) -> Decorator:
-    """Options of a class's fields: name, type, range, default and help are those of the field.
+    """Options derived from a class's fields: name, type, range, default and help come from the field.
 
     Args:
-        names: of the fields; all that have a help by default.
-        changes: ``rule``, ``default``, ``default_text`` and ``text`` instead of the fields'.
+        names: field names; by default all fields with a help text.
+        changes: overrides of ``rule``, ``default``, ``default_text`` and ``text``.
     """
     known = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
     chosen = names or [name for name, one in known.items() if one.metadata["text"]]
@@ -155,13 +155,13 @@ def _option(name: str, one: Field[Any], changes: dict[str, Any]) -> Decorator:
     notes = [f"default: {shown_default}"] if shown_default else []
     notes += [rule.limits] if rule.limits else []
     text = "  ".join(filter(None, [about["text"], f"[{'; '.join(notes)}]" if notes else ""]))
-    if not settings["required"]:  # click takes a default of None for a value
+    if not settings["required"]:  # click treats a default of None as a value
         settings["default"] = default
     return click.option(*about.get("declared", names), name, help=text, **settings)
 
 
 def complete(group: str) -> Callable[..., list[str]]:
-    """Completion of an option's value: the registered names of a group, see ``mmspec.plugins``."""
+    """Shell completion of an option's value from the registered names of a group, see ``mmspec.plugins``."""
     return lambda ctx, param, incomplete: [name for name in plugins.names(group) if name.startswith(incomplete)]
 
 
@@ -248,7 +248,7 @@ adapt_options = stack(
 
 
 def adapt_of(options: dict[str, Any]) -> AdaptOptions | None:
-    """Take the values of ``adapt_options`` out of a command's; None without ``--adapt`` and ``--adapt-folder``."""
+    """Pop the values of ``adapt_options``; None without ``--adapt`` and ``--adapt-folder``."""
     on, folder, space = (options.pop(name) for name in ("adapt", "adapt_folder", "adapt_space"))
     return AdaptOptions(folder, space) if on or folder is not None else None
 
@@ -282,7 +282,7 @@ def listen_options(port: int) -> Decorator:
     """``--host``, ``--port`` and ``--no-auth``.
 
     Args:
-        port: the default one.
+        port: default port.
     """
     return stack(
         click.option(
@@ -309,10 +309,10 @@ class Secret:
     """A key or login that clients need.
 
     Attributes:
-        name: with its article, for messages.
-        option: its option.
+        name: name with article, for messages.
+        option: command-line option.
         form: metavar of the option.
-        variable: environment variable that may contain it instead.
+        variable: environment variable used without the option.
         text: help of the option.
     """
 
@@ -327,17 +327,17 @@ class Secret:
         text = f"{self.text} Prefer the environment variable {self.variable}, which other local users cannot see."
 
         def not_empty(_: click.Context, __: click.Parameter, given: str | None) -> str | None:
-            if given == "" or (given is None and os.environ.get(self.variable) == ""):  # which click leaves out
+            if given == "" or (given is None and os.environ.get(self.variable) == ""):  # click ignores empty variables
                 raise UserError(f"{self.option} (or {self.variable}) must not be empty: expected {self.form}")
             return given
 
         return click.option(self.option, metavar=self.form, envvar=self.variable, help=text, callback=not_empty)
 
     def check(self, given: str | None, no_auth: bool, public: bool) -> None:
-        """Check that there is one on a public address, or ``--no-auth``.
+        """Check that a public address has either the secret or ``--no-auth``.
 
         Raises:
-            UserError: there is neither, or both.
+            UserError: neither or both are given.
         """
         if given and no_auth:
             raise UserError(
@@ -355,7 +355,7 @@ def check_api_key(key: str | None, no_auth: bool, public: bool) -> None:
     """Check ``--api-key``; see ``Secret.check``.
 
     Raises:
-        UserError: it cannot be sent in a header, or is missing.
+        UserError: the key cannot be sent in a header, or is missing.
     """
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         raise UserError("--api-key (or MMSPEC_API_KEY) must be printable ASCII without blanks")

@@ -1,4 +1,4 @@
-"""``mmspec train recycle``: fills the successor table of the recycle drafter from a model's answers."""
+"""``mmspec train recycle``: fills the recycle drafter's successor table from a model's answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def recycle(
     max_new_tokens: int,
     dtype: str,
 ) -> None:
-    """Fill a recycle drafter's table with the top tokens of a model while it answers prompts, or has answered."""
+    """Fill a recycle drafter's table with a model's top tokens, while it answers prompts or from recorded features."""
     if (prompts is None) == (not recorded):
         received = "both" if recorded else "neither"
         raise UserError(f"expected one of --prompts and --recorded, received {received}")
@@ -65,7 +65,7 @@ def recycle(
     with show_progress(console, "answering") as show:
         for start in range(0, len(requests), _BATCH):
             show(start, len(requests))
-            # Without drafts, every entry of the table comes from a context of the output.
+            # Without drafts, every table entry comes from a context of the output.
             part = requests[start : start + _BATCH]
             pipe.generate_batch(part, max_new_tokens=max_new_tokens, temperature=0.0, num_draft_tokens=0)
         show(len(requests), len(requests))

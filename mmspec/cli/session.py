@@ -32,7 +32,7 @@ from mmspec.targets.hub import is_on_hub
 
 _log = logging.getLogger("mmspec.load")
 _ROUNDS = 3  # of --compare
-SINGLE_THREADED = 20_000_000  # parameters below which several threads are slower than one
+SINGLE_THREADED = 20_000_000  # number of parameters below which a single thread is fastest
 _CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
 
@@ -42,7 +42,7 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     Args:
         request: ``prompt``, ``images``, ``videos``.
         options: values of all options of ``generation_options``.
-        sample: the request is an embedded sample, so the model's limits are not shown.
+        sample: whether the request is an embedded sample, for which the model's limits are not shown.
     """
     keywords = generation_keywords(options)
     notes = Console(stderr=True)
@@ -51,7 +51,7 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     if options["compare"] and ranks() > 1:
         raise UserError(f"--compare decodes with one rank: got one of {ranks()} ranks of a job")
     plan = "auto" if ranks() > 1 else None
-    # A single request captures the steps that it takes.
+    # Without warm-up, a single request captures only the steps that it needs.
     pipe = open_pipeline(notes, **{name: options[name] for name in LOADING}, tp_plan=plan, warm_up=0)
     if pipe.follow():
         return
@@ -84,7 +84,7 @@ def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of ``Pipeline.generate`` from the options of ``generation_options``.
 
     Raises:
-        UserError: one is out of range.
+        UserError: an option is out of range.
     """
     keywords = {name: options[name] for name in GENERATING} | {"stop": list(options["stop"]) or None}
     SamplingParams(**{name: keywords[name] for name in SamplingParams.__dataclass_fields__})
@@ -92,7 +92,7 @@ def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show_limits(notes: Console, model: str) -> None:
-    """Print what an embedded model was trained on, before it answers user input."""
+    """Print an embedded model's limits before it answers user input."""
     if limits := plugins.limits(model):
         notes.print(f"note: {limits}", markup=False, highlight=False, soft_wrap=True)
 
@@ -106,7 +106,7 @@ def open_pipeline(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Pipeline:
-    """Call ``mmspec.load`` with a status line, and without other libraries' messages."""
+    """Call ``mmspec.load`` with a status line, hiding messages of other libraries."""
     if not os.environ.get("MMSPEC_DEBUG"):
         transformers.logging.set_verbosity_error()
     downloading = is_on_hub(model) and notes.is_terminal  # shows the progress bars of transformers
@@ -124,7 +124,7 @@ def open_pipeline(
 def _as_object(
     generation: Generation, model: str, drafter: str | None, comparison: Comparison | None
 ) -> dict[str, Any]:
-    """The JSON object of ``--json``."""
+    """The result as the JSON object of ``--json``."""
     content = {
         "text": generation.text,
         "token_ids": generation.token_ids,
@@ -137,7 +137,7 @@ def _as_object(
 
 
 def _stats_line(generation: Generation, drafter: str | None, context_limit: int | None) -> str:
-    """The line of statistics after an answer."""
+    """Line of statistics printed after an answer."""
     stats, reason = generation.stats, str(generation.finish_reason)
     if reason == "length":
         is_full = stats.num_prompt_tokens + stats.num_generated_tokens == context_limit
@@ -161,7 +161,7 @@ def _stats_line(generation: Generation, drafter: str | None, context_limit: int 
 
 
 def _collect(pieces: Iterator[Piece], show: bool) -> Generation:
-    """Collect the pieces of an answer; print them as they arrive if ``show``, and warnings after them."""
+    """Collect the pieces of an answer; if ``show``, print them as they arrive, followed by warnings."""
     # Escape sequences in an answer must not control the terminal.
     controls = _CONTROLS if sys.stdout.isatty() else {}
     text, token_ids, warnings = "", [], StringIO()

@@ -1,4 +1,4 @@
-"""Draft trees of constrained sequences: without tokens that a grammar forbids, with those that it forces."""
+"""Fits draft trees to grammars: cuts forbidden tokens and inserts forced tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def constrain(rows: Sequence[Sampled], tree: TokenTree, budget: Budget, drafter:
     """Fit a step's trees to the grammars of their sequences, before the verify pass.
 
     A forbidden draft is cut with its subtree; the probabilities of its siblings are renormalised. A forced token
-    replaces all drafts after its node, except itself. After forced tokens, and where all drafts were cut, a look-up
-    drafter proposes again. EOS tokens are cut: the target may emit one after any node.
+    replaces all other drafts after its node. After forced tokens, and where all drafts were cut, a lookup drafter
+    proposes again. EOS tokens are cut: the target may emit EOS after any node.
 
     Args:
-        tree: the draft. A drawn tree is returned unchanged, as cutting it would bias sampling: verification rejects
-            forbidden drafts. So is a tree whose sequences are all unconstrained.
-        budget: limits what is added.
-        drafter: has proposed the tree.
+        tree: the draft. A sampled tree is returned unchanged, as cutting would bias sampling: verification rejects
+            forbidden drafts. A tree without constrained sequences is returned unchanged, too.
+        budget: limits the fitted tree's size and depth.
+        drafter: the drafter that proposed the tree.
     """
     if tree.draft_probs is not None or all(row.constraint is None for row in rows):
         return tree
@@ -42,7 +42,7 @@ def constrain(rows: Sequence[Sampled], tree: TokenTree, budget: Budget, drafter:
 
 
 class _Drafts:
-    """Drafts of one sequence and its grammar, as a tree for ``best_first``."""
+    """Grammar-constrained drafts of one sequence, expanded by ``best_first``."""
 
     def __init__(self, row: Sampled, tree: TokenTree, place: int, drafter: Drafter | None) -> None:
         self._row, self._place, self._drafter = row, place, drafter
@@ -51,7 +51,7 @@ class _Drafts:
         self._gains = [1.0, *tree.path_probs[place]] if tree.log_probs is not None else [1.0] * tree.nodes
 
     def below(self, at: _At) -> Iterable[tuple[int, float, _At]]:
-        """Children of a node: token, probability given the node, and node."""
+        """Children of a node: token, probability given the parent, and child node."""
         node, path, forced = at
         drafts = {} if node is None else self._children[node]
         grammar, matcher = self._row.sampler.constraint, self._row.constraint
@@ -71,7 +71,7 @@ class _Drafts:
             more = dict(continuations(self._drafter, self._place, path))
             allowed = [token for token in more if grammar.allows(state, token)]
             return _renormalised(more, allowed, lambda token: (None, (*path, token), ()))
-        except Exception:  # ends the sequence, if verification reaches this node
+        except Exception:  # verification raises it again if it reaches this node
             self._failed = True
             return ()
 
@@ -82,7 +82,7 @@ class _Drafts:
         return _renormalised(shares, allowed, lambda token: (drafts[token], (*path, token), ()))
 
     def _share(self, node: int | None, child: int) -> float:
-        """The drafter's probability of a node given its parent."""
+        """The drafter's probability of ``child`` given ``node``."""
         assert node is not None
         gains = self._gains
         return gains[child] / gains[node] if child < len(gains) and gains[node] else 0.0
@@ -91,7 +91,7 @@ class _Drafts:
 def _renormalised(
     shares: Mapping[int, float], allowed: Iterable[int], place: Callable[[int], _At]
 ) -> Iterator[tuple[int, float, _At]]:
-    """Allowed tokens, their probabilities without the forbidden ones, and their nodes."""
+    """Allowed tokens, probabilities renormalised without the forbidden tokens, and nodes."""
     kept = {token: shares[token] for token in allowed if shares[token] > 0.0}
     left = 1.0 - sum(share for token, share in shares.items() if token not in kept)
     for token, share in kept.items():

@@ -1,4 +1,4 @@
-"""Queue and decode steps of an engine, without threads: prefill of waiting prompts, draft, verify, commit.
+"""Single-threaded engine core: request queue, prefill, and decode steps (draft, verify, commit).
 
 A step drafts a tree per sequence, verifies all trees in one forward pass of the target and emits the accepted tokens.
 A sequence's tokens do not depend on the other sequences of the batch.
@@ -30,7 +30,7 @@ from mmspec.engine.stats import mark, record_tree, seconds
 from mmspec.sampling.batch_sampler import BatchSampler
 
 _IDLE_CHUNKS = 4
-"""Chunks that one prefill pass takes while nothing decodes."""
+"""Prefill chunks per step while no sequence decodes."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class BatchKey:
     """Settings that sequences must share to decode in one batch.
 
     Attributes:
-        num_draft_tokens: drafted nodes per step; None chooses adaptively, or belongs to sequences without drafts.
-        prompt: the target's key of the prompt.
+        num_draft_tokens: drafted nodes per step; None is adaptive, and also the value of sequences without drafts.
+        prompt: the target's ``batch_key`` of the prompt.
     """
 
     speculation: Speculation
@@ -49,13 +49,13 @@ class BatchKey:
 
 @dataclass
 class PromptBatch:
-    """Prompts that wait for prefill, or are in it.
+    """Prompts that are waiting for prefill or being prefilled.
 
     Attributes:
         seconds: prefill time so far.
-        passes: prefill chunks, once begun.
-        parts: of stacked prompts, each of them.
-        alone: whether they may not be stacked, as that has failed.
+        passes: remaining prefill chunks; None before the first.
+        parts: the batches that were stacked into this one.
+        alone: whether stacking is ruled out because a stacked prefill failed.
     """
 
     prompt: Prompt
@@ -77,10 +77,10 @@ class PromptBatch:
 
 
 class Scheduler:
-    """First come, first served; prompts at the head of the queue that are compatible are stacked.
+    """First-come-first-served queue that stacks compatible prompts at its head.
 
     Args:
-        resumes: whether a prompt after others has a known prefix, and takes a prefill of its own.
+        resumes: whether a prompt has a cached prefix and therefore needs a prefill of its own.
     """
 
     def __init__(self, max_num_seqs: int, resumes: Callable[[Prompt, list[Prompt]], bool]) -> None:
@@ -98,14 +98,14 @@ class Scheduler:
         self._waiting.append(batch)
 
     def add_rejected(self, sequences: Iterable[RequestState], key: BatchKey) -> None:
-        """Append the prompts of rejected outputs, which begin anew."""
+        """Restart rejected sequences and queue their prompts again."""
         for sequence in sequences:
             sequence.restart()
             assert sequence.prompt is not None
             self.add(PromptBatch(sequence.prompt, [sequence], key))
 
     def unstack(self, batch: PromptBatch) -> None:
-        """Queue stacked prompts again, before all others, to be prefilled one by one."""
+        """Put stacked prompts back at the head of the queue, to be prefilled one by one."""
         for part in reversed(batch.parts):
             part.alone = True
             self._waiting.appendleft(part)
@@ -114,11 +114,12 @@ class Scheduler:
         self._waiting.clear()
 
     def next(self, running: int, key: BatchKey | None, tokens: int) -> PromptBatch | None:
-        """Remove the next prompts from the queue; None if none of them can join.
+        """Remove the next prompts from the queue; None if none can join the running sequences.
 
         Args:
-            key: theirs.
-            tokens: stacked prompts have at most so many, padding included.
+            running: number of running sequences.
+            key: batch key of the running sequences.
+            tokens: maximum tokens of stacked prompts, padding included.
         """
         chosen: list[PromptBatch] = []
         longest, rows = 0, running
@@ -148,13 +149,13 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class Draft:
-    """What a drafter has proposed for a step.
+    """A drafter's proposal for one step.
 
     Attributes:
-        rows: the sequences that it is for.
-        drafted: whether the drafter was asked.
-        shape: of the budget, which may ask for another one by the end of the step.
-        seconds: reads the time that it took before the step, once the device has come to its end.
+        rows: sequences this draft was made for.
+        drafted: whether the drafter ran.
+        shape: the budget's shape when the draft was made; the budget may change its shape during the step.
+        seconds: returns the draft time spent before the step; call it after synchronising.
     """
 
     rows: list[RequestState]
@@ -166,14 +167,14 @@ class Draft:
 
 
 class EngineCore:
-    """Sequences of one target, and the steps that decode them. One thread at a time runs steps.
+    """Sequences of one target and their decode steps. Only one thread at a time may run steps.
 
     Args:
         chunk: prompt tokens prefilled per step while other sequences decode.
         lock: held by other threads that add to the scheduler.
 
     Attributes:
-        scheduler: prompts that wait.
+        scheduler: queue of waiting prompts.
         running: decoding sequences; their indices are the rows of target and drafter.
         touched: sequences that may have changed in this step.
     """
@@ -188,18 +189,18 @@ class EngineCore:
         self._prefilling: PromptBatch | None = None
         self._prefilled: list[tuple[Prompt, TargetOutput, list[RequestState]]] = []  # not yet passed to the drafter
         self._token = torch.empty(0, dtype=torch.long)  # (rows,) last emitted tokens
-        self._ahead: Draft | None = None  # of the next step, if the same sequences run
+        self._ahead: Draft | None = None  # pre-launched for the next step; dropped if the batch changes
         self._sampler = BatchSampler()
-        self._vocab = 0  # of the target, known from a prefill
+        self._vocab = 0  # the target's vocabulary size, known after a prefill
 
     @property
     def queued(self) -> list[PromptBatch]:
-        """Prompts that wait for prefill or are in it."""
+        """Prompts that are waiting for prefill or being prefilled."""
         return [*self.scheduler, *([self._prefilling] if self._prefilling else [])]
 
     @property
     def sequences(self) -> list[RequestState]:
-        """All that decode or wait."""
+        """All sequences that are running or queued."""
         return [*self.running, *(sequence for batch in self.queued for sequence in batch.sequences)]
 
     @property
@@ -208,7 +209,7 @@ class EngineCore:
         return bool(self.running) or not all(batch.done for batch in self.queued)
 
     def add(self, batch: PromptBatch) -> None:
-        """Queue prompts; the lock is held."""
+        """Queue prompts; the caller holds the lock."""
         self.scheduler.add(batch)
 
     def cancel(self, sequences: Iterable[RequestState]) -> None:
@@ -217,16 +218,16 @@ class EngineCore:
             sequence.cancelled = True
 
     def clear(self) -> None:
-        """Forget finished prompts and give up the drafter."""
+        """Clear the queue and release the drafter."""
         self.scheduler.clear()
         self._prefilling = self._ahead = None
         self._hold(None)
 
     def _hold(self, key: BatchKey | None, drafts: bool = False) -> None:
-        """Use the drafter of a batch key from now on, exclusively, and free the previous drafter.
+        """Acquire the drafter of a batch key for exclusive use, and release the previous drafter.
 
         Args:
-            drafts: whether a sequence is drafted for.
+            drafts: whether any sequence uses drafts.
         """
         held = self.key.speculation if self.key else None
         new = key.speculation if key else None
@@ -264,7 +265,7 @@ class EngineCore:
     def _decode(self) -> None:
         """One decode step: draft, verify, commit.
 
-        The device gets the commit, and from a drafter that allows it the next draft, before the host waits for the
+        The commit, and the next draft if the drafter allows it, are launched before the host synchronises to read the
         accepted tokens.
         """
         start, rows, drafter, device = clock(), self.running, self._drafter, self._token.device
@@ -274,7 +275,7 @@ class EngineCore:
         prepared = mark(device)
         budget.remaining = max(row.remaining for row in rows) - 1
         if ahead is not None and (ahead.rows is not rows or ahead.budget is not budget or budget.remaining <= 0):
-            ahead = None  # drafting again changes nothing but the tree
+            ahead = None  # drafting again changes only the tree
         draft = ahead or self._propose(budget, self._token)
         tree = self._fitted(draft)
         drafted = mark(device)
@@ -283,7 +284,7 @@ class EngineCore:
         verified = mark(device)
         began = clock()
         self.target.commit(verdict)
-        # A record reads the tree, whose memory the next one takes.
+        # Trace records read the tree, whose memory the next draft reuses.
         early = drafter is not None and drafter.drafts_ahead and all(row.trees is None for row in rows)
         if drafter is not None and early:
             drafter.observe(tree, verdict, output)
@@ -318,7 +319,7 @@ class EngineCore:
             row.stats.commit_seconds += wall - draft_seconds - verify_seconds
 
     def _propose(self, budget: Budget, token: Tensor) -> Draft:
-        """The drafter's trees after given tokens, (rows,), or their roots."""
+        """Draft after the given tokens, (rows,); root-only trees if the drafter is not used in this step."""
         rows, drafter, tree = self.running, self._drafter, TokenTree.root(token)
         drafting = drafter is not None and any(row.drafts for row in rows) and not drafter.rests and budget.drafts()
         if drafting:
@@ -327,15 +328,14 @@ class EngineCore:
         return Draft(rows, budget, tree, drafting, budget.shape)
 
     def _fitted(self, draft: Draft) -> TokenTree:
-        """A draft's trees as they are verified: with the tokens that grammars force, pruned, and without those of
-        sequences that are not drafted for."""
+        """Trees to verify: apply grammars, prune, and drop drafts of rows without speculation."""
         rows, drafter, root = self.running, self._drafter, TokenTree.root(self._token)
         plain = [number for number, row in enumerate(rows) if not row.drafts]
         if drafter is None or len(plain) == len(rows):
             return root
         tree, budget = constrain(rows, draft.tree, draft.budget, drafter), draft.budget
         tree = budget.prune(tree.without(plain) if plain and tree.nodes > 1 else tree)
-        # An id beyond the vocabulary would crash the target, another root change its output; other ids are verified.
+        # Protect the target from a faulty drafter: clamp ids to the vocabulary and restore the root.
         if tree.nodes == 1:
             tree = root
         else:
@@ -346,7 +346,7 @@ class EngineCore:
         return tree
 
     def _prepare(self) -> Budget:
-        """Begin prefilled sequences in the drafter, and return the step's budget."""
+        """Pass prefilled sequences to the drafter and return the step's budget."""
         assert self.key is not None
         budget = self.key.speculation.budgets.of(len(self.running), self.key.num_draft_tokens)
         if new := sum(len(sequences) for _, _, sequences in self._prefilled):
@@ -369,7 +369,7 @@ class EngineCore:
             batch = self._prefilling or self._schedule(self.chunk - tokens if busy else _IDLE_CHUNKS * self.chunk)
             if batch is None or (busy and tokens and tokens + batch.size > self.chunk):
                 break  # delay decode steps by at most one chunk
-            self.touched |= dict.fromkeys(batch.sequences)  # of an earlier step, too
+            self.touched |= dict.fromkeys(batch.sequences)  # also batches scheduled in an earlier step
             if batch.done:
                 self._prefilling = None
                 continue
@@ -383,7 +383,7 @@ class EngineCore:
                 output = next(batch.passes)
             except Exception as error:
                 self._prefilling = None
-                if batch.parts:  # what fails for one of them must not end the others
+                if batch.parts:  # a failure of one prompt must not end the others
                     with self._lock:
                         self.scheduler.unstack(batch)
                     continue
@@ -398,7 +398,7 @@ class EngineCore:
         return complete
 
     def _schedule(self, tokens: int) -> PromptBatch | None:
-        """Take the next prompts to prefill from the queue, at most ``tokens`` tokens if they are stacked."""
+        """Pop the next prompts to prefill; stacked prompts have at most ``tokens`` tokens."""
         if self.running and self.key and self.key.speculation.wanted:
             return None  # another engine waits for the drafter
         with self._lock:
@@ -425,12 +425,12 @@ class EngineCore:
             sequence.stats.time_to_first_token = sequence.stats.wall_seconds = now - sequence.added
 
     def remove_finished(self) -> None:
-        """Remove finished sequences, and queue rejected ones again; the last rows move into the gaps."""
+        """Remove finished sequences and requeue rejected sequences; the last rows move into the gaps."""
         kept = [row for row, sequence in enumerate(self.running) if not sequence.ended]
         if len(kept) == len(self.running):
             return
         if kept and self._prefilled:
-            self._prepare()  # the drafter must have the target's rows
+            self._prepare()  # target and drafter must have the same rows
         self._prefilled = []
         if _keeps_prefixes(self.target):
             ended = [row for row, sequence in enumerate(self.running) if sequence.ended]
@@ -462,7 +462,7 @@ class EngineCore:
             self._drafter.select([])
 
     def _resumes(self, prompt: Prompt, earlier: list[Prompt]) -> bool:
-        """Whether a prompt or the first of those before it has a known prefix, which takes a prefill of its own."""
+        """Whether a prompt, or the first of the earlier prompts, has a cached prefix and needs its own prefill."""
         if not _keeps_prefixes(self.target):
             return False
         return self.target.resumes(prompt, earlier) or self.target.resumes(earlier[0], [])

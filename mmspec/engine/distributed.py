@@ -1,7 +1,7 @@
-"""Engines of all ranks on one schedule, for a model that is sharded over them (tensor parallelism).
+"""Engine of a model sharded over several ranks (tensor parallelism): all ranks run the same schedule.
 
-Before each step rank 0 passes on which requests have come and which were cancelled, and all ranks compare their
-states. From equal queues and seeds, and logits that transformers has gathered, all ranks choose the same tokens.
+Before each step, rank 0 broadcasts new and cancelled requests, and all ranks compare their states. All ranks choose
+the same tokens because queues, seeds and the logits that transformers gathers are equal.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from mmspec.engine.threads import TorchThreads
 from mmspec.errors import UserError, first_line
 
 _RECENT = 64  # tokens of each sequence that ranks compare; a step emits fewer
-_INTERVAL = 1.0  # seconds between signs of life
-_PATIENCE = 10.0  # seconds to wait for the last sign; busy machines take more than an interval
-_SECONDS = 60.0  # without one, after which a rank is lost; MMSPEC_RANK_SECONDS
-_FOR_EVER = timedelta(days=365)  # ranks wait for orders while there are no requests
+_INTERVAL = 1.0  # seconds between heartbeats
+_PATIENCE = 10.0  # seconds to wait for the last heartbeat; busy machines take more than an interval
+_SECONDS = 60.0  # heartbeat timeout, after which a rank counts as lost; MMSPEC_RANK_SECONDS
+_FOR_EVER = timedelta(days=365)  # timeout of orders: ranks wait for them while there are no requests
 
 
 class RankError(RuntimeError):
-    """A rank is lost, or the ranks are not in the same state: a model that is sharded over them answers no more."""
+    """A rank is lost, or the ranks' states differ: the sharded model cannot continue."""
 
 
 class Ranks:
-    """All processes of the job, in groups of their own beside those of the model."""
+    """Gloo process groups over all ranks, for orders and heartbeats, separate from the model's groups."""
 
     def __init__(self) -> None:
         seconds = float(os.environ.get("MMSPEC_RANK_SECONDS", _SECONDS))
@@ -58,8 +58,8 @@ class Ranks:
         """Compare the states of all ranks, and return the orders of rank 0.
 
         Args:
-            state: a number that is equal on all ranks.
-            orders: of rank 0.
+            state: a number that must be equal on all ranks.
+            orders: serialised orders; read on rank 0 only.
 
         Raises:
             RankError: states differ, or a rank is lost.
@@ -87,17 +87,17 @@ class Ranks:
         return content.numpy().tobytes()
 
     def watch(self, lost: Callable[[RankError], object]) -> None:
-        """Exchange signs of life from now on, in a thread.
+        """Start a thread that exchanges heartbeats.
 
         Args:
-            lost: called once where a rank gives none.
+            lost: called once if a rank sends no heartbeat.
         """
         self._watching = threading.Thread(target=self._watch, args=(lost,), name="mmspec ranks", daemon=True)
         self._watching.start()
 
     def end(self) -> None:
-        """Tell the other ranks that no sign of life will follow, and wait until they know: the interpreter's end would
-        crash a thread that communicates."""
+        """Announce the last heartbeat to the other ranks and join the heartbeat thread, which would otherwise crash at
+        interpreter shutdown."""
         self._ended.set()
         if self._watching is not None and self._watching is not threading.current_thread():
             self._watching.join(_PATIENCE)
@@ -122,12 +122,12 @@ def _lost(error: RuntimeError) -> RankError:
 
 @dataclass(frozen=True)
 class _Orders:
-    """Orders for one step.
+    """Orders of rank 0 for one step.
 
     Attributes:
-        requests: those that have come.
-        cancelled: numbers of requests, in the order of coming.
-        end: there is no step, and no further orders.
+        requests: new requests.
+        cancelled: numbers of cancelled requests, counted in order of arrival.
+        end: whether the other ranks stop instead of running a step.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -143,11 +143,11 @@ class _Orders:
 
 
 class LockstepCore(EngineCore):
-    """Sequences of a sharded target, and the steps that all ranks run at the same time.
+    """Engine core of a sharded target: all ranks run each step at the same time.
 
     Attributes:
-        leads: whether this is rank 0, which has the clients.
-        broken: why no further steps can be run; None while they can.
+        leads: whether this is rank 0, which serves the clients.
+        broken: the error that prevents further steps; None without an error.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -155,21 +155,21 @@ class LockstepCore(EngineCore):
         self._ranks = Ranks()
         self.leads = self._ranks.rank == 0
         self.broken: Exception | None = None
-        self._speculation: Speculation | None = None  # of the pipeline that all ranks run
-        self._arrived: deque[PromptBatch] = deque()  # not yet passed on
+        self._speculation: Speculation | None = None  # the one pipeline that all ranks run
+        self._arrived: deque[PromptBatch] = deque()  # not yet broadcast
         self._dropped: deque[RequestState] = deque()
         self._numbers: dict[RequestState, int] = {}
         self._count = 0
         self._state = 0
 
     def begin(self, speculation: Speculation) -> None:
-        """Let the other ranks decode with their pipelines' drafters; ``speculation`` is that of rank 0's."""
+        """Start serving requests with rank 0's ``speculation``; other ranks use their own pipelines' drafters."""
         if self._speculation is None:
             self._ranks.watch(self._fail)
         self._speculation = speculation
 
     def add(self, batch: PromptBatch) -> None:
-        """Queue a request for the next orders; on other ranks than 0, for the next step."""
+        """Queue a request: on rank 0 for the next orders, on other ranks for the next step."""
         if not self.leads:
             super().add(batch)
             return
@@ -188,7 +188,7 @@ class LockstepCore(EngineCore):
 
     @property
     def sequences(self) -> list[RequestState]:
-        """All that decode or wait, also those that were not passed on."""
+        """All sequences of this rank, broadcast or not."""
         return [*super().sequences, *(sequence for batch in self._arrived for sequence in batch.sequences)]
 
     @property
@@ -196,19 +196,19 @@ class LockstepCore(EngineCore):
         return bool(self._arrived) or super().has_work
 
     def step(self) -> None:
-        """Run a step at the same time on all ranks; on rank 0, pass on requests before.
+        """Run one step on all ranks; rank 0 first broadcasts its orders.
 
         Raises:
-            RankError: a rank is lost, or in another state.
+            RankError: a rank is lost, or its state differs.
         """
         if self.leads:
             self._lead()
         super().step()
-        if not super().has_work:  # give up the drafter, at the same time on all ranks
+        if not super().has_work:  # release the drafter at the same step on all ranks
             self.clear()
 
     def _lead(self) -> None:
-        """Pass on which requests have come and which were cancelled."""
+        """Broadcast new and cancelled requests."""
         if self.broken is not None:
             raise self.broken
         state = self._next_state()
@@ -234,7 +234,7 @@ class LockstepCore(EngineCore):
             start: queues a request.
 
         Raises:
-            RankError: rank 0 is lost, or in another state.
+            RankError: rank 0 is lost, or its state differs.
         """
         self._ranks.watch(_give_up)
         sequences: dict[int, RequestState] = {}
@@ -251,12 +251,12 @@ class LockstepCore(EngineCore):
 
     def _fitted(self, draft: Draft) -> TokenTree:
         tree = super()._fitted(draft)
-        if failures := {row.stats.drafter_error for row in self.running} - {""}:  # of this rank, maybe not of others
+        if failures := {row.stats.drafter_error for row in self.running} - {""}:  # maybe on this rank only
             raise RankError(f"all ranks must draft the same: {min(failures)}")
         return tree
 
     def abort(self, error: Exception) -> None:
-        """End all requests with an error, and answer no others."""
+        """End all requests with an error and reject later requests."""
         super().abort(self._fail(error))
 
     def _fail(self, error: Exception) -> Exception:
@@ -273,23 +273,23 @@ class LockstepCore(EngineCore):
         return self.broken
 
     def close(self) -> None:
-        """Let the other ranks end. Without an effect on these."""
+        """Tell the other ranks to stop. No effect on ranks other than 0."""
         if self.leads and self._speculation is not None:
             if self.broken is None:
-                with suppress(RankError):  # those that are lost need not be told
+                with suppress(RankError):  # lost ranks cannot be told
                     self._ranks.agree(self._next_state(), _Orders(end=True).pack())
             self._ranks.end()
             self._speculation = None
 
     def _next_state(self) -> int:
-        """A number for the tokens and the queue up to here."""
+        """Update and return the hash of all tokens and queue lengths so far."""
         rows = tuple((len(row.history), *row.history[-_RECENT:]) for row in self.running)
         self._state = hash((self._state, len(self.scheduler), rows)) & ((1 << 62) - 1)
         return self._state
 
 
 class DistributedEngine(Engine):
-    """The engine of a sharded target: rank 0 answers clients, other ranks run its steps.
+    """Engine of a sharded target: rank 0 serves clients, the other ranks follow its steps.
 
     The order and the results of steps must not depend on one rank's clock.
     """
@@ -302,10 +302,10 @@ class DistributedEngine(Engine):
         self.threads = TorchThreads(adapts=False)
 
     def admit(self, request: Request) -> Request:
-        """A request with a seed, as all ranks must draw the same numbers.
+        """Return the request with a seed, so that all ranks draw the same numbers.
 
         Raises:
-            UserError: a part of the request is not the same on all ranks.
+            UserError: the request depends on one rank's clock or cannot be pickled.
         """
         if not self.core.leads:
             return request
@@ -326,10 +326,10 @@ class DistributedEngine(Engine):
         """Run the steps of rank 0 on the other ranks, until it ends; see ``Pipeline.follow``.
 
         Args:
-            speculation: drafts for all requests.
+            speculation: drafter and budgets of all requests.
             start: queues a request.
         """
-        atexit.register(self._end_process)  # other ranks wait for the end, whether or not this engine is still used
+        atexit.register(self._end_process)  # other ranks wait for rank 0 to close, even if its engine is unused
         if self.core.leads:
             self.core.begin(speculation)
         else:
@@ -352,20 +352,20 @@ class DistributedEngine(Engine):
 
     @property
     def _waits_for_lost_rank(self) -> bool:
-        """Whether the worker may never end, as it waits for a rank that is lost."""
+        """Whether the worker may block for ever on a lost rank."""
         return self.core.broken is not None and self._worker is not None
 
     def _end_process(self) -> None:
         self.close()
-        if self._waits_for_lost_rank:  # for ever: so would the interpreter's end
+        if self._waits_for_lost_rank:  # a normal exit would block, too
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-        if distributed.is_initialized():  # its threads would free tensors after the interpreter's end, and crash
+        if distributed.is_initialized():  # its threads would crash at interpreter shutdown
             distributed.destroy_process_group()
 
 
 def _give_up(error: Exception) -> None:
-    """End a process that waits for a rank in the middle of a pass."""
+    """End this process, which may be blocked in a collective of a forward pass."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Continuous batching of speculative decoding: sequences join and leave between decode steps (``core.py``)."""
+"""Continuous-batching engine: a worker thread runs decode steps, and sequences join and leave between them."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ CHUNK = 512
 """Default prefill chunk while other sequences decode, in tokens per step."""
 
 IDLE_DELAY_SECONDS = 0.25
-"""Seconds without a sequence before idle work begins: clients that send the next request at once never wait for it."""
+"""Seconds without sequences before idle work starts, so that back-to-back requests never wait for idle work."""
 
 IDLE_TIME_SHARE = 0.1
-"""Share of idle time that idle work takes: a sequence that comes then rarely waits for the end of a turn."""
+"""Share of idle time that idle work takes, so that new sequences rarely wait for a turn to end."""
 
 _log = logging.getLogger("mmspec")
 _ENGINES: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of the target, which the engine keeps alive
 _ALL: WeakSet[Engine] = WeakSet()
 _LOCK = threading.Lock()
 _LOCAL = threading.local()  # the engine whose worker this thread is
-_FORKING = ExitStack()  # what is held while the process forks
-_FORK_SECONDS = 5.0  # that a fork waits for the end of steps
+_FORKING = ExitStack()  # locks and pauses held while the process forks
+_FORK_SECONDS = 5.0  # maximum wait of a fork for running steps
 
 
 class IdleTask(Protocol):
-    """Work in short turns. Between two turns, the worker looks for new sequences."""
+    """Background work in short turns, between which the worker checks for new sequences."""
 
     @property
     def pending(self) -> bool:
-        """Whether there is work."""
+        """Whether work is left."""
 
     def turn(self) -> None:
         """Work for some milliseconds."""
@@ -63,14 +63,14 @@ class IdleTask(Protocol):
 class Engine:
     """Continuous-batching engine of one target.
 
-    A worker thread runs steps while there are sequences. Clients add sequences, and wait for their own.
+    A worker thread runs steps while there are sequences. Clients add sequences and wait for them.
 
     Args:
         chunk: prompt tokens prefilled per step while other sequences decode.
 
     Attributes:
         core: runs the steps, in the worker thread.
-        idle: work for the worker thread while no sequence runs or waits; its owners keep it alive.
+        idle: tasks for the worker thread while no sequence runs or waits; weak references.
         threads: chooses the number of torch's threads.
     """
 
@@ -81,19 +81,19 @@ class Engine:
         self._changed = threading.Condition()  # re-entrant: a stream may be garbage collected anywhere
         self.core = self.core_class(target, max_num_seqs, chunk, self._changed)
         self._worker: threading.Thread | None = None  # while it runs steps
-        self._last_worker: threading.Thread | None = None  # it may still be ending
+        self._last_worker: threading.Thread | None = None  # may still be exiting
         self.idle: WeakSet[IdleTask] = WeakSet()
         self.threads = TorchThreads(adapts=target.device.type == "cpu")
         self._stepping = False
-        self._closed: Exception | None = None  # why it accepts no sequences
-        self._pauses = self._drains = 0  # threads that wait for the end of a step, and for that of the worker
-        self._task: IdleTask | None = None  # of this turn
-        self._idle_from = 0.0  # clock at which the next turn of idle work may begin
+        self._closed: Exception | None = None  # the reason for rejecting new sequences
+        self._pauses = self._drains = 0  # threads that wait for a step to end, and for the worker to end
+        self._task: IdleTask | None = None  # idle task of this turn
+        self._idle_from = 0.0  # earliest clock time of the next idle turn
         _ALL.add(self)
 
     @classmethod
     def of(cls, target: Target, max_num_seqs: int = MAX_NUM_SEQS) -> Engine:
-        """Return the engine of a target, which all pipelines over it share, with at least this maximum batch size."""
+        """Return the engine that all pipelines of a target share, with at least this maximum batch size."""
         with _LOCK:
             engine = _ENGINES.get(id(target))
             if engine is None:
@@ -114,23 +114,23 @@ class Engine:
         num_draft_tokens: int | None = None,
         **options: Any,
     ) -> list[RequestState]:
-        """Queue prompts for decoding; those of one call start together.
+        """Queue prompts for decoding; prompts of one call start together.
 
         Args:
             prompt: one or several rows.
-            speculation: drafter and budgets on this target. Sequences with different ones are not batched together.
+            speculation: drafter and budgets on this target. Only sequences with the same ``speculation`` are batched.
             num_draft_tokens: draft tokens per step; None chooses adaptively. Sequences with different values are not
-                batched together, but for 0, plain decoding, and None.
+                batched together, except 0 (plain decoding) and None.
             **options: ``request``, ``logits``, ``on_change`` and ``token_bytes`` of ``RequestState``.
 
         Raises:
-            UserError: called by a logits processor or a stopping criterion of this engine.
+            UserError: called from a logits processor or stopping criterion of this engine.
         """
         caller: Engine | None = getattr(_LOCAL, "engine", None)
         held = caller.core.key if caller else None
         if caller is self or (held and held.speculation.shares(speculation)):
             raise UserError("a logits processor or stopping criterion cannot call its own pipeline")
-        release_threads()  # of the caller: the worker computes from here on
+        release_threads()  # the caller's threads: from now on the worker computes
         histories = prompt.histories()
         generators = sampler.generators(len(histories))
         prompts: abc.Sequence[Prompt | None] = prompt.singles if sampler.aligned else [None] * len(histories)
@@ -148,29 +148,29 @@ class Engine:
         return sequences
 
     def admit(self, request: Request) -> Request:
-        """A request as this engine decodes it; called before it is encoded.
+        """Adapt a request to this engine, before encoding.
 
         Raises:
-            UserError: the engine cannot decode it.
+            UserError: the engine cannot decode the request.
         """
         return request
 
     def together(self) -> AbstractContextManager[Any]:
-        """A block whose sequences are scheduled together: the next step begins after it."""
+        """Context manager that schedules all sequences added in it together: no step starts before its end."""
         return self._changed
 
     def remove(self, sequences: abc.Iterable[RequestState]) -> None:
-        """Cancel sequences; their rows are freed before the next step. No effect on finished ones."""
+        """Cancel sequences and free their rows before the next step. No effect on finished sequences."""
         self.core.cancel(sequences)
 
     def warm_up(self, speculation: Speculation, rows: int, tokens: int | None, sizes: abc.Sequence[int | None]) -> None:
-        """Warm up decode steps, where these are captured, once there are no sequences; see ``Pipeline.warm_up``."""
+        """After all sequences have ended, capture decode steps if the target allows it; see ``Pipeline.warm_up``."""
         if captures_steps(self.target):
             with self.drained():
                 speculation.warm_up(rows, tokens, sizes)
 
     def drain(self) -> None:
-        """Wait until all sequences have ended and their rows are free; idle work is left for later."""
+        """Wait until all sequences have ended and their rows are free, without waiting for idle work."""
         with self.drained():
             last = self._last_worker
         if last is not None:
@@ -178,7 +178,7 @@ class Engine:
 
     @contextmanager
     def drained(self) -> abc.Iterator[None]:
-        """Run a block after all sequences have ended, and before others come."""
+        """Run a block after all sequences have ended; new sequences wait for its end."""
         with self._on_device(), self._changed:
             self._drains += 1
             try:
@@ -189,7 +189,7 @@ class Engine:
                 self._drains -= 1
 
     def close(self) -> None:
-        """Cancel all sequences and accept no others."""
+        """Cancel all sequences and reject new ones."""
         with self._changed:
             self._closed = RuntimeError("the interpreter is shutting down")
             self.remove(self.core.sequences)
@@ -198,7 +198,7 @@ class Engine:
             _run_idle(task, task.close)
 
     def _wake(self) -> None:
-        """Start the worker, or tell it that there are sequences."""
+        """Start the worker, or notify it of new sequences."""
         if self._worker is None:
             self._worker = self._last_worker = threading.Thread(target=self._run, name="mmspec engine", daemon=True)
             self._worker.start()
@@ -206,7 +206,7 @@ class Engine:
             self._changed.notify_all()  # it may be waiting for the next turn of idle work
 
     def _run(self) -> None:
-        """Run steps until no sequence is left and no idle work."""
+        """Run steps until neither sequences nor idle work is left."""
         _LOCAL.engine = self
         self.threads.begin()
         with self._on_device():
@@ -214,12 +214,12 @@ class Engine:
                 self._turn()
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        """For a thread that runs steps."""
+        """Set the CUDA device of a thread that runs steps."""
         device = self.target.device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _has_work(self) -> bool:
-        """Whether to run another turn; otherwise the worker has ended."""
+        """Whether to run another turn; if not, the worker is marked as ended."""
         with self._changed:
             self._stepping, self._task = False, None
             self._changed.notify_all()
@@ -235,7 +235,7 @@ class Engine:
             return True
 
     def _idle_task(self) -> IdleTask | None:
-        """A task with pending work, once no sequence has come for a while; None if there is none."""
+        """Wait for idleness, then return a task with pending work; None if sequences arrive or no work is pending."""
 
         def disturbed() -> bool:
             return self._closed is not None or self._drains > 0 or self.core.has_work
@@ -254,7 +254,7 @@ class Engine:
         self._idle_from = clock() + (clock() - start) * (1 / IDLE_TIME_SHARE - 1)
 
     def _turn(self) -> None:
-        """Run a step and notify the clients of its sequences; while there are none, do some idle work."""
+        """Run one step and notify the clients of its sequences, or run one turn of idle work."""
         if self._task is not None:
             self._idle_turn(self._task)
             return
@@ -275,8 +275,8 @@ class Engine:
 
     @contextmanager
     def paused(self, seconds: float | None = None) -> abc.Iterator[None]:
-        """Run a block between two steps: the worker changes neither target nor drafter meanwhile. After ``seconds``, it
-        runs beside a step."""
+        """Run a block between two steps, while the worker changes neither target nor drafter. After a timeout of
+        ``seconds``, the block runs concurrently with a step."""
         with self._changed:
             self._pauses += 1
             try:
@@ -288,7 +288,7 @@ class Engine:
                 self._changed.notify_all()
 
     def restart(self) -> None:
-        """Begin anew in a forked process, without the threads and sequences of its parent."""
+        """Reset the engine in a forked process, without the threads and sequences of its parent."""
         worker, self._worker = self._worker, None
         self._last_worker, self._pauses, self._drains = None, 0, 0
         if worker is None:
@@ -305,7 +305,7 @@ class Engine:
 
 
 def _run_idle(task: IdleTask, work: abc.Callable[[], None]) -> bool:
-    """Run a part of a task; an error is logged and ends the task, never the engine. Returns whether it succeeded."""
+    """Run a method of a task. Returns whether it succeeded; an error is logged and does not reach the engine."""
     try:
         work()
     except Exception:
@@ -316,18 +316,18 @@ def _run_idle(task: IdleTask, work: abc.Callable[[], None]) -> bool:
 
 @atexit.register
 def _close_all() -> None:
-    """Stop the workers before the interpreter does: a thread inside a kernel would crash it."""
+    """Stop the workers before interpreter shutdown, which a thread inside a kernel would crash."""
     for engine in list(_ALL):
         engine.close()
 
 
 def _before_fork() -> None:
-    """Wait for the end of steps, so that a forked process has whole states and free locks."""
-    release_threads()  # which the forked process would not have
+    """Wait for running steps, so that a forked process gets consistent states and free locks."""
+    release_threads()  # the forked process would not have these threads
     _FORKING.enter_context(_LOCK)
     for engine in list(_ALL):
         _FORKING.enter_context(engine.paused(_FORK_SECONDS))
-        # A thread that ends holds locks of MKL, after Python has forgotten it.
+        # An exiting thread still holds locks of MKL after Python has dropped it.
         last, until = engine._last_worker, clock() + _FORK_SECONDS
         while (
             engine._worker is None and last and os.path.exists(f"/proc/self/task/{last.native_id}") and clock() < until

@@ -20,8 +20,8 @@ from mmspec.targets.processor import is_token_ids
 F = TypeVar("F", bound=Callable[..., Any])
 
 _KEYS = ("prompt", "images", "videos", "params")
-_ITEMS = ("text", "image", "video", "image_url", "video_url")  # of a message; the last two are OpenAI's
-_ELSEWHERE = {  # options of transformers' generate and of OpenAI's API
+_ITEMS = ("text", "image", "video", "image_url", "video_url")  # item types of a message; the last two are OpenAI's
+_ELSEWHERE = {  # names in transformers' generate and OpenAI's API
     "stop_strings": "stop",
     "max_length": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -60,14 +60,14 @@ class DecodeOptions(Checked):
         logits_processor: as for transformers' ``generate``, or tree processors.
         stopping_criteria: as for transformers' ``generate``.
         trace: record the verified trees.
-        logprobs: record the log probability of every token and of so many alternatives, at most 20, before logits
-            processors and sampling parameters; None records none.
-        chat_template: render prompts by the chat template, if there is one; False takes text prompts as they are.
+        logprobs: number of alternatives per token, at most 20, whose log probabilities are recorded alongside the
+            token's, before logits processors and sampling parameters; None records none.
+        chat_template: render prompts with the model's chat template if it has one; False uses text prompts as is.
         max_time: seconds after the first token, at which the answer ends with finish reason ``"length"``; None for no
             limit.
-        reasoning: format of the thoughts before an answer (``mmspec.sampling.thoughts``), which are then kept apart:
-            grammars, triggers and stop strings begin after them. ``"auto"`` is that of the chat template; None takes
-            thoughts for a part of the answer.
+        reasoning: format of the reasoning before an answer (``mmspec.sampling.thoughts``). Reasoning is returned
+            separately, and grammars, triggers and stop strings start after it. ``"auto"`` uses the chat template's
+            format; None makes reasoning a part of the answer.
         adapter: name of a LoRA adapter of ``mmspec.load(adapters=...)``; None for the model without one.
     """
 
@@ -83,8 +83,8 @@ class DecodeOptions(Checked):
 
 
 class GenerateKeywords(TypedDict, total=False):
-    """Keywords of ``Pipeline.generate``: fields of ``SamplingParams`` or ``params`` in their place, fields of
-    ``DecodeOptions``, and options of the processor's ``encode``, here those of text and of images and videos."""
+    """Keywords of ``Pipeline.generate``: ``params`` or fields of ``SamplingParams``, fields of ``DecodeOptions``, and
+    options of the processor's ``encode`` for text, images and videos."""
 
     params: SamplingParams | None
     temperature: float | None
@@ -125,8 +125,7 @@ class GenerateKeywords(TypedDict, total=False):
 
 
 def shows_keywords(function: F) -> F:
-    """Decorator of a function with ``**keywords: Unpack[GenerateKeywords]``: ``help`` and ``inspect.signature`` show
-    each of them."""
+    """Decorator that makes ``help`` and ``inspect.signature`` list each of ``**keywords: Unpack[GenerateKeywords]``."""
     own = signature(function)
     known = get_type_hints(GenerateKeywords).items()
     added = [Parameter(name, Parameter.KEYWORD_ONLY, default=..., annotation=kind) for name, kind in known]
@@ -137,7 +136,7 @@ def shows_keywords(function: F) -> F:
 
 @dataclass(frozen=True)
 class Request:
-    """A validated request, which the engine keeps with its sequence.
+    """A validated request, kept with its sequence in the engine.
 
     Attributes:
         content: ``prompt``, ``images`` and ``videos``.
@@ -156,11 +155,11 @@ def parse(
     inputs: Collection[str] | None = None,
     attempt: Attempt = raising,
 ) -> list[Any]:
-    """Validate requests and their shared keywords. Media are validated on reading.
+    """Validate requests and their shared keywords. Media are validated when read.
 
     Args:
-        attempt: ``returning`` puts the error of an invalid request in its place.
-        inputs: further keywords, which the processor takes; None if they are not known.
+        attempt: ``returning`` returns an invalid request's error in its place.
+        inputs: further keywords that the processor accepts; None if they are not known.
 
     Raises:
         UserError: an invalid keyword, a keyword that duplicates ``params``, an unknown key of a request, or a prompt

@@ -24,23 +24,23 @@ class RequestState(Sampled):
 
     Args:
         history, index, generator: as for ``Sampled``.
-        prompt: to begin rejected outputs with.
-        request: that it answers; None for encoded prompts without one, of which trees and log probabilities are not
+        prompt: used to restart rejected outputs.
+        request: the request of this sequence; None for bare encoded prompts, whose trees and log probabilities are not
             recorded.
         logits: record the logits of each token.
-        drafts: whether tokens are drafted for it; otherwise it is decoded plainly, beside sequences with drafts.
+        drafts: whether to draft; False decodes plainly, possibly in a batch with drafted sequences.
         on_change: called in the worker thread after a step in which the sequence got tokens or ended.
-        token_bytes: bytes of a token, for the texts of recorded trees; None where there is no tokenizer.
+        token_bytes: bytes of a token, for the texts of recorded trees; None without a tokenizer.
 
     Attributes:
         finish_reason: set when the sequence has finished.
         cancelled: whether the client has dropped the sequence.
         added: time of queueing, ``perf_counter`` seconds.
         trees: verified trees, one per step; None if not recorded.
-        logprobs: of all generated tokens, and possibly of some after a stop; empty if not recorded.
+        logprobs: log probabilities of all generated tokens, and possibly of some after a stop; empty if not recorded.
         logits: (vocab,) float32 each, raw logits of all generated tokens and possibly of some after a stop; None if not
             recorded.
-        rejected: whether the output is to be begun anew.
+        rejected: whether the output was rejected and must be restarted.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class RequestState(Sampled):
 
     @property
     def ended(self) -> bool:
-        """Whether the output has ended: the sequence is done, or begins anew."""
+        """Whether the output has ended: the sequence is done or will restart."""
         return self.done or self.rejected
 
     @property
     def has_output(self) -> bool:
-        """Whether there are unread tokens, which may not be rejected any more, or the sequence is done."""
+        """Whether the sequence is done or has unread tokens that can no longer be rejected."""
         return self.done or (self.alignment is None and len(self.history) > self._read)
 
     def take(self) -> list[int]:
@@ -109,7 +109,7 @@ class RequestState(Sampled):
         return new
 
     def record(self, logits: Tensor, path: list[int], tokens: list[int]) -> None:
-        """Record logits and log probabilities before ``append``, so that tokens never lack theirs.
+        """Record logits and log probabilities; called before ``append``, so that every token has them.
 
         Args:
             logits: (nodes, vocab), raw logits of the target.
@@ -125,7 +125,7 @@ class RequestState(Sampled):
 
         Args:
             path: nodes of the accepted path.
-            tokens: the target's token after each of them.
+            tokens: the target's token after each node of the path.
         """
         failed = next((number for number, node in enumerate(path) if node in self.failures), len(path))
         try:
@@ -160,9 +160,9 @@ class RequestState(Sampled):
 
 
 class Wakeup:
-    """Blocks a thread until its sequences are in a certain state; an instance is their ``on_change``.
+    """Callback for ``on_change`` that wakes a waiting thread when its sequences reach some state.
 
-    The worker's thread tests the state, so that the waiting thread does not compete with it for the interpreter.
+    The worker thread tests the state, so that the waiting thread does not compete with it for the GIL.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class Wakeup:
             self._event.set()
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Wait until ``ready()``, which is also called by the worker's thread after every change."""
+        """Wait until ``ready()``; the worker thread also calls it after every change."""
         self._ready = ready
         while True:
             self._event.clear()

@@ -1,4 +1,4 @@
-"""A drafter on a target, with its budgets; exclusive use of drafters; warm-up of decode steps that are captured.
+"""Drafter and budgets of a target, exclusive use of drafters, and warm-up of captured decode steps.
 
 A capture in a decode step delays all of its sequences, and a buffer that grows drops the graphs that read it. Buffers
 are therefore reserved, and CUDA graphs captured, before the first request.
@@ -30,18 +30,18 @@ from mmspec.targets.runner import node_bucket
 from mmspec.targets.transformers_target import RESERVED_NODES, TransformersTarget, sharded
 
 _RELEASED = threading.Condition()
-_OWNERS: dict[int, Speculation] = {}  # by id of a drafter that drafts for running sequences
-_WANTED: dict[int, int] = {}  # by id of a drafter: engines that wait for it
+_OWNERS: dict[int, Speculation] = {}  # owner by drafter id, while it drafts for running sequences
+_WANTED: dict[int, int] = {}  # number of waiting engines by drafter id
 
 
 class Speculation:
-    """A drafter and its budgets on one target. Requests that decode together have the same.
+    """A drafter and its budgets on one target, shared by all requests of a batch.
 
     Args:
-        drafter: proposes trees; None decodes plainly.
+        drafter: the drafter; None decodes plainly.
 
     Attributes:
-        guard: the drafter, for decode steps.
+        guard: wraps the drafter in decode steps, so that its errors do not end sequences.
         budgets: tree sizes of decode steps.
 
     Raises:
@@ -60,7 +60,7 @@ class Speculation:
     def acquire(self) -> None:
         """Wait until no other target uses the drafter, then attach it.
 
-        An engine that waits here runs no sequences and uses no other drafter, so that this ends.
+        No deadlock: an engine that waits here runs no sequences and holds no other drafter.
         """
         mine = {id(part) for part in self._parts}
         with _RELEASED:
@@ -95,12 +95,11 @@ class Speculation:
             return any(id(part) in _WANTED for part in self._parts)
 
     def shares(self, other: Speculation) -> bool:
-        """Whether both have a drafter in common."""
+        """Whether the two have a drafter in common."""
         return any(part is candidate for part in self._parts for candidate in other._parts)
 
     def warm_up(self, rows: int, tokens: int | None = None, sizes: Sequence[int | None] = (None,)) -> None:
-        """Reserve buffers, capture decode steps and calibrate, with a target that has no sequences; see
-        ``Pipeline.warm_up``."""
+        """Reserve buffers, capture decode steps and calibrate, without sequences; see ``Pipeline.warm_up``."""
         assert isinstance(self.target, TransformersTarget), "others are not captured"
         shapes: set[DraftShape] = set()
         if self.drafter is not None:
@@ -111,7 +110,7 @@ class Speculation:
         try:
             warm_up(self.target, self.drafter, rows, tokens, budgets)
             self.budgets.calibrate(None in sizes)
-        except (UserError, torch.OutOfMemoryError) as error:  # requests capture their steps
+        except (UserError, torch.OutOfMemoryError) as error:  # requests then capture their steps
             warnings.warn(f"CUDA graphs could not be captured beforehand: {error}", RuntimeWarning, stacklevel=2)
         finally:
             self.release()
@@ -119,11 +118,11 @@ class Speculation:
 
 # ---------------------------------------------------------------------- warm-up
 
-_PROMPT = 128  # tokens of the rows that steps are captured with
-_TOKENS = 8192  # that are reserved per row, at most
-_LEAST_TOKENS = 2048  # per row; rather than fewer, fewer rows are reserved
-_SHARE = 0.5  # of the free device memory, for keys and values of the target
-_MOST_NODES = 512  # of all rows in a captured step; larger steps are captured when they occur
+_PROMPT = 128  # prompt tokens per row during capture
+_TOKENS = 8192  # maximum tokens reserved per row
+_LEAST_TOKENS = 2048  # minimum per row; if they do not fit, fewer rows are reserved
+_SHARE = 0.5  # share of free device memory for the target's KV cache
+_MOST_NODES = 512  # maximum nodes of all rows in a step captured here; larger steps are captured when they occur
 _log = logging.getLogger("mmspec.warm_up")
 
 
@@ -137,16 +136,16 @@ def captures_steps(target: Target) -> bool:
 def warm_up(
     target: TransformersTarget, drafter: Drafter | None, rows: int, tokens: int | None, budgets: Sequence[Budget]
 ) -> None:
-    """Reserve buffers and capture steps, from the largest on, whose memory the others share.
+    """Reserve buffers and capture steps, largest first, so that smaller steps share their memory.
 
-    Steps run on idle rows: nothing is accepted, so that no state changes.
+    Steps run on idle rows and accept no tokens, so that no state changes.
 
     Args:
-        target: without sequences.
-        drafter: attached to it, without sequences.
-        rows: sequences that decode at the same time.
-        tokens: of prompt and answer, per row, at most; fewer where a share of the free memory has room for fewer.
-        budgets: of the drafts, from the largest on.
+        target: has no sequences.
+        drafter: attached to the target, without sequences.
+        rows: maximum number of concurrent sequences.
+        tokens: maximum tokens per row, prompt and answer together; reduced to fit a share of the free memory.
+        budgets: budgets of the drafts, largest first.
     """
     cost, target.cost = target.cost, None  # no padding of nodes
     target.features = features(drafter)
@@ -175,7 +174,7 @@ def warm_up(
 
 
 def _reservation(target: TransformersTarget, rows: int, tokens: int | None) -> tuple[int, int]:
-    """Rows, and tokens per row, that are reserved."""
+    """Number of rows and of tokens per row to reserve."""
     limit = tokens or _TOKENS
     limit = min(limit, target.context_limit or limit)
     target.prefill(placeholder(1, _PROMPT, target), 1)
@@ -190,13 +189,13 @@ def _reservation(target: TransformersTarget, rows: int, tokens: int | None) -> t
 
 
 def _token_bytes(cache: TreeCache) -> int:
-    """Bytes of a token's keys and values."""
+    """KV-cache bytes per token."""
     size = sum(tensor.nbytes for tensor in cache.kv.tensors)
     return size // (cache.kv.rows * cache.kv.capacity) if size else 0
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Free memory of a device, with what torch keeps for new tensors."""
+    """Free memory of a device, unused memory of torch's caching allocator included."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
@@ -204,12 +203,12 @@ def _free_bytes(device: torch.device) -> int:
 def _capture(
     target: TransformersTarget, parts: Sequence[CapturedDrafter], rows: int, budgets: Sequence[Budget]
 ) -> None:
-    """Capture the steps of a number of rows, which target and drafters have."""
+    """Capture the steps of target and drafters at their current number of rows."""
     token = torch.zeros(rows, dtype=torch.long, device=target.device)
     budgets = [budget for budget in budgets if batch_bucket(rows) * budget.nodes < _MOST_NODES]
     nodes = max((budget.nodes for budget in budgets), default=0)
     depth = max((budget.depth for budget in budgets), default=0)
-    target.forward_tree(_chain(rows, 1 + nodes, target.device))  # the first pass allocates what recurrent layers record
+    target.forward_tree(_chain(rows, 1 + nodes, target.device))  # the first pass allocates buffers of recurrent layers
     for width in _buckets(1 + nodes):
         for _ in range(2):
             target.forward_tree(_chain(rows, width, target.device))
@@ -223,10 +222,10 @@ def _capture(
 def _capture_drafts(
     target: TransformersTarget, part: CapturedDrafter, token: Tensor, budgets: Sequence[Budget]
 ) -> None:
-    """Capture the drafts of each budget: as the first one, and after a step of each size, plain ones included."""
+    """Capture the drafts of each budget: the first draft, and drafts after a step of each size, also without drafts."""
     if not budgets:
         return
-    part.propose(token, budgets[0])  # as the first pass of the target
+    part.propose(token, budgets[0])  # allocates buffers, as the target's first pass does
     trees = {0: TokenTree.root(token)}  # by depth, which an update's shape depends on
     for budget in budgets:
         for _ in range(2):
@@ -236,13 +235,13 @@ def _capture_drafts(
         output, verdict = target.forward_tree(tree), _nothing(tree)
         for number, budget in enumerate(budgets):
             for _ in range(2):
-                for _ in range(1 if number else 2):  # of two steps, the first is an update without a draft
+                for _ in range(1 if number else 2):  # capture also an update without a draft
                     part.observe(tree, verdict, output)
                 part.propose(token, budget)
 
 
 def _buckets(nodes: int) -> Iterator[int]:
-    """Padded sizes of up to ``nodes`` nodes, the largest first."""
+    """Padded sizes of up to ``nodes`` nodes, largest first."""
     size = node_bucket(nodes)
     while size > 1:
         yield size
@@ -258,7 +257,7 @@ def _chain(rows: int, nodes: int, device: torch.device) -> TokenTree:
 
 
 def _nothing(tree: TokenTree) -> Verdict:
-    """The verdict on a tree of idle rows."""
+    """A verdict that accepts no tokens, for idle rows."""
     width = 1 + tree.max_depth
     packed = torch.zeros(tree.batch, 2 + 2 * width, dtype=torch.long, device=tree.tokens.device)
     packed[:, 2 : 2 + width] = -1

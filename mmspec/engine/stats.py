@@ -1,6 +1,6 @@
-"""What is recorded of decode steps: statistics, under vLLM's per-request names, their times, and verified trees.
+"""Statistics of decode steps, under vLLM's per-request names, step times, and records of verified trees.
 
-Times on a device are those of CUDA events where kernels run asynchronously, else of the host's clock.
+Device times come from CUDA events on CUDA and from the host's clock elsewhere.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Stats:
     ``num_spec_tokens`` is the maximum number of drafts that a step could accept, here the depth of the deepest tree:
     ``1 <= mean_acceptance_length <= num_spec_tokens + 1``.
 
-    ``num_rejected_outputs`` were begun before, with ``grammar_aligned``. Apart from ``wall_seconds`` and
-    ``time_to_first_token``, statistics are those of the output itself.
+    ``num_rejected_outputs`` counts earlier outputs that ``grammar_aligned`` rejected. Only ``wall_seconds`` and
+    ``time_to_first_token`` include them.
 
-    ``drafter_error`` is the name of a drafter that has failed and its error, if later steps were decoded without it.
+    ``drafter_error`` is the name and error of a drafter that failed; later steps were decoded without it.
 
     ``lossless`` is False if drafts that the target would not have chosen may have been accepted.
     """
 
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # of the prompt, with states from the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_generated_tokens: int = 0
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
@@ -62,7 +62,7 @@ class Stats:
 
         Args:
             drafted: draft tokens in the tree.
-            emitted: emitted tokens, up to a stop.
+            emitted: emitted tokens; tokens after a stop are excluded.
         """
         self.num_spec_tokens = max(self.num_spec_tokens, depth)
         self.num_spec_steps += 1
@@ -90,7 +90,7 @@ class Stats:
 
     @classmethod
     def combined(cls, parts: Iterable[Stats]) -> Stats:
-        """Counts of several sequences together; times, which sequences share, are left out."""
+        """Sum the counts of several sequences. Times are left out, as sequences share them."""
         whole = cls()
         for part in parts:
             whole.num_prompt_tokens += part.num_prompt_tokens
@@ -109,7 +109,7 @@ class Stats:
         return whole
 
     def to_dict(self) -> dict[str, float | int | str | list[int]]:
-        """All statistics, derived ones included, as JSON values."""
+        """All statistics, including derived statistics, as JSON values."""
         derived = ("mean_acceptance_length", "draft_acceptance_rate", "tokens_per_second")
         return {**{name: getattr(self, name) for name in derived}, **vars(self)}
 
@@ -132,18 +132,18 @@ def seconds(start: Mark, end: Mark) -> float:
 
 @dataclass(frozen=True)
 class TreeRecord:
-    """Tree of one sequence in one step, with its verdict.
+    """Verified tree of one sequence in one step.
 
     Attributes:
         tokens, parents: of each node, root first, with parent -1.
         path: nodes of the accepted path, root first. The step emits their tokens without the root's, then the bonus.
         probs: the target's probability of each node's token given its parent, before processors and temperature; 1 for
             the root.
-        bonus_prob: the same for the bonus token.
-        guesses: the drafter's probabilities, if it has any.
-        texts: of each node, its token's text with leading blanks; a part of a character is U+FFFD. Empty without a
+        bonus_prob: the target's probability of the bonus token.
+        guesses: the drafter's probability of each node given its parent; None if the drafter has no probabilities.
+        texts: text of each node's token, with leading blanks; a part of a character is U+FFFD. Empty without a
             tokenizer.
-        bonus_text: the same for the bonus token.
+        bonus_text: text of the bonus token.
     """
 
     tokens: list[int]
@@ -160,7 +160,7 @@ class TreeRecord:
 def record_tree(
     tree: TokenTree, row: int, verdict: Verdict, output: TargetOutput, token_bytes: Callable[[int], bytes] | None = None
 ) -> TreeRecord:
-    """Record one row of a verified tree; ``output`` is that of the verify pass."""
+    """Record one row of a verified tree; ``output`` is the verify pass's output."""
     path, emitted = verdict.host[row]
     nodes, logits, bonus = tree.drafted[row] + 1, output.logits[row], emitted[-1]  # padding is at the end
     tokens, parents = tree.tokens[row, :nodes], tree.parents[row, :nodes]

@@ -25,11 +25,11 @@ class Stopper:
         max_new_tokens: maximum new tokens per row.
         context_limit: maximum length of prompt plus output per row; None for no limit.
         eos_token_ids: tokens that end a row, and are emitted.
-        readers: make readers of the output after a prompt's token ids, for each row; a stop string that one of them
+        readers: factories of output readers, each called with a row's prompt token ids; a stop string that a reader
             finds ends the row.
         criteria: transformers' stopping criteria, called once per token with one row's tokens (prompt included), shape
             (1, length), and None.
-        device: of the tokens for ``criteria``.
+        device: device of the tokens passed to ``criteria``.
         max_time: seconds after the first token, at which rows end; None for no limit.
     """
 
@@ -61,10 +61,10 @@ class Stopper:
     def append(
         self, history: list[int], prompt_length: int, tokens: list[int], readers: Sequence[AnswerReader] = ()
     ) -> tuple[list[int], FinishReason | None]:
-        """Append ``tokens`` to ``history`` up to and including the first one that ends the row.
+        """Append ``tokens`` to ``history`` up to and including the first token that ends the row.
 
         Args:
-            readers: the row's, of all its tokens.
+            readers: output readers of this row.
 
         Returns:
             The appended tokens, and why the row ended, if it did.
@@ -72,7 +72,7 @@ class Stopper:
         end = prompt_length + self.limit(prompt_length)
         for count, token in enumerate(tokens, start=1):
             history.append(token)
-            met = self._criterion(history)  # which may count its calls
+            met = self._criterion(history)  # always called: criteria may count their calls
             for reader in readers:
                 reader.append(token)
             if met or token in self.eos_token_ids or any(reader.answer.stopped for reader in readers):
@@ -92,28 +92,28 @@ class Stopper:
         if not self.criteria:
             return False
         ids = torch.tensor([history], dtype=torch.long, device=self._device)
-        met = [bool(torch.as_tensor(one(ids, None), dtype=torch.bool).all()) for one in self.criteria]  # all are called
+        met = [bool(torch.as_tensor(one(ids, None), dtype=torch.bool).all()) for one in self.criteria]  # calls all
         return any(met)
 
 
 class JointCriteria:
-    """Stopping criteria of all rows, called as by ``generate``: once per token, with the tokens and scores of all rows.
+    """Stopping criteria over all rows, called once per token with all rows' tokens and scores, as in ``generate``.
 
-    Criteria may look at all rows, or count their calls. A row that has ended goes on until all rows have, unless an
-    end of sequence is among the criteria: it is then padded.
+    Criteria may read all rows or count their calls. A row that has ended continues until all rows have ended, or is
+    padded if an EOS criterion is among the criteria.
 
     Args:
         criteria: transformers' list of all criteria, called with (batch, length) int64 and ``scores``.
         input_ids: (batch, length) int64, the prompts.
-        padding: token of ended rows; None lets them go on.
-        processors: make scores of logits; None where criteria get no scores.
+        padding: padding token of ended rows; None continues them.
+        processors: logits processors that compute scores; None passes no scores to the criteria.
 
     Attributes:
         ids: (batch, length) int64, prompts and new tokens so far.
         scores: (batch, vocab) float32 for each new token, zeros at rows that have ended; None without ``processors``.
-        padding: as above.
+        padding: padding token of ended rows; None if they continue.
         over: whether all rows have ended.
-        ended: rows that take padding from now on.
+        ended: rows that are padded from now on.
         lengths: new tokens of each row, without padding.
     """
 
@@ -134,19 +134,19 @@ class JointCriteria:
         self._met = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def lacking(self, outputs: Sequence[Sequence[int]]) -> list[int]:
-        """Rows whose next token is needed, and not among their new tokens."""
+        """Rows whose next token is needed before the criteria can be called again."""
         short = (row for row, output in enumerate(outputs) if len(output) <= self._length)
         return [] if self.over else [row for row in short if row not in self.ended]
 
     def advance(self, outputs: Sequence[Sequence[int]], logits: Sequence[Sequence[Tensor] | None] = ()) -> None:
-        """Call the criteria after each token that all rows have, up to the end of all rows.
+        """Call the criteria for each token position that all rows have reached, until all rows have ended.
 
         Args:
             outputs: new tokens of each row.
-            logits: (vocab,) each, of each row and token; needed for scores.
+            logits: per row and token, (vocab,); needed for scores.
 
         Raises:
-            UserError: rows are padded, and a criterion has returned other than one truth value per row.
+            UserError: rows are padded, and a criterion did not return one truth value per row.
         """
         while not self.over and not self.lacking(outputs):
             tokens = [self.padding if row in self.ended else output[self._length] for row, output in enumerate(outputs)]
@@ -156,7 +156,7 @@ class JointCriteria:
             self._length += 1
             self.lengths = [end if row in self.ended else self._length for row, end in enumerate(self.lengths)]
             self.ids = torch.cat([self.ids, self.ids.new_tensor(tokens)[:, None]], dim=1)
-            # Not of one dimension if a criterion returns a column, as transformers' documentation says.
+            # Not one-dimensional if a criterion returns a column, as in transformers' documentation.
             self._met = self._met | self._criteria(self.ids, self.scores)
             self.over = bool(self._met.all())
             if self.padding is None:
@@ -172,14 +172,15 @@ class JointCriteria:
 def stopping_of(
     criteria: Sequence[Any], input_ids: Tensor, padding: int, processors: Sequence[Any] | None = None
 ) -> tuple[Stopper, JointCriteria | None]:
-    """The stopper of each row for transformers' criteria, and the criteria of all rows together, if there are several
-    rows or scores, and any criteria but length and end of sequence, which need no call per token.
+    """Convert transformers' criteria to a stopper per row, and joint criteria of all rows or None.
+
+    Joint criteria are needed for criteria other than length and EOS, with several rows or with scores.
 
     Args:
-        criteria: of a call of ``generate``, at least one of them ``MaxLengthCriteria``.
+        criteria: criteria of a ``generate`` call, at least one of them ``MaxLengthCriteria``.
         input_ids: (batch, length) int64, the prompts.
-        padding: token of ended rows.
-        processors: of the scores that criteria get; None if they get none.
+        padding: padding token of ended rows.
+        processors: logits processors that compute scores; None passes no scores to the criteria.
     """
     limits = [c.max_length - input_ids.shape[1] for c in criteria if type(c) is MaxLengthCriteria]
     eos = [int(t) for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten()]

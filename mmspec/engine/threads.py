@@ -1,7 +1,7 @@
-"""Threads of torch. Python threads have a team of OpenMP threads each; clients give up theirs.
+"""Number of torch's OpenMP threads.
 
-Beside other programs, a parallel region waits for each thread, also for those that the system does not run: the worker
-then uses fewer.
+Each Python thread has an OpenMP team; client threads release theirs. On a busy machine, a parallel region waits for
+threads that the system has not scheduled, so the worker uses fewer threads.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ import torch
 from mmspec.ops.cpu import limit_torch
 
 _WINDOW = 0.25  # seconds of steps between decisions
-_MUCH, _LITTLE = 0.25, 0.05  # delays as parts of the steps' time
-_FIRST, _LAST = 1.0, 60.0  # seconds without delays before more threads are tried
+_MUCH, _LITTLE = 0.25, 0.05  # high and low delays, as fractions of step time
+_FIRST, _LAST = 1.0, 60.0  # seconds without delays before trying more threads: initial, maximum
 _TASKS = Path("/proc/self/task")
-_SOFT = 1  # omp_pause_soft: settings are kept
+_SOFT = 1  # omp_pause_soft keeps settings
 _PROCESS = os.getpid()
 
 
 class ThreadCount:
-    """Number of threads, from the delays of threads in recent steps.
+    """Adapts the number of threads to scheduling delays in recent steps.
 
-    It is halved while delays are long, and doubled after some time without. Where this brings the delays back, the next
-    attempt comes after twice that time.
+    The number is halved while delays are high and doubled after some time without delays. If doubling brings the delays
+    back, the next attempt comes after twice that time.
 
     Attributes:
-        most: the number on a quiet machine.
-        count: the number to use.
+        most: number of threads on a quiet machine.
+        count: number of threads to use.
     """
 
     def __init__(self, most: int) -> None:
         self.most = self.count = most
         self._quiet = 0.0  # seconds without delays
         self._wait = _FIRST
-        self._raised = False  # the last change was to more threads, which have not proved good yet
+        self._raised = False  # the last change was an increase, not yet confirmed
 
     def record(self, wall: float, delayed: float) -> None:
-        """Choose the number after some steps.
+        """Update the number from a window of steps.
 
         Args:
-            wall: their seconds.
-            delayed: seconds in which threads were ready and did not run, of all threads together.
+            wall: wall-clock seconds of the steps.
+            delayed: seconds in which threads were runnable but not running, summed over threads.
         """
         self._quiet = self._quiet + wall if delayed <= _LITTLE * wall else 0.0
         if delayed > _MUCH * wall and self.count > 1:
@@ -65,10 +65,10 @@ class ThreadCount:
 
 
 class TorchThreads:
-    """Chooses the number of torch's threads for a thread that runs steps; other threads keep theirs.
+    """Sets the number of torch's threads in a worker thread; other threads are not affected.
 
     Args:
-        adapts: whether the number follows delays: not where steps compute elsewhere or wait for other ranks.
+        adapts: adapt the number to delays; False if steps run on another device or wait for other ranks.
     """
 
     def __init__(self, adapts: bool = True) -> None:
@@ -79,7 +79,7 @@ class TorchThreads:
 
     @property
     def count(self) -> int:
-        """Threads that torch computes steps with."""
+        """Number of torch threads used in steps."""
         return self._chosen.count
 
     def begin(self) -> None:
@@ -112,21 +112,20 @@ class TorchThreads:
 
 
 def _delays() -> dict[str, int] | None:
-    """Nanoseconds that each thread of this process has waited for a processor; None where the system does not count
-    them."""
+    """Run-queue wait of each thread of this process in nanoseconds; None if the system does not report it."""
     delays = {}
     for task in _TASKS.glob("*/schedstat"):
-        with suppress(OSError):  # a thread that has ended
+        with suppress(OSError):  # the thread has ended
             delays[task.parent.name] = int(task.read_text().split()[1])
     return delays or None
 
 
 def release_threads() -> None:
-    """End the calling thread's OpenMP threads; its next computation starts others.
+    """End the calling thread's OpenMP threads; its next computation starts new threads.
 
-    Teams of all Python threads count, idle ones too: once they have more threads than there are processors, libgomp no
-    longer spins at barriers, and a decode step, which has hundreds of them, takes several times as long. Without
-    libgomp, nothing happens.
+    If the teams of all Python threads, idle teams included, have more threads than there are processors, libgomp stops
+    spinning at barriers; a decode step has hundreds of barriers and takes several times as long. No effect without
+    libgomp.
     """
     if os.getpid() != _PROCESS:
         return  # after a fork, libgomp would wait for threads of the parent
@@ -136,9 +135,9 @@ def release_threads() -> None:
 
 @cache
 def _pause() -> Callable[[int], int] | None:
-    """libgomp's function, in the library that torch computes with."""
+    """``omp_pause_resource_all`` of the libgomp that torch uses; None if torch uses another OpenMP runtime."""
     library = ctypes.CDLL(torch._C.__file__)
-    if not hasattr(library, "GOMP_parallel") or hasattr(library, "__kmpc_fork_call"):  # the latter: LLVM's runtime
+    if not hasattr(library, "GOMP_parallel") or hasattr(library, "__kmpc_fork_call"):  # LLVM's OpenMP
         return None
     pause: Callable[[int], int] | None = getattr(library, "omp_pause_resource_all", None)  # since GCC 9
     return pause

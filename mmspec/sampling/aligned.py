@@ -1,14 +1,14 @@
-"""Sampling that follows the model's own distribution given the grammar (grammar-aligned decoding, arXiv 2405.21047).
+"""Grammar-aligned decoding (arXiv 2405.21047): samples the model's distribution conditioned on the grammar.
 
-Masks renormalise every token by itself, so that a beginning which few outputs of the model would continue within the
-grammar is as probable as one which nearly all would. Here, tokens are drawn without masks. An output is rejected at its
-first forbidden token and begun anew: adaptive rejection sampling, whose accepted outputs are exact, whatever was
-rejected before. What has been rejected is excluded from then on: each beginning of an output where one was rejected has
-a weight, the probability that it is not known to leave the grammar,
+Grammar masks distort this distribution, as they renormalise each token separately: they ignore how probably a prefix
+can be completed within the grammar. Here, tokens are drawn without masks, and an output is rejected at its first
+forbidden token and restarted (adaptive rejection sampling; accepted outputs are exact). Rejected continuations are
+excluded from later attempts: each prefix x of a rejected output has a weight, the probability that its continuation is
+not known to violate the grammar,
 
-    w(x) = sum over tokens t of p(t | x) w(x t),    w = 0 after a forbidden token, w = 1 of what is not known,
+    w(x) = sum over tokens t of p(t | x) w(x t),    w = 0 after a forbidden token, w = 1 for unexplored prefixes,
 
-and later outputs draw t with a probability in proportion to p(t | x) w(x t).
+and later outputs draw t with probability proportional to p(t | x) w(x t).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch import Tensor
 from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
 
-_MOST = 1000  # rejected outputs of a sequence
+_MOST = 1000  # maximum rejected outputs per sequence
 
 
 class RejectedError(Exception):
-    """A token was drawn that the grammar forbids: the output is to be begun anew."""
+    """The sampled token is forbidden by the grammar: the output must be restarted."""
 
 
 @dataclass(slots=True)
 class _Beginning:
-    """A beginning of outputs.
+    """Trie node of an output prefix.
 
     Attributes:
-        prob: probability of its last token.
-        weight: as above.
-        rest: probability of all allowed tokens that are not in ``children``; None before a token was drawn.
-        children: by token, if it was drawn and allowed.
+        prob: probability of the prefix's last token.
+        weight: w(x), see the module.
+        rest: total probability of allowed tokens not in ``children``; None before the first draw.
+        children: longer prefixes by sampled, allowed token.
     """
 
     prob: float = 1.0
@@ -45,19 +45,19 @@ class _Beginning:
 
 
 class Alignment:
-    """What the outputs of a sequence have shown about its grammar."""
+    """Trie of the rejected outputs of one sequence."""
 
     def __init__(self) -> None:
         self.rejected = 0
-        self._path = [_Beginning()]  # of the output so far, by number of tokens
+        self._path = [_Beginning()]  # prefixes of the current output, by length
 
     def weighted(self, length: int, scores: Tensor, allowed: Tensor) -> Tensor:
-        """The scores to draw a token from, which ``take`` then gets.
+        """Reweight the scores for the next draw; pass the sampled token to ``take``.
 
         Args:
-            length: number of tokens before, of the output that earlier calls have drawn.
+            length: number of output tokens so far.
             scores: (1, vocab) float32, after all processors.
-            allowed: (vocab,) bool, by the grammar.
+            allowed: (vocab,) bool, the grammar's mask.
         """
         del self._path[length + 1 :]
         here, weights = self._path[length], on_device(allowed, scores.device).double()
@@ -70,13 +70,13 @@ class Alignment:
         return scores + weights.log().to(scores.dtype)
 
     def take(self, token: int) -> bool:
-        """Go on with a token; returns whether the grammar allows it."""
+        """Append a sampled token; returns whether the grammar allows it."""
         here, probs, allowed = self._path[-1], self._probs, bool(self._allowed[token])
         if allowed:
             self._path.append(here.children.setdefault(token, _Beginning()))
             self._path[-1].prob = float(probs[token])
         probs[list(here.children)] = 0.0
-        here.rest = float(probs.sum())  # without cancellation: 0 where all were drawn
+        here.rest = float(probs.sum())  # summed without cancellation: exactly 0 after all tokens were drawn
         return allowed
 
     def reject(self) -> None:

@@ -1,4 +1,4 @@
-"""The target's token choice at every tree node: logits processors, then argmax or sampling.
+"""Samples the target's token at every tree node: logits processors, then argmax or sampling.
 
 Every node has its own token history (prompt, emitted tokens, path to the node), so that repetition penalties and n-gram
 bans are exact on trees.
@@ -22,13 +22,12 @@ from mmspec.sampling.processors import Histories, NodeHistories, TreeProcessor
 from mmspec.sampling.sampler import Sampled, Sampler
 
 _ROUND = {True: 2**20, False: 2**23}
-"""Scores, in elements, that are warped and drawn from in the time of a round over few rows, which is mostly latency: by
-whether they are sorted. Estimates for GPUs, not measured: 0.2 ns for a score that is sorted, 0.02 ns for another one,
-0.1 to 0.2 ms for the launches of a round."""
+"""Number of scores that can be warped and sampled in the (mostly launch) time of one round over few rows, by whether
+warpers sort. GPU estimates, not measured: 0.2 ns per score with sorting, 0.02 ns without, 0.1 to 0.2 ms per round."""
 
 _FEW_SCORES = 2**18
-"""Scores, in elements, whose maxima a CPU finds at all nodes in less time than it follows a path: of five nodes of
-SmolLM2."""
+"""Number of scores up to which a CPU computes the argmax at all nodes faster than it follows a path (five nodes of
+SmolLM2)."""
 
 
 class BatchSampler:
@@ -66,7 +65,7 @@ class BatchSampler:
 
 
 class _Group:
-    """Rows with equal processors."""
+    """Batched sampling of rows with equal processors."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -77,7 +76,7 @@ class _Group:
         if self._sampler.by_path:
             return self._by_path(rows, tree, logits, numbers)
         try:
-            # Masks at reached nodes suffice, unless processors come after them.
+            # Masks at reached nodes suffice, unless processors follow the masks.
             later = self._on_host(tree, logits.device) and not self._sampler.before_warpers
             if not later and any(row.constraint for row in rows):
                 logits = self._mask(None, rows, tree, logits.to(torch.float32, copy=True))
@@ -91,8 +90,8 @@ class _Group:
             return torch.zeros_like(tree.tokens)
 
     def _numbers(self, rows: Sequence[Sampled], tree: TokenTree, device: torch.device) -> tuple[Tensor, ...]:
-        """Random numbers of a step, (batch, nodes) each: none in greedy decoding, else those that draw the token after
-        each node; in drawn trees after others, which decide about each node at its parent."""
+        """Random numbers of a step, (batch, nodes) each: none in greedy decoding; else a tensor to draw the token after
+        each node, preceded for sampled trees by a tensor to accept or reject each node."""
         if not self._sampler.do_sample:
             return ()
         if tree.draft_probs is not None:
@@ -103,11 +102,11 @@ class _Group:
     def _pick(
         self, tree: TokenTree, scores: Tensor, numbers: tuple[Tensor, ...], constrained: Sequence[Sampled] = ()
     ) -> Tensor:
-        """Choose tokens: at all nodes at once, or only at those that are reached by chosen tokens.
+        """Choose tokens at all nodes at once, or only at nodes reached by chosen tokens.
 
         Args:
-            scores: (batch, nodes, vocab), to which all processors but the warpers were applied.
-            constrained: the rows, if their grammars are still to be applied.
+            scores: (batch, nodes, vocab), after all processors except warpers.
+            constrained: the rows, if their grammars have not been applied yet.
         """
         at_once = not numbers and scores.numel() <= _FEW_SCORES and not any(row.constraint for row in constrained)
         if self._on_host(tree, scores.device) and not at_once:
@@ -117,11 +116,11 @@ class _Group:
         return self._tokens(tree, scores, numbers)
 
     def _on_host(self, tree: TokenTree, device: torch.device) -> bool:
-        """Whether paths are followed on the host, with a host sync per level."""
+        """Whether to follow paths on the host, with one host sync per level."""
         return tree.nodes > 1 and not self._sampler.lossy and not kernels.static_shapes(device)
 
     def _rounds_pay(self, tree: TokenTree, vocab: int) -> bool:
-        """Whether a round for each level takes less time than all nodes at once."""
+        """Whether one round per level is faster than all nodes at once."""
         further = tree.max_depth
         saved = (tree.nodes - 1 - further) * tree.batch * vocab
         return saved > further * _ROUND[any(warper.sorts for warper in self._sampler.warpers)]
@@ -135,7 +134,7 @@ class _Group:
         while reached:
             places = [row * tree.nodes + node for row, node, _ in reached]
             at = torch.tensor(places, dtype=torch.long)
-            # One row without a copy.
+            # A single row needs no copy.
             level = scores[at] if len(places) > 1 else scores[places[0] : places[0] + 1]
             below = []
             if any(row.constraint for row in constrained):
@@ -148,7 +147,7 @@ class _Group:
         return torch.tensor(choices, dtype=torch.long)
 
     def _along_paths_on_device(self, tree: TokenTree, scores: Tensor, numbers: tuple[Tensor, ...]) -> Tensor:
-        """In a round for each level, without a host sync; a path that has ended stays at its last node."""
+        """Choose tokens level by level without host syncs; an ended path stays at its last node."""
         choices, scores = torch.zeros_like(tree.tokens).flatten(), scores.flatten(0, 1)
         first = tree.nodes * torch.arange(tree.batch, device=scores.device)[:, None]
         places, parents = first + torch.arange(tree.nodes, device=scores.device), first + tree.parents
@@ -157,7 +156,7 @@ class _Group:
         for depth in range(tree.max_depth + 1):
             tokens = self._after(tree, at, scores.index_select(0, at), numbers)
             choices.scatter_(0, at, tokens)
-            if depth < tree.max_depth:  # a child, of which there is at most one, comes after its parent
+            if depth < tree.max_depth:  # at most one child is reached, and it follows its parent
                 chosen = (parents == at[:, None]) & (drafted == tokens[:, None])
                 at = torch.where(chosen, places, at[:, None]).amax(1)
         return choices.view_as(tree.tokens)
@@ -167,10 +166,10 @@ class _Group:
 
         Args:
             at: (some,) int64, the nodes as indices into (batch * nodes).
-            scores: (some, vocab), theirs.
+            scores: (some, vocab), scores of the tokens after these nodes.
         """
         drawing = tuple(x.flatten()[at, None] for x in numbers[-1:])
-        if len(numbers) > 1 or self._sampler.lossy:  # drawn trees, and lossy acceptance: need a node's children
+        if len(numbers) > 1 or self._sampler.lossy:  # sampled trees and lossy acceptance need a node's children
             drawing = *(x[at // tree.nodes] for x in numbers[:-1]), *drawing
             tree = _stars(tree, at)
         return self._tokens(tree, scores[:, None], drawing)[:, 0]
@@ -194,7 +193,7 @@ class _Group:
         return scores
 
     def _process(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
-        """Apply all processors but the warpers at all nodes."""
+        """Apply all processors except warpers at all nodes."""
         forms = self._sampler.before_warpers
         if not forms:
             return logits
@@ -209,7 +208,7 @@ class _Group:
         return scores
 
     def _mask(self, place: int | None, rows: Sequence[Sampled], tree: TokenTree, scores: Tensor) -> Tensor:
-        """Mask the scores of visited nodes, in place, by a tree processor; None is the rows' grammars."""
+        """Mask the scores of visited nodes in place with a tree processor; None applies the rows' grammars."""
         nodes: list[int] = []
         found: list[Tensor] = []
         for at_row, (row, children) in enumerate(zip(rows, tree.children, strict=True)):
@@ -231,7 +230,7 @@ class _Group:
         return flat.view(scores.shape)
 
     def _by_path(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor, numbers: tuple[Tensor, ...]) -> Tensor:
-        """Choose tokens along the accepted path only, as plain decoding does."""
+        """Choose tokens only along the accepted path, as in plain decoding."""
         choices = [[0] * tree.nodes for _ in rows]
         for at_row, (row, children) in enumerate(zip(rows, tree.children, strict=True)):
             history, node = list(row.history), 0
@@ -261,10 +260,10 @@ class _Group:
         return on_device(choices, logits.device)
 
     def _called(self, row: Sampled, ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores, (1, vocab), after all processors but the warpers, called one by one.
+        """Scores, (1, vocab), after all processors except warpers, called one by one.
 
         Raises:
-            UserError: one of them has left no token to choose.
+            UserError: a processor left no token to choose.
         """
         culprit = None
         for place, processor in enumerate(self._sampler.processors[: len(self._sampler.before_warpers)]):
@@ -302,7 +301,7 @@ def _allowed_only(rows: Sequence[Sampled], reached: list[tuple[int, int, tuple[i
     """Mask scores, (reached, vocab), with the rows' grammars.
 
     Args:
-        reached: row, node and path of each of the scores.
+        reached: row, node and path for each entry of ``scores``.
     """
     scores = scores.clone()
     for one, (place, node, path) in zip(scores, reached, strict=True):
@@ -317,7 +316,7 @@ def _allowed_only(rows: Sequence[Sampled], reached: list[tuple[int, int, tuple[i
 
 
 def _stars(tree: TokenTree, at: Tensor) -> TokenTree:
-    """For each of some nodes, a tree whose root it is and whose other valid nodes are its children, with their indices.
+    """For each given node, a tree of the node as root and its children, with their indices in ``tree``.
 
     Args:
         at: (some,) int64, indices into (batch * nodes).
@@ -331,21 +330,21 @@ def _stars(tree: TokenTree, at: Tensor) -> TokenTree:
 
 
 def lossy_choices(tree: TokenTree, scores: Tensor, limit: float) -> Tensor:
-    """The token after each node, (batch, nodes) int64: the target's, or a drafted one.
+    """Lossy token choice after each node, (batch, nodes) int64: the target's token, or a drafted token.
 
     BiLD's rollback policy (Big Little Decoder, arXiv 2302.07863, section 3.3) on trees: the most probable child of a
-    node is chosen if its negative log probability is at most the limit; it is the target's own token where that is
-    among the children. Where BiLD's small model hands over by a threshold on its own confidence, the drafters' tree
-    sizes decide.
+    node is chosen if its negative log probability is at most the limit. If the target's token is among the children, it
+    is the most probable child. BiLD's small model hands over at a confidence threshold; here the drafters' tree sizes
+    decide.
 
     Args:
-        tree: the draft, not drawn at random.
-        scores: (batch, nodes, vocab), of the target after each node, after all logits processors.
-        limit: in nats, above 0.
+        tree: the draft, not sampled.
+        scores: (batch, nodes, vocab), the target's scores after all logits processors.
+        limit: maximum negative log probability in nats, above 0.
     """
     choices = ops.greedy(scores).tolist()
     rows = torch.arange(tree.batch, device=scores.device)[:, None]
-    own = scores.float().log_softmax(-1)[rows, tree.parents, tree.tokens].tolist()  # of the root: unused
+    own = scores.float().log_softmax(-1)[rows, tree.parents, tree.tokens].tolist()  # the root's value is unused
     for row, nodes in enumerate(tree.children):
         for node, children in enumerate(nodes):
             if children:

@@ -1,5 +1,5 @@
-"""Logits processors and samplers of sampling parameters, and defaults of parameters: the library's, or those of a
-model's generation config."""
+"""Samplers and logits processors from sampling parameters, and parameter defaults from the library or a model's
+generation config."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mmspec.sampling.sampler import Constraint, Processor, Sampler
 MODELS, LIBRARYS = "auto", "mmspec"
 SOURCE = Rule(f"{MODELS!r} or {LIBRARYS!r}", lambda value: value in (MODELS, LIBRARYS))
 
-_OWN = tuple(name for name in LIBRARY if name != "stop")  # under the same names in a generation config
-_SAMPLING = ("temperature", "top_p", "top_k")  # which generate() itself has defaults for
-_FILTERS = (  # in the order of transformers' generate, each with the value that changes nothing
+_OWN = tuple(name for name in LIBRARY if name != "stop")  # generation configs use the same names
+_SAMPLING = ("temperature", "top_p", "top_k")  # generate() has its own defaults for these
+_FILTERS = (  # in the order of transformers' generate, each with its neutral value
     ("temperature", 1.0, hf.TemperatureLogitsWarper),
     ("top_k", 0, hf.TopKLogitsWarper),
     ("top_p", 1.0, hf.TopPLogitsWarper),
@@ -41,8 +41,8 @@ def sampler(
     """Sampler with these parameters.
 
     Args:
-        custom: the request's own logits processors.
-        chain: all logits processors, ``custom`` included; by default those of ``processors``.
+        custom: the request's custom logits processors.
+        chain: all logits processors, ``custom`` included; by default the result of ``processors``.
         constraint: as for ``Sampler``.
     """
     chain = processors(params, custom) if chain is None else chain
@@ -64,11 +64,11 @@ def processors(
     prompt_length: int = 0,
     eos_token_ids: Sequence[int] = (),
 ) -> LogitsProcessorList:
-    """Logits processors in the order of transformers' ``generate``: ``custom`` ones precede the temperature.
+    """Logits processors in the order of transformers' ``generate``: ``custom`` processors precede the temperature.
 
     Args:
         prompt_length: tokens before the output.
-        eos_token_ids: tokens that ``min_new_tokens`` forbids at first.
+        eos_token_ids: tokens that are forbidden before ``min_new_tokens``.
     """
     chain, params = LogitsProcessorList(), params.over(LIBRARY)
     if params.repetition_penalty != 1.0:
@@ -85,13 +85,13 @@ def processors(
 
 
 def additive(params: SamplingParams, prompt_length: int) -> list[Processor]:
-    """The logits processor of ``logit_bias``, ``presence_penalty`` and ``frequency_penalty``, if there are any."""
+    """Logits processor of ``logit_bias``, ``presence_penalty`` and ``frequency_penalty``; empty if none is set."""
     bias, presence, frequency = params.logit_bias or (), params.presence_penalty, params.frequency_penalty
     return [AdditiveTerms(bias, presence, frequency, prompt_length)] if bias or presence or frequency else []
 
 
 def signature(processors: Sequence[Any]) -> Hashable:
-    """Key of logits processors: those with equal keys compute the same."""
+    """Key of logits processors: equal keys mean equal computation."""
     return tuple(
         (type(one), tuple((name, _comparable(value)) for name, value in sorted(vars(one).items())))
         for one in processors
@@ -99,7 +99,7 @@ def signature(processors: Sequence[Any]) -> Hashable:
 
 
 def _comparable(value: Any) -> Hashable:
-    """A key of plain values and tensors; anything else equals nothing."""
+    """Hashable key of plain values and tensors; other objects get a unique key."""
     if isinstance(value, Tensor):
         return (value.dtype, value.shape, tuple(value.flatten().tolist()))
     if isinstance(value, dict):
@@ -110,7 +110,7 @@ def _comparable(value: Any) -> Hashable:
 
 
 class Defaults:
-    """The library's defaults, and no logits processors but those of the sampling parameters.
+    """Library defaults, without logits processors other than those of the sampling parameters.
 
     Args:
         eos_token_ids: tokens that end an answer.
@@ -121,16 +121,16 @@ class Defaults:
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """Values of ``SamplingParams`` that requests leave unset."""
+        """Default values of unset ``SamplingParams``."""
         return {}
 
     @property
     def served(self) -> Mapping[str, Any]:
-        """Values that ``mmspec generate`` and requests to a server leave unset."""
+        """Default values of ``mmspec generate`` and of requests to a server."""
         return self.params
 
     def complete(self, params: SamplingParams) -> SamplingParams:
-        """Parameters with a value of each: a request's own, the model's, or the library's."""
+        """Fill unset parameters with the model's, then the library's values."""
         return params.over({**LIBRARY, **self.params})
 
     def processors(
@@ -139,7 +139,7 @@ class Defaults:
         """All logits processors of a request, in the order of transformers' ``generate``.
 
         Args:
-            params: complete ones.
+            params: parameters from ``complete``.
             input_ids: (1, length) int64, the prompt.
         """
         return processors(params, custom, input_ids.shape[1], self._eos_token_ids)
@@ -155,29 +155,29 @@ class Defaults:
         return sampler(params, custom, self.processors(params, input_ids, custom), constraint)
 
     def describe(self) -> str:
-        """Defaults that differ from the library's, in one line; empty without any."""
+        """One-line description of defaults that differ from the library's; empty if none differ."""
         shown = [f"{name} {value}" for name, value in self.params.items() if value != LIBRARY[name]]
         return ", ".join([*shown, *self.others()])
 
     def others(self) -> list[str]:
-        """Names of the logits processors beside those of the sampling parameters."""
+        """Names of further logits processors, not derived from the sampling parameters."""
         return []
 
 
 class ModelDefaults(Defaults):
     """Defaults of a model's generation config, which is read at each request.
 
-    Entries with a field in ``SamplingParams`` are its defaults. transformers makes logits processors of the others,
-    as in ``generate``.
+    Entries with a field in ``SamplingParams`` are its defaults. transformers builds logits processors from the other
+    entries, as in ``generate``.
 
     Raises:
-        UserError: the generation config asks for beam search or the like, for a logits processor that does not run on
-            trees, or has a value out of range.
+        UserError: the generation config requests another generation mode such as beam search, requests a logits
+            processor that does not run on trees, or has a value out of range.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._checked: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # last values of the config, as read and checked
+        self._checked: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # the config's last values: as read, and checked
         try:
             refuse_other_modes(model.generation_config)
             params = self.complete(SamplingParams())
@@ -192,7 +192,7 @@ class ModelDefaults(Defaults):
         found, general = self._named, GenerationConfig._get_default_generation_params()
         if self._model.generation_config.do_sample:
             return {name: general[name] for name in _SAMPLING} | found
-        found.pop("temperature", None)  # generate() is greedy, whatever the temperature
+        found.pop("temperature", None)  # without do_sample, generate() is greedy and ignores the temperature
         return found
 
     @property
@@ -201,7 +201,7 @@ class ModelDefaults(Defaults):
 
     @property
     def _named(self) -> dict[str, Any]:
-        """Values that the generation config names."""
+        """Values set in the generation config."""
         config = self._model.generation_config
         found = {name: getattr(config, name) for name in _OWN} | {"stop": config.stop_strings}
         found = {name: value for name, value in found.items() if value is not None}
@@ -239,8 +239,8 @@ class ModelDefaults(Defaults):
 
 
 def refuse_other_modes(config: GenerationConfig, assistant_model: Any = None) -> None:
-    """Raise ``UserError`` unless a generation config asks for greedy search, sampling or assisted generation, which has
-    the same tokens."""
+    """Raise ``UserError`` unless a generation config requests greedy search, sampling, or assisted generation, which
+    yields the same tokens."""
     mode = config.get_generation_mode(assistant_model)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
         asked = str(mode.value).replace("_", " ")

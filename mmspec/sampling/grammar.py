@@ -1,5 +1,6 @@
-"""Structured output: grammars compiled by llguidance for a tokenizer. They begin with the output, after a text in it,
-such as the marker of a tool call, or after the model's thoughts.
+"""Structured output: grammars compiled by llguidance for a tokenizer.
+
+A grammar starts at the beginning of the output, after a trigger text such as a tool-call marker, or after reasoning.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from mmspec.errors import UserError
 from mmspec.sampling.syntax import compiled, library, shortened, source, trigger_pattern
 from mmspec.sampling.thoughts import MOST_BLANKS, Phase, Place, Thoughts
 
-_KEPT = 8  # compiled grammars, of at most some 100 MiB each
-_QUICK = 0.05  # seconds in which a grammar is compiled within a decode step
-_LONGEST = 1024  # bytes of a match of a pattern
-_MOST_SPELT = 256  # masks
+_KEPT = 8  # cached compiled grammars, of up to about 100 MiB each
+_QUICK = 0.05  # maximum seconds to recompile a grammar within a decode step
+_LONGEST = 1024  # maximum bytes of a pattern's match
+_MOST_SPELT = 256  # cached masks
 
 Result = TypeVar("Result")
 
 
 class BeyondEndError(UserError):
-    """``min_new_tokens`` goes beyond the end of an output: only EOS tokens may follow."""
+    """The grammar allows only EOS tokens before ``min_new_tokens`` is reached."""
 
     def __init__(self, kind: str, end: int, least: int) -> None:
         self.kind, self.end, self.least = kind, end, least
@@ -38,7 +39,7 @@ class BeyondEndError(UserError):
         return type(self), (self.kind, self.end, self.least)
 
     def message(self, name: str, grammar: str) -> str:
-        """The message, with other names of ``min_new_tokens`` and of what constrains the output."""
+        """The message with the caller's names of ``min_new_tokens`` and of the grammar's parameter."""
         return f"{name} must not go beyond the end of {grammar}: expected at most {self.end} here, got {self.least}"
 
 
@@ -46,14 +47,14 @@ class Grammars:
     """Compiles grammars for a tokenizer.
 
     Args:
-        tokenizer: of transformers, with a ``tokenizers`` backend.
-        eos_token_ids: tokens that end an answer; the only ones allowed at the end of a grammar.
+        tokenizer: transformers tokenizer with a ``tokenizers`` backend.
+        eos_token_ids: tokens that end an answer; only these are allowed at the end of a grammar.
 
     Attributes:
         tokenizer: llguidance's.
 
     Raises:
-        UserError: the tokenizer has no such backend, there is no EOS token, or llguidance is not installed.
+        UserError: the tokenizer has no such backend, the model has no EOS token, or llguidance is not installed.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int]) -> None:
@@ -75,25 +76,25 @@ class Grammars:
             if text:
                 spelt = TokenizerWrapper(_Spelt(self.tokenizer, text))
                 self.tokenizer = library().LLTokenizer(spelt, eos_token=self._eos[0])
-        except Exception as error:  # of Rust: its types are not exported
+        except Exception as error:  # Rust error types are not exported
             reason = shortened(str(error))
             raise UserError(f"llguidance cannot read the tokenizer {type(tokenizer).__name__}: {reason}") from error
         self._lock = Lock()
-        self._texts: list[bytes] = []  # of all tokens
+        self._texts: list[bytes] = []  # bytes of all tokens
         self._spelt: dict[Hashable, Tensor] = {}
-        self._entries: dict[tuple[str, str], _Entry] = {}  # the last used one at the end
+        self._entries: dict[tuple[str, str], _Entry] = {}  # LRU cache, most recently used last
 
     def compile(self, kind: str, text: str) -> Grammar:
-        """The grammar for this tokenizer: the same one for the same text, as long as it is among the last ``_KEPT``.
+        """Compile a grammar for this tokenizer, or return it from the LRU cache of ``_KEPT`` grammars.
 
-        Threads that ask for the same grammar wait for the one that compiles it.
+        Concurrent calls for one grammar compile it once.
 
         Args:
             kind: one of ``KINDS``.
             text: the schema, pattern or grammar.
 
         Raises:
-            UserError: as for ``check_grammar``; no output satisfies the grammar, or the vocabulary cannot spell any.
+            UserError: as for ``check_grammar``; or no output satisfies the grammar with this vocabulary.
         """
         key = (kind, str(text))
         with self._lock:
@@ -109,11 +110,11 @@ class Grammars:
     def spelt(
         self, token_bytes: Callable[[int], bytes], key: Hashable, before: bytes, holds: Callable[[bytes], bool]
     ) -> Tensor:
-        """(vocab,) bool, the tokens whose bytes, after those of ``before``, satisfy a condition.
+        """(vocab,) bool mask of tokens whose bytes, appended to ``before``, satisfy a condition.
 
         Args:
-            token_bytes: bytes of a token; llguidance has none of the byte FF.
-            key: of the condition; masks are kept by it and ``before``.
+            token_bytes: bytes of a token; llguidance lacks tokens with byte FF.
+            key: cache key of the condition; masks are cached by ``key`` and ``before``.
         """
         self._texts = self._texts or [token_bytes(token) for token in range(self._width)]
         if (key, before) not in self._spelt:
@@ -125,18 +126,18 @@ class Grammars:
     def _build(self, kind: str, text: str) -> Grammar:
         form = source(kind, text)
         grammar = Grammar(kind, lambda: compiled(kind, self.tokenizer, form), self._eos, self._width)
-        grammar.mask(grammar.start([]))  # raises where there is no first token
+        grammar.mask(grammar.start([]))  # raises if no first token is allowed
         return grammar
 
 
 class _Spelt:
-    """llguidance's tokenizer with some of its special tokens as ordinary ones, in the form that it wraps.
+    """Tokenizer interface for llguidance that turns some special tokens into ordinary tokens.
 
-    llguidance takes every added token like ``<tool_call>`` for a special one, which the same text in a grammar never
-    matches: Qwen's models, which write it as this token, could not call.
+    llguidance treats every added token like ``<tool_call>`` as special, and text in a grammar never matches special
+    tokens. Qwen's models emit ``<tool_call>`` as this token and could not call tools.
 
     Args:
-        text: tokens that are ordinary.
+        text: tokens to treat as ordinary text.
     """
 
     bos_token_id = None
@@ -154,7 +155,7 @@ class _Spelt:
 
 @dataclass
 class _Entry:
-    """A grammar, once it is compiled."""
+    """Cache entry of a grammar that may still be compiling."""
 
     lock: Lock = field(default_factory=Lock)
     grammar: Grammar | None = None
@@ -162,30 +163,29 @@ class _Entry:
 
 @dataclass
 class _State:
-    """Matcher of one sequence, and the tokens that it has consumed."""
+    """Matcher of one sequence, and its consumed tokens."""
 
     matcher: Any
     tokens: list[int] = field(default_factory=list)
 
 
 class Grammar:
-    """A compiled grammar, as a ``TreeProcessor`` that can also be asked about drafts before they are verified.
+    """A compiled grammar as a ``TreeProcessor``, which also checks drafts before verification.
 
-    The masks of a sequence depend on its tokens alone. EOS tokens are allowed where the grammar may end and nowhere
-    else, even if they are ordinary text, such as a line break: they would cut the output. They are never consumed.
-    Sequences have copies of one matcher, which share its lexer and the limits on it: where one has reached a limit of
-    the lexer, the grammar is compiled again, so that the outcome depends on the tokens alone. That happens within a
-    decode step, and is done only if it is quick.
+    A sequence's masks depend only on its tokens. EOS tokens are allowed only where the grammar may end, even if they
+    are ordinary text such as a line break, as they would cut the output. They are never consumed. Sequences use copies
+    of one matcher, which share its lexer and the lexer's limits. After a sequence has reached a lexer limit, the
+    grammar is recompiled within the decode step if that is quick, so that results depend only on the tokens.
 
     Args:
         kind: one of ``KINDS``, for messages.
-        build: compiles a new matcher of llguidance.
-        eos: EOS tokens; matchers know the first one.
+        build: compiles a new llguidance matcher.
+        eos: EOS tokens; matchers handle only the first.
         width: size of the tokenizer's vocabulary.
 
     Attributes:
         kind, eos: as above.
-        spent: the lexer has reached a limit: later requests need a new one.
+        spent: whether the lexer has reached a limit, so that later requests need a new lexer.
     """
 
     def __init__(self, kind: str, build: Callable[[], Any], eos: Sequence[int], width: int) -> None:
@@ -212,7 +212,7 @@ class Grammar:
     def mask(self, state: _State) -> Tensor:
         bits = np.frombuffer(self._tried(state, lambda matcher: matcher.compute_bitmask(), None), np.uint8)
         allowed = torch.from_numpy(np.unpackbits(bits, count=self._width, bitorder="little")).view(torch.bool)
-        # Not as text, too, which tokens of this use may have: each ends the answer.
+        # EOS tokens that are also ordinary text are not allowed as text: each ends the answer.
         allowed[self.eos] = state.matcher.is_accepting()
         if not bool(allowed.any()):
             raise UserError(
@@ -230,16 +230,16 @@ class Grammar:
         return tokens[: next((place for place, token in enumerate(tokens) if token in self.eos), len(tokens))]
 
     def allows(self, state: _State, token: int) -> bool:
-        """Whether the grammar can go on with a token: not with EOS tokens."""
+        """Whether the grammar can continue with a token; False for EOS tokens."""
         return token not in self.eos and state.matcher.validate_tokens([token]) == 1
 
     def _tried(self, state: _State, call: Callable[[Any], Result | None], otherwise: UserError | None) -> Result:
-        """The result of a function of the matcher.
+        """Call a function of the matcher and return its result.
 
-        A matcher that has reached a limit fails for ever: the state gets another one.
+        A matcher that has reached a limit stays in the error state and is replaced in the state.
 
         Raises:
-            UserError: the call failed, also with a lexer of its own; ``otherwise`` if the matcher states no reason.
+            UserError: the call failed, if possible also with a new lexer; ``otherwise`` if the matcher gives no reason.
         """
         for again in (True, False):
             result = call(state.matcher)
@@ -258,7 +258,7 @@ class Grammar:
         raise UserError(f"the {self.kind} is too complex {after}: {shortened(reason)}")
 
     def _renew(self) -> bool:
-        """Compile the grammar again, if that is quick; returns whether it was."""
+        """Recompile the grammar if compilation is quick; returns whether it was recompiled."""
         self.spent = not self._quick
         if self._quick:
             self._first = self._build()
@@ -278,8 +278,8 @@ class _TriggerState:
 
     Attributes:
         text: bytes of the output up to the trigger.
-        inner: state of the grammar, once it has begun; changes in place.
-        over: the output has gone on otherwise than the grammar.
+        inner: state of the grammar after its start; changes in place.
+        over: whether the output has diverged from the grammar.
     """
 
     text: bytes = b""
@@ -288,14 +288,14 @@ class _TriggerState:
 
 
 class TriggeredGrammar:
-    """A grammar as a ``TreeProcessor`` that allows all tokens up to its trigger: llama.cpp's lazy grammars.
+    """A ``TreeProcessor`` that applies a grammar only after a trigger, like llama.cpp's lazy grammars.
 
-    The trigger may end within a token, whose rest the grammar must accept: otherwise it does not apply.
+    The trigger may end within a token. If the grammar rejects the rest of this token, the trigger does not apply.
 
     Args:
-        grammar: of the output after the trigger.
-        trigger: as for ``trigger_pattern``; matches of patterns of more than ``_LONGEST`` bytes may be missed.
-        token: its token, if it is a special one: the same text of other tokens is then no trigger.
+        grammar: grammar of the output after the trigger.
+        trigger: as for ``trigger_pattern``; pattern matches longer than ``_LONGEST`` bytes may be missed.
+        token: the trigger's token if it is a special token; the same text in other tokens is then not a trigger.
         tokenizer: llguidance's.
     """
 
@@ -318,7 +318,7 @@ class TriggeredGrammar:
         return self.read(state, self._tokenizer.decode_bytes([token]))
 
     def read(self, state: _TriggerState, more: bytes) -> _TriggerState:
-        """The state after more text, in which a trigger that is a special token is none."""
+        """The state after more text, ignoring triggers that are special tokens."""
         if self._token is not None:
             return state
         text = state.text + more
@@ -340,7 +340,7 @@ class TriggeredGrammar:
         return token not in self._grammar.eos if state.inner is None else self._grammar.allows(state.inner, token)
 
     def _begun(self, rest: bytes) -> _TriggerState:
-        """The state after the trigger and the rest of the token that has completed it."""
+        """The state after the trigger and the rest of its last token."""
         inner = self._grammar.start([])
         try:
             for token in self._tokenizer.tokenize_bytes(rest) if rest else ():
@@ -355,9 +355,9 @@ class _ThoughtState:
     """State of a sequence.
 
     Attributes:
-        place: in the output; before the answer has certainly begun, the bytes of ``tokens`` are part of its text.
-        tokens: that may be the answer's, or white space before it, or a marker.
-        inner: state of the answer, once it has certainly begun; may change in place.
+        place: place in the output; while the start of the answer is uncertain, its text includes ``tokens``.
+        tokens: tokens that may belong to the answer, to white space before it, or to a marker.
+        inner: state of the answer, None while its start is uncertain; may change in place.
     """
 
     place: Place
@@ -366,13 +366,13 @@ class _ThoughtState:
 
 
 class AfterThoughts:
-    """A grammar of the answer as a ``TreeProcessor`` that leaves the thoughts before it free.
+    """A ``TreeProcessor`` that constrains the answer by a grammar and leaves the reasoning before it free.
 
-    White space before the answer is free, too, up to ``MOST_BLANKS`` bytes: models write it after their thoughts. The
-    last token of an end marker may go on with nothing else, unless the answer is free at first.
+    Up to ``MOST_BLANKS`` bytes of white space before the answer are allowed, as models write it after reasoning. The
+    last token of an end marker must not contain text of the answer, unless the answer starts unconstrained.
 
     Args:
-        answer: a ``TriggeredGrammar`` leaves the answer free at first.
+        answer: grammar of the answer; with a ``TriggeredGrammar``, the answer starts unconstrained.
         spelt: ``Grammars.spelt`` of the model.
     """
 
@@ -432,14 +432,14 @@ class AfterThoughts:
         return token not in self.eos and (allowed is None or bool(allowed[token]))
 
     def _begun(self, tokens: tuple[int, ...]) -> _ThoughtState:
-        """The state once an answer has begun with some tokens."""
+        """The state after the first tokens of an answer."""
         if (inner := self._after(tokens)) is None:
             raise UserError(f"the {self.kind} forbids token {tokens[-1]} at the beginning of the answer")
         return _ThoughtState(Place(Phase.PLAIN), inner=inner)
 
     def _after(self, tokens: tuple[int, ...]) -> Any:
-        """State of the answer after tokens, without white space before it where that is no part of it; None if they
-        begin no answer."""
+        """State of the answer after tokens, ignoring white space before the answer; None if the tokens cannot start an
+        answer."""
         blanks = 0
         while blanks < len(tokens) and not self._thoughts.token_bytes(tokens[blanks]).strip():
             blanks += 1
@@ -455,7 +455,7 @@ class AfterThoughts:
         return None
 
     def _ending(self, text: bytes) -> Tensor | None:
-        """The mask within thoughts: the token that ends them must not go on with a part of the answer."""
+        """The mask within reasoning: the token that ends it must not contain text of the answer."""
         if self._thoughts.end_id is not None:
             return None
         end = self._thoughts.form.end.encode()
@@ -465,12 +465,12 @@ class AfterThoughts:
 
 
 def _is_gap(text: bytes) -> bool:
-    """Whether this may be between thoughts and an answer."""
+    """Whether a text may stand between reasoning and answer."""
     return not text.strip() and len(text) <= MOST_BLANKS
 
 
 def _lexer_error(matcher: Any) -> str:
-    """The error of a lexer that has reached a limit in another sequence: it refuses tokens without an error."""
+    """Error of a lexer that reached a limit in another sequence; the matcher itself rejects tokens without an error."""
     matcher.compute_bitmask()
     reason: str = matcher.get_error()
     return reason if reason.startswith("lexer error") else ""

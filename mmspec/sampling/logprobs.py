@@ -1,7 +1,7 @@
 """Log probabilities of emitted tokens, and logits and scores per step.
 
-Log probabilities are the model's, before logits processors and sampling parameters: vLLM's
-``logprobs_mode="raw_logprobs"``, its default. Logits and scores are those that transformers' ``generate`` returns.
+Log probabilities are computed before logits processors and sampling parameters, as with vLLM's default
+``logprobs_mode="raw_logprobs"``. Logits and scores are defined as in transformers' ``generate``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class TokenLogprob:
     """Natural log probability of one emitted token.
 
     Attributes:
-        top: the most probable tokens at its position with their log probabilities, best first.
-        text_offset: characters of the answer before it, stop strings included; before the answer, 0.
+        top: the most probable tokens at this position with their log probabilities, best first.
+        text_offset: characters of the answer before this token, stop strings included; 0 in the reasoning.
     """
 
     token_id: int
@@ -57,7 +57,7 @@ def logits_by_step(rows: Sequence[Sequence[Tensor]], steps: int) -> tuple[Tensor
     """Raw logits of each step, (batch, vocab) float32 each; zeros at rows that have ended.
 
     Args:
-        rows: (vocab,) each, by row and step.
+        rows: logits by row and step, (vocab,) each.
     """
     found = [rows[0][0].new_zeros(len(rows), len(rows[0][0])) for _ in range(steps)]
     for number, row in enumerate(rows):
@@ -67,10 +67,10 @@ def logits_by_step(rows: Sequence[Sequence[Tensor]], steps: int) -> tuple[Tensor
 
 
 def scores_of(rows: Sequence[Tensor | None], ids: Tensor, processors: Sequence[Any]) -> Tensor:
-    """A step's logits, (vocab,) per row, after all processors, which are called as by ``generate``: (batch, vocab).
+    """Scores of a step, (batch, vocab): logits after all processors, called as in ``generate``.
 
     Args:
-        rows: None at rows that have ended, whose logits are zeros.
+        rows: logits of each row, (vocab,); None at rows that have ended, whose logits are zeros.
         ids: (batch, length) int64, the tokens before the step.
     """
     empty = torch.zeros_like(next(row for row in rows if row is not None))

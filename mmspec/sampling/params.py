@@ -1,4 +1,4 @@
-"""Sampling parameters of a request. Without torch, as the command line derives its options from them."""
+"""Sampling parameters of a request. This module must not import torch: the command line derives options from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mmspec.checks import (
 from mmspec.errors import UserError
 from mmspec.sampling.syntax import JSON_SCHEMA, KINDS, TEXT, TRIGGER, check_grammar
 
-MIN_TEMPERATURE = 1e-4  # logits divided by less may overflow
+MIN_TEMPERATURE = 1e-4  # a smaller divisor may overflow logits
 
 _TEMPERATURE = NOT_NEGATIVE._replace(convert=lambda value: float(value) if value >= MIN_TEMPERATURE else 0.0)
 
@@ -44,11 +44,11 @@ _STOP = Rule(
 _NATS = number("0 or more", lambda x: 0 <= x < inf)
 _PENALTY = within(-2, 2)._replace(limits="in [-2, 2]")
 _TOKEN, _BIAS = whole(0), within(-100, 100)  # ranges of OpenAI's API
-_SEED = optional(whole(-(1 << 63), (1 << 64) - 1))._replace(limits="")  # what torch's generators take
+_SEED = optional(whole(-(1 << 63), (1 << 64) - 1))._replace(limits="")  # range of torch's generators
 
 
 def _biases(given: Any) -> Any:
-    """Pairs of token id and bias, sorted: hashable, and equal for equal mappings."""
+    """Sorted pairs of token id and bias: hashable, and equal for equal mappings."""
     return tuple(sorted((int(token), float(bias)) for token, bias in _pairs(given)))
 
 
@@ -82,7 +82,7 @@ _LOGIT_BIAS = optional(
 
 
 def _parameter(library: Any, rule: Rule, text: str = "") -> Any:
-    """A parameter that may be left to the model's generation config, and otherwise has the library's value."""
+    """A parameter whose default is taken from the model's generation config, then from the library."""
     default = f"the model's, or {library:g}" if library != () else ""
     return option(None, settable(rule), text, library=library, default_text=default)
 
@@ -91,40 +91,41 @@ def _parameter(library: Any, rule: Rule, text: str = "") -> Any:
 class SamplingParams(Checked):
     """Sampling parameters, with the names and semantics of transformers' generation config.
 
-    The first seven and ``min_new_tokens`` are None if they are not set: they are then those of the model's generation
-    config, and otherwise the library's (see ``mmspec.load``).
+    The first seven and ``min_new_tokens`` are None if not set; their values then come from the model's generation
+    config, or else from the library (see ``mmspec.load``).
 
     Attributes:
-        temperature: below 0.0001 is greedy decoding, and 0 the library's default; otherwise logits are divided by it
-            and sampled.
+        temperature: below 0.0001 is greedy decoding; otherwise logits are divided by it and sampled. The library's
+            default is 0.
         top_p: nucleus sampling: smallest set of tokens with at least this total probability, in [0, 1]; 1 disables, 0
             is greedy decoding.
         top_k: keep the k most probable tokens; 0 disables.
         min_p: minimum probability relative to the most probable token, in [0, 1]; 0 disables.
         repetition_penalty: above 1 penalises tokens of prompt and output; 1 disables.
         max_new_tokens: maximum number of generated tokens; 256 by the library's default.
-        stop: stop string or strings; the output is cut before them. An empty list or text is none.
+        stop: stop string or strings; the output is cut before them. An empty list or text disables.
         seed: seed for sampling; None uses torch's global generator.
         json_schema: the output is JSON that satisfies this schema, a dict or JSON text.
-        regex: the output matches this regular expression, from beginning to end.
+        regex: the whole output matches this regular expression.
         grammar: the output follows this grammar, in llguidance's variant of Lark's syntax.
-        min_new_tokens: no EOS token before so many others; a stop string ends an output in any case.
-        presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output, once and for each time
-            that they are in it; in [-2, 2]. They follow the repetition penalty.
-        logit_bias: added to logits, by token id: a dict of biases in [-100, 100].
-        ignore_eos: go on after EOS tokens, up to ``max_new_tokens``.
-        grammar_trigger: the output is free up to this text, and only what follows it is constrained, to the end.
-            ``^TEXT`` counts at the beginning of the output only, ``/PATTERN/`` is a regular expression of Python's.
+        min_new_tokens: minimum number of tokens before an EOS token; stop strings may end an output earlier.
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output, once per token and once
+            per occurrence; in [-2, 2]. Applied after the repetition penalty.
+        logit_bias: dict of biases in [-100, 100] by token id, added to the logits.
+        ignore_eos: continue after EOS tokens, up to ``max_new_tokens``.
+        grammar_trigger: constrain only the output after this text, to the end. ``^TEXT`` matches only at the beginning
+            of the output; ``/PATTERN/`` is a Python regular expression.
         grammar_aligned: sampled outputs follow the model's distribution given the grammar, which masks distort (see
-            ``mmspec.sampling.aligned``): outputs that leave the grammar are rejected and begun anew. Without an effect
-            where there is no grammar.
-        lossy: above 0, greedy outputs may differ from the model's: a drafted token is accepted if the model's negative
-            log probability of it, in nats, is at most this (``lossy_choices``). ``Stats.lossless`` of the answer is
-            then False.
+            ``mmspec.sampling.aligned``): outputs that violate the grammar are rejected and restarted. No effect without
+            a grammar.
+        lossy: above 0, greedy outputs may differ from the model's: a drafted token is accepted if its negative log
+            probability under the model, in nats, is at most this (``lossy_choices``). ``Stats.lossless`` of the answer
+            is then False.
 
     Raises:
-        UserError: a value has the wrong type or is out of range; several of ``json_schema``, ``regex`` and ``grammar``
-            are given, one beside ``ignore_eos``, ``grammar_trigger`` without one, or llguidance cannot follow it.
+        UserError: a value has the wrong type or is out of range; more than one of ``json_schema``, ``regex`` and
+            ``grammar`` is given, one of them with ``ignore_eos``, or ``grammar_trigger`` with none; or llguidance does
+            not support the grammar.
     """
 
     temperature: float | None = _parameter(0.0, _TEMPERATURE, "0 is greedy.")
@@ -158,11 +159,11 @@ class SamplingParams(Checked):
             raise UserError(f"grammar_trigger goes with one of {', '.join(KINDS)}: got none of them")
         if self.constraint:
             kind, text = self.constraint
-            object.__setattr__(self, kind, check_grammar(kind, text))  # marked: a copy does not compile it again
+            object.__setattr__(self, kind, check_grammar(kind, text))  # marked as checked: copies skip compilation
 
     @property
     def constraint(self) -> tuple[str, str] | None:
-        """Kind and text of the grammar, if any."""
+        """Kind and text of the grammar; None without one."""
         given = ((kind, getattr(self, kind)) for kind in KINDS)
         return next(((kind, text) for kind, text in given if text is not None), None)
 
@@ -175,7 +176,7 @@ class SamplingParams(Checked):
         return bool(self.temperature) and self.top_p != 0
 
     def over(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """These parameters, with those that are not set from ``defaults``, which must be valid: no field is checked."""
+        """Fill unset parameters from ``defaults``, which must be valid, as fields are not checked again."""
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         if not unset:
             return self
@@ -187,4 +188,4 @@ class SamplingParams(Checked):
 LIBRARY: Mapping[str, Any] = {
     one.name: one.metadata["library"] for one in fields(SamplingParams) if "library" in one.metadata
 }
-"""Values of parameters that neither a request nor its model sets."""
+"""Default values of parameters that neither a request nor its model sets."""

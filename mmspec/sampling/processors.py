@@ -8,7 +8,7 @@ Three modes:
 - path by path, for all others: called along the accepted path only, once per emitted token.
 
 Every node has a token history: the row's tokens and the node's path. A device copy of each row's token list is extended
-every step by its new tokens, without host syncs.
+every step by the new tokens, without host syncs.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class NodeHistories:
 
     def after(self, first: int | Tensor) -> Tensor:
         """``whole`` without the first tokens of each row, whose number is ``first``: an int or (batch, 1) int64."""
-        # Positions count from the first token of each row, after the padding.
+        # Positions count from each row's first token after the padding.
         place = torch.arange(self.whole.shape[2], device=self.whole.device)
         place = place - (self.prefix.shape[1] - self.prefix_lengths)
         return self.whole.where((place >= first)[:, None], NOTHING)
@@ -156,7 +156,7 @@ OnTrees = Callable[[NodeHistories, Tensor], Tensor]
 
 @runtime_checkable
 class TreeProcessor(Protocol):
-    """Logits processor that masks tokens, as a state machine over the output: a grammar, for instance.
+    """Logits processor that masks tokens by a state machine over the output, such as a grammar.
 
     Each sequence has its own state, which advances by the emitted tokens and is walked depth first over every drafted
     tree. An exception ends the sequence with an error only if plain decoding would have raised it too; exceptions at
@@ -170,15 +170,15 @@ class TreeProcessor(Protocol):
         """Advance the state by a token that ``mask`` allows.
 
         Returns:
-            None if ``state`` was changed in place, else the new state; ``state`` then stays in use for undoing.
+            None if ``state`` was changed in place, else the new state; the old ``state`` is then kept for undo.
         """
 
     def undo(self, state: Any, n: int) -> None:
         """Undo the last ``n`` in-place advances."""
 
     def mask(self, state: Any) -> Tensor | None:
-        """(vocab,) bool on the CPU, allowed next tokens, at least one; None if all are. Tokens beyond its end are
-        forbidden."""
+        """(vocab,) bool on the CPU, allowed next tokens, at least one; None allows all tokens. Tokens beyond the mask's
+        end are forbidden."""
 
 
 def tree_form(processor: Any) -> OnTrees | TreeProcessor | None:
@@ -212,19 +212,19 @@ def copy_for_row(processor: Any, index: int) -> Any:
         raise UserError(f"logits processors must be copyable, once per sequence: {name} is not ({error})") from error
     if allowed is not None:
         copied._prefix_allowed_tokens_fn = lambda _, ids: allowed(index, ids)
-    if isinstance(ignored := getattr(copied, "prompt_ignore_length", None), Tensor):  # padding of each row
+    if isinstance(ignored := getattr(copied, "prompt_ignore_length", None), Tensor):  # left padding of each row
         copied.prompt_ignore_length = ignored[index : index + 1]
     return copied
 
 
 class Warper:
-    """An ``OnTrees`` that ignores the histories: it may be applied to the scores of some nodes only.
+    """An ``OnTrees`` that ignores histories and may be applied to the scores of a subset of nodes.
 
     Args:
-        processor: one of transformers' that does.
+        processor: a transformers processor that ignores histories.
 
     Attributes:
-        sorts: whether it sorts scores, which takes most of a draw's time on a GPU.
+        sorts: whether it sorts scores, which takes most of the sampling time on a GPU.
     """
 
     def __init__(self, processor: LogitsProcessor) -> None:
@@ -238,7 +238,7 @@ class Warper:
 
 
 def _lazy(build: Callable[[Any, Tensor], OnTrees], processor: LogitsProcessor) -> OnTrees:
-    """Defer ``build`` to the first call, which provides vocabulary and device."""
+    """Defer ``build`` to the first call, when vocabulary size and device are known."""
     form: OnTrees | None = None
 
     def process(history: NodeHistories, scores: Tensor) -> Tensor:
@@ -268,10 +268,10 @@ def _repetition(processor: Any, scores: Tensor) -> OnTrees:
 
 
 class AdditiveTerms(LogitsProcessor):
-    """Add ``bias[t] - frequency * n[t] - presence * (n[t] > 0)`` to the logit of token t; n counts it in the output.
+    """Add ``bias[t] - frequency * n[t] - presence * (n[t] > 0)`` to the logit of token t; n[t] counts t in the output.
 
-    The formula of OpenAI's API (its reference, "Frequency and presence penalties"), with counts of the output alone as
-    in vLLM.
+    The formula of OpenAI's API (API reference, "Frequency and presence penalties"); as in vLLM, only output tokens are
+    counted.
 
     Args:
         bias: pairs of token id and bias.
@@ -282,7 +282,7 @@ class AdditiveTerms(LogitsProcessor):
         self, bias: Sequence[tuple[int, float]], presence: float, frequency: float, prompt_length: int
     ) -> None:
         self.bias, self.presence, self.frequency = tuple(bias), presence, frequency
-        # Where nothing is counted, prompts of all lengths are processed together.
+        # Without counts, prompts of all lengths share one batch.
         self.prompt_length = prompt_length if self.counts else 0
 
     @property
@@ -291,7 +291,7 @@ class AdditiveTerms(LogitsProcessor):
         return bool(self.presence or self.frequency)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores, (batch, vocab), after histories, (batch, length) int64, as transformers' processors."""
+        """Process scores, (batch, vocab), given (batch, length) int64 ids, as transformers' processors do."""
         scores = scores + self.vector(scores) if self.bias else scores
         return self.penalised(input_ids[:, self.prompt_length :], scores) if self.counts else scores
 
@@ -313,7 +313,7 @@ class AdditiveTerms(LogitsProcessor):
         """Subtract the penalties.
 
         Args:
-            output: (..., length) int64; numbers that are no tokens of the vocabulary are padding.
+            output: (..., length) int64; ids outside the vocabulary are padding.
             scores: (..., vocab).
         """
         vocab = scores.shape[-1]
@@ -360,7 +360,7 @@ def _bias(processor: Any, scores: Tensor) -> OnTrees:
         by_length.setdefault(len(ids), []).append((ids, bias))
     groups = [
         (
-            on_device([ids[:-1] for ids, _ in group], device).long(),  # (sequences, length - 1), none of one token
+            on_device([ids[:-1] for ids, _ in group], device).long(),  # (sequences, length - 1), without single tokens
             on_device([ids[-1] for ids, _ in group], device),
             on_device([bias for _, bias in group], device, torch.float32),
         )
@@ -378,7 +378,7 @@ def _bias(processor: Any, scores: Tensor) -> OnTrees:
 
 
 def _min_length(processor: Any, scores: Tensor) -> OnTrees:
-    """Forbid EOS before a history has so many tokens."""
+    """Forbid EOS in histories shorter than the minimum length."""
     if isinstance(processor, hf.MinNewTokensLengthLogitsProcessor):
         length = processor.prompt_length_to_skip + processor.min_new_tokens
     else:
@@ -398,7 +398,7 @@ def _suppress_at_begin(processor: Any, scores: Tensor) -> OnTrees:
 
 
 def _force(processor: Any, scores: Tensor) -> OnTrees:
-    """Force one of some tokens after a history of so many tokens."""
+    """Force one of the given tokens at the given history length."""
     if isinstance(processor, hf.ForcedBOSTokenLogitsProcessor):
         tokens, length = on_device([processor.bos_token_id], scores.device), 1
     else:

@@ -1,4 +1,4 @@
-"""Sampling of a request and of its sequences: logits processors, random numbers."""
+"""Sampler of a request, and sampling state of its sequences: logits processors and random numbers."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ _BLOCK = 64  # random numbers per row and draw
 
 
 class Sampler:
-    """Sampler of one request: logits processors, then argmax or sampling.
+    """Samples tokens of one request: logits processors, then argmax or sampling.
 
     Args:
-        processors: applied in order to float32 logits, each row with its own history. Processors that are neither
-            transformers' own nor tree processors run path by path (with a warning): one call and host sync per emitted
-            token instead of one call for all nodes, up to an end of sequence. They may be stateful; each sequence has
-            its own copies. transformers' eta and top-h sync with the host, too.
-        copies: False if there is one sequence, which uses the processors themselves: they keep what they record.
+        processors: applied in order to float32 logits, each row with its own history. Custom processors (neither
+            transformers' nor tree processors) run path by path, with a warning: one call and host sync per emitted
+            token instead of one call for all nodes, up to EOS. They may be stateful; each sequence has its own copies.
+            transformers' eta and top-h processors also sync with the host.
+        copies: False uses the processors themselves, which keep their records; requires a single sequence.
         do_sample: sample from the processed distribution; False takes its argmax.
-        generator: random generator; None is torch's global one.
-        key: samplers with equal keys have equal processors and are batched; None disables this.
+        generator: random generator; None uses torch's global generator.
+        key: samplers with equal keys have equal processors and are batched; None disables batching.
         constraint: masks the raw logits, before all processors.
         lossy: negative log probability up to which drafts are accepted, see ``SamplingParams``; 0 is lossless.
-        aligned: the constraint rejects outputs instead, see ``mmspec.sampling.aligned``.
-        least: number of new tokens that the processors require before an EOS token: it is an error if the constraint
-            allows only that earlier.
+        aligned: the constraint rejects outputs instead of masking, see ``mmspec.sampling.aligned``.
+        least: number of new tokens that the processors require before EOS; a constraint that allows only EOS earlier is
+            an error.
 
     Attributes:
         forms: tree implementation of each processor (see ``tree_form``).
-        by_path: whether any processor runs path by path, or outputs are rejected; all processors then do.
-        warpers: the last of ``forms`` that ignore the history.
-        before_warpers: the other ones.
+        by_path: whether all processors run path by path, because any of them does or outputs are rejected.
+        warpers: trailing ``forms`` that ignore the history.
+        before_warpers: all ``forms`` before the warpers.
 
     Raises:
-        UserError: a processor depends on more than a row's own tokens, ``lossy`` does not go with sampling, or
-            ``aligned`` with greedy decoding.
+        UserError: a processor depends on more than a row's own tokens, ``lossy`` is used with sampling, or ``aligned``
+            with greedy decoding.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class Matcher:
     """Runs a tree processor on one sequence and its drafted trees.
 
     Args:
-        processor: shared with other sequences.
+        processor: tree processor, shared with other sequences.
         prompt: prompt tokens of the sequence.
-        least: number of new tokens before which a grammar must not have come to its end.
+        least: minimum number of new tokens; a grammar that ends earlier is an error.
     """
 
     def __init__(self, processor: Any, prompt: Sequence[int], least: int = 0) -> None:
@@ -137,16 +137,16 @@ class Matcher:
         self._state = processor.start(list(prompt))
         self._first, self._least = len(prompt), least
         self._length = len(prompt)  # tokens in the state, without drafts
-        self._drafts: list[int] = []  # in the state, after these tokens
-        self._before: list[tuple[Any, ...]] = []  # of each draft: (previous state,), or () if changed in place
-        self._to_undo = 0  # pending undo of in-place tokens
+        self._drafts: list[int] = []  # draft tokens in the state, after ``_length`` tokens
+        self._before: list[tuple[Any, ...]] = []  # per draft: (previous state,), or () if changed in place
+        self._to_undo = 0  # in-place tokens still to be undone
         self._masks: dict[int, Tensor] = {}  # by node of the last tree
         self._children: list[dict[int, int]] = []
 
     def walk(
         self, history: Sequence[int], children: list[dict[int, int]], vocab: int
     ) -> tuple[dict[int, Tensor], dict[int, Exception]]:
-        """Masks of allowed tokens by node, and exceptions by node where the processor failed.
+        """Masks of allowed tokens by node, and exceptions by failed node.
 
         Subtrees of forbidden and failed nodes are skipped.
 
@@ -258,7 +258,7 @@ class Matcher:
         new = self._length + len(self._drafts) - self._first
         if new < self._least and self._processor.only_ends(allowed):
             raise BeyondEndError(self._processor.kind, new, self._least)
-        mask = torch.zeros(vocab, dtype=torch.bool)  # a copy: a processor may reuse its tensor
+        mask = torch.zeros(vocab, dtype=torch.bool)  # copied, as a processor may reuse its tensor
         mask[: len(allowed)] = allowed
         return mask
 
@@ -274,8 +274,8 @@ class Sampled:
     """Sampling state of one sequence.
 
     The n-th new token uses the n-th random number of its sequence at every node of that depth. A path has one node per
-    depth, so this adds no bias, and a seed gives the same tokens whatever was drafted. Drawn trees need further random
-    numbers, so their tokens also depend on the drafts.
+    depth, so this adds no bias, and a seed gives the same tokens for all drafts. Sampled trees need further random
+    numbers, so that their tokens also depend on the drafts.
 
     Args:
         history: prompt and emitted tokens.
@@ -283,9 +283,9 @@ class Sampled:
         generator: random generator of the sequence; None uses the sampler's.
 
     Attributes:
-        constraint: state of the sampler's grammar, if it has one.
-        alignment: what was rejected; None if the grammar rejects no outputs.
-        failures: exceptions of processors by node of the last tree; only those on the accepted path take effect.
+        constraint: state of the sampler's grammar; None without a grammar.
+        alignment: rejected outputs; None without ``grammar_aligned``.
+        failures: processor exceptions by node of the last tree; only exceptions on the accepted path take effect.
         error: exception that ended the sequence.
     """
 
@@ -298,27 +298,27 @@ class Sampled:
         self.alignment = Alignment() if sampler.aligned else None
         self.failures: dict[int, Exception] = {}
         self.error: Exception | None = None
-        self._uniforms, self._used = torch.empty(0, dtype=torch.float32), 0  # used by rejected outputs
+        self._uniforms, self._used = torch.empty(0, dtype=torch.float32), 0  # used also by rejected outputs
         self._begin()
 
     def _begin(self) -> None:
         constraint = self.sampler.constraint
-        least = 0 if self.sampler.aligned else self.sampler.least  # other outputs may be longer
+        least = 0 if self.sampler.aligned else self.sampler.least  # with alignment, a longer output may follow
         self.constraint = None if constraint is None else Matcher(constraint, self.history, least)
         self._own: dict[int, Any] = {}  # by processor index: state of this sequence
 
     def restart(self) -> None:
-        """Begin a rejected output anew, with the random numbers that follow those it has used."""
+        """Restart a rejected output with fresh random numbers."""
         self._used += len(self.history) - self.prompt_length + 1
         self.history = self.history[: self.prompt_length]
         self._begin()
 
     def ends(self, token: int, length: int) -> bool:
-        """Whether the output ends with a token at this length, so that no processor is to be called after it."""
+        """Whether the output ends with this token at this length, so that no processor is called after it."""
         return False
 
     def drawn(self, count: int, device: torch.device) -> Tensor:
-        """(count,) random numbers, generated on the host: a seed gives the same numbers on every device."""
+        """(count,) random numbers, generated on the host so that a seed gives equal numbers on every device."""
         where = torch.device("cpu") if self.generator is None else self.generator.device
         numbers = torch.rand(count, dtype=torch.float32, generator=self.generator, device=where)
         return numbers if where == device else on_device(numbers.cpu(), device)

@@ -21,21 +21,21 @@ from mmspec.errors import UserError, missing
 KINDS = ("json_schema", "regex", "grammar")
 """Sampling parameters that constrain the output."""
 
-_LONGEST = 128 * 1024  # bytes of a grammar's text
-STACK = 256 * 1024 * 1024  # bytes: the compiler recurses along chains of rules, by less than 2 KiB per byte of text
+_LONGEST = 128 * 1024  # maximum bytes of a grammar's text
+STACK = 256 * 1024 * 1024  # bytes: the compiler's recursion along rules takes less than 2 KiB per byte of text
 LIMITS = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 1_000_000,  # about 20 ms
     "step_lexer_fuel": 200_000,  # about 15 ms
     "step_max_items": 50_000,
-    "max_lexer_states": 50_000,  # of 1 to 2 KiB
+    "max_lexer_states": 50_000,  # 1 to 2 KiB each
     "max_grammar_size": 500_000,
 }
 FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
-"""Formats of strings that llguidance follows."""
-_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # of json.dumps
-_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # schemas by name
-_VALUES = {"const", "enum", "default", "examples"}  # no schemas
+"""String formats that llguidance supports."""
+_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # layout of json.dumps
+_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # values: schemas by name
+_VALUES = {"const", "enum", "default", "examples"}  # values: not schemas
 _STACK_SIZE = threading.Lock()  # the size for new threads is global
 
 Result = TypeVar("Result")
@@ -58,11 +58,11 @@ JSON_SCHEMA = Rule(
 )
 TEXT = Rule("None or text that is not empty", lambda value: value is None or (is_text(value) and bool(value)))
 AT_START = "^"
-"""First character of a trigger that counts at the beginning of the output only."""
+"""First character of a trigger that matches only at the beginning of the output."""
 
 
 def trigger_pattern(trigger: str) -> re.Pattern[bytes]:
-    """What a trigger matches in an output: ``TEXT``, ``^TEXT`` at its beginning, or ``/PATTERN/`` of Python's re."""
+    """Compile a trigger: ``TEXT``, ``^TEXT`` at the output's beginning, or ``/PATTERN/`` of Python's re."""
     if trigger.startswith("/") and trigger.endswith("/") and len(trigger) > 2:
         return re.compile(trigger[1:-1].encode())
     text = trigger.removeprefix(AT_START)
@@ -80,12 +80,12 @@ TRIGGER = Rule("None, text that is not empty, or /PATTERN/ of Python's re", _is_
 
 
 class CheckedText(str):
-    """Text of a grammar that ``check_grammar`` has accepted: sampling parameters do not check it again."""
+    """Grammar text accepted by ``check_grammar``; sampling parameters do not check it again."""
 
 
 @lru_cache(64)
 def check_grammar(kind: str, text: str) -> CheckedText:
-    """Check a grammar by compiling it for a tokenizer of bytes, once for the last ones that were valid.
+    """Check a grammar by compiling it for a byte tokenizer; recently checked valid grammars are cached.
 
     Args:
         kind: one of ``KINDS``.
@@ -95,7 +95,7 @@ def check_grammar(kind: str, text: str) -> CheckedText:
         The text, marked as checked.
 
     Raises:
-        UserError: it is invalid, uses what llguidance does not support, or is too large; llguidance is not installed.
+        UserError: the grammar is invalid, unsupported by llguidance or too large; or llguidance is not installed.
     """
     if isinstance(text, CheckedText):
         return text
@@ -112,10 +112,10 @@ def check_size(kind: str, text: str) -> None:
 
 
 def compiled(kind: str, tokenizer: Any, source: str) -> Any:
-    """A matcher of llguidance.
+    """Compile a grammar to an llguidance matcher.
 
     Args:
-        kind: for messages.
+        kind: one of ``KINDS``, for messages.
         tokenizer: llguidance's.
         source: see ``source``.
 
@@ -138,31 +138,31 @@ def library() -> Any:
 
 
 def source(kind: str, text: str) -> str:
-    """llguidance's form of a grammar."""
+    """Convert a grammar to llguidance's format."""
     make = library().LLMatcher
     try:
         if kind == "json_schema":
             adapted = json.dumps(_adapted(json.loads(text)))
             return str(make.grammar_from_json_schema(adapted, defaults=_LAYOUT))
         return str(make.grammar_from_regex(text) if kind == "regex" else make.grammar_from_lark(text))
-    except (ValueError, RecursionError) as error:  # of JSON that nests too deeply
+    except (ValueError, RecursionError) as error:  # JSON nested too deeply
         raise invalid(kind, str(error)) from error
 
 
 def json_rule(schema: Mapping[str, Any], *, any_layout: bool = False) -> str:
-    """The right-hand side of a Lark rule for JSON of a schema, laid out as with ``json_schema`` or in any way."""
+    """Right-hand side of a Lark rule for JSON of a schema, in the layout of ``json_schema`` or in any layout."""
     layout = {"whitespace_pattern": r"[ \t\n]{0,80}"} if any_layout else _LAYOUT
     return f"%json {json.dumps({**_adapted(schema), 'x-guidance': layout})}"
 
 
 def _adapted(schema: Any) -> Any:
-    """A schema in which llguidance's matches are those of JSON Schema.
+    """Adapt a schema so that llguidance's matches conform to JSON Schema.
 
-    Titles, descriptions and formats that it does not know are left out: they are annotations, and such formats
-    (``password``, ``byte``) would be errors. Positive exclusive minima of numbers become inclusive ones of the next
-    number with 15 decimals: a model that
-    writes 1.0 where numbers must exceed 1 is led to 1.0000000000000001, which is read as the double 1.0. Other bounds
-    stay as they are: llguidance forbids 0.9 where the greatest number is 0.999, and -4.9 where the least one is -4.99.
+    Titles, descriptions and unknown formats are removed: they are annotations, and llguidance rejects formats such as
+    ``password`` and ``byte``. Positive exclusive minima become inclusive minima at the next number with 15 decimals:
+    otherwise a model that writes 1.0 for numbers above 1 would be forced to 1.0000000000000001, which parses as the
+    double 1.0. Other bounds are kept: llguidance wrongly forbids 0.9 with a maximum of 0.999, and -4.9 with a minimum
+    of -4.99.
     """
     if isinstance(schema, list):
         return [_adapted(one) for one in schema]
@@ -195,14 +195,14 @@ def invalid(kind: str, reason: str) -> UserError:
 
 
 def shortened(reason: str) -> str:
-    """The line of a message that states the error, shortened: others show its place."""
+    """The line of a message that states the error, shortened; other lines show its place."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()] or ["unknown error"]
     line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     return line if len(line) <= 200 else f"{line[:200]}..."
 
 
 def on_large_stack(function: Callable[[], Result]) -> Result:
-    """Call a function in a thread with a stack of ``STACK`` bytes: an overflow would end the process."""
+    """Call a function in a thread with a stack of ``STACK`` bytes, as a stack overflow would end the process."""
     with ThreadPoolExecutor(1, thread_name_prefix="grammar") as thread:
         with _STACK_SIZE:
             before = threading.stack_size(STACK)

@@ -1,6 +1,6 @@
-"""Thoughts of models that reason before they answer: how models mark them, and where they end in an output.
+"""Reasoning of models before an answer: marker formats, and detection of its start and end in an output.
 
-This module must not import torch: the command line reads its names.
+This module must not import torch: the command line reads the format names.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from mmspec.checks import Rule
 
 AUTO, NONE = "auto", "none"
 MOST_BLANKS = 8
-"""Bytes of white space before thoughts, and between them and an answer with a grammar."""
+"""Maximum bytes of white space before reasoning, and between reasoning and an answer with a grammar."""
 
 
 @dataclass(frozen=True)
 class ThoughtFormat:
-    """How a model marks its thoughts.
+    """Reasoning markers of a model family.
 
     Attributes:
-        name: of ``--reasoning-parser``.
-        start, end: the markers: texts, or special tokens of these names.
-        aliases: names of vLLM's parsers for these markers.
+        name: value of ``--reasoning-parser``.
+        start, end: markers, as text or as names of special tokens.
+        aliases: vLLM's parser names for these markers.
     """
 
     name: str
@@ -56,10 +56,10 @@ REASONING = Rule(
 
 
 def thought_format(name: str | None, template: str) -> ThoughtFormat | None:
-    """The format of a model's thoughts.
+    """Reasoning format by name; None for no reasoning.
 
     Args:
-        name: one of ``NAMES``; ``AUTO`` recognises the format of the chat template; None is ``NONE``.
+        name: one of ``NAMES``; ``AUTO`` detects the format from the chat template; None is ``NONE``.
         template: the chat template.
     """
     if name == AUTO:
@@ -77,10 +77,10 @@ class Phase(Enum):
 
 
 class Place(NamedTuple):
-    """Place in an output.
+    """Parser state after a token of the output.
 
     Attributes:
-        text: bytes that a marker may begin with; after thoughts, the rest of the marker's last token.
+        text: bytes that may be the start of a marker; after reasoning, the rest of the marker's last token.
     """
 
     phase: Phase
@@ -88,24 +88,24 @@ class Place(NamedTuple):
 
     @property
     def answers(self) -> bool:
-        """Whether the answer has begun."""
+        """Whether the answer has started."""
         return self.phase in (Phase.AFTER, Phase.PLAIN)
 
 
 class Thoughts:
-    """Where the thoughts of an output begin and end.
+    """Reasoning parser of one output.
 
-    An output begins with them where the prompt has begun them, or with the start marker, white space aside. They end
-    with the first end marker. A marker that is a special token counts as this token only.
+    Reasoning starts in the prompt, or with a start marker at the beginning of the output, after optional white space.
+    It ends with the first end marker. If a marker is a special token, its plain text does not count.
 
     Args:
-        begun: whether the prompt has begun them.
+        begun: whether reasoning starts in the prompt.
         token_bytes: bytes of a token.
-        special: id of the special token of a name, if there is one.
+        special: id of the special token with a name; None without one.
 
     Attributes:
-        start_id, end_id: tokens that the markers are; None where they are text.
-        first: the place before the first token.
+        start_id, end_id: special tokens of the markers; None for text markers.
+        first: the state before the first token.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Thoughts:
         self.first = Place(Phase.THOUGHTS if begun else Phase.OPEN)
 
     def advance(self, place: Place, token: int) -> Place:
-        """The place after a token."""
+        """The state after a token."""
         phase, text = place.phase, place.text + self.token_bytes(token)
         if phase is Phase.OPEN:
             if token == self.start_id:
@@ -140,7 +140,7 @@ class Thoughts:
         return Place(Phase.AFTER, rest) if found else Place(phase, text[1 - len(end) :])
 
     def opens(self, text: bytes) -> bool:
-        """Whether an output that begins like this may begin with thoughts."""
+        """Whether an output that starts with ``text`` may start with reasoning."""
         marker, start = text.lstrip(), self.form.start.encode()
         if len(text) - len(marker) > MOST_BLANKS:
             return False

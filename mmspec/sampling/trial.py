@@ -1,6 +1,6 @@
 """Check untrusted grammars in worker processes, with time and memory limits; see ``mmspec.workers``.
 
-This module must not import torch: it is the workers' as well.
+This module must not import torch: workers import it, too.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from mmspec.workers import Stop, WorkerError, Workers
 
 
 class GrammarTrial:
-    """Pool of worker processes that compile grammars on trial.
+    """Pool of worker processes that test whether grammars compile within limits.
 
-    What compiles within the limits is compiled again in the process that uses it, as a compiled grammar cannot be sent.
-    Thread-safe. Workers are stopped when the pool is closed or garbage collected.
+    Valid grammars are compiled again in the process that uses them, as compiled grammars cannot be sent between
+    processes. Thread-safe. Workers are stopped when the pool is closed or garbage collected.
 
     Args:
         workers: maximum number of grammars compiled concurrently; further calls block.
@@ -36,10 +36,10 @@ class GrammarTrial:
             stop: stops the check, from another thread.
 
         Returns:
-            The text, which ``SamplingParams`` do not check again.
+            The text, marked as checked for ``SamplingParams``.
 
         Raises:
-            UserError: as for ``check_grammar``; a limit is exceeded, or the check was stopped.
+            UserError: as for ``check_grammar``; or a limit was exceeded, or the check was stopped.
         """
         check_size(kind, text)
         try:
@@ -51,7 +51,7 @@ class GrammarTrial:
     def _describe(self, error: WorkerError) -> str:
         if error.cause == "time":
             return f"must compile within {self.seconds:g} s: got one that takes longer"
-        if error.cause == "memory" or error.detail == "SIGABRT":  # Rust aborts where it cannot allocate
+        if error.cause == "memory" or error.detail == "SIGABRT":  # Rust aborts if an allocation fails
             return f"must compile in {self.memory >> 20} MiB: got one that needs more"
         if error.cause == "stop":
             return "was not checked to the end: stopped"

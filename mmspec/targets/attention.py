@@ -1,8 +1,8 @@
 """Tree attention as an attention implementation of transformers.
 
-With a mask, transformers repeats keys and values for grouped queries, over the whole prefix and in every layer. On a
-CPU, torch's attention supports groups and a mask together. With static shapes the prefix needs no mask:
-``mmspec.ops.tree_attention`` runs, on CUDA as a Triton kernel.
+Given a mask, transformers repeats keys and values for grouped queries, over the whole prefix and in every layer. On a
+CPU, torch's attention supports grouped queries with a mask. With static shapes the prefix needs no mask, and
+``mmspec.ops.tree_attention`` is used (a Triton kernel on CUDA).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TreePass:
     """A verify pass with static shapes.
 
     Attributes:
-        config: the text configuration, for its layers' windows.
+        config: the text configuration, which has the layers' windows.
         bounds: prefix lengths and write position.
         depth: (batch, nodes) int64, distance of each node to the end of its row's prefix.
     """
@@ -91,8 +91,8 @@ def tree_attention(
 
 
 def _grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Attention whose query heads of one key head are rows of one product: for a single bfloat16 node on a CPU
-    several times as fast as torch's own grouping. Arguments and result as of ``tree_attention``."""
+    """Grouped-query attention with one matrix product per key head: for a single bfloat16 node on a CPU several times
+    as fast as torch's own. Arguments and result as in ``tree_attention``."""
     (batch, heads, nodes, _), kv_heads = query.shape, key.shape[1]
     rows = query.reshape(batch, kv_heads, heads // kv_heads * nodes, -1)
     mask = None if mask is None else _group_mask(mask, heads // kv_heads, query.dtype)
@@ -102,7 +102,7 @@ def _grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
 
 @lru_cache(maxsize=4)
 def _group_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """A mask repeated for the heads of a group, additive; made once per pass, not per layer."""
+    """Repeat a mask for the heads of a group, as an additive mask; cached per pass."""
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
     return mask.repeat(1, 1, groups, 1)
@@ -113,7 +113,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def set_attention(network: torch.nn.Module, name: str) -> None:
-    """Set the attention implementation of all layers of a network that nothing else runs."""
+    """Set the attention implementation of all layers of a network that has no other users."""
     for module in network.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
@@ -121,15 +121,15 @@ def set_attention(network: torch.nn.Module, name: str) -> None:
 
 
 class PassAttention:
-    """Attention implementation of a target's passes. Between passes the model has the one that its user chose.
+    """Attention implementation of a target's passes. Between passes the model keeps the user's implementation.
 
-    ``tree_attention`` replaces torch's, FlashAttention (2D masks only) and flex attention (aborts on dense 4D masks).
-    Eager attention stays. Layers that compute a mask of their own run with torch's: only for these two do those with
-    an indexer (DeepSeek V3.2) mask what it has not selected, and Doge's masks differ by head.
+    ``tree_attention`` replaces SDPA, FlashAttention (2D masks only) and flex attention (aborts on dense 4D masks).
+    Eager attention is kept. Layers that compute their own masks use SDPA: layers with an indexer (DeepSeek V3.2) mask
+    unselected keys only with eager attention or SDPA, and Doge's masks differ by head.
 
     Attributes:
-        name: of the implementation in transformers.
-        prepare: called at the beginning of each pass.
+        name: transformers' name of the implementation.
+        prepare: called at the start of each pass.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -144,7 +144,7 @@ class PassAttention:
             "indexed_attention" in (getattr(config, "layer_types", None) or ()) or config.model_type == "doge"
         ):
             self.name = "sdpa"
-        # Layers of a decoder may have a copy of the configuration.
+        # Layers may have copies of the decoder's configuration.
         candidates = (getattr(module, "config", None) for module in decoder.modules())
         configs = [copy for copy in candidates if getattr(copy, "_attn_implementation", None) == usual]
         # As dicts: setting an attribute of a configuration takes 1 % of a small model's pass.
@@ -153,13 +153,13 @@ class PassAttention:
             self._lock = _LOCKS.setdefault(decoder, threading.RLock())
 
     def idle(self) -> AbstractContextManager[Any]:
-        """Between passes: no pass of any target through the decoder runs in the block."""
+        """Context manager that keeps all targets from running passes of this decoder."""
         return self._lock
 
     @contextmanager
     def applied(self, name: str | None = None) -> Iterator[None]:
-        """Apply the implementation, or a named one, during one pass. Passes of all targets through one decoder are
-        serialised: they share its configuration and hooks."""
+        """Apply the implementation, or the implementation ``name``, during one pass. Passes of all targets that share a
+        decoder are serialised, as they share its configuration and hooks."""
         with self._lock:
             usual = [settings[_SETTING] for settings in self._settings]
             self.prepare()

@@ -1,5 +1,7 @@
-"""Vision-language models that are shipped without weights which packages carry: their other files are kept in a folder
-of the user's cache, their weights are read from where they are."""
+"""Vision-language models shipped without the weights that installed packages contain.
+
+The other files are assembled in a folder of the user's cache; weights are read from the packages.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,18 @@ from mmspec.files import cache_folder, make_folder
 from mmspec.targets import gguf, gguf_model
 
 PARTS = "parts.json"
-"""File of a folder that lacks weights: {"language_model": a registered model, "vision_tower": a registered tower}; the
-latter may be missing."""
+"""File of an incomplete folder: {"language_model": registered model, "vision_tower": registered tower or missing}."""
 
 WEIGHTS = "model.safetensors"
 
 LABELS = "model.vision_tower.labels"
-"""Tensor of labels: token ids in the incomplete folder, the language model's embeddings in the completed model."""
+"""Name of the label tensor: token ids in the incomplete folder, language-model embeddings in the completed model."""
 
 _FORMAT = 3  # of the folder
 
 
 def parts_of(folder: str | Path) -> Parts | None:
-    """The parts of a model whose folder lacks weights; None for other models.
+    """Parts of a model with an incomplete folder; None for other models.
 
     Raises:
         UserError: a part is not installed, or cannot be read.
@@ -42,7 +43,7 @@ def parts_of(folder: str | Path) -> Parts | None:
 
 
 class Parts:
-    """A folder that lacks weights, the language model's file, and the vision tower."""
+    """An incomplete folder with its language model's file and its vision tower."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, parts = folder, json.loads((folder / PARTS).read_text())
@@ -54,10 +55,10 @@ class Parts:
         self._tower = plugins.find("towers", parts["vision_tower"]) if "vision_tower" in parts else None
 
     def index(self) -> Path:
-        """The folder with all files but the weights: those of the language model, and the incomplete folder's,
+        """Cache folder with all files except weights: files of the language model and of the incomplete folder,
         drafters included.
 
-        It is keyed by the files' names, sizes and times, and appears whole.
+        The key consists of the files' names, sizes and times. The folder is created atomically.
         """
         files = sorted(path for path in self._folder.rglob("*") if path.is_file())
         states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
@@ -69,7 +70,7 @@ class Parts:
         return index
 
     def _write(self, language: Path, index: Path) -> None:
-        for source in (language, self._folder):  # in this order: configuration and chat template are the folder's
+        for source in (language, self._folder):  # the folder's configuration and chat template take precedence
             shutil.copytree(source, index, ignore=shutil.ignore_patterns(WEIGHTS, PARTS), dirs_exist_ok=True)
         for drafter in self._folder.glob(f"*/{WEIGHTS}"):
             shutil.copyfile(drafter, index / drafter.relative_to(self._folder))

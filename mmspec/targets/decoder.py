@@ -29,26 +29,26 @@ from mmspec.targets.slot_attention import SlotAttention
 from mmspec.targets.support import cached_layers, decoder_of, output_layer, refuse_unsupported
 
 _TOLERANCE, _HALF_TOLERANCE = {torch.float32: 1e-3}, 0.1
-"""Relative norm by which a fused pass may differ from the decoder's: rounding is below, another computation above."""
+"""Relative tolerance between a fused pass and the decoder: above rounding errors, below different computations."""
 
 
 class Decoder:
-    """The stack of layers of a model, which runs with a ``TreeCache``.
+    """A model's decoder layers, run with a ``TreeCache``.
 
     Args:
-        model: its code and weights stay unmodified.
-        count: of its first layers, followed by the final norm; None runs all layers.
+        model: the model; its code and weights stay unmodified.
+        count: run only the first ``count`` layers, then the final norm; None runs all layers.
 
     Attributes:
-        config: of the text model, with all layers.
+        config: configuration of the text model, with all layers.
         attention: attention implementation of the passes.
-        layers: plug-in for layers other than attention; None for a model without any.
+        layers: plug-in for layers other than attention; None for attention-only models.
         takes_positions: whether the model's forward has ``position_ids``.
-        has_position_axes: whether visual tokens have several positions each, which the model computes (Qwen-VL).
+        has_position_axes: whether visual tokens have several positions each, computed by the model (Qwen-VL).
 
     Raises:
-        UserError: a part of the architecture cannot verify trees exactly, or there are no ``count`` layers before the
-            last.
+        UserError: a part of the architecture cannot verify trees exactly, or ``count`` is not less than the number of
+            layers.
     """
 
     def __init__(self, model: PreTrainedModel, count: int | None = None) -> None:
@@ -68,14 +68,14 @@ class Decoder:
         self._cache_argument = cache_argument(self._module)
         layers: Any = getattr(self._module, "layers", None)
         self._first: Any = layers[0] if isinstance(layers, nn.ModuleList) and len(layers) else None
-        self._direct: dict[bool, bool] = {}  # whether layers of static and varying shapes give the decoder's output
+        self._direct: dict[bool, bool] = {}  # by static_shapes: whether direct passes match the decoder's output
         self._embedding: Any = model.get_input_embeddings()
         self._output = output_layer(model)
-        self._gathered = input_device(model) if is_split(model) else None  # where features of all layers are moved
+        self._gathered = input_device(model) if is_split(model) else None  # device for features of all layers
 
     @property
     def static_shapes(self) -> bool:
-        """Whether passes on the model's device have static shapes."""
+        """Whether passes on the model's current device use static shapes."""
         kinds = getattr(self.config, "layer_types", None) or ()
         supported = self.attention.name == NAME and "chunked_attention" not in kinds
         supported = supported or (self.layers is not None and not self.layers.attends)
@@ -91,7 +91,7 @@ class Decoder:
     def mask(
         self, cache: TreeCache, depth: Tensor | None, tail_depth: Tensor | None, reach: Tensor
     ) -> Tensor | dict[str, Tensor | None] | None:
-        """``tree_mask`` in the form of the attention implementation of the passes."""
+        """``tree_mask`` in the form that the passes' attention implementation requires."""
         with self.attention.applied():
             mask = tree_mask(self.config, cache, depth, tail_depth, reach, self._model.dtype)
         if self._slots is None or not isinstance(mask, Tensor):
@@ -100,7 +100,7 @@ class Decoder:
         return self._slots.with_positions(mask, slot_positions(cache, depth, tail_depth))
 
     def forward(self, inputs: dict[str, Any], cache: TreeCache, names: Sequence[Feature]) -> dict[Feature, Tensor]:
-        """The named features of one pass of the decoder, and ``"last"``."""
+        """Run one decoder pass; returns the named features and ``"last"``."""
         by_position = self._slots.applied(inputs.get("attention_mask")) if self._slots is not None else nullcontext()
         with self._applied(), by_position:
             if (direct := self._direct_states(inputs, cache)) is not None:
@@ -116,21 +116,21 @@ class Decoder:
         return self._module(use_cache=True, **{self._cache_argument: cache}, **inputs)[0]
 
     def _direct_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
-        """Inputs of the layers, the last one's output, and its norm, without the decoder's forward; None where that is
-        needed."""
+        """Layer inputs and last layer's output, and the normed output, computed without the decoder's forward; None if
+        the forward is needed."""
         static = PASS in inputs
         if not self._direct.get(static, True):
             return None
         states = self._fused_states(inputs, cache) if static else self._stack_states(inputs, cache)
         if states is not None and static not in self._direct:
-            # Once: other decoders may scale their embeddings, or do more after the last layer.
+            # Checked once: some decoders scale their embeddings, or do more after the last layer.
             whole, computed = self._run(inputs, cache).float(), states[1].float()
             tolerance = _TOLERANCE.get(states[1].dtype, _HALF_TOLERANCE) if static else 0.0
             self._direct[static] = bool((computed - whole).norm() <= tolerance * whole.norm())
         return states if self._direct.get(static) else None
 
     def _stack_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
-        """By ``Stack.states``."""
+        """States from ``Stack.states``."""
         stack = getattr(self._first, "stack", None)
         if stack is None or inputs.keys() != {"input_ids", "position_ids", "attention_mask"}:
             return None
@@ -139,7 +139,7 @@ class Decoder:
         return None if states is None else (states, self._module.norm(states[-1]))
 
     def _fused_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
-        """By ``FusedDecoder.states``."""
+        """States from ``FusedDecoder.states``."""
         fused, usual = self._fused, inputs.keys() == {"input_ids", "position_ids", "attention_mask", PASS}
         if fused is None or not usual or not fused.current:
             return None
@@ -154,7 +154,7 @@ class Decoder:
     def prefill(
         self, call: dict[str, Any], cache: TreeCache, names: Sequence[Feature]
     ) -> tuple[Tensor, dict[str, Any], dict[Feature, Tensor]]:
-        """Prefill in one pass of the model: last logits, the decoder's inputs, its features."""
+        """Prefill in one pass of the model; returns last logits, the decoder's inputs and its features."""
         decoder_inputs: dict[str, Any] = {}
         last: dict[Feature, Tensor] = {}
 
@@ -176,7 +176,7 @@ class Decoder:
         """The decoder's inputs for a prompt, visual embeddings included; None if they cannot be split into chunks."""
         limit = getattr(self.config, "time_step_limit", None) or (0.0, inf)
         if self.layers is not None and tuple(limit) != (0.0, inf):
-            return None  # transformers clamps the step sizes of a prompt in one pass; tree passes do not
+            return None  # transformers clamps Mamba step sizes in a full prompt pass, tree passes do not
         decoder_inputs = call
         if set(call) - {"input_ids", "attention_mask", "position_ids"}:
 
@@ -191,16 +191,16 @@ class Decoder:
         unknown = {name for name, value in decoder_inputs.items() if value is not None} - _SPLIT
         known = decoder_inputs.get("position_ids") is not None or not self.takes_positions
         mask = decoder_inputs.get("attention_mask")
-        causal = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)  # images of Gemma 3 are not
+        causal = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)  # Gemma 3's images are not causal
         return decoder_inputs if known and causal and not unknown else None
 
     def prefill_chunk(
         self, given: dict[str, Any], part: slice, cache: TreeCache, names: Sequence[Feature]
     ) -> dict[Feature, Tensor]:
-        """Prefill a chunk of a prompt, after the first as a chain of nodes that are all accepted; its features.
+        """Prefill one chunk of a prompt and return its features; later chunks run as chains of accepted nodes.
 
         Args:
-            given: from ``chunk_inputs``.
+            given: result of ``chunk_inputs``.
         """
         inputs = {name: given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None}
         inputs = {name: value[:, part] for name, value in inputs.items()}
@@ -225,10 +225,10 @@ class Decoder:
         return features
 
     def run_layer(self, layer: int, inputs: dict[str, Any], attention: str) -> None:
-        """Run one layer alone on a prompt, in a cache of its own, for what its hooks or attention function do.
+        """Run one layer on a prompt with a separate cache, for the side effects of its hooks or attention function.
 
         Args:
-            inputs: the decoder's, with the layer's input as ``inputs_embeds``.
+            inputs: the decoder's inputs, with the layer's input as ``inputs_embeds``.
             attention: name of an attention implementation of transformers.
         """
         decoder, cache = self._with_layers(nn.ModuleList([self._stack[layer]])), self.new_cache(0, False)
@@ -245,13 +245,13 @@ class Decoder:
 
     @contextmanager
     def _applied(self) -> Iterator[None]:
-        """Whatever a pass needs changed outside the model."""
+        """Apply the pass's attention implementation and patched functions."""
         with self.attention.applied(), self.layers.applied() if self.layers is not None else nullcontext():
             yield
 
     @contextmanager
     def _reading(self, names: Sequence[Feature]) -> Iterator[dict[Feature, Tensor]]:
-        """Record the inputs and outputs of the named layers during one pass."""
+        """Hook the named layers to record their inputs and outputs during one pass."""
         features: dict[Feature, Tensor] = {}
 
         def record_input(name: Feature, _: Any, args: Any, inputs: dict[str, Any]) -> None:
@@ -272,16 +272,16 @@ class Decoder:
             yield features
 
     def _beginning(self, count: int) -> Any:
-        """The decoder's modules with its first ``count`` layers alone."""
+        """The decoder truncated to its first ``count`` layers, with shared weights."""
         last = len(self._stack) - 1
         if not 0 < count <= last:
             raise UserError(f"an early exit must be after a layer before the last: expected 1 to {last}, got {count}")
         return self._with_layers(first_layers(self._stack, count))
 
     def _with_layers(self, layers: nn.ModuleList) -> Any:
-        """The decoder's modules with other layers."""
+        """A shallow copy of the decoder with ``layers`` instead of its layers."""
         decoder = copy.copy(self._module)
-        vars(decoder).pop("forward", None)  # of the whole decoder
+        vars(decoder).pop("forward", None)  # an instance forward would run the original decoder
         decoder._modules = {name: layers if part is self._stack else part for name, part in decoder._modules.items()}
         return decoder
 
@@ -302,11 +302,11 @@ class Decoder:
 
 _SPLIT = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "visual_pos_masks", "deepstack_visual_embeds"}
 _SPLIT |= {*CACHE_NAMES, "use_cache", "return_dict", "logits_to_keep"}
-"""Inputs of a decoder that can be split into chunks of positions, or apply to every chunk."""
+"""Decoder inputs that can be split by position or apply to every chunk."""
 
 
 class _DecoderReachedError(Exception):
-    """End a model's forward when it calls the decoder."""
+    """Raised in a model's forward when it calls the decoder, to capture the decoder's inputs."""
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         self.inputs = inputs

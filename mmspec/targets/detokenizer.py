@@ -1,7 +1,7 @@
-"""Text of tokens, one after the other: streams and whole answers are read by the same code.
+"""Incremental detokenization, used for streams and complete answers.
 
 A token's text depends on the tokens before it: SentencePiece decoders drop the first blank of a text, and a character
-may be several tokens. So an answer is read after the last tokens of its prompt; its text is what it adds to theirs.
+may be several tokens. An answer is therefore decoded after the last tokens of its prompt, whose text is then removed.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import Any
 from mmspec.sampling.thoughts import Phase, Place, Thoughts
 
 _CONTEXT = 8  # tokens: a character has at most four
-_MOST_HELD = 64  # tokens without a text that is certain, after which it is passed on
+_MOST_HELD = 64  # maximum held tokens with uncertain text, after which the text is emitted
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-_ESCAPED = dict.fromkeys(range(0xDC80, 0xDD00), _UNKNOWN)  # bytes that are no character, of "surrogateescape"
+_ESCAPED = dict.fromkeys(range(0xDC80, 0xDD00), _UNKNOWN)  # invalid bytes under "surrogateescape"
 _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  # by clean_up_tokenization_spaces
 _JOINED_BYTES = re.compile(r"ByteLevel|Metaspace|(Replace )?(ByteFallback )?Fuse( Replace)?( Strip)?")
-_WHITE = ""  # among what ``StopFilter`` drops
+_WHITE = ""  # stands for white space in ``StopFilter(drops=...)``
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
 _ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
-"""Bytes by the characters that spell them in vocabularies of byte-level BPE, GPT-2's ``bytes_to_unicode``."""
+"""Map from characters to bytes in byte-level BPE vocabularies, the inverse of GPT-2's ``bytes_to_unicode``."""
 
 
 class Vocabulary:
-    """A tokenizer's tokens as bytes. Pieces are read as the tokenizer's decoder reads them: byte-level BPE, or
-    SentencePiece with bytes as ``<0xE6>``. Tokens of other tokenizers have the bytes of their text.
+    """A tokenizer's tokens as bytes. Pieces are decoded as byte-level BPE, or as SentencePiece with bytes as
+    ``<0xE6>``. For other tokenizers, a token's bytes are the bytes of its decoded text.
 
     Attributes:
-        tokenizer: of transformers.
-        special_ids: tokens that are no part of an answer's text.
-        joins_bytes: whether a text has the bytes of its tokens, apart from a blank at its beginning.
-        errors: how bytes that are no character are decoded, as by the tokenizer's decoder.
+        tokenizer: tokenizer of transformers.
+        special_ids: special tokens, which are not part of an answer's text.
+        joins_bytes: whether a text is the concatenation of its tokens' bytes, apart from a leading blank.
+        errors: ``errors`` argument for decoding invalid bytes as the tokenizer's decoder does.
         cleans: whether decoding removes blanks before punctuation.
-        rewritten: texts that decoding replaces where several tokens spell them.
+        rewritten: texts that decoding replaces even across tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -56,16 +56,16 @@ class Vocabulary:
         self.special_ids |= set() if backend is not None else set(tokenizer.all_special_ids)
         self.joins_bytes = bool(_JOINED_BYTES.fullmatch(" ".join(kinds))) and all(map(_keeps_bytes, steps))
         self.errors = "surrogateescape" if self._has_bytes else "replace"
-        # transformers does not clean the text of BPE by default.
+        # By default, transformers does not clean text of BPE tokenizers.
         by_default = backend is None or type(backend.model).__name__ != "BPE"
         forced = "" if by_default else "_for_bpe_even_though_it_will_corrupt_output"
         self.cleans = bool(getattr(tokenizer, f"clean_up_tokenization_spaces{forced}", False))
         fused = steps[kinds.index("Fuse") :] if "Fuse" in kinds else []
         self.rewritten = [step["pattern"].get("String", "") for step in fused if step["type"] == "Replace"]
-        self.rewritten += ["@@ "] if backend is None else []  # of subword-nmt
+        self.rewritten += ["@@ "] if backend is None else []  # subword-nmt's marker
 
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 bytes of a token, or the part of a character that it is; with the blank before a word."""
+        """UTF-8 bytes of a token, including the blank before a word; possibly a part of a character."""
         if token in self._added:
             return str(self._added[token].content).encode()
         piece = self.tokenizer.convert_ids_to_tokens(token) or ""
@@ -87,34 +87,34 @@ def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _written_as_blank(step: Mapping[str, Any]) -> str | None:
-    """The text that a step of a decoder replaces by a blank, if it does."""
+    """The text that a decoder step replaces by a blank; None for other steps."""
     if step["type"] == "Metaspace":
         return str(step["replacement"])
     return step["pattern"].get("String") if step["type"] == "Replace" and step["content"] == " " else None
 
 
 def _keeps_bytes(step: Mapping[str, Any]) -> bool:
-    """Whether a step of a decoder changes no more than blanks of single tokens and one at the beginning of the text."""
+    """Whether a decoder step changes only blanks of single tokens and the leading blank of the text."""
     if step["type"] == "Strip":
         return bool(step["content"] == " " and step["start"] <= 1 and step["stop"] == 0)
     return step["type"] != "Replace" or len(_written_as_blank(step) or "") == 1
 
 
 def _begun(text: str, wholes: Iterable[str]) -> int:
-    """Length of the longest end of a text with which one of some other texts begins."""
+    """Length of the longest suffix of ``text`` that is a prefix of any of ``wholes``."""
     lengths = (n for one in wholes for n in range(1, min(len(one), len(text) + 1)) if text.endswith(one[:n]))
     return max(lengths, default=0)
 
 
 class Detokenizer:
-    """Text of tokens as they arrive, at a cost per token that does not depend on their number.
+    """Incremental detokenizer with constant cost per token.
 
-    The texts returned, joined, are what the tokens add to the text of those before them. What a later token may change,
+    The returned texts, joined, are the text that the tokens add to their context. Text that a later token may change,
     such as the first bytes of a character, is held back.
 
     Args:
-        context: token ids before; the last ones are read.
-        hidden: tokens that leave no text; by default special ones.
+        context: preceding token ids, of which only the last are read.
+        hidden: tokens without text; by default special tokens.
         verbatim: keep blanks before punctuation, which some tokenizers remove.
     """
 
@@ -124,7 +124,7 @@ class Detokenizer:
         self._vocabulary, self._cleans = tokens, tokens.cleans and not verbatim
         self._hidden = tokens.special_ids if hidden is None else hidden
         self._context = [*islice((token for token in reversed(context) if token not in self._hidden), _CONTEXT)][::-1]
-        # What has no certain text yet, how many characters of it were returned, and the text before it.
+        # Tokens with uncertain text, the number of their characters already returned, and the context's text.
         self._held, self._shown, self._before = list[int](), 0, ""
         self._characters = codecs.getincrementaldecoder("utf-8")(tokens.errors)
         self._begins, self._joins_bytes = True, tokens.joins_bytes and not self._cleans
@@ -132,16 +132,16 @@ class Detokenizer:
             self._before = self._text(self._context, self._cleans)
             return
         self.append(self._context)
-        # Bytes at the context's end are a character of the context, unless a token completes it.
+        # An incomplete character at the context's end belongs to the context, unless a token completes it.
         self._before = self._characters.getstate()[0].decode(errors=tokens.errors).translate(_ESCAPED)
 
     def append(self, token_ids: Iterable[int]) -> str:
-        """The text that further tokens add."""
+        """Append tokens and return their text so far."""
         read = self._read if self._joins_bytes else self._read_in_context
         return "".join([read(token) for token in token_ids if token not in self._hidden])
 
     def finish(self) -> str:
-        """The text that was held back. Further tokens follow it."""
+        """Return the text held back; further tokens may follow."""
         return self._read(None) if self._joins_bytes else self._read_in_context(None)
 
     def _read(self, token: int | None) -> str:
@@ -155,12 +155,12 @@ class Detokenizer:
         return text
 
     def _read_in_context(self, token: int | None) -> str:
-        """The text of held tokens as far as it is certain; they become the context once it is complete."""
+        """Return the certain text of held tokens; complete tokens become the context."""
         self._held += [] if token is None else [token]
         ids, before = self._context + self._held, self._before
         whole = self._text(ids, self._cleans)
         while not whole.startswith(before):
-            before = before[:-1]  # the prompt's end, which the answer completes
+            before = before[:-1]  # an incomplete character that the answer completes
         text = whole[len(before) :]
         rewritten = [*self._vocabulary.rewritten, *(_CLEANED if self._cleans else ())]
         pending = min(len(text) - len(text.rstrip(_UNKNOWN)), 3)
@@ -182,15 +182,15 @@ class Detokenizer:
 
 
 class StopFilter:
-    """Passes text on up to the first stop string, and nothing that may be the beginning of one.
+    """Emits text up to the first stop string, and holds back text that may be the start of a stop string.
 
     Args:
-        drops: what is left out at the beginning, one after the other: texts, if they are there, and ``_WHITE`` space.
-        trims: leave out white space at the end.
+        drops: leading texts to remove in this order if present; ``_WHITE`` removes white space.
+        trims: remove trailing white space.
 
     Attributes:
-        stopped, rest: whether there was a stop string, and the text after it.
-        length: characters so far, those held back included.
+        stopped, rest: whether a stop string was found, and the text after it.
+        length: characters so far, including held characters.
     """
 
     def __init__(self, stop: Sequence[str], drops: Iterable[str] = (), *, trims: bool = False) -> None:
@@ -199,7 +199,7 @@ class StopFilter:
         self.rest, self.stopped = "", False
 
     def feed(self, text: str, *, final: bool = False) -> str:
-        """The text to pass on after further text; ``final`` if that is the last."""
+        """Add text and return the text to emit; ``final`` releases held text."""
         self._held += "" if self.stopped else text
         while self._drops:
             drop = self._drops[0]
@@ -218,17 +218,17 @@ class StopFilter:
 
 
 class AnswerReader:
-    """Reads an output: its thoughts, and the answer after them, up to a stop string. White space between is left out.
+    """Splits an output into reasoning and answer, up to a stop string. White space between the two is removed.
 
     Args:
         prompt: token ids before the output.
-        thoughts: None where the output is an answer from its first token on.
-        prefix: text that is left out at the beginning of an answer without thoughts.
+        thoughts: reasoning parser; None if the output is an answer without reasoning.
+        prefix: text to remove at the start of an answer without reasoning.
         **options: of ``Detokenizer``.
 
     Attributes:
-        answer: of the answer's text.
-        num_thoughts: tokens of the thoughts so far, markers included.
+        answer: filter of the answer's text.
+        num_thoughts: number of reasoning tokens so far, markers included.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class AnswerReader:
         **options: Any,
     ) -> None:
         self._detokenizer, self._thoughts = Detokenizer(vocabulary, prompt, **options), thoughts
-        self._open = ""  # text that may be of thoughts or of the answer
+        self._open = ""  # text that may belong to the reasoning or to the answer
         self._count = self.num_thoughts = 0
         self._place = thoughts.first if thoughts else Place(Phase.PLAIN)
         self.answer = StopFilter(stop, [_WHITE] if thoughts else [prefix] if prefix else [])
@@ -251,7 +251,7 @@ class AnswerReader:
             self._thought = StopFilter([thoughts.form.end] if thoughts.end_id is None else [], drops, trims=True)
 
     def append(self, token: int) -> tuple[str, str]:
-        """What a token adds to thoughts and answer."""
+        """Append a token; returns new text of the reasoning and of the answer."""
         text = self._open + self._detokenizer.append([token])
         if self._thoughts is not None and not self._place.answers:
             self._place, self._count = self._thoughts.advance(self._place, token), self._count + 1
@@ -265,7 +265,7 @@ class AnswerReader:
         return "", self.answer.feed(text)
 
     def finish(self) -> tuple[str, str]:
-        """What was held back of thoughts and answer, at the end of the output."""
+        """Return held text of the reasoning and of the answer at the end of the output."""
         text = self._open + self._detokenizer.finish()
         if self._place.phase is Phase.THOUGHTS:
             return self._thought.feed(text, final=True), ""

@@ -1,7 +1,7 @@
-"""Decoder layers in few launches, for passes with static shapes: products, tree attention, and the ops between them.
+"""Fused decoder layers for passes with static shapes, in few kernel launches.
 
-A layer of Llama is ten launches: the residual sum with its norm, queries, keys and values, their rotation with the KV
-write, attention and the sum of its splits, the output, the second norm, gate and up, activation, down.
+A Llama layer takes ten launches: residual add with norm, QKV product, rotary embedding with KV write, attention,
+reduction of its splits, output product, second norm, gate-up product, activation, down product.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FusedNorm:
 
     Attributes:
         module: has the ``weight``, (features,) or (parts, features).
-        plus: is added to it (Gemma).
+        plus: added to the weight (1 in Gemma).
     """
 
     module: Any
@@ -59,13 +59,13 @@ class FusedLayer:
     """A pre-norm decoder layer with rotary positions and a gated MLP.
 
     Attributes:
-        qkv: gives queries, keys and values, one after another.
-        out, gate_up, down: its other products.
-        norms: "mlp", and where it has them "attention", of the parts of its inputs, of which the last is the residual;
-            "attention_after" and "mlp_after", of a sublayer's output; "query" and "key", of heads.
-        scale: of the softmax.
+        qkv: product that computes queries, keys and values, concatenated.
+        out, gate_up, down: output product of attention, and products of the MLP.
+        norms: "mlp", and if the layer has them: "attention", for the parts of its inputs, the last of which is the
+            residual; "attention_after" and "mlp_after", for sublayer outputs; "query" and "key", for heads.
+        scale: softmax scale.
         gelu: see ``ops.act_and_mul``.
-        normed_residual: whether the residual is taken after its norm.
+        normed_residual: whether the residual is the normed input.
     """
 
     qkv: Linear
@@ -80,14 +80,14 @@ class FusedLayer:
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What the nodes of a pass attend to in a layer.
+    """Masks and lengths of tree attention in one layer.
 
     Attributes:
         bounds: prefix lengths of the rows, and the first slot that a pass writes.
-        offset: uncommitted nodes before those of the pass.
+        offset: number of uncommitted nodes of earlier passes.
         mask: (batch, nodes, offset + nodes) bool.
         depth: (batch, nodes) int64, distance to the end of the prefix; None without a window.
-        window: of the attention; None without one.
+        window: size of the sliding window; None for full attention.
     """
 
     bounds: SlotBounds
@@ -114,7 +114,7 @@ Buffers = Sequence[Tensor]
 def cache_states(
     layer: FusedLayer, qkv: Tensor, rotation: Rotation, buffers: Buffers, metadata: AttentionMetadata
 ) -> Tensor:
-    """Write keys and values; returns the queries, if there are any, (batch, heads, nodes, head_dim)."""
+    """Write keys and values to the cache; returns the queries, (batch, heads, nodes, head_dim), or None without any."""
     norms = [layer.norms[name] for name in ("query", "key") if name in layer.norms]
     weights, first = tuple(norm.module.weight for norm in norms), norms[0] if norms else FusedNorm(None, 0.0)
     keys, values = buffers
@@ -134,13 +134,13 @@ def run_layers(
     """Run layers on the nodes of a pass, and write their keys and values.
 
     Args:
-        x: (batch, nodes, width), inputs of the first.
-        rotations, buffers, metadata: of each layer.
-        add: write the sum over the last of the residual streams.
+        x: (batch, nodes, width), inputs of the first layer.
+        rotations, buffers, metadata: one entry per layer.
+        add: add the last MLP's output in place to the last residual stream.
 
     Returns:
-        The residual stream before each layer, and before the last MLP, (batch, nodes, hidden) each; the output of that
-        MLP, before its norm if it has one, which is still to be added; or with ``add`` the sum.
+        The residual stream before each layer and before the last MLP, (batch, nodes, hidden) each; and the last MLP's
+        output, before its norm if it has one, still to be added to the residual; or with ``add`` the sum.
     """
     streams: list[Tensor] = []
     residual, after = None, None
@@ -161,7 +161,7 @@ def run_layers(
 
 
 def add_product(residual: Tensor, layer: Linear, x: Tensor) -> Tensor:
-    """``residual + layer(x)``, written over ``residual`` where that takes no operation of its own."""
+    """``residual + layer(x)``, in place in ``residual`` if the product can accumulate."""
     if not isinstance(layer, nn.Linear) or layer.bias is not None or residual.dtype != x.dtype:
         return residual + layer(x)
     residual.view(-1, residual.shape[-1]).addmm_(x.flatten(0, -2), layer.weight.detach().t())
@@ -169,7 +169,7 @@ def add_product(residual: Tensor, layer: Linear, x: Tensor) -> Tensor:
 
 
 class JoinedLinear:
-    """Linear layers as one. Their weights become views of one tensor, which is made anew once they have been moved."""
+    """Concatenation of linear layers. Their weights become views of one tensor, rebuilt after the layers move."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = parts
@@ -180,7 +180,7 @@ class JoinedLinear:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors as one along their first axis."""
+    """Concatenate tensors along their first axis and make the originals views."""
     first, place, together = parts[0], parts[0].storage_offset(), True
     for part in parts:
         same = part.untyped_storage()._cdata == first.untyped_storage()._cdata
@@ -196,7 +196,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 class FusedDecoder:
-    """Passes of a decoder of transformers with static shapes."""
+    """Runs a transformers decoder with static shapes by ``run_layers``."""
 
     def __init__(self, decoder: Any, config: Any) -> None:
         self._decoder, self._config = decoder, config
@@ -206,25 +206,25 @@ class FusedDecoder:
 
     @classmethod
     def of(cls, decoder: Any, config: Any) -> FusedDecoder | None:
-        """Of a decoder; None where its layers are not recognised."""
+        """Build from a decoder; None if its layers are not supported."""
         known = hasattr(decoder, "embed_tokens") and hasattr(getattr(decoder, "norm", None), "weight")
         return cls(decoder, config) if known and reproducible(decoder, _alone) else None
 
     @property
     def current(self) -> bool:
-        """Whether the decoder's modules are those that were recognised, and none has a hook."""
+        """Whether the decoder's modules are unchanged since ``of``, and none has a hook."""
         parts = _parts(self._decoder)
         return not any(map(is_hooked, parts)) and len(parts) == len(self._parts) and all(map(_is, parts, self._parts))
 
     def states(
         self, tokens: Tensor, positions: Tensor, masks: Any, tree: TreePass, cache: TreeCache
     ) -> tuple[list[Tensor], Tensor]:
-        """Inputs of the layers and the output of the last, and its norm, (batch, nodes, hidden) each.
+        """Inputs of all layers and the last layer's output, and the normed output, (batch, nodes, hidden) each.
 
         Args:
             tokens: (batch, nodes) int64.
-            positions: (batch, nodes) int64 or, where they have several axes, (axes, batch, nodes).
-            masks: (batch, 1, nodes, offset + nodes) bool, or these by kind of layer.
+            positions: (batch, nodes) int64, or (axes, batch, nodes) with several position axes.
+            masks: (batch, 1, nodes, offset + nodes) bool, or a dict of such masks by kind of layer.
         """
         decoder, x = self._decoder, self._decoder.embed_tokens(tokens)
         kinds = [""] * len(self._layers)
@@ -257,7 +257,7 @@ def _norm(norm: Any) -> FusedNorm:
 
 
 def _fused(layer: Any) -> FusedLayer:
-    """Of a layer that has the parts of ``layer_structure``."""
+    """Convert a layer with the structure checked in ``layer_structure``."""
     attention, mlp = layer.self_attn, layer.mlp
     heads = dict(zip(("query", "key"), HEAD_NORMS, strict=True)) if hasattr(attention, HEAD_NORMS[0]) else {}
     norms = {**norms_of(layer), **{name: getattr(attention, module) for name, module in heads.items()}}
@@ -273,7 +273,7 @@ def _fused(layer: Any) -> FusedLayer:
 
 
 def _alone(layer: Any, x: Tensor, rotation: Rotation) -> Tensor:
-    """A layer's output to a prompt, (batch, tokens, hidden)."""
+    """Output of a single layer on a prompt, (batch, tokens, hidden)."""
     if gate_of(layer.mlp.act_fn) is None:
         raise ValueError("another activation")
     fused, (batch, nodes, _) = _fused(layer), x.shape

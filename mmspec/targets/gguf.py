@@ -1,4 +1,4 @@
-"""GGUF files: their metadata, read in one pass, and their tensors, read when they are used.
+"""Reader of GGUF files: metadata is read at once, tensors on access.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -25,12 +25,12 @@ _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _DAMAGED = (ValueError, KeyError, TypeError, OverflowError, RecursionError, struct.error)
-_FIRST = 1 << 23  # bytes that are read of a file at first: most headers are smaller
+_FIRST = 1 << 23  # bytes of the first read: most headers are smaller
 
 
 def file_in(name: str | Path) -> Path | None:
-    """The GGUF file of a name: any file, or the only GGUF file in a folder without ``config.json``, beside
-    ``projector_in``.
+    """The GGUF file of a model name: the file itself, or the only GGUF file in a folder without ``config.json``, not
+    counting projector files; None for other names.
 
     Raises:
         UserError: the folder has several.
@@ -40,7 +40,7 @@ def file_in(name: str | Path) -> Path | None:
 
 
 def _is_gguf(file: Path) -> bool:
-    """Whether a file has the name or the content of a GGUF file: blobs of Ollama have no ending."""
+    """Whether a file has the GGUF suffix or magic number: Ollama's blobs have no suffix."""
     if file.suffix.lower() == ".gguf" or not (file.is_file() and os.access(file, os.R_OK)):
         return file.suffix.lower() == ".gguf"
     with file.open("rb") as opened:
@@ -48,7 +48,7 @@ def _is_gguf(file: Path) -> bool:
 
 
 def projector_in(name: str | Path) -> Path | None:
-    """The file with a vision tower and projector in such a folder, whose name has ``mmproj``; errors as ``file_in``."""
+    """The ``mmproj`` file in such a folder, with vision tower and projector; None and errors as for ``file_in``."""
     return _only(Path(name), "mmproj file", projector=True)
 
 
@@ -63,15 +63,15 @@ def _only(folder: Path, what: str, projector: bool) -> Path | None:
 
 
 class GGUFFile:
-    """A GGUF file that stays open: one that is replaced meanwhile is still read as it was.
+    """An open GGUF file. Replacing the file on disk does not affect later reads.
 
     Attributes:
         metadata: values by key.
-        tensors: by name.
-        digest: of the header.
+        tensors: tensors by name.
+        digest: hash of the header.
 
     Raises:
-        UserError: it is another format or version, cut short, or damaged.
+        UserError: the file has another format or version, or is truncated or damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -81,7 +81,7 @@ class GGUFFile:
             self._opened = _OpenFile(self.path)
         size = os.fstat(self._opened.fileno()).st_size
         header, count = b"", _FIRST
-        while len(header) < min(size, count):  # again with more of the file where its header is longer
+        while len(header) < min(size, count):  # read more if the header is longer
             header = os.pread(self._opened.fileno(), count, 0)
             try:
                 with explained(self._wrong, *_DAMAGED):
@@ -132,7 +132,7 @@ class GGUFFile:
             raise self._incomplete(str(end), size)
 
     def architecture(self) -> str:
-        """The model's, as llama.cpp names it."""
+        """llama.cpp's name of the model's architecture."""
         with explained(f"{self._wrong} that names its architecture", KeyError):
             return str(self.metadata["general.architecture"])
 
@@ -142,12 +142,12 @@ class GGUFFile:
 
 
 class GGUFTensor:
-    """A tensor of a file. ``tensor[...]`` reads it, dense and in float32 unless its numbers are of another dtype.
+    """A tensor of a file. ``tensor[...]`` reads it, dequantised to float32 unless it is stored in a dense dtype.
 
     Attributes:
         shape: outermost axis first.
-        format: name of its type.
-        place, size: in the file, in bytes.
+        format: name of its GGML type.
+        place, size: offset and size in the file, in bytes.
     """
 
     def __init__(self, file: _OpenFile, name: str, shape: tuple[int, ...], kind: int, place: int) -> None:
@@ -174,10 +174,10 @@ class GGUFTensor:
         return torch.from_numpy(found).view(self.shape)[index]
 
     def data(self) -> Tensor:
-        """Its bytes, (size,) uint8.
+        """The stored bytes, (size,) uint8.
 
         Raises:
-            UserError: the file was cut meanwhile.
+            UserError: the file was truncated after opening.
         """
         data = np.empty(self.size, np.uint8)
         left, place = data.data, self.place
@@ -189,7 +189,7 @@ class GGUFTensor:
         return torch.from_numpy(data)
 
     def rows(self) -> StoredRows | None:
-        """Its rows in the file, in a format that the kernels run; else None."""
+        """The stored rows if the kernels support their format; else None."""
         if self.format not in FORMATS or not cpu_library.available():
             return None
         size = self.size // (count := prod(self.shape[:-1]))
@@ -201,11 +201,11 @@ class GGUFTensor:
 
 
 class _OpenFile:
-    """A file that is closed when nothing refers to it any more: its tensors may outlive the reader."""
+    """A file that is closed when its last reference is dropped: tensors may outlive the reader."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
-        self.names: dict[int, str] = {}  # of tensors, by their places
+        self.names: dict[int, str] = {}  # tensor names by offset
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def fileno(self) -> int:
@@ -220,7 +220,7 @@ class _OpenFile:
 
 
 class _ShortError(Exception):
-    """More of a file is needed, up to ``end``."""
+    """The header continues at least up to byte ``end``."""
 
     def __init__(self, end: int) -> None:
         super().__init__(end)
@@ -228,7 +228,7 @@ class _ShortError(Exception):
 
 
 class _Cursor:
-    """A place in a file's header."""
+    """Parser position in a file's header."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 0
@@ -238,7 +238,7 @@ class _Cursor:
         return self.data[start : self.at]
 
     def numbers(self, kinds: str, count: int = 1) -> tuple[Any, ...]:
-        """``count`` numbers of each of struct's ``kinds``."""
+        """Read ``count`` numbers of each of the ``struct`` format characters in ``kinds``."""
         layout = f"<{count}{kinds}" if len(kinds) == 1 else f"<{kinds}"
         return struct.unpack_from(layout, self.data, self._step(struct.calcsize(layout)))
 
@@ -260,7 +260,7 @@ class _Cursor:
         return self._texts(count) if kind == _STRING else [self.value(kind) for _ in range(count)]
 
     def _texts(self, count: int) -> list[str]:
-        """Texts one after the other: vocabularies have hundreds of thousands."""
+        """Read ``count`` consecutive texts, inlined for speed: vocabularies have hundreds of thousands."""
         data, at, end, texts, length = self.data, self.at, len(self.data), [], struct.Struct("<Q").unpack_from
         for _ in range(count):
             if at + 8 > end:

@@ -1,5 +1,8 @@
-"""Models in GGUF files. Configuration and tokenizer, in the hub's layout, are kept in a folder of the user's cache; the
-weights are read from the file into the model."""
+"""Models in GGUF files.
+
+Configuration and tokenizer are stored in the hub's layout in a folder of the user's cache; weights are read from the
+file into the model.
+"""
 
 from __future__ import annotations
 
@@ -43,28 +46,25 @@ from mmspec.targets.layers import replaced
 _FORMAT = 6  # of the folder
 _TOKENIZER, _OPTIONS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _UNSUPPORTED = (ValueError, KeyError, NotImplementedError, TypeError, IndexError)
-_SAMPLING = {  # keys below general.sampling, and llama.cpp's own values
+_SAMPLING = {  # keys below general.sampling, and llama.cpp's defaults
     "temperature": ("temp", 0.8),
     "top_k": ("top_k", 40),
     "top_p": ("top_p", 0.95),
     "min_p": ("min_p", 0.05),
     "repetition_penalty": ("penalty_repeat", 1.0),
 }
-_OWN_SCALING = ("gemma3", "gpt-oss", "gpt_oss")  # which transformers knows of
+_OWN_SCALING = ("gemma3", "gpt-oss", "gpt_oss")  # scaling that transformers implements itself
 _TYPES = {str: 8, bool: 7, int: 10, float: 12}
 
 
 def index(file: GGUFFile) -> Path:
-    """The folder with configuration and tokenizer of a file's model; it may not exist yet.
-
-    It is keyed by the file's header.
-    """
+    """Cache folder of configuration and tokenizer, keyed by the file's header; it may not exist yet."""
     identity = f"{_FORMAT} {transformers.__version__} {file.digest}"
     return cache_folder() / "gguf" / hashlib.sha256(identity.encode()).hexdigest()[:16] / file.path.stem
 
 
 def write_index(file: GGUFFile) -> Path:
-    """The same folder, made at first use; it appears whole: several processes may make it at the same time.
+    """Return the ``index`` folder, created atomically at first use, as several processes may create it concurrently.
 
     Raises:
         UserError: the model is not supported, or the cache cannot be written.
@@ -83,7 +83,7 @@ def _write(file: GGUFFile, folder: Path) -> None:
 
 
 def save_tokenizer(made: Tokenizer, options: dict[str, Any], folder: Path) -> None:
-    """Save a tokenizer and options of its class for ``read_tokenizer``."""
+    """Save a tokenizer and the options of its class for ``read_tokenizer``."""
     made.save(str(folder / _TOKENIZER))
     template = options.pop("chat_template", None)
     if template is not None:
@@ -93,7 +93,7 @@ def save_tokenizer(made: Tokenizer, options: dict[str, Any], folder: Path) -> No
 
 
 def read_tokenizer(folder: Path, **more: Any) -> Any:
-    """The tokenizer of such a folder, in half of the time that transformers takes to read one of 152,000 tokens.
+    """Load the tokenizer of an ``index`` folder, twice as fast as transformers (measured with 152,000 tokens).
 
     Args:
         **more: further options of its class.
@@ -107,10 +107,10 @@ def read_tokenizer(folder: Path, **more: Any) -> Any:
 
 
 def generation_config(file: GGUFFile, config: Any) -> GenerationConfig:
-    """That of a model, which ends answers at the ends of texts, turns and messages.
+    """Generation config of a model, with the end-of-text, end-of-turn and end-of-message tokens as EOS.
 
-    It also has ``gguf_format``, the file's format in llama.cpp's words, and ``gguf_sampling``, sampling parameters for
-    commands and servers: the file's, or those of llama.cpp.
+    It also has ``gguf_format``, llama.cpp's name of the file's format, and ``gguf_sampling``, default sampling
+    parameters for commands and servers: the file's, or else llama.cpp's.
     """
     from gguf import LlamaFileType
 
@@ -139,7 +139,7 @@ def dtype_of(file: GGUFFile) -> str | torch.dtype | None:
 
 
 def config(file: GGUFFile) -> Any:
-    """The model's configuration, as transformers reads it; the size of the vocabulary is that of the embedding.
+    """The model's configuration, read by transformers, with the embedding's vocabulary size.
 
     Raises:
         UserError: transformers does not know the architecture, or values are missing.
@@ -163,8 +163,8 @@ def config(file: GGUFFile) -> Any:
 
 
 def _gemma3(file: GGUFFile) -> dict[str, Any]:
-    """Fields that transformers leaves at their defaults: rotary embeddings and, as llama.cpp has it, the scale of
-    attention, which for the model of 27 billion parameters is another one."""
+    """Fields that transformers leaves at their defaults: rotary embeddings, and the attention scale, which differs for
+    the 27B model (as in llama.cpp)."""
     head, base = file.get("attention.key_length", 256), file.get("rope.freq_base", 1e6)
     if file.get("block_count") == 62:
         head = file.get("embedding_length") // file.get("attention.head_count")
@@ -177,7 +177,7 @@ def _gemma3(file: GGUFFile) -> dict[str, Any]:
 
 
 def _rope_scaling(file: GGUFFile) -> dict[str, Any]:
-    """Fields of the configuration that transformers leaves out: positions beyond those of the first training."""
+    """Rope-scaling fields of the configuration, which transformers does not read."""
     kind, length = file.get("rope.scaling.type"), file.get("rope.scaling.original_context_length")
     factors = {f"{name}_factor": file.tensors.get(f"rope_factors_{name}.weight") for name in ("long", "short")}
     scaling: dict[str, Any] = {"rope_type": kind, "factor": file.get("rope.scaling.factor")}
@@ -192,7 +192,7 @@ def _rope_scaling(file: GGUFFile) -> dict[str, Any]:
 
 
 def scale_frequencies(file: GGUFFile, model: Any) -> None:
-    """Divide a decoder's rotary frequencies by the factors in a file, which Llama 3 has for long texts."""
+    """Divide a decoder's rotary frequencies by the file's factors (Llama 3's long-context scaling)."""
     if (tensor := file.tensors.get("rope_freqs.weight")) is None:
         return
     factors = tensor[...]
@@ -204,7 +204,7 @@ def scale_frequencies(file: GGUFFile, model: Any) -> None:
 
 
 def _tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
-    """As transformers makes it of the file's arrays, and options of its class."""
+    """Tokenizer that transformers converts from the file's arrays, and options of its class."""
     with (
         explained(f"cannot load model {str(file.path)!r}: expected a vocabulary of a known kind", Exception),
         replaced({(reader, "read_gguf_metadata"): _giving(file, (file.metadata, tuple(file.tensors)))}),
@@ -215,15 +215,14 @@ def _tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def _ends(file: GGUFFile, vocab: int) -> list[int]:
-    """Tokens that end an answer: of a text, a turn and a message. transformers reads the first of them."""
+    """EOS tokens: end of text, of turn and of message. transformers reads only the first."""
     ids = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return [token for token in dict.fromkeys(ids) if token is not None and 0 <= token < vocab]
 
 
 @contextmanager
 def _given(file: GGUFFile) -> Iterator[None]:
-    """transformers' reader of configurations gets the values of a file that is read already, without its
-    vocabulary, for which the package's reader takes seconds."""
+    """Make transformers' config reader use the parsed metadata, without the vocabulary: gguf's reader takes seconds."""
     import gguf
 
     fields = {}
@@ -241,7 +240,7 @@ def _given(file: GGUFFile) -> Iterator[None]:
 
 
 def _giving(file: GGUFFile, value: Any) -> Any:
-    """For ``replaced``: a function that returns the value for this file."""
+    """Replacement for ``replaced``: a reader that returns ``value`` for this file."""
 
     def make(plain: Any) -> Any:
         @wraps(plain, updated=())
@@ -254,12 +253,12 @@ def _giving(file: GGUFFile, value: Any) -> Any:
 
 
 class Weight:
-    """A weight of a model of transformers, of one tensor of a file or, of experts, several.
+    """A transformers weight stored in one tensor of a file, or in several for experts.
 
-    ``weight[...]`` reads it, dense.
+    ``weight[...]`` reads it as a dense tensor.
 
     Attributes:
-        tensors: of the file.
+        tensors: the file's tensors of this weight.
     """
 
     def __init__(self, name: str, processor: Any, names: Mapping[str, str]) -> None:
@@ -278,7 +277,7 @@ class Weight:
         return parsed["tensors"][self._name][index]
 
     def rows(self) -> StoredRows | None:
-        """Its rows in the file, in the order of transformers; None where they are no rows of one matrix there."""
+        """The stored rows in transformers' order; None if the rows are not contiguous in one tensor."""
         rows = self.tensors[0].rows() if len(self.tensors) == 1 else None
         if rows is None or len(self.tensors[0].shape) != 2:
             return None
@@ -291,10 +290,10 @@ class Weight:
 
 
 def weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
-    """The weights of a text model by their names in transformers, none of them read yet.
+    """Weights of a text model by transformers' names, to be read on access.
 
     Args:
-        model: of the file's configuration; it may be on the meta device.
+        model: model with the file's configuration; it may be on the meta device.
     """
     processor = TENSOR_PROCESSORS.get(file.architecture(), TensorProcessor)(config=model.config.to_dict())
     names = get_gguf_hf_weights_map(_outline(model, 1), processor)
@@ -307,7 +306,7 @@ def weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
 
 
 def _outline(module: Any, depth: int) -> SimpleNamespace:
-    """What transformers' function asks of a model, of which it would visit every module, for seconds."""
+    """Stub of a model for transformers' name mapping, which would take seconds to visit every module."""
     names = dict.fromkeys(module.state_dict())
     children = [(name, _outline(child, depth - 1)) for name, child in module.named_children()] if depth else []
     return SimpleNamespace(

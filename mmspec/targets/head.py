@@ -1,4 +1,4 @@
-"""Output layer of a target: logits from hidden states, over the whole vocabulary or a part of it."""
+"""Output layer of a target: logits from hidden states, over the whole vocabulary or a subset."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mmspec.targets.support import output_layer, refuse_not_finite
 
 
 class Head:
-    """The output layer of a model, with the module before it, if there is one, and the scaling of its logits.
+    """A model's output layer, with an optional module before it and its logit scaling.
 
     Args:
-        model: has an output layer.
+        model: model with an output layer.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._layer = output_layer(model)
         config = model.config.get_text_config()
         self._scale = _logit_scaling(config)
-        self._size = getattr(config, "unpadded_vocab_size", None)  # the layer's further rows are padding
+        self._size = getattr(config, "unpadded_vocab_size", None)  # the layer's remaining rows are padding
         self._before: Callable[[Tensor], Tensor] = _unchanged
         others = [part for part in model.children() if not isinstance(part, PreTrainedModel)]
         self._candidates: list[Callable[[Tensor], Tensor]] = [_unchanged, *others]
@@ -37,17 +37,17 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self._scale(_by_rows(self._layer, self._before(hidden)))[..., : self._size]
-        return logits.to(hidden.device)  # the layer of a dispatched model may be on another
+        return logits.to(hidden.device)  # a dispatched model's output layer may be on another device
 
     def narrow(self, token_ids: Tensor) -> NarrowHead:
-        """The logits of some tokens only, as a function of hidden states.
+        """Restrict the head to some tokens.
 
         Args:
             token_ids: (tokens,) int64, on the layer's device.
         """
         if is_split(self._model):
             return NarrowHead(self, _unchanged, partial(torch.index_select, dim=-1, index=token_ids))
-        # The first tokens of the vocabulary need no copy of their rows.
+        # A prefix of the vocabulary needs no copy of the weight.
         first = torch.equal(token_ids, torch.arange(len(token_ids), device=token_ids.device))
         rows = slice(len(token_ids)) if first else token_ids
         layer = self._layer
@@ -62,11 +62,11 @@ class Head:
         return NarrowHead(narrow, self._before, self._scale)
 
     def check(self, hidden: Tensor, logits: Tensor) -> None:
-        """Check at the first call that the head returns the model's own logits; finds the module before the output
-        layer (ModernBERT's decoder), and corrects the scaling.
+        """At the first call, check that the head reproduces the model's logits; finds the module before the output
+        layer (ModernBERT's decoder) and corrects the scaling.
 
         Raises:
-            UserError: the model transforms its logits in another way, or they are NaN.
+            UserError: the model transforms its logits in an unknown way, or they are NaN.
         """
         if self._checked:
             return
@@ -89,7 +89,7 @@ class Head:
         tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1
         try:
             computed = self(hidden)
-        except (RuntimeError, TypeError):  # other widths: a projection before the output layer
+        except (RuntimeError, TypeError):  # width mismatch: a projection precedes the output layer
             return False
         fits = computed.shape == logits.shape
         return fits and torch.allclose(computed.float(), logits.float(), atol=tolerance, rtol=tolerance)
@@ -99,7 +99,7 @@ class NarrowHead:
     """An output layer restricted to some tokens.
 
     Attributes:
-        linear: the layer, if nothing comes before or after it; else None.
+        linear: the linear layer if nothing precedes or follows it; else None.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ def contiguous_input(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _by_rows(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply a linear layer to (..., features) as one matrix: for a slice of few nodes torch would run a batched product
-    and copy the whole weight."""
+    """Apply a linear layer to (..., features) flattened to a matrix: for a slice of few nodes torch would run a batched
+    product and copy the whole weight."""
     y = layer(x.reshape(-1, x.shape[-1]))
     return y.view(*x.shape[:-1], y.shape[-1])
 

@@ -1,4 +1,4 @@
-"""Hub ids: recognised among names, and loaded from the local cache if the hub cannot be reached."""
+"""Hub ids: detection, and loading from the local cache if the hub cannot be reached."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _TIMEOUT = 5.0  # seconds
 
 
 def is_path(name: str) -> bool:
-    """Whether a name is a path: hub ids are ``name`` or ``owner/name``, and none is that of a GGUF file."""
+    """Whether a name is a path; hub ids are ``name`` or ``owner/name`` and never end as GGUF files do."""
     is_written_so = not name or name.startswith((".", "/", "~")) or name.lower().endswith(".gguf")
     return is_written_so or name.count("/") > 1 or os.path.exists(name)
 
 
 def is_on_hub(name: str) -> bool:
-    """Whether a name is neither an embedded model's nor a local path."""
+    """Whether a name is neither an embedded model nor a local path."""
     return name not in plugins.names("models") and not is_path(name)
 
 
 @contextmanager
 def cache_if_offline(kind: str, name: str) -> Iterator[dict[str, Any]]:
-    """Options of ``from_pretrained``: only the local cache if ``name`` is a hub id and the hub cannot be reached.
+    """Options of ``from_pretrained``: restrict to the local cache if ``name`` is a hub id and the hub is unreachable.
 
-    Without them transformers retries for half a minute per missing file.
+    Without these options transformers retries for half a minute per missing file.
 
     Args:
         kind: ``"model"``, ``"drafter"`` or ``"assistant"``, for the message.
         name: hub id, folder or file.
 
     Raises:
-        UserError: there is no such path, or the hub cannot be reached and a file is not cached.
+        UserError: the path does not exist, or the hub cannot be reached and a file is not cached.
     """
     expected = f"{plugins.expected_models(name)}, a local folder, a GGUF file or a reachable hub id"
     expected = f"cannot load {kind} {name!r}: expected {expected}; there is no such folder or file"
@@ -54,7 +54,7 @@ def cache_if_offline(kind: str, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _obstacle() -> str | None:
-    """Why the hub cannot be reached; None if it answers with any status."""
+    """Reason why the hub is unreachable; None if it answers with any status."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     try:

@@ -1,4 +1,4 @@
-"""Decoder layers of the families of Llama, Qwen3 and Gemma 3, recognised by their parts and by what they compute."""
+"""Detection of Llama, Qwen3 and Gemma 3 style decoder layers, by their submodules and by comparing outputs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _GEMMA_PARTS = {*_PARTS, "pre_feedforward_layernorm", "post_feedforward_layernorm"}
 HEAD_NORMS = ("q_norm", "k_norm")
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_FEATURES = 64  # of a layer that is tried
+_FEATURES = 64  # hidden features of the reduced test layer
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call does more than the module's class: it has hooks, other than those that transformers installs to
-    return hidden states or attentions, or a forward of its own (accelerate)."""
+    """Whether a module has a forward of its own (accelerate) or hooks, except the hooks that transformers installs to
+    return hidden states or attentions."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return "forward" in vars(module) or any(getattr(hook, "__module__", None) != CAPTURE for hook in hooks)
 
 
 def _has_parts(layer: Any) -> bool:
-    """Whether a layer has the parts of a Llama's, Qwen3's or Gemma 3's and no others."""
+    """Whether a layer has exactly the submodules of a Llama, Qwen3 or Gemma 3 layer."""
     names = lambda module: {name for name, _ in module.named_children()}  # noqa: E731
     if names(layer) not in (_PARTS, _GEMMA_PARTS) or names(layer.mlp) - _MLP:
         return False
@@ -51,7 +51,7 @@ def _has_parts(layer: Any) -> bool:
 
 
 def gate_of(function: Any) -> str | None:
-    """The kernels' name of an activation function."""
+    """The kernels' name of an activation function; None if they do not support it."""
     x = torch.linspace(-3, 3, 7, dtype=torch.float32)
     known = {"silu": nn.functional.silu(x), "gelu": nn.functional.gelu(x, approximate="tanh")}
     return next((name for name, expected in known.items() if torch.allclose(function(x), expected)), None)
@@ -69,12 +69,12 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def reproducible(decoder: nn.Module, run: Callable[[Any, Tensor, Rotation], Tensor]) -> bool:
-    """Whether a decoder's layers are all recognised, and ``run`` gives the output of each kind of them on random hidden
-    states at spread positions.
+    """Whether all layers have a supported structure and ``run`` reproduces each kind of layer on random hidden states
+    at widely spaced positions.
 
     Args:
-        run: called with a copy of the layer in float32 on the CPU, with fewer features; hidden states, (batch, tokens,
-            features), of which each attends to itself and those before; cosines and sines, (batch, tokens, head_dim).
+        run: called with a copy of the layer in float32 on the CPU, with fewer features; causal hidden states, (batch,
+            tokens, features); and cosines and sines, (batch, tokens, head_dim).
     """
     rotary, layers = getattr(decoder, "rotary_emb", None), getattr(decoder, "layers", None)
     if rotary is None or not isinstance(layers, nn.ModuleList) or not all(map(_has_parts, layers)):
@@ -83,7 +83,7 @@ def reproducible(decoder: nn.Module, run: Callable[[Any, Tensor, Rotation], Tens
 
 
 def _kind(layer: Any) -> Hashable:
-    """What may differ between layers: the class, and switches such as that of rotary positions (SmolLM3)."""
+    """Key of layers that compute the same: their class, and switches such as SmolLM3's rotary switch."""
     known = vars(layer.self_attn).items()
     switches = [(name, one) for name, one in known if isinstance(one, bool | int | float | str) and name != "layer_idx"]
     return type(layer), *sorted(switches)
@@ -102,19 +102,19 @@ def _reproduces(layer: Any, rotary: nn.Module, run: Callable[[Any, Tensor, Rotat
         computed = run(plain, x, rotation)
     except (AttributeError, TypeError, RuntimeError, ValueError, IndexError):
         return False
-    rotated_once = rotation[0].ndim == 3  # else by axis of an image
+    rotated_once = rotation[0].ndim == 3  # otherwise per position axis (images)
     return rotated_once and isinstance(expected, Tensor) and torch.allclose(computed, expected, atol=1e-4, rtol=1e-4)
 
 
 def rotation_of(rotary: Any, layer: Any, x: Tensor, positions: Tensor) -> Rotation:
-    """Cosines and sines of a layer, which in some decoders has one of several sets of frequencies."""
+    """Cosines and sines for a layer; some decoders have several sets of frequencies, chosen by layer."""
     takes_type = "layer_type" in signature(rotary.forward).parameters
     cos, sin = rotary(x, position_ids=positions, **({"layer_type": layer.self_attn.layer_type} if takes_type else {}))
     return cos, sin
 
 
 def _small(layer: Any) -> Any:
-    """A copy of a layer in float32 on the CPU, with the first features of its hidden states and of its MLP alone."""
+    """A copy of a layer in float32 on the CPU, reduced to the first features of its hidden states and its MLP."""
     attention, mlp = layer.self_attn, layer.mlp
     some, whole = slice(_FEATURES), slice(None)
     parts = {getattr(attention, name): (whole, some) for name in PROJECTIONS}
@@ -138,9 +138,9 @@ def _small(layer: Any) -> Any:
 
 
 def gain_of(norm: Any) -> Tensor:
-    """What an RMSNorm of transformers multiplies by, (features,) float32: its weight or, in Gemma, 1 more."""
+    """Multiplier of a transformers RMSNorm, (features,) float32: its weight, or 1 + weight in Gemma."""
     gain = norm.weight.detach().float()
-    plain = copy.copy(norm)  # in bfloat16, a large gain and 1 more are the same
+    plain = copy.copy(norm)  # in bfloat16, adding 1 to a large weight may have no effect
     plain._parameters = {"weight": nn.Parameter(gain, requires_grad=False)}
     applied = plain(torch.ones_like(gain))
     return gain + 1 if (applied - gain - 1).abs().max() < (applied - gain).abs().max() else gain
@@ -151,11 +151,11 @@ def epsilon_of(norm: Any) -> float:
 
 
 def stored_rows(layer: Any) -> list[StoredRows]:
-    """The rows that a layer keeps in place of its weight, if it does."""
+    """Rows stored in place of a layer's weight; empty for a layer with a weight."""
     return getattr(layer, "stored", [])
 
 
 def weight_of(layer: nn.Linear, rows: slice = slice(None)) -> Tensor:
-    """Rows of a layer's weight, also where it keeps them in another form."""
+    """Rows of a layer's weight; stored rows are converted to dense."""
     stored = stored_rows(layer)
     return stored[0].dense(torch.arange(layer.out_features)[rows]) if stored else layer.weight.detach()[rows]

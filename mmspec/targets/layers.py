@@ -43,7 +43,7 @@ class TreeLayers(Protocol):
         """Whether this class supports models of this text configuration."""
 
     def applied(self) -> AbstractContextManager[None]:
-        """Whatever the layers need changed outside the model during a pass."""
+        """Apply the changes outside the model that the layers need during a pass."""
 
     def cache(self, reserve: int, static_shapes: bool = False) -> TreeCache:
         """An empty cache with ``reserve`` KV slots; ``static_shapes`` as for ``TreeCache``."""
@@ -53,7 +53,7 @@ def tree_layers(model: PreTrainedModel, config: Any) -> TreeLayers | None:
     """The plug-in for a model's layers; None if all are attention, or no plug-in supports them.
 
     Raises:
-        UserError: the installed transformers lacks what the plug-in needs.
+        UserError: the installed transformers lacks a function that the plug-in needs.
     """
     kinds = getattr(config, "layer_types", None)
     if kinds and ATTENTION.issuperset(kinds):
@@ -68,10 +68,10 @@ def tree_layers(model: PreTrainedModel, config: Any) -> TreeLayers | None:
 
 
 Place = tuple[Any, str]
-"""The module or class that a function belongs to, and the function's name there."""
+"""Module or class of a function, and the function's name in it."""
 
 _LOCK = threading.Lock()
-_PASSES: Counter[Place] = Counter()  # that run now
+_PASSES: Counter[Place] = Counter()  # running passes by place
 
 
 @contextmanager
@@ -79,8 +79,8 @@ def replaced(replacements: Mapping[Place, Callable[[Any], Any]]) -> Iterator[Non
     """Replace functions during a pass. Passes of several threads may overlap: the first replaces, the last restores.
 
     Args:
-        replacements: by place, a function that makes the replacement from the original, which it has as ``__wrapped__``
-            (``functools.wraps``). Other threads call it too.
+        replacements: by place, a function that makes the replacement from the original, with ``functools.wraps``.
+            Other threads call the replacement too.
     """
     with _LOCK:
         for place, replace in replacements.items():

@@ -1,4 +1,4 @@
-"""LoRA adapters of peft in a model of transformers: loading, and which of them the next pass uses."""
+"""LoRA adapters of peft in a transformers model: loading, and selection per pass."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from mmspec.files import read_json, readable_path
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.support import output_layer
 
-_NAMES = "mmspec_adapters"  # of a model: those that requests choose; the owner of others chooses himself
+_NAMES = "mmspec_adapters"  # model attribute: adapters that requests may choose; users switch other adapters themselves
 _ERRORS = (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError, UnpicklingError, EOFError)
 _FIELDS = ["r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias", "fan_in_fan_out"]
 _FIELDS += ["target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"]
-"""Fields of an adapter's configuration that peft gets; all others have their defaults."""
+"""Fields of an adapter's configuration that are passed to peft; all others must have their defaults."""
 
 _UNUSED = ["peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"]
 _UNUSED += ["inference_mode", "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config"]
-"""Fields that change nothing once an adapter is trained."""
+"""Fields without effect on a trained adapter."""
 
-_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")  # which leave the model's own weights unchanged
+_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")  # keep the model's own weights unchanged
 
 
 def add_adapters(model: Any, folders: Mapping[str, str | PathLike[str]]) -> None:
-    """Load adapters into a model, which goes on without one. The model's own weights do not change.
+    """Load adapters into a model, none of them active. The model's own weights do not change.
 
     Args:
-        folders: of ``PeftModel.save_pretrained`` or ``save_adapter``, local or on the hub, by names.
+        folders: by adapter name, folders of ``PeftModel.save_pretrained`` or ``save_adapter``, local or on the hub.
 
     Raises:
-        UserError: peft is not installed, the weights are packed, an adapter is not one of linear layers and experts
-            within this model's decoder, or its file has more or fewer tensors than these layers.
+        UserError: peft is not installed, the weights are packed, an adapter changes more than linear layers and experts
+            of this model's decoder, or the tensors in its file do not match these layers.
     """
     if (packed := weights_kind(model)) is not None:
         packed = packed.removesuffix("Blocks").removesuffix("Linear").lower()
@@ -60,7 +60,7 @@ def add_adapters(model: Any, folders: Mapping[str, str | PathLike[str]]) -> None
         if not isinstance(name, str) or not name or "." in name:
             raise UserError(f"the name of an adapter must be text without a dot: got {shown(name)}")
         with explained(about, *_ERRORS), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is refused below
+            warnings.simplefilter("ignore")  # about tensors that are refused below
             fields = read_json(Path(cached_file(where, "adapter_config.json") or where))
             _check(about, fields, LoraConfig().to_dict())
             tensors = load_peft_weights(where, "cpu")
@@ -76,7 +76,7 @@ def add_adapters(model: Any, folders: Mapping[str, str | PathLike[str]]) -> None
             own = re.compile(rf"(\.lora_\w+)\.{re.escape(name)}(?=\.|$)")
             absent = [own.sub(r"\1", key) for key in found.missing_keys if own.search(key)]
             _refuse(about, "all tensors, in the sizes of their layers, missing", absent)
-            copied = model.get_input_embeddings(), output_layer(model)  # by drafters
+            copied = model.get_input_embeddings(), output_layer(model)  # drafters copy these weights
             layers = [(place, layer) for place, layer in model.named_modules() if isinstance(layer, LoraLayer)]
             linear = [place for place, layer in layers if isinstance(layer.get_base_layer(), nn.Linear | Conv1D)]
             experts = [place for place, layer in layers if isinstance(layer, ParamWrapper)]
@@ -87,7 +87,7 @@ def add_adapters(model: Any, folders: Mapping[str, str | PathLike[str]]) -> None
 
 
 def _check(about: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise for an adapter that changes more than the products of layers, or may do so."""
+    """Raise for an adapter that changes, or may change, more than linear layers."""
     if (kind := fields.get("peft_type")) != "LORA":
         raise UserError(f"{about}: expected LoRA, got {kind}")
     known = [*_FIELDS, *_UNUSED, *(["init_lora_weights"] if fields.get("init_lora_weights", True) in _INITS else [])]
@@ -97,18 +97,18 @@ def _check(about: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -
 
 
 def _refuse(about: str, expected: str, names: Iterable[str]) -> None:
-    """Raise if there is a name."""
+    """Raise ``UserError`` unless ``names`` is empty."""
     if names := sorted(names):
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise UserError(f"{about}: expected {expected} {', '.join(names[:3])}{more}")
 
 
 class Adapters:
-    """The adapters in a model's layers, loaded by ``add_adapters`` or its owner's. Without any, methods do nothing.
+    """Adapters in a model's layers, loaded by ``add_adapters`` or by the user. Methods do nothing without adapters.
 
     Attributes:
-        names: that requests may choose.
-        chosen: by the sequences of a target; None without one.
+        names: adapters that requests may choose.
+        chosen: adapter of the target's current sequences; None without one.
     """
 
     chosen: str | None = None
@@ -120,7 +120,7 @@ class Adapters:
         self._find()
 
     def _find(self) -> None:
-        """Find the layers, if the model's owner has wrapped or unwrapped it since: peft sets ``peft_config`` anew."""
+        """Find the LoRA layers again if the user has wrapped or unwrapped the model: peft replaces ``peft_config``."""
         owner = vars(self._model).get("peft_config")
         if owner is not self._owner:
             layers = (layer for layer in self._model.modules() if hasattr(layer, "active_adapters"))
@@ -128,7 +128,7 @@ class Adapters:
             self._owner, self._version = owner, object()
 
     def check(self, name: str | None) -> None:
-        """Raise ``UserError`` if no adapter has this name; None is the model without one."""
+        """Raise ``UserError`` for an unknown adapter; None, for no adapter, is valid."""
         if name is not None and name not in self.names:
             known = ", ".join(self.names) or "none are loaded"
             raise UserError(
@@ -136,7 +136,7 @@ class Adapters:
             )
 
     def key(self, name: str | None) -> Hashable:
-        """What states of a request with this adapter depend on."""
+        """Key of the adapter weights that a request's KV states depend on."""
         if self.names:
             return name
         self._find()
@@ -144,7 +144,7 @@ class Adapters:
         return self._version, next(states, None)
 
     def use(self, name: str | None) -> None:
-        """Let the model use an adapter, or none."""
+        """Activate an adapter; None deactivates all."""
         if not self.names:
             return
         for layer in self._layers:

@@ -1,4 +1,4 @@
-"""Attention masks of trees, in the form that transformers' decoders take."""
+"""Attention masks of trees for transformers' decoders."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def tree_mask(
     """The ``attention_mask`` of a verify pass.
 
     Args:
-        config: the text configuration, for its kinds of layers, window and attention implementation.
-        cache: of the committed prefix.
+        config: the text configuration, which has the kinds of layers, window and attention implementation.
+        cache: cache of the committed prefix.
         depth: (batch, nodes) int64, distance of each new node to the end of the prefix; None means 0.
-        tail_depth: (batch, earlier) int64, the same for uncommitted nodes of earlier passes; None without any.
+        tail_depth: (batch, earlier) int64, ``depth`` of uncommitted nodes of earlier passes; None without any.
         reach: (batch, nodes, earlier + nodes) bool, the uncommitted nodes that each new node attends to.
-        dtype: of additive masks.
+        dtype: dtype of additive masks.
 
     Returns:
         (batch, 1, nodes, slots): bool, or additive for eager attention, which silently misreads bool masks. A dict if
@@ -47,7 +47,7 @@ def tree_mask(
         depth = torch.zeros(batch, nodes, dtype=torch.long, device=reach.device)
     positions = slot_positions(cache, depth, tail_depth)
     query, key = positions[:, None, -nodes:, None], positions[:, None, None]
-    # A single node needs the limits too: in some models (Moshi, OLMoE) only transformers' cache applies them.
+    # A single node needs its window too: in some models (Moshi, OLMoE) only transformers' cache applies it.
     masks = {"full_attention": None if all_allowed else _in_form(full, additive)}
     if window is not None:
         masks["sliding_attention"] = _in_form(full & (query - key < window), additive)
@@ -80,23 +80,23 @@ def window_of(config: Any, layer: int) -> int | None:
 
 
 def slot_limit(config: Any) -> int | None:
-    """Slots in which a prompt's padding between or after its tokens changes no mask: transformers' windows and chunks
-    count padding, those of trees do not. None if no layer has either."""
+    """Maximum slots of a prompt with inner or right padding: in longer prompts, transformers' windows and chunks, which
+    count padding, differ from tree masks. None if no layer has windows or chunks."""
     kinds, window = _windows(config)
     chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
     return min((size for size in (window, chunk) if size is not None), default=None)
 
 
 def _windows(config: Any) -> tuple[list[str], int | None]:
-    """The kinds of a model's layers, if its configuration has them, and the size of the sliding window."""
+    """Kinds of a model's layers (empty if the configuration has none) and size of the sliding window."""
     kinds = getattr(config, "layer_types", None) or []
     window = getattr(config, "sliding_window", None)
     return kinds, None if kinds and not set(SLIDING) & set(kinds) else window
 
 
 def _by_kind(masks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Masks under all names that decoders look up: of layers with convolutions beside attention, and of layers without
-    attention."""
+    """Add masks under the other names that decoders use: for layers with both convolution and attention, and for layers
+    without attention."""
     beside = {"hybrid": masks["full_attention"], "hybrid_sliding": masks.get("sliding_attention")}
     return {"linear_attention": None, "conv": None, **beside, **masks}
 

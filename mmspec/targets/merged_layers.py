@@ -1,10 +1,9 @@
-"""Decoder layers of the families of Llama, Qwen3 and Gemma 3 with fewer and larger operations, for passes over few
-tokens on a CPU.
+"""Llama, Qwen3 and Gemma 3 style decoder layers with merged operations, for passes over few tokens on a CPU.
 
-Queries, keys and values are one product, gate and up another. The residual stream is float32, so that little is
-converted. The C++ kernels attend to keys and values in bfloat16, in any cache, transformers' included; other attention
-is float32. Rotary embeddings are one complex product: the rows of queries and keys are reordered so that the two
-features of a rotated pair are neighbours, which changes no dot product of a query and a key.
+QKV is one product, gate-up another. The residual stream is float32 to avoid conversions. The C++ attention kernels read
+bfloat16 keys and values from any cache, transformers' included; other attention is float32. Rotary embedding is one
+complex product: query and key rows are reordered so that the two features of a rotated pair are adjacent, which leaves
+all query-key dot products unchanged.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from mmspec.targets.layer_structure import (
 )
 
 _NORMS = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
-_MAX_ROWS = 1024  # of a pass whose layers are one call; every layer's output is kept
+_MAX_ROWS = 1024  # maximum tokens of a pass computed in one call, which keeps every layer's output
 
 
 class MergedLayer(nn.Module):
     """A pre-norm decoder layer: attention with rotary positions, then a gated MLP.
 
-    Heads of queries and keys may be normalised (Qwen3), outputs of attention and MLP, too (Gemma 3).
+    Optional norms: query and key heads (Qwen3), outputs of attention and MLP (Gemma 3).
 
     Args:
-        layer: a layer of transformers with the parts of one of these families; it loses its projections.
-        last: the decoder's last layer; the norm and the head after it take bfloat16.
+        layer: a supported transformers layer; its projections are removed.
+        last: whether this is the decoder's last layer, whose output is bfloat16 for the final norm and the head.
     """
 
     place: int
@@ -98,9 +97,9 @@ class MergedLayer(nn.Module):
         return self.rounded(self._outputs(read.flatten(2), x))
 
     def separate(self) -> dict[str, Tensor]:
-        """The weights under their names in a layer of Llama, Qwen2 or Qwen3, without those that these have not."""
+        """Unmerged weights under their names in Llama, Qwen2 and Qwen3 layers; other weights are omitted."""
         found: dict[str, Any] = {
-            **{f"self_attn.{name}": weight for name, weight in self.self_attn.named_parameters()},  # norms of heads
+            **{f"self_attn.{name}": weight for name, weight in self.self_attn.named_parameters()},  # head norms
             **{f"{theirs}.weight": self.norms[ours].weight for ours, theirs in _NORMS.items()},
         }
         sizes = [self.head_dim * count for count in (self.heads, self.kv_heads, self.kv_heads)]
@@ -117,11 +116,11 @@ class MergedLayer(nn.Module):
         return {name: weight for name, weight in found.items() if weight is not None}
 
     def rounded(self, x: Tensor) -> Tensor:
-        """The output in the dtype of the next layer's, norm's or head's input."""
+        """Cast an output to the dtype that the next layer, norm or head expects."""
         return x.bfloat16() if self.last and isinstance(self.down, PackedLinear) else x
 
     def _qkv(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """Queries, keys and values, (batch, tokens, heads + 2 * kv_heads, head_dim), the first two rotated."""
+        """Rotated queries and keys, and values: (batch, tokens, heads + 2 * kv_heads, head_dim)."""
         if self.native is not None:
             rotation = rotation.expand(len(x), -1, -1, -1).contiguous()
             return cpu.attention_inputs(self.native, x.contiguous(), rotation)
@@ -145,7 +144,7 @@ class MergedLayer(nn.Module):
         return attend(self.self_attn, query, key, value, mask, dropout=0.0, scaling=scaling, **options)[0]
 
     def attends_by_kernel(self, options: dict[str, Any]) -> bool:
-        """Whether attention is to be torch's or a tree's, in shapes that vary."""
+        """Whether the C++ kernel applies: attention is SDPA or tree attention, without static shapes."""
         return self.config._attn_implementation in (NAME, "sdpa") and PASS not in options
 
     def _outputs(self, read: Tensor, x: Tensor) -> Tensor:
@@ -154,7 +153,7 @@ class MergedLayer(nn.Module):
             return cpu.layer_outputs(self.native, read.contiguous(), x.contiguous())
         x = x + self._normed("attention_after", self.out(read))
         after = self.norms["mlp"](x)
-        # In the precision of the next product, its only reader.
+        # In the dtype of the next product, the only consumer.
         gate, up = self.gate_up(after.bfloat16() if isinstance(self.gate_up, PackedLinear) else after).chunk(2, dim=-1)
         return x + self._normed("mlp_after", self.down(self.act_fn(gate) * up))
 
@@ -163,7 +162,7 @@ class MergedLayer(nn.Module):
 
     @cached_property
     def native(self) -> Any:
-        """The weights for the functions of ``mmspec.ops.cpu``; None where these do not compute the layer."""
+        """Weights for the functions of ``mmspec.ops.cpu``; None if they do not support the layer."""
         linears: list[Any] = [self.qkv, self.out, self.gate_up, self.down]
         whole = all(layer.in_features % GROUP == 0 for layer in linears) and self.head_dim in cpu.HEAD_DIMS
         blocks = all(isinstance(layer, BlockLinear | JoinedLinear) for layer in linears)
@@ -186,23 +185,23 @@ def _eager(attention: nn.Module) -> Any:
 
 @lru_cache(maxsize=4)
 def allowed_slots(mask: Tensor, batch: int) -> Tensor:
-    """A mask as (batch, 1, nodes, slots) bool with contiguous slots; made once per pass, not per layer."""
+    """Convert a mask to (batch, 1, nodes, slots) bool with contiguous slots; cached per pass."""
     allowed = mask if mask.dtype == torch.bool else mask == 0
     return (allowed if allowed.stride(-1) == 1 else allowed.contiguous()).expand(batch, 1, -1, -1)
 
 
 @lru_cache(maxsize=4)
 def rotation_of(cos: Tensor, sin: Tensor) -> Tensor:
-    """(batch, tokens, 1, head_dim / 2) complex64, from (batch, tokens, head_dim) each; once per pass, not per layer."""
+    """Complex rotations, (batch, tokens, 1, head_dim / 2), of (batch, tokens, head_dim) each; cached per pass."""
     half = cos.shape[-1] // 2
     return torch.complex(cos[..., :half].float(), sin[..., :half].float())[:, :, None]
 
 
 class Stack:
-    """A decoder's layers, computed by one call in all but large passes.
+    """A decoder's layers, computed in one native call except in large passes.
 
-    In a pass of the decoder, the first layer's forward computes the outputs of all layers. Each other layer returns its
-    own if it is called with the output of the layer before it, so hooks on layers receive the usual inputs and outputs.
+    In a pass of the decoder, the first layer's forward computes the outputs of all layers. Each later layer returns its
+    precomputed output if its input is the previous layer's output, so hooks on layers see the usual inputs and outputs.
     """
 
     def __init__(self, layers: list[MergedLayer]) -> None:
@@ -215,17 +214,17 @@ class Stack:
     def states(
         self, decoder: Any, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: Any
     ) -> list[Tensor] | None:
-        """Inputs of the layers and the output of the last, without a pass of the decoder.
+        """Inputs of all layers and the last layer's output, without the decoder's forward.
 
         Args:
-            decoder: a decoder with these layers whose embeddings go to the first of them as they are.
+            decoder: a decoder with these layers that passes its embeddings unchanged to the first layer.
             tokens: (batch, nodes) int64.
             positions: (batch, nodes) int64.
             mask: (batch, 1, nodes, slots) bool or additive; None for single nodes that attend to all slots.
             cache: a ``TreeCache``.
 
         Returns:
-            (batch, nodes, hidden) each; None where a pass of the decoder is needed.
+            (batch, nodes, hidden) each; None if the decoder's forward is needed.
         """
         hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in self._layers)
         usual = positions.ndim == 2 and (isinstance(mask, Tensor) or (mask is None and tokens.shape[1] == 1))
@@ -240,7 +239,7 @@ class Stack:
         return None if outputs is None else [x, *outputs]
 
     def output(self, place: int, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any) -> Tensor | None:
-        """A layer's output; None where the layer has to compute it."""
+        """A layer's precomputed output; None if the layer must compute it."""
         if place == 0:
             self._outputs = self._computed(x, rotation.expand(len(x), -1, -1, -1), mask, cache) or []
         elif not self._outputs or x is not self._outputs[place - 1]:
@@ -263,7 +262,7 @@ class Stack:
 
     @cached_property
     def _weights(self) -> Any:
-        """The layers' weights for ``cpu.decode``; None where it does not compute them all, with one mask."""
+        """The layers' weights for ``cpu.decode``; None if it does not support all of them with one mask."""
         native = [layer.native for layer in self._layers]
         kinds = getattr(self._layers[0].config, "layer_types", None) or []
         return None if None in native or len(set(kinds)) > 1 else cpu.decoder_weights(native)
@@ -273,7 +272,7 @@ class Stack:
 
 
 def first_layers(layers: nn.ModuleList, count: int) -> nn.ModuleList:
-    """The first layers of a decoder; merged ones as copies with the same weights, which are a stack of their own."""
+    """The first layers of a decoder. Merged layers are copied, with shared weights, into a separate ``Stack``."""
     first: list[Any] = list(layers[:count])
     if all(isinstance(layer, MergedLayer) for layer in first):
         first = [copy.copy(layer) for layer in first]
@@ -283,7 +282,7 @@ def first_layers(layers: nn.ModuleList, count: int) -> nn.ModuleList:
 
 
 def merge_layers(decoder: nn.Module) -> None:
-    """Replace a decoder's layers by ``MergedLayer`` where that computes the same; others stay as they are."""
+    """Replace a decoder's layers by ``MergedLayer`` if that reproduces their outputs."""
     if reproducible(decoder, lambda layer, x, rotation: MergedLayer(layer)(x, position_embeddings=rotation)):
         layers: Any = decoder.layers
         for index in range(len(layers)):
@@ -312,16 +311,16 @@ class Float32Norm(nn.Module):
         return x * torch.addcmul(self.epsilon, length, length, value=1 / x.shape[-1]).rsqrt_() * self.weight
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        return self  # stays in float32
+        return self  # keep float32 when the model is cast
 
 
 def norm_of(norm: Any) -> Float32Norm:
-    """An RMSNorm of transformers."""
+    """Convert a transformers RMSNorm."""
     return Float32Norm(gain_of(norm), epsilon_of(norm))
 
 
 def head_norm(attention: Any, heads: int, kv_heads: int, head_dim: int) -> Float32Norm:
-    """The norms of queries' and keys' heads, whose features are paired, as one: gains (heads + kv_heads, head_dim)."""
+    """Merge the norms of query and key heads, in ``pair_order``: gains (heads + kv_heads, head_dim)."""
     order = pair_order(head_dim)
     parts = [(attention.q_norm, heads), (attention.k_norm, kv_heads)]
     gains = [norm_of(norm).weight[order].expand(count, -1) for norm, count in parts]
@@ -329,7 +328,7 @@ def head_norm(attention: Any, heads: int, kv_heads: int, head_dim: int) -> Float
 
 
 def pair_order(head_dim: int) -> Tensor:
-    """A head's features in the order in which j and j + head_dim / 2, which are rotated together, are neighbours."""
+    """Permutation of a head's features that makes each rotated pair, j and j + head_dim / 2, adjacent."""
     return torch.arange(head_dim).view(2, -1).t().flatten()
 
 

@@ -1,4 +1,4 @@
-"""Which linear layers of a model are packed, and how."""
+"""Packing and quantisation of a model's linear layers."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ _AT_ONCE = 32  # layers
 
 
 def pack_model(model: PreTrainedModel, kind: str) -> None:
-    """Replace the linear layers of a model on the CPU by packed ones, and convert what else it has to bfloat16.
+    """Pack the linear layers of a model on the CPU, and convert all other weights to bfloat16.
 
-    Layers of the decoder are packed as ``kind``. Towers and connectors, which no decode step runs, become bfloat16. The
-    output layer is not quantised, as its rounding costs more accuracy than that of all layers before it (of SmolLM2 in
-    4 bits, a divergence from float32 of 0.05 against 0.001): with int8 and int4 it is float16. A head that shares its
-    weight with the embedding gets a packed copy of its own. Layers with ``stored`` rows have these, whatever ``kind``.
+    Decoder layers are packed as ``kind``. Towers and connectors, which no decode step runs, become bfloat16. The output
+    layer is not quantised, as rounding it costs more accuracy than rounding all layers before it (SmolLM2 in 4 bits: a
+    divergence from float32 of 0.05 against 0.001): with int8 and int4 it is float16. A head tied to the embedding gets
+    a packed copy of the weight. Layers with ``stored`` rows use these, whatever ``kind``.
 
     Args:
         kind: ``"bfloat16"``, ``"int8"`` or ``"int4"``.
 
     Raises:
-        UserError: a file with stored rows was cut meanwhile.
+        UserError: a file with stored rows was truncated during packing.
     """
     start_packing(model, kind)()
 
 
 def start_packing(model: PreTrainedModel, kind: str) -> Callable[[], None]:
-    """Do as ``pack_model``, but let a thread pack the rows that are in a file.
+    """Variant of ``pack_model`` that packs rows stored in a file in a background thread.
 
     Returns:
-        What waits until the model is packed.
+        A function that waits until the model is packed.
     """
     decoder, output = model.get_decoder(), model.get_output_embeddings()
     for table in model.modules():
@@ -94,12 +94,12 @@ def start_packing(model: PreTrainedModel, kind: str) -> Callable[[], None]:
     pool = ThreadPoolExecutor(1)
     result = pool.submit(finish)
     pool.shutdown(wait=False)
-    begun.wait()  # what the caller does meanwhile may hold the interpreter for long
+    begun.wait()  # the caller may then hold the GIL for long
     return result.result
 
 
 def head_kind(kind: str) -> str:
-    """How the output layer of a model is packed whose other layers are packed as ``kind``."""
+    """Packing kind of the output layer in a model packed as ``kind``."""
     return kind if kind not in QUANTISED else "int8" if cpu_library.available() else "float16"
 
 
@@ -109,8 +109,8 @@ def packed(
     memory: BlockMemory | None = None,
     later: list[tuple[StoredRows, Tensor]] | None = None,
 ) -> nn.Module:
-    """A linear layer packed as ``kind``, with its stored rows as these (see ``stored_layer``); by torch's kernels only
-    in shapes that they take, else as bfloat16."""
+    """Pack a linear layer as ``kind``, or with its stored rows (see ``stored_layer``). Shapes that torch's kernels do
+    not support are packed as bfloat16."""
     if stored := getattr(layer, "stored", None):
         return stored_layer(stored, layer.bias, memory, later)
     if kind in BLOCKS and cpu_library.available():
@@ -122,7 +122,7 @@ def packed(
 
 
 def _sizes(layer: nn.Linear, kind: str) -> Iterator[int]:
-    """Bytes of each kind's blocks of a layer, for the C++ kernels."""
+    """Block sizes in bytes of a layer for the C++ kernels."""
     if stored := getattr(layer, "stored", None):
         yield from (rows.kind.size_of(rows.features, len(rows.places)) for rows in stored)
     elif kind in BLOCKS and cpu_library.available():
@@ -130,13 +130,13 @@ def _sizes(layer: nn.Linear, kind: str) -> Iterator[int]:
 
 
 def drafter_kind(target: Any, like: Tensor) -> str | None:
-    """How the linear layers of a drafter are packed beside a target on the CPU; None where they are not.
+    """Packing kind of a drafter's linear layers on the CPU; None if they are not packed.
 
-    Beside quantised weights those of the drafter are int8: reading them is most of its time.
+    The drafter of a quantised target is int8, as it spends most of its time reading weights.
 
     Args:
         target: a ``Target`` with a model.
-        like: of the drafter's dtype and device.
+        like: tensor with the drafter's dtype and device.
     """
     if like.device.type != "cpu":
         return None
@@ -150,7 +150,7 @@ def pack_drafter(network: nn.Module, like: Tensor, kind: str | None) -> None:
     """Move a drafter's network to the device and dtype of ``like``, its weights laid out for products with few rows.
 
     Args:
-        kind: of its linear layers, see ``drafter_kind``.
+        kind: packing kind of the linear layers, see ``drafter_kind``.
     """
     for parent in list(network.modules()):
         for name, layer in list(parent.named_children()):
@@ -164,7 +164,7 @@ def pack_drafter(network: nn.Module, like: Tensor, kind: str | None) -> None:
 
 
 def _linears(module: nn.Module, kinds: Mapping[int, str]) -> list[tuple[Any, str, str]]:
-    """Parent and name of linear layers, and their ``kinds``, by a layer's id; bfloat16 for those not in it."""
+    """Parent, name and packing kind of each linear layer; ``kinds`` is by layer id, with bfloat16 as the default."""
     return [
         (parent, name, kinds.get(id(layer), "bfloat16"))
         for parent in module.modules()
@@ -178,13 +178,13 @@ def _pack(
     memory: BlockMemory | None = None,
     later: list[tuple[StoredRows, Tensor]] | None = None,
 ) -> None:
-    """Replace linear layers, one after the other; see ``stored_layer``."""
+    """Replace linear layers one by one; see ``stored_layer``."""
     for parent, name, kind in linears:
         setattr(parent, name, packed(parent.get_submodule(name), kind, memory, later))
 
 
 def packs_bfloat16() -> bool:
-    """Whether packed bfloat16 weights are faster: with the C++ kernels, or where torch has instructions for them."""
+    """Whether packed bfloat16 weights are faster: with the C++ kernels, or if the CPU has bfloat16 instructions."""
     if cpu_library.available():
         return True
     has = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
@@ -192,7 +192,7 @@ def packs_bfloat16() -> bool:
 
 
 def weights_kind(model: nn.Module) -> str | None:
-    """The class of a model's packed linear layers, of the smallest weights; None where none is packed."""
+    """Class name of the packed linear layers with the smallest weights; None if no layer is packed."""
     usual = [cls for kind in ("int4", "int8", "bfloat16") for cls in (KINDS[kind], BLOCKS[kind])]
     order = [Q4KBlocks, *usual[:2], Q5KBlocks, Q5Blocks, Q6KBlocks, *usual[2:]]
     classes = {type(module) for module in model.modules()}
@@ -200,7 +200,7 @@ def weights_kind(model: nn.Module) -> str | None:
 
 
 def quantise_on_cuda(model: PreTrainedModel, kind: str) -> None:
-    """Quantise the weights of a decoder's linear layers by torchao, in place; its inputs stay bfloat16.
+    """Quantise a decoder's linear layers in place with torchao (weight-only; activations stay bfloat16).
 
     Raises:
         UserError: torchao is not installed.

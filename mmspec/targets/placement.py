@@ -1,4 +1,4 @@
-"""Models larger than a device: layers dispatched to several devices, or weights sharded over the ranks of a job."""
+"""Models larger than one device: layers dispatched to several devices, or weights sharded over the ranks of a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLAN = Rule('"auto" or a dict of modules and styles', lambda value: value == "a
 
 
 def split_options(device_map: Any, tp_plan: Any, device: str) -> dict[str, Any]:
-    """Options of ``from_pretrained`` that split a model; none for a model on one device.
+    """Options of ``from_pretrained`` that split a model; empty for a model on one device.
 
     Args:
         device_map, tp_plan, device: as for ``mmspec.load``.
@@ -48,7 +48,7 @@ def split_options(device_map: Any, tp_plan: Any, device: str) -> dict[str, Any]:
 
 
 def is_sharded(model: PreTrainedModel) -> bool:
-    """Whether each rank has a part of the weights (tensor parallelism)."""
+    """Whether the weights are sharded over ranks (tensor parallelism)."""
     return (model._tp_size or 1) > 1
 
 
@@ -76,5 +76,5 @@ def computing_devices(model: PreTrainedModel) -> set[str]:
 
 
 def _hook(model: PreTrainedModel) -> Any:
-    """The hook by which accelerate moves a dispatched model's inputs; None for a model on one device."""
+    """accelerate's hook that moves a dispatched model's inputs; None for a model on one device."""
     return getattr(model, "_hf_hook", None)

@@ -1,4 +1,4 @@
-"""Processors: requests to token ids and tokens back to text, apart from the target that decodes them."""
+"""Processors: encode requests as token ids and decode tokens to text, independently of the target."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from mmspec.targets.support import from_pretrained
 
 _MARK = "\ue0a1"  # a private-use character
 _RENDERED = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning")
-"""What templates write of a message beside its role and content."""
+"""Message fields that templates render in addition to role and content."""
 
-_MARKER_TOKENS = 32  # at most, of a marker of thoughts and the white space after it
+_MARKER_TOKENS = 32  # maximum tokens of a reasoning marker and the white space after it
 _MEDIA_TOKENS = ("image_token", "video_token")  # attributes of transformers' processors
 
 
@@ -36,11 +36,11 @@ def is_token_ids(prompt: Any) -> bool:
 
 
 def template_variables(plain: Any, given: Any) -> dict[str, Any]:
-    """Variables for the chat template of a tokenizer or processor, without those that it does not name: processors
-    take them for options of their own.
+    """Variables that the chat template of a tokenizer or processor uses; others are dropped, as processors would treat
+    them as their own options.
 
     Raises:
-        UserError: they are no mapping, or one has a name that rendering itself uses.
+        UserError: ``given`` is not a mapping, or contains a name that rendering itself uses.
     """
     own = {"messages", *signature(plain.apply_chat_template).parameters}
     for name in OBJECT.check("chat_template_kwargs", given):
@@ -50,7 +50,7 @@ def template_variables(plain: Any, given: Any) -> dict[str, Any]:
 
 
 def called_arguments(value: Any) -> Any:
-    """Arguments of a call as an object, which is empty for a text that is not the JSON of one."""
+    """Arguments of a tool call as a dict; empty for text that is not a JSON object."""
     if not isinstance(value, str):
         return value
     found = None
@@ -60,17 +60,17 @@ def called_arguments(value: Any) -> Any:
 
 
 def _with_objects(value: Any) -> Any:
-    """Chat messages in which arguments of calls are objects."""
+    """Chat messages with the arguments of tool calls parsed to dicts."""
     if isinstance(value, Mapping):
         return {k: called_arguments(one) if k == "arguments" else _with_objects(one) for k, one in value.items()}
     return [_with_objects(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
-    """Chat messages in the forms that templates expect, the most common form first.
+    """Variants of chat messages that templates may expect, the most common first.
 
-    Contents are as given; or contents without media are texts: those of all messages but users', or all. In each case,
-    arguments of calls are objects, or else the texts that were given.
+    Contents are as given, or media-free contents are converted to text: in all messages except the user's, or in all.
+    In each case, arguments of tool calls are first dicts, then as given.
     """
     for joined in (lambda role: False, lambda role: role != "user", lambda role: True):
         form = [_of_text(one, refuse=False) if joined(one.get("role")) else one for one in messages]
@@ -85,16 +85,16 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Chat messages as the text of a prompt, by the chat template of a tokenizer or processor.
+    """Render chat messages with the chat template of a tokenizer or processor.
 
     Args:
-        user_text: marks special tokens that users have typed.
+        user_text: marks special tokens in user text.
         tools: functions that the model may call, as JSON schemas in OpenAI's form.
         variables: further variables of the template, such as ``enable_thinking``.
 
     Raises:
-        UserError: the template refuses them, for example a system message; it is a program of the checkpoint's, and may
-            raise anything. Or one of the variables has a name that transformers uses.
+        UserError: the template rejects the messages, for example a system message (templates are programs of the
+            checkpoint and may raise anything); or a variable has a name that transformers uses.
     """
     given = {"tools": user_text.marked(tools)} if tools else {}
     if variables:
@@ -110,10 +110,10 @@ def render(
 
 
 def _of_text(message: Mapping[str, Any], refuse: bool = True) -> Mapping[str, Any]:
-    """A chat message with a text as content, which templates of text models expect, in place of text items.
+    """Join a message's text items into one text, which templates of text models expect as content.
 
     Args:
-        refuse: raise ``UserError`` where one of them is an image or a video; otherwise the message stays as it is.
+        refuse: raise ``UserError`` for a message with images or videos; False returns it unchanged.
     """
     content = message.get("content")
     if content is None or isinstance(content, str):
@@ -134,7 +134,7 @@ class Processor:
     Attributes:
         auto_class: the class of transformers that loads ``plain``.
         options: keywords of ``encode`` besides ``chat_template``, which callers of ``Pipeline.generate`` may give.
-        reads_media: whether requests may contain images and videos; if so there is a method ``place_media``, as of
+        reads_media: whether requests may contain images and videos; requires a method ``place_media`` as in
             ``mmspec.vision.processor.VisionProcessor``.
     """
 
@@ -168,13 +168,13 @@ class Processor:
 
         Args:
             requests: ``{"prompt": text, chat messages or token ids, "images": ..., "videos": ...}`` each.
-            chat_template: render prompts by the chat template, if there is one; False takes text prompts as they are.
-                Token ids are always taken as they are.
+            chat_template: render prompts with the chat template if there is one; False uses text prompts as is. Token
+                ids are always used as is.
             tools: functions that the model may call, as JSON schemas in OpenAI's form, for the chat template.
-            answer_start: text after the chat template's prompt, in which special tokens are such: the answer goes on
-                from it.
+            answer_start: text appended to the rendered prompt, which the answer continues; special tokens in it are
+                encoded as special tokens.
             chat_template_kwargs: variables of the chat template, such as ``enable_thinking``.
-            **options: of the media (none for text).
+            **options: media options (none for text models).
 
         Raises:
             UserError: images or videos for a text model, unknown options, an empty prompt, or an unknown token id.
@@ -195,10 +195,10 @@ class Processor:
         return None
 
     def decode(self, token_ids: Sequence[int], context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> str:
-        """Text that tokens add to that of the tokens before them.
+        """Decode tokens after a context.
 
         Args:
-            context: token ids before, such as a prompt's. Without any, some tokenizers leave out a first blank.
+            context: preceding token ids, such as the prompt's. Without a context, some tokenizers drop a leading blank.
             skip_special_tokens: leave out special tokens.
         """
         reader = Detokenizer(self.vocabulary, context, None if skip_special_tokens else frozenset())
@@ -253,18 +253,18 @@ class Processor:
             raise UserError(f"token ids must be in [0, {size - 1}]: got {wrong[0]}")
 
     def chat_template_text(self) -> str:
-        """The chat template; of several, that for requests with tools, or the default one; empty without any."""
+        """The chat template; of several, the template for tool requests, else the default; empty without any."""
         template = getattr(self.plain, "chat_template", None) or ""
         if isinstance(template, Mapping):
             template = template.get("tool_use") or template.get("default", "")
         return str(template)
 
     def thoughts(self, reasoning: str | None, prompt: torch.Tensor) -> Thoughts | None:
-        """Where the thoughts of the output after a prompt are; None if there are none.
+        """Reasoning parser of the output after a prompt; None without reasoning.
 
         Args:
             reasoning: format, see ``thought_format``.
-            prompt: (length,) int64; whether it ends with a marker shows whether thoughts have begun or are over.
+            prompt: (length,) int64; a marker at its end shows that reasoning has started or is over.
         """
         form = thought_format(reasoning, self.chat_template_text()) if reasoning else None
         if form is None:
@@ -275,12 +275,12 @@ class Processor:
         return Thoughts(form, end.endswith(form.start), self.token_bytes, self.special_token)
 
     def special_token(self, text: str) -> int | None:
-        """The id of the special token of this name, if there is one."""
+        """Id of the special token with this name; None without one."""
         known = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
         return next((number for number, token in known if token.special and token.content == text), None)
 
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 bytes of a token, or the part of a character that it is."""
+        """UTF-8 bytes of a token; possibly a part of a character."""
         return self.vocabulary.token_bytes(token)
 
     @cached_property
@@ -289,7 +289,7 @@ class Processor:
         return Vocabulary(self.tokenizer)
 
     def text_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, in which special tokens are plain text."""
+        """Encode a text with special tokens as plain text."""
         return self._encoded(self._user_text.mark(text), add_special_tokens)
 
     def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -305,8 +305,8 @@ class Processor:
     def answer_prefix(self) -> str:
         """Blanks between the chat template's generation prompt and an answer.
 
-        A template that ends a prompt with "ASSISTANT:" and writes earlier answers as "ASSISTANT: answer" lets the model
-        generate the blank. It is the template's: as content of a later turn, the answer must not contain it.
+        With a template that ends prompts with "ASSISTANT:" and renders earlier answers as "ASSISTANT: answer", the
+        model generates the blank. It belongs to the template and must not become a part of the answer's content.
         """
         if not getattr(self.plain, "chat_template", None):
             return ""
@@ -318,20 +318,20 @@ class Processor:
         try:
             prompt = self.plain.apply_chat_template([question], add_generation_prompt=True, tokenize=False)
             whole = self.plain.apply_chat_template([question, answer], tokenize=False)
-        except Exception:  # a template is a program of the checkpoint's, and may raise anything
+        except Exception:  # templates are programs and may raise anything
             return ""
         between, separator, _ = whole.removeprefix(prompt).partition("answer")
         return between if separator and whole.startswith(prompt) and between.isspace() else ""
 
 
 class UserText:
-    """Marks and encodes prompts for one tokenizer: special tokens in user text are the characters that they consist of.
+    """Encodes special tokens in user text as plain text.
 
-    In the string that a chat template renders, a typed ``</s>`` looks like the template's own. So typed ones are marked
-    before rendering, which also hides them from processors that expand image tokens. Then the template's own get secret
-    names, the marks are removed, and a copy of the tokenizer whose special tokens have these names encodes the string.
-    Typed tokens are encoded together with the text around them, as by ``split_special_tokens``. Prompts without typed
-    special tokens are encoded as usual.
+    In a rendered prompt, a ``</s>`` typed by the user looks like the template's ``</s>``. Typed special tokens are
+    therefore marked before rendering, which also hides them from processors that expand image tokens. After rendering,
+    the template's special tokens are renamed to secret names, the marks are removed, and a copy of the tokenizer with
+    these names encodes the string. Typed tokens are encoded together with the surrounding text, as by
+    ``split_special_tokens``. Prompts without typed special tokens are encoded as usual.
 
     Args:
         media: further strings that the processor expands, such as ``<image>``.
@@ -348,12 +348,12 @@ class UserText:
         self._renamed: tuple[Tokenizer, dict[str, str], dict[int, int]] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if "tokenizer" not in self.__dict__:  # while it is copied or unpickled
+        if "tokenizer" not in self.__dict__:  # while being copied or unpickled
             raise AttributeError(name)
-        return getattr(self.tokenizer, name)  # a processor takes this object for its tokenizer
+        return getattr(self.tokenizer, name)  # processors use this object as their tokenizer
 
     def mark(self, prompt: Any) -> Any:
-        """A prompt, text or chat messages, with typed special tokens marked; the same object if there are none.
+        """Mark typed special tokens in a prompt (text or chat messages); returns the same object without any.
 
         Raises:
             UserError: the tokenizer cannot encode them as text.
@@ -375,17 +375,17 @@ class UserText:
         return _MARK in text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a rendered prompt, typed special tokens as text.
+        """Encode a rendered prompt, with typed special tokens as text.
 
         Raises:
-            UserError: the tokenizer makes special tokens of plain text.
+            UserError: the tokenizer encodes some plain text as special tokens.
         """
         backend, names, ids = self._renamed = self._renamed or self._rename()
         text = self._typed.sub(lambda match: names[match[0]], text).replace(_MARK, "")
         encoding = backend.encode(text, add_special_tokens=add_special_tokens)
         result, control = [], set(self._ids.values())
         for token, added in zip(encoding.ids, encoding.special_tokens_mask, strict=True):
-            if added:  # by the tokenizer itself, such as a first <s>; its id is the real one
+            if added:  # added by the tokenizer, such as a leading <s>, with its real id
                 result.append(token)
                 continue
             if token not in ids and token in control:
@@ -404,14 +404,14 @@ class UserText:
         add_special_tokens: bool = True,
         **_: Any,
     ) -> Any:
-        """The tokenizer's call, for processors."""
+        """The tokenizer's ``__call__``, used by processors."""
         rows = [self.encode(row, add_special_tokens) for row in ([text] if isinstance(text, str) else text)]
         return self.tokenizer.pad(
             {"input_ids": rows}, padding=padding, padding_side=padding_side, return_tensors=return_tensors
         )
 
     def marked(self, value: Any) -> Any:
-        """A JSON value, such as a tool, whose texts are marked."""
+        """Mark all texts of a JSON value, such as a tool."""
         if isinstance(value, str):
             return self._marked(value)
         if isinstance(value, Mapping):
@@ -435,7 +435,7 @@ class UserText:
         strings = [text for text in texts if isinstance(text, str)]
         if not self._typed.search("".join(strings)):
             return message
-        end = _MARK if len(strings) > 1 else ""  # items that a template joins may spell a special token together
+        end = _MARK if len(strings) > 1 else ""  # joined items may spell a special token
         marked = [
             {**item, "text": self._marked(text) + end} if isinstance(text, str) else item
             for item, text in zip(content, texts, strict=True)
@@ -443,7 +443,7 @@ class UserText:
         return {**message, "content": marked}
 
     def _rename(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
-        """A copy of the tokenizer with secret names of special tokens, these names, and real ids by the copy's ids."""
+        """Tokenizer copy with secret names of special tokens, the secret names, and real ids by the copy's ids."""
         secret = secrets.token_hex(8)
         names = {content: f"\ue0a2{secret}-{number}\ue0a3" for number, content in enumerate(self._ids)}
         state = json.loads(self.tokenizer.backend_tokenizer.to_str())

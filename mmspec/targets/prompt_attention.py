@@ -1,7 +1,7 @@
 """Attention weights between the tokens of a prompt, recomputed for one layer after a prefill.
 
-Attention kernels keep no weights. Those of a prompt's last tokens are the softmax of their queries, computed again from
-the layer's input, with the keys in the cache. The prefill itself is not changed.
+Attention kernels do not return weights. For a prompt's last tokens, queries are recomputed from the layer's input and
+multiplied by the cached keys. The prefill itself is not changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = "mmspec_queries"
 
 
 def attention_layers(config: Any) -> list[int]:
-    """Layers of a text configuration with full attention to keys and values of their own."""
+    """Layers with full attention and unshared keys and values."""
     layers = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
     full = ATTENTION - {"chunked_attention", "indexed_attention"}  # windows are excluded below
@@ -37,21 +37,20 @@ def prompt_attention(
     """Attention weights of the last tokens of prompts.
 
     Args:
-        target: with the prompts in its cache, before any of their answers.
-        layer: of full attention.
-        output: of the prefill, with the input of the layer (feature ``layer``).
-        first: the cache's row of the first prompt.
+        target: has the prompts in its cache, without any answer tokens.
+        layer: a full-attention layer.
+        output: the prefill's output, with the layer's input (feature ``layer``).
+        first: cache row of the first prompt.
         queries: number of last tokens.
 
     Returns:
-        (batch, queries, length) float32, the mean over heads; without meaning for tokens of the padding. None where
-        the layer does not compute a softmax of scaled scores by an attention function of transformers, or the decoder
-        takes no positions.
+        (batch, queries, length) float32, the mean over heads; undefined at padding tokens. None if the layer does not
+        compute a softmax of scaled scores by an attention function of transformers, or the decoder takes no positions.
     """
     states, positions = output.features[layer], output.positions
     batch, length = states.shape[:2]
     found = None
-    if positions is not None and target.decoder.attention.name != "sdpa":  # its layers have masks of their own
+    if positions is not None and target.decoder.attention.name != "sdpa":  # the layers compute their own masks
         found = _queries(target.decoder, layer, states[:, -queries:], positions[..., -queries:])
     if found is None:
         return None
@@ -64,13 +63,13 @@ def prompt_attention(
     seen = (lengths - queries + 1 + torch.arange(queries, device=keys.device)).clamp(min=1)  # (batch, queries)
     later = torch.arange(keys.shape[2], device=keys.device) >= seen[:, :, None]
     weights = scores.masked_fill_(later[:, None, None], -torch.inf).softmax(-1).mean((1, 2))
-    # The cache has no padding, prompts have it on the left.
+    # Prompts are left-padded, the cache is not.
     slot = torch.arange(length, device=keys.device) - (length - lengths)
     return weights.gather(2, slot.clamp(min=0)[:, None].expand(-1, queries, -1)) * (slot >= 0)[:, None]
 
 
 def _queries(decoder: Decoder, layer: int, hidden: Tensor, positions: Tensor) -> _AttentionReachedError | None:
-    """What a layer would pass to its attention function for its input, (batch, tokens, hidden)."""
+    """Arguments of a layer's attention function for the layer's input, (batch, tokens, hidden)."""
     inputs = {"inputs_embeds": hidden, "attention_mask": hidden.new_ones(hidden.shape[:2], dtype=torch.long)}
     if decoder.takes_positions:
         inputs["position_ids"] = positions
@@ -82,12 +81,12 @@ def _queries(decoder: Decoder, layer: int, hidden: Tensor, positions: Tensor) ->
 
 
 class _AttentionReachedError(Exception):
-    """End a decoder's forward when a layer calls its attention function.
+    """Raised in a decoder's forward when a layer calls its attention function, to capture the arguments.
 
     Args:
         query: (batch, heads, tokens, head_dim).
-        scale, softcap: factor and limit of the scores.
-        usual: whether nothing else is added to scores or their softmax.
+        scale, softcap: scale and soft cap of the scores.
+        usual: whether the layer computes a plain softmax, without sinks or biases.
     """
 
     def __init__(self, query: Tensor, scale: float, softcap: float | None, usual: bool) -> None:

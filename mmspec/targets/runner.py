@@ -1,5 +1,5 @@
-"""Passes of a target: prefill of prompts, in one pass or in chunks, from the start or after a prefix whose states are
-known; and verify passes over its sequences, eager ones, and ones of static shapes that CUDA graphs capture."""
+"""Runs a target's passes: prefill, whole or chunked, optionally after a cached prefix; and verify passes, eager or with
+static shapes for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from mmspec.targets.masks import tail_mask
 
 @dataclass
 class Prefill:
-    """Prefill of one prompt into a cache of its own. Its generators yield between two passes.
+    """Prefill of one prompt into a separate cache. Its generators yield between passes.
 
     Attributes:
         prompt: one or several rows.
         visual: (batch, length) bool, positions of image or video features; None without any.
-        chunk: most tokens of a pass; None prefills in one pass.
-        cache: empty, or with the states of a prefix.
+        chunk: maximum tokens per pass; None prefills in one pass.
+        cache: an empty cache, or a cache with the states of a prefix.
     """
 
     prompt: Prompt
@@ -71,11 +71,11 @@ class Prefill:
         return TargetOutput(logits, features, self.visual, inputs.get("inputs_embeds"), known)
 
     def rest(self, inputs: dict[str, Any], prefix: Prefix, first: int) -> Generator[None, None, TargetOutput]:
-        """Prefill the tokens after the ``first``, whose states are in the cache.
+        """Prefill the tokens after the ``first`` cached tokens.
 
         Args:
-            inputs: the decoder's, of the whole prompt.
-            prefix: which the first tokens are from.
+            inputs: the decoder's inputs of the whole prompt.
+            prefix: the prefix that the cached tokens come from.
         """
         ids = self.prompt.input_ids
         if first == ids.shape[1]:
@@ -91,7 +91,7 @@ class Prefill:
         return TargetOutput(logits, features, self.visual, embeds, inputs["position_ids"], first)
 
     def _partly(self, call: dict[str, Any], kept: Tensor) -> TargetOutput:
-        """Prefill the positions that are kept alone; the others have no states. Features are padded on the left.
+        """Prefill only the kept positions; dropped positions have no states. Features are left-padded.
 
         Raises:
             UserError: the decoder's inputs cannot be split by position.
@@ -102,7 +102,7 @@ class Prefill:
                 "visual tokens can be left out where attention is causal and each token's inputs are its own"
             )
         embeds = self.embed(call["input_ids"]) if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
-        # A stable sort moves the tokens that are kept to the right.
+        # A stable sort moves kept tokens to the right.
         order = kept.long().sort(dim=1, stable=True).indices[:, -int(kept.sum(1).max()) :]
         chosen = kept.gather(1, order)
         mask = None if bool(chosen.all()) else chosen.long()
@@ -127,7 +127,7 @@ class Prefill:
         """``position_ids`` of the prompt, (batch, length) or (axes, batch, length); None if the model computes them."""
         if (positions := self.prompt.inputs.get("position_ids")) is not None:
             return positions
-        # Models with several position axes (Qwen-VL) compute those of visual tokens from the prompt.
+        # Models with several position axes (Qwen-VL) compute positions of visual tokens from the prompt.
         if self.decoder.has_position_axes and self.visual is not None and bool(self.visual.any()):
             return None
         ids, mask = self.prompt.input_ids, self.prompt.attention_mask
@@ -138,7 +138,7 @@ class Prefill:
     def _passes(
         self, inputs: dict[str, Any], first: int
     ) -> Generator[None, None, tuple[dict[Feature, Tensor], Tensor]]:
-        """Features and last logits of the tokens from ``first`` on, in passes over ``chunk`` of them."""
+        """Prefill the tokens from ``first`` on, ``chunk`` tokens per pass; returns features and last logits."""
         length, passes = self.prompt.input_ids.shape[1], []
         chunk = self.chunk or length
         for start in range(first, length, chunk):
@@ -156,27 +156,28 @@ def next_position(positions: Tensor | None, batch: int, name: str) -> Tensor:
     """(batch,) position of the first new token, from the decoder's ``position_ids`` of the prompt.
 
     Args:
-        name: of the model's class, for the error.
+        name: name of the model's class, for the error.
 
     Raises:
-        UserError: the decoder is not given any, or the prompt ends on an image or video of several position axes.
+        UserError: the decoder has no ``position_ids``, or a prompt with several position axes ends on an image or
+            video.
     """
     if positions is None:
         raise UserError(f"the decoder must be given position_ids: that of {name} is not")
     if not at_text(positions, -1):
         raise UserError("a prompt with several position axes must end on text: got an image or video token")
     if positions.ndim == 3:
-        # Text after a video may have lower positions than its last frames.
+        # Text after a video may have lower positions than the video's last frames.
         return positions[-1, :, -1] + 1
     return positions[:, -1].expand(batch) + 1
 
 
 class VerifyRunner(ABC):
-    """Verify passes of a decoder, and the cache of their sequences.
+    """Verify passes of a decoder, and the KV cache of the running sequences.
 
     Attributes:
         static_shapes: whether shapes and addresses of tensors are static.
-        adapter: what the model's layers use; each has captured passes of its own.
+        adapter: active LoRA adapter; graphs are captured per adapter.
     """
 
     static_shapes: ClassVar[bool]
@@ -206,7 +207,7 @@ class VerifyRunner(ABC):
         return self.cache.version, self._position.version, self._last_position.version
 
     def through(self, decoder: Decoder) -> Self:
-        """A runner over the same sequences, whose passes run another decoder with the cache."""
+        """A runner of another decoder that shares this runner's sequences and cache."""
         view = copy.copy(self)
         view._decoder = decoder
         return view
@@ -221,8 +222,8 @@ class VerifyRunner(ABC):
 
         Args:
             reserve: KV slots that the longest row may need.
-            copy: leave the prefilled cache as it is.
-            position, last_position: (rows,) position of the next token, and the last one within the context limit.
+            copy: leave the prefilled cache unchanged.
+            position, last_position: (rows,) position of the next token, and last position within the context limit.
         """
         self._add(prompts, reserve, copy)
         self._position.append(position)
@@ -244,7 +245,7 @@ class VerifyRunner(ABC):
         """Logits and the named features at every node.
 
         Args:
-            width: nodes to pad the tree to, at least.
+            width: minimum number of nodes after padding.
         """
 
     def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor, name: Feature = "last") -> Tensor:
@@ -254,7 +255,7 @@ class VerifyRunner(ABC):
             tokens: (batch, nodes) int64.
             depth: (batch, nodes) int64, distance of each node to the end of the prefix; None means 0.
             reach: (batch, nodes, earlier + nodes) bool, the uncommitted nodes that each node attends to.
-            name: the feature that is returned.
+            name: the feature to return.
         """
         return self._forward(tokens, depth, reach, (name,))[name]
 
@@ -269,7 +270,7 @@ class VerifyRunner(ABC):
         batch = len(tokens)
         position = self._position.data[:batch, None]
         position = position.expand_as(tokens) if depth is None else position + depth
-        # Draft tokens may exceed the context limit, where a model may have no position embedding.
+        # Draft tokens may exceed the context limit, beyond which a model may have no position embedding.
         position = torch.minimum(position, self._last_position.data[:batch, None])
         return {"input_ids": tokens, "position_ids": position, **self.cache.arguments(reach)}
 
@@ -296,7 +297,7 @@ class VerifyRunner(ABC):
 
 
 class EagerRunner(VerifyRunner):
-    """Passes over exactly the nodes and rows there are."""
+    """Runs passes without padding nodes or rows."""
 
     static_shapes = False
 
@@ -335,7 +336,7 @@ class EagerRunner(VerifyRunner):
 
 
 class StaticRunner(VerifyRunner):
-    """Pass padded to few shapes, over buffers that keep their addresses: captured as CUDA graphs."""
+    """Runs passes padded to few static shapes, over buffers with fixed addresses, captured as CUDA graphs."""
 
     static_shapes = True
 
@@ -350,7 +351,7 @@ class StaticRunner(VerifyRunner):
 
     @property
     def captured(self) -> tuple[int, int]:
-        """Number of captured graphs: of verify passes, and of commits."""
+        """Number of captured CUDA graphs of verify passes and of commits."""
         return self._graphed_pass.captured, self._graphed_commit.captured
 
     def _add(self, prompts: TreeCache, reserve: int, copy: bool) -> None:
@@ -402,7 +403,7 @@ class StaticRunner(VerifyRunner):
 
 
 def new_runner(decoder: Decoder, head: Head) -> VerifyRunner:
-    """A runner without sequences, of static shapes where the device pays for them and the layers can have them."""
+    """Create a runner, with static shapes if the device benefits from them and the layers support them."""
     return (StaticRunner if decoder.static_shapes else EagerRunner)(decoder, head)
 
 
@@ -412,7 +413,7 @@ def node_bucket(nodes: int) -> int:
 
 
 def _padded(tree: TokenTree, width: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, depths and ancestors of a tree, with padding nodes and rows that attend to themselves only."""
+    """Tokens, depths and ancestors of a tree, padded with nodes and rows that attend only to themselves."""
     extra, idle = (0, width - tree.nodes), (0, rows - tree.batch)
     if not any(extra + idle):
         return tree.tokens, tree.depth, tree.ancestors

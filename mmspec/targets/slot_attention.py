@@ -1,9 +1,8 @@
-"""Attention that counts slots, on a tree: ALiBi in BLOOM, Falcon and MPT, and the windows of GPT-Neo.
+"""Tree support for attention that uses slot indices as positions: ALiBi (BLOOM, Falcon, MPT), windows of GPT-Neo.
 
-Models with ALiBi add a slope times the key's position to each attention score. GPT-Neo's layers have masks of their own
-for causality and windows. Both take positions to be those of the slots. During passes, the function of their modelling
-file that computes the biases, or the attention of MPT or GPT-Neo, is replaced by one that reads the positions of the
-pass.
+ALiBi adds a slope times the key's position to each attention score. GPT-Neo's layers compute their own causal and
+window masks. Both use slot indices as positions. During passes, the modelling file's bias function, or the attention of
+MPT or GPT-Neo, is replaced by a function that reads the positions of the pass.
 
 Source: ALiBi (arXiv 2108.12409), section 3.
 """
@@ -29,10 +28,10 @@ _POSITIONS: ContextVar[Tensor | None] = ContextVar("_POSITIONS", default=None)
 
 
 class SlotAttention:
-    """The attention of a decoder's passes.
+    """Patches the attention of a decoder during its passes.
 
     Args:
-        decoder: of a model whose attention counts slots.
+        decoder: decoder of a model whose attention uses slot indices.
     """
 
     def __init__(self, decoder: nn.Module) -> None:
@@ -42,19 +41,19 @@ class SlotAttention:
 
     @classmethod
     def supports(cls, config: Any, decoder: nn.Module) -> bool:
-        """Whether a model's attention counts slots; Falcon may have rotary embeddings instead."""
+        """Whether a model's attention uses slot indices; Falcon may have rotary embeddings instead."""
         return _replacement(decoder) is not None and getattr(config, "alibi", True) is not False
 
     @staticmethod
     def with_positions(mask: Tensor, positions: Tensor) -> Tensor:
-        """The mask of a pass, with the positions of its slots, (batch, slots) int64."""
+        """Attach slot positions, (batch, slots) int64, to the mask of a pass."""
         setattr(mask, _ATTRIBUTE, positions)
         return mask
 
     @contextmanager
     def applied(self, mask: Tensor | None) -> Iterator[None]:
-        """Replace the function during a pass with a mask of ``with_positions``. Calls of other threads keep
-        transformers' function."""
+        """Replace the function during a pass with a mask of ``with_positions``. Other threads still call transformers'
+        function."""
         with replaced(self._replacement):
             token = _POSITIONS.set(getattr(mask, _ATTRIBUTE, None))
             try:
@@ -64,7 +63,7 @@ class SlotAttention:
 
 
 def _replacement(decoder: nn.Module) -> Mapping[Place, Callable[[Any], Any]] | None:
-    """The function to replace, and what replaces it; None for a decoder whose attention counts no slots."""
+    """The function to replace, and its replacement; None for a decoder whose attention does not use slot indices."""
     module = sys.modules[type(decoder).__module__]
     if hasattr(module, "build_alibi_tensor"):
         return {(module, "build_alibi_tensor"): _biases}
@@ -93,7 +92,7 @@ def _biases(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @cache
 def _mpt_attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``MptAttention.forward``, whose biases are the same for all rows."""
+    """Replace ``MptAttention.forward``, which uses equal biases for all rows."""
 
     @wraps(original)
     def attention(self: Any, hidden_states: Tensor, position_bias: Tensor, **options: Any) -> tuple[Tensor, None]:
@@ -106,7 +105,7 @@ def _mpt_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         query, key, value = states.unflatten(2, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
         key, value = cache_in(options).update(key, value, self.layer_idx)
         # Relative to the last position, as in the table: (heads, 1, positions), 0 at its end.
-        positions = positions.clamp(max=position_bias.shape[2] - 1)  # no token is emitted after the last one
+        positions = positions.clamp(max=position_bias.shape[2] - 1)  # no token is emitted after the last position
         bias = position_bias[:, 0, positions - 1 - int(positions.max())].transpose(0, 1).unsqueeze(2)
         bias = bias.to(query.dtype).masked_fill(options["attention_mask"], torch.finfo(query.dtype).min)
         read = nn.functional.scaled_dot_product_attention(query, key, value, bias, scale=self.softmax_scale)
@@ -117,7 +116,7 @@ def _mpt_attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _gpt_neo_attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``GPTNeoSelfAttention._attn``, whose buffer masks slots; the mask of a pass is causal already."""
+    """Replace ``GPTNeoSelfAttention._attn``, which masks by slot index; the mask of a pass is already causal."""
 
     @wraps(original)
     def attention(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Any:

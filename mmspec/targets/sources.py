@@ -1,5 +1,4 @@
-"""Where a model is read from: a folder or repository in the hub's layout, a GGUF file, or a folder that packages
-complete."""
+"""Sources of models: a folder or repository in the hub's layout, a GGUF file, or a folder completed by packages."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ _LARGE = 1_000_000_000  # parameters; larger models keep the checkpoint's dtype 
 
 
 class Source:
-    """A folder or repository that transformers reads.
+    """A folder or repository that transformers can load.
 
     Attributes:
-        folder: its path or id.
-        name: the user's, for messages.
-        dtype: of ``mmspec.load``, closest to the weights of a GGUF file; None for others.
+        folder: path or hub id.
+        name: name given by the user, for messages.
+        dtype: dtype of ``mmspec.load`` closest to a GGUF file's weights; None for other sources.
     """
 
     dtype: str | torch.dtype | None = None
@@ -41,24 +40,24 @@ class Source:
         self.folder, self.name = folder, name or folder
 
     def config(self, **options: Any) -> Any:
-        """The model's configuration; options are those of ``from_pretrained``."""
+        """The model's configuration; takes options of ``from_pretrained``."""
         return from_pretrained(AutoConfig, self.folder, **options)
 
     def processor(self, cls: Any, **options: Any) -> Any:
-        """The processor, of a subclass of ``Processor``."""
+        """Load the processor as ``cls``, a subclass of ``Processor``."""
         return cls.read(self.folder, **options)
 
     def model(self, auto_class: Any, config: Any, kind: Any, on_cpu: bool, **options: Any) -> tuple[Any, Any]:
-        """A model with exactly the weights of its source, and the dtype that it is to have.
+        """Load a model with exactly the weights of its source; returns it with its final dtype.
 
-        Weights that are to be quantised on a CPU are so one by one, as they are read; ``pack_model`` does the rest.
+        For quantisation on a CPU, weights are quantised one by one while being read; ``pack_model`` does the rest.
 
         Args:
-            auto_class: of transformers.
+            auto_class: auto class of transformers.
             kind: a dtype of ``mmspec.load``.
 
         Raises:
-            UserError: weights are missing, of other shapes, or unexpected; or a file was cut meanwhile.
+            UserError: weights are missing, unexpected or have other shapes; or a file was truncated during loading.
         """
         if _packs(kind, on_cpu) and getattr(config, "quantization_config", None) is None:
             rows = RowsConfig(partial(_quantised, kind))
@@ -73,11 +72,11 @@ class Source:
 
 
 class LazySource(Source):
-    """A model whose weights are read one by one, when they are used.
+    """A source whose weights are read lazily, one by one.
 
     Args:
-        state: weights by name, of a model without any: tensors, or what reads one (``weight[...]``) and may have rows
-            in a format of GGUF (``rows``).
+        state: takes an empty model and returns weights by name: tensors, or lazy weights that are read by
+            ``weight[...]`` and may have ``rows`` in a GGUF format.
         language: the language model's file.
     """
 
@@ -122,7 +121,7 @@ class LazySource(Source):
 
 
 class GGUFSource(LazySource):
-    """A GGUF file. Its configuration and tokenizer are kept in the cache once the processor is asked for.
+    """A GGUF file. Its configuration and tokenizer are cached when the processor is first loaded.
 
     Raises:
         UserError: the file cannot be read.
@@ -146,11 +145,11 @@ def find(name: str, mmproj: str | PathLike[str] | None = None) -> Source:
     """The source of a model's name, folder or file.
 
     Args:
-        mmproj: file with the vision tower of a GGUF file; by default the one in its folder, where that is named.
+        mmproj: file with the vision tower of a GGUF model; by default, if ``name`` is a folder, the file in it.
 
     Raises:
-        UserError: several GGUF files in a folder, an ``mmproj`` without such a file, a package is missing, a file
-            cannot be read, or the cache not be written.
+        UserError: a folder has several GGUF files, ``mmproj`` is given for a model that is not in GGUF, a package is
+            missing, a file cannot be read, or the cache cannot be written.
     """
     path = gguf.file_in(name)
     if path is not None and (projector := mmproj or gguf.projector_in(name)):
@@ -177,7 +176,7 @@ def _layer(model: nn.Module, weight: str) -> Any:
 
 
 def _quantised(kind: str, model: PreTrainedModel) -> Takes:
-    """Rows of the decoder's linear layers, and of an output layer with a weight of its own."""
+    """Quantise rows of the decoder's linear layers and of an untied output layer."""
     tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
     kinds = {id(layer): kind for layer in model.get_decoder().modules()}
     kinds[id(model.get_output_embeddings())] = head_kind(kind)
@@ -196,7 +195,7 @@ def _quantised_rows(kind: str, name: str, weight: Any) -> StoredRows:
 
 
 def _rows(model: PreTrainedModel, state: Mapping[str, Any]) -> Takes:
-    """Rows of linear layers and embeddings, of their shape."""
+    """Take stored rows of linear layers and embeddings whose shapes match."""
     layers = {f"{name}.weight": layer for name, layer in model.named_modules()}
     takes: dict[str, Callable[[Any], StoredRows]] = {}
     for name in layers.keys() & state.keys():
@@ -212,7 +211,7 @@ def _given(rows: StoredRows, weight: Any) -> StoredRows:
 
 
 def _fill(model: Any, state: Mapping[str, Any], takes: Takes, dtype: torch.dtype, name: str) -> None:
-    """Read a model's weights; layers of ``takes`` keep rows alone."""
+    """Read a model's weights; layers selected by ``takes`` keep only rows."""
     empty = dict(model.named_parameters()) | dict(model.named_buffers())
     shapes = {}
     for key in state.keys() & empty.keys():

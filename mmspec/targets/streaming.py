@@ -1,5 +1,4 @@
-"""Weights that are quantised while a checkpoint is read: transformers reads one tensor after the other, of which layers
-keep nothing but quantised rows."""
+"""Quantisation while loading: transformers reads a checkpoint tensor by tensor, and layers keep only quantised rows."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ from mmspec.targets.layers import replaced
 NAME = "mmspec"
 
 Takes = Mapping[str, Callable[[Tensor], StoredRows]]
-"""By the name of a weight, what makes rows of it. Its layer keeps them as ``stored`` for ``pack_model``; its ``weight``
-stays on the meta device."""
+"""Functions that convert a weight to rows, by the weight's name. The layer keeps the rows as ``stored`` for
+``pack_model``; its ``weight`` stays on the meta device."""
 
 
 @contextmanager
 def unmapped() -> Iterator[None]:
-    """transformers reads safetensors files that it maps to memory, where they would stay until all are read."""
+    """Make transformers read safetensors files without memory mapping, which keeps them in memory until the end."""
     with replaced({(modeling_utils, "safe_open"): _reading}):
         yield
 
@@ -47,12 +46,12 @@ class RowsConfig(QuantizationConfigMixin):
     """For ``from_pretrained(quantization_config=...)``.
 
     Args:
-        takes: of a model without weights.
+        takes: given the empty model, returns a ``Takes`` with the weights to quantise.
 
     Attributes:
-        refused: errors of ``takes``, which transformers would not raise as they are.
-        mismatched: name, shape and expected shape of weights, which transformers does not compare while it quantises:
-            those to be quantised, before 5.24 all.
+        refused: errors of ``takes``, which transformers would wrap.
+        mismatched: name, shape and expected shape of weights with a wrong shape, which transformers does not check for
+            quantised weights (before 5.24, for all weights).
     """
 
     def __init__(self, takes: Callable[[PreTrainedModel], Takes]) -> None:
@@ -116,7 +115,7 @@ class _Take(ConversionOps):
                 else:
                     self._config.mismatched.add((name, tensor.shape, layer.weight.shape))
                 missing_keys.discard(name)
-                cpu.trim()  # the allocator would keep as much again as all rows take
+                cpu.trim()  # otherwise the allocator keeps as much memory again as all rows
             else:
                 kept[name] = tensor
         return kept

@@ -1,4 +1,4 @@
-"""Checks that a model of transformers can be a target, and loading of checkpoints."""
+"""Support checks for transformers models as targets, and loading of checkpoints."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def from_pretrained(auto_class: Any, name: str | Path, *, trust_remote_code: boo
     By default transformers would ask on standard input.
 
     Raises:
-        UserError: the folder needs code of its own, which is not allowed.
+        UserError: the folder needs custom code, which is not allowed.
     """
     if options.get("local_files_only") and issubclass(auto_class, _BaseAutoModelClass):
-        # Where peft is installed, transformers looks for an adapter, too.
+        # With peft installed, transformers also looks for an adapter.
         options = {**options, "adapter_kwargs": {"local_files_only": True, "cache_dir": options.get("cache_dir")}}
     try:
         with bars_on_terminals():
@@ -51,7 +51,7 @@ def from_pretrained(auto_class: Any, name: str | Path, *, trust_remote_code: boo
 
 @contextmanager
 def bars_on_terminals() -> Iterator[None]:
-    """Progress bars of transformers and the hub are shown if standard error is a terminal, not in a log."""
+    """Show progress bars of transformers and the hub only if standard error is a terminal."""
     hides = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
     if hides:
         logging.disable_progress_bar()
@@ -81,7 +81,7 @@ def read_whole(auto_class: Any, name: str, dtype: Any = "auto", **options: Any) 
 def refuse_other_weights(
     model: PreTrainedModel, name: str, missing: Iterable[str], mismatched: Iterable[Any], unexpected: Iterable[str]
 ) -> None:
-    """Raise if a checkpoint has not exactly the weights of its model; of ``mismatched`` ones, name and both shapes."""
+    """Raise unless a checkpoint has exactly its model's weights; ``mismatched`` has (name, found shape, expected)."""
     problems = [f"{key} is missing" for key in sorted(missing)]
     problems += [f"{key} has shape {tuple(got)}, not {tuple(want)}" for key, got, want in sorted(mismatched)]
     problems += [f"{key} is not one of them" for key in sorted(unexpected)]
@@ -93,9 +93,9 @@ def refuse_other_weights(
 
 
 def refuse_not_finite(weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if a weight, by name, contains NaN or infinite numbers: quantised inputs would hide them from the logits.
+    """Raise if a weight contains NaN or infinity, which quantised inputs would hide from the logits.
 
-    Sums show them, at the speed of memory.
+    Checks sums, at memory bandwidth.
     """
     for name, weight in weights:
         dense = weight.is_floating_point() and weight.itemsize > 1 and not weight.is_meta
@@ -105,7 +105,7 @@ def refuse_not_finite(weights: Iterable[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def _tensors_only(name: str) -> Iterator[None]:
-    """Errors of pickled weights (``.bin``) in one line: torch advises to load other objects too, which runs code."""
+    """Replace torch's errors for pickled weights (``.bin``), which advise unsafe loading, by one line."""
     try:
         yield
     except (UnpicklingError, EOFError, RuntimeError) as error:
@@ -118,8 +118,8 @@ def _tensors_only(name: str) -> Iterator[None]:
 
 
 def without_output_capture(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in modules without the hooks that transformers installs to return hidden states or attentions:
-    these are local functions, which cannot be pickled. transformers installs them again when it needs them."""
+    """Copy of the modules, with shared weights, without transformers' output-capturing hooks, which are local functions
+    and cannot be pickled. transformers reinstalls them when needed."""
     tensors = [value for module in model.modules() for value in _tensors(module)]
     same = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     for module in same.modules():
@@ -135,13 +135,13 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-_WIDEST = 2048  # features; wider transposed weights were measured to be slower
+_WIDEST = 2048  # features; transposed weights that are wider measured slower
 
 
 def lay_out_for_few_rows(module: nn.Module) -> None:
     """Store the weights of linear layers transposed in memory if this speeds up passes over a few tokens.
 
-    In float32 on a CPU, a pass over 8 to 16 tokens takes two thirds of the time. Values and shapes stay the same.
+    In float32 on a CPU, a pass over 8 to 16 tokens takes two thirds of the time. Values and shapes do not change.
     """
     tied = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
     for layer in module.modules():
@@ -152,7 +152,7 @@ def lay_out_for_few_rows(module: nn.Module) -> None:
 
 
 def output_layer(model: PreTrainedModel) -> Any:
-    """The model's output layer, or that of the language model inside (Nemotron-H-Omni); None without any."""
+    """Output layer of the model or of its inner language model (Nemotron-H-Omni); None without one."""
     inner = model.get_decoder()
     head: Any = model.get_output_embeddings()
     return inner.get_output_embeddings() if head is None and isinstance(inner, PreTrainedModel) else head
@@ -161,7 +161,7 @@ def output_layer(model: PreTrainedModel) -> Any:
 def decoder_of(model: PreTrainedModel) -> Any:
     """The model's stack of layers, without the output layer.
 
-    ``get_decoder`` of some classes returns a module that contains the output layer, or that layer itself.
+    ``get_decoder`` of some classes returns the output layer, or a module that contains it.
     """
     embedding, head, decoder = model.get_input_embeddings(), output_layer(model), model.get_decoder()
     module: Any = decoder if any(part is embedding for part in decoder.modules()) else model
@@ -171,10 +171,10 @@ def decoder_of(model: PreTrainedModel) -> Any:
 
 
 def base_model(model: Any) -> Any:
-    """The model of transformers in a wrapper of peft, with the adapters in its layers; anything else unchanged.
+    """Unwrap a peft wrapper, keeping the adapters in the layers; returns other models unchanged.
 
     Raises:
-        UserError: the wrapper learns prompts, which only its own forward adds.
+        UserError: the wrapper has learned prompts, which only its own forward adds.
     """
     if isinstance(model, PreTrainedModel) or not hasattr(model, "get_base_model"):
         return model
@@ -183,7 +183,7 @@ def base_model(model: Any) -> Any:
 
 
 def refuse_learned_prompts(model: Any) -> None:
-    """Raise if a wrapper of peft learns prompts; other models pass."""
+    """Raise for a peft wrapper with learned prompts."""
     config: Any = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
         kind = getattr(config.peft_type, "value", config.peft_type)
@@ -195,11 +195,11 @@ _NEVER_EXACT = {
     "kosmos-2.5": "offsets its positions",
     "xlm": "takes the tokens of its cache again in every pass",
 }
-"""Model types that pass all other checks, and the reason why their tokens would differ."""
+"""Model types that pass all other checks, and the reason why their tokens would still differ."""
 
 
 def cached_layers(config: Any) -> int:
-    """Layers that have keys and values: one that runs in several loops of a pass (Dory) has those of each loop."""
+    """Number of KV-cache layers; a layer that runs in several loops per pass (Dory) counts once per loop."""
     again = getattr(config, "n_recurrent_loops", 1) - 1
     layers: int = config.num_hidden_layers
     return layers + again * config.n_recurrent_layers if again else layers
@@ -209,7 +209,7 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
     """Raise if the model cannot verify trees exactly.
 
     Args:
-        layers: the plug-in for layers other than attention, if there is one.
+        layers: the plug-in for layers other than attention; None without one.
 
     Raises:
         UserError: an encoder-decoder, unsupported layers, or a decoder whose forward takes no positions or no cache.
@@ -217,7 +217,7 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
     name = type(model).__name__
     if reason := _NEVER_EXACT.get(model.config.model_type):
         raise UserError(f"the target must be one that trees can reproduce: {name} {reason}")
-    if model.config.return_dict is False:  # transformers' own models read fields of their decoder's output
+    if model.config.return_dict is False:  # transformers' models read named fields of the decoder's output
         raise UserError(f"the target must return fields by name: config.return_dict of {name} is False")
     if output_layer(model) is None:
         raise UserError(f"the target must have an output layer: {name} has none")
@@ -258,8 +258,8 @@ _SWITCHES = {
     "selection": "attention masks",
 }
 _BELOW = ("dynamic", "temperature", "selection")
-_BY_POSITION = ("dynamic", "longrope")  # the others count padding
-_MOST_NODES = 512  # in a pass
+_BY_POSITION = ("dynamic", "longrope")  # others count padding
+_MOST_NODES = 512  # maximum nodes of a pass
 
 
 def refuse_switch(config: Any, lengths: Sequence[int], padded: int, max_new_tokens: Sequence[int]) -> None:
@@ -269,13 +269,13 @@ def refuse_switch(config: Any, lengths: Sequence[int], padded: int, max_new_toke
     attention that change with the length.
 
     Args:
-        lengths: of the prompts of a batch, without padding.
-        padded: theirs with padding.
-        max_new_tokens: of each.
+        lengths: lengths of a batch's prompts, without padding.
+        padded: length of the prompts with padding.
+        max_new_tokens: maximum new tokens of each prompt.
 
     Raises:
-        UserError: a prompt and its answer are not on one side of that length (longrope), or below it (others), or the
-            prompts not on the same one.
+        UserError: a prompt and its answer are not on one side of that length (longrope) or below it (others), or the
+            prompts are on different sides.
     """
     for kind, switch in _rope_switches(config):
         for length, new in zip(lengths, max_new_tokens, strict=True):
@@ -289,7 +289,7 @@ def refuse_switch(config: Any, lengths: Sequence[int], padded: int, max_new_toke
 
 
 def rope_side(config: Any, length: int) -> tuple[bool, ...]:
-    """Whether a prompt is longer than each of these lengths; sequences of one batch must agree."""
+    """For each of these lengths, whether a prompt is longer; must be equal for all sequences of a batch."""
     return tuple(length > switch for _, switch in _rope_switches(config))
 
 
@@ -298,14 +298,14 @@ _SLOT_BIASES = ("gpt_neo", "inkling_text", "inkling2_text")
 
 
 def refuse_inner_padding(config: Any, mask: torch.Tensor, max_new_tokens: Sequence[int]) -> None:
-    """Raise if padding after tokens of a prompt separates tokens that layers compare by distance.
+    """Raise if inner or right padding lies between tokens whose distance matters to a layer.
 
     Args:
-        mask: (batch, length), the prompts'.
-        max_new_tokens: of each.
+        mask: (batch, length), padding mask of the prompts.
+        max_new_tokens: maximum new tokens of each prompt.
 
     Raises:
-        UserError: windows, chunks or biases of transformers would count such padding.
+        UserError: transformers' windows, chunks or biases would count the padding.
     """
     limit = 0 if config.model_type in _SLOT_BIASES else slot_limit(config)
     inner = (mask[:, 1:] < mask[:, :-1]).any(1).tolist()
@@ -329,11 +329,11 @@ def _rope_switches(config: Any) -> Iterator[tuple[str, int]]:
                 config, "original_max_position_embeddings", switch
             )
         yield kind, switch
-    # Llama 4 and Inkling number the nodes of a pass, whatever their depth.
+    # Llama 4 and Inkling number the nodes of a pass regardless of depth.
     if getattr(config, "attn_temperature_tuning", None):
         yield "temperature", config.floor_scale - _MOST_NODES
     elif config.model_type == "inkling_text" and config.log_scaling_n_floor is not None:
         yield "temperature", config.log_scaling_n_floor - _MOST_NODES
     elif config.model_type == "doge":
-        # Beyond, each layer keeps the highest scores of a path; among equal ones the choice depends on the slots.
+        # Beyond this length, each layer selects the highest scores of a path; ties depend on slot order.
         yield "selection", config.keep_window_size

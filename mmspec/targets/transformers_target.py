@@ -1,4 +1,4 @@
-"""Decoder-only models of transformers as targets; their code and weights stay unmodified."""
+"""Target for decoder-only transformers models, whose code and weights stay unmodified."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ RESERVED_NODES = 64
 
 
 class TransformersTarget:
-    """A decoder-only model of transformers as a target.
+    """Target for a decoder-only transformers model.
 
     A tree is verified with a 4D attention mask over (prefix, tree), ``position_ids = prefix + depth`` and a
     ``TreeCache``. Sliding windows are part of the mask. Layers other than attention need a plug-in
     (``mmspec/targets/layers.py``).
 
     Args:
-        model: any causal language model; subclasses take multimodal ones.
+        model: any causal language model; subclasses support multimodal models.
 
     Attributes:
         auto_class: the class of transformers that loads these models.
         processor_class: the ``Processor`` of these models.
-        runner: runs the verify passes; of another class where the model moves to a device with other shapes.
+        runner: runs the verify passes; replaced if the model moves to a device that requires another runner class.
         cost: measured verify times; if known, trees are padded to the width with the fastest pass.
-        prefix_cache: keeps the states of prompts for later ones that begin alike; None computes every prompt.
-        adapters: LoRA adapters in its layers.
-        exact: whether prompts are refused for which trees cannot be verified exactly; a draft model need not.
+        prefix_cache: reuses states of prompts with a common prefix; None computes every prompt in full.
+        adapters: LoRA adapters in the model's layers.
+        exact: whether to reject prompts whose trees cannot be verified exactly; False for draft models.
 
     Raises:
         UserError: a part of the architecture cannot verify trees exactly.
@@ -64,14 +64,14 @@ class TransformersTarget:
         self.context_limit = getattr(self.config, "max_position_embeddings", None)
         self.decoder = Decoder(model)
         self.adapters = adapters = Adapters(model)
-        # In each pass, as other targets of this model choose their own.
+        # Set in each pass, as other targets of this model choose other adapters.
         self.decoder.attention.prepare = lambda: adapters.use(adapters.chosen)
         self._embedding: Any = model.get_input_embeddings()
         self._head = Head(model)
         self.cost: CostTable | None = None
         self.prefix_cache: PrefixCache | None = None
         self.features: Sequence[Feature] = ("last",)
-        self._verified: dict[Feature, Tensor] = {}  # of the last tree
+        self._verified: dict[Feature, Tensor] = {}  # features of the last verified tree
         self._reuse = PrefixReuse(self)
         self.runner = new_runner(self.decoder, self._head)
 
@@ -88,7 +88,7 @@ class TransformersTarget:
         return fork
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For ``pickle``: the model and its measured cost; sequences and kept prefixes are left out."""
+        """Pickle the model and its measured cost, without sequences and cached prefixes."""
         with self.decoder.attention.idle():
             model = without_output_capture(self.model)
         return _target_of, (type(self), model, self.cost, self.prefix_cache)
@@ -142,7 +142,7 @@ class TransformersTarget:
             if mask is not None:
                 refuse_inner_padding(self.config, mask, new)
         reserve = length + min(longest, 4096) + RESERVED_NODES
-        # Rows that are copied to another cache need no slots for the answer.
+        # Rows to be copied to another cache need no slots for the answer.
         if self.runner.static_shapes != self.decoder.static_shapes:  # the model moved to another device
             self.runner = new_runner(self.decoder, self._head)
         copies = not self.runner.adopts or self._reuse.looks_up(prompt)
@@ -208,7 +208,7 @@ class TransformersTarget:
 
 
 def sharded(target: Target) -> bool:
-    """Whether each rank of a job has a part of a target's weights."""
+    """Whether a target's weights are sharded over the ranks of a job."""
     return isinstance(target, TransformersTarget) and is_sharded(target.model)
 
 
@@ -221,25 +221,22 @@ def _target_of(
 
 
 class PrefixReuse:
-    """Look-ups and insertions of a target in its prefix cache.
-
-    Without a prefix cache, its methods do nothing.
-    """
+    """Prefix-cache lookups and insertions of a target; methods do nothing without a prefix cache."""
 
     def __init__(self, target: TransformersTarget) -> None:
         self._target = target
-        self._answers: list[RunningStates | None] = []  # of each row; None where its states are not kept
-        self._step: tuple[Verdict, dict[Feature, Tensor]] | None = None  # the last commit, until the host has read it
+        self._answers: list[RunningStates | None] = []  # by row; None if the row's states are not cached
+        self._step: tuple[Verdict, dict[Feature, Tensor]] | None = None  # last commit, until read by the host
 
     def looks_up(self, prompt: Prompt) -> bool:
-        """Whether this prompt may resume from a prefix: prompts of one row can."""
+        """Whether this prompt may resume from a cached prefix; requires a single row."""
         return self._target.prefix_cache is not None and len(prompt.singles) == 1
 
     def resume(self, prompt: Prompt, cache: TreeCache) -> tuple[dict[str, Any], Prefix, int] | None:
         """Copy the states of the longest cached prefix of a prompt to ``cache``.
 
         Returns:
-            The decoder's inputs of the prompt, the prefix, and the number of tokens in common; None without a prefix.
+            The decoder's inputs of the prompt, the prefix, and the number of common tokens; None without a prefix.
         """
         if not self.looks_up(prompt):
             return None
@@ -270,10 +267,10 @@ class PrefixReuse:
         return 2 * max(shared, default=0) >= len(ids)
 
     def start(self, prompt: Prompt, output: TargetOutput, cache: TreeCache) -> None:
-        """Keep the states of a prefilled prompt of one row, and follow the answers of its rows.
+        """Cache the states of a prefilled single-row prompt, and record the answers of its rows.
 
         Args:
-            cache: after the prompt; only the rows of this prompt.
+            cache: cache after the prompt, with only the rows of this prompt.
         """
         prefixes = self._target.prefix_cache
         self._record()
@@ -294,7 +291,7 @@ class PrefixReuse:
         """Record the features of the accepted nodes of each row.
 
         Args:
-            verified: (batch, nodes, hidden) each, of the verified tree.
+            verified: features of the verified tree, (batch, nodes, hidden) each.
         """
         self._record()
         if all(answer is None for answer in self._answers):
@@ -323,7 +320,7 @@ class PrefixReuse:
             if answer is None or length == answer.prompt:
                 continue
             if length > len(history) and self._uncuttable:
-                continue  # recurrent states that contain draft tokens after a stop are of no use
+                continue  # recurrent states include draft tokens after the stop
             cache = target.decoder.new_cache(length + 1, False)
             cache.append(target.runner.cache, length + 1, [row])
             if length > len(history):
@@ -331,7 +328,7 @@ class PrefixReuse:
             target.prefix_cache.add(answer.prefix(history[:length], cache, target.embed), self._uncuttable)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Follow these rows, in this order."""
+        """Keep these rows, in this order."""
         self._record()
         self._answers = [self._answers[row] for row in rows]
 
@@ -345,5 +342,5 @@ class PrefixReuse:
 
     @property
     def _uncuttable(self) -> bool:
-        """Whether states of fewer tokens cannot be cut from those of a prompt."""
+        """Whether a prompt's states cannot be truncated to fewer tokens."""
         return self._target.decoder.layers is not None
