@@ -369,13 +369,13 @@ class Pipeline:
     ) -> Callable[..., AnswerReader]:
         """Factory of output readers for a prompt; ``rendered``: by the chat template."""
         vocabulary, trigger, hidden = self.processor.vocabulary, params.grammar_trigger, None
-        if params.constraint is not None:
+        if constrained := params.constraint is not None:
             shown = None if trigger is None else self.processor.special_token(trigger)
             hidden = (vocabulary.special_ids | eos_token_ids) - {shown}  # EOS may be text, except in grammars
-        begins = rendered and (params.constraint is None or trigger is not None)
+        begins = rendered and (not constrained or trigger is not None)
         prefix = self.processor.answer_prefix if begins else ""
         read = partial(AnswerReader, vocabulary, stop=params.stop_strings, thoughts=thoughts, prefix=prefix)
-        return partial(read, hidden=hidden, verbatim=params.constraint is not None)
+        return partial(read, hidden=hidden, verbatim=constrained)
 
     def add(
         self, prompt: Prompt, sampler: Sampler, stopper: Stopper, num_draft_tokens: int | None = None, **options: Any

@@ -391,8 +391,8 @@ def decode(
         x: (batch, nodes, parts * hidden) float32, contiguous.
         rotation: see ``attention_inputs``.
         mask: (batch, 1, nodes, slots), see ``attention``; covers the slots up to the last written slot.
-        cache: (2 * layers, rows, kv_heads, slots, head_dim) bfloat16, the last axis contiguous: keys and values by
-            layer. New keys and values are written to the first rows, starting at slot ``start``.
+        cache: (2 * layers or more, rows, kv_heads, slots, head_dim) bfloat16, the last axis contiguous: keys and values
+            by layer. New keys and values are written to the first rows, starting at slot ``start``.
         middle: (batch, nodes, hidden) float32; output buffer for the last layer's residual before its MLP.
 
     Returns:
@@ -424,14 +424,14 @@ def _pass(
     """Descriptor of a forward pass that writes to a cache; arguments as for ``decode``."""
     (batch, nodes, _), layer = x.shape, weights[0]
     heads = layer.heads, layer.kv_heads, layer.head_dim
-    rows, slots = max(batch, cache.shape[1]), max(start + nodes, cache.shape[3])  # at least these
+    parts, rows, _, slots, _ = map(max, cache.shape, (2 * len(weights), batch, 0, start + nodes, 0))  # at least these
     return Pass(
         layers=ctypes.addressof(weights),
         count=len(weights),
         start=start,
         x=pointer(x, torch.float32, (batch, nodes, layer.qkv.inputs)),
         rotation=pointer(rotation, torch.complex64, (batch, nodes, 1, layer.head_dim // 2)),
-        cache=pointer(cache, torch.bfloat16, (2 * len(weights), rows, layer.kv_heads, slots, layer.head_dim), 1),
+        cache=pointer(cache, torch.bfloat16, (parts, rows, layer.kv_heads, slots, layer.head_dim), 1),
         cache_part=cache.stride(0),
         attention=_attention(batch, nodes, start + nodes, *heads, cache.stride()[1:], mask, scale),
     )

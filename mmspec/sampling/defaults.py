@@ -74,7 +74,7 @@ def processors(
     if params.repetition_penalty != 1.0:
         chain.append(hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))  # type: ignore[arg-type]
     if params.min_new_tokens and eos_token_ids:
-        ends = torch.tensor(eos_token_ids)
+        ends = torch.tensor(eos_token_ids, dtype=torch.long)
         chain.append(hf.MinNewTokensLengthLogitsProcessor(prompt_length, params.min_new_tokens, ends))
     chain.extend(additive(params, prompt_length))
     chain.extend(custom)

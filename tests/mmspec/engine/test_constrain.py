@@ -14,6 +14,7 @@ from mmspec.core.budget import Budget
 from mmspec.core.tree import build_tree
 from mmspec.engine.constrain import constrain
 from mmspec.engine.request_state import RequestState
+from mmspec.engine.stopping import Stopper
 from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.grammar import Grammars
 from mmspec.sampling.sampler import Sampled, Sampler
@@ -241,6 +242,6 @@ def test_drawn_trees_under_a_grammar():
 
 
 def test_a_sequence_holds_the_state():
-    one = RequestState([9], Sampler(constraint=grammar()), None)
+    one = RequestState([9], Sampler(constraint=grammar()), Stopper(1))
     assert one.constraint is not None
-    assert RequestState([9], Sampler(), None).constraint is None
+    assert RequestState([9], Sampler(), Stopper(1)).constraint is None
