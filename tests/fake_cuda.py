@@ -163,6 +163,9 @@ class FakeCuda(TorchFunctionMode):
 
     _as_tensor = _tensor
 
+    def _new_tensor(self, func: Any, like: Tensor, data: Any, **options: Any) -> Tensor:
+        return self._tensor(torch.tensor, data, **{"dtype": like.dtype, "device": like.device, **options})
+
     def _allclose(self, func: Any, x: Tensor, *args: Any, **options: Any) -> bool:
         if not isinstance(x, FakeTensor):
             return bool(func(x, *args, **options))

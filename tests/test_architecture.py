@@ -44,7 +44,7 @@ LAYERS = [
 COMMANDS = {"cli", "serving", "eval", "demos", "__main__"}
 """Rooms and packages that may import ``mmspec.cli``."""
 
-LARGEST = {"modules": 279, "lines": 58_190, "lines of tests": 54_740}
+LARGEST = {"modules": 279, "lines": 58_190, "lines of tests": 54_750}
 """What the project has grown to. Lower a number when it can be lowered; raise one only for a feature of users."""
 
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")) if not path.is_symlink()]
