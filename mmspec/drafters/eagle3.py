@@ -286,7 +286,7 @@ class Eagle3(PositionedDrafter):
         """Outputs of the levels after the first, (batch, count, hidden), with causal attention."""
         network, device = self.network, self._position.data.device
         mask = torch.full((1, 1), network.config.mask_token_id, dtype=torch.long, device=device)
-        x = network.combine(self._embed(mask), network.project(network.mask_hidden)).expand(batch, count, -1)
+        x = network.combine(self._embed(mask), network.project(network.mask_hidden)).repeat(batch, count, 1)
         allowed = allowed_slots(self.cache, causal(batch, count, device), self.window)
         return self.run(x, self.rotation(batch, count), allowed, self.cache)
 
