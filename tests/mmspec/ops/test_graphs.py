@@ -293,7 +293,7 @@ def test_a_new_prompt_may_keep_longer_paths(batch):
 
 
 def test_numbers_of_the_host_are_found_out(monkeypatch):
-    """Write slots must be read on the device: a number would be that of the captured pass. Bamba's layers are not fused."""
+    """Write slots must be read on the device, not be the captured pass's. Bamba's layers are not fused."""
 
     def by_the_host(cache, nodes):
         cache.kv._write_slots = torch.arange(cache.length + cache.offset, cache.length + cache.offset + nodes)
