@@ -109,7 +109,7 @@ class ServerSettings:
 
 
 def _label(drafter: str, pipe: Pipeline) -> str:
-    """Name of a command-line drafter in requests: its registered name if it was given as a path."""
+    """Name of a command-line drafter in requests: the registered name for ``auto``, the last component of a path."""
     from mmspec.drafters.registry import AUTO, PLAIN, registered_name
 
     if drafter == AUTO:
