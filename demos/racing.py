@@ -197,7 +197,7 @@ class Race:
     Attributes:
         lanes: an answer per method, of the first run, later of the run with median time.
         equal: whether the tokens of all lanes are equal.
-        difference: first position where a lane differs from the first lane; None if all are equal.
+        difference: first difference of a lane from the first lane; None if all are equal.
         ahead: number of requests ahead in the queue; None while running.
         runs: number of complete runs to choose the lanes from.
     """

@@ -51,7 +51,7 @@ def main(
 ) -> dict[str, Any]:
     """Measure goodput by batch size: a table, then one JSON line."""
     pipe = mmspec.load(model, drafter=None, dtype=dtype)
-    pipe.target.cost = cost_table(pipe.target)  # of the forks, too
+    pipe.target.cost = cost_table(pipe.target)  # shared with the forks
     methods = _methods(pipe, drafters, sizes, nodes)
     draw = mixed_requests if pipe.processor.reads_media else held_out_texts
     drawn = draw(count + max(sizes))

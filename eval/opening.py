@@ -145,10 +145,10 @@ def write_random(like: Path, out: Path) -> int:
     """Write a GGUF file of random weights in a 7B's sizes, in the mixture of formats that is called Q4_K_M.
 
     Args:
-        like: has its other metadata, vocabulary included.
+        like: GGUF file to copy other metadata and the vocabulary from.
 
     Returns:
-        Its bytes.
+        File size in bytes.
     """
     import gguf
 

@@ -46,10 +46,10 @@ def print_speed_tables(methods: Sequence[Method], console: Console) -> list[dict
     """Print speedups and time breakdown of measured methods.
 
     Args:
-        methods: with plain decoding among them; transformers' ``generate`` is optional.
+        methods: must include plain decoding; transformers' ``generate`` is optional.
 
     Returns:
-        One row of figures per method. Ratios are of seconds per token by prompt, then their median and minimum.
+        One row of results per method: median and minimum over prompts of ratios in seconds per token.
     """
     by_name = {method.name: method for method in methods}
     rows = [_speed_row(method, by_name[PLAIN], by_name.get(TRANSFORMERS)) for method in methods]
@@ -108,7 +108,7 @@ def time_breakdown(method: Method, plain: Method) -> dict[str, Any]:
     shares["rest"] = 1.0 - sum(shares.values())
     costs: dict[str, float] = {}
     for name in ("tree", "pass"):
-        # An adaptive method may have drafted no tree for some prompts.
+        # An adaptive method may not have drafted for some prompts.
         pairs = [(a, b) for a, b in zip(method.column(name), plain.column("pass"), strict=True) if a > 0.0]
         costs[f"{name}_seconds"] = statistics.median(a for a, _ in pairs) if pairs else 0.0
         costs[f"{name}_passes"] = statistics.median(a / b for a, b in pairs) if pairs else 0.0
