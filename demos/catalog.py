@@ -211,7 +211,7 @@ def photographs(drawn: Sequence[Example], folder: Path) -> list[Example]:
 
 
 def example_of(request: ChatRequest, examples: Sequence[Example]) -> str | None:
-    """File name of the example that equals a request's only upload; None if there is no match."""
+    """File name of the example that equals a request's only upload; None without a match."""
     return _example(request.uploads[0], examples) if len(request.uploads) == 1 else None
 
 

@@ -163,7 +163,7 @@ def _new_folder(parent: Path, port: int) -> tuple[Path, int]:
 def _try_lock(folder: Path) -> int | None:
     """Lock a folder of this user; returns the file descriptor, or None if it is locked, missing or another user's.
 
-    The lock is on the folder itself: the system releases it with the process, and there is no lock file.
+    The folder itself is locked, without a lock file: the system releases the lock when the process exits.
     """
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

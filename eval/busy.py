@@ -1,7 +1,7 @@
-"""Decoding speed beside other programs, by number of threads: ``python -m mmspec.eval busy``.
+"""Decoding speed under CPU contention, by number of threads: ``python -m mmspec.eval busy``.
 
-The same prompt is decoded with 1, 2, 4, ... threads, up to all processors, on the machine as it is and beside programs
-that only compute, interleaved. A decoder whose threads wait for each other stops where the system does not run one.
+The same prompt is decoded with 1, 2, 4, ... threads, up to all processors, with and without concurrent compute-bound
+programs, interleaved. A decoder whose threads wait for each other stalls when one of them is descheduled.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A class is built small with random weights in float32 (``mmspec.eval.decoding.small_configs``) and decodes greedily a
 short prompt, a longer one and two rows with padding, with random trees that branch and are partly accepted, and with
-drafts looked up in earlier output: tokens must be those of ``generate``. Classes with images also decode a prompt with
+drafts copied from earlier output: tokens must equal ``generate``'s. Classes with images also decode a prompt with
 random images between random ids, without a tokenizer. The class's image processor, as transformers defines it, makes
 the pixel values; the number of image tokens, if it has any, follows from the model's image features.
 

@@ -1,13 +1,13 @@
 """Passes of a real language model by the form of its weights: ``python -m mmspec.eval real``.
 
 Every form (as in the file, packed bfloat16, int8, int4) runs passes over 1, 2, 4, ... nodes after one prompt,
-interleaved, on one and on two threads, with a loop that only reads that form's packed weights. Beside them, if
+interleaved, on one and on two threads, with a loop that only reads that form's packed weights. In addition, if
 ``--llama-server`` is given, llama.cpp decodes the same GGUF file plainly after as many tokens with as many threads, and
 both prefill a longer prompt. Columns of ratios are medians over the rounds of ratios within a round. With
 ``--prefixes``, passes over one node and over a tree, and the prefill, are timed after prompts of these lengths instead.
 
-First, each form decodes a prompt with a look-up drafter and plainly, and forms whose tokens differ are named. With
-``--divergence``, the divergence of each form's next-token distributions from those of the float32 weights is measured
+First, each form decodes a prompt with a lookup drafter and plainly, and forms whose tokens differ are named. With
+``--divergence``, the divergence of each form's next-token distributions from the float32 weights' is measured
 on 400 tokens of the repository's CONTRIBUTING.md.
 """
 

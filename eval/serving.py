@@ -3,10 +3,10 @@
 ``mmspec serve`` runs in a process of its own. Captions and questions about held-out scenes, every fourth of them
 without its image (texts for a text model), are sent by 1, 4, 8 and 16 clients, each of which sends its next request
 when its last has been answered; one client is the same requests one after the other. Loads are interleaved for several
-rounds; a load's throughput is its median, and its other figures are over the requests of all rounds. Every answer must
-be that of plain decoding alone.
+rounds; a load's throughput is its median, and its other metrics are over the requests of all rounds. Every answer must
+equal plain decoding's.
 
-Time to first token and inter-token latency are what a client sees, HTTP and the wait for a slot included. Inter-token
+Time to first token and inter-token latency are measured by the client, including HTTP and the wait for a slot. Inter-token
 latency is the time between chunks of text: a decode step may emit several tokens, so the time per token is smaller.
 """
 

@@ -1,7 +1,7 @@
 """Memory of a server that runs for long: ``python -m mmspec.eval soak``.
 
 ``mmspec serve`` runs in a process of its own. The same load is sent again and again: short and long prompts, later
-turns, several choices, tool calls, JSON, sampling with seeds, images where the model has eyes, streams that their
+turns, several choices, tool calls, JSON, sampling with seeds, images for vision-language models, streams that their
 clients leave, and requests without drafts, of few or many, or of another drafter. Texts differ from load to load, so
 that prompts are new, lengths do not. After each load, once no request runs, the resident memory is read; a load's peak
 is that since it began.
@@ -96,7 +96,7 @@ async def send(url: str, bodies: Sequence[Any], clients: int) -> int:
 
 
 def compare_settled(rows: Sequence[dict[str, Any]], settled: float) -> float:
-    """Add ``over_settled`` to the rows of loads: resident memory over that of the first load after ``settled`` minutes.
+    """Add ``over_settled`` to the rows of loads: ratio of resident memory to the first load after ``settled`` minutes.
 
     Returns:
         The maximum of ``over_settled``.

@@ -1,7 +1,7 @@
 """Speedup over plain decoding: ``python -m mmspec.eval speed``.
 
 Every prompt is decoded with all methods, interleaved, for several rounds on one model in one process. A method's time
-is its median over the rounds, and its output must equal that of transformers' ``generate``. Ratios are of whole
+is its median over the rounds, and its output must equal transformers' ``generate``. Ratios are of whole
 requests (vision tower and prefill included) and of decoding alone.
 
 All methods first decode a few other prompts. A drafter that learns from earlier answers, and its budget, start every

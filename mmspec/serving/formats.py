@@ -29,7 +29,7 @@ class Choice:
     """A complete or growing choice.
 
     Attributes:
-        thoughts: reasoning before the text.
+        thoughts: text of the reasoning.
         thought_tokens: number of reasoning tokens.
         tokens: number of all tokens.
     """
