@@ -6,7 +6,7 @@ when its last has been answered; one client is the same requests one after the o
 rounds; a load's throughput is its median, and its other metrics are over the requests of all rounds. Every answer must
 equal plain decoding's.
 
-Time to first token and inter-token latency are measured by the client, including HTTP and the wait for a slot. Inter-token
+Time to first token and inter-token latency are client-side and include HTTP and queueing. Inter-token
 latency is the time between chunks of text: a decode step may emit several tokens, so the time per token is smaller.
 """
 

@@ -95,7 +95,7 @@ def held_out_requests(images: int, videos: int, frames: int = 8) -> list[dict[st
 
 
 def mixed_requests(count: int) -> list[dict[str, Any]]:
-    """Captions of held-out scenes, every second caption replaced by the first question of a conversation about the scene."""
+    """Captions of held-out scenes, every second one is the first question of a conversation."""
     return _first(_requests("mixed"), count, "requests")
 
 
