@@ -95,7 +95,7 @@ def held_out_requests(images: int, videos: int, frames: int = 8) -> list[dict[st
 
 
 def mixed_requests(count: int) -> list[dict[str, Any]]:
-    """Captions of held-out scenes, every second one is the first question of a conversation."""
+    """Captioning requests on held-out scenes; every second one asks a conversation's first question instead."""
     return _first(_requests("mixed"), count, "requests")
 
 
