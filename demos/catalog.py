@@ -25,17 +25,17 @@ FEWEST, MOST = 2, 4  # methods of a race
 
 
 def drafter_of(method: str) -> str:
-    """A method's drafter, without its shape."""
+    """Strip the shape from a method, leaving the drafter."""
     return method if Selection.parse(method).chain is None else method.removesuffix(CHAIN)
 
 
 def label(method: str) -> str:
-    """A method's name for people, such as "FLASH, chain"."""
+    """Display name of a method, such as "FLASH, chain"."""
     return Selection.parse(method).label()
 
 
 def explained(methods: Sequence[str]) -> dict[str, str]:
-    """What the drafters among methods do, by their labels: one line each, with the paper's number at arXiv."""
+    """One-line descriptions of the methods' drafters by label, with the paper's arXiv number."""
     lines = {label(PLAIN): _PLAIN}
     for method in methods:
         for name in Selection.parse(drafter_of(method)).drafters:
@@ -47,7 +47,7 @@ def explained(methods: Sequence[str]) -> dict[str, str]:
 def available(model: str) -> list[str]:
     """Methods that a model can run without further checkpoints: plain decoding, its default drafter, and others.
 
-    Of a model that is not in a local folder, only the drafters without weights are known, besides ``auto``.
+    For models outside local folders, these are ``auto`` and the drafters without weights.
     """
     home = Path(plugins.model_path(model))
     drafters = drafters_for(home)
@@ -69,7 +69,7 @@ class Catalog:
     Attributes:
         models, drafters: names listed on the page.
         default: the first model: the default for texts if it reads text only, else for images and videos.
-        open: whether any other hub id or folder is allowed, too.
+        open: whether other hub ids and folders are allowed.
         text_only: models that are known to take neither images nor videos.
     """
 
@@ -80,11 +80,11 @@ class Catalog:
     text_only: frozenset[str] = frozenset()
 
     def default_model(self, kind: Kind) -> str:
-        """The model for requests that name none."""
+        """The default model for requests of a kind."""
         suited = self.models_for(kind)
         own = (kind == "text") == self.opens_on_text
         if kind == "video" and self.default in plugins.CAPTIONERS:
-            own = False  # of the embedded models, the one of drawn scenes knows what happens in clips
+            own = False  # the embedded model of drawn scenes is trained on clips
         first = [self.default] if own else []
         return next((name for name in (*first, *DEFAULT_MODELS[kind], *suited) if name in suited), self.default)
 
@@ -94,7 +94,7 @@ class Catalog:
         return self.default in self.text_only
 
     def models_for(self, kind: Kind) -> list[str]:
-        """The models listed for requests of a kind: all but models that are known not to take it."""
+        """Models listed for requests of a kind, without models known not to support it."""
         return [name for name in self.models if kind == "text" or name not in self.text_only]
 
     def methods(self, model: str) -> list[str]:
@@ -123,8 +123,8 @@ def make_catalog(
     ``plugins.installed``) and all registered drafters.
 
     Args:
-        text_only: those of the models that take neither images nor videos, besides registered ones.
-        open: whether visitors may name others. Installed models and registered drafters are then listed in any case.
+        text_only: models that take neither images nor videos, in addition to registered text models.
+        open: whether visitors may name others. If so, installed models and registered drafters are always listed.
     """
     installed, registered = plugins.installed(), plugins.names("drafters")
     all_models = [*models, *(installed if open or not models else [])]
@@ -178,9 +178,9 @@ class Example:
     """An example on the page.
 
     Attributes:
-        label: its name on the page.
+        label: name on the page.
         value: path of the image or video, or the prompt.
-        icon: path of a picture of it, if any.
+        icon: path of a thumbnail; None without one.
     """
 
     label: str
@@ -189,13 +189,13 @@ class Example:
 
 
 def texts(model: str) -> list[Example]:
-    """The prompts for a model, as many for each."""
+    """Example prompts for a model; their number is the same for all models."""
     prompts = TEXTS if plugins.sees_photographs(model) else TRAINED_TEXTS
     return [Example(label, prompt) for label, prompt in prompts.items()]
 
 
 def media(kind: Kind, folder: Path) -> list[Example]:
-    """The images or clips of the package, copied to ``folder``."""
+    """Example images or clips from the package, copied to ``folder``."""
     copies = {label: shutil.copyfile(samples() / name, folder / name) for name, label in _DRAWN[kind].items()}
     return [Example(label, str(path), str(path) if kind == "image" else _still(path)) for label, path in copies.items()]
 
@@ -211,7 +211,7 @@ def photographs(drawn: Sequence[Example], folder: Path) -> list[Example]:
 
 
 def example_of(request: ChatRequest, examples: Sequence[Example]) -> str | None:
-    """Name of the file of the example that a request's only upload equals; None for others."""
+    """File name of the example that equals a request's only upload; None without a match."""
     return _example(request.uploads[0], examples) if len(request.uploads) == 1 else None
 
 
@@ -226,12 +226,12 @@ def _example(upload: Upload, examples: Sequence[Example]) -> str | None:
     try:
         paths = (Path(example.value) for example in examples)
         return next((path.name for path in paths if filecmp.cmp(upload.path, path, shallow=False)), None)
-    except OSError:  # the upload was removed, which the request itself will report
+    except OSError:  # the upload was removed: the request itself reports the error
         return None
 
 
 def _still(clip: Path) -> str:
-    """Write the first frame of a clip beside it; returns its path."""
+    """Write the first frame of a clip next to the clip; returns the frame's path."""
     path = clip.with_suffix(".png")
     frame = load_video(clip, frames=1).frames[0]
     (frame if isinstance(frame, Image.Image) else Image.fromarray(frame)).save(path)

@@ -1,4 +1,4 @@
-"""What visitors send: requests, checked against the demo's limits, and conversations, which their pages keep."""
+"""Requests of visitors, with the demo's limits, and conversations, which are stored in the page."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Upload:
     """An uploaded file.
 
     Attributes:
-        path: where the server stored it.
+        path: path on the server.
         name: the visitor's file name.
     """
 
@@ -147,7 +147,7 @@ class Token:
     """A token of an answer.
 
     Attributes:
-        text: the text that it adds; empty until a later token completes the character.
+        text: text added by the token; empty until a later token completes the character.
         origin: "first" (from the prefill), "accepted" (draft token), "bonus" (the target's token after them) or "plain"
             (decoded without draft tokens).
         step: the verify pass that emitted it, counted from 1; 0 is the prefill.
@@ -163,8 +163,8 @@ class Turn:
     """A question and its answer.
 
     Attributes:
-        tokens: of the answer; tokens of one pass and origin are joined.
-        stopped: whether the visitor stopped it.
+        tokens: tokens of the answer; tokens of one pass and origin are joined.
+        stopped: whether the visitor stopped the answer.
     """
 
     prompt: str
@@ -173,7 +173,7 @@ class Turn:
 
     @staticmethod
     def of(prompt: str, tokens: Iterable[Token], stopped: bool) -> Turn:
-        """The turn of an answer's tokens."""
+        """Build a turn from an answer's tokens."""
         groups = groupby(tokens, key=lambda token: (token.origin, token.step))
         joined = [Token("".join(token.text for token in group), *key) for key, group in groups]
         return Turn(prompt, joined, stopped)
@@ -185,7 +185,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class ChatState:
-    """State of a visitor's conversation. The page keeps it, so that it survives a restart of the server.
+    """State of a visitor's conversation. Stored in the page, so it survives a restart of the server.
 
     Attributes:
         turns: oldest first.
@@ -200,7 +200,7 @@ class ChatState:
     opened: bool = False
 
     def restarted(self) -> ChatState:
-        """A new conversation beside the running request, if any."""
+        """A new conversation that keeps the id of a running request."""
         return ChatState(running=self.running, opened=True)
 
     def with_turn(self, turn: Turn) -> ChatState:
@@ -212,7 +212,7 @@ class ChatState:
 
 
 def parse_conversation(value: Any) -> ChatState:
-    """The conversation that a page sent; an empty one if it is malformed."""
+    """Parse the conversation sent by a page; malformed values give an empty conversation."""
     try:
         turns = [_parse_turn(turn) for turn in value["turns"][-MAX_TURNS:]]
         return ChatState(turns, int(value["seed"]), str(value["running"]), bool(value["opened"]))

@@ -110,7 +110,7 @@ def demo(
         from mmspec.demos.server import run_server
 
         cache = ModelCache(device=device, dtype=dtype, generation_config=generation_config, mmproj=mmproj)
-        # Fails now if a model is missing, not at the first request.
+        # Fail at startup, not at the first request, if a model is missing.
         named = reversed(models or (plugins.default_model(),))
         texts = [name for name in named if not cache.get(name).processor.reads_media]
         catalog = make_catalog(models, drafters, texts, open=not public)
@@ -141,7 +141,7 @@ def _import() -> None:
 
 
 def _addresses(url: str, api: bool) -> str:
-    """Address of the page, and of the API if there is one."""
+    """Address of the page and, with ``api``, of the API."""
     return f"{url} and {url.rstrip('/')}/v1" if api else url
 
 
@@ -157,11 +157,11 @@ def _login(auth: str | None, no_auth: bool, public: bool) -> tuple[str, str] | N
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Turn termination signals into exceptions, so that clean-up code runs and uploads are removed."""
+    """Turn termination signals into exceptions, so that cleanup code removes the uploads."""
 
     def handle(number: int, _: Any) -> None:
         for other in before:
-            signal.signal(other, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
+            signal.signal(other, signal.SIG_IGN)  # a second signal must not interrupt cleanup
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     # Signals that are ignored already, for example under nohup, stay ignored.

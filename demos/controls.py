@@ -1,4 +1,4 @@
-"""Components of one tab of the page: inputs on the left, the result on the right."""
+"""Components of a tab: inputs on the left, the result on the right."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ with mock.patch("gradio.component_meta.create_or_modify_pyi", create=True):
             return FileData(path=preview_of(value[0].path), orig_name=value[0].name) if value else None
 
     class KeptConversation(gr.JSON):
-        """A component, not meant to be seen, whose value is a ``ChatState``."""
+        """Hidden component with a ``ChatState`` as value."""
 
         def get_block_name(self) -> str:
             return "json"
@@ -86,12 +86,12 @@ class Controls:
     """The components of a tab.
 
     Args:
-        folder: where the examples are copied to.
+        folder: destination of the copied examples.
 
     Attributes:
         claim: the tab's headline.
         settings: components of a request's settings, in the order of ``mmspec.demos.page``.
-        media: the upload, in a list; empty for texts.
+        media: list with the upload component; empty for texts.
     """
 
     def __init__(self, catalog: Catalog, kind: Kind, folder: Path) -> None:
@@ -115,7 +115,7 @@ class Controls:
                 )
 
     def examples(self, model: str) -> list[Example]:
-        """The examples for a model, which has as many as any other."""
+        """Examples for a model; their number is the same for all models."""
         if self.kind == "text":
             return texts(model)
         return self._photographs if plugins.sees_photographs(model) else self._drawn
@@ -143,7 +143,7 @@ class Controls:
             self.media = [VideoUpload(self.shown(example), label="Video", sources=["upload"], **look)]
         if self.kind == "image":
             gr.HTML(_ADD, apply_default_css=False)
-        self.preview = gr.Button(visible="hidden", elem_classes="mm-preview")  # which the page presses
+        self.preview = gr.Button(visible="hidden", elem_classes="mm-preview")  # pressed by the page's script
         self.resume = gr.Button(visible="hidden", elem_classes="mm-resume")
         self.about = gr.HTML(views.about_html(model, self.kind, self.catalog), apply_default_css=False)
         with gr.Row(elem_classes="mm-examples"):
@@ -154,7 +154,7 @@ class Controls:
         self.prompt = gr.Textbox(
             example if text else DEFAULT_PROMPTS[self.kind],
             label="Prompt",
-            lines=1,  # of more than one, gradio breaks the line at Enter
+            lines=1,  # with several lines, Enter would insert a line break
             max_lines=8,
             max_length=MAX_PROMPT_CHARS,
             placeholder="Ask something",
@@ -212,7 +212,7 @@ class Controls:
         self.settings = [self.model, self.drafter, self.temperature, self.seed, self.length, self.frames]
 
     def method_choices(self, model: str, drafter: str = "auto") -> list[tuple[str, str]]:
-        """Choices of the method picker: what the model can run, and the drafter that was entered."""
+        """Choices of the method picker: methods that the model can run, and the entered drafter."""
         names = self.catalog.methods(model)
         if drafter and drafter not in (*self.catalog.drafters, *names):
             names.append(drafter)

@@ -1,4 +1,4 @@
-"""Loaded models with an engine per drafter, and the order of requests to them: several together, races alone."""
+"""Loaded models with an engine per drafter, and their request queue: requests run together, races run alone."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ RUNNING = 8
 WAITING = 24
 """Requests that wait for their turn; further requests are rejected."""
 
-_POLL = 0.5  # seconds after which a request that waits for its turn can be cancelled
+_POLL = 0.5  # seconds between cancellation checks of queued requests
 
 
 @dataclass(frozen=True, eq=False)
 class QueuePlace:
-    """The place of a request.
+    """A request's place in the queue.
 
     Attributes:
-        alone: whether it must run alone.
+        alone: whether the request must run alone.
     """
 
     alone: bool = False
 
 
 class RequestQueue:
-    """Places of requests, in the order of their arrival. Threads may share it.
+    """FIFO queue of requests, which may run together or alone. Thread-safe.
 
-    Requests that arrive after one that must run alone begin when it has ended.
+    Requests after an exclusive request start when the exclusive request has ended.
     """
 
     def __init__(self) -> None:
-        self._turns: list[QueuePlace] = []  # that run or wait
-        self._changed = Condition()  # on a re-entrant lock: a garbage-collected request ends in any thread
+        self._turns: list[QueuePlace] = []  # running or waiting
+        self._changed = Condition()  # re-entrant lock: garbage collection may end a request in any thread
 
     def join(self, count: int = 1, *, alone: bool = False) -> list[QueuePlace]:
-        """New turns after all others.
+        """Append ``count`` turns to the queue.
 
         Raises:
-            UserError: too many requests wait already.
+            UserError: the queue is full.
         """
         with self._changed:
             if len(self._turns) + count > RUNNING + WAITING:
@@ -71,10 +71,10 @@ class RequestQueue:
             return joined
 
     def ahead(self, turn: QueuePlace, seconds: float = 0.0) -> int | None:
-        """Number of requests before one that may not begin within ``seconds``; None if it may."""
+        """Wait up to ``seconds`` for a turn; returns the number of requests ahead, None if the request may start."""
 
         def earlier() -> list[QueuePlace]:
-            turns = list(self._turns)  # a request that is collected here leaves in this thread
+            turns = list(self._turns)  # garbage collection here may call ``leave`` in this thread
             return turns[: turns.index(turn)]
 
         def free() -> bool:
@@ -85,25 +85,25 @@ class RequestQueue:
             return None if self._changed.wait_for(free, seconds) else len(earlier())
 
     def leave(self, turns: Iterable[QueuePlace]) -> None:
-        """Requests have ended, or wait no more."""
+        """Remove turns of requests that have ended or stopped waiting."""
         with self._changed:
             for turn in turns:
                 self._turns.remove(turn)
             self._changed.notify_all()
 
     def run(self, work: Iterator[T], waiting: Callable[[int], T], *, alone: bool = False) -> Iterator[T]:
-        """Run a request together with others, or while no other runs.
+        """Run a request, together with others or alone.
 
         Args:
-            work: the request's steps. Closing the iterator that is returned ends it.
-            waiting: result for the number of requests ahead, yielded now and then until the request begins.
+            work: the request's steps, closed with the returned iterator.
+            waiting: result for the number of requests ahead, yielded periodically until the request starts.
 
         Raises:
             UserError: see ``join``.
         """
         joined = self.join(alone=alone)
         try:
-            seconds = 0.0  # the place is known at once
+            seconds = 0.0  # report the place immediately
             while (ahead := self.ahead(joined[0], seconds)) is not None:
                 yield waiting(ahead)
                 seconds = _POLL
@@ -113,20 +113,20 @@ class RequestQueue:
 
 
 _PIPELINES = 8  # cached pipelines per model
-_TOKENS = 2048  # that each reserves on a GPU
+_TOKENS = 2048  # KV cache tokens that each reserves on a GPU
 
 
 class LoadedModel:
     """One model with a cache of pipelines, one per method; see ``mmspec.demos.catalog``.
 
-    A drafter that learns is copied for each sequence: otherwise one visitor's tokens would show up in another's draft
-    trees, and repeated requests would be drafted from memory.
+    A learning drafter is copied for each sequence: otherwise one visitor's tokens would appear in another visitor's
+    draft trees, and repeated requests would be drafted from memory.
 
     Attributes:
-        target, processor: of the model.
-        name: what it was loaded by.
+        target, processor: the model's target and processor.
+        name: hub id or folder it was loaded from.
         generation_config: as for ``mmspec.load``.
-        kept: the method whose pipeline stays in the cache, if any.
+        kept: the method whose pipeline is never evicted; None for no method.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class LoadedModel:
 
     @property
     def one_image(self) -> bool:
-        """Whether it is a LLaVA-1.5 (arXiv 2310.03744) or LLaVA-NeXT, trained with one image in a prompt."""
+        """Whether the model is LLaVA-1.5 (arXiv 2310.03744) or LLaVA-NeXT, trained with one image per prompt."""
         return self.target.model.config.model_type in ("llava", "llava_next")
 
     def pipeline(self, method: str) -> Pipeline:
-        """The pipeline of a method, made if it is not cached. Threads may share it.
+        """The cached or new pipeline of a method. Thread-safe.
 
         Raises:
             UserError: the drafter is unknown, made for another model, or does not draft chains.
@@ -154,7 +154,7 @@ class LoadedModel:
             return _cached(self._pipelines, method, _PIPELINES, self.open, self.kept)
 
     def open(self, method: str, adapt: AdaptOptions | None = None) -> Pipeline:
-        """A new pipeline; see ``pipeline``. With ``adapt``, its drafter learns from all sequences."""
+        """Create a pipeline; see ``pipeline``. With ``adapt``, the drafter learns from all sequences."""
         drafter = make_drafter(method, str(self.target.model.config.name_or_path))
         if adapt is None:
             drafter = per_sequence(drafter)
@@ -165,16 +165,16 @@ class LoadedModel:
 
 
 class ModelCache:
-    """LRU cache of loaded models, and the order of requests to them.
+    """LRU cache of loaded models, and their request queue.
 
     Args:
         capacity: maximum number of models in memory.
         device, dtype, generation_config: as for ``mmspec.load``.
-        mmproj: the same, of those models that are GGUF files.
+        mmproj: as for ``mmspec.load``, for GGUF models.
 
     Attributes:
-        turns: order of the requests.
-        kept: the model that stays in the cache, if any.
+        turns: request queue.
+        kept: the model that is never evicted; None for no model.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class ModelCache:
         return len(self._loaded)
 
     def get(self, name: str) -> LoadedModel:
-        """A model, loading it if it is not cached.
+        """Return a model, loading it if it is not cached.
 
         Raises:
             UserError: the model does not exist or is not supported as a target.
@@ -211,10 +211,11 @@ class ModelCache:
         return loaded
 
     def keep(self, name: str, method: str, adapt: AdaptOptions | None = None) -> Pipeline:
-        """The pipeline of a method, whose model and itself stay in the caches from now on.
+        """Return a method's pipeline, and exempt the pipeline and its model from eviction.
 
         Args:
-            adapt: return a pipeline of its own instead, whose drafter learns: races repeat their requests.
+            adapt: return a separate pipeline with a learning drafter instead. Races repeat requests, so their drafters
+                must not learn.
 
         Raises:
             UserError: see ``get`` and ``LoadedModel.pipeline``.
@@ -236,9 +237,9 @@ class ModelCache:
 def _cached(
     entries: OrderedDict[str, T], name: str, capacity: int, make: Callable[[str], T], kept: str | None = None
 ) -> T:
-    """An entry of an LRU cache.
+    """Get or create an entry of an LRU cache.
 
-    The oldest one besides ``kept`` is dropped before a new one is made: both might not fit into memory.
+    The oldest entry except ``kept`` is dropped before a new entry is made: both might not fit into memory.
     """
     if name not in entries:
         while len(entries) >= capacity:

@@ -26,13 +26,13 @@ from mmspec.errors import UserError
 _OPENING_TOKENS = 64
 _LOST = "the connection to the server was lost before the answer was complete: ask again"
 
-# Requests wait for their turn in ``RequestQueue.run``, which knows their place and rejects too many of them.
+# Requests wait for their turn in ``RequestQueue.run``, which reports their place and limits their number.
 QUEUED: dict[str, Any] = {"concurrency_limit": None, "api_visibility": "private", "show_progress": "hidden"}
 UNQUEUED: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
 
 class Tab:
-    """One tab and its event handlers."""
+    """A tab and its event handlers."""
 
     def __init__(self, service: Service, kind: Kind, folder: Path) -> None:
         self.service, self.kind, self.folder = service, kind, folder
@@ -57,8 +57,8 @@ class Tab:
         controls.clear.click(self.clear, None, self.outputs, cancels=running, **UNQUEUED)
         controls.resume.click(self.resume, self.conversation, self.outputs, cancels=running, **UNQUEUED)
         for media in controls.media:
-            # A separate event cancels at once; after the clearing it would cancel the next request. The page presses
-            # "Clear" when a gallery is emptied, which has no event for it.
+            # A separate event cancels at once; chained after the clearing, it would cancel the next request. The page
+            # presses "Clear" when a gallery is emptied, as galleries have no such event.
             emptied = [media.delete] if self.kind == "image" else [media.clear]
             gr.on([media.upload, *emptied], None, cancels=running, api_visibility="private")
             gr.on(emptied, self.clear, None, self.outputs, **UNQUEUED)
@@ -81,19 +81,19 @@ class Tab:
         return self.controls.shown(self.controls.examples(model)[number].value), *self.clear()
 
     def uploaded(self, uploads: Sequence[Upload]) -> tuple[Any, ...]:
-        """Start a new conversation about uploads, which replace an example."""
+        """Start a new conversation about uploads; clears the selected example."""
         own = [upload for upload in uploads if Path(upload.path).parent != self.folder]
         return own if len(own) < len(uploads) else gr.skip(), *self.clear()
 
     def preview(self, uploads: Sequence[Upload]) -> Any:
-        """Show uploads, some of which the browser cannot show, by previews."""
+        """Show previews of uploads, as browsers cannot show all formats."""
         for upload in uploads:
-            with suppress(UserError):  # which the request itself will report
+            with suppress(UserError):  # the request itself reports the error
                 self.service.preview(upload, self.kind)
         return uploads
 
     def select(self, model: str, drafter: str, chosen: Sequence[str]) -> tuple[Any, ...]:
-        """Updates of method picker, notes and examples for a model."""
+        """Component updates (method picker, notes, examples) after a model was selected."""
         model = model or self.service.catalog.default_model(self.kind)
         choices = self.controls.method_choices(model, drafter)
         names = [name for _, name in choices]
@@ -121,7 +121,7 @@ class Tab:
         yield from self._run(conversation, chat, self.service.race(chat, methods))
 
     def stop(self, conversation: ChatState) -> None:
-        """Stop the running request; its handler shows and keeps the partial answer."""
+        """Stop the running request; its handler keeps the partial answer."""
         if stop := self._running.get(conversation.running):
             stop.set()
 
@@ -131,7 +131,7 @@ class Tab:
         return empty, views.result_html([]), views.claim_html(), *_buttons(empty)
 
     def resume(self, conversation: ChatState) -> tuple[Any, ...]:
-        """Go on after the connection was lost while a request ran."""
+        """Resume a conversation after the connection was lost during a request."""
         self.stop(conversation)
         conversation = replace(conversation, running="")
         html = views.result_html(views.turns_html(conversation.turns), note=_LOST)
@@ -153,13 +153,13 @@ class Tab:
         )
 
     def _limits(self, chat: ChatRequest) -> str:
-        """Note on what an embedded model was trained on; empty for samples and other models."""
+        """Note on an embedded model's training data; empty for samples and other models."""
         model = self.service.with_defaults(chat).model
         limits = plugins.limits(model)
         return "" if limits is None or is_sample(chat, self.controls.examples(model)) else limits
 
     def _one_image(self, chat: ChatRequest) -> str:
-        """Note on several images for a loaded model that was trained with one in a prompt; else empty."""
+        """Warning about several images for models trained with one image per prompt; else empty."""
         model = self.service.with_defaults(chat).model
         if len(chat.uploads) < 2 or plugins.limits(model) or not self.service.models.get(model).one_image:
             return ""
@@ -168,10 +168,10 @@ class Tab:
     def _run(
         self, conversation: ChatState, chat: ChatRequest, work: Iterator[Race], *, plays: bool = False
     ) -> Iterator[tuple[Any, ...]]:
-        """Run a request; yields values of ``outputs``. The answer becomes a turn, also if it was stopped.
+        """Run a request; yields values of ``outputs``. The answer becomes a turn even if it was stopped.
 
         Args:
-            plays: whether the replay plays by itself.
+            plays: whether the replay starts automatically.
         """
         if conversation.running in self._running:
             yield (gr.skip(),) * len(self.outputs)
@@ -225,7 +225,7 @@ class Tab:
         return conversation, html, claim, *_buttons(conversation)
 
     def opening(self, conversation: ChatState, request: gr.Request) -> Iterator[tuple[Any, ...]]:
-        """The race of the first example, when a visitor without a link first sees the tab."""
+        """Show the race of the first example when a visitor without a link first opens the tab."""
         if conversation.opened or "kind" in request.query_params:
             yield (gr.skip(),) * len(self.outputs)
             return
@@ -249,12 +249,12 @@ def _buttons(conversation: ChatState) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """Settings of a link.
+    """Settings encoded in a link.
 
     Attributes:
         chat: the request, without its upload.
-        methods: what answered it, one method or several.
-        example: name of the example's file, or empty.
+        methods: methods that answered it.
+        example: file name of the example, or empty.
     """
 
     chat: ChatRequest
@@ -263,7 +263,7 @@ class LinkSettings:
 
 
 def parse_link(query: Mapping[str, str]) -> LinkSettings | None:
-    """Settings of a query; None if it has none. Other parameters are ignored.
+    """Parse the settings of a URL query; None without settings. Other parameters are ignored.
 
     Raises:
         UserError: a setting is malformed or out of range.
@@ -313,14 +313,14 @@ def build(service: Service, folder: Path) -> tuple[gr.Blocks, Tab]:
 
 @dataclass
 class _Link:
-    """What a visitor with a link sees first: its settings."""
+    """Applies the settings of a link when the page loads."""
 
     tabs: dict[str, Tab]
     selected: gr.Tabs
 
     @property
     def fields(self) -> list[Any]:
-        """What a link may set."""
+        """Components that a link may set."""
         shown: list[Any] = [self.selected]
         for tab in self.tabs.values():
             controls = tab.controls
@@ -328,7 +328,7 @@ class _Link:
         return shown
 
     def settings(self, request: gr.Request) -> Any:
-        """Updates of the components that a link sets; its visitors get no opening races."""
+        """Component updates for a link; also disables opening races."""
         results = [tab.controls.result for tab in self.tabs.values()]
         try:
             link = parse_link(request.query_params)

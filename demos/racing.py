@@ -1,4 +1,4 @@
-"""Answers token by token with the time of every pass, races of several methods, and their recording as JSON."""
+"""Streamed answers with the time of every pass, races of several methods, and their recording as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Piece, Pipeline
 from mmspec.targets.detokenizer import Detokenizer
 
-_DIGITS = 4  # of recorded probabilities
+_DIGITS = 4  # decimals of recorded probabilities
 
 
 @dataclass
@@ -28,9 +28,9 @@ class StreamedAnswer:
     """An answer that grows while it is generated.
 
     Attributes:
-        drafter: the method of decoding, see ``resolved``.
+        drafter: the decoding method, see ``resolved``.
         token_text: decodes token ids, special tokens included.
-        seconds: time spent so far: image preprocessing, and the engine's steps. Time of the consumer does not count.
+        seconds: time of image preprocessing and engine steps so far, without time spent in the consumer.
         limit: maximum number of tokens.
         steps: the verified draft trees so far.
         pass_ends: ``seconds`` at the end of the prefill and of every pass so far.
@@ -62,7 +62,7 @@ class StreamedAnswer:
         return max(len(self.pass_ends) - 1, 0)
 
     def append(self, piece: Piece, decode: Callable[[list[int]], str]) -> None:
-        """Append a piece of the pipeline's stream; ``decode`` returns the text that further tokens add."""
+        """Append a piece of the pipeline's stream; ``decode`` returns the text added by further tokens."""
         self.steps = piece.trees
         self.text += piece.text
         origins = self._token_origins(len(self.token_ids) + len(piece.token_ids))
@@ -73,12 +73,12 @@ class StreamedAnswer:
         self._time_passes(1 + self.tokens[-1].step if self.tokens else 0)
 
     def _time_passes(self, count: int) -> None:
-        """Note the end of new passes; passes of one piece have equal shares of its time."""
+        """Record end times of new passes; passes of one piece share its time equally."""
         start, new = self.pass_ends[-1] if self.pass_ends else 0.0, count - len(self.pass_ends)
         self.pass_ends += [start + (self.seconds - start) * number / new for number in range(1, new + 1)]
 
     def _token_origins(self, count: int) -> list[tuple[Origin, int]]:
-        """Origin and step of at least the first ``count`` tokens; the steps may have emitted more after a stop."""
+        """(Origin, step) of at least the first ``count`` tokens; steps may have emitted more tokens after a stop."""
         if self.drafter == PLAIN:
             return [("plain", number) for number in range(count)]
         origins: list[tuple[Origin, int]] = [("first", 0)]
@@ -89,7 +89,7 @@ class StreamedAnswer:
 
 
 def resolved(method: str, pipe: Pipeline) -> str:
-    """A method, with the registered name of the pipeline's drafter in place of ``auto``."""
+    """Replace ``auto`` in a method by the registered name of the pipeline's drafter."""
     return method.replace(AUTO, registered_name(pipe.drafter) or PLAIN) if drafter_of(method) == AUTO else method
 
 
@@ -99,7 +99,7 @@ def stream_answer(
     """Answer a request; yields the same ``StreamedAnswer`` after every piece.
 
     Args:
-        method: the pipeline's, see ``resolved``.
+        method: the pipeline's method, see ``resolved``.
         request: ``prompt``, ``images``, ``videos``.
         keywords: as for ``Pipeline.generate``.
     """
@@ -116,16 +116,16 @@ def stream_answer(
 
 
 def recording(lanes: Sequence[StreamedAnswer], chat: ChatRequest, example: str | None) -> dict[str, Any]:
-    """Answers of one request, without references to the model.
+    """Answers to one request as JSON values.
 
     Args:
         lanes: an answer per method, complete or stopped.
-        example: name of the example that was uploaded, if any.
+        example: name of the uploaded example; None without one.
 
     Returns:
-        ``settings``: what a link to the page contains. ``lanes``: of each method the text, the ``ends`` of its prefill
-        and passes in seconds, the ``emitted`` tokens of each, ``shares`` of drafting and verification in a pass, the
-        verified ``trees``, and the ``texts`` of their tokens by id.
+        ``settings``: contents of a link to the page. ``lanes``: for each method, its text, ``ends`` of prefill and
+        passes in seconds, ``emitted`` tokens of each, ``shares`` of drafting and verification in a pass, verified
+        ``trees``, and ``texts`` of their tokens by id.
     """
     settings = {
         "kind": chat.kind,
@@ -160,7 +160,7 @@ def _lane(lane: StreamedAnswer) -> dict[str, Any]:
 
 
 def _shares(lane: StreamedAnswer) -> list[float]:
-    """Shares of drafting and verification in the time of the passes; equal shares of an answer that was stopped."""
+    """Shares of drafting and verification in the time of the passes; equal shares for stopped answers."""
     stats = lane.stats
     total = stats.draft_seconds + stats.verify_seconds + stats.commit_seconds if stats else 0.0
     if stats is None or not total:
@@ -187,19 +187,19 @@ AS_FAST = 1.05
 """Ratio of times within which two methods are as fast as each other."""
 
 _WARM_UP = 8  # tokens
-_PAUSES = 0.05, 0.5  # seconds between updates in the first run and in later runs: consumers slow the methods down
+_PAUSES = 0.05, 0.5  # seconds between updates, in the first run and later runs: updates slow the methods down
 
 
 @dataclass
 class Race:
-    """Answers of several methods to one request. The comparison is set when all are complete for the first time.
+    """Answers of several methods to one request. The comparison is set when the first run is complete.
 
     Attributes:
-        lanes: an answer per method: of the first run, then the one of median time.
+        lanes: an answer per method, of the first run, later of the run with median time.
         equal: whether the tokens of all lanes are equal.
-        difference: the first difference of a lane from the first lane, if any.
-        ahead: number of requests before this one; None once it runs.
-        runs: complete runs that the lanes are chosen from.
+        difference: first difference of a lane from the first lane; None if all are equal.
+        ahead: number of requests ahead in the queue; None while running.
+        runs: number of complete runs to choose the lanes from.
     """
 
     lanes: list[StreamedAnswer]
@@ -214,7 +214,7 @@ class Race:
 
     @property
     def baseline(self) -> StreamedAnswer:
-        """What the other lanes are compared with: plain decoding if it takes part, else the slowest lane."""
+        """Baseline lane: plain decoding if it takes part, else the slowest lane."""
         plain = [lane for lane in self.lanes if lane.drafter == PLAIN]
         return plain[0] if plain else max(self.lanes, key=lambda lane: lane.seconds)
 
@@ -229,11 +229,11 @@ class Race:
 
     @property
     def pays(self) -> bool:
-        """Whether the fastest lane is faster than the baseline by more than chance (``AS_FAST``)."""
+        """Whether the fastest lane is faster than the baseline beyond noise (``AS_FAST``)."""
         return self.speedup(self.fastest) > AS_FAST
 
     def decode_speedup(self, lane: StreamedAnswer) -> float | None:
-        """The same of the decode phase; None for answers of one token."""
+        """Speedup of the decode phase; None for answers of one token."""
         assert lane.stats is not None
         assert self.baseline.stats is not None
         slow, fast = self.baseline.stats.tokens_per_second, lane.stats.tokens_per_second
@@ -245,8 +245,9 @@ def race(
 ) -> Iterator[Race]:
     """Answer a request with several methods ``RUNS`` times; the lanes become each method's median run.
 
-    The methods take turns: each answers alone, once in every run, so that none slows another down and a disturbance
-    of the machine meets all; nothing else may decode meanwhile. All are warmed up first. The first run is streamed.
+    Runs are interleaved: each method answers alone, once per run, so that methods do not slow each other down and load
+    on the machine affects all. The caller must prevent other decoding. All methods are warmed up first, and the first
+    run is streamed.
 
     Raises:
         UserError: two methods are the same drafter, or one cannot be made for this model.
@@ -266,7 +267,7 @@ def race(
                     shown = clock()
             lanes.append(answer)
         runs.append(lanes)
-        if len(runs) % 2:  # the median of an even number is no run
+        if len(runs) % 2:  # only an odd number of runs has a median run
             result.lanes = [_median(answers) for answers in zip(*runs, strict=True)]
             result.runs = len(runs)
         if result.equal is not False:
@@ -277,7 +278,7 @@ def race(
 def warmed_up(
     loaded: LoadedModel, methods: Sequence[str], request: Mapping[str, Any], keywords: Mapping[str, Any]
 ) -> dict[str, Pipeline]:
-    """The pipelines by the names of their methods, which must differ; each has begun to answer the request once."""
+    """Warmed-up pipelines by resolved method, which must be distinct."""
     pipes: dict[str, Pipeline] = {}
     for method in methods:
         pipe = loaded.pipeline(method)
@@ -291,7 +292,7 @@ def warmed_up(
 
 
 def _median(answers: Sequence[StreamedAnswer]) -> StreamedAnswer:
-    """The answer of median time among an odd number."""
+    """The answer with median time among an odd number of answers."""
     return sorted(answers, key=lambda answer: answer.seconds)[len(answers) // 2]
 
 

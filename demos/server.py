@@ -43,14 +43,14 @@ from mmspec.serving.limits import Limits, host_names
 from mmspec.serving.middleware import PROBES
 
 _API_PATHS = ("/v1", "/tokenize", "/detokenize", "/metrics", *PROBES)
-_POLL = 0.02  # seconds between looks at the queue: requests of the page end in other threads
+_POLL = 0.02  # seconds between polls of the queue: requests of the page end in other threads
 _GRADIO = "/gradio_api"
 _POST_ROUTES = ("/upload", "/queue/join", "/cancel", "/reset", "/login")
 _CALL_ROUTES = ("/call/", "/run/")  # followed by an endpoint; "/run" serves the page's unqueued events
 _CLOSED_ROUTES = ("/proxy=", "/deep_link", "/stream", "/custom_component")
 _ALIVE = "/alive"  # answered with an id of this server, which differs after a restart
-_MAX_FORM_BYTES = 64 * 2**10  # bytes of an upload's form besides the file
-_MAX_REQUEST_BYTES = 2**20  # bytes of any other request
+_MAX_FORM_BYTES = 64 * 2**10  # maximum bytes of an upload's form without the file
+_MAX_REQUEST_BYTES = 2**20  # maximum bytes of any other request
 
 
 class RequestFilter:
@@ -120,7 +120,7 @@ class RequestFilter:
 
 
 class Dispatcher:
-    """ASGI middleware: requests for the API's paths go to the API, all others to the page."""
+    """ASGI middleware that routes the API's paths to the API, and other paths to the page."""
 
     def __init__(self, app: ASGIApp, api: ASGIApp) -> None:
         self.app, self.api = app, api
@@ -135,10 +135,10 @@ def _is_api(path: str) -> bool:
 
 
 class SharedSlots:
-    """Slots of the API's choices among the turns of the page's requests; see ``mmspec.serving.runner.Admission``.
+    """Queues the API's choices together with the page's requests; see ``mmspec.serving.runner.Admission``.
 
     Attributes:
-        waiting: choices that wait for their turn.
+        waiting: number of waiting choices.
     """
 
     def __init__(self, turns: RequestQueue) -> None:
@@ -151,10 +151,10 @@ class SharedSlots:
         return len(self._running)
 
     async def acquire(self, count: int) -> None:
-        """Wait until ``count`` choices may begin.
+        """Wait until ``count`` choices may start.
 
         Raises:
-            APIError: status 429, too many requests wait already.
+            APIError: status 429, the queue is full.
         """
         try:
             joined = self._turns.join(count)
@@ -172,19 +172,20 @@ class SharedSlots:
         self._running += joined
 
     def release(self, count: int = 1) -> None:
-        """Choices have ended. Turns that run are alike: it does not matter which of them leave."""
+        """Release the turns of ended choices. Running turns are interchangeable."""
         self._turns.leave([self._running.pop() for _ in range(count)])
 
 
 @dataclass(frozen=True)
 class API:
-    """Who may call the API, and which pipeline answers.
+    """Access settings and pipeline of the API.
 
     Attributes:
-        model, drafter: the pipeline's; it stays loaded.
-        host: address that the server listens on; None accepts every name in the Host header.
-        key: the key that requests must carry; None for none.
-        adapt: its drafter learns from requests, on a pipeline that the page does not use; None for no.
+        model, drafter: model and drafter of the pipeline, which stays loaded.
+        host: listening address; None accepts every name in the Host header.
+        key: required API key; None requires none.
+        adapt: options of a drafter that learns from requests, on a pipeline separate from the page's; None disables
+            learning.
     """
 
     model: str
@@ -194,7 +195,7 @@ class API:
     adapt: AdaptOptions | None = None
 
     def app(self, models: ModelCache) -> FastAPI:
-        """The application; see ``mmspec.serving.app.create_app``.
+        """Create the API's application; see ``mmspec.serving.app.create_app``.
 
         Raises:
             UserError: the model or drafter cannot be loaded.
@@ -214,7 +215,7 @@ _move_to_cache = Block.async_move_resource_to_block_cache
 
 
 async def refuse_urls(block: Block, url_or_file_path: str | Path | None) -> str | None:
-    """gradio's function that moves a request's file to a component, without its download of URLs."""
+    """Replacement for gradio's function that moves a request's file to a component; does not download URLs."""
     if is_http_url_like(url_or_file_path):
         message = "URLs are not downloaded: expected an uploaded file, gradio_client's handle_file(PATH)"
         raise gr.Error(message, print_exception=False)
@@ -247,10 +248,10 @@ def run_server(
     Args:
         models: cache of loaded models.
         catalog: models and drafters that visitors may select.
-        api: answers the paths of OpenAI's API; None for the page alone.
+        api: settings of OpenAI's API; None serves only the page.
         upload_space: limit on the total size of uploads, in MiB.
-        cleanup: interval at which unused uploads are removed, and the age from which they are, in seconds.
-        opened: warm up, and run the opening race of the first tab at once, instead of for the first visitor.
+        cleanup: interval of the cleanup of unused uploads, and their minimum age, in seconds.
+        opened: warm up and run the first tab's opening race at startup, not for the first visitor.
         **launch: options of gradio's ``launch``; a ``server_port`` of 0 selects a free port.
     """
     with (
@@ -342,7 +343,7 @@ def _theme() -> gr.themes.Base:
 def _gradio_environment(folder: Path, host: str) -> dict[str, str]:
     own = ",".join(filter(None, (getproxies().get("no"), "localhost", "127.0.0.1", "::1", host.strip("[]"))))
     return {
-        # At the start, gradio asks the address that it listens on, which is none for a proxy.
+        # At startup, gradio requests its listening address, which must bypass proxies.
         "NO_PROXY": own,
         "no_proxy": own,
         "GRADIO_TEMP_DIR": str(folder),
@@ -369,16 +370,18 @@ def _close(demo: gr.Blocks, api: FastAPI | None) -> None:
     started = clock()
     if api is not None:
         api.state.drain.close_from_thread(_GRACE)
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it logs a traceback for each; reset at a launch
+    logging.getLogger("uvicorn.error").setLevel(
+        logging.CRITICAL
+    )  # it logs a traceback per connection; reset at a launch
     demo.server.config.timeout_graceful_shutdown = max(1, round(_GRACE - (clock() - started)))
     demo.close(verbose=False)
 
 
 def _bindable_port(host: str, port: int) -> int:
-    """The port that a socket can bind to (0: any free port).
+    """Check that a port can be bound, or select a free port for 0.
 
     Raises:
-        OSError: there is none; more specific than gradio's error.
+        OSError: the port cannot be bound; more specific than gradio's error.
     """
     address = host.strip("[]")
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:

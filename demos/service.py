@@ -15,7 +15,7 @@ from mmspec.demos.storage import PREVIEW_SPACE, UploadFolder, write_preview
 from mmspec.errors import UserError
 
 _log = logging.getLogger("mmspec.demo")
-_OPENING_RACES = 2  # at most
+_OPENING_RACES = 2  # maximum runs of an opening race
 
 
 class Service:
@@ -41,9 +41,9 @@ class Service:
         return self.models.turns.run(_user_errors(races), lambda ahead: Race([], ahead=ahead), alone=True)
 
     def opening(self, chat: ChatRequest) -> Iterator[Race]:
-        """The race that a tab opens on: it runs for the first visitor, later visitors get its result.
+        """The opening race of a tab: runs for the first visitor, and is cached for later visitors.
 
-        One in which no method is faster, as while the machine is busy with other things, is repeated once.
+        A race without a speedup, for example on a busy machine, is repeated once.
         """
         if chat.kind in self._openings:
             yield self._openings[chat.kind]
@@ -52,7 +52,7 @@ class Service:
 
     def _opening(self, chat: ChatRequest) -> Iterator[Race]:
         for number in range(_OPENING_RACES):
-            if chat.kind in self._openings:  # by a visitor before
+            if chat.kind in self._openings:  # cached for an earlier visitor
                 break
             for result in self._race(chat, None):
                 yield result
@@ -61,7 +61,7 @@ class Service:
         yield self._openings[chat.kind]
 
     def warm_up(self, chat: ChatRequest) -> None:
-        """Load what a race needs, and run each method once, so that the race begins at once."""
+        """Load the models of a race and run each method once, so that the race starts without delay."""
         chat, request, keywords = self._prepare(chat)
         warmed_up(self.models.get(chat.model), self._methods(chat), request, keywords)
 
@@ -94,7 +94,7 @@ class Service:
         yield from race(self.models.get(chat.model), methods, request, keywords)
 
     def _methods(self, chat: ChatRequest) -> list[str]:
-        """The methods of a race that names none."""
+        """Default methods of a race."""
         return self.catalog.methods(self.with_defaults(chat).model)[:FEWEST]
 
     def with_defaults(self, chat: ChatRequest) -> ChatRequest:

@@ -1,4 +1,4 @@
-"""Uploads on disk: a temporary folder with a limit on its total size, and previews of what browsers do not show."""
+"""Uploads on disk: a temporary folder of limited total size, and previews of formats that browsers do not show."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from mmspec.demos.chat_request import MAX_VIDEO_SECONDS, Kind, Upload, decoder
 from mmspec.files import atomic
 
 _PREFIX = "mmspec-demo-"
-_IN_USE_SECONDS = 300  # seconds after its last use in which an upload is not evicted: its request may be queued
-_MIN_COUNTED_BYTES = 1 << 16  # bytes that each file counts at least, which limits the number of files
+_IN_USE_SECONDS = 300  # seconds after its last use before an upload may be evicted: its request may be queued
+_MIN_COUNTED_BYTES = 1 << 16  # minimum bytes counted per file, to limit the number of files
 
 
 @contextmanager
 def running(work: Callable[[Event], None], patience: float | None = None) -> Iterator[None]:
-    """Run ``work`` in a daemon thread while the block runs.
+    """Run ``work`` in a daemon thread for the duration of the block.
 
     Args:
-        work: called with an event that is set when the block ends; it then returns.
-        patience: seconds to wait for that; None waits until it has returned.
+        work: called with an event that is set at the end of the block, and must then return.
+        patience: seconds to wait for the thread; None waits without limit.
     """
     ended = Event()
     thread = Thread(target=work, args=(ended,), daemon=True)
@@ -114,7 +114,7 @@ class UploadFolder:
         """Time of last use, size and path of each upload, least recently used first."""
         files = []
         for path in self.folder.rglob("*"):
-            with suppress(FileNotFoundError):  # removed or renamed meanwhile
+            with suppress(FileNotFoundError):  # removed or renamed concurrently
                 if path not in self._exempt and path.is_file():
                     stat = path.stat()
                     files.append((stat.st_mtime, max(stat.st_size, _MIN_COUNTED_BYTES), path))
@@ -132,8 +132,8 @@ def temporary_folder(port: int = 0) -> Iterator[Path]:
     """Create a temporary folder, locked while in use and removed at the end; also removes folders of killed servers.
 
     Args:
-        port: the server's; a server that is started again at the same one has a folder of the same name, so that open
-            pages find their files there once they have uploaded them again. 0 for any port.
+        port: the server's port, or 0 for any port. A restarted server at the same port uses the same folder name, so
+            that open pages find their files after uploading them again.
     """
     parent = Path(gettempdir())
     for stale in parent.glob(f"{_PREFIX}*"):
@@ -161,9 +161,9 @@ def _new_folder(parent: Path, port: int) -> tuple[Path, int]:
 
 
 def _try_lock(folder: Path) -> int | None:
-    """Lock a folder of this user; returns the file descriptor, or None if it is locked, missing or not ours.
+    """Lock a folder of this user; returns the file descriptor, or None if it is locked, missing or another user's.
 
-    The lock is on the folder itself: the system releases it with the process, and there is no lock file.
+    The folder itself is locked, without a lock file: the system releases the lock when the process exits.
     """
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -180,19 +180,19 @@ def _try_lock(folder: Path) -> int | None:
     return None
 
 
-PREVIEW_SPACE = 1 << 20  # bytes that a preview may take
+PREVIEW_SPACE = 1 << 20  # maximum bytes of a preview
 _SUFFIXES: dict[Kind, str] = {"image": ".preview.png", "video": ".preview.mp4"}
 _SIDE = 400  # pixels of the longer side, at most
 _FRAMES = 48
 
 
 def preview_of(path: str) -> str:
-    """The preview of an upload if there is one, else the upload itself."""
+    """The path of an upload's preview if it exists, else of the upload."""
     return next((path + suffix for suffix in _SUFFIXES.values() if os.path.isfile(path + suffix)), path)
 
 
 def original_of(path: str) -> str:
-    """The upload of a preview; any other path itself."""
+    """The path of a preview's upload; other paths are returned unchanged."""
     for suffix in _SUFFIXES.values():
         path = path.removesuffix(suffix)
     return path
@@ -216,7 +216,7 @@ def write_preview(upload: Upload, kind: Kind) -> None:
 
 
 def _small(image: Image.Image) -> Image.Image:
-    """A copy of at most ``_SIDE`` pixels; H.264 needs even numbers of them."""
+    """Downscale to at most ``_SIDE`` pixels per side, even as H.264 requires."""
     copy = image.copy()
     copy.thumbnail((_SIDE, _SIDE))
     width, height = (max(2, side - side % 2) for side in copy.size)

@@ -1,4 +1,4 @@
-"""HTML of conversations, of answers with coloured tokens, of races and around the controls."""
+"""HTML of conversations, coloured tokens, races, and texts around the controls."""
 
 from __future__ import annotations
 
@@ -89,12 +89,15 @@ _CHECKPOINTS: dict[Kind, str] = {
     "text": "Qwen/Qwen2.5-1.5B-Instruct",
 }
 
-_LINKS = {"source": "Code", "documentation": "Docs"}  # labels of the package's addresses, on the page
+_LINKS = {
+    "source": "Code",
+    "documentation": "Docs",
+}  # labels on the page, by the label of the URL in the package's metadata
 _PAPER = re.compile(r"arXiv (\d{4}\.\d{5})")
 
 
 def links_html() -> str:
-    """The project's name, with the addresses of its code and docs that the package states."""
+    """The project's name, with links to code and docs from the package's metadata."""
     try:
         stated = metadata("mmspec").get_all("Project-URL") or []
     except PackageNotFoundError:
@@ -106,7 +109,7 @@ def links_html() -> str:
 
 
 def methods_html(methods: Sequence[str]) -> str:
-    """What each method does, with a link to its paper."""
+    """Description of each method, with a link to the paper."""
     link = r'<a href="https://arxiv.org/abs/\1" target="_blank" rel="noopener">\g<0></a>'
     pairs = ((name, _PAPER.sub(link, escape(text))) for name, text in explained(methods).items())
     lines = "".join(f"<li><b>{escape(name)}</b>: {text}.</li>" for name, text in pairs)
@@ -114,7 +117,7 @@ def methods_html(methods: Sequence[str]) -> str:
 
 
 def about_html(model: str, kind: Kind, catalog: Catalog) -> str:
-    """What an embedded model was trained on, and how to use another one; empty for other models."""
+    """An embedded model's training data, and how to use another model; empty for other models."""
     limits = plugins.limits(model)
     if limits is None:
         return ""
@@ -151,7 +154,7 @@ _EXPLANATION = (
 
 
 def claim_html(race: Race | None = None) -> str:
-    """The page's heading: the latest race in one line."""
+    """The page's heading: the latest race's result in one line."""
     heading, compared = "The model's own answer, sooner", ""
     if race is not None and race.finished:
         heading = headline(race)
@@ -163,7 +166,7 @@ def claim_html(race: Race | None = None) -> str:
 
 
 def headline(race: Race) -> str:
-    """A complete race in one line."""
+    """Result of a complete race in one line."""
     if not race.equal:
         difference = race.difference
         return f"The answers differ from token {1 + difference.position} on" if difference else "The answers differ"
@@ -173,7 +176,7 @@ def headline(race: Race) -> str:
 
 
 def _faster(ratio: float) -> str:
-    """A ratio of times in words; the digits of one within ``AS_FAST`` would say nothing."""
+    """A speedup in words; ratios within ``AS_FAST`` get no digits, as they are noise."""
     if 1 / AS_FAST <= ratio <= AS_FAST:
         return "as fast"
     return f"{ratio:.1f}x faster" if ratio > 1 else f"{1 / ratio:.1f}x slower"
@@ -215,12 +218,12 @@ def result_html(
     Args:
         history: earlier (prompt, HTML of the answer) pairs.
         prompt: the latest prompt, or empty.
-        race: its lanes so far, of which an answer has one; None before the first token.
-        ahead: number of requests that run before.
+        race: lanes so far (a single answer has one lane); None before the first token.
+        ahead: number of requests ahead in the queue.
         note: a message below, in plain text.
         limits: note on inputs that the model was not trained for, in plain text.
-        stopped: whether the visitor stopped it.
-        recorded: its recording, for the replay.
+        stopped: whether the visitor stopped the request.
+        recorded: recording for the replay.
     """
     turns = "".join(f"{_asked(user)}<div class='mm-text'>{answer}</div>" for user, answer in history)
     if prompt:
@@ -250,12 +253,12 @@ def turns_html(turns: Iterable[Turn]) -> list[tuple[str, str]]:
 
 
 def note_html(message: str) -> str:
-    """A message to the visitor; empty if there is none."""
+    """A message to the visitor; empty for an empty message."""
     return f'<p class="mm-note" role="alert">{escape(_sentence(message))}</p>' if message else ""
 
 
 def _sentence(message: str) -> str:
-    """A message with a capital letter and a full stop; names of files and parameters at its start stay as they are."""
+    """Capitalize a message and add a full stop; a file or parameter name at the start is kept as is."""
     first = message.partition(" ")[0]
     capital = first[:1].upper() + message[1:] if first.isalpha() else message
     return capital if capital.endswith((".", "!", "?")) else f"{capital}."
@@ -272,7 +275,7 @@ def _waiting(ahead: int | None) -> str:
 
 
 def _spoken(race: Race, stopped: bool) -> str:
-    """What a screen reader announces."""
+    """Text for screen readers."""
     if stopped:
         return "Stopped."
     if race.finished and len(race.lanes) > 1:
@@ -307,7 +310,7 @@ def _lanes_html(race: Race, stopped: bool, recorded: dict[str, Any] | None) -> s
 
 
 def _timing(race: Race, recorded: dict[str, Any] | None) -> bool:
-    """Whether the answers of a race are complete and it is timed further."""
+    """Whether all answers of a race are complete but timing runs continue."""
     return race.finished and race.runs < RUNS and recorded is None
 
 
@@ -359,7 +362,7 @@ def _legend(lanes: Sequence[StreamedAnswer]) -> str:
 
 
 def _table(race: Race) -> str:
-    """The race in figures, a row per lane."""
+    """Table of the race's statistics, with a row per lane."""
     names = (
         "method",
         "tokens",

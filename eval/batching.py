@@ -3,7 +3,7 @@
 Goodput is the number of accepted and bonus tokens per second of a batch (SmartSpec, arXiv 2406.14066): the larger the
 batch, the less idle arithmetic is left for draft tokens. All requests are decoded plainly and with trees of several
 sizes, fixed and adaptive, for each batch size, the next request joining as soon as another has ended. Methods are
-interleaved for several rounds; a method's time is its median, prefill included, and its tokens must be those of plain
+interleaved for several rounds; a method's time is its median, prefill included, and its tokens must equal plain
 decoding of one request at a time. The adaptive budget chooses one size per verify pass, for all of its sequences.
 
 Requests are captions of held-out scenes and questions about them, texts for a text model, so that answers differ in
@@ -51,7 +51,7 @@ def main(
 ) -> dict[str, Any]:
     """Measure goodput by batch size: a table, then one JSON line."""
     pipe = mmspec.load(model, drafter=None, dtype=dtype)
-    pipe.target.cost = cost_table(pipe.target)  # of the forks, too
+    pipe.target.cost = cost_table(pipe.target)  # shared with the forks
     methods = _methods(pipe, drafters, sizes, nodes)
     draw = mixed_requests if pipe.processor.reads_media else held_out_texts
     drawn = draw(count + max(sizes))

@@ -1,7 +1,7 @@
-"""Decoding speed beside other programs, by number of threads: ``python -m mmspec.eval busy``.
+"""Decoding speed under CPU contention, by number of threads: ``python -m mmspec.eval busy``.
 
-The same prompt is decoded with 1, 2, 4, ... threads, up to all processors, on the machine as it is and beside programs
-that only compute, interleaved. A decoder whose threads wait for each other stops where the system does not run one.
+The same prompt is decoded with 1, 2, 4, ... threads, up to all processors, with and without concurrent compute-bound
+programs, interleaved. A decoder whose threads wait for each other stalls when one of them is descheduled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mmspec.eval.harness.timing import wait_for_huge_pages
 
 _PROMPT = "Tell me about the sea."
 _LLAMA_TOKENS = 16
-_LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**5))"  # until its parent has ended
+_LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**5))"  # until its parent exits
 
 _COLUMNS: list[Column] = [
     ("decoder", "{decoder}"),
@@ -40,7 +40,7 @@ _COLUMNS: list[Column] = [
 
 @contextmanager
 def busy_programs(count: int) -> Iterator[None]:
-    """Run programs that only compute, which end with the block."""
+    """Run compute-bound programs during the block."""
     running: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
@@ -54,7 +54,7 @@ def busy_programs(count: int) -> Iterator[None]:
 
 
 def decode_rate(pipe: mmspec.Pipeline, seconds: float) -> float:
-    """Tokens per second after the first token, of an answer that is ended after some seconds."""
+    """Tokens per second after the first token, for an answer stopped after ``seconds``."""
     first, tokens, now = None, 0, clock()
     for piece in pipe.stream(_PROMPT, max_new_tokens=10_000, temperature=0.0, ignore_eos=True):
         now = clock()

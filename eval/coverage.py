@@ -2,7 +2,7 @@
 
 A class is built small with random weights in float32 (``mmspec.eval.decoding.small_configs``) and decodes greedily a
 short prompt, a longer one and two rows with padding, with random trees that branch and are partly accepted, and with
-drafts looked up in earlier output: tokens must be those of ``generate``. Classes with images also decode a prompt with
+drafts copied from earlier output: tokens must equal ``generate``'s. Classes with images also decode a prompt with
 random images between random ids, without a tokenizer. The class's image processor, as transformers defines it, makes
 the pixel values; the number of image tokens, if it has any, follows from the model's image features.
 
@@ -55,7 +55,7 @@ from mmspec.eval.decoding.small_configs import WORDS, published_config, random_m
 from mmspec.eval.harness.output import BenchmarkCommand, git_commit, print_result
 from mmspec.files import append_row, read_rows, write_text
 
-_SIDES = (64, 96)  # height and width: position axes of the visual tokens differ in length
+_SIDES = (64, 96)  # height and width, unequal so that the position axes of visual tokens differ in length
 _ALIKE = {"glm4v_moe": "glm4v", "glm_ocr": "glm4v", "qwen3_vl_moe": "qwen3_vl"}
 """Model types without an image processor of their own, by the type whose processor their checkpoints name."""
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,7 +70,7 @@ _AUTO = {TEXT: AutoModelForCausalLM, VISION: AutoModelForImageTextToText}
 _PROMPTS = {"prompt": [12], "long prompt": [40], "batch": [9, 5]}
 _IMAGE_PROMPTS = {"image": [9], "batch with images": [9, 6]}
 _LARGE = 100_000_000  # parameters
-_MOST_WORK = 3 * 10**11  # parameters times tokens of the prompts
+_MOST_WORK = 3 * 10**11  # parameters times prompt tokens
 _MOST_BYTES = 14 << 30
 
 
@@ -125,10 +125,10 @@ def models(configs: Path | None = None) -> list[Model]:
 
 
 def _decodes_alone(config_class: type[PreTrainedConfig]) -> bool:
-    """Whether a class is a decoder by default, and not a part of an encoder-decoder."""
+    """Whether a class is a decoder by default, not part of an encoder-decoder."""
     try:
         config = config_class()
-    except Exception:  # that the default cannot be built is an outcome
+    except Exception:  # a default that cannot be built becomes an outcome
         return True
     encoder = config_class in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False
     return not config.is_encoder_decoder and not encoder
@@ -136,14 +136,14 @@ def _decodes_alone(config_class: type[PreTrainedConfig]) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a class.
+    """Result of checking one class.
 
     Attributes:
-        outcome: one of ``OUTCOMES``; the worst of its inputs.
+        outcome: the worst of ``OUTCOMES`` over the inputs.
         reason: one line; empty if equal.
-        model_class: name, empty if it could not be built.
-        inputs: those that ``generate`` decoded and were compared.
-        note: which inputs are missing, and why.
+        model_class: class name; empty if the model could not be built.
+        inputs: compared inputs, which ``generate`` could decode.
+        note: missing inputs, with reasons.
     """
 
     outcome: str
@@ -160,7 +160,7 @@ def check(model: Model, progress: Callable[[str], None] = lambda phase: None) ->
     """Build a class and compare its tokens.
 
     Args:
-        progress: called with the outcome that a time limit would mean from now on.
+        progress: called with the outcome to record if the time limit is hit from now on.
     """
     progress(NOT_BUILT)
     try:
@@ -219,7 +219,7 @@ def _generate(network: Any, inputs: dict[str, Any]) -> Tensor:
 
 
 def _compared(network: PreTrainedModel, inputs: dict[str, Any], reference: Tensor) -> tuple[str, str]:
-    """The outcome for one input, and the reason."""
+    """Outcome and reason for one input."""
     start = inputs["input_ids"].shape[1]
     for drafter in (Oracle(reference[:, start:].tolist(), vocab=WORDS), Recycle(top_k=4)):
         try:
@@ -264,8 +264,8 @@ def image_inputs(network: PreTrainedModel, lengths: list[int]) -> dict[str, Tens
         lengths: text tokens of each row.
 
     Raises:
-        Exception: whatever the class's image processor or its vision tower raises.
-        ValueError: the image processor needs a package, or makes something else.
+        Exception: any exception of the class's image processor or vision tower.
+        ValueError: the image processor requires a package, or returns unsupported values.
     """
     config = network.config
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
@@ -303,7 +303,7 @@ def _prompts(lengths: list[int], media: list[int], token: int | None, known: Map
 
 
 def _pixels(config: Any, images: int) -> dict[str, Tensor]:
-    """What the class's image processor makes of random images of one size."""
+    """Pixel values of random images of one size, from the class's image processor."""
     like = CONFIG_MAPPING[_ALIKE[config.model_type]] if config.model_type in _ALIKE else type(config)
     backends: Any = IMAGE_PROCESSOR_MAPPING[like]
     if "pil" not in backends and not is_torchvision_available():

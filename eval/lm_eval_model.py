@@ -1,6 +1,6 @@
 """lm-evaluation-harness with mmspec as a model: ``python -m mmspec.eval lm_eval_model run --model mmspec ...``.
 
-For harness releases up to 0.4.13, which do not load models from entry points; arguments are those of ``lm-eval``.
+For harness releases up to 0.4.13, which do not load models from entry points; arguments as for ``lm-eval``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Loading of GGUF files, beside llama.cpp: ``python -m mmspec.eval opening``.
+"""Load time of GGUF files, compared with llama.cpp: ``python -m mmspec.eval opening``.
 
 In each round, for each file, in new processes: this package loads it for the first time (its part of the cache is
 empty; kernels are compiled before) and once more, and llama.cpp's server starts until it answers, if
 ``--llama-server`` is given. Seconds are without the imports of Python modules, which have a column of their own;
-resident memory is that of the process with the loaded model, beside its peak; ``written`` is what stays on disk.
+memory is the resident set of the process with the loaded model, and its peak; ``written`` is the data left on disk.
 Medians over the rounds.
 
 ``--write FILE`` makes a file to load: blocks of random weights in the formats of Q4_K_M, with the metadata of
@@ -145,10 +145,10 @@ def write_random(like: Path, out: Path) -> int:
     """Write a GGUF file of random weights in a 7B's sizes, in the mixture of formats that is called Q4_K_M.
 
     Args:
-        like: has its other metadata, vocabulary included.
+        like: GGUF file to copy other metadata and the vocabulary from.
 
     Returns:
-        Its bytes.
+        File size in bytes.
     """
     import gguf
 

@@ -1,13 +1,13 @@
 """Passes of a real language model by the form of its weights: ``python -m mmspec.eval real``.
 
 Every form (as in the file, packed bfloat16, int8, int4) runs passes over 1, 2, 4, ... nodes after one prompt,
-interleaved, on one and on two threads, with a loop that only reads that form's packed weights. Beside them, if
+interleaved, on one and on two threads, with a loop that only reads that form's packed weights. In addition, if
 ``--llama-server`` is given, llama.cpp decodes the same GGUF file plainly after as many tokens with as many threads, and
 both prefill a longer prompt. Columns of ratios are medians over the rounds of ratios within a round. With
 ``--prefixes``, passes over one node and over a tree, and the prefill, are timed after prompts of these lengths instead.
 
-First, each form decodes a prompt with a look-up drafter and plainly, and forms whose tokens differ are named. With
-``--divergence``, the divergence of each form's next-token distributions from those of the float32 weights is measured
+First, each form decodes a prompt with a lookup drafter and plainly, and forms whose tokens differ are named. With
+``--divergence``, the divergence of each form's next-token distributions from the float32 weights' is measured
 on 400 tokens of the repository's CONTRIBUTING.md.
 """
 
@@ -46,8 +46,8 @@ TREE = 8
 PROMPT = 512
 """Tokens whose prefill is compared with llama.cpp's."""
 
-_PASSES = 3  # that are timed, of each size after such a prefill, of which the fastest counts
-_BEFORE = 4  # passes of the same size before one that is timed
+_PASSES = 3  # timed passes per size and prefill; the fastest counts
+_BEFORE = 4  # untimed passes of the same size before each timed pass
 _LLAMA, _READ = "llama.cpp", "read"
 _TEXT = Path(__file__).resolve().parents[1] / "CONTRIBUTING.md"
 _PROMPT = "List five animals and their colours. Then list them again."
@@ -55,10 +55,10 @@ _PROMPT = "List five animals and their colours. Then list them again."
 
 @torch.inference_mode()
 def divergence(target: TransformersTarget, exact: Tensor, ids: Tensor) -> float:
-    """Mean Kullback-Leibler divergence in nats of a target's next tokens in a text from exact ones.
+    """Mean KL divergence in nats of a target's next-token distributions from the exact distributions, over a text.
 
     Args:
-        exact: (1, length, vocab), logits of the exact weights.
+        exact: (1, length, vocab), logits with exact weights.
         ids: (1, length) int64, the text.
     """
     expected, actual = (logits.float().log_softmax(-1) for logits in (exact, target.model(ids).logits))
@@ -66,15 +66,15 @@ def divergence(target: TransformersTarget, exact: Tensor, ids: Tensor) -> float:
 
 
 def start(target: TransformersTarget, prefix: int, max_new_tokens: int) -> None:
-    """Prefill so many tokens; each size of a pass is then timed as it is."""
+    """Prefill ``prefix`` tokens."""
     target.cost = None
     target.prefill(Prompt(torch.arange(prefix)[None] + 1000), max_new_tokens=max_new_tokens)
 
 
 def verify_pass(target: TransformersTarget, nodes: int) -> Callable[[], float]:
-    """A pass over a chain of so many nodes, with the host reading the choices; it returns its seconds.
+    """Function that times a verify pass over a chain of ``nodes`` nodes, including the host's read of the choices.
 
-    As in decoding, it follows others, so that it finds the same part of the weights in caches.
+    As in decoding, other passes precede it, so that the caches hold the same part of the weights.
     """
     tree = TokenTree(torch.arange(nodes)[None] + 500, torch.arange(nodes)[None] - 1)
 
@@ -89,13 +89,13 @@ def verify_pass(target: TransformersTarget, nodes: int) -> Callable[[], float]:
 
 
 def plain_step(server: LlamaServer, prefix: int) -> Callable[[], float]:
-    """llama.cpp's plain decoding after a prompt of so many tokens; it returns the seconds per token."""
+    """Function that returns llama.cpp's plain decoding time in seconds per token, after ``prefix`` tokens."""
     prompt = range(1000, 1000 + prefix)
     return lambda: server.complete(prompt, 32, ignore_eos=True).token_seconds
 
 
 def prefill_alone(target: TransformersTarget, prefix: int) -> Callable[[], float]:
-    """A prefill of so many tokens, of which nothing is left; it returns the seconds."""
+    """Function that times a prefill of ``prefix`` tokens and discards its state."""
 
     def run() -> float:
         begun = clock()
@@ -108,7 +108,7 @@ def prefill_alone(target: TransformersTarget, prefix: int) -> Callable[[], float
 
 
 def read_weights(target: TransformersTarget) -> Callable[[], float] | None:
-    """Read the packed weights of a target's layers as fast as can be; it returns the seconds. None without any."""
+    """Function that times reading the packed weights of a target's layers; None without packed weights."""
     blocks = [layer._blocks for layer in target.model.modules() if isinstance(layer, BlockLinear)]
     if not blocks:
         return None
@@ -149,7 +149,7 @@ def measure_prefixes(
 
 
 def seconds_after(target: TransformersTarget, prefix: int) -> dict[str, float]:
-    """Seconds of a prefill of so many tokens (``prefill``), then of passes over one node (``one``) and ``TREE``."""
+    """Seconds of a prefill of ``prefix`` tokens (``prefill``), then of passes over one node (``one``) and ``TREE``."""
     begun = clock()
     start(target, prefix, max_new_tokens=TREE)
     seconds = {"prefill": clock() - begun}

@@ -43,7 +43,7 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def products(library: ctypes.CDLL, memory: Tensor, kind: str, rows: int) -> tuple[Callable[[], None], int]:
-    """A product of rows with weights that take the memory, and its output features."""
+    """A matrix product with weights that fill ``memory``, and its number of output features."""
     size = cpu.bytes_of_blocks(kind, INPUTS, cpu.LANES)
     blocks, threads = memory[: len(memory) // size * size].view(-1, size), torch.get_num_threads()
     weights = cpu.linear_weights(kind, blocks, None, INPUTS, outputs := len(blocks) * cpu.LANES)
@@ -80,9 +80,9 @@ def table_rows(
     """Rows of the table.
 
     Args:
-        seconds: in each round, of products by format and number of rows, of the multiply-adds by format, and ``READ``.
-        outputs: features of a product by format.
-        done: multiply-adds by format.
+        seconds: seconds by round, of products by (format, rows), of multiply-adds by format, and of ``READ``.
+        outputs: output features of a product by format.
+        done: number of multiply-adds by format.
         size: bytes read.
     """
     rows = []

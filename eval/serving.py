@@ -3,10 +3,10 @@
 ``mmspec serve`` runs in a process of its own. Captions and questions about held-out scenes, every fourth of them
 without its image (texts for a text model), are sent by 1, 4, 8 and 16 clients, each of which sends its next request
 when its last has been answered; one client is the same requests one after the other. Loads are interleaved for several
-rounds; a load's throughput is its median, and its other figures are over the requests of all rounds. Every answer must
-be that of plain decoding alone.
+rounds; a load's throughput is its median, and its other metrics are over the requests of all rounds. Every answer must
+equal plain decoding's.
 
-Time to first token and inter-token latency are what a client sees, HTTP and the wait for a slot included. Inter-token
+Time to first token and inter-token latency are client-side and include HTTP and queueing. Inter-token
 latency is the time between chunks of text: a decode step may emit several tokens, so the time per token is smaller.
 """
 
@@ -46,7 +46,7 @@ class RunningServer:
 
     Attributes:
         url: base URL of the API, as printed.
-        pid: of the process.
+        pid: process id.
     """
 
     url: str
@@ -58,10 +58,10 @@ def serving(**options: Any) -> Iterator[RunningServer]:
     """Run ``mmspec serve`` on a free port.
 
     Args:
-        **options: of the command; None leaves an option out, a tuple repeats it.
+        **options: command options; None omits an option, a tuple repeats it.
 
     Raises:
-        UserError: the server does not start, with its own message.
+        UserError: the server does not start; contains the server's message.
     """
     given = {name.replace("_", "-"): value for name, value in options.items() if value is not None}
     program = [sys.executable, "-m", "mmspec", "serve", "--port=0"]
@@ -83,15 +83,15 @@ def serving(**options: Any) -> Iterator[RunningServer]:
 
 @dataclass
 class StreamedRequest:
-    """What a client saw of one request.
+    """Client-side measurements of one request.
 
     Attributes:
         text: the answer.
         tokens: generated tokens.
         first: seconds until the first text.
         gaps: seconds between later chunks of text; a chunk has the tokens of a decode step.
-        seconds: until the end.
-        figures: the server's figures of speculative decoding.
+        seconds: seconds until the end.
+        figures: the server's speculative decoding metrics.
     """
 
     text: str = ""
@@ -122,10 +122,10 @@ def chat_body(model: str, request: Mapping[str, Any], max_new_tokens: int) -> di
 
 
 def load(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> tuple[list[StreamedRequest], float]:
-    """Send requests from several clients, each of which sends its next one when its last has been answered.
+    """Send requests from several closed-loop clients: each waits for an answer before its next request.
 
     Returns:
-        What the clients saw, in the order of ``bodies``, and the seconds that all took.
+        The measured requests, in the order of ``bodies``, and the total seconds.
 
     Raises:
         RuntimeError: the server refused a request.
@@ -235,7 +235,7 @@ def main(
 def _measured(
     server: RunningServer, bodies: Sequence[dict[str, Any]], clients: int
 ) -> tuple[list[StreamedRequest], float, int | None]:
-    """What the clients of one load saw, its seconds, and the server's peak memory in bytes."""
+    """Measured requests of one load, total seconds, and the server's peak memory in bytes."""
     reset_peak_memory_of(server.pid)
     seen, seconds = load(server.url, bodies, clients)
     return seen, seconds, peak_memory_of(server.pid)

@@ -1,7 +1,7 @@
 """Memory of a server that runs for long: ``python -m mmspec.eval soak``.
 
 ``mmspec serve`` runs in a process of its own. The same load is sent again and again: short and long prompts, later
-turns, several choices, tool calls, JSON, sampling with seeds, images where the model has eyes, streams that their
+turns, several choices, tool calls, JSON, sampling with seeds, images for vision-language models, streams that their
 clients leave, and requests without drafts, of few or many, or of another drafter. Texts differ from load to load, so
 that prompts are new, lengths do not. After each load, once no request runs, the resident memory is read; a load's peak
 is that since it began.
@@ -24,8 +24,8 @@ from mmspec.eval.harness.timing import peak_memory_of, reset_peak_memory_of, res
 from mmspec.eval.serving import chat_body, serving
 
 _TIMEOUT = 3600.0  # seconds, for each request
-_LEFT_AFTER = 3  # lines of a stream that its client leaves
-_PAUSE = 2.0  # seconds between the last answer and the reading
+_LEFT_AFTER = 3  # lines after which a client leaves its stream
+_PAUSE = 2.0  # seconds between the last answer and the memory reading
 _TOOL = {
     "type": "function",
     "function": {"name": "note", "parameters": {"type": "object", "properties": {"count": {"type": "integer"}}}},
@@ -53,11 +53,11 @@ def load_bodies(
     """The requests of a load.
 
     Args:
-        drafters: which requests name, one each.
-        number: of the load, which its texts begin with.
-        words: lengths of prompts, each of which has all kinds of requests.
-        tokens: of an answer, at most.
-        images: of further requests, one each.
+        drafters: drafter names, with one request each.
+        number: number of the load, which starts its texts.
+        words: prompt lengths; all kinds of requests are sent for each length.
+        tokens: maximum tokens of an answer.
+        images: images of further requests, one each.
     """
     bodies = []
     for place, length in enumerate(words):
@@ -75,7 +75,7 @@ def load_bodies(
 
 
 async def send(url: str, bodies: Sequence[Any], clients: int) -> int:
-    """Send the requests of a load; returns how many answers were wrong: another status than 200."""
+    """Send the requests of a load; returns the number of responses with a status other than 200."""
     left, wrong = iter(bodies), 0
 
     async def client(http: httpx.AsyncClient) -> None:
@@ -96,10 +96,10 @@ async def send(url: str, bodies: Sequence[Any], clients: int) -> int:
 
 
 def compare_settled(rows: Sequence[dict[str, Any]], settled: float) -> float:
-    """Add ``over_settled`` to the rows of loads: resident memory over that of the first load after ``settled`` minutes.
+    """Add ``over_settled`` to the rows of loads: ratio of resident memory to the first load after ``settled`` minutes.
 
     Returns:
-        The highest one from there on.
+        The maximum of ``over_settled``.
     """
     level = next((row for row in rows if row["minutes"] >= settled), rows[-1])
     for row in rows:
@@ -139,7 +139,7 @@ def main(
         (about,) = httpx.get(f"{server.url}/models").json()["data"]
         pictures = [one["images"][0] for one in mixed_requests(images) if one["images"]]
         refused = asyncio.run(send(server.url, load_bodies(about["id"], 0, (), 1, pictures[:1]), 1))
-        pictures = [] if refused else pictures  # a model of texts
+        pictures = [] if refused else pictures  # a text-only model
         while (now := (time.monotonic() - started) / 60) < minutes or len(rows) < 2:
             reset_peak_memory_of(server.pid)
             bodies = load_bodies(about["id"], len(rows), lengths, max_new_tokens, pictures, options["drafter"][1:])

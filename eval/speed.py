@@ -1,7 +1,7 @@
 """Speedup over plain decoding: ``python -m mmspec.eval speed``.
 
 Every prompt is decoded with all methods, interleaved, for several rounds on one model in one process. A method's time
-is its median over the rounds, and its output must equal that of transformers' ``generate``. Ratios are of whole
+is its median over the rounds, and its output must equal transformers' ``generate``. Ratios are of whole
 requests (vision tower and prefill included) and of decoding alone.
 
 All methods first decode a few other prompts. A drafter that learns from earlier answers, and its budget, start every
@@ -46,10 +46,10 @@ def print_speed_tables(methods: Sequence[Method], console: Console) -> list[dict
     """Print speedups and time breakdown of measured methods.
 
     Args:
-        methods: with plain decoding among them; transformers' ``generate`` is optional.
+        methods: must include plain decoding; transformers' ``generate`` is optional.
 
     Returns:
-        One row of figures per method. Ratios are of seconds per token by prompt, then their median and minimum.
+        One row of results per method: median and minimum over prompts of ratios in seconds per token.
     """
     by_name = {method.name: method for method in methods}
     rows = [_speed_row(method, by_name[PLAIN], by_name.get(TRANSFORMERS)) for method in methods]
@@ -108,7 +108,7 @@ def time_breakdown(method: Method, plain: Method) -> dict[str, Any]:
     shares["rest"] = 1.0 - sum(shares.values())
     costs: dict[str, float] = {}
     for name in ("tree", "pass"):
-        # An adaptive method may have drafted no tree for some prompts.
+        # An adaptive method may not have drafted for some prompts.
         pairs = [(a, b) for a, b in zip(method.column(name), plain.column("pass"), strict=True) if a > 0.0]
         costs[f"{name}_seconds"] = statistics.median(a for a, _ in pairs) if pairs else 0.0
         costs[f"{name}_passes"] = statistics.median(a / b for a, b in pairs) if pairs else 0.0

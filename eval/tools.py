@@ -1,7 +1,7 @@
 """Tool calls over HTTP: ``python -m mmspec.eval tools --model FILE.gguf``.
 
 openai-python sends ``mmspec serve`` requests that say which functions to call with which arguments. A request passes if
-its answer has these calls, or the words of one that needs none, and equals that of plain decoding.
+its answer has these calls, or the expected words if no call is needed, and equals plain decoding's.
 """
 
 from __future__ import annotations

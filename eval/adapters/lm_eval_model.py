@@ -1,7 +1,7 @@
 """mmspec as a model of EleutherAI's lm-evaluation-harness, registered by an entry point.
 
 Only decoding is replaced: the harness prepares prompts, batches and transformers' ``generate``, whose decoding method
-is ours, and it computes likelihoods by plain passes of the same model.
+is ours, and the harness computes likelihoods by plain passes of the same model.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class MmspecLM(HFLM):
         return answers
 
     def _model_generate(self, context: Tensor, max_length: int, stop: Sequence[str], **options: Any) -> Tensor:
-        # The harness's stopping criterion looks for the texts in a window of tokens, ours from the prompt on.
+        # The harness's stopping criterion searches a window of tokens, our criterion all text after the prompt.
         stop_texts = _StopTexts(self.tokenizer, stop, context.shape[1])
         return super()._model_generate(
             context, max_length, [], custom_generate=partial(self._decode, stop_texts), **options

@@ -22,9 +22,9 @@ class Oracle(Drafter):
     """Drafts random trees around the known output.
 
     Args:
-        references: new tokens of each sequence, in the order of joining; counted anew when there are no rows.
+        references: new tokens of each sequence, in the order of joining; starts over when the batch is empty.
         vocab: decoys are drawn from ``range(vocab)``.
-        seed: of the random trees.
+        seed: seed of the random trees.
         nodes: maximum draft tokens per row and step.
         spoil: probability that one token of the true path is replaced.
     """

@@ -119,7 +119,7 @@ def published_config(file: Path) -> PreTrainedConfig:
     if names[0] not in CONFIG_MAPPING or not all(hasattr(transformers, name) for name in names[1:]):
         raise ValueError(f"transformers has no class for {', '.join(map(str, names))}")
     config = CONFIG_MAPPING[names[0]].from_dict(data)
-    whole = {**_parts(config), **data}  # older files list the text model's fields among those of the whole
+    whole = {**_parts(config), **data}  # older files list the text model's fields at the top level
     return type(config).from_dict(_merged(whole, _changes(config, widths=False, tokens={})))
 
 
@@ -146,10 +146,10 @@ def _merged(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _changes(config: PreTrainedConfig, *, widths: bool, tokens: dict[int, int]) -> dict[str, Any]:
-    """The fields that a cut changes, those of parts as dictionaries.
+    """Changed fields of a cut configuration; sub-configurations are dictionaries.
 
     Args:
-        tokens: ids that have moved so far, and where to.
+        tokens: remapped token ids so far, old to new.
     """
     fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     changes = _layer_changes(config, fields)
@@ -184,9 +184,9 @@ def _size(name: str) -> int | None:
 
 
 def _layer_changes(config: PreTrainedConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Number of layers, and what a configuration lists by layer."""
+    """Number of layers, and per-layer lists of a configuration."""
     name, count = next(((n, v) for n, v in fields.items() if re.fullmatch(_DEPTH, n) and type(v) is int), ("", 0))
-    if not name:  # Nemotron-H counts what it lists
+    if not name:  # Nemotron-H has only a list of layers
         name, count = "layers_block_type", len(fields.get("layers_block_type") or ())
     derived = {attr: getattr(config, attr, None) for attr in ("layer_types", "layers_block_type")}
     by_layer = {n: list(v) for n, v in {**derived, **fields}.items() if isinstance(v, list | tuple) and len(v) == count}
@@ -211,7 +211,7 @@ def _layer_changes(config: PreTrainedConfig, fields: Mapping[str, Any]) -> dict[
 
 
 def _moved(name: str, value: Any, tokens: dict[int, int]) -> Any:
-    """A token id, or a list of them, inside the vocabulary."""
+    """Remap a token id or a list of token ids into the cut vocabulary."""
     if isinstance(value, list):
         return [_moved(name, entry, tokens) for entry in value]
     if type(value) is not int or value < VOCAB:

@@ -32,7 +32,7 @@ LONGEST_COPY = 32
 
 
 def copy_lengths(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
-    """How many tokens could have been copied after each token of an answer but the last.
+    """Number of tokens that could have been copied after each token of an answer but the last.
 
     Returns:
         For each, the length of the answer's longest continuation, at most ``LONGEST_COPY``, that the text known by then
@@ -54,18 +54,18 @@ def copy_lengths(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
 
 
 def copy_oracle(answers: Sequence[Sequence[int]], seconds: Callable[[int], float]) -> dict[str, Any] | None:
-    """A bound for drafts that are copied: the longest copy that the answer confirms, of at most so many tokens.
+    """Upper bound for copying drafters: always draft the longest correct copy, up to a maximum number of tokens.
 
-    Longer copies never need more steps, since what is left of a copy is one for the tokens within it.
+    Longer copies never need more steps, since the rest of a copy is also a copy for the tokens within it.
 
     Args:
-        answers: of each, what ``copy_lengths`` returns.
-        seconds: of a pass over so many nodes.
+        answers: results of ``copy_lengths`` for each answer.
+        seconds: returns the seconds of a pass over a number of nodes.
 
     Returns:
         ``tokens_per_step`` by the largest number of draft tokens, bonus token included, without the prefill's; and the
         largest ``speedup`` over plain passes that drafts of a fixed number of tokens, ``draft_tokens``, could reach,
-        when they are drafted only where the first one is right. None if no answer has a second token.
+        when they are drafted only where the first draft token is right. None if no answer has a second token.
     """
     tokens = sum(map(len, answers))
     if not tokens:
@@ -134,7 +134,7 @@ class AcceptanceStats:
         return f"mmspec: {length:.2f} tokens per verify step over {requests} requests"
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures as plain JSON values."""
+        """All statistics as plain JSON values."""
         return {
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.accepted / max(self.drafted, 1),

@@ -97,7 +97,7 @@ def _format(template: str, row: Mapping[str, Any]) -> str:
 
 
 def milliseconds(field: str, digits: int = 2) -> Callable[[Mapping[str, Any]], str]:
-    """A cell with a field in seconds, shown in milliseconds."""
+    """Cell of a field in seconds, shown in milliseconds."""
     return lambda row: f"{1000 * row[field]:.{digits}f}"
 
 

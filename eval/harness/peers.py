@@ -35,9 +35,9 @@ class Completion:
     """A greedy answer.
 
     Attributes:
-        tokens: generated token ids, the end-of-sequence token included.
-        seconds: decode time after the first token, as the engine measures it.
-        prompt_seconds: of the prefill, likewise.
+        tokens: generated token ids, end-of-sequence token included.
+        seconds: decode time after the first token, measured by the engine.
+        prompt_seconds: prefill time, measured by the engine.
     """
 
     tokens: list[int]
@@ -58,10 +58,10 @@ class Peer(Protocol):
 
 
 def gguf_file(engine: str, model: str) -> str:
-    """The GGUF file that a model's name stands for.
+    """Resolve a model name to its GGUF file.
 
     Raises:
-        UserError: it is of another format.
+        UserError: the model has another format.
     """
     file = file_in(plugins.model_path(model))
     if file is None:
@@ -70,18 +70,18 @@ def gguf_file(engine: str, model: str) -> str:
 
 
 class LlamaServer:
-    """A llama-server process with one slot. It caches no prompt: every request pays for its prefill.
+    """A llama-server process with one slot and without prompt cache: every request includes a prefill.
 
     Args:
-        program: its path.
-        model: a GGUF file, or a name that stands for one.
-        threads: of prefill and decoding.
-        speculation: its ``--spec-type``, and further options after blanks, quoted as in a shell; empty for plain
+        program: path of llama-server.
+        model: a GGUF file, or the name of a GGUF model.
+        threads: threads of prefill and decoding.
+        speculation: value of ``--spec-type``, and further options after blanks, quoted as in a shell; empty for plain
             decoding.
 
     Attributes:
-        pid: of the process.
-        close: ends it; so does the end of this object.
+        pid: process id.
+        close: terminates the process; also called when this object is collected.
 
     Raises:
         UserError: the model is not a GGUF file, a quote is open, or the server does not start.
@@ -127,14 +127,14 @@ class LlamaServer:
     def _wait_until_loaded(self) -> None:
         deadline = time.monotonic() + _TIMEOUT
         while time.monotonic() < deadline and self._process.poll() is None:
-            with contextlib.suppress(OSError, HTTPException):  # before it listens
+            with contextlib.suppress(OSError, HTTPException):  # not listening yet
                 if self._ask("/health")[0] == 200:
                     return
             time.sleep(0.05)
         raise self._failure("did not load the model")
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-        """Status and JSON value of a reply; a body is posted."""
+        """Status and JSON value of a reply; sends POST if there is a body."""
         connection = HTTPConnection(_HOST, self._port, timeout=_TIMEOUT)
         try:
             content = None if body is None else json.dumps(body)
@@ -145,7 +145,7 @@ class LlamaServer:
             connection.close()
 
     def _failure(self, what: str) -> UserError:
-        """The error for a server that does not answer, with the last complaint in its log."""
+        """The error for a server that does not answer, with the last error in its log."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)  # for the status of a process that is ending
         _end(self._process)
@@ -167,14 +167,14 @@ class OpenVino:
     """A pipeline of OpenVINO GenAI on the CPU, with its own default precision.
 
     Args:
-        model: a GGUF file, or a name that stands for one.
-        threads: of prefill and decoding.
-        speculation: ``"lookup"``, its prompt lookup, with 5 candidates after 3 tokens, as in its documentation; empty
-            for plain decoding.
+        model: a GGUF file, or the name of a GGUF model.
+        threads: threads of prefill and decoding.
+        speculation: ``"lookup"`` for prompt lookup, with 5 candidates after 3 tokens, as in OpenVINO's documentation;
+            empty for plain decoding.
 
     Raises:
-        UserError: it is not installed or cannot read the weights, the model is not a GGUF file, or the speculation is
-            another.
+        UserError: OpenVINO is not installed or cannot read the weights, the model is not a GGUF file, or
+            ``speculation`` has another value.
     """
 
     def __init__(self, model: str, threads: int, speculation: str = "") -> None:
@@ -193,7 +193,7 @@ class OpenVino:
             self._pipeline = openvino_genai.LLMPipeline(file, "CPU", INFERENCE_NUM_THREADS=threads, **options)
 
     def complete(self, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool = False) -> Completion:
-        """Decode a prompt of token ids; every request pays for its prefill."""
+        """Decode a prompt of token ids; every request includes a prefill."""
         config = self._pipeline.get_generation_config()
         wanted = {"max_new_tokens": max_new_tokens, "do_sample": False, "ignore_eos": ignore_eos, **self._lookup}
         for name, value in wanted.items():

@@ -1,7 +1,7 @@
 """Conversations of studies and of the embedded suite, and the held-out prompts of the embedded models.
 
-A held-out set in ``eval/heldout`` was drawn once, as the training data of these models was, and no model was trained or
-tuned on it. ``NAME.jsonl`` has a row per conversation:
+A held-out set in ``eval/heldout`` was drawn once from the distribution of these models' training data, and no model was
+trained or tuned on it. ``NAME.jsonl`` has a row per conversation:
 
 - ``id``, the seed it was drawn from, and ``category``
 - ``turns``, its questions
@@ -95,17 +95,17 @@ def held_out_requests(images: int, videos: int, frames: int = 8) -> list[dict[st
 
 
 def mixed_requests(count: int) -> list[dict[str, Any]]:
-    """Captions of held-out scenes, every other one replaced by the first question of a conversation about it."""
+    """Captioning requests on held-out scenes; every second one asks a conversation's first question instead."""
     return _first(_requests("mixed"), count, "requests")
 
 
 def warm_up_requests(count: int, visual: bool) -> list[dict[str, Any]]:
-    """Requests like those of ``held_out_requests`` or, not visual, ``held_out_texts``; repeated if there are fewer."""
+    """Requests like ``held_out_requests`` or, if not visual, ``held_out_texts``; repeated to reach ``count``."""
     return list(islice(cycle(_requests("warm-up-images" if visual else "warm-up-prompts")), count))
 
 
 def _requests(name: str) -> list[dict[str, Any]]:
-    """A set's first questions, each with its images if there are any."""
+    """First questions of a set, with their images."""
     return [
         {"prompt": one.questions[0]} | ({"images": list(one.images)} if one.images else {}) for _, one in held_out(name)
     ]
@@ -126,7 +126,7 @@ def _tiles(sheet: Path) -> Iterator[Image.Image]:
 
 
 def _spread(frames: list[Image.Image], count: int) -> list[Image.Image]:
-    """Some of the frames, evenly from the first to the last."""
+    """Select evenly spaced frames, including the first and the last."""
     step = (len(frames) - 1) / max(count - 1, 1)
     return [frames[round(k * step)] for k in range(count)]
 

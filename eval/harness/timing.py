@@ -1,6 +1,6 @@
 """Interleaved timing of decoding methods on the same prompts, and of plain calls; peak memory.
 
-All speed figures are measured here: every round runs all methods in one process, in rotating order.
+All speed results are measured here: every round runs all methods in one process, in rotating order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ UNFILTERED: dict[str, Any] = {"top_p": 1.0, "top_k": 0}
 
 
 def wait_for_huge_pages() -> None:
-    """Wait until loaded weights are in huge pages: until then a thread that moves them takes a fifth of a processor."""
+    """Wait until loaded weights are in huge pages: until then, the kernel thread takes a fifth of a processor."""
     for thread in threading.enumerate():
         if thread.name == cpu.MOVER:
             thread.join()
@@ -62,7 +62,8 @@ class TimedBatch:
 
     Attributes:
         answers: new tokens of each row.
-        stats: of each row. For transformers they hold acceptance lengths only. None for its batches and other engines.
+        stats: statistics of each row. For transformers, acceptance lengths only; None for its batches and for other
+            engines.
         seconds: ``total``; ``decoding`` (after the first token); ``PHASES`` where known; ``tree`` and ``pass``, the
             mean times to draft one tree and to verify it.
         memory: peak memory in bytes, see ``mmspec.eval.harness.timing``; None for other engines.
@@ -75,9 +76,9 @@ class TimedBatch:
 
     @property
     def request_seconds(self) -> list[dict[str, float]]:
-        """Of each row, ``total`` (from the start of the batch to its last token) and ``decoding`` (after its first).
+        """Times of each row: ``total`` (from the start of the batch to its last token), ``decoding`` (after its first).
 
-        Rows without times of their own, of transformers and other engines, all come at the end.
+        Rows without individual times (transformers, other engines) get the batch's times.
         """
         last = max((stats.wall_seconds for stats in self.stats), default=0.0)
         if not last:
@@ -90,7 +91,7 @@ class TimedBatch:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Of the first row."""
+        """Mean acceptance length of the first row."""
         return self.stats[0].mean_acceptance_length if self.stats else 1.0
 
 
@@ -99,14 +100,14 @@ class Method:
     """A decoding method and its measurements.
 
     Attributes:
-        name: in tables and results.
+        name: name in tables and results.
         drafter, nodes: the drafter and its draft tokens per step; None adapts their number.
-        target: verifies; None is the pipeline's target.
-        max_num_seqs: batch size, unless other pipelines over this target have a larger one.
-        generate_options: of transformers' ``generate``, which then decodes; None decodes with our engine.
-        peer: another engine, which then decodes.
-        budget: an adaptive budget with what it has learnt.
-        lossy: as of ``SamplingParams``.
+        target: target for verification; None is the pipeline's target.
+        max_num_seqs: batch size, unless another pipeline over this target has a larger batch size.
+        generate_options: options of transformers' ``generate``, which then decodes; None decodes with our engine.
+        peer: another engine that decodes instead.
+        budget: an adaptive budget with its learned state.
+        lossy: as for ``SamplingParams``.
         seconds: by prompt, medians over the rounds, with the keys of ``TimedBatch.seconds``.
         lengths: by prompt, mean acceptance length.
         answers: by prompt, new tokens.
@@ -134,14 +135,14 @@ class Method:
             self.generate_options = {}
 
     def fork(self, target: TransformersTarget) -> Method:
-        """An unmeasured copy that keeps what drafter and budget have learnt, and learns separately from here on."""
+        """An unmeasured copy with its own copy of the learned state of drafter and budget."""
         drafter, budget = lend(self.drafter, target), copy.deepcopy(self.budget)
         own = replace(self, drafter=drafter, budget=budget)
         own.clear()
         return own
 
     def clear(self) -> None:
-        """Drop the measurements; drafter and budget keep what they have learnt."""
+        """Drop the measurements; drafter and budget keep their learned state."""
         self.seconds, self.lengths, self.answers, self.tokens, self.equal = [], [], [], [], 0
 
     def column(self, name: str) -> list[float]:
@@ -163,8 +164,8 @@ def time_ratios(slow: Method, fast: Method, name: str) -> list[float]:
     """Speedup of ``fast`` over ``slow`` in seconds per token, by prompt.
 
     Args:
-        name: ``total``, over all new tokens, or ``decoding``, over those after the first. Prompts with an answer that
-            has no such tokens are left out.
+        name: ``total`` for all new tokens, or ``decoding`` for tokens after the first. Prompts whose answers have no
+            such tokens are left out.
     """
     first = 0 if name == "total" else 1
     spent = [zip(method.column(name), (n - first for n in method.tokens), strict=True) for method in (slow, fast)]
@@ -178,7 +179,7 @@ def warm_up_methods(
     max_new_tokens: int,
     temperature: float = 0.0,
 ) -> None:
-    """Decode other prompts once, unmeasured, so that drafters and budgets have learnt and everything is compiled."""
+    """Decode other prompts once, unmeasured, to train drafters and budgets and to compile everything."""
     compare_methods(pipe, requests, methods, 1, max_new_tokens, temperature)
     for method in methods:
         method.clear()
@@ -217,7 +218,7 @@ def run_interleaved(
 ) -> dict[str, list[TimedBatch]]:
     """Decode a batch of requests with every method, interleaved, for several rounds.
 
-    Drafters and budgets keep only what the last round taught them, so that no round profits from an earlier one.
+    Drafters and budgets start every round in the same state, and keep the state learned in the last round.
 
     Returns:
         The results of each method by its name, one per round.
@@ -260,7 +261,7 @@ def _decode(
 
 
 def shared_times(rows: Sequence[Stats]) -> tuple[Stats, float]:
-    """The row of a batch with most steps, which has the times of all, and the seconds after the first tokens."""
+    """Statistics of the row with most steps, which cover the batch, and the seconds after the first tokens."""
     longest = max(rows, key=lambda stats: stats.num_spec_steps)
     return longest, max(stats.wall_seconds for stats in rows) - longest.time_to_first_token
 
@@ -310,7 +311,7 @@ class _TimingStreamer:
 
     def put(self, value: torch.Tensor) -> None:
         self._calls += 1
-        if self._calls == 2:  # the first call passes the prompt
+        if self._calls == 2:  # the first call is for the prompt
             self.first_token_at = clock()
         elif self._calls > 2:
             self.stats.record_step(0, 0, value.numel() - 1, value.numel())
@@ -320,11 +321,11 @@ class _TimingStreamer:
 
 
 def interleaved(calls: Mapping[T, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[T, list[float]]:
-    """What each call returned in every round, interleaved.
+    """Run calls interleaved for several rounds; returns each call's results by round.
 
     Args:
-        calls: return their seconds.
-        warm_up: additional first rounds that are not measured.
+        calls: functions that return their seconds.
+        warm_up: number of initial unmeasured rounds.
     """
     seconds: dict[T, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + warm_up):
@@ -336,7 +337,7 @@ def interleaved(calls: Mapping[T, Callable[[], float]], rounds: int, warm_up: in
 
 
 def rotated(items: Sequence[T], turn: int) -> list[T]:
-    """The items from another one on in each turn, so that none always runs after the same one."""
+    """Rotate the items, starting from a different item in each turn, to vary their order."""
     shift = turn % max(len(items), 1)
     return [*items[shift:], *items[:shift]]
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 
 def _declared(name: str, description: str = "", **fields: Any) -> type[BaseModel]:
-    """A model of an object with these fields: their types, or types with defaults."""
+    """Create a pydantic model from fields given as types, or types with defaults."""
     pairs: dict[str, Any] = {key: kind if isinstance(kind, tuple) else (kind, ...) for key, kind in fields.items()}
     config = ConfigDict(extra="forbid", strict=True)
     return create_model(name, __doc__=description, __config__=config, **pairs)
@@ -53,16 +53,17 @@ Call = tuple[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ToolRequest:
-    """A request, and the answer to it.
+    """A request with its expected answer.
 
     Attributes:
-        name: of the request.
-        prompt: what the user says.
-        calls: expected, in this order.
-        says: words of an answer without calls.
-        choice: ``tool_choice``; a function by its name.
-        sent: by ``chat.completions.create``, or by the helpers ``parse`` or ``stream``, which take strict tools only.
-        before: a call that was made for the prompt, and its result.
+        name: name of the request.
+        prompt: user message.
+        calls: expected calls, in order.
+        says: expected words of an answer without calls.
+        choice: ``tool_choice``; a function is given by name.
+        sent: client method: ``chat.completions.create``, or the helpers ``parse`` or ``stream``, which require strict
+            tools.
+        before: an earlier call for the prompt, and its result.
     """
 
     name: str
@@ -86,7 +87,7 @@ class ToolRequest:
         return {"model": model, "messages": messages, "temperature": 0, "max_tokens": 256, **fields}
 
     def send(self, client: Any, model: str) -> Any:
-        """The message that answers it, or the text of the client's error."""
+        """Send the request; returns the answer message, or the text of the client's error."""
         chat = client.chat.completions
         try:
             if self.sent == "stream":
@@ -110,7 +111,7 @@ class ToolRequest:
                 found = FUNCTIONS[name].model_validate_json(call.function.arguments)
             except ValidationError as error:
                 return f"{name}: {error.errors()[0]['msg']}: {call.function.arguments}"
-            parsed = getattr(call.function, "parsed_arguments", None) or found  # by create, there are none
+            parsed = getattr(call.function, "parsed_arguments", None) or found  # ``create`` does not parse them
             if not found == parsed == FUNCTIONS[name](**expected):
                 return f"{name}: {call.function.arguments}"
         return "ok" if calls or self.says in (message.content or "") else f"says {message.content!r}"

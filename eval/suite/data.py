@@ -58,7 +58,7 @@ class DatasetRow:
         values: fields by name.
         where: file and line, for error messages.
         number: index from 0.
-        folder: of its media files; None if fields contain the media.
+        folder: folder of its media files; None if fields contain the media.
     """
 
     values: dict[str, Any]
@@ -133,10 +133,10 @@ def local_rows(name: str, data: Path) -> Iterator[DatasetRow]:
 
 
 def pages(name: str, data: Path) -> Iterator[DatasetRow]:
-    """A row per image in ``DATA/NAME/``, whose category says whether a text of the same name is beside it.
+    """A row per image in ``DATA/NAME/``; its category is whether a text file of the same name exists.
 
     Raises:
-        UserError: there are no images.
+        UserError: the folder has no images.
     """
     folder = data / name
     images = sorted(path for path in folder.glob("*") if path.suffix.lower() in _IMAGES)
@@ -173,7 +173,7 @@ class HubDataset:
 
 
 def lmms_lab(name: str, *options: Any) -> HubDataset:
-    """A dataset of the organisation that lmms-eval 0.7.3 reads from; options as for ``HubDataset``."""
+    """A dataset of lmms-lab, the organisation used by lmms-eval 0.7.3; options as for ``HubDataset``."""
     return HubDataset(f"lmms-lab-encoder/{name}", *options)
 
 
@@ -214,7 +214,7 @@ def _load_table(datasets: Any, hub: HubDataset, config: str | None, streaming: b
 def single_turn(
     row: DatasetRow, question: str, references: Sequence[str], category: str = "", metadata: Any = None
 ) -> Sample:
-    """A sample with one question about the row's image or video, if it has any."""
+    """A sample with one question, about the row's image or video where it has one."""
     conversation = Questions((question,), row.images("image"), row.videos("video"))
     return Sample(row.id, conversation, category, (tuple(references),) if references else (), metadata)
 

@@ -1,7 +1,7 @@
 """Decodes a task's conversations with every method, interleaved.
 
-Every conversation starts from what drafters and budgets have learnt in the warm-up. So no result depends on another
-conversation, a run can be resumed, and several machines can share one.
+Every conversation starts from the state of drafters and budgets after the warm-up. So results do not depend on other
+conversations, and a run can be resumed or split over several machines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WARM_UP_TOKENS = 64
 
 
 class Evaluator:
-    """A model with its methods; call it with a job to decode a batch of conversations.
+    """A model with its methods, callable with a job to decode a batch of conversations.
 
     Args:
         settings: fields of ``SuiteSettings``.
@@ -111,7 +111,7 @@ class Evaluator:
         return [method for method in self.methods if (method.name, temperature, size) not in self.refused]
 
     def _warm_up(self) -> None:
-        """Decode prompts that belong to no task with every method, and find out what baselines cannot decode."""
+        """Decode prompts outside the tasks with every method, and record what baselines cannot decode."""
         self.pipe.target.cost = cost_table(self.pipe.target, refresh=True)
         count = self.settings.warm_up
         for size in self.settings.batch_sizes:
@@ -161,7 +161,7 @@ def _method_results(
         first = rounds[0]
         equal: list[bool | None] = [None] * len(first.answers)
         differences = []
-        # Other engines round otherwise, transformers draws other random numbers.
+        # Other engines round differently, transformers draws other random numbers.
         if method.peer is None and (greedy or method.generate_options is None):
             for row, expected in enumerate(reference):
                 other = next((batch.answers[row] for batch in rounds if batch.answers[row] != expected), None)

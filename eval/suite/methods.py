@@ -89,7 +89,7 @@ def _parse_method(
     drafter = make_drafter(selected, home)
     if drafter is None:
         raise UserError(f"plain decoding drafts no nodes: expected {PLAIN!r} or a drafter, got {method!r}")
-    drafter.attach(target)  # refuses a drafter of another target before anything is measured
+    drafter.attach(target)  # rejects a drafter for another target before measuring
     return Method(label, drafter, nodes, lossy=float(lossy[2]) if lossy else 0.0)
 
 

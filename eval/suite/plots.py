@@ -1,4 +1,4 @@
-"""Plots of a run's figures."""
+"""Plots of a run's results."""
 
 from __future__ import annotations
 

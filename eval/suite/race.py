@@ -24,7 +24,7 @@ from mmspec.pipeline import Pipeline
 
 def read_requests(path: Path) -> list[dict[str, Any]]:
     """Requests of a file: a text file has a prompt per line; a ``.jsonl`` file an object per line, with ``prompt`` (or
-    ``turns``, of which the first is taken), and ``images`` and ``videos``, files beside it, if any.
+    the first of ``turns``), and optionally ``images`` and ``videos``, file names relative to it.
 
     Raises:
         UserError: an unreadable file or row, or none at all.
@@ -43,11 +43,11 @@ def _request(row: Any) -> dict[str, Any]:
     return {"prompt": texts[0], "images": list(row.images("images")), "videos": list(row.videos("videos"))}
 
 
-_FEWEST = 4  # prompts that may show a small difference
-_CLEARLY = 0.9  # speed against the fastest at which two do
-_ENOUGH = 16  # prompts of the last method
-_NOISE = 1.1  # speed in ratio to the tokens per step from which a prompt's times are noise
-_FEWEST_OF_INTERVAL = 6  # prompts: the range of fewer contains the median less often than 95 %
+_FEWEST = 4  # minimum prompts to detect a small difference
+_CLEARLY = 0.9  # speed relative to the fastest for which two prompts suffice
+_ENOUGH = 16  # maximum prompts for the last method
+_NOISE = 1.1  # ratio of speed to tokens per step beyond which a prompt's times are noise
+_FEWEST_OF_INTERVAL = 6  # prompts: the range of fewer prompts contains the median less often than 95 %
 _WARM_UP = 32  # tokens
 
 
@@ -57,11 +57,11 @@ class Contender:
 
     Attributes:
         method: drafter and draft tokens per step.
-        ratios: speed of whole requests against plain decoding, by prompt; at most the prompt's mean acceptance length,
-            as a verify pass takes as long as a plain one.
+        ratios: speedup of whole requests over plain decoding, by prompt; clipped to the prompt's mean acceptance
+            length, since a verify pass is not faster than a plain step.
         lengths: mean acceptance lengths, by prompt.
-        equal: number of prompts whose answer equals that of plain decoding.
-        noisy: number of prompts whose speed was clearly above the tokens per step.
+        equal: number of prompts whose answer equals plain decoding's.
+        noisy: number of prompts whose speed clearly exceeded the tokens per step.
     """
 
     method: Method
@@ -76,13 +76,13 @@ class Contender:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % interval of its speed."""
+        """95 % interval of the speedup."""
         found = median_interval(self.ratios)
         return found["low"], found["high"]
 
     @property
     def doubt(self) -> str:
-        """Why its interval is none; empty where it is."""
+        """Reason why the interval is unreliable; empty if it is reliable."""
         if (count := len(self.ratios)) < _FEWEST_OF_INTERVAL:
             return f"{count} measured prompts are too few for a 95 % interval, which takes {_FEWEST_OF_INTERVAL}"
         seemed = f"times are noise: in {self.noisy} of {count} prompts, the speed was above the tokens per step"
@@ -96,7 +96,7 @@ class Contender:
         self.equal += batch.answers == plain.answers
 
     def to_dict(self) -> dict[str, Any]:
-        """Its measurements as plain JSON values: ``median``, ``low`` and ``high`` are of ``ratios``."""
+        """Measurements as plain JSON values; ``median``, ``low`` and ``high`` summarize ``ratios``."""
         return {
             "method": self.method.name,
             "prompts": len(self.ratios),
@@ -115,17 +115,17 @@ def race(
     seconds: float,
     progress: Callable[[Sequence[Contender]], None] = lambda _: None,
 ) -> list[Contender]:
-    """Measure methods until the time or the prompts are used up, or one is left.
+    """Measure methods until time or prompts run out, or a single method remains.
 
     Args:
-        pipe: of the model.
-        requests: decoded in order; the first one is the warm-up, if there are others.
-        methods: plain decoding is measured in addition.
-        seconds: limit; the method at hand completes its prompt, which is then left out.
-        progress: called after every prompt with those that are left, the fastest first.
+        pipe: pipeline of the model.
+        requests: requests in decoding order; the first of several requests is the warm-up.
+        methods: methods to measure in addition to plain decoding.
+        seconds: time limit; the current method completes its prompt, which is then dropped.
+        progress: called after every prompt with the remaining methods, fastest first.
 
     Returns:
-        All methods: those that are left first, each group from fast to slow.
+        All methods: the remaining methods, then dropped methods, each group from fast to slow.
 
     Raises:
         UserError: no prompt was measured.
@@ -136,7 +136,7 @@ def race(
     brief = replace(options, max_new_tokens=min(_WARM_UP, options.max_new_tokens))
 
     def measure(request: Any, limits: DecodingOptions, turn: int) -> dict[str, TimedBatch]:
-        """The result of each method that is left; none where the time is up before."""
+        """Results of the remaining methods; empty if the time is up first."""
         found: dict[str, TimedBatch] = {}
         for method in rotated([plain, *(contender.method for contender in left)], turn):
             if clock() - start > seconds:
@@ -163,7 +163,7 @@ def race(
 
 
 def tied(contenders: Sequence[Contender]) -> str:
-    """Why the first of ``race``'s methods is no winner; empty where it is, or where plain decoding is."""
+    """Reason why the first contender has not won; empty if it or plain decoding has won."""
     best, (low, high) = contenders[0], contenders[0].interval
     left = [one for one in contenders[1:] if len(one.ratios) == len(best.ratios)]
     close = [one.method.name for one in left if one.interval[1] >= low] if low > 1 else ["plain decoding"]
@@ -172,6 +172,6 @@ def tied(contenders: Sequence[Contender]) -> str:
 
 
 def _is_slower(one: Contender, best: Contender) -> bool:
-    """By more than chance, on the same prompts."""
+    """Whether ``one`` is significantly slower than ``best`` on the same prompts."""
     ratios = [a / b for a, b in zip(one.ratios, best.ratios, strict=True)]
     return median_interval(ratios)["high"] < (1.0 if len(ratios) >= _FEWEST else _CLEARLY)

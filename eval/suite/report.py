@@ -63,7 +63,7 @@ def write_report(summary: dict[str, Any], folder: Path) -> Path:
 
 
 def refusals(summary: dict[str, Any]) -> list[str]:
-    """A line for each method and batch size that was refused; reasons repeat at every temperature."""
+    """A line per refused method and batch size; reasons are the same at every temperature."""
     each = (f"`{one['method']}`, batch {one['batch']}: refused: {one['reason']}" for one in summary["refused"])
     return list(dict.fromkeys(each))
 
@@ -79,7 +79,7 @@ def _kept(header: Sequence[str], cells: Sequence[Sequence[str]]) -> tuple[list[s
 
 
 def _request_table(rows: Sequence[Figures], brief: bool = False) -> tuple[list[str], list[list[str]]]:
-    """Header and cells of the figures by request; if ``brief``, without categories."""
+    """Header and cells of the statistics by request; if ``brief``, without categories."""
     cells = []
     for row in rows:
         for name, figures in [*row["requests"].items()][: 1 if brief else None]:
@@ -141,8 +141,8 @@ def _by_condition(rows: Sequence[Figures]) -> Iterator[tuple[str, list[Figures]]
 
 
 def brief_tables(rows: Sequence[Figures], width: int) -> Iterator[Table]:
-    """Tables for a terminal of ``width`` characters, per task, temperature and batch size: of methods and of requests,
-    with as many columns each as fit."""
+    """Tables of methods and requests per task, temperature and batch size, split to fit a terminal of ``width``
+    characters."""
     for title, group in _by_condition(rows):
         for name, (header, cells) in {
             title: _table(group, brief=True),
@@ -160,7 +160,7 @@ def brief_tables(rows: Sequence[Figures], width: int) -> Iterator[Table]:
 
 
 def _fitting(widths: Sequence[int], width: int) -> list[list[int]]:
-    """Columns of tables that are at most ``width`` wide, each with the first column."""
+    """Column indices of tables at most ``width`` wide; each table includes the first column."""
     groups, left = list[list[int]](), 0
     for column, own in enumerate(widths[1:], start=1):
         if own + 3 > left:  # with border and padding
@@ -172,7 +172,7 @@ def _fitting(widths: Sequence[int], width: int) -> list[list[int]]:
 
 
 def legend(rows: Sequence[Figures]) -> list[str]:
-    """What the columns of the tables are, a line each."""
+    """Legend of the tables, a line per column."""
     shown = [*_table(rows)[0], *_request_table(rows)[0]]
     names: dict[str, list[str]] = {}
     for name, text in {**COLUMNS, **REQUEST_COLUMNS}.items():
@@ -187,7 +187,7 @@ def _ratio(ratio: dict[str, float] | None, brief: bool) -> str:
 
 
 def _copy_oracle(rows: Sequence[Figures]) -> str:
-    """What copying could reach, in a line; empty where it is not known."""
+    """Upper bound of copying drafters in a line; empty if it was not measured."""
     for found in filter(None, (row.get("copy_oracle") for row in rows)):
         lengths = ", ".join(f"{found['tokens_per_step'][most]:.2f}" for most in ("8", "16", "32"))
         speedup = f"at best {found['speedup']:.2f}x none, with {_count(found['draft_tokens'], 'token')} a draft"

@@ -1,4 +1,4 @@
-"""A whole run of ``mmspec eval``: decodes what is missing, then writes answers, summary and report.
+"""A complete run of ``mmspec eval``: decodes missing batches, then writes answers, summary and report.
 
 A run's folder has its settings and a record per batch of conversations. ``settings.json`` is written before anything is
 measured; ``records.jsonl`` gets a line per job. A stopped run resumes after its last complete line.
@@ -51,7 +51,7 @@ def job_key(job: Job) -> tuple[Any, ...]:
 
 
 class RunRecords:
-    """The records of a run, kept in its folder.
+    """The records of a run, stored in its folder.
 
     Raises:
         UserError: the folder holds a run with other settings.
@@ -79,7 +79,7 @@ class RunRecords:
         return [job for job in jobs if job_key(job) not in self.records]
 
     def ordered(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        """The records of some jobs, in the order of the jobs."""
+        """Records of ``jobs``, in the same order."""
         return [self.records[job_key(job)] for job in jobs if job_key(job) in self.records]
 
 
@@ -96,7 +96,7 @@ def run_suite(settings: SuiteSettings, out: Path, engine: str = "local", workers
     """Decode all conversations that a run's folder has no record of, then write answers, summary and report.
 
     Returns:
-        The content of ``summary.json``: ``about`` model and machine, ``settings``, ``rows`` of figures, ``refused``
+        The content of ``summary.json``: ``about`` model and machine, ``settings``, ``rows`` of results, ``refused``
         methods.
 
     Raises:

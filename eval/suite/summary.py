@@ -1,7 +1,7 @@
 """Summary of a run: ratios and medians over conversations with intervals, acceptance, shares of time, scores.
 
-The figures by request are those that two benchmarks report: mean accepted tokens, wall-clock speedup and percentiles of
-latency (MMSpec, arXiv 2603.14989), output throughput and tokens per second of each user (SPEED-Bench).
+Per-request metrics follow two benchmarks: mean accepted tokens, wall-clock speedup and latency percentiles (MMSpec,
+arXiv 2603.14989), output throughput and tokens per second of each user (SPEED-Bench).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ PERCENTILES = (50, 90, 95, 99)
 def summarise(
     records: Sequence[Record], samples: Mapping[str, Sequence[Sample]], scorers: Mapping[str, Scorer | None]
 ) -> list[dict[str, Any]]:
-    """A row of figures per task (and over all tasks, if several), temperature, batch size and method.
+    """A row of results per task (and over all tasks, if several), temperature, batch size and method.
 
     Returns:
         Rows of plain JSON values. Ratios are speedups in seconds per token over the ``baseline`` (transformers'
         ``generate`` where it was measured, else our plain decoding), over our plain decoding and over llama.cpp's, by
         batch of conversations: their ``median`` with its 95 % bootstrap interval, ``low`` and ``high``.
-        ``acceptance_difference`` compares tokens per verify step with those of the first method that drafts
+        ``acceptance_difference`` is the difference in tokens per verify step to the first drafting method
         (``against``), on the conversations that both answered. ``draft_cost`` is in one-node passes. ``requests`` has
-        figures of single requests, see ``_by_request``. ``copy_oracle`` is that of plain decoding's answers, where
-        batches have one.
+        per-request metrics, see ``_by_request``. ``copy_oracle`` is computed from plain decoding's answers in batches
+        of one conversation.
     """
     cells: dict[tuple[str, float, int], list[Record]] = {}
     tasks = dict.fromkeys(record["task"] for record in records)
@@ -92,7 +92,7 @@ def _ratio(records: Sequence[Record], method: str, other: str, seconds: str, tok
 
 
 def _draft_cost(records: Sequence[Record], method: str) -> float | None:
-    """Seconds to draft a tree over those of a one-node pass, median over the conversations; None without drafts."""
+    """Ratio of the time to draft a tree to a one-node pass, median over the conversations; None without drafts."""
     both = [(_spent(record, method).get("tree"), _spent(record, PLAIN).get("pass")) for record in records]
     costs = [tree / one for tree, one in both if tree and one]
     return median(costs) if costs else None
@@ -161,7 +161,7 @@ def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
 
 
 def _by_category(records: Sequence[Record], method: str) -> dict[str, dict[str, Any]]:
-    """Some of the figures by category of conversations, such as Spec-Bench's; batches of several are left out."""
+    """Selected metrics by conversation category, such as Spec-Bench's, without batches of mixed categories."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         if len(set(record["categories"])) == 1 and record["categories"][0]:
@@ -193,12 +193,12 @@ def _requests(records: Sequence[Record], method: str) -> dict[tuple[str, int, in
 
 
 def _by_request(records: Sequence[Record], method: str) -> dict[str, dict[str, Any]]:
-    """Figures of single requests, ``overall`` and by category.
+    """Per-request metrics, ``overall`` and by category.
 
     Returns:
         ``mean_accepted_tokens`` per verify step, bonus token included; ``walltime_speedup``, the mean over the requests
-        of tokens per second over those of our plain decoding, and ``slowest``, the least of them, of the ``total`` time
-        and of ``decoding`` (tokens after the first); ``latency`` in seconds, and ``user_tokens_per_second``
+        of speedups in tokens per second over our plain decoding, and ``slowest``, the minimum, for the ``total`` time
+        and for ``decoding`` (tokens after the first); ``latency`` in seconds, and ``user_tokens_per_second``
         after the first token, as mean and percentiles; ``output_tokens_per_second`` of batches one after another,
         and its ratio to plain decoding, ``throughput_speedup``. Throughput leaves batches of several categories out.
     """

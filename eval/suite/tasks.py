@@ -18,7 +18,7 @@ from mmspec.eval.harness.prompts import Questions, held_out
 from mmspec.eval.suite import scoring
 from mmspec.eval.suite.data import DatasetRow, EvalTask, HubDataset, Sample, Scorer, lmms_lab, pages, single_turn
 
-# The prompts are those of LLaVA-1.5 (arXiv 2310.03744, 3.2) and lmms-eval.
+# Prompts are taken from LLaVA-1.5 (arXiv 2310.03744, 3.2) and lmms-eval.
 _CAPTION = "Provide a one-sentence caption for the provided image."
 _SHORT_ANSWER = "\nAnswer the question using a single word or phrase."
 _TRANSCRIBE = "Transcribe all text of this page, in reading order."

@@ -151,7 +151,7 @@ def _print_table(contenders: Sequence[Contender]) -> None:
 
 
 def _options(model: str, fastest: Contender) -> str:
-    """Command-line options that use the fastest method, or plain decoding; the default where that is in doubt."""
+    """Command-line options for the fastest method or plain decoding; the default if the result is inconclusive."""
     options = ["--model", model, "--drafter"]
     if fastest.doubt or fastest.interval[0] <= 1:
         return shlex.join([*options, "auto" if fastest.doubt else "none"])

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class DraftShape(NamedTuple):
-    """Number of drafted nodes, whether they are a chain, and how many levels they have at most."""
+    """Number of drafted nodes, whether they form a chain, and maximum depth."""
 
     nodes: int
     chain: bool
     depth: int
 
 
-_DEPTH = 12  # of the deepest trees
+_DEPTH = 12  # levels of the deepest trees
 _PLAIN = DraftShape(0, False, _DEPTH)
 STEADY_SHAPES = (
     *(DraftShape(length, True, length) for length in (3, 7)),
@@ -42,14 +42,14 @@ STEADY_SHAPES = (
 )
 """Chains and trees, each with captured graphs of its own. A pass over a chain and the root fills a padded size."""
 
-_CALIBRATION = threading.Lock()  # two measurements at a time would disturb each other
+_CALIBRATION = threading.Lock()  # concurrent measurements would disturb each other
 
 
 class Budgets:
-    """Budgets of a drafter on a target, and the target's calibration, which the adaptive one needs.
+    """Budgets of a drafter on a target, and the target's calibration for the adaptive budget.
 
     Args:
-        drafts: False decodes plainly.
+        drafts: False for plain decoding.
 
     Attributes:
         adaptive: the adaptive budget; None before the first step that needs it.
@@ -59,20 +59,20 @@ class Budgets:
         self._target, self._drafts = target, drafts
         self.adaptive: MeasuredBudget | None = None
         self._fixed: dict[int | None, Budget] = {}  # by draft tokens per step
-        self._searched = False  # for the target's stored cost
-        self._refused = False  # the target cannot be calibrated
-        self._outdated = False  # passes have proved the calibration wrong
+        self._searched = False  # whether the target's stored cost was searched
+        self._refused = False  # whether the target cannot be calibrated
+        self._outdated = False  # whether passes contradicted the calibration
 
     def calibrate(self, adaptive: bool = True, *, refresh: bool = False) -> None:
         """Load the measured verify times of a target that has no sequences.
 
-        They are measured if ``adaptive`` budgets need them and none are stored, or if passes have proved them wrong.
+        Measures them if ``adaptive`` budgets need them and none are stored, or if passes contradicted them.
 
         Args:
-            refresh: measure in any case.
+            refresh: always measure.
         """
         target = self._target
-        if sharded(target):  # ranks that follow their clocks would draft trees of different sizes
+        if sharded(target):  # clocks differ between ranks, and so would tree sizes
             return
         with _CALIBRATION:
             if target.cost is None and not self._searched:
@@ -82,12 +82,12 @@ class Budgets:
                 return
             try:
                 target.cost = cost_table(target, refresh=refresh)
-            except UserError:  # a model with a short window takes no tree of every size
+            except UserError:  # a short attention window rejects large trees
                 self._refused = True
             self.adaptive, self._outdated = None, False
 
     def of(self, batch: int, num_draft_tokens: int | None) -> Budget:
-        """The budget of a step of so many rows: ``num_draft_tokens`` draft tokens, or adaptive if None."""
+        """The budget of a step of ``batch`` rows: fixed at ``num_draft_tokens``, or adaptive if None."""
         cost, fixed = self._target.cost, num_draft_tokens if self._drafts else 0
         if fixed is None and self.adaptive is None and cost is not None:
             steady = kernels.static_shapes(self._target.device)
@@ -96,19 +96,19 @@ class Budgets:
             return self._fixed.setdefault(fixed, Budget() if fixed is None else Budget(fixed))
         if self.adaptive.check.overestimated and not self._outdated:
             forget_cost(self._target)
-            self._outdated = True  # measured again once there are no sequences
+            self._outdated = True  # measured again when there are no sequences
         self.adaptive.resize(batch)
         return self.adaptive
 
 
-_OVERESTIMATE = 1.5  # a calibration that is so many times the time of real passes is wrong
-_CHECKED_PASSES = 32  # that show it
+_OVERESTIMATE = 1.5  # ratio of calibrated to real pass time that contradicts the calibration
+_CHECKED_PASSES = 32  # passes before the ratio is tested
 
 
 class CalibrationCheck:
-    """Whether verify passes are far faster than their calibration, which other load disturbed then.
+    """Detects verify passes far faster than calibrated, a sign that other load disturbed the calibration.
 
-    Passes that are slower show nothing: prefixes grow, and machines are busy.
+    Slower passes are not evidence: prefixes grow, and machines are busy.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class MeasuredBudget(Budget):
         cost: verify time of the target.
 
     Attributes:
-        check: verify passes against their calibration.
+        check: compares verify passes with the calibration.
     """
 
     def __init__(self, cost: CostTable, nodes: int, depth: int) -> None:
@@ -137,19 +137,19 @@ class MeasuredBudget(Budget):
         self._table, self.check = cost, CalibrationCheck()
 
 
-_SLOPE_PRIOR = 2.0  # weight of the slope that is expected
-_SLOPE_DECAY = 0.98  # of differences, per difference
-_FIXED_WEIGHT = 0.05  # of a step in ``fixed``
-_OUTLIER = 1.25  # times the expected time, as which slower steps count: a busy machine shows nothing
+_SLOPE_PRIOR = 2.0  # weight of the prior slope
+_SLOPE_DECAY = 0.98  # decay of differences, per difference
+_FIXED_WEIGHT = 0.05  # weight of a new step in ``fixed``
+_OUTLIER = 1.25  # steps are clipped to this multiple of the expected time, against load on the machine
 
 
 class StepTimeModel:
-    """Time of a decode step, ``base + fixed + slope * x``, which grows with its tree; ``base`` is known.
+    """Linear model of a decode step's time by tree size, ``base + fixed + slope * x`` with known ``base``.
 
-    The slope comes from the differences of successive steps, which other load slows alike.
+    The slope is fitted to differences of successive steps, which other load slows equally.
 
     Args:
-        least: of ``fixed``; above the negative of the smallest base.
+        least: minimum of ``fixed``; above the negative of the smallest base.
     """
 
     def __init__(self, least: float = 0.0) -> None:
@@ -163,7 +163,7 @@ class StepTimeModel:
         """Add a step.
 
         Args:
-            guess: the slope, as far as steps have not shown it.
+            guess: prior of the slope.
         """
         if self._weight < 1.0:
             time = min(time, _OUTLIER * (base + self.fixed + self.slope * x))
@@ -181,14 +181,14 @@ class StepTimeModel:
         return self._weight < 1.0
 
     def interrupt(self) -> None:
-        """The next step differs from the last one by more than ``x``."""
+        """Skip the next difference: the next step differs from the last step by more than ``x``."""
         self._last = None
 
 
-_FIRST_TRIALS = 256  # draft steps in which the other shape is tried more often
-_TRIAL_INTERVALS = 32, 128  # draft steps between trials, in the first ones and later
-_TRIAL = 4  # draft steps of a trial
-_SHAPE_DECAY = 0.995  # of the steps of a shape, per step
+_FIRST_TRIALS = 256  # first draft steps, with shorter trial intervals
+_TRIAL_INTERVALS = 32, 128  # draft steps between trials, at first and later
+_TRIAL = 4  # length of a trial, in draft steps
+_SHAPE_DECAY = 0.995  # decay of a shape's steps, per step
 _SHAPE_ERRORS = 2.0  # standard errors by which the other shape must be faster
 
 
@@ -196,7 +196,7 @@ class DecodingRate:
     """Tokens per time of decode steps, and its standard error."""
 
     def __init__(self) -> None:
-        self._sums = [0.0] * 5  # of tokens, times, and their products
+        self._sums = [0.0] * 5  # sums of tokens, times, and their products
 
     def add(self, tokens: float, time: float) -> None:
         step = tokens, time, tokens * tokens, tokens * time, time * time
@@ -208,7 +208,7 @@ class DecodingRate:
 
     @property
     def error(self) -> float:
-        """Of the ratio of two means (the delta method); infinite without a step."""
+        """Standard error of tokens per time (delta method); infinite without steps."""
         if not self._sums[1]:
             return inf
         _, times, tokens2, product, times2 = self._sums
@@ -217,10 +217,10 @@ class DecodingRate:
 
 
 class ShapeTrial:
-    """Whether chains decode faster than trees of the same drafter: the other shape is tried now and then.
+    """Compares chains with trees of the same drafter by periodic trials of the other shape.
 
     Attributes:
-        chains: whether they do, by more than chance.
+        chains: whether chains decode significantly faster.
     """
 
     def __init__(self) -> None:
@@ -244,31 +244,31 @@ class ShapeTrial:
 
 
 class DraftStatistics:
-    """What the drafts of a shape, trees or chains, have shown."""
+    """Acceptance and draft cost of one shape (trees or chains)."""
 
     def __init__(self) -> None:
         self.accepted, self.seen = [0.0] * _BINS, [0.0] * _BINS
-        self.drafting = StepTimeModel()  # draft time by tree levels, after a step that also drafted
+        self.drafting = StepTimeModel()  # draft time by tree depth, for consecutive draft steps
 
 
-_BINS = 16  # of path probabilities
-_BIN_PRIOR = 6.0  # pseudo-observations per bin that agree with the drafter
+_BINS = 16  # number of bins of path probabilities
+_BIN_PRIOR = 6.0  # prior weight per bin, in pseudo-observations that agree with the drafter
 _BIN_DECAY = 0.995  # decay of a bin's observations, per observation
 _PACE_DECAY = 0.95  # decay of recent tokens and seconds, per step
-_FIRST_LEAST_GAIN = 1.0  # of a level, as long as the time of levels is not known: the first drafts have one
+_FIRST_LEAST_GAIN = 1.0  # minimum gain of a level while level times are unknown: first drafts have one level
 _FIRST_PLAIN = 2  # plain steps before the first draft
-_PLAIN_STEPS = 5  # last plain steps whose time counts
-_PLAIN_INTERVAL = 100  # draft steps before another plain one
+_PLAIN_STEPS = 5  # window of plain step times
+_PLAIN_INTERVAL = 100  # draft steps between plain steps
 
 
 class AdaptiveBudget(MeasuredBudget):
     """Adaptive tree size: maximises expected tokens minus verify time at the recent decoding rate.
 
     Trees are compared with chains (``ShapeTrial``), whose nodes cost less to draft. Learned estimates (acceptance by
-    confidence, draft cost) are those of a shape, and persist between requests and batch sizes. Once recent draft steps
-    have taken more time per token than plain steps, by the clock and by more than chance, drafting rests
-    (``DraftingPayoff``): plain steps are measured anew, then draft steps, so that a busy machine slows both. Time is in
-    plain steps of the batch, tokens are per row.
+    confidence, draft cost) are kept per shape, and persist between requests and batch sizes. Drafting pauses when
+    recent draft steps took significantly more wall-clock time per token than plain steps (``DraftingPayoff``); plain
+    steps are then measured again before draft steps, so that other load affects both. The unit of time is a plain step
+    of the batch, tokens are per row.
 
     Args:
         cost: as for ``MeasuredBudget``.
@@ -283,18 +283,18 @@ class AdaptiveBudget(MeasuredBudget):
         super().__init__(cost, nodes, depth)
         self.limit = nodes
         self._costs: dict[int, list[float]] = {}  # by batch size: calibrated seconds of a pass over n nodes per row
-        self._batch = 0  # largest batch since drafting was last tried anew
-        self._rows = 1  # of the step
+        self._batch = 0  # largest batch since drafting was last retried
+        self._rows = 1  # rows of the step
         self._beyond = StepTimeModel(least=-0.5)  # time of pass and commit beyond calibration, by draft tokens per row
-        self._statistics = {False: DraftStatistics(), True: DraftStatistics()}  # of trees and chains
+        self._statistics = {False: DraftStatistics(), True: DraftStatistics()}  # keys: whether chains
         self._trials: dict[int, ShapeTrial] = defaultdict(ShapeTrial)  # by bits of the batch
-        self._drafted: bool | None = None  # the shape of the last step's drafts, if it drafted
+        self._drafted: bool | None = None  # whether the last step drafted chains; None: it did not draft
         self._tokens, self._time = 1.0, 1.0  # recent tokens and time
         self._shown: list[list[float]] = []
         self._usual = 8.0
         self._payoff = DraftingPayoff()  # draft steps against plain steps
         self._plain: dict[int, deque[float]] = defaultdict(partial(deque, maxlen=_PLAIN_STEPS))  # by bits of the batch
-        self._since = 0  # draft steps since the last plain one
+        self._since = 0  # draft steps since the last plain step
         self.resize(batch)
 
     def resize(self, batch: int) -> None:
@@ -363,7 +363,7 @@ class AdaptiveBudget(MeasuredBudget):
         self._beyond.add(drafts, rest / self._cost[0], self._cost[drafts] / self._cost[0])
         spent = 1.0 + self._extra(drafts)
         if draft_seconds > 0:
-            # By the clock of the same step's verify pass: a busy machine slows both.
+            # Relative to the same step's verify pass: other load slows both.
             drafted = draft_seconds / rest * spent
             drafting = self._statistics[self.chain].drafting
             if self._drafted is not self.chain:
@@ -377,7 +377,7 @@ class AdaptiveBudget(MeasuredBudget):
         if draft_seconds == 0:
             plain.append(time)
             self._since = 0
-        elif plain:  # grammars force tokens in first steps, too
+        elif plain:  # grammars may force tokens in the first steps
             self._payoff.add(emitted - time / median_low(plain))
             self._trials[self._rows.bit_length()].add(self.chain, emitted, time)
             self._since += 1
@@ -405,41 +405,41 @@ class AdaptiveBudget(MeasuredBudget):
 
 
 def _bin(gain: float) -> int:
-    """Bin of a probability, by half octaves: 1, 0.7, 0.5, 0.35, ..."""
+    """Index of a probability's bin; bins are half octaves: 1, 0.7, 0.5, 0.35, ..."""
     return min(int(-2.0 * log2(gain)), _BINS - 1) if gain > 0.0 else _BINS - 1
 
 
 _PROBE_INTERVAL = 64  # steps between probes of another shape
 _FIRST_ACCEPTANCE = 0.6  # initial acceptance rate of the most probable node
-_FIRST_REACHED = 0.8  # share of paths that go on to the next level, initially
-_KNOWN = 8  # steps of a shape that show its rates
+_FIRST_REACHED = 0.8  # initial share of paths that reach the next level
+_KNOWN = 8  # steps after which a shape's rates are known
 _RANK_DECAY = 0.98  # decay of acceptance per rank or level, per step
 _FIRST_DRAFT_COST = 0.2  # initial cost of the deepest draft, in plain steps
 
 
 class Rates:
-    """Rates of events by number, from an initial guess on.
+    """Decaying average rates of numbered events (ranks or levels), with initial estimates.
 
     Args:
-        first: guesses of the numbers 1, 2, ...
+        first: initial rates of the events 1, 2, ...
     """
 
     def __init__(self, first: Sequence[float]) -> None:
         self._rates, self._tried = list(first), [0] * len(first)
 
     def add(self, number: int, share: float) -> None:
-        """Add a step in which the event has come about for a share of the rows."""
+        """Add a step in which the event occurred in ``share`` of the rows."""
         self._tried[number - 1] += 1
         weight = max(1 - _RANK_DECAY, 1 / (1 + self._tried[number - 1]))
         self._rates[number - 1] += weight * (share - self._rates[number - 1])
 
     def total(self, numbers: int) -> float:
-        """Sum of the first rates."""
+        """Sum of the first ``numbers`` rates."""
         return sum(self._rates[:numbers])
 
     @property
     def known(self) -> bool:
-        """Whether the first rate is more than a guess."""
+        """Whether enough steps were added for the first rate."""
         return self._tried[0] >= _KNOWN
 
 
@@ -447,13 +447,13 @@ class SteadyBudget(MeasuredBudget):
     """A tree's size and depth, or a chain's length, chosen before drafting, without a host sync on probabilities.
 
     Expected tokens come from the acceptance rate of each rank (n-th most probable node of a tree, or n-th of a chain).
-    Trees of fewer levels are expected to emit what the first levels of deep ones do, until some have been drafted.
-    Costs are times of steps by batch size and shape, of draft and pass in the graphs that are replayed, initialised
-    from the calibration. Other shapes are probed periodically.
+    Until shallow trees have been drafted, they are expected to emit as many tokens as the first levels of deep trees.
+    Costs are measured step times by batch size and shape (replayed graphs of draft and verify pass), initialised from
+    the calibration. Other shapes are probed periodically.
 
     Args:
         cost: as for ``MeasuredBudget``.
-        shapes: candidates; plain decoding is always one.
+        shapes: candidates in addition to plain decoding.
     """
 
     def __init__(self, cost: CostTable, shapes: Sequence[DraftShape] = STEADY_SHAPES, batch: int = 1) -> None:
@@ -463,12 +463,14 @@ class SteadyBudget(MeasuredBudget):
         self._spent: dict[int, dict[DraftShape, float]] = {}  # by batch size and shape: seconds of a step
         self.resize(batch)
         ranks = range(1, most + 1)
-        self._chains = Rates([_FIRST_ACCEPTANCE**rank for rank in ranks])  # acceptance of ranks
-        self._trees = {  # the same, by their levels
+        self._chains = Rates([_FIRST_ACCEPTANCE**rank for rank in ranks])  # acceptance by rank
+        self._trees = {  # acceptance by rank, by tree depth
             depth: Rates([_FIRST_ACCEPTANCE / rank**0.5 for rank in ranks])
             for depth in {deepest, *(shape.depth for shape in shapes if not shape.chain)}
         }
-        self._reached = Rates([_FIRST_REACHED**level for level in range(1, deepest + 1)])  # of levels, in deep trees
+        self._reached = Rates(
+            [_FIRST_REACHED**level for level in range(1, deepest + 1)]
+        )  # share of paths by level, in deep trees
         self._steps = 0
 
     def resize(self, batch: int) -> None:
@@ -494,7 +496,7 @@ class SteadyBudget(MeasuredBudget):
         return super().drafts()
 
     def _neighbours(self, best: DraftShape) -> list[DraftShape]:
-        """The next sizes on either side, other depths of the size, and the other kind."""
+        """Adjacent shapes to probe: next smaller and larger sizes, other depths, and the other kind."""
         alike = [shape for shape in self._shapes if shape.chain == best.chain and shape.depth == best.depth]
         alike = alike if len(alike) > 1 else [shape for shape in self._shapes if shape.chain == best.chain]
         place = alike.index(best)
@@ -528,7 +530,7 @@ class SteadyBudget(MeasuredBudget):
         shape = shape if nodes > 1 else _PLAIN
         if shape in self._seconds and nodes in (1, shape.nodes + 1):
             spent, usual = draft_seconds + verify_seconds, self._seconds[shape]
-            # Clip outliers, such as the first step of a size.
+            # Clip outliers, such as the first step of a shape.
             self._seconds[shape] += 0.1 * (min(spent, 2 * usual) - usual)
 
     def _rates_of(self, shape: DraftShape) -> Rates:

@@ -1,4 +1,4 @@
-"""The ASGI application: OpenAI's endpoints over one pipeline, and vLLM's for tokens."""
+"""The ASGI application: OpenAI's endpoints, and vLLM's token endpoints."""
 
 from __future__ import annotations
 
@@ -75,21 +75,21 @@ def create_app(
     scrape: Callable[[], Awaitable[Collector]] | None = None,
     slots: Admission | None = None,
 ) -> FastAPI:
-    """The application.
+    """Create the application.
 
     Args:
-        pipe: answers; its ``max_num_seqs`` must be at least ``limits.max_running``.
-        api_key: the key that requests must carry; None for none.
-        hosts: accepted names of this server; None accepts all.
+        pipe: default pipeline; its ``max_num_seqs`` must be at least ``limits.max_running``.
+        api_key: required API key; None requires none.
+        hosts: accepted Host names; None accepts all.
         origins: origins of web pages that may call the server.
-        names: what requests may call the model, the first one in responses; by default the pipeline's name.
+        names: model names that requests may use, of which responses use the first; by default the pipeline's name.
         tool_parser: format of tool calls; see ``tool_format``.
-        reasoning_parser: format of thoughts; see ``mmspec.sampling.thoughts``.
-        chat_template_kwargs: variables of the chat template that requests do not set.
-        allow_urls: download images and videos from public addresses.
-        drafters: ``pipe``, and others over its target, by names of their drafters that requests may choose.
-        scrape: collects the metrics that ``GET /metrics`` returns; None for this application's own.
-        slots: lets requests in; None for slots of its own.
+        reasoning_parser: format of reasoning; see ``mmspec.sampling.thoughts``.
+        chat_template_kwargs: default variables of the chat template.
+        allow_urls: whether images and videos are downloaded from public addresses.
+        drafters: selectable pipelines by drafter name: ``pipe``, and others over its target.
+        scrape: collects the metrics for ``GET /metrics``; None for this application's own.
+        slots: admission of requests; None creates slots.
     """
     pipes = dict(drafters or {registered_name(pipe.drafter) or PLAIN: pipe})
     if limits.max_model_len:
@@ -110,7 +110,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        # A choice waits for its next tokens in a thread; others add and cancel choices.
+        # One thread per choice waits for its next tokens; further threads add and cancel choices.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2 * limits.max_running + 2))
         yield
         runner.close()
@@ -129,7 +129,7 @@ def create_app(
         return Response(generate_latest(found), media_type=CONTENT_TYPE_LATEST)
 
     async def health() -> Response:
-        """Status 200; see ``mmspec.serving.middleware`` for other times."""
+        """Status 200; ``mmspec.serving.middleware`` answers during loading and shutdown."""
         return Response()
 
     for path in PROBES:
@@ -147,14 +147,14 @@ def create_app(
 
 
 def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, body_bytes: int) -> None:
-    """Add the endpoints with bodies.
+    """Add the POST endpoints.
 
     Args:
-        body_bytes: most bytes of a request's body.
+        body_bytes: maximum bytes of a request body.
     """
 
     async def parsed(request: Request, kind: type[F], use: Callable[[F], Any]) -> Any:
-        """Parse a request's body, and call a function with it, in a thread: large bodies take long."""
+        """Parse a request body and call ``use`` with it, in a thread: large bodies take long."""
         content = await read_body(request, body_bytes)
         return await asyncio.to_thread(lambda: use(parse(kind, content, runner.metrics.ignored)))
 
@@ -166,7 +166,7 @@ def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, bo
         if not asked.stream:
             return JSONResponse(await unless_gone(request.receive, _whole(runner, job, form)))
         events = _events(runner, job, form, request.scope[LOG])
-        # The status must be that of errors before the first token.
+        # Errors before the first token still determine the response's status.
         first = await unless_gone(request.receive, events.__anext__())
         return EventStream(first, events)
 
@@ -197,14 +197,14 @@ def _add_models(app: FastAPI, pipe: Pipeline, names: Sequence[str], check: Calla
 
     @app.get("/v1/models/{name:path}")
     def model(name: str) -> dict[str, Any]:
-        """OpenAI's object of the model, with vLLM's ``max_model_len``."""
+        """OpenAI's model object, with vLLM's ``max_model_len``."""
         check(name)
         limit = {"max_model_len": pipe.context_limit}
         return {"id": name, "object": "model", "created": created, "owned_by": "mmspec", **limit}
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        """OpenAI's list of models: one object for each name."""
+        """OpenAI's model list: one object per name."""
         return {"object": "list", "data": [model(name) for name in names]}
 
     @app.get("/")
@@ -246,7 +246,7 @@ def _endpoints(app: FastAPI) -> list[str]:
 
 
 async def _respond(request: Request, error: Exception) -> Response:
-    """The response to a request that has failed; the error of an unknown path names an endpoint to use instead."""
+    """Error response of a failed request; for an unknown path, it suggests an endpoint."""
     if isinstance(error, ClientGoneError | ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
     request.scope[LOG].error = error
@@ -268,7 +268,7 @@ async def _whole(runner: RequestRunner, job: GenerationJob, form: WireFormat) ->
 
 
 async def _events(runner: RequestRunner, job: GenerationJob, form: WireFormat, log: Watched) -> AsyncGenerator[bytes]:
-    """Server-sent events; exceptions after the first one are events, too."""
+    """Server-sent events; exceptions after the first event are sent as events, too."""
     started = False
     try:
         async with runner.start(job) as pieces:
@@ -291,13 +291,13 @@ async def _events(runner: RequestRunner, job: GenerationJob, form: WireFormat, l
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """A request's body.
+    """Read a request body.
 
     Args:
-        most: bytes.
+        most: maximum bytes.
 
     Raises:
-        APIError: it is too large, or takes too long.
+        APIError: the body is too large or arrives too slowly.
     """
     error = APIError(413, f"a request's body must have at most {most} bytes: got more")
     length = request.headers.get("content-length", "")
@@ -323,7 +323,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await ``work``, and cancel it when the client disconnects.
 
     Args:
-        receive: of the request, whose body has been read.
+        receive: ASGI ``receive`` of the request, whose body has been read.
 
     Raises:
         ClientGoneError: the client has disconnected.
@@ -346,13 +346,13 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """A stream of server-sent events that closes its generator as soon as the client disconnects.
+    """A stream of server-sent events that closes its generator when the client disconnects.
 
-    starlette's own leaves an open generator to the garbage collector.
+    starlette's ``StreamingResponse`` leaves an open generator to the garbage collector.
 
     Args:
-        first: the first event, which the generator has already yielded.
-        events: further events.
+        first: the first event, already taken from the generator.
+        events: the remaining events.
     """
 
     def __init__(self, first: bytes, events: AsyncGenerator[bytes]) -> None:

@@ -173,11 +173,11 @@ def _here(settings: ServerSettings, host: str, port: int) -> None:
 
 
 def _follow(settings: ServerSettings) -> None:
-    """Run the steps of rank 0, which has the requests, until it has answered the last."""
+    """Execute rank 0's steps until it shuts down; only rank 0 receives requests."""
     with steps_shown():
         pipe = settings.pipeline()
     for ending in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ending, signal.SIG_IGN)  # all ranks get it; rank 0 tells the others when it has ended
+        signal.signal(ending, signal.SIG_IGN)  # all ranks receive the signal; rank 0 notifies the others at its end
     pipe.follow()
 
 

@@ -1,4 +1,4 @@
-"""Errors of the API, in the shape of OpenAI's."""
+"""API errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class APIError(Exception):
 
     Args:
         message: one line: rule, expected, received.
-        param: path of the field in the request, as ``messages[0].content``.
-        code: OpenAI's code of the error, if it has one.
-        headers: further headers of the response.
+        param: path of the field in the request, such as ``messages[0].content``.
+        code: OpenAI's error code; None for errors without a code.
+        headers: additional response headers.
     """
 
     def __init__(

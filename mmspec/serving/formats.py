@@ -1,4 +1,4 @@
-"""Response objects of OpenAI's API, whole and as chunks of a stream."""
+"""Response objects of OpenAI's API, complete and as stream chunks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _LEAST = -9999.0  # JSON has no infinity
 
 @dataclass
 class Choice:
-    """A choice that is complete, or grows.
+    """A complete or growing choice.
 
     Attributes:
-        thoughts: before the text.
-        thought_tokens: tokens of the thoughts.
-        tokens: all tokens.
+        thoughts: text of the reasoning.
+        thought_tokens: number of reasoning tokens.
+        tokens: number of all tokens.
     """
 
     text: str = ""
@@ -52,7 +52,7 @@ class Choice:
 
 
 def spelt(token: bytes) -> str:
-    """Text of a token; that of one which is no whole character shows its bytes, as OpenAI's ``bytes:\\xe2\\x80``."""
+    """Text of a token; incomplete characters are shown as bytes, like OpenAI's ``bytes:\\xe2\\x80``."""
     try:
         return token.decode()
     except UnicodeDecodeError:
@@ -60,13 +60,13 @@ def spelt(token: bytes) -> str:
 
 
 class WireFormat(ABC):
-    """Build the responses of one request.
+    """Builds the response of one request.
 
     Args:
-        io: of the model, for the bytes of tokens.
+        io: the model's processor, for the bytes of tokens.
         asked: the request.
-        before: text before each choice's own.
-        drafter: the name that figures show.
+        before: text to prepend to each choice.
+        drafter: drafter name in the statistics.
     """
 
     prefix: str
@@ -85,7 +85,7 @@ class WireFormat(ABC):
         self.choices = [Choice(text) for text in before]
 
     def whole(self) -> dict[str, Any]:
-        """The response, once all choices are complete."""
+        """The complete response; all choices must be complete."""
         choices = [
             {
                 "index": index,
@@ -106,7 +106,7 @@ class WireFormat(ABC):
         return ()
 
     def chunks(self, index: int, piece: Piece) -> Iterable[dict[str, Any]]:
-        """Chunks of a choice's piece. Without ``include_usage``, that of the last piece contains the figures."""
+        """Chunks for a piece of a choice. Without ``include_usage``, the last piece's chunk has the statistics."""
         choice = self.choices[index]
         choice.append(piece)
         delta = {**self._delta(index, piece), "logprobs": self._logprobs_of(piece.logprobs, choice)}
@@ -122,7 +122,7 @@ class WireFormat(ABC):
         return [error.content()]
 
     def logged(self) -> dict[str, Any]:
-        """What the log has of the response: None where it is known once choices have ended."""
+        """Fields for the request log; values that are known only after choices end are None until then."""
         stats = [choice.stats or Stats() for choice in self.choices]
         reasons = [self._finish_reason(index) for index in range(len(self.choices))]
         return {
@@ -135,7 +135,7 @@ class WireFormat(ABC):
         }
 
     def reached(self, stage: str) -> None:
-        """Record the time of a stage for the log, if it is the first."""
+        """Record the time at which a stage is first reached, for the log."""
         self._times.setdefault(stage, clock() - self._made)
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class WireFormat(ABC):
         return {"usage": usage, "metrics": per_request(whole, self._drafter)}
 
     def _finish_reason(self, index: int) -> str | None:
-        """Why a choice has ended, if it has."""
+        """OpenAI's finish reason; None while the choice is running."""
         return self.choices[index].finish_reason
 
     @abstractmethod
@@ -169,14 +169,14 @@ class WireFormat(ABC):
 
     @abstractmethod
     def _logprobs_of(self, tokens: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any] | None:
-        """Log probabilities of a choice's next tokens: each is passed once, after the text that it is part of."""
+        """Format the log probabilities of a choice's next tokens; called once per token, after its text was added."""
 
 
 class ChatFormat(WireFormat):
     """``chat.completion`` and ``chat.completion.chunk``.
 
     Args:
-        reader: makes readers of the tool calls in outputs; None if outputs are text.
+        reader: factory of tool call parsers; None for text outputs.
     """
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
@@ -255,11 +255,13 @@ class TextFormat(WireFormat):
             "tokens": [spelt(content) for content in contents],
             "token_logprobs": [max(one.logprob, _LEAST) for one in tokens],
             "top_logprobs": [self._by_text(one.top) for one in tokens],
-            "text_offset": [min(one.text_offset, len(choice.text)) for one in tokens],  # after a stop string, the end
+            "text_offset": [
+                min(one.text_offset, len(choice.text)) for one in tokens
+            ],  # clipped to the end at a stop string
         }
 
     def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Log probabilities by texts; of tokens with the same text, all but the first have vLLM's ``token_id:7``."""
+        """Log probabilities by token text; later tokens of equal text are named ``token_id:7``, as in vLLM."""
         found: dict[str, float] = {}
         for token, logprob in top:
             text = spelt(self._io.token_bytes(token))

@@ -1,4 +1,4 @@
-"""Limits on requests to the server, and its address: without torch or packages of servers."""
+"""Request limits and listening address of the server. Imports neither torch nor the server packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPARE_REQUESTS = 64
 
 @dataclass(frozen=True)
 class Limits(Checked):
-    """Limits on requests and on the log; they are options of ``mmspec serve``."""
+    """Request limits and log level: options of ``mmspec serve``."""
 
     max_running: int = option(8, whole(1), "Choices that decode at the same time.")
     max_waiting: int = option(32, whole(0), "Choices that wait for others; further requests get status 429.")
@@ -35,18 +35,17 @@ class Limits(Checked):
 
     @property
     def body_bytes(self) -> int:
-        """Bytes of a body or a downloaded file."""
+        """Maximum bytes of a request body or a downloaded file."""
         return self.max_body << 20
 
     @property
     def requests(self) -> int:
-        """Requests at a time, probes excepted."""
+        """Maximum concurrent requests, probes excluded."""
         return self.max_running + self.max_waiting + SPARE_REQUESTS
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host to listen on is reached from this machine only; False for names, which may resolve to any
-    address."""
+    """Whether a listening host is a loopback address; False for names, which may resolve to any address."""
     if host == "localhost":
         return True
     try:
@@ -56,11 +55,11 @@ def is_loopback(host: str) -> bool:
 
 
 def host_names(host: str) -> set[str] | None:
-    """Names by which requests may call a server that listens on ``host``, as in the Host header without its port; None
-    for any, if it is not on a loopback address."""
+    """Accepted Host header values, without ports, of a server listening on ``host``; None accepts all (``host`` is not
+    a loopback address)."""
     return {"localhost", "127.0.0.1", "[::1]", host} if is_loopback(host) else None
 
 
 def server_url(host: str, port: int) -> str:
-    """Address of a server that listens on ``host``, without a path."""
+    """URL of a server listening on ``host``, without a path."""
     return f"http://[{host.strip('[]')}]:{port}" if ":" in host else f"http://{host}:{port}"

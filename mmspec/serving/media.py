@@ -20,7 +20,7 @@ from mmspec.serving.errors import APIError
 from mmspec.serving.limits import Limits
 from mmspec.targets.processor import Processor
 
-_SECONDS, _MEMORY = 20, 2 << 30  # of a decoding worker, per file
+_SECONDS, _MEMORY = 20, 2 << 30  # limits of a decoding worker, per file
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Medium:
     """An image or a video of a request.
 
     Attributes:
-        kind: what the request says it is.
+        kind: "image" or "video", as declared by the request.
         url: data URI, or an http or https URL.
-        param: path of the URL's field.
+        param: path of the URL's field in the request.
     """
 
     kind: Literal["image", "video"]
@@ -42,14 +42,14 @@ class MediaReader:
     """Reads images and videos of untrusted requests.
 
     Args:
-        io: its decoder reads the files, if the model reads media.
-        allow_urls: download files from public addresses.
+        io: the model's processor, whose decoder reads the files.
+        allow_urls: whether files are downloaded from public addresses.
     """
 
     def __init__(self, io: Processor, limits: Limits, *, allow_urls: bool = False) -> None:
         self._limits, self._allow_urls = limits, allow_urls
         self._decoder = io.media_decoder(seconds=_SECONDS, memory=_MEMORY)
-        # Downloads may take long: they must not occupy the threads that decode.
+        # Downloads may take long and must not occupy the decoding threads.
         self._threads = ThreadPoolExecutor(limits.max_running, thread_name_prefix="media")
 
     def close(self) -> None:
@@ -58,10 +58,10 @@ class MediaReader:
             self._decoder.close()
 
     def check(self, media: Sequence[Medium]) -> None:
-        """Check the number of files and their kinds of URL, before any is read.
+        """Check the number of files and their URL schemes before reading any file.
 
         Raises:
-            APIError: a limit is exceeded, the model reads text only, or a URL is none that the server reads.
+            APIError: a limit is exceeded, the model reads text only, or a URL is not supported.
         """
         for kind, most in (("image", self._limits.max_images), ("video", self._limits.max_videos)):
             found = [medium for medium in media if medium.kind == kind]
@@ -115,8 +115,8 @@ _REDIRECTED = (301, 302, 303, 307, 308)
 class _PublicOnly(httpcore.SyncBackend):
     """Connects to public addresses only.
 
-    A name is resolved once, and the connection goes to an address that was checked: a second look-up could have
-    another outcome.
+    The name is resolved only once, and the checked address is connected to: a second lookup could return another
+    address (DNS rebinding).
     """
 
     def connect_tcp(self, host: str, port: int, *args: Any, **options: Any) -> httpcore.NetworkStream:
@@ -134,16 +134,16 @@ class _PublicOnly(httpcore.SyncBackend):
 
 
 def download(url: str, largest: int, seconds: float = SECONDS) -> bytes:
-    """Download a file; redirects are followed, each checked like the first address.
+    """Download a file. Follows redirects, whose addresses are checked, too.
 
     Args:
         url: http or https.
-        largest: limit on the file's size, in bytes.
+        largest: maximum file size in bytes.
         seconds: time limit of the whole download.
 
     Raises:
-        UserError: another scheme, an address that is not public, an error of the server, a file that is too large, or
-            no answer in time.
+        UserError: another scheme, an address that is not public, a server error, a file above the size limit, or a
+            timeout.
     """
     end = clock() + seconds
     url = _ascii(url)
@@ -183,7 +183,7 @@ def _get(pool: httpcore.ConnectionPool, url: str, largest: int, end: float) -> t
 
 
 def _ascii(url: str) -> str:
-    """A URL with other characters than ASCII encoded as browsers do (RFC 3987, section 3.1)."""
+    """Encode non-ASCII characters of a URL as browsers do (RFC 3987, section 3.1)."""
     if url.isascii():
         return url
     try:
@@ -215,7 +215,7 @@ def _host(url: str) -> str:
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
-# Not globally reachable according to IANA's registries, and global to some versions of Python.
+# Not globally reachable according to IANA's registries, but global in some Python versions.
 _OTHERS = [
     ipaddress.ip_network(network)
     for network in ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2002::/16", "3fff::/20")
@@ -225,7 +225,7 @@ _OTHERS = [
 def is_public(address: str) -> bool:
     """Whether an IP address is globally reachable unicast.
 
-    IPv4-mapped addresses and addresses of NAT64 are judged by the IPv4 address in them; 6to4 and Teredo are refused.
+    IPv4-mapped and NAT64 addresses are judged by their embedded IPv4 address; 6to4 and Teredo are refused.
     """
     found = ipaddress.ip_address(address.partition("%")[0])  # without a scope such as %eth0
     if isinstance(found, ipaddress.IPv6Address):

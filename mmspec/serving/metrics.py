@@ -1,6 +1,6 @@
 """Prometheus metrics of a server, under vLLM's names.
 
-"Draft tokens" are nodes of the draft trees. A choice's drafts are counted when it has ended, not if it is cancelled.
+"Draft tokens" are nodes of the draft trees. A choice's draft tokens are counted when it ends, unless it is cancelled.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Metrics:
 
     Args:
         model: label of all metrics.
-        threads: number of threads that steps on a CPU compute with now.
-        drafters: their names.
+        threads: returns the current number of threads for decode steps on a CPU.
+        drafters: names of the loaded drafters.
 
     Attributes:
         first_token: seconds from a request's arrival to a choice's first token.
-        next_tokens: seconds between two pieces of a choice, each the tokens of one or several steps.
+        next_tokens: seconds between two pieces of a choice; a piece has the tokens of one or several steps.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Metrics:
         ]
         for drafter in drafters:
             for field, one in self._counters:
-                self._of(field, one, drafter)  # which begins at zero
+                self._of(field, one, drafter)  # creates the counter at zero
         per_position = "Accepted draft tokens by their depth in the tree, from 0."
         self._accepted = counter("spec_decode_num_accepted_tokens_per_pos", per_position, "drafter", "position")
         self._ignored = counter("ignored_fields", "Fields of requests that change no answer and are ignored.", "field")
@@ -93,7 +93,7 @@ class Metrics:
         """Record a choice that has ended.
 
         Args:
-            drafter: its name; label of the counters of speculation.
+            drafter: name of the drafter, a label of the speculation counters.
         """
         for field, counter in self._counters:
             self._of(field, counter, drafter).inc(getattr(stats, field))
@@ -103,7 +103,7 @@ class Metrics:
         self._ended.labels(**self._labels, finished_reason=reason).inc()
 
     def ignored(self, field: str) -> None:
-        """Record a field of a request that is ignored."""
+        """Record an ignored request field."""
         self._ignored.labels(**self._labels, field=field).inc()
 
     def _of(self, field: str, counter: Counter, drafter: str) -> Counter:
@@ -111,10 +111,10 @@ class Metrics:
 
 
 class ReplicaMetrics(Collector):
-    """Metrics of several replicas of a server as one collection.
+    """Merges the metrics of several server replicas.
 
     Args:
-        found: metrics by replica, whose name is a further label of their samples.
+        found: metrics by replica name, which is added as a label.
     """
 
     def __init__(self, found: Mapping[str, Iterable[Metric]]) -> None:

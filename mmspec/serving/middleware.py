@@ -1,5 +1,5 @@
-"""Middleware: logs requests, refuses them by host, origin and key, and answers while the server loads, stops or was
-lost."""
+"""Middleware: request log, access checks (host, origin, API key), and responses while the server loads, shuts down or
+has crashed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ READY = ("/health", "/readyz")
 """Paths of the readiness probe, which has status 200 while requests are accepted."""
 
 PROBES = (LIVE, *READY)
-CLIENT_GONE = 499  # nginx' status; nobody receives it
+CLIENT_GONE = 499  # nginx's status, for the log only
 LOG = "mmspec.log"
 """Key of a request's ``Watched`` in its scope."""
 
@@ -39,7 +39,7 @@ _log = logging.getLogger("mmspec.serving")
 
 
 class Unready:
-    """An application that accepts no requests: status 503 with ``Retry-After``, and 200 for the liveness probe.
+    """An application that rejects all requests with status 503 and ``Retry-After``, and the liveness probe with 200.
 
     Args:
         why: completes "the server is".
@@ -55,19 +55,19 @@ class Unready:
 
 
 class Drain:
-    """State of a server that may be about to stop. Used from one event loop only.
+    """Tracks running requests for a graceful shutdown. Used from one event loop only.
 
     Attributes:
-        closing: new requests are refused.
+        closing: whether new requests are refused.
     """
 
     def __init__(self) -> None:
         self.closing = False
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the requests
+        self._loop: asyncio.AbstractEventLoop | None = None  # event loop of the requests
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def close(self, seconds: float) -> None:
-        """Refuse new requests, and wait for running requests; cancel them after some seconds."""
+        """Refuse new requests, wait for running requests, and cancel them after ``seconds``."""
         self.closing = True
         if self.tasks:
             await asyncio.wait(set(self.tasks), timeout=seconds)
@@ -75,10 +75,10 @@ class Drain:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks, timeout=1)
-            await asyncio.sleep(0.05)  # their responses
+            await asyncio.sleep(0.05)  # lets responses be sent
 
     def close_from_thread(self, seconds: float) -> None:
-        """``close`` from another thread than the event loop's."""
+        """Call ``close`` from outside the event loop's thread."""
         self.closing = True
         if self._loop is not None and self._loop.is_running():
             closed = asyncio.run_coroutine_threadsafe(self.close(seconds), self._loop)
@@ -86,22 +86,22 @@ class Drain:
                 closed.result(seconds + 2)
 
     def add(self, task: asyncio.Task[None]) -> None:
-        """A request has begun."""
+        """Register the task of a new request."""
         self._loop = asyncio.get_running_loop()
         self.tasks.add(task)
 
 
 class Watched:
-    """Sends the messages of a response, and completes one that its application leaves incomplete.
+    """Sends a response, and can complete it if the application does not.
 
     Args:
-        send: of the connection.
+        send: ASGI ``send`` of the connection.
 
     Attributes:
-        status: of the response; None before it has begun.
-        ended: whether all of it is sent.
-        form: what builds it; None for other endpoints, and before the request has been read.
-        error: why the request has failed.
+        status: status of the response; None before its start.
+        ended: whether the response is sent completely.
+        form: response format; None for endpoints without generation, and before the request has been read.
+        error: why the request failed.
     """
 
     form: WireFormat | None = None
@@ -122,7 +122,7 @@ class Watched:
             self.ended = not message.get("more_body", False)
 
     async def complete(self, error: APIError, scope: Scope, receive: Receive) -> None:
-        """End the response with an error: as the whole response, or as the last event of a stream."""
+        """End the response with an error, sent as the whole response or as the last event of a stream."""
         if self.status is None:
             await error.response()(scope, receive, self._send)
         elif self._stream and not self.ended:
@@ -130,12 +130,12 @@ class Watched:
 
 
 class Drained:
-    """Refuses requests to a server that stops or has too many, and completes the responses of requests that it cancels.
+    """Refuses requests during shutdown or overload, and completes the responses of cancelled requests.
 
     Probes are always answered.
 
     Args:
-        most: requests at a time.
+        most: maximum concurrent requests.
     """
 
     def __init__(self, app: ASGIApp, drain: Drain, most: int) -> None:
@@ -171,7 +171,7 @@ class Drained:
 
 
 def log_to_stderr(level: str) -> None:
-    """Write mmspec's log to standard error."""
+    """Send mmspec's log to standard error."""
     log, lines = logging.getLogger("mmspec"), logging.StreamHandler()
     lines.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(lines)
@@ -179,9 +179,9 @@ def log_to_stderr(level: str) -> None:
 
 
 class RequestLog:
-    """Logs a line of ``key=value`` pairs for each request, and answers requests that fail unexpectedly.
+    """Logs a line of ``key=value`` pairs per request, and answers requests that fail unexpectedly.
 
-    Failures of the server are logged at the level error, their tracebacks, probes and ``/metrics`` at the level debug.
+    Server errors are logged at level ERROR; their tracebacks, probes and ``/metrics`` at level DEBUG.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -200,9 +200,9 @@ class RequestLog:
                 await as_api_error(error).response()(scope, receive, response)
         status, problem, quiet = response.status or 0, response.error, scope["path"] in (*PROBES, "/metrics")
         pairs: dict[str, Any] = {"id": None, "finish": None} if response.form is None else response.form.logged()
-        if problem is not None:  # a stream has sent the status 200 before
+        if problem is not None:  # a stream has already sent status 200
             status, pairs["error"] = as_api_error(problem).status, json.dumps(first_line(problem))
-        elif response.form is not None and pairs["finish"] is None:  # so has one whose client has gone
+        elif response.form is not None and pairs["finish"] is None:  # the client disconnected from a stream
             status = CLIENT_GONE
         if status >= 400:
             pairs["finish"] = "disconnected" if status == CLIENT_GONE else "error"
@@ -215,7 +215,7 @@ class RequestLog:
 
 
 class LostReplica:
-    """Completes responses that Ray's HTTP proxy leaves incomplete: it returns without a word when a replica dies."""
+    """Completes responses when a replica dies: Ray's HTTP proxy then returns silently."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -229,19 +229,19 @@ class LostReplica:
 
 
 def proxy_middleware() -> list[Middleware]:
-    """What Ray's proxy imports: see ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``."""
+    """Middleware for Ray's proxy, imported through ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``."""
     return [Middleware(LostReplica)]
 
 
 class AccessGuard:
-    """Refuses requests that a browser sends for another site's page, and requests without the API key.
+    """Refuses cross-site browser requests, and requests without the API key.
 
-    A page whose name is made to resolve to this machine sends its own name as the host; other pages send their origin.
+    The Host header exposes DNS rebinding (a foreign name that resolves to this machine), Origin other cross-site pages.
 
     Args:
-        hosts: names in the Host header that are accepted, without ports; None accepts all.
-        origins: origins of pages that may call the server, such as ``http://localhost:3000``; the server's own may.
-        api_key: the key that requests must carry; None for none.
+        hosts: accepted names in the Host header, without ports; None accepts all.
+        origins: allowed origins such as ``http://localhost:3000``, in addition to the server's own.
+        api_key: required API key; None requires none.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class AccessGuard:
 
 
 def _name(host: str) -> str:
-    """A Host header without its port."""
+    """Strip the port from a Host header."""
     if host.startswith("["):
         return host.partition("]")[0] + "]"
     return host.partition(":")[0].lower()

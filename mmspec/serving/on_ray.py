@@ -1,4 +1,4 @@
-"""The application on Ray Serve: replicas, each with an engine of its own, behind Ray's HTTP proxy."""
+"""Deployment on Ray Serve: replicas with one engine each, load-balanced by Ray's HTTP proxy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mmspec.serving.middlewar
 
 class Replica:
     def __init__(self, settings: ServerSettings) -> None:
-        log_to_stderr(settings.limits.log_level)  # to a file of Ray's
+        log_to_stderr(settings.limits.log_level)  # Ray redirects it to a file
         self._app = settings.app(settings.pipelines(), scrape=self._scrape)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -37,23 +37,23 @@ class Replica:
         return serve.get_replica_context().replica_tag, list(self._app.state.metrics.registry.collect())
 
     async def _scrape(self) -> ReplicaMetrics:
-        """The metrics of all replicas: a scrape reaches only one of them."""
+        """Collect the metrics of all replicas, as a scrape reaches only one replica."""
         from ray import serve
 
         found = serve.get_deployment_handle(_NAME, _NAME).broadcast("metrics")
         answers = await found.results_async(timeout_s=10, return_exceptions=True)
-        return ReplicaMetrics(dict(one for one in answers if isinstance(one, tuple)))  # without lost replicas
+        return ReplicaMetrics(dict(one for one in answers if isinstance(one, tuple)))  # skips lost replicas
 
 
 @contextmanager
 def deployed(settings: ServerSettings, replicas: int, gpus: int, host: str, port: int) -> Iterator[None]:
-    """Deploy replicas on the cluster of ``RAY_ADDRESS``, by default on a Ray started on this machine.
+    """Deploy replicas on the cluster at ``RAY_ADDRESS``, by default on a local Ray started here.
 
-    At the end of the block, running requests have ``limits.shutdown_timeout`` seconds to end.
+    At the end of the block, running requests have ``limits.shutdown_timeout`` seconds to finish.
 
     Args:
-        gpus: of each replica, on one machine; with several, a device map spreads the model over them. A
-            cluster without GPUs needs none for 1.
+        gpus: GPUs per replica, on one machine; a device map spreads the model over several. With 1, a cluster without
+            GPUs is accepted.
 
     Raises:
         UserError: Ray is not installed, the cluster has fewer GPUs, or a replica does not start.
@@ -87,7 +87,7 @@ def deployed(settings: ServerSettings, replicas: int, gpus: int, host: str, port
             serve.run(deployment.bind(settings), name=_NAME, route_prefix="/")
         except RuntimeError as error:
             message = serve.status().applications[_NAME].deployments[_NAME].message
-            if mistake := re.search(r"errors\.UserError: (.+)", message):  # one that a replica met
+            if mistake := re.search(r"errors\.UserError: (.+)", message):  # raised in a replica
                 raise UserError(mistake[1]) from error
             raise
         yield

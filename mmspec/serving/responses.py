@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: requests, their items as chat messages, responses, their events, and stored responses."""
+"""OpenAI's Responses API: requests, conversion of items to chat messages, responses, events, stored responses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class _Text(TextPart):
-    ignored: ClassVar = ("annotations", "logprobs", CACHE_BREAKPOINT)  # the first two of answers that clients send back
+    ignored: ClassVar = (
+        "annotations",
+        "logprobs",
+        CACHE_BREAKPOINT,
+    )  # the first two occur in answers that clients send back
     type: Literal["input_text", "output_text"]  # type: ignore[assignment]
 
 
@@ -75,7 +79,7 @@ _Content = Annotated[
 
 
 class Message(Variant):
-    """A message of a user, the system or an assistant."""
+    """A message from the user, the system or the assistant."""
 
     ignored: ClassVar = ("id", "status", "phase")
     type: Literal["message"] = "message"
@@ -84,7 +88,7 @@ class Message(Variant):
 
 
 class FunctionCall(CalledFunction, Variant):
-    """A call of a function that the model made."""
+    """A function call by the model."""
 
     ignored: ClassVar = ("async", "id", "status", "caller", "namespace", "parsed_arguments")
     type: Literal["function_call"]
@@ -92,7 +96,7 @@ class FunctionCall(CalledFunction, Variant):
 
 
 class FunctionCallOutput(Variant):
-    """The result of a call."""
+    """The result of a function call."""
 
     ignored: ClassVar = ("id", "status", "caller", "namespace", "name")
     type: Literal["function_call_output"]
@@ -105,7 +109,7 @@ class _Thought(TextPart):
 
 
 class Reasoning(Variant):
-    """Thoughts of the model before the next message or call."""
+    """Reasoning before the next message or call."""
 
     ignored: ClassVar = ("id", "status", "summary", "encrypted_content")
     type: Literal["reasoning"]
@@ -118,11 +122,12 @@ ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
 def chat_messages(items: Sequence[Item], instructions: str | None = None) -> list[ChatMessage]:
-    """The messages of a chat request: calls belong to the assistant's message before them, thoughts to the one after
-    them. Items are valid already.
+    """Convert validated items to chat messages.
+
+    Calls join the preceding assistant message, reasoning joins the following one.
 
     Raises:
-        APIError: there are too many.
+        APIError: too many messages.
     """
     message = ChatMessage.model_construct
     system = [TextPart.model_construct(type="text", text=instructions)]
@@ -151,9 +156,9 @@ class _FunctionType(Fields):
 
 
 class FunctionTool(Function, _FunctionType):  # the type is checked first
-    """A function; chat requests have its fields one level deeper."""
+    """A function declaration; chat requests nest these fields under ``function``."""
 
-    # There are no tool searches and programs beside calls; results are text.
+    # Tool search and programmatic calls are not supported; results are text.
     ignored: ClassVar = (*Function.ignored, "allowed_callers", "async", "defer_loading", "output_schema")
 
 
@@ -180,7 +185,12 @@ _OTHER_FORMAT = Rule("left out: it is text.format here", lambda value: value is 
 
 
 class _ReasoningConfig(Fields):
-    ignored: ClassVar = ("context", "generate_summary", "mode", "summary")  # thoughts are sent as they are
+    ignored: ClassVar = (
+        "context",
+        "generate_summary",
+        "mode",
+        "summary",
+    )  # the reasoning itself is sent, not a summary
     effort: str | None = None
 
 
@@ -243,7 +253,7 @@ class ResponsesRequest(GenerationRequest):
         return None if form is None else grammar_of_format(form.type, form.schema_)
 
     def about(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of the response that repeat the request's, or the values that stand for them.
+        """Response fields that echo the request, with defaults filled in.
 
         Args:
             sampling: fields of ``SamplingParams``.
@@ -276,12 +286,12 @@ _WRITTEN: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 class ResponsesFormat(ChatFormat):
-    """``response``: an output of thoughts, messages and function calls, and the events by which it grows.
+    """``response`` objects, whose output is reasoning, messages and function calls, and their stream events.
 
-    The whole response is built from the same events.
+    The whole response is built from the stream events.
 
     Args:
-        about: fields of the response that are known before its output.
+        about: response fields known before generation.
 
     Attributes:
         on_end: called with the whole response.
@@ -293,8 +303,8 @@ class ResponsesFormat(ChatFormat):
         super().__init__(*common, **keywords)
         self._about = dict(about)
         self._output: list[dict[str, Any]] = []
-        self._growing: dict[str, Any] | None = None  # the last item, if it goes on
-        self._number = 0  # of the next event
+        self._growing: dict[str, Any] | None = None  # the last item while it is incomplete
+        self._number = 0  # sequence number of the next event
         self.on_end: Callable[[dict[str, Any]], None] = lambda response: None
 
     def event(self, chunk: Event) -> bytes:
@@ -350,10 +360,10 @@ class ResponsesFormat(ChatFormat):
         }
 
     def _grow(self, thoughts: str, text: str, logprobs: Iterable[Any]) -> Iterator[Event]:
-        """Events of what is new in the output; the last events if the answer has ended.
+        """Events for new output; includes the final events if the answer has ended.
 
         Args:
-            logprobs: of the tokens after the thoughts.
+            logprobs: log probabilities of the tokens after the reasoning.
         """
         final = self.choices[0].finish_reason is not None
         if thoughts:
@@ -369,7 +379,7 @@ class ResponsesFormat(ChatFormat):
             yield from self._close(self._status())
 
     def _write(self, kind: str, text: str, **lists: list[Any]) -> Iterator[Event]:
-        """Events of text in an item of thoughts or a message; ``lists`` grow with it."""
+        """Events that append text to a reasoning item or a message, and entries to its ``lists``."""
         prefix, fields, part = _WRITTEN[kind]
         if self._growing is None or self._growing["type"] != kind:
             yield from self._open(prefix, {"type": kind, **deepcopy(fields), "content": []})
@@ -439,24 +449,24 @@ class _Stored:
 
 
 class StoredResponses:
-    """Responses of the Responses API with their conversations, in memory. Threads may share it.
+    """In-memory store of responses and their conversations. Thread-safe.
 
     Args:
-        most: responses that are kept; the oldest is dropped. Their texts have at most 256 MiB.
-        seconds: after which they are dropped.
+        most: maximum number of responses; the oldest is dropped. All texts together take at most 256 MiB.
+        seconds: time to live of a response.
     """
 
     def __init__(self, most: int, seconds: float) -> None:
         self._most, self._seconds = most, seconds
-        self._kept: dict[str, _Stored] = {}  # the oldest first
+        self._kept: dict[str, _Stored] = {}  # oldest first
         self._size = 0
         self._lock = Lock()
 
     def add(self, response: dict[str, Any], asked: Sequence[Item]) -> None:
-        """Keep a response and its conversation.
+        """Store a response and its conversation, without truncated calls.
 
         Args:
-            asked: the items before the response's; a call that was cut short is not among the latter.
+            asked: the items before the response's output.
         """
         answered = [one for one in response["output"] if one["type"] != "function_call" or one["status"] == "completed"]
         items = [*asked, *ITEMS.validate_python(answered)]
@@ -467,10 +477,10 @@ class StoredResponses:
             self._trim()
 
     def items(self, name: str | None) -> Sequence[Item]:
-        """The conversation up to a response, its output included; none before the first.
+        """The conversation up to and including a response; empty if ``name`` is None.
 
         Raises:
-            APIError: status 400, the response is not kept.
+            APIError: status 400, the response is not stored.
         """
         if name is None:
             return ()
@@ -480,20 +490,20 @@ class StoredResponses:
         raise APIError(400, message, "previous_response_id", "previous_response_not_found")
 
     def get(self, name: str) -> dict[str, Any]:
-        """A response.
+        """Return a stored response.
 
         Raises:
-            APIError: status 404, it is not kept.
+            APIError: status 404, the response is not stored.
         """
         if (kept := self._find(name)) is not None:
             return kept.response
         raise APIError(404, f"no response of this id is kept: got {name[:80]!r}", "response_id")
 
     def delete(self, name: str) -> dict[str, Any]:
-        """Drop a response; returns OpenAI's object of that.
+        """Delete a response; returns OpenAI's deletion object.
 
         Raises:
-            APIError: status 404, it is not kept.
+            APIError: status 404, the response is not stored.
         """
         self.get(name)
         with self._lock:

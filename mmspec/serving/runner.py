@@ -1,4 +1,4 @@
-"""Jobs of parsed requests, and runs of their choices on a pipeline, in the server's slots and the requests' time."""
+"""Converts parsed requests to jobs, and runs their choices on a pipeline within slots and time limits."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ Constraint = tuple[str, str]
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """What a request asks for.
+    """A generation request in the engine's terms.
 
     Attributes:
-        prompts: texts, or chat messages; each is answered ``n`` times, its choices one after the other.
-        sampling: fields of ``SamplingParams``, without the grammar's, of the first choice of each prompt; the
-            seed of the i-th is larger by i, as in vLLM.
-        constraint: the grammar of the outputs, which has not been checked yet.
-        media: images and videos, of a request with one prompt.
+        prompts: texts or chat messages; each gets ``n`` consecutive choices.
+        sampling: fields of ``SamplingParams`` of each prompt's first choice, without the grammar; the i-th choice adds
+            i to the seed, as in vLLM.
+        constraint: the unchecked grammar of the outputs.
+        media: images and videos; requires a single prompt.
         keywords: further keywords of ``Pipeline.stream``.
-        drafter: the name of one of the server's.
-        trigger: the text after which the grammar begins; None for the beginning of the output.
-        schemas: the schemas of tools and outputs that the grammar was made of, by what errors call them.
+        drafter: name of a loaded drafter.
+        trigger: text after which the grammar applies; None applies it from the start of the output.
+        schemas: JSON schemas of tools and outputs in the grammar, by their names in errors.
     """
 
     prompts: Sequence[Any]
@@ -80,25 +80,25 @@ class GenerationJob:
 
     @property
     def grammar(self) -> str:
-        """The fields of the request that the grammar was made of."""
+        """Names of the request fields that define the grammar."""
         if not self.schemas:
             return "response_format"
         return "tools or response_format" if "response_format" in self.schemas else "tools"
 
 
 class JobBuilder:
-    """Makes jobs of requests.
+    """Converts requests to jobs.
 
     Args:
-        names: what requests may call the model; responses use the first one. The only name of a model may be left out;
-            that of a file may also be given without folder and ending.
+        names: model names that requests may use; responses use the first name. Requests may omit a single name, and
+            may name a file without folder and suffix.
         stored: responses that later requests continue.
-        reasoning: format of the model's thoughts; None if it has none.
-        variables: of the chat template, by default.
-        drafters: names of those that requests may choose, the default first.
+        reasoning: format of the model's reasoning; None for models without reasoning.
+        variables: default variables of the chat template.
+        drafters: names of selectable drafters, the default first.
 
     Raises:
-        APIError: of each method, for requests beyond the limits, or for another model.
+        APIError: raised by each method for requests beyond the limits, or for another model.
     """
 
     def __init__(
@@ -124,24 +124,24 @@ class JobBuilder:
             self._known += [None, *((path.name, path.stem) if path.is_file() else ())]
 
     def check_model(self, name: str | None) -> None:
-        """Raise ``APIError`` if the model has another name; None is right."""
+        """Raise ``APIError`` unless ``name`` is a name of the model or None."""
         if name is not None and name not in self._known:
             message = f"unknown model: expected {self._expected}, got {name[:200]!r}"
             raise APIError(404, message, "model", "model_not_found")
 
     def _answers(self, name: str | None) -> tuple[str, dict[str, Any]]:
-        """What answers a request to this model: its name in the response, and keywords of ``Pipeline.stream``."""
-        if name not in self._known:  # none is given
+        """Model name in the response, and the keywords of ``Pipeline.stream`` that it implies."""
+        if name not in self._known:  # None
             raise APIError(400, f"model is required: expected {self._expected}, got none", "model")
         return (name, {"adapter": name}) if name in self._adapters else (self._names[0], {})
 
     def chat(self, asked: ChatCompletionRequest) -> tuple[GenerationJob, WireFormat]:
-        """The job of a chat request, and the format of its response."""
+        """Job and response format of a chat request."""
         job, plan = self._chat(asked, asked.messages)
         return job, ChatFormat(*self._form(asked, job, [""] * job.n), reader=plan.reader)
 
     def response(self, asked: ResponsesRequest) -> tuple[GenerationJob, WireFormat]:
-        """The job of a request of a response, and the format of its response."""
+        """Job and response format of a Responses API request."""
         earlier = self._stored.items(asked.previous_response_id)
         job, plan = self._chat(asked, chat_messages([*earlier, *asked.input], asked.instructions))
         about = asked.about(job.sampling)
@@ -164,14 +164,14 @@ class JobBuilder:
         variables = effort_variables(asked.reasoning_effort, self._pipe.io.chat_template_text())
         variables |= asked.chat_template_kwargs
         keywords = {**asked.keywords, **plan.keywords, **self._answers(asked.model)[1], **self._rendering(variables)}
-        if "answer_start" not in keywords:  # there, a call begins at once
+        if "answer_start" not in keywords:  # a call starts at once there
             keywords |= self._reasoning
         prompts = [plan.messages(turns)]
         common = (prompts, sampling, constraint, asked.n, media, keywords, asked.drafter(self._limits, self._drafters))
         return GenerationJob(*common, plan.trigger, plan.schemas), plan
 
     def _form(self, asked: GenerationRequest, job: GenerationJob, texts: Sequence[str]) -> tuple[Any, ...]:
-        """Arguments of a format of responses."""
+        """Constructor arguments of a ``WireFormat``."""
         return self._answers(asked.model)[0], self._pipe.io, asked, texts, job.drafts
 
     def _rendering(self, variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class JobBuilder:
         return conversation(messages, self._pipe.io.reads_media)
 
     def completion(self, asked: CompletionRequest) -> tuple[GenerationJob, WireFormat]:
-        """The job of a request of completions, and the format of its response."""
+        """Job and response format of a completion request."""
         self.check_model(asked.model)
         self._check_characters(asked.prompt, "prompt")
         keywords = asked.keywords | {"chat_template": False} | self._answers(asked.model)[1]
@@ -238,7 +238,7 @@ class JobBuilder:
 
 
 def effort_variables(effort: str | None, template: str) -> dict[str, Any]:
-    """Variables of a chat template for ``reasoning_effort``: those that it reads."""
+    """Chat template variables for ``reasoning_effort``, restricted to variables that the template reads."""
     if effort == "none" and re.search(r"\benable_thinking\b", template):
         return {"enable_thinking": False}
     reads = effort is not None and re.search(r"\breasoning_effort\b", template)
@@ -246,7 +246,7 @@ def effort_variables(effort: str | None, template: str) -> dict[str, Any]:
 
 
 class Admission(Protocol):
-    """Admission of choices: a server's own ``Slots``, or slots that it shares."""
+    """Interface for the admission of choices: the server's own ``Slots``, or shared slots."""
 
     @property
     def running(self) -> int:
@@ -260,15 +260,15 @@ class Admission(Protocol):
         """Wait for slots; see ``Slots.acquire``."""
 
     def release(self, count: int = 1) -> None:
-        """Give slots back."""
+        """Return slots."""
 
 
 class Slots:
-    """Slots for decoding, given in the order of arrival. Used from one event loop only.
+    """FIFO semaphore of decoding slots with a bounded queue. Used from one event loop only.
 
     Args:
-        size: slots.
-        longest: slots that may be waited for; further requests are refused.
+        size: number of slots.
+        longest: maximum number of queued slots; further requests are refused.
 
     Attributes:
         running: slots in use.
@@ -305,7 +305,7 @@ class Slots:
             if entry in self._queue:
                 self._queue.remove(entry)
                 self._grant()  # later entries may fit
-            elif not granted.cancelled():  # granted in the same turn of the loop
+            elif not granted.cancelled():  # granted in the same loop iteration
                 self.release(count)
             raise
 
@@ -338,14 +338,14 @@ class GrammarChecker:
         self._trial = GrammarTrial(workers=_WORKERS)
         self._threads = ThreadPoolExecutor(_WORKERS, thread_name_prefix="grammar")
         self._running: dict[Constraint, _Check] = {}
-        self._results: dict[Constraint, CheckedText | UserError] = {}  # the last used one at the end
+        self._results: dict[Constraint, CheckedText | UserError] = {}  # least recently used first
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._trial.close()
 
     async def check(self, constraint: Constraint) -> CheckedText:
-        """Check a grammar. Where no request waits for it any more, its worker is ended, and that is waited for.
+        """Check a grammar. When no request waits for the result, terminates the worker and waits for its exit.
 
         Raises:
             UserError: see ``GrammarTrial.check``.
@@ -374,7 +374,7 @@ class GrammarChecker:
             return error
         except asyncio.CancelledError:
             if check.waiting == 1:
-                self._running.pop(constraint, None)  # a later request begins anew
+                self._running.pop(constraint, None)  # a later request starts a new check
                 check.stop()
                 check.future.cancel()
                 await asyncio.wait({done})
@@ -387,10 +387,10 @@ class GrammarChecker:
 
 @dataclass
 class _Check:
-    """A grammar that is being checked.
+    """A running grammar check.
 
     Attributes:
-        waiting: requests that wait for the result.
+        waiting: number of requests that wait for the result.
     """
 
     future: Future[CheckedText]
@@ -403,11 +403,11 @@ Pieces = AsyncIterator[tuple[int, Piece]]
 
 
 class RequestRunner:
-    """Runs requests: a choice has a slot from the check of its grammar and the reading of its media to its last token.
+    """Runs requests: a choice holds a slot from grammar check and media decoding to its last token.
 
     Args:
-        pipes: by drafter; they answer, and their ``max_num_seqs`` is at least as many.
-        seconds: in which a request must end; 0 is no limit.
+        pipes: pipelines by drafter; ``max_num_seqs`` of each must be at least the number of slots.
+        seconds: time limit of a request; 0 sets no limit.
     """
 
     def __init__(
@@ -428,14 +428,14 @@ class RequestRunner:
 
     @asynccontextmanager
     async def start(self, job: GenerationJob) -> AsyncIterator[Pieces]:
-        """Wait for slots and start a request. Leaving the block cancels what has not ended, and frees its slots.
+        """Wait for slots and start a request. Leaving the block cancels unfinished choices and frees their slots.
 
-        The choices do not wait for the reader of their pieces: a slow client occupies no slot.
+        Choices do not wait for the consumer of their pieces, so a slow client occupies no slot.
 
         Raises:
-            APIError: the queue is full, an image or video cannot be read, or the request's time has passed.
-            UserError: the grammar is not valid, or exceeds a limit. The pieces' iterator raises what the pipeline
-                raises, and at the end of the request's time.
+            APIError: the queue is full, an image or video cannot be read, or the request timed out.
+            UserError: the grammar is invalid or exceeds a limit. The iterator of pieces raises the pipeline's errors
+                and, on timeout, ``APIError``.
         """
         arrived, deadline = clock(), Deadline(self._seconds)
         await deadline.wait(self.slots.acquire(job.choices))
@@ -448,7 +448,7 @@ class RequestRunner:
         tasks = []
         for index in range(job.choices):
             task = asyncio.create_task(self._choice(job, index, params, media, pieces, arrived))
-            task.add_done_callback(lambda _: self.slots.release())  # also of a task that is cancelled before it starts
+            task.add_done_callback(lambda _: self.slots.release())  # also if the task is cancelled before it starts
             tasks.append(task)
         try:
             yield _iterate(pieces, len(tasks), deadline)
@@ -458,7 +458,7 @@ class RequestRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _prepared(self, job: GenerationJob) -> tuple[SamplingParams, Mapping[str, Any]]:
-        """Parameters of a job's first choice, with its grammar, and its media."""
+        """Check the grammar and decode the media: sampling parameters of the first choice, and media."""
         grammar: dict[str, Any] = {}
         if job.constraint is not None:
             if job.sampling.get("ignore_eos"):
@@ -471,7 +471,7 @@ class RequestRunner:
         return SamplingParams(**job.sampling, **grammar), await self.media.read(job.media)
 
     async def _located(self, error: UserError, schemas: Mapping[str, str]) -> Exception:
-        """The error of a grammar, with the name of the schema that is wrong, if one of several is."""
+        """The error of a grammar; names the invalid schema if the grammar has several."""
         for name, schema in schemas.items():
             try:
                 await self.grammars.check(("json_schema", schema))
@@ -524,10 +524,10 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """The end of a request's time, which begins now.
+    """Deadline of a request.
 
     Args:
-        seconds: from now; 0 is no limit.
+        seconds: time limit from now; 0 sets no limit.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -535,10 +535,10 @@ class Deadline:
         self._end = asyncio.get_running_loop().time() + seconds if seconds else None
 
     async def wait(self, work: Awaitable[T]) -> T:
-        """Await ``work``, and cancel it at the end of the time.
+        """Await ``work``, and cancel it at the deadline.
 
         Raises:
-            APIError: status 504, the time has passed. Clients should not send the same request again by themselves.
+            APIError: status 504, the deadline has passed. Clients should not retry automatically.
         """
         try:
             async with asyncio.timeout_at(self._end) as limit:

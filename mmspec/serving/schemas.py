@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API, and vLLM's for tokens: fields and their limits."""
+"""Request schemas of OpenAI's API and of vLLM's token endpoints."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from mmspec.targets.processor import is_token_ids
 MOST_ITEMS = 1024
 """Prompts, messages, parts of a message, or tools."""
 
-_MOST_VALUES = 1_000_000  # of a body, with the commas and brackets in its texts
+_MOST_VALUES = 1_000_000  # in a body; commas and brackets inside strings count, too
 
 
 class UnknownFieldError(ValueError):
-    """A field that a class does not have.
+    """An unknown or unsupported field.
 
     Args:
-        name: of the field.
-        reason: why it is not supported, or "".
-        value: what it was given.
+        name: field name.
+        reason: why the field is not supported, or "".
+        value: the given value.
         known: the fields of the class.
     """
 
@@ -56,13 +56,13 @@ class UnknownFieldError(ValueError):
 class Fields(BaseModel):
     """Base of the objects in requests.
 
-    A field that would change the answer and is not implemented is refused and named, with the reason where it is one of
-    OpenAI's, unless it has its neutral value. null stands for a field's default everywhere.
+    An unimplemented field that would change the answer raises an error that names the field, and the reason for fields
+    of OpenAI's schema, unless it has its neutral value. null means a field's default everywhere.
 
     Attributes:
-        neutral: values by field that ask for nothing; such fields are dropped.
+        neutral: values without effect, by field; fields with these values are dropped.
         ignored: fields that are dropped.
-        refused: why fields of OpenAI's schema are not supported.
+        refused: reasons why fields of OpenAI's schema are not supported.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -100,7 +100,7 @@ class Variant(Fields):
 
 
 def checked(name: str, rule: Rule) -> AfterValidator:
-    """Check a field as the Python API does, with its message."""
+    """Validate a field with the Python API's rule and error message."""
     return AfterValidator(lambda value: rule.check(name, value))
 
 
@@ -108,14 +108,14 @@ F = TypeVar("F", bound=Fields)
 
 
 def parse(kind: type[F], body: bytes, ignored: Callable[[str], object] = str) -> F:
-    """Parse a request's body. A large one takes long: call it in a thread.
+    """Parse a request body. Call it in a thread: large bodies take long.
 
     Args:
-        ignored: called with the name of each field that is ignored.
+        ignored: called with the name of each ignored field.
 
     Raises:
-        APIError: it is no JSON, or a field is missing, unknown, of another type or out of range; the first such field
-            is named. All threads wait while millions of values are parsed: it has too many of them.
+        APIError: the body is not JSON, or a field is missing, unknown, of another type or out of range (the message
+            names the first such field), or the body has too many values: parsing millions blocks all threads.
     """
     if (found := sum(body.count(mark) for mark in (b",", b"[", b"{"))) > _MOST_VALUES:
         raise APIError(400, f"a request's body must have at most {_MOST_VALUES} values: got about {found}")
@@ -151,7 +151,7 @@ _EXPECTED = {
 
 
 def _api_error(error: Any) -> APIError:
-    """The error for one of ``ValidationError.errors()``, with the path of the field, as ``messages[0].content``."""
+    """Convert one of ``ValidationError.errors()``; the field's path is written as ``messages[0].content``."""
     what, context, received = error["type"], error.get("ctx", {}), error["input"]
     reason = context.get("error")
     steps = pairwise((None, *error["loc"]))
@@ -183,7 +183,7 @@ CACHE_BREAKPOINT = "prompt_cache_breakpoint"
 
 
 class _URL(Fields):
-    ignored: ClassVar = ("detail",)  # images have the resolution that the model's processor gives them
+    ignored: ClassVar = ("detail",)  # the model's processor sets the resolution
     url: str
 
 
@@ -194,7 +194,7 @@ class TextPart(Variant):
 
 
 class RefusalPart(Variant):
-    """What an assistant has said instead of an answer: text of the conversation."""
+    """An assistant's refusal, treated as text of the conversation."""
 
     type: Literal["refusal"]
     refusal: str
@@ -216,7 +216,7 @@ class MediaPart(Variant):
 
 
 class ImagePart(MediaPart):
-    """An image; a text as ``image_url`` is its URL."""
+    """An image; ``image_url`` may be the URL as a string."""
 
     ignored: ClassVar = (CACHE_BREAKPOINT,)
     kind = "image"
@@ -247,7 +247,7 @@ Part = Annotated[TextPart | RefusalPart | ImagePart | VideoPart, Field(discrimin
 
 
 class CalledFunction(Fields):
-    """A call that a model made; its arguments may be cut, and no JSON then."""
+    """A call by the model; truncated arguments may be invalid JSON."""
 
     name: str
     arguments: str
@@ -261,17 +261,17 @@ class ToolCall(Fields):
 
 
 class ChatMessage(Fields):
-    """One message; a text as content is one text part, an assistant's content may be null, or a refusal."""
+    """One message; string content means one text part, an assistant's content may be null or a refusal."""
 
     refused: ClassVar = {"audio": "answers are text", "function_call": "tool_calls replaces it"}
-    neutral: ClassVar = {"annotations": ([],), "tool_calls": ([],)}  # of answers that clients send back
+    neutral: ClassVar = {"annotations": ([],), "tool_calls": ([],)}  # in answers that clients send back
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: list[Part] = Field(max_length=MOST_ITEMS)
     tool_calls: list[ToolCall] | None = Field(None, max_length=MOST_ITEMS)
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same in vLLM's API
+    reasoning: str | None = None  # vLLM's name of ``reasoning_content``
 
     @model_validator(mode="before")
     @classmethod
@@ -299,36 +299,36 @@ class ChatMessage(Fields):
 
     @property
     def texts(self) -> list[str]:
-        """What a chat template may write of the message."""
+        """All texts of the message that a chat template may render."""
         parts = [part.text for part in self.content if not isinstance(part, MediaPart)]
         called = [(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()]
         return [*parts, *chain(*called), self.tool_call_id or "", self.name or "", self.thoughts or ""]
 
     @property
     def thoughts(self) -> str | None:
-        """An assistant's."""
+        """Reasoning of an assistant's message."""
         return self.reasoning_content or self.reasoning
 
     def extras(self) -> dict[str, Any]:
-        """What a chat template's message has beside role and content."""
+        """Fields of a chat template's message other than role and content."""
         calls = [
             {"id": call.id, "type": "function", "function": call.function.model_dump(include={"name", "arguments"})}
             for call in self.tool_calls or ()
         ]
-        name = self.name if self.role == "tool" else None  # of its function; names of speakers are ignored
+        name = self.name if self.role == "tool" else None  # the function's name; speaker names are ignored
         values: dict[str, Any] = dict.fromkeys(REASONING_FIELDS, self.thoughts)
         values |= {"tool_calls": calls or None, "tool_call_id": self.tool_call_id, "name": name}
         return {name: value for name, value in values.items() if value is not None}
 
 
 def conversation(given: Sequence[ChatMessage], reads_media: bool) -> tuple[list[dict[str, Any]], list[Medium]]:
-    """Messages in transformers' format, and their images and videos in order.
+    """Convert messages to transformers' format; also returns their images and videos in order.
 
     Args:
-        reads_media: whether the model's template takes lists of parts; templates of text models expect a text.
+        reads_media: whether the model's template takes lists of parts; templates of text models expect a string.
     """
     messages, media = [], []
-    names: dict[str, str] = {}  # of functions by ids of calls
+    names: dict[str, str] = {}  # function names by call id
     for place, message in enumerate(given):
         items: list[dict[str, Any]] = []
         for number, part in enumerate(message.content):
@@ -362,7 +362,7 @@ class Function(Fields):
 
     @property
     def declaration(self) -> dict[str, Any]:
-        """Its name, description and parameters, as far as they are given."""
+        """The given fields among name, description and parameters."""
         return self.model_dump(include=set(Function.model_fields), exclude_none=True)
 
 
@@ -376,7 +376,7 @@ class Tool(Fields):
 
 
 def choice_rule(form: str, *keys: str) -> Rule:
-    """The rule of ``tool_choice``, which names a function in this form, an object with these keys."""
+    """The rule of ``tool_choice`` for one way of naming a function: an object with these keys, shown as ``form``."""
 
     def holds(value: Any) -> bool:
         if not isinstance(value, dict):
@@ -387,7 +387,7 @@ def choice_rule(form: str, *keys: str) -> Rule:
 
 
 def named_function(choice: Any) -> str | None:
-    """Name of the function that must be called, if one is named, as in chat requests or as in those of responses."""
+    """Function name of a ``tool_choice`` in the form of either API; None if it names no function."""
     function = choice.get("function", choice) if isinstance(choice, dict) else None
     return function.get("name") if isinstance(function, dict) else None
 
@@ -399,7 +399,7 @@ CHOICE = choice_rule('{"type": "function", "function": {"name": NAME}}', "type",
 IGNORED = (
     *("user", "safety_identifier", "metadata", "service_tier"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    # Of other engines: for speed, memory, order or figures alone.
+    # Fields of other engines that affect only speed, memory, order or statistics.
     *("cache_prompt", "id_slot", "n_cache_reuse", "return_progress", "slot_id", "timings_per_token"),
     *("speculative.n_max", "speculative.n_min", "speculative.p_min"),
     *("keep_alive", "draft_model", "ttl", "priority", "request_id", "rid"),
@@ -441,10 +441,10 @@ class ResponseFormat(Fields):
 
 
 def grammar_of_format(kind: str, schema: dict[str, Any] | None) -> tuple[str, str] | None:
-    """Kind and text of the grammar of a response format, if any; the grammar is not checked yet.
+    """Kind and unchecked text of a response format's grammar; None for plain text.
 
     Raises:
-        UserError: the schema is no JSON.
+        UserError: the schema is not JSON.
     """
     if kind == "text":
         return None
@@ -453,7 +453,12 @@ def grammar_of_format(kind: str, schema: dict[str, Any] | None) -> tuple[str, st
 
 _SPECULATIVE = Rule("true, false or the name of a drafter", lambda value: isinstance(value, bool | str))
 MAX_TOKENS, _MIN_TOKENS = SamplingParams.rule("max_new_tokens"), SamplingParams.rule("min_new_tokens")
-_OTHERWISE = ("max_new_tokens", "min_new_tokens", "grammar_trigger", *KINDS)  # by fields of OpenAI's and vLLM's
+_OTHERWISE = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "grammar_trigger",
+    *KINDS,
+)  # set by fields of OpenAI's and vLLM's APIs
 _SAMPLING = [one.name for one in fields(SamplingParams) if one.name not in _OTHERWISE]
 
 _Sampling = create_model(
@@ -464,7 +469,7 @@ _Sampling = create_model(
 
 
 class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
-    """Fields of all endpoints that generate: the fields of ``SamplingParams``, and some more.
+    """Fields of all generation endpoints: ``SamplingParams`` and further fields.
 
     Attributes:
         limit_name: the endpoint's own name of ``max_tokens``.
@@ -496,7 +501,7 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
     @field_validator("top_k", mode="before")
     @classmethod
     def _as_all(cls, top_k: Any) -> Any:
-        """-1 disables it, as in vLLM."""
+        """Convert -1, which disables top-k as in vLLM."""
         return 0 if top_k == -1 else top_k
 
     @field_validator("stop")
@@ -514,12 +519,12 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
 
     @property
     def alternatives(self) -> int | None:
-        """Alternatives per token whose log probabilities are asked for; None if no log probabilities are."""
+        """Requested top log probabilities per token; None if no log probabilities are requested."""
         raise NotImplementedError
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Those of ``Pipeline.stream`` beside ``params``."""
+        """Keywords of ``Pipeline.stream`` other than ``params``."""
         drafts = 0 if self.speculative is False else self.num_draft_tokens
         times = {"max_time": self.t_max_predict_ms / 1000 or None}
         return {"logprobs": self.alternatives, "num_draft_tokens": drafts, **times}
@@ -528,10 +533,10 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
         """The name of the request's drafter.
 
         Args:
-            names: of the drafters that are loaded, the default first.
+            names: loaded drafters, the default first.
 
         Raises:
-            APIError: there is no such drafter, or the server's limits leave no choice.
+            APIError: unknown drafter, or the server's limits allow no choice of drafter.
         """
         asked = self.speculative
         for name, value in (("speculative", asked), ("num_draft_tokens", self.num_draft_tokens)):
@@ -548,13 +553,13 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
     def sampling(self, limits: Limits, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of ``SamplingParams`` of the first choice, without ``constraint``, which takes long to check.
 
-        More tokens than the server's limit are cut to it.
+        ``max_tokens`` is clipped to the server's limit.
 
         Args:
-            defaults: for fields that are left out.
+            defaults: values of omitted fields.
 
         Raises:
-            APIError: a value is beyond the server's limits.
+            APIError: a value exceeds the server's limits.
         """
         if self.n > limits.max_running:
             raise APIError(400, f"n must be at most {limits.max_running}: got {self.n}", "n")
@@ -566,7 +571,7 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
         return {**defaults, **given, "max_new_tokens": min(most, limits.max_tokens)}
 
     def constraint(self) -> tuple[str, str] | None:
-        """Kind and text of the grammar of the output, if any."""
+        """Kind and text of the output's grammar; None for unconstrained output."""
         if (form := self.response_format) is None:
             return None
         return grammar_of_format(form.type, None if form.json_schema is None else form.json_schema.schema_)
@@ -576,7 +581,7 @@ class ChatCompletionRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
     limit_name = "max_completion_tokens"
-    # A prediction is for speed alone; responses are stored by /v1/responses only.
+    # A prediction affects only speed; only /v1/responses stores responses.
     ignored = (*IGNORED, "prediction", "store", "verbosity")
     neutral: ClassVar = {
         **NEUTRAL,
@@ -651,7 +656,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(Fields):
-    """``POST /tokenize``: a text, or a conversation as the chat template renders it."""
+    """``POST /tokenize``: a text, or a conversation rendered by the chat template."""
 
     neutral: ClassVar = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
     model: str | None = None

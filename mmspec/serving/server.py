@@ -34,12 +34,12 @@ READ_SECONDS, READ_BYTES = 30.0, 1 << 14
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
-    """uvicorn's protocol, with an end of each time in which it would wait for a client.
+    """uvicorn's protocol with timeouts for slow clients and a limit on connections.
 
-    Bodies have a time of their own (``mmspec.serving.app.BODY_SECONDS``).
+    Bodies have a separate timeout (``mmspec.serving.app.BODY_SECONDS``).
 
     Args:
-        most: connections; beyond, the one that has been without a request for the longest time is closed.
+        most: maximum number of connections; beyond it, the longest idle connection is closed.
     """
 
     def __init__(self, *args: Any, most: int, **keywords: Any) -> None:
@@ -50,7 +50,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
 
     @property
     def waits(self) -> bool:
-        """Whether no request is being answered."""
+        """Whether the connection is idle: no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: Any) -> None:
@@ -82,16 +82,16 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
     def _await_head(self) -> None:
         if self._head is not None:
             self._head.cancel()
-        self.since = clock()  # the loop's own time may stand still
+        self.since = clock()  # loop.time() may be frozen
         self._head = self.loop.call_later(HEAD_SECONDS, self._without_head)
 
     def _without_head(self) -> None:
         if self.waits:
-            self.transport.close()  # what is left of a response may still be sent
+            self.transport.close()  # still sends the rest of a response
             self._await_reader()
 
     def _await_reader(self) -> None:
-        """Close the connection unless its client goes on reading."""
+        """Close the connection unless its client continues reading."""
         behind = self.transport.get_write_buffer_size()
 
         def check() -> None:
@@ -103,13 +103,13 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
         self._read = self.loop.call_later(READ_SECONDS, check)
 
 
-_THREADS = 0.75  # seconds that threads have to end after the requests: one that compiles or encodes cannot be ended
+_THREADS = 0.75  # seconds to wait for threads after the requests: compiling or encoding cannot be interrupted
 IDLE_CONNECTIONS = 256
 """Connections without a request, which clients keep for their next request."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on an address; port 0 selects a free one.
+    """Open a listening socket; port 0 selects a free port.
 
     Raises:
         UserError: the address cannot be bound.
@@ -128,7 +128,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def loading(listening: socket.socket) -> Iterator[None]:
-    """Answer with status 503 during the block, in which a model is loaded; later requests wait for ``run``."""
+    """Answer with status 503 during the block, while a model is loaded; later requests wait for ``run``."""
     server = uvicorn.Server(uvicorn.Config(Unready("loading its model"), **_options(IDLE_CONNECTIONS)))
     thread = Thread(target=server.run, kwargs={"sockets": [listening.dup()]}, daemon=True)
     thread.start()
@@ -140,23 +140,23 @@ def loading(listening: socket.socket) -> Iterator[None]:
 
 
 def _options(connections: int) -> dict[str, Any]:
-    """Options of uvicorn.
+    """uvicorn's options.
 
     Args:
-        connections: at most open at a time.
+        connections: maximum number of open connections.
     """
     quiet = {"log_level": "warning", "access_log": False, "server_header": False}
     return {"http": partial(Connection, most=connections), "ws": "none", **quiet}
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which ends running requests with responses: see ``mmspec.serving.middleware``.
+    """uvicorn's server with graceful shutdown: running requests end with a response (``mmspec.serving.middleware``).
 
     Args:
-        limits: after ``shutdown_timeout``, requests that still run are cancelled.
+        limits: ``shutdown_timeout`` is the time before running requests are cancelled.
 
     Attributes:
-        abandon: end the process if its threads have not ended some seconds after its requests.
+        abandon: exit the process if its threads outlive its requests by some time.
     """
 
     abandon = False
@@ -177,16 +177,15 @@ class Server(uvicorn.Server):
 
 
 def run(app: FastAPI, limits: Limits, listening: socket.socket, engine: Engine) -> NoReturn:
-    """Serve until SIGTERM or SIGINT; running requests then have ``limits.shutdown_timeout`` seconds to end.
+    """Serve until SIGTERM or SIGINT; running requests then have ``limits.shutdown_timeout`` seconds to finish.
 
-    SIGTERM closes the engine and ends the process: the interpreter's own end takes seconds, for it frees all objects
-    one by one.
+    SIGTERM closes the engine and exits the process directly: the interpreter's finalization takes seconds.
 
     Raises:
         KeyboardInterrupt: after SIGINT.
     """
     log_to_stderr(limits.log_level)
-    # After its shutdown uvicorn raises the signal again, which would end the process with another exit status.
+    # uvicorn raises the signal again after shutdown, which would change the exit status.
     with _on_sigterm(lambda: None):
         server = Server(app, limits)
         server.abandon = True
@@ -201,7 +200,7 @@ def wait_for_sigterm() -> None:
     """Wait until the process receives SIGTERM.
 
     Raises:
-        KeyboardInterrupt: SIGINT came first.
+        KeyboardInterrupt: SIGINT arrived first.
     """
     received = Event()
     with _on_sigterm(received.set):

@@ -1,4 +1,4 @@
-"""What a server answers with, and whom: all that a process needs to build its application."""
+"""Server settings: everything a process needs to build the application."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of a server, which can be pickled for other processes.
+    """Settings of a server; can be pickled for other processes.
 
     Attributes:
         loading: keywords of ``open_pipeline`` named in ``LOADING``.
         limits: as for ``create_app``.
-        access: its keywords ``api_key``, ``hosts``, ``origins``, ``names``, ``tool_parser`` and ``allow_urls``.
-        prefix_cache: memory for the states of earlier prompts, in MiB.
+        access: keywords of ``create_app``: ``api_key``, ``hosts``, ``origins``, ``names``, ``tool_parser`` and
+            ``allow_urls``.
+        prefix_cache: memory of the prefix cache, in MiB.
         adapt: drafters learn from all requests; None copies learning drafters for each sequence.
-        others: further drafters, which requests may name.
+        others: additional drafters that requests may select.
     """
 
     loading: Mapping[str, Any]
@@ -40,7 +41,7 @@ class ServerSettings:
     others: Sequence[str] = ()
 
     def pipelines(self) -> dict[str, Pipeline]:
-        """That of ``pipeline``, and one over its target for each further drafter, by names of their drafters.
+        """Load one pipeline per drafter, by drafter name; all share one target.
 
         Raises:
             UserError: as for ``pipeline``, or two drafters have the same name.
@@ -51,7 +52,7 @@ class ServerSettings:
         from mmspec.pipeline import Pipeline
 
         options, home = self.loading, plugins.model_path(self.loading["model"])
-        # Drafters first: a misspelt name must not wait for the loading of a large model.
+        # Check drafters first: a misspelt name must fail before a large model is loaded.
         drafters = [per_sequence(make_drafter(name, home, options["trust_remote_code"])) for name in self.others]
         pipe = self.pipeline()
         common: dict[str, Any] = {"max_num_seqs": pipe.max_num_seqs, "generation_config": pipe.generation_config}
@@ -64,7 +65,7 @@ class ServerSettings:
         return dict(zip(names, pipes, strict=True))
 
     def pipeline(self) -> Pipeline:
-        """Load the model, reserve memory for its sequences and measure the cost of its verify passes.
+        """Load the model, reserve memory for its sequences and calibrate verify passes.
 
         Raises:
             UserError: see ``mmspec.load``.
@@ -93,7 +94,7 @@ class ServerSettings:
         pipe.calibrate()
 
     def defaults(self, pipe: Pipeline) -> str:
-        """What requests have that set no sampling parameters, in one line; neutral values are left out."""
+        """Default sampling parameters in one line, neutral values left out."""
         values = {"temperature": LIBRARY["temperature"], **pipe.defaults.served}
         tokens = min(values.pop("max_new_tokens", self.limits.max_tokens), self.limits.max_tokens)
         shown = {name: value for name, value in values.items() if name == "temperature" or value != LIBRARY[name]}
@@ -101,14 +102,14 @@ class ServerSettings:
         return ", ".join([*names, f"max_tokens {tokens}", *pipe.defaults.others()])
 
     def app(self, pipes: Mapping[str, Pipeline], scrape: Callable[[], Awaitable[Collector]] | None = None) -> FastAPI:
-        """The application of ``pipelines()``; see ``create_app``."""
+        """Build the application over ``pipelines()``; see ``create_app``."""
         from mmspec.serving.app import create_app
 
         return create_app(next(iter(pipes.values())), self.limits, **self.access, drafters=pipes, scrape=scrape)
 
 
 def _label(drafter: str, pipe: Pipeline) -> str:
-    """What requests call a drafter that is chosen like this on the command line: not by a path."""
+    """Name of a command-line drafter in requests: the registered name for ``auto``, the last component of a path."""
     from mmspec.drafters.registry import AUTO, PLAIN, registered_name
 
     if drafter == AUTO:

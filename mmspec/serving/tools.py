@@ -1,4 +1,4 @@
-"""Tools: forms in which models write calls, what tools make of a prompt, and calls in a streamed output."""
+"""Tool calling: call formats of models, tools in prompts and grammars, and streaming call parsers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from mmspec.targets.processor import Processor, called_arguments
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls: marker, opening, calls with separators between them, end.
+    """A model's syntax of tool calls: marker, opening, calls with separators, end.
 
     A call is ``{"name": NAME, KEY: ARGUMENTS}``.
 
     Attributes:
-        name: of ``--tool-parser``.
-        marker: text or special token before the calls; of ``in_call``, the beginning of a call at that of the output.
-        opening, between, end: texts; ``between`` is None where a model makes one call at a time.
-        key: of the arguments.
+        name: value of ``--tool-parser``.
+        marker: text or special token before the calls; with ``in_call``, the start of a call at the output's start.
+        opening, between, end: texts; ``between`` is None if the model makes one call at a time.
+        key: JSON key of the arguments.
         in_call: whether the marker is part of a call.
-        bare: whether an output may also begin with calls without a marker, in code fences or not: Qwen2.5-Coder.
-        id_length: letters and digits of a call's id, if templates require so many.
+        bare: whether an output may also start with calls without a marker, with or without code fences: Qwen2.5-Coder.
+        id_length: alphanumeric characters of a call's id, where templates require a fixed length.
     """
 
     name: str
@@ -44,11 +44,11 @@ class ToolFormat:
     id_length: int | None = None
 
     def bare_begin(self, names: Iterable[str]) -> str:
-        """Pattern of what precedes a call of these functions without a marker; the call follows."""
+        """Pattern of the text before an unmarked call of these functions, with a lookahead for the call."""
         return rf'{_AROUND}(?=\{{\s*"name"\s*:\s*"(?:{"|".join(map(re.escape, names))})")'
 
     def trigger(self, names: Iterable[str]) -> str:
-        """The trigger of the grammar of these functions' calls, marker included; see ``SamplingParams``."""
+        """Trigger of the grammar for calls of these functions, marker included; see ``SamplingParams``."""
         marked = f"{'^' if self.in_call else ''}(?={re.escape(self.marker)})"
         return f"/{marked}|^{self.bare_begin(names)}/" if self.bare else f"/{marked}/"
 
@@ -64,11 +64,11 @@ class ToolFormat:
         """Grammar of calls, in llguidance's variant of Lark's syntax.
 
         Args:
-            tools: functions in OpenAI's form.
-            marked: whether it begins with the marker, or follows it.
-            several: whether there may be several calls, if the model can make them.
-            bare: whether it may also begin with a call without the marker, if the model makes such calls.
-            instead: a JSON schema that the output may satisfy in place of calls.
+            tools: functions in OpenAI's format.
+            marked: whether the grammar includes the marker; otherwise it applies after the marker.
+            several: whether to allow several calls, if the format supports them.
+            bare: whether to allow unmarked calls at the start, if the format supports them.
+            instead: a JSON schema of outputs that are allowed in place of calls.
         """
         parts = [] if self.in_call else ["/[ \\n]?/", json.dumps(self.opening)]
         if marked and not self.in_call:
@@ -132,7 +132,7 @@ def tool_format(io: Processor, name: str = AUTO) -> ToolFormat:
     """The format of a model's calls.
 
     Args:
-        name: of a format; ``AUTO`` recognises the one of the chat template.
+        name: name of a format; ``AUTO`` detects the format from the chat template.
 
     Raises:
         UserError: the named format needs a chat template that renders tools, and the model has none.
@@ -156,9 +156,9 @@ _OTHERS = ("<function=", "<arg_key>", "<invoke")
 
 
 def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages in the generic format, for a chat template that has no tools: functions, calls and results as text.
+    """Render functions, calls and results as text in the generic format, for chat templates without tools.
 
-    The functions precede the first message's text. Results of consecutive calls are one message of the user's.
+    The functions precede the first message's text. Results of consecutive calls become one user message.
     """
     found: list[dict[str, Any]] = []
     before = None
@@ -193,57 +193,57 @@ def _text(content: Any) -> str:
 
 
 def _like(content: Any, text: str) -> Any:
-    """A text in the form of a content: text, or a list of items."""
+    """Convert text to the type of ``content``: a string, or a list of items."""
     return text if isinstance(content, str) else [{"type": "text", "text": text}]
 
 
 def _joined(content: Any, more: Any, separator: str = "\n") -> Any:
-    """A content with more after it."""
+    """Append content to content of the same type."""
     if isinstance(content, str):
         return f"{content}{separator}{more}" if content else more
     more = [{"type": "text", "text": more}] if isinstance(more, str) else more
     return [*content, {"type": "text", "text": separator}, *more] if content else list(more)
 
 
-_AROUND = r"(?:\s|```(?:json)?|[\[\],])*"  # before, between and after calls without markers
+_AROUND = r"(?:\s|```(?:json)?|[\[\],])*"  # around unmarked calls
 _BEFORE_NAME = (r"\{", r"\s*", *'"name"', r"\s*", ":", r"\s*", '"', r'[^"\\]*')
-_PART = (  # of the beginning of such a call
+_PART = (  # of the start of an unmarked call
     r"(?:\s|`{1,3}(?:j(?:s(?:on?)?)?)?|[\[\],])*"
     + "".join(f"(?:{one}" for one in _BEFORE_NAME)
     + ")?" * len(_BEFORE_NAME)
 )
 _HEAD = r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 _BARE_END = re.compile(r"\s*\}")
-_LONGEST_HEAD = 200  # characters; more are no call
+_LONGEST_HEAD = 200  # characters; a longer head is not a call
 
 
 @dataclass
 class Delta:
-    """What a piece of text adds.
+    """Increment of a streamed message.
 
     Attributes:
-        content: text of the message.
-        calls: deltas of calls by index, in OpenAI's form.
+        content: new text of the message.
+        calls: call deltas by index, in OpenAI's format.
     """
 
     content: str = ""
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields of a delta or message that are not empty."""
+        """The non-empty fields, as in a delta or message."""
         content = {"content": self.content} if self.content else {}
         return {**content, "tool_calls": list(self.calls.values())} if self.calls else content
 
 
 class CallReader:
-    """Reads the calls of one output.
+    """Streaming parser for the calls of one output.
 
-    The arguments of a call are passed on as they are written, up to the end of their JSON object: markers inside of its
-    strings are text. White space around calls is left out. What begins like a call and is none is content.
+    Arguments are streamed verbatim up to the end of their JSON object; markers inside strings are text. Whitespace
+    around calls is dropped. Text that starts like a call but is not a call becomes content.
 
     Args:
-        names: functions whose calls are also read without a marker.
-        begun: whether the marker precedes the output.
+        names: functions whose unmarked calls are parsed, too.
+        begun: whether the prompt ends with the marker.
 
     Attributes:
         calls: number of calls so far.
@@ -260,14 +260,14 @@ class CallReader:
         self._next = re.compile(r"\s*\}\s*,\s*(?=\{)")
         self._rest = ""
         self._step = self._in_head if begun else self._in_text
-        self._said = False  # any content: the marker of a format may count at the beginning only
+        self._said = False  # whether there was content: some markers count only at the start
         self._json = _Object()
 
     def feed(self, text: str, *, final: bool = False) -> Delta:
-        """Read more of the output.
+        """Parse the next piece of the output.
 
         Args:
-            final: nothing follows.
+            final: whether this is the last piece.
         """
         self._rest += text
         delta = Delta()
@@ -325,7 +325,7 @@ class CallReader:
         if self._json.over:
             self.calls, self._step = self.calls + 1, self._in_tail
         elif final:
-            self.calls += 1  # cut short
+            self.calls += 1  # a truncated call
         return self._json.over
 
     def _in_tail(self, delta: Delta, final: bool) -> bool:
@@ -347,7 +347,7 @@ class _Object:
     """Finds the end of a JSON object that arrives in pieces.
 
     Attributes:
-        over: the end was read.
+        over: whether the end was read.
     """
 
     def __init__(self) -> None:
@@ -374,14 +374,14 @@ class _Object:
 
 @dataclass(frozen=True)
 class ToolPlan:
-    """What the tools of a request make of it.
+    """Effect of a request's tools on prompt, grammar and parsing.
 
     Attributes:
-        keywords: of ``Processor.encode``.
-        grammar, trigger: of the output; see ``SamplingParams``.
-        schemas: what the grammar was made of, by names for errors.
-        reader: makes readers of the calls in outputs.
-        as_text: the functions that the messages must explain, for a chat template that does not.
+        keywords: keywords of ``Processor.encode``.
+        grammar, trigger: constraint of the output; see ``SamplingParams``.
+        schemas: JSON schemas in the grammar, by their names in errors.
+        reader: factory of parsers for outputs.
+        as_text: functions to render in the messages, for chat templates without tools.
     """
 
     keywords: Mapping[str, Any] = field(default_factory=dict)
@@ -396,10 +396,10 @@ class ToolPlan:
 
 
 class ToolPlanner:
-    """Tools with one model.
+    """Applies tools to the requests of one model.
 
     Args:
-        parser: name of a format of calls, or ``AUTO``.
+        parser: name of a call format, or ``AUTO``.
     """
 
     def __init__(self, io: Processor, parser: str = AUTO) -> None:
@@ -414,16 +414,16 @@ class ToolPlanner:
         several: bool = True,
         schema: str | None = None,
     ) -> ToolPlan:
-        """Tools of a request.
+        """Plan the tools of a request.
 
         Args:
-            functions: the tools' declarations; empty without any.
-            choice: as OpenAI's ``tool_choice``.
-            several: whether there may be several calls.
-            schema: the JSON schema of outputs that are no calls, if they have one.
+            functions: declarations of the tools; empty without tools.
+            choice: OpenAI's ``tool_choice``.
+            several: whether to allow several calls.
+            schema: the JSON schema of outputs without calls; None leaves them unconstrained.
 
         Raises:
-            APIError: the choice does not go with the tools, or the schema with the format.
+            APIError: the choice does not match the tools, or the format does not support the schema.
         """
         generic, named = self._form is GENERIC, named_function(choice)
         names = [one["name"] for one in functions]
@@ -458,5 +458,5 @@ class ToolPlanner:
 
 
 def _schemas(functions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The JSON schemas of calls, by names for errors."""
+    """JSON schemas of the calls' arguments, by their names in errors."""
     return {f"tool {one['name']}": json.dumps(parameters(one)) for one in functions}
