@@ -274,7 +274,7 @@ def main(seed: int, only: int | None, count: int, minutes: float) -> None:
             break
         case = drawn(seed, number)
         try:
-            with patch("mmspec.engine.budget._TRIAL_INTERVALS", (6, 6)):  # trees and chains in turn
+            with patch("mmspec.engine.budget._TRIAL_INTERVALS", (6, 6)):  # trees and chains alternate
                 found = difference(case)
         except Exception as error:
             found = f"{type(error).__name__}: {error}"

@@ -236,7 +236,7 @@ def check(cell: Cell, patch: pytest.MonkeyPatch) -> None:
             patch.setattr(config, name, prompt.input_ids.shape[1] + stopper.max_new_tokens)
     target = new_target(cell.target, "cuda" if cell.mode in GPU_MODES else "cpu")
     drafter = drafter_of(cell.drafter, target.model, cell.mode)
-    patch.setattr("mmspec.engine.budget._TRIAL_INTERVALS", (6, 6))  # chains and trees in turn
+    patch.setattr("mmspec.engine.budget._TRIAL_INTERVALS", (6, 6))  # chains and trees alternate
     budget = _budget(cell, rng)
     engine = SteppedEngine(target, drafter, lambda batch, nodes: budget, max_num_seqs=4, chunk=8)
     if drafter is not None:
