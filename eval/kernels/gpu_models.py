@@ -38,7 +38,8 @@ _COMMON: dict[str, Any] = dict(
 _TINY: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4
 )
-_TINY |= dict(vocab_size=160, mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, attn_layer_indices=[1])
+_TINY |= dict(vocab_size=160)
+_TINY_BAMBA = _TINY | dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, attn_layer_indices=[1])
 _BAMBA: dict[str, Any] = dict(
     vocab_size=128256, num_key_value_heads=8, mamba_d_state=128, attn_layer_indices=[9, 18, 27]
 )
@@ -49,7 +50,7 @@ def config_of(name: str, tiny: bool) -> Any:
     given here have these values by default."""
     if name == "7b":
         return LlamaConfig(**_COMMON | (_TINY if tiny else dict(vocab_size=32064)))
-    return BambaConfig(**_COMMON | _BAMBA | (_TINY if tiny else {}))
+    return BambaConfig(**_COMMON | _BAMBA | (_TINY_BAMBA if tiny else {}))
 
 
 def random_target(config: Any, device: torch.device, dtype: torch.dtype) -> TransformersTarget:
