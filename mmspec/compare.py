@@ -179,5 +179,7 @@ def next_token_scores(
         chain = torch.tensor([list(tokens)], dtype=torch.long, device=prompt.input_ids.device)
         parents = torch.arange(-1, len(tokens) - 1, device=chain.device)[None]
         output = target.forward_tree(TokenTree(chain, parents))
-    history = torch.tensor([prompt.histories()[0] + list(tokens)], dtype=torch.long, device=prompt.input_ids.device)
+    history = torch.tensor(
+        [prompt.input_ids[0].tolist() + list(tokens)], dtype=torch.long, device=prompt.input_ids.device
+    )
     return processors(history, output.logits[:, -1].float())[0]  # type: ignore[arg-type]

@@ -69,6 +69,7 @@ class DecodeOptions(Checked):
             separately, and grammars, triggers and stop strings start after it. ``"auto"`` uses the chat template's
             format; None makes reasoning a part of the answer.
         adapter: name of a LoRA adapter of ``mmspec.load(adapters=...)``; None for the model without one.
+        context_limit: maximum length of prompt plus output if it is below the model's; None for the model's.
     """
 
     num_draft_tokens: int | None = option(None, NUM_DRAFT_TOKENS)
@@ -80,6 +81,7 @@ class DecodeOptions(Checked):
     max_time: float | None = option(None, optional(number("a number >= 0", lambda value: value >= 0)))
     reasoning: str | None = option(None, REASONING)
     adapter: str | None = option(None, optional(TEXT))
+    context_limit: int | None = option(None, optional(whole(1)))
 
 
 class GenerateKeywords(TypedDict, total=False):
@@ -116,6 +118,7 @@ class GenerateKeywords(TypedDict, total=False):
     max_time: float | None
     reasoning: str | None
     adapter: str | None
+    context_limit: int | None
     tools: Sequence[Mapping[str, Any]] | None
     answer_start: str
     chat_template_kwargs: Mapping[str, Any] | None

@@ -161,7 +161,7 @@ def test_rows_with_unequal_numbers_of_images():
 
     def tree(prompt):
         output = target.prefill(prompt, 32)
-        drafter.begin(prompt, output, [[*row, 7] for row in prompt.histories()])
+        drafter.begin(prompt, output, [[*row, 7] for row in prompt.unpadded()])
         found = drafter.propose(torch.tensor([7] * len(prompt.input_ids)), Budget(20, 5))
         target.select([])
         drafter.select([])

@@ -186,7 +186,7 @@ class Batch:
     def join(self, new):
         prompt = new[0].prompt if len(new) == 1 else Prompt.stack([one.prompt for one in new])
         output = self.target.prefill(prompt, 200)
-        for one, history in zip(new, prompt.histories(), strict=True):
+        for one, history in zip(new, prompt.unpadded(), strict=True):
             one.history += [*history, one.number]
         self.drafter.begin(prompt, output, [one.history for one in new])
         self.rows += new

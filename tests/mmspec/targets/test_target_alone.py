@@ -51,7 +51,7 @@ class Sums:
     def prefill_chunks(
         self, prompt: Prompt, max_new_tokens: int | Sequence[int], chunk: int | None
     ) -> Iterator[TargetOutput | None]:
-        new = prompt.histories()
+        new = prompt.unpadded()
         self.rows += new
         hidden = torch.zeros(*prompt.input_ids.shape, 1)
         yield TargetOutput(torch.stack([scores(row) for row in new])[:, None], {"last": hidden})
