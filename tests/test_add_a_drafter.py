@@ -1,4 +1,4 @@
-"""The look-up drafter of docs/add-a-drafter.md, run as it is written there."""
+"""The lookup drafter of docs/add-a-drafter.md, run as written there."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_it_drafts_what_followed_the_last_token(bigram):
 
 
 def test_an_object_with_a_drafters_methods_is_one(bigram):
-    """What it has of the optional parts of the protocol is used; copies share its network and the target."""
+    """Optional members of the protocol are used; copies share the network and the target."""
     names = ("begin", "select", "propose", "observe")
     methods = {name: getattr(bigram, name) for name in names} | {"attach": lambda self, target: None}
     bare = type("Bare", (), methods)

@@ -1,4 +1,4 @@
-"""The check of what modules leave behind notices each kind of it, and waits for what is ending."""
+"""The check for leftovers of test modules finds every kind, and waits for threads that are ending."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that begin like earlier ones compute only the rest, and are answered as if they computed everything."""
+"""Prompts with a cached prefix compute only the rest, with equal answers."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_keys_tell_media_apart():
         Prompt(ids, inputs={"pixel_values_videos": image}),
     ]
     assert len({media_key(prompt) for prompt in prompts}) == len(prompts)
-    # What has a value per token follows from the tokens; a longer prompt has more of them.
+    # Inputs with a value per token follow from the tokens; a longer prompt has more tokens.
     typed = Prompt(ids, inputs={"pixel_values": image, "mm_token_type_ids": torch.zeros_like(ids)})
     assert media_key(typed) == media_key(prompts[1])
 
