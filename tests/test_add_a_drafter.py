@@ -9,7 +9,7 @@ import torch
 
 import mmspec
 from mmspec import UserError, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.drafter import as_drafter, features, fork, learns
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.registry import drafter_spec, make_drafter
@@ -45,7 +45,7 @@ def test_its_output_equals_generate(name, batch, bigram):
 def test_it_drafts_what_followed_the_last_token(bigram):
     drafter = bigram()
     drafter.begin(None, None, [[5, 6, 5, 7, 5, 6, 5]])
-    tree = drafter.propose(torch.tensor([5]), Budget(nodes=3, depth=1))
+    tree = drafter.propose(torch.tensor([5]), StepPlan(nodes=3, depth=1))
     assert tree.tokens.tolist() == [[5, 6, 7]]
     assert tree.path_probs == [[pytest.approx(2 / 4), pytest.approx(1 / 4)]]
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.core.budget import CostTable
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 
@@ -230,9 +229,6 @@ class Target(Protocol):
 
     features: Sequence[Feature]
     """Hidden states that outputs must contain."""
-
-    cost: CostTable | None
-    """Measured seconds of a verify pass; None before measurement."""
 
     @property
     def device(self) -> torch.device:

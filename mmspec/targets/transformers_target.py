@@ -12,7 +12,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 
 from mmspec.cache.prefix_cache import Prefix, PrefixCache, RunningStates, at_text, common, continued, media_key
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.budget import CostTable
 from mmspec.core.target import Feature, KeysValues, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -45,7 +44,6 @@ class TransformersTarget:
         auto_class: the class of transformers that loads these models.
         processor_class: the ``Processor`` of these models.
         runner: runs the verify passes; replaced if the model moves to a device that requires another runner class.
-        cost: measured verify times; if known, trees are padded to the width with the fastest pass.
         prefix_cache: reuses states of prompts with a common prefix; None computes every prompt in full.
         adapters: LoRA adapters in the model's layers.
         exact: whether to reject prompts whose trees cannot be verified exactly; False for draft models.
@@ -68,7 +66,6 @@ class TransformersTarget:
         self.decoder.attention.prepare = lambda: adapters.use(adapters.chosen)
         self._embedding: Any = model.get_input_embeddings()
         self._head = Head(model)
-        self.cost: CostTable | None = None
         self.prefix_cache: PrefixCache | None = None
         self.features: Sequence[Feature] = ("last",)
         self._verified: dict[Feature, Tensor] = {}  # features of the last verified tree
@@ -82,21 +79,19 @@ class TransformersTarget:
         return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
 
     def fork(self) -> TransformersTarget:
-        """The same weights and measured cost, without sequences."""
-        fork = type(self)(self.model)
-        fork.cost = self.cost
-        return fork
+        """The same weights, without sequences."""
+        return type(self)(self.model)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the model and its measured cost, without sequences and cached prefixes."""
+        """Pickle the model, without sequences and cached prefixes."""
         with self.decoder.attention.idle():
             model = without_output_capture(self.model)
-        return _target_of, (type(self), model, self.cost, self.prefix_cache)
+        return _target_of, (type(self), model, self.prefix_cache)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformersTarget:
         with self.decoder.attention.idle():
             model = copy.deepcopy(self.model, memo)
-        return _target_of(type(self), model, self.cost, copy.deepcopy(self.prefix_cache, memo))
+        return _target_of(type(self), model, copy.deepcopy(self.prefix_cache, memo))
 
     @property
     def device(self) -> torch.device:
@@ -179,9 +174,7 @@ class TransformersTarget:
     @torch.inference_mode()
     def forward_tree(self, tree: TokenTree) -> TargetOutput:
         self.runner.adapter = self.adapters.key(self.adapters.chosen)
-        nodes, batch = tree.nodes, tree.batch
-        width = nodes if self.cost is None else self.cost.width(nodes, batch)
-        output = self.runner.forward_tree(tree, width, self.features)
+        output = self.runner.forward_tree(tree, tree.nodes, self.features)
         self._verified = output.features
         return output
 
@@ -213,10 +206,10 @@ def sharded(target: Target) -> bool:
 
 
 def _target_of(
-    kind: type[TransformersTarget], model: PreTrainedModel, cost: CostTable | None, prefix_cache: PrefixCache | None
+    kind: type[TransformersTarget], model: PreTrainedModel, prefix_cache: PrefixCache | None
 ) -> TransformersTarget:
     target = kind(model)
-    target.cost, target.prefix_cache = cost, prefix_cache
+    target.prefix_cache = prefix_cache
     return target
 
 

@@ -26,7 +26,7 @@ from transformers import (
 
 import mmspec
 from mmspec import TokenTree, UserError, plugins
-from mmspec.core.budget import Budget, CostTable
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, output_of
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.stopping import Stopper
@@ -558,7 +558,7 @@ def test_a_row_at_the_last_slot_of_attention_drafts_as_deep_as_the_others(order,
     ]
     said = [row[len(ids) :].tolist() + [5] * longest for ids, row in zip(prompts, expected, strict=True)]
     engine = SteppedEngine(
-        plugins.target_class(model.config)(model), Oracle(said, vocab=90, seed=0), lambda batch, nodes: Budget(12)
+        plugins.target_class(model.config)(model), Oracle(said, vocab=90, seed=0), StepPlan(12)
     )
     rows = [
         row
