@@ -60,19 +60,18 @@ def test_an_object_with_a_drafters_methods_is_one(bigram):
     drafter, target = as_drafter(type("Whole", (bare,), optional)()), object()
     drafter.plain.network = torch.nn.Linear(2, 2)
     drafter.attach(target)
-    copied = fork(drafter, target)
+    copied = drafter.fork(target)
     assert copied.plain is not drafter.plain
     assert copied.plain.network is drafter.plain.network
-    assert not learns(drafter)
-    assert features(drafter) == ("last",)
+    assert not drafter.learns
+    assert tuple(drafter.features) == ("last",)
     drafter.draft_chains(5)
     assert chains == [5]
 
     without = as_drafter(bare())
-    assert learns(without)
-    assert not learns(None)
+    assert without.learns
     assert without.tree_size is None
-    assert features(without) == ()
+    assert tuple(without.features) == ()
     with pytest.raises(UserError, match="chains need a drafter that can draft them"):
         without.draft_chains(5)
     with pytest.raises(UserError, match="drafter must be a name, a folder, a Drafter or None: got object"):

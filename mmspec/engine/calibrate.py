@@ -98,25 +98,26 @@ def measure(target: Target, *, prefix: int = 128, seconds: float = 1.0) -> CostT
     """
     target.cost = None  # no padding of nodes
     device = target.device
-    target.select([])
-    output = target.prefill(placeholder(1, prefix, target), max_new_tokens=SIZES[-1])
+    target.keep([])
+    *_, output = target.prefill([placeholder(1, prefix, target)], [SIZES[-1]])
+    assert output is not None
     vocab = output.logits.shape[-1]
     times: dict[int, list[float]] = {size: [] for size in SIZES}
     for size in SIZES * (_WARM_UP if device.type == "cuda" else 0):
-        target.forward_tree(_comb(size, vocab, device))
+        target.verify(_comb(size, vocab, device))
     began, rounds = clock(), 0
     while rounds < 3 or (clock() - began < seconds and rounds < 30):
         for size in SIZES:
             tree = _comb(size, vocab, device)
             for turn in range(_RUN):
                 start, computed = clock(), process_time()
-                target.forward_tree(tree).logits.max(-1).indices.tolist()
+                target.verify(tree).logits.max(-1).indices.tolist()
                 wall, computed = clock() - start, process_time() - computed
                 # On a CPU, time in which other processes ran does not count; of several threads, neither does the sum.
                 if turn:
                     times[size].append(min(wall, computed) if device.type == "cpu" else wall)
         rounds += 1
-    target.select([])
+    target.keep([])
     return CostTable(SIZES, tuple(min(times[size]) for size in SIZES))
 
 

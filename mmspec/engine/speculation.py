@@ -17,8 +17,8 @@ from torch import Tensor
 from mmspec.cache.rows import batch_bucket
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter, Guard, as_drafter, features, members
-from mmspec.core.target import Target
+from mmspec.core.drafter import Drafter, Guard, as_drafter
+from mmspec.core.target import Feature, Target
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import AHEAD, CapturedDrafter
@@ -50,10 +50,10 @@ class Speculation:
 
     def __init__(self, target: Target, drafter: Drafter | None) -> None:
         self.target = target
-        self.drafter: Drafter | None = as_drafter(drafter)
+        self.drafter = as_drafter(drafter)
         self.guard = None if self.drafter is None else Guard(self.drafter)
         self.budgets = Budgets(target, drafts=drafter is not None)
-        self._parts = [member.key for member in members(self.drafter)]
+        self._parts = self.drafter.members if self.drafter else []
         self.acquire()
         self.release()
 
@@ -148,12 +148,13 @@ def warm_up(
         budgets: budgets of the drafts, largest first.
     """
     cost, target.cost = target.cost, None  # no padding of nodes
-    target.features = features(drafter)
+    reads = tuple(drafter.features) if drafter else ()
     try:
         rows, tokens = _reservation(target, rows, tokens)
         _log.info("capturing decode steps of up to %d sequences of %d tokens", rows, tokens)
         prompt = placeholder(rows, _PROMPT, target)
-        output = target.prefill(prompt, 1)
+        *_, output = target.prefill([prompt], [1] * rows, reads)
+        assert output is not None
         target.runner.cache.reserve_nodes(tokens + RESERVED_NODES - target.runner.cache.length)
         histories = [[*row, 0] for row in prompt.input_ids.tolist()]
         parts = [] if drafter is None else drafter.begin_idle(prompt, output, histories)
@@ -161,14 +162,14 @@ def warm_up(
         for part in parts:
             part.reserve(tokens + AHEAD)
         while rows:
-            _capture(target, parts, rows, budgets)
+            _capture(target, parts, rows, budgets, reads)
             rows = batch_bucket(rows) // 2
-            target.select(range(rows))
+            target.keep(range(rows))
             for part in parts:
                 part.select(range(rows))
     finally:
         target.cost = cost
-        target.select([])
+        target.keep([])
         if drafter is not None:
             drafter.select([])
 
@@ -177,9 +178,9 @@ def _reservation(target: TransformersTarget, rows: int, tokens: int | None) -> t
     """Number of rows and of tokens per row to reserve."""
     limit = tokens or _TOKENS
     limit = min(limit, target.context_limit or limit)
-    target.prefill(placeholder(1, _PROMPT, target), 1)
+    list(target.prefill([placeholder(1, _PROMPT, target)], [1]))
     token_bytes, kv = _token_bytes(target.runner.cache), target.runner.cache.kv
-    target.select([])
+    target.keep([])
     if not token_bytes:
         return rows, limit
     fitting = max(kv.rows * kv.capacity, int(_SHARE * _free_bytes(target.device) / token_bytes))
@@ -201,26 +202,34 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _capture(
-    target: TransformersTarget, parts: Sequence[CapturedDrafter], rows: int, budgets: Sequence[Budget]
+    target: TransformersTarget,
+    parts: Sequence[CapturedDrafter],
+    rows: int,
+    budgets: Sequence[Budget],
+    reads: Sequence[Feature],
 ) -> None:
     """Capture the steps of target and drafters at their current number of rows."""
     token = torch.zeros(rows, dtype=torch.long, device=target.device)
     budgets = [budget for budget in budgets if batch_bucket(rows) * budget.nodes < _MOST_NODES]
     nodes = max((budget.nodes for budget in budgets), default=0)
     depth = max((budget.depth for budget in budgets), default=0)
-    target.forward_tree(_chain(rows, 1 + nodes, target.device))  # the first pass allocates buffers of recurrent layers
+    target.verify(_chain(rows, 1 + nodes, target.device), reads)  # the first pass allocates buffers of recurrent layers
     for width in _buckets(1 + nodes):
         for _ in range(2):
-            target.forward_tree(_chain(rows, width, target.device))
+            target.verify(_chain(rows, width, target.device), reads)
     for width in _buckets(1 + min(nodes, depth)):
         for _ in range(2):
             target.commit(_nothing(_chain(rows, width, target.device)))
     for part in parts:
-        _capture_drafts(target, part, token, budgets)
+        _capture_drafts(target, part, token, budgets, reads)
 
 
 def _capture_drafts(
-    target: TransformersTarget, part: CapturedDrafter, token: Tensor, budgets: Sequence[Budget]
+    target: TransformersTarget,
+    part: CapturedDrafter,
+    token: Tensor,
+    budgets: Sequence[Budget],
+    reads: Sequence[Feature],
 ) -> None:
     """Capture the drafts of each budget: the first draft, and drafts after a step of each size, also without drafts."""
     if not budgets:
@@ -232,7 +241,7 @@ def _capture_drafts(
             tree = part.propose(token, budget)
         trees.setdefault(tree.max_depth, tree.select(list(range(len(token)))))  # a copy
     for tree in trees.values():
-        output, verdict = target.forward_tree(tree), _nothing(tree)
+        output, verdict = target.verify(tree, reads), _nothing(tree)
         for number, budget in enumerate(budgets):
             for _ in range(2):
                 for _ in range(1 if number else 2):  # capture also an update without a draft

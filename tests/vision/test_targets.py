@@ -10,7 +10,7 @@ from mmspec.core.target import Prompt
 from mmspec.drafters.small import Small
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling.sampler import Sampled
-from tests.targets import assert_trees_equal_paths, prompt_of
+from tests.targets import assert_trees_equal_paths, prefilled, prompt_of
 from tests.tiny import shared_model
 from tests.tiny.cases import Case, compare_case
 from tests.tiny.configs import IMAGE, TINY_SIZES, VIDEO, VISION_CONFIGS
@@ -106,7 +106,7 @@ def test_text_after_a_video_of_many_frames(name):
 def test_visual_positions_and_what_was_fed_there(name):
     inputs = vision_inputs(name, 2, 1)
     target = plugins.target_class(shared_model(name).config)(shared_model(name))
-    output = target.prefill(prompt_of(inputs), 8)
+    output = prefilled(target, prompt_of(inputs), 8)
     ids = inputs["input_ids"]
     assert torch.equal(output.visual, (ids == IMAGE) | (ids == VIDEO))
     assert output.embeds.shape == (*ids.shape, 48)

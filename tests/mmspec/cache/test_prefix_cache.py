@@ -21,7 +21,7 @@ from mmspec.eval.decoding.oracle import Oracle
 from mmspec.ops import kernels
 from mmspec.sampling import defaults
 from tests.decoding import SteppedEngine, decode
-from tests.targets import prompt_of
+from tests.targets import prefilled, prompt_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VIDEO, VOCAB
 from tests.tiny.drafters import tiny_drafter
@@ -198,7 +198,7 @@ def test_prefill_steps_are_those_of_a_whole_prompt(name):
     plain.features = target.features = ["last", 1]
     prompts = [prompt for prompt, _ in turns]
     for prompt, known in zip((*prompts, prompts[1]), (0, *(one.input_ids.shape[1] for one in prompts)), strict=True):
-        expected, found = plain.prefill(prompt, 8), target.prefill(prompt, 8)
+        expected, found = prefilled(plain, prompt, 8), prefilled(target, prompt, 8)
         assert (expected.cached_tokens, found.cached_tokens) == (0, known)
         pairs = [
             (getattr(expected, part), getattr(found, part)) for part in ("logits", "visual", "embeds", "positions")
@@ -255,7 +255,7 @@ def test_a_drafter_reads_the_states_of_an_answer(fixed, monkeypatch):
     assert row.token_ids == answer[:6]
     plain.features = target.features = drafter.features
     again = followed(prompt, row.token_ids)
-    expected, found = plain.prefill(again, 8), target.prefill(again, 8)
+    expected, found = prefilled(plain, again, 8), prefilled(target, again, 8)
     assert found.cached_tokens > prompt.input_ids.shape[1]
     assert expected.features
     for name, states in expected.features.items():

@@ -86,7 +86,7 @@ def keep_first_nodes(patch: Patch) -> None:
 
 def forget_accepted_drafts_in_plain_steps(patch: Patch) -> None:
     """A step without drafts after one with accepted drafts reads the token before the last one."""
-    forward, commit = TransformersTarget.forward_tree, TransformersTarget.commit
+    forward, commit = TransformersTarget.verify, TransformersTarget.commit
     accepted = [0]
 
     def committing(self: Any, verdict: Verdict) -> None:
@@ -100,7 +100,7 @@ def forget_accepted_drafts_in_plain_steps(patch: Patch) -> None:
         return forward(self, tree)
 
     patch.setattr(TransformersTarget, "commit", committing)
-    patch.setattr(TransformersTarget, "forward_tree", reading)
+    patch.setattr(TransformersTarget, "verify", reading)
 
 
 def drop_deep_drafts_of_large_trees(patch: Patch) -> None:

@@ -315,7 +315,7 @@ def test_copies_of_a_table_learn_apart():
     drafter.attach(target)
     begun(drafter, [[1, 2, 3]], vocab=4)
     before = copy.deepcopy(drafter._table)
-    first, second = (fork(drafter, target) for _ in range(2))
+    first, second = (drafter.fork(target) for _ in range(2))
     for one, row in ((first, [1, 2, 3]), (second, [2, 1, 0])):
         one.begin(Prompt(torch.tensor([row])), TargetOutput(torch.tensor([[[9.0, 0, 0, 0]]]), {}), [[*row, 0]])
     assert drafter._table == before

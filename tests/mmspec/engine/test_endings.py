@@ -156,7 +156,7 @@ def broken(engine, prompt, patch, owner, name, kind=FailError):
 
 
 def broken_verification(engine, prompt, patch):
-    return broken(engine, prompt, patch, engine.target, "forward_tree")
+    return broken(engine, prompt, patch, engine.target, "verify")
 
 
 def broken_commit(engine, prompt, patch):
@@ -176,7 +176,7 @@ def broken_drafter(engine, prompt, patch):
 
 
 def interrupted(engine, prompt, patch):
-    return broken(engine, prompt, patch, engine.target, "forward_tree", KeyboardInterrupt)
+    return broken(engine, prompt, patch, engine.target, "verify", KeyboardInterrupt)
 
 
 def broken_prefill(engine, prompt, patch):

@@ -50,7 +50,7 @@ class TableTarget:
     def select(self, rows):
         self.rows = [self.rows[row] for row in rows]
 
-    def forward_tree(self, tree):
+    def verify(self, tree):
         self.tree = tree
         self.passes.append(tuple(tree.tokens.shape))
         up = tree.tokens.gather(1, tree.parents.clamp(min=0))
@@ -575,10 +575,10 @@ def test_a_failed_step_reaches_the_client_of_a_prompt_in_chunked_prefill():
     """It waits to be told, as its sequence is in no row yet."""
 
     class Fails(TableTarget):
-        def forward_tree(self, tree):
+        def verify(self, tree):
             if len(self.passes) == 3:
                 raise RuntimeError("a failed pass")
-            return super().forward_tree(tree)
+            return super().verify(tree)
 
     told = []
     engine = SteppedEngine(Fails(table_model(VOCAB)), None, lambda batch, nodes: Budget(0), chunk=2)
@@ -703,10 +703,8 @@ def test_drafts_that_come_ahead_are_those_of_the_rows_that_run():
     """Rows end while others wait, so that as many run in the next step, but not the same."""
     table, prompts = table_model(VOCAB), [[1, 2], [5, 4], [3, 3], [2, 5]]
     target, drafter, passes = TableTarget(table), Ahead(), []
-    forward = target.forward_tree
-    target.forward_tree = lambda tree: (
-        passes.append((tree.tokens[:, 0].tolist(), drafter.proposed[-1])) or forward(tree)
-    )
+    forward = target.verify
+    target.verify = lambda tree: passes.append((tree.tokens[:, 0].tolist(), drafter.proposed[-1])) or forward(tree)
     budget = Budget(3, 2)
     engine = SteppedEngine(target, drafter, lambda batch, nodes: budget, max_num_seqs=2)
     counts = (4, 9, 6, 5)

@@ -15,7 +15,7 @@ SECONDS = {  # powers of two: any sum tells its parts
     "begin": 64.0,
     "drafts": 32.0,
     "propose": 16.0,
-    "forward_tree": 8.0,
+    "verify": 8.0,
     "choose": 4.0,
     "commit": 2.0,
     "observe": 1.0,
@@ -69,7 +69,7 @@ def test_every_second_in_its_place(now, monkeypatch):
         [([wrong[0], truth[0][4]], [0, 0]), ([wrong[1]], [0])],  # the first row accepts its second sibling
     )
     target, sampler, budget = TableTarget(table), Sampler(), Observed()
-    take_time(now, target, "prefill_chunks", "forward_tree", "commit")
+    take_time(now, target, "prefill_chunks", "verify", "commit")
     take_time(now, drafter, "begin", "propose", "observe")
     choose = BatchSampler.choose
 
@@ -83,7 +83,7 @@ def test_every_second_in_its_place(now, monkeypatch):
     *_, rows = decode(target, drafter, prompt_of(prompts), sampler, Stopper(9), budget)
     assert [row.token_ids for row in rows] == truth
     s = SECONDS
-    drafted, verified = s["drafts"] + s["propose"], s["forward_tree"] + s["choose"]
+    drafted, verified = s["drafts"] + s["propose"], s["verify"] + s["choose"]
     assert budget.calls[:3] == [
         (3, [[0, 1, 2], [0, 1, 2]], drafted, verified),
         (3, [[0, 2], [0]], drafted, verified),

@@ -22,6 +22,7 @@ from mmspec.serving.settings import ServerSettings
 from mmspec.targets.transformers_target import TransformersTarget
 from tests import matrix
 from tests.device import Replayed, record_captures
+from tests.targets import prefilled
 from tests.tiny import shared_model
 from tests.tiny.drafters import tiny_drafter
 
@@ -191,7 +192,7 @@ def test_memory_that_is_reserved_serves_more_rows():
 @pytest.mark.usefixtures("_recorded")
 def test_bytes_of_a_token():
     target = TransformersTarget(shared_model("llama"))
-    target.prefill(calibrate.placeholder(3, 20, target), 1)
+    prefilled(target, calibrate.placeholder(3, 20, target), 1)
     config = target.config
     size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     assert speculation._token_bytes(target.runner.cache) == size
@@ -202,8 +203,8 @@ def test_larger_steps_are_left_to_requests(monkeypatch):
     monkeypatch.setattr(speculation, "_MOST_NODES", 16)
     seen = []
     target = TransformersTarget(shared_model("llama"))
-    forward = target.forward_tree
-    monkeypatch.setattr(target, "forward_tree", lambda tree: seen.append(tree.tokens.shape) or forward(tree))
+    forward = target.verify
+    monkeypatch.setattr(target, "verify", lambda tree: seen.append(tree.tokens.shape) or forward(tree))
     # Three rows are padded to four.
     speculation.warm_up(target, None, 3, 64, [Budget(7), Budget(4), Budget(3)])
     assert sorted({tuple(shape) for shape in seen}) == [

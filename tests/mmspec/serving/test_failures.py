@@ -47,7 +47,7 @@ STAGES: dict[str, tuple[Callable[[Served], Any], str, int]] = {
     "queue": (lambda server: server.pipe.engine, "add", 0),
     "prefill": (lambda server: server.pipe.target, "prefill_chunks", 0),
     "first token": (lambda server: RequestState, "append", 0),
-    "verify pass": (lambda server: server.pipe.target, "forward_tree", 1),
+    "verify pass": (lambda server: server.pipe.target, "verify", 1),
     "commit": (lambda server: server.pipe.target, "commit", 1),
     "later token": (lambda server: RequestState, "append", 3),
     "text": (lambda server: AnswerReader, "append", 0),

@@ -70,7 +70,7 @@ class Sums:
             paths.append([*(paths[parent] if parent >= 0 else []), tokens[node]])
         return paths
 
-    def forward_tree(self, tree: TokenTree) -> TargetOutput:
+    def verify(self, tree: TokenTree) -> TargetOutput:
         self.tree = tree
         rows = [[scores(history + path) for path in self._paths(row)] for row, history in enumerate(self.rows)]
         logits = torch.stack([torch.stack(row) for row in rows]) if rows else torch.zeros(0, tree.nodes, VOCAB)
