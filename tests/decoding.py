@@ -16,10 +16,12 @@ class SteppedEngine(Engine):
 
     Args:
         budget: a function of batch size and ``nodes``.
+        prefixes: the prefix cache.
     """
 
-    def __init__(self, target, drafter, budget, **settings):
+    def __init__(self, target, drafter, budget, prefixes=None, **settings):
         super().__init__(target, **settings)
+        self.use_prefixes(prefixes)
         self.speculation = Speculation(target, drafter)
         self.speculation.budgets = SimpleNamespace(of=budget, calibrate=lambda adaptive: None)
 

@@ -123,7 +123,8 @@ class Prefill:
         """Prefill the tokens after ``state``, ``chunk`` tokens per pass; returns features and last logits."""
         length, passes = self.prompt.input_ids.shape[1], []
         first, chunk = 0 if state is None else state.length, self.chunk or length
-        if state is not None and state.logits is not None:
+        if first == length:
+            assert state is not None and state.logits is not None
             return {}, state.logits
         for start in range(first, length, chunk):
             if start > first:

@@ -27,9 +27,9 @@ def test_a_small_run_decodes_as_many_sequences_as_each_method_is_named_for(folde
     widest = {}
     forward = TransformersTarget.verify
 
-    def counted(target, tree):
+    def counted(target, tree, *rest):
         widest[target] = max(widest.get(target, 0), len(tree.tokens))
-        return forward(target, tree)
+        return forward(target, tree, *rest)
 
     monkeypatch.setattr(TransformersTarget, "verify", counted)
     done = CliRunner().invoke(batching.main, ["--model", folder, *SMALL, "--max-new-tokens", "12"])

@@ -139,8 +139,8 @@ def test_a_wrong_answer_is_counted(text_folder, monkeypatch):
     pipe = mmspec.load(text_folder, drafter=None)
     methods, verify = [Method(TRANSFORMERS), Method(PLAIN)], pipe.target.verify
 
-    def negated(tree):
-        output = verify(tree)
+    def negated(*asked):
+        output = verify(*asked)
         return replace(output, logits=-output.logits)
 
     monkeypatch.setattr(pipe.target, "verify", negated)

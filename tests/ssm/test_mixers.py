@@ -88,7 +88,7 @@ def test_plain_decoding_goes_on_between_passes(name):
 def test_a_prompt_in_chunks(name):
     model, ids = shared_model(name), text_inputs(1, 23)["input_ids"]
     target = TransformersTarget(model)
-    *waiting, output = target.prefill_chunks(Prompt(ids), 32, 6)
+    *waiting, output = target.prefill([Prompt(ids)], [32] * len(ids), ("last",), 6)
     assert len(waiting) == 3
     torch.testing.assert_close(output.logits[0], plain_logits(model, {"input_ids": ids}, [])[-1:], atol=2e-4, rtol=2e-4)
     tree = random_tree(torch.Generator().manual_seed(0), 1, 8, 90, ragged=False)

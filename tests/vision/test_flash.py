@@ -11,7 +11,6 @@ import torch
 import mmspec
 from mmspec import SamplingParams, plugins
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import fork
 from mmspec.core.target import Prompt
 from mmspec.drafters import layer
 from mmspec.drafters.eagle import Eagle

@@ -5,7 +5,6 @@ import torch
 
 import mmspec
 from mmspec import UserError
-from mmspec.core.drafter import fork, learns, lend
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.eval.harness.drafters import DEFAULT_NODES, ProfiledDrafter, parse_drafters, tree_sizes

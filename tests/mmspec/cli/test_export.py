@@ -80,8 +80,7 @@ def tree_of(folder):
     drafter.top_k, drafter.depth, drafter.total_tokens = 4, 5, 24
     drafter.attach(target)
     prompt = prompt_of(text_inputs())
-    reads = drafter.features
-    drafter.begin(prompt, prefilled(target, prompt, 16), [[*prompt.input_ids[0].tolist(), 7]])
+    drafter.begin(prompt, prefilled(target, prompt, 16, drafter.features), [[*prompt.input_ids[0].tolist(), 7]])
     return drafter.propose(torch.tensor([7]), Budget(24, 5))
 
 

@@ -18,7 +18,6 @@ import torch
 import mmspec
 from mmspec import Pipeline, TokenTree, UserError, accept_path, plugins
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import features, fork
 from mmspec.core.target import Prompt
 from mmspec.drafters.lookup import LookUps
 from mmspec.drafters.ngram import Ngram, Trust
@@ -185,7 +184,7 @@ class Batch:
 
     def join(self, new):
         prompt = new[0].prompt if len(new) == 1 else Prompt.stack([one.prompt for one in new])
-        output = prefilled(self.target, prompt, 200)
+        output = prefilled(self.target, prompt, 200, self.reads)
         for one, history in zip(new, prompt.histories(), strict=True):
             one.history += [*history, one.number]
         self.drafter.begin(prompt, output, [one.history for one in new])
@@ -201,7 +200,7 @@ class Batch:
         """Any node may be accepted, and any token follow it: as the sequence and its step say."""
         token = torch.tensor([row.history[-1] for row in self.rows])
         tree = self.drafter.propose(token, budget()) if draft else TokenTree.root(token)
-        output = self.target.verify(tree)
+        output = self.target.verify(tree, self.reads)
         choices = torch.full_like(tree.tokens, -1)
         for number, row in enumerate(self.rows):
             rnd = random.Random(f"{row.number}, {len(row.trees)}")

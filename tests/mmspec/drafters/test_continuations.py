@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import Wrapper, continuations
+from mmspec.core.drafter import Wrapper
 from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.per_sequence import PerSequence

@@ -14,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import mmspec
 from mmspec import TokenTree, UserError, plugins
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import fork
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import build_tree
 from mmspec.core.verify import accept_path

@@ -183,8 +183,8 @@ def test_an_output_is_read_before_visual_features_are_added_to_it():
     """Qwen3-VL adds them between its first layers."""
     model, inputs = shared_model("qwen3_vl"), vision_inputs("qwen3_vl")
     target = plugins.target_class(model.config)(model)
-    target.features = (output_of(0), 1, output_of(1), 0, "last")
-    output = prefilled(target, prompt_of(inputs), 4)
+    reads = (output_of(0), 1, output_of(1), 0, "last")
+    output = prefilled(target, prompt_of(inputs), 4, reads)
     before, after = output.features[output_of(0)], output.features[1]
     at = output.visual[0]
     assert torch.equal(before[0, ~at], after[0, ~at])
@@ -253,7 +253,7 @@ def test_rows_that_join_leave_the_positions_of_others_in_the_table(monkeypatch):
     token = torch.tensor([5, 6])
     for number, last in ((0, 1022), (1, 11)):
         prompt = prompt_of(text_inputs(1, 12, number))
-        output = prefilled(target, prompt, 64)
+        output = prefilled(target, prompt, 64, reads)
         output.positions = torch.arange(12).expand(3, 1, 12).clone()
         output.positions[..., 6:] += last - 11
         drafter.begin(prompt, output, [[*prompt.input_ids[0].tolist(), int(token[number])]])

@@ -99,10 +99,9 @@ def test_of_the_tokens_of_the_nearest_centroids():
     drafter = Gemma4(copy.deepcopy(assistant), top_k=30)
     target = plugins.target_class(model.config)(model)
     drafter.attach(target)
-    reads = drafter.features
     inputs = text_inputs(1, 9)
     history = [*inputs["input_ids"][0].tolist(), 7]
-    drafter.begin(prompt_of(inputs), prefilled(target, prompt_of(inputs), 8), [history])
+    drafter.begin(prompt_of(inputs), prefilled(target, prompt_of(inputs), reads=drafter.features), [history])
     tree = drafter.propose(torch.tensor([7]), Budget(40, 1))
     logits = proposals(assistant, model, history, 1)[1][0]
     near = logits > logits.min()

@@ -53,7 +53,6 @@ def test_states_of_packed_targets_are_those_of_their_verify_passes():
     pack_model(model, "bfloat16")
     target, drafter = TransformersTarget(model), Kangaroo(kangaroo_network(model, exit_layer=2))
     drafter.attach(target)
-    reads = drafter.features
     prefilled(target, Prompt(torch.arange(3, 12)[None]), 32)
     tokens, first = torch.tensor([[7, 5, 9]]), FirstLayers(target, 2)
     passes = first.passes(drafter.features[0])
@@ -62,4 +61,4 @@ def test_states_of_packed_targets_are_those_of_their_verify_passes():
     states = [passes(tokens[:, place : place + 1], origin) for place in range(3)]
     passes.end()
     chain = TokenTree(tokens, torch.tensor([[-1, 0, 1]]))
-    assert torch.equal(torch.cat(states, dim=1), target.verify(chain).features[drafter.features[0]])
+    assert torch.equal(torch.cat(states, dim=1), target.verify(chain, drafter.features).features[drafter.features[0]])

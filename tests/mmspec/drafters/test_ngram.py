@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import fork
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.sampler import Sampler

@@ -5,7 +5,7 @@ import torch
 
 from mmspec import UserError
 from mmspec.core.budget import Budget, CostTable
-from mmspec.core.drafter import Drafter, learns, lend, members
+from mmspec.core.drafter import Drafter
 from mmspec.core.target import TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import accept_path

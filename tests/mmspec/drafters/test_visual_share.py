@@ -50,13 +50,13 @@ def test_a_row_does_not_depend_on_the_others():
     share.attach(target)
     reads = share.features
     first = 0
-    together = prefilled(target, prompt_of(inputs), 8)
+    together = prefilled(target, prompt_of(inputs), reads=reads)
     found = share.selected(together.visual, together, first)
     for row in range(3):
         first += [3, 1, 1][row]
         alone = {**row_of(inputs, row)}
         alone["attention_mask"] = torch.ones_like(alone["input_ids"])
-        output = prefilled(target, prompt_of(alone), 8)
+        output = prefilled(target, prompt_of(alone), reads=reads)
         length = alone["input_ids"].shape[1]
         chosen = share.selected(output.visual, output, first)
         assert torch.equal(chosen[0], found[row, -length:])

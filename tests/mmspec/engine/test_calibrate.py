@@ -116,12 +116,12 @@ def test_a_measurement_is_the_shortest_pass_of_each_size(target, monkeypatch):
     half of it."""
     now, forward, passes = [0.0], target.verify, []
 
-    def timed(tree):
+    def timed(tree, *rest):
         now[0] += tree.nodes * (10.0 if len(passes) < 8 * len(calibrate.SIZES) else 1.0)
         if passes[-1:] != [tree.nodes]:
             now[0] -= tree.nodes / 2
         passes.append(tree.nodes)
-        return forward(tree)
+        return forward(tree, *rest)
 
     monkeypatch.setattr(calibrate, "clock", lambda: now[0])
     monkeypatch.setattr(calibrate, "process_time", lambda: now[0])
@@ -254,9 +254,9 @@ def test_time_of_other_processes_is_not_measured(target, monkeypatch):
     """Passes of more than one node wait for a processor."""
     forward = target.verify
 
-    def waits(tree):
+    def waits(tree, *rest):
         time.sleep(0.05 * (tree.nodes > 1))
-        return forward(tree)
+        return forward(tree, *rest)
 
     monkeypatch.setattr(target, "verify", waits)
     assert max(calibrate.measure(target, prefix=8, seconds=0.01).seconds) < 0.05

@@ -34,23 +34,22 @@ class TableTarget:
     def __init__(self, table):
         self.table = table
         self.rows = []  # tokens that each row has cached
-        self.features = ()
         self.passes = []  # (rows, nodes) of every verify pass
 
     def batch_key(self, prompt):
         return None
 
-    def prefill_chunks(self, prompt, max_new_tokens, chunk):
-        new = [list(row) for row in prompt.histories()]
+    def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
+        new = [list(row) for prompt in prompts for row in prompt.histories()]
         for _ in range(chunk or len(new[0]), len(new[0]), chunk or 1):
             yield None
         self.rows += new
         yield self._step(torch.tensor([[row[-2:]] for row in new]))
 
-    def select(self, rows):
+    def keep(self, rows):
         self.rows = [self.rows[row] for row in rows]
 
-    def verify(self, tree):
+    def verify(self, tree, reads=(), width=None):
         self.tree = tree
         self.passes.append(tuple(tree.tokens.shape))
         up = tree.tokens.gather(1, tree.parents.clamp(min=0))
@@ -363,9 +362,9 @@ class Counting(TableTarget):
 
     prefilled = 0
 
-    def prefill_chunks(self, prompt, max_new_tokens, chunk):
-        left = prompt.input_ids.numel()
-        for step in super().prefill_chunks(prompt, max_new_tokens, chunk):
+    def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
+        left = sum(prompt.input_ids.numel() for prompt in prompts)
+        for step in super().prefill(prompts, max_new_tokens, reads, chunk):
             self.prefilled += min(left, chunk or left)
             left -= min(left, chunk or left)
             yield step
@@ -403,9 +402,9 @@ class Stacking(TableTarget):
     def batch_key(self, prompt):
         return None if self.kinds is None else self.kinds.pop(0)
 
-    def prefill_chunks(self, prompt, max_new_tokens, chunk):
-        self.prefills.append((prompt.input_ids.shape, list(max_new_tokens), chunk))
-        return super().prefill_chunks(prompt, max_new_tokens, chunk)
+    def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
+        self.prefills.append((prompts[0].input_ids.shape, list(max_new_tokens), chunk))
+        return super().prefill(prompts, max_new_tokens, reads, chunk)
 
 
 def scheduled(engine, prompts, stoppers=None, nodes=None):
@@ -575,10 +574,10 @@ def test_a_failed_step_reaches_the_client_of_a_prompt_in_chunked_prefill():
     """It waits to be told, as its sequence is in no row yet."""
 
     class Fails(TableTarget):
-        def verify(self, tree):
+        def verify(self, tree, reads=(), width=None):
             if len(self.passes) == 3:
                 raise RuntimeError("a failed pass")
-            return super().verify(tree)
+            return super().verify(tree, reads, width)
 
     told = []
     engine = SteppedEngine(Fails(table_model(VOCAB)), None, lambda batch, nodes: Budget(0), chunk=2)
@@ -602,10 +601,10 @@ def test_a_failed_step_reaches_the_client_of_a_prompt_in_chunked_prefill():
 
 def test_a_prompt_that_fails_does_not_end_those_stacked_with_it():
     class Refuses(TableTarget):
-        def prefill_chunks(self, prompt, max_new_tokens, chunk):
-            if bool((prompt.input_ids == 6).any()):
+        def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
+            if any(bool((prompt.input_ids == 6).any()) for prompt in prompts):
                 raise ValueError("six")
-            yield from super().prefill_chunks(prompt, max_new_tokens, chunk)
+            yield from super().prefill(prompts, max_new_tokens, reads, chunk)
 
     engine = SteppedEngine(Refuses(table_model(VOCAB)), None, lambda batch, nodes: Budget(0))
     prompts = [[1, 2], [6, 2], [3, 4]]
@@ -704,7 +703,9 @@ def test_drafts_that_come_ahead_are_those_of_the_rows_that_run():
     table, prompts = table_model(VOCAB), [[1, 2], [5, 4], [3, 3], [2, 5]]
     target, drafter, passes = TableTarget(table), Ahead(), []
     forward = target.verify
-    target.verify = lambda tree: passes.append((tree.tokens[:, 0].tolist(), drafter.proposed[-1])) or forward(tree)
+    target.verify = lambda tree, *rest: (
+        passes.append((tree.tokens[:, 0].tolist(), drafter.proposed[-1])) or forward(tree, *rest)
+    )
     budget = Budget(3, 2)
     engine = SteppedEngine(target, drafter, lambda batch, nodes: budget, max_num_seqs=2)
     counts = (4, 9, 6, 5)

@@ -7,7 +7,6 @@ import torch
 
 import mmspec
 from mmspec import plugins
-from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.core.budget import Budget, CostTable
 from mmspec.core.target import Prompt
 from mmspec.drafters.recycle import Recycle
@@ -140,15 +139,15 @@ def test_nothing_is_learnt_and_nothing_kept():
     table = {(-1, 0): {5: 0.5}, (0, 0): {7: 0.25}, (-1, 9): {3: 0.75}}
     drafter._table = {context: dict(ranking) for context, ranking in table.items()}
     drafter._vocab = target.config.vocab_size
-    target.prefix_cache, target.cost = PrefixCache(1 << 20), CostTable((1, 2), (1.0, 2.0))
-    pipe = Pipeline(target, None, drafter)
+    target.cost = CostTable((1, 2), (1.0, 2.0))
+    pipe = Pipeline(target, None, drafter, prefix_cache=1 << 20)
     state = torch.get_rng_state()
     pipe.warm_up(2, 64, [7])
     assert torch.equal(torch.get_rng_state(), state)
     assert {context: pytest.approx(row) for context, row in drafter._rankings().items()} == table
     assert (target.runner.rows, drafter._on_device.rows, drafter.learned) == (0, 0, 0)
     assert drafter._on_device._pending == []
-    assert len(target.prefix_cache) == 0
+    assert len(pipe.engine.prefixes) == 0
     assert target.cost == CostTable((1, 2), (1.0, 2.0))
     assert pipe.budget is None
 
@@ -204,7 +203,7 @@ def test_larger_steps_are_left_to_requests(monkeypatch):
     seen = []
     target = TransformersTarget(shared_model("llama"))
     forward = target.verify
-    monkeypatch.setattr(target, "verify", lambda tree: seen.append(tree.tokens.shape) or forward(tree))
+    monkeypatch.setattr(target, "verify", lambda tree, *rest: seen.append(tree.tokens.shape) or forward(tree, *rest))
     # Three rows are padded to four.
     speculation.warm_up(target, None, 3, 64, [Budget(7), Budget(4), Budget(3)])
     assert sorted({tuple(shape) for shape in seen}) == [

@@ -45,7 +45,7 @@ STAGES: dict[str, tuple[Callable[[Served], Any], str, int]] = {
     "stopping": (lambda server: Stopper, "limit", 0),
     "key of the batch": (lambda server: server.pipe.target, "batch_key", 0),
     "queue": (lambda server: server.pipe.engine, "add", 0),
-    "prefill": (lambda server: server.pipe.target, "prefill_chunks", 0),
+    "prefill": (lambda server: server.pipe.target, "prefill", 0),
     "first token": (lambda server: RequestState, "append", 0),
     "verify pass": (lambda server: server.pipe.target, "verify", 1),
     "commit": (lambda server: server.pipe.target, "commit", 1),

@@ -18,9 +18,9 @@ from mmspec.core.tree import TokenTree
 from mmspec.errors import UserError
 from mmspec.targets.lora import add_adapters
 from tests.device import record_captures
+from tests.targets import prefilled
 from tests.tiny import byte_tokenizer
 from tests.tiny.models import text_inputs, text_model
-from tests.targets import prefilled
 
 peft = pytest.importorskip("peft")
 

@@ -46,7 +46,7 @@ def test_weights_are_those_of_eager_attention(name):
     layers = attention_layers(target.config)
     target.features, batch = layers, len(prompt.input_ids)
     prefilled(target, Prompt(torch.tensor([[7, 8, 9]])), 8)  # a row before them, of another length
-    output = prefilled(target, prompt, 8)
+    output = prefilled(target, prompt, reads=(0, 1))
     if name == "gemma2":
         assert layers == [1]  # the other one has a window
         expected = expected[1:]
@@ -61,9 +61,8 @@ def test_weights_are_those_of_eager_attention(name):
 def test_a_prompt_in_chunks():
     model, inputs = shared_model("qwen2_vl"), vision_inputs("qwen2_vl", 1)
     target = plugins.target_class(model.config)(model)
-    target.features = (1,)
-    whole = prefilled(target, prompt_of(inputs), 8)
-    *_, output = target.prefill_chunks(prompt_of(inputs), 8, 5)
+    whole = prefilled(target, prompt_of(inputs), reads=(1,))
+    output = prefilled(target, prompt_of(inputs), 8, (1,), 5)
     expected = prompt_attention(target, 1, whole, 0, QUERIES)
     torch.testing.assert_close(prompt_attention(target, 1, output, 1, QUERIES), expected, atol=1e-5, rtol=1e-4)
 
@@ -76,8 +75,7 @@ def test_merged_layers():
     pack_model(model, "bfloat16")
     target = target_of(model)
     assert attention_layers(target.config) == [1]
-    target.features = (1,)
-    output = prefilled(target, Prompt(ids), 8)
+    output = prefilled(target, Prompt(ids), reads=(1,))
     found = prompt_attention(target, 1, output, 0, QUERIES)
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0.05)
     assert torch.allclose(found.sum(-1), torch.ones(1, QUERIES))
@@ -87,5 +85,6 @@ def test_layers_that_are_not_read():
     assert attention_layers(text_model("mistral-window").config) == []
     model = text_model("doge")  # its layers have masks of their own
     target = target_of(model)
-    target.features = (1,)
-    assert prompt_attention(target, 1, prefilled(target, Prompt(torch.tensor([[5, 6, 7, 8]])), 8), 0, 2) is None
+    assert (
+        prompt_attention(target, 1, prefilled(target, Prompt(torch.tensor([[5, 6, 7, 8]])), reads=(1,)), 0, 2) is None
+    )

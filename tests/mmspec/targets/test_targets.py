@@ -148,9 +148,8 @@ def test_inputs_and_outputs_of_layers_are_the_models_own(name):
     assert not torch.allclose(expected[output_of(len(layers) - 1)], last)
     for chunk in (None, 4):
         target = plugins.target_class(model.config)(model)
-        target.features = names
-        *_, output = target.prefill_chunks(Prompt(ids[:, :7]), 8, chunk)
-        tree = target.verify(TokenTree(ids[:, 7:], torch.arange(-1, 3)[None]))
+        output = prefilled(target, Prompt(ids[:, :7]), 8, names, chunk)
+        tree = target.verify(TokenTree(ids[:, 7:], torch.arange(-1, 3)[None]), names)
         for one in names:
             got = torch.cat([output.features[one], tree.features[one]], dim=1)
             torch.testing.assert_close(got, expected[one], atol=1e-4, rtol=1e-4)
@@ -294,7 +293,7 @@ def test_a_padded_row_is_prefilled_the_same_in_chunks():
     steps = []
     for chunk in (None, 4):
         target = TransformersTarget(shared_model("llama"))
-        *_, step = target.prefill_chunks(Prompt(**inputs), 8, chunk)
+        step = prefilled(target, Prompt(**inputs), chunk=chunk)
         assert target.runner.cache.lengths == [9]
         steps.append(step)
     assert torch.equal(steps[0].logits, steps[1].logits)
