@@ -479,7 +479,10 @@ def test_registered_names():
         ),
         (lambda: make_drafter("tests"), "tests: expected a drafter's config.json with mmspec_drafter, received none"),
         (lambda: make_drafter("nobody"), "unknown drafter: expected one of .*ngram.*, got 'nobody'"),
-        (lambda: make_drafter(object()), "drafter must be a name, a folder, a Drafter or None: got object"),
+        (
+            lambda: make_drafter(object()),
+            "drafter must be a name, a folder, None or derive from mmspec.Drafter: got object",
+        ),
     ],
 )
 def test_mistakes_are_named(make, message):

@@ -182,6 +182,7 @@ def interrupted(engine, prompt, patch):
 def broken_prefill(engine, prompt, patch):
     with patch.context() as broken_by:
         broken_by.setattr(engine.target, "prefill", fail)
+        broken_by.setattr(engine.target, "restore", fail)
         (row,) = engine.add(prompt, Sampler(), Stopper(NEW))
         engine.wait(lambda: row.done)
     assert isinstance(row.error, FailError)

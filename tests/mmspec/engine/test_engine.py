@@ -193,14 +193,12 @@ def test_drafts_behind_a_stop_are_not_counted():
     assert row.stats.num_draft_tokens == 6
 
 
-class Fixed:
+class Fixed(Drafter):
     """Proposes given trees: per step, per row (tokens, parents)."""
 
     def __init__(self, *trees):
         self.trees = list(trees)
         self.observed = []
-
-    def attach(self, target): ...
 
     def begin(self, prompt, output, history):
         self.history = history
@@ -297,13 +295,11 @@ def test_no_random_number_is_used_twice():
         assert float((first[shift:] == first[:-shift]).float().mean()) < 0.35
 
 
-class Drawn:
+class Drawn(Drafter):
     """Draws children from its own distribution after each token, in draw order: root -> (a, b), a -> c."""
 
     def __init__(self, q, seed):
         self.q, self.g = q, torch.Generator().manual_seed(seed)
-
-    def attach(self, target): ...
 
     def begin(self, prompt, output, history): ...
 

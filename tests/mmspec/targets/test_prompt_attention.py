@@ -44,9 +44,9 @@ def test_weights_are_those_of_eager_attention(name):
     expected = eager_weights(model, inputs)
     target, prompt = plugins.target_class(model.config)(model), prompt_of(inputs)
     layers = attention_layers(target.config)
-    target.features, batch = layers, len(prompt.input_ids)
+    batch = len(prompt.input_ids)
     prefilled(target, Prompt(torch.tensor([[7, 8, 9]])), 8)  # a row before them, of another length
-    output = prefilled(target, prompt, reads=(0, 1))
+    output = prefilled(target, prompt, reads=layers)
     if name == "gemma2":
         assert layers == [1]  # the other one has a window
         expected = expected[1:]
