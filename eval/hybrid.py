@@ -22,9 +22,9 @@ from mmspec.core.drafter import Drafter
 from mmspec.core.target import Feature, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
-from mmspec.engine.calibrate import cost_table, describe
 from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.eval.harness.output import SIZES, Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.passes import describe
 from mmspec.eval.harness.prompts import held_out_texts, warm_up_requests
 from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, time_ratios, warm_up_methods
 from mmspec.eval.speed import print_speed_tables
@@ -211,7 +211,6 @@ def main(model: str, drafters: str, dtype: str, **options: Any) -> dict[str, Any
     sizes = [options[name] for name in ("chains", "nodes", "unrolled")]
     rounds, max_new_tokens, temperature = (options[name] for name in ("rounds", "max_new_tokens", "temperature"))
     pipe = mmspec.load(model, drafter=None, dtype=dtype)
-    cost = cost_table(pipe.target, refresh=True)
     plain = Method(PLAIN)
     loaded = parse_drafters(drafters, pipe.model.config.name_or_path)
     by_drafter = {label: methods_by_kind(label, drafter, pipe.target, *sizes) for label, drafter in loaded.items()}
@@ -229,7 +228,6 @@ def main(model: str, drafters: str, dtype: str, **options: Any) -> dict[str, Any
         **describe(pipe.target),
         "temperature": temperature,
         "rounds": rounds,
-        "calibrated_pass_seconds": cost(1),
         "methods": rows,
         "trees_and_chains": compared,
     }

@@ -67,7 +67,6 @@ def divergence(target: TransformersTarget, exact: Tensor, ids: Tensor) -> float:
 
 def start(target: TransformersTarget, prefix: int, max_new_tokens: int) -> None:
     """Prefill ``prefix`` tokens."""
-    target.cost = None
     list(target.prefill([Prompt(torch.arange(prefix)[None] + 1000)], [max_new_tokens]))
 
 

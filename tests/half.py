@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mmspec import plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling.sampler import Sampler
@@ -67,7 +67,7 @@ def check_decoding(name: str, new: int = 14) -> None:
 
     target.prefill, target.verify, target.commit = noted_prefill, noted_forward, noted_commit
     oracle = Oracle([guess], vocab=90, spoil=0.0)
-    *_, (said,) = decode(target, oracle, prompt_of(inputs), Sampler(), Stopper(new), Budget(8, 5))
+    *_, (said,) = decode(target, oracle, prompt_of(inputs), Sampler(), Stopper(new), StepPlan(8, 5))
     assert len(said.token_ids) == new
     assert said.stats.num_accepted_draft_tokens > 2
     truth = plain_logits(exact, exact_row, said.token_ids)[:-1]

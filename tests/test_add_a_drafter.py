@@ -9,7 +9,7 @@ import torch
 
 import mmspec
 from mmspec import Drafter, UserError, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.registry import drafter_spec, make_drafter
 from mmspec.drafters.union import Union
@@ -42,7 +42,7 @@ def test_its_output_equals_generate(name, batch, bigram):
 def test_it_drafts_what_followed_the_last_token(bigram):
     drafter = bigram()
     drafter.begin(None, None, [[5, 6, 5, 7, 5, 6, 5]])
-    tree = drafter.propose(torch.tensor([5]), Budget(nodes=3, depth=1))
+    tree = drafter.propose(torch.tensor([5]), StepPlan(nodes=3, depth=1))
     assert tree.tokens.tolist() == [[5, 6, 7]]
     assert tree.path_probs == [[pytest.approx(2 / 4), pytest.approx(1 / 4)]]
 
@@ -54,7 +54,7 @@ def test_copies_share_networks_and_the_target(bigram):
     drafter.begin(None, None, [[5, 6]])
     copied = drafter.fork(target)
     assert copied.other is drafter.other
-    assert [one.propose(torch.tensor([5]), Budget()).batch for one in (drafter, copied)] == [1, 0]
+    assert [one.propose(torch.tensor([5]), StepPlan()).batch for one in (drafter, copied)] == [1, 0]
     assert drafter.lend(target) is drafter  # it learns nothing
 
 

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -58,12 +58,12 @@ class Drafter(ABC):
         """Keep these rows, in this order, and drop the others. Called between ``observe`` and ``propose``."""
 
     @abstractmethod
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
         """Draft a tree per row.
 
         Args:
             token: (batch,) int64, last emitted tokens, the roots.
-            budget: limits depth and width; the engine then prunes the tree by ``TokenTree.log_probs``.
+            plan: limits depth and width; the policy then prunes the tree by ``TokenTree.log_probs``.
         """
 
     @abstractmethod
@@ -102,7 +102,7 @@ class Drafter(ABC):
 
     @property
     def tree_size(self) -> int | None:
-        """Maximum number of drafted nodes; None follows the budget."""
+        """Maximum number of drafted nodes; None follows the plan."""
         return None
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
@@ -172,8 +172,8 @@ class Wrapper(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         self.drafter.select(rows)
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        return self.drafter.propose(token, budget)
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
+        return self.drafter.propose(token, plan)
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         self.drafter.observe(tree, verdict, output)
@@ -247,12 +247,12 @@ class Guard(Wrapper):
         if not rows and not self._broken:
             self._failure = ""
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        return self._guarded(self._proposed, token, budget) or TokenTree.root(token)
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
+        return self._guarded(self._proposed, token, plan) or TokenTree.root(token)
 
-    def _proposed(self, token: Tensor, budget: Budget) -> TokenTree:
+    def _proposed(self, token: Tensor, plan: StepPlan) -> TokenTree:
         """The drafter's trees, which must be valid and have the roots ``token``, (batch,)."""
-        tree: Any = self.drafter.propose(token, budget)
+        tree: Any = self.drafter.propose(token, plan)
         if not isinstance(tree, TokenTree):
             raise TypeError(f"expected a TokenTree, received {type(tree).__name__}")
         if tree.batch != len(token) or tree.tokens.dtype != torch.long or tree.tokens.device != token.device:

@@ -31,7 +31,7 @@ from mmspec.targets.hub import cache_if_offline, is_path
 
 PLAIN, AUTO, DEFAULT = "none", "auto", "recycle+ngram"
 LONGEST_CHAIN = 8
-"""Maximum draft tokens of ``@chain`` for drafters with their own tree size; other drafters follow the budget."""
+"""Maximum draft tokens of ``@chain`` for drafters with their own tree size; other drafters follow the plan."""
 
 _SHAPE = re.compile(r"@(?:tree|(chain)(\d*))$")
 _PREFIX = re.compile(r"([^+,@/:=]*[:=])+")  # of an argument: NAME: and, in lists of ``mmspec eval``, LABEL=

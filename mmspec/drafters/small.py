@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from mmspec import ops, plugins
 from mmspec.cache.rows import RowTensor
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -239,13 +239,13 @@ class Small(CapturedDrafter):
             lm.runner.commit_nodes(path, lambda: [list(range(count)) for count in length.tolist()])
         write_last(self._output, states, length)
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         passes = LevelPasses(self.lm.runner, self.lm.decoder.layers is not None)
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             return self._children(passes(beam if self._shared is None else self._own[beam], origin))
 
-        tree = grow_tree(token, self._children(self._output.data[: len(token)]), extend, budget, self.top_k)
+        tree = grow_tree(token, self._children(self._output.data[: len(token)]), extend, plan, self.top_k)
         passes.end()
         if self._shared is not None:
             tree.tokens[:, 1:] = self._theirs[tree.tokens[:, 1:]]

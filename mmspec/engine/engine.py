@@ -119,7 +119,7 @@ class Engine:
 
         Args:
             prompt: one or several rows.
-            speculation: drafter and budgets on this target. Only sequences with the same ``speculation`` are batched.
+            speculation: drafter and policies on this target. Only sequences with the same ``speculation`` are batched.
             num_draft_tokens: draft tokens per step; None chooses adaptively. Sequences with different values are not
                 batched together, except 0 (plain decoding) and None.
             **options: ``request``, ``logits``, ``on_change`` and ``token_bytes`` of ``RequestState``.

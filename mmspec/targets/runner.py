@@ -124,7 +124,8 @@ class Prefill:
         length, passes = self.prompt.input_ids.shape[1], []
         first, chunk = 0 if state is None else state.length, self.chunk or length
         if first == length:
-            assert state is not None and state.logits is not None
+            assert state is not None
+            assert state.logits is not None
             return {}, state.logits
         for start in range(first, length, chunk):
             if start > first:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from mmspec.core.budget import CostTable
 from mmspec.core.target import Feature, KeysValues, Prompt, State, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -43,7 +42,6 @@ class TransformersTarget:
         auto_class: the class of transformers that loads these models.
         processor_class: the ``Processor`` of these models.
         runner: runs the verify passes; replaced if the model moves to a device that requires another runner class.
-        cost: measured verify times; if known, trees are padded to the width with the fastest pass.
         adapters: LoRA adapters in the model's layers.
         exact: whether to reject prompts whose trees cannot be verified exactly; False for draft models.
 
@@ -64,7 +62,6 @@ class TransformersTarget:
         self.decoder = Decoder(model, prepare=self.adapters.activate)
         self._embedding: Any = model.get_input_embeddings()
         self._head = Head(model)
-        self.cost: CostTable | None = None
         self.runner = new_runner(self.decoder, self._head)
 
     @classmethod
@@ -74,21 +71,19 @@ class TransformersTarget:
         return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
 
     def fork(self) -> TransformersTarget:
-        """The same weights and measured cost, without sequences."""
-        fork = type(self)(self.model)
-        fork.cost = self.cost
-        return fork
+        """The same weights, without sequences."""
+        return type(self)(self.model)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the model and its measured cost, without sequences."""
+        """Pickle the model, without sequences."""
         with self.decoder.attention.idle():
             model = without_output_capture(self.model)
-        return _target_of, (type(self), model, self.cost)
+        return type(self), (model,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformersTarget:
         with self.decoder.attention.idle():
             model = copy.deepcopy(self.model, memo)
-        return _target_of(type(self), model, self.cost)
+        return type(self)(model)
 
     @property
     def device(self) -> torch.device:
@@ -177,9 +172,8 @@ class TransformersTarget:
 
     @torch.inference_mode()
     def verify(self, tree: TokenTree, reads: Sequence[Feature] = (), width: int | None = None) -> TargetOutput:
-        if width is None and self.cost is not None:
-            width = self.cost.width(tree.nodes, tree.batch)
-        return self.runner.forward_tree(tree, width or tree.nodes, reads, self.adapters.key(self.adapters.chosen))
+        adapter = self.adapters.key(self.adapters.chosen)
+        return self.runner.forward_tree(tree, width or tree.nodes, reads, adapter)
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict) -> None:
@@ -205,9 +199,3 @@ class TransformersTarget:
 def sharded(target: Target) -> bool:
     """Whether a target's weights are sharded over the ranks of a job."""
     return isinstance(target, TransformersTarget) and is_sharded(target.model)
-
-
-def _target_of(kind: type[TransformersTarget], model: PreTrainedModel, cost: CostTable | None) -> TransformersTarget:
-    target = kind(model)
-    target.cost = cost
-    return target

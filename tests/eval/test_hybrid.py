@@ -10,7 +10,7 @@ from transformers import BambaForCausalLM, GenerationConfig
 
 import mmspec
 from mmspec import UserError, accept_path
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
@@ -106,7 +106,7 @@ def test_a_recycle_chain_drafts_the_likeliest_successor_and_learns_all(pipe):
     drafter._table = {(4, 5): {7: 0.2, 8: 0.7}, (5, 8): {9: 0.3, 6: 0.1}}
     chained = as_chain(drafter, 3, pipe.target)
     chained.rows = [(4, 5)]
-    tree = chained.propose(torch.tensor([5]), Budget(3))
+    tree = chained.propose(torch.tensor([5]), StepPlan(3))
     assert tree.tokens.tolist() == [[5, 8, 9]]
     assert chained.top_k == drafter.top_k
     assert drafter.width is None

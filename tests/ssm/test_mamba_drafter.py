@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from mmspec import SamplingParams, UserError
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.registry import make_drafter
 from mmspec.ssm.drafters import mamba as networks
 from mmspec.ssm.drafters.mamba import Mamba
@@ -198,9 +198,9 @@ def test_drafting_leaves_the_committed_state_alone():
     history = [[*row, 7] for row in prompt.histories()]
     drafter.begin(prompt, output, history)
     token = torch.tensor([7, 7])
-    first = drafter.propose(token, Budget(64))
+    first = drafter.propose(token, StepPlan(64))
     before = [part.data.clone() for part in drafter.parts]
-    again = drafter.propose(token, Budget(64))
+    again = drafter.propose(token, StepPlan(64))
     assert torch.equal(first.tokens, again.tokens)
     assert all(torch.equal(a, part.data) for a, part in zip(before, drafter.parts, strict=True))
     assert first.nodes == 10

@@ -10,7 +10,7 @@ import torch
 
 import mmspec
 from mmspec import SamplingParams, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters import layer
 from mmspec.drafters.eagle import Eagle
@@ -161,7 +161,7 @@ def test_rows_with_unequal_numbers_of_images():
     def tree(prompt):
         output = prefilled(target, prompt, 32)
         drafter.begin(prompt, output, [[*row, 7] for row in prompt.histories()])
-        found = drafter.propose(torch.tensor([7] * len(prompt.input_ids)), Budget(20, 5))
+        found = drafter.propose(torch.tensor([7] * len(prompt.input_ids)), StepPlan(20, 5))
         target.keep([])
         drafter.select([])
         return found

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmspec import accept_path, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.layer import Rotary, rotary_frequencies
 from mmspec.vision.drafters.msd import MSD, Flash
 from tests.drafting import network_for, plain_gain
@@ -48,7 +48,7 @@ def test_drafting(kind, name):
     drafter.begin(prompt, output, history)
     hidden = [output.features["last"][0]]
     for _ in range(2):
-        tree = drafter.propose(torch.tensor(said[-1:]), Budget(5, 2))
+        tree = drafter.propose(torch.tensor(said[-1:]), StepPlan(5, 2))
         nodes = valid_nodes(tree, 0)[1:]
         embeds = torch.cat([prefill.embeds[0], target.embed(torch.tensor(said))]).float()
         visual = torch.nn.functional.pad(prefill.visual[0], (0, len(said)))

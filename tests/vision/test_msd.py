@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmspec import SamplingParams, UserError, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.eagle import Eagle
 from mmspec.drafters.registry import make_drafter
 from mmspec.vision.drafters.msd import MSD, MSDConfig, MSDNetwork
@@ -84,7 +84,7 @@ def test_a_tree_is_bounded_by_the_drafters_own_limits():
     prompt = prompt_of(vision_inputs("llava"))
     output = prefilled(target, prompt, 32)
     drafter.begin(prompt, output, [[*prompt.input_ids[0].tolist(), 7]])
-    tree = drafter.propose(torch.tensor([7]), Budget(64))
+    tree = drafter.propose(torch.tensor([7]), StepPlan(64))
     assert (tree.nodes, tree.max_depth) == (10, 2)
 
 

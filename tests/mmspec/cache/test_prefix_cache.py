@@ -12,7 +12,7 @@ import torch
 import mmspec
 from mmspec import SamplingParams, plugins
 from mmspec.cache.prefix_cache import Prefix, PrefixCache, media_key
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, State
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.engine import Engine
@@ -133,7 +133,7 @@ def new_target(model):
 def answered(target, prefixes, prompt, drafter=None, nodes=6, new=8):
     """Tokens of a prompt's answer, and how many of the prompt's states were known."""
     sampler = defaults.sampler(SamplingParams(seed=3))
-    budget = Budget(nodes, 3)
+    budget = StepPlan(nodes, 3)
     *_, (row,) = decode(target, drafter, prompt, sampler, Stopper(new, criteria=[]), budget, prefixes=prefixes)
     return row.token_ids, row.stats.num_cached_tokens
 
@@ -243,7 +243,7 @@ def test_answers_that_stop_inside_a_draft_are_kept_up_to_the_stop(name):
         exact._with_decoys = lambda truth, *_, answer=answer: [(token, at) for at, token in enumerate(answer[1:7])]
         stopper = Stopper(30, criteria=[lambda ids, *_, end=length + stop: torch.tensor([ids.shape[1] >= end])])
         greedy = defaults.sampler(SamplingParams())
-        *_, (row,) = decode(target, exact, prompt, greedy, stopper, Budget(6, 6), prefixes=prefixes)
+        *_, (row,) = decode(target, exact, prompt, greedy, stopper, StepPlan(6, 6), prefixes=prefixes)
         assert (row.token_ids, row.stats.accept_lengths) == (answer[:stop], [stop - 1])
         again = followed(prompt, row.token_ids)
         expected, _ = answered(target, None, again)
@@ -272,7 +272,7 @@ def test_long_rest_in_chunks_beside_other_sequences():
     prompts.append(followed(prompts[0], [], tuple(text_inputs(1, 40, 9)["input_ids"][0].tolist())))
     expected = [answered(target, None, prompt, new=30)[0] for prompt in prompts]
     answered(target, prefixes, prompts[0])
-    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), prefixes, max_num_seqs=8, chunk=7)
+    engine = SteppedEngine(target, None, StepPlan(0), prefixes, max_num_seqs=8, chunk=7)
     sampler, stopper = defaults.sampler(SamplingParams()), Stopper(30, criteria=[])
     rows = [row for prompt in prompts for row in engine.add(prompt, sampler, stopper)]
     engine.wait(lambda: all(row.done for row in rows))
@@ -285,7 +285,7 @@ def test_answers_of_a_batch_are_kept_of_cancelled_rows_too(name):
     """Rows of several lengths leave at different times, with draft tokens after their limits."""
     model, turns = prompts_of(name, 1)
     target, prefixes = new_target(model), PrefixCache(BYTES)
-    engine = SteppedEngine(target, Ngram(), lambda batch, nodes: Budget(6, 3), prefixes, max_num_seqs=8)
+    engine = SteppedEngine(target, Ngram(), StepPlan(6, 3), prefixes, max_num_seqs=8)
     prompts = [turns[0][0], *(followed(turns[0][0], [], (n, 5, n, 5, n)) for n in (3, 9))]
     sampler = defaults.sampler(SamplingParams())
     rows = [
@@ -321,7 +321,7 @@ def test_prompts_without_a_prefix_are_prefilled_together(name, monkeypatch):
         prompts = [turns[0][0], replace(prompt_of(vision_inputs(name, 1, 2)), attention_mask=None)]
         prompts[1].inputs["pixel_values"] = prompts[1].inputs["pixel_values"] * 0.5
     prompts.append(prompts[0])
-    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), prefixes, max_num_seqs=8)
+    engine = SteppedEngine(target, None, StepPlan(0), prefixes, max_num_seqs=8)
     sampler, stopper = defaults.sampler(SamplingParams()), Stopper(9, criteria=[])
     rows = [row for prompt in prompts for row in engine.add(prompt, sampler, stopper)]
     engine.wait(lambda: all(row.done for row in rows))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mmspec import plugins
 from mmspec.cli import main
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.medusa import Medusa
 from mmspec.drafters.registry import make_drafter
 from tests import dflash
@@ -81,7 +81,7 @@ def tree_of(folder):
     drafter.attach(target)
     prompt = prompt_of(text_inputs())
     drafter.begin(prompt, prefilled(target, prompt, 16, drafter.features), [[*prompt.input_ids[0].tolist(), 7]])
-    return drafter.propose(torch.tensor([7]), Budget(24, 5))
+    return drafter.propose(torch.tensor([7]), StepPlan(24, 5))
 
 
 def check_same(folder, tensors):

@@ -17,7 +17,7 @@ import torch
 
 import mmspec
 from mmspec import Pipeline, TokenTree, UserError, accept_path, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters.lookup import LookUps
 from mmspec.drafters.ngram import Ngram, Trust
@@ -220,7 +220,7 @@ class Batch:
 
 
 def budget():
-    ample = Budget(12, 4)
+    ample = StepPlan(12, 4)
     ample.remaining = 99
     return ample
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mmspec.core.budget import Budget
 from mmspec.core.drafter import Wrapper
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.per_sequence import PerSequence
@@ -30,7 +30,7 @@ def begun(drafter, history):
 
 def first_level(drafter, history):
     """Children of the root of the drafter's tree: tokens and probabilities."""
-    budget = Budget(nodes=64, depth=1)
+    budget = StepPlan(nodes=64, depth=1)
     budget.floor = 0.0
     tree = drafter.propose(torch.tensor([history[-1]]), budget)
     if tree.nodes == 1:

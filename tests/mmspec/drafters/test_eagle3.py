@@ -10,7 +10,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 
 import mmspec
 from mmspec import SamplingParams, UserError, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import output_of
 from mmspec.drafters.checkpoint import load_network
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
@@ -248,7 +248,7 @@ def test_rows_that_join_leave_the_positions_of_others_in_the_table(monkeypatch):
     drafter = Eagle3(eagle3_network(model), torch.arange(40), top_k=3, depth=3, total_tokens=9)
     drafter.attach(target)
     reads = drafter.features
-    ample = Budget(9, 3)
+    ample = StepPlan(9, 3)
     ample.remaining = 99
     token = torch.tensor([5, 6])
     for number, last in ((0, 1022), (1, 11)):

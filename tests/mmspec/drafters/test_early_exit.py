@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from mmspec import UserError, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters.early_exit import EarlyExit
 from mmspec.drafters.registry import make_drafter
@@ -60,7 +60,7 @@ def test_chains_are_the_candidates_of_transformers(layers, monkeypatch):
         output = prefilled(target, Prompt(ids[:, :-1]), 32)
         drafter.begin(Prompt(ids[:, :-1]), output, ids.tolist())
         if expected:
-            tree = drafter.propose(ids[:, -1], Budget(len(expected), len(expected)))
+            tree = drafter.propose(ids[:, -1], StepPlan(len(expected), len(expected)))
             assert tree.tokens[0, 1:].tolist() == expected
         longest = max(longest, len(expected))
         target.keep([])
@@ -90,7 +90,7 @@ def test_packed_targets_run_the_first_layers_alone(monkeypatch):
     drafter.begin(prompt, prefilled(target, prompt, 32), [history])
     decode = cpu.decode
     monkeypatch.setattr(cpu, "decode", lambda weights, *rest: counts.append(len(weights)) or decode(weights, *rest))
-    tree = drafter.propose(torch.tensor([7]), Budget(3, 3))
+    tree = drafter.propose(torch.tensor([7]), StepPlan(3, 3))
     assert len(counts) >= 3
     assert set(counts) == {2}
     target.verify(tree)

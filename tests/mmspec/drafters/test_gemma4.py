@@ -12,7 +12,7 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 
 import mmspec
 from mmspec import UserError, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.gemma4 import Gemma4, sharing_allowed
 from mmspec.drafters.registry import make_drafter, registered_name
 from tests.draft_checks import check_drafts
@@ -102,7 +102,7 @@ def test_of_the_tokens_of_the_nearest_centroids():
     inputs = text_inputs(1, 9)
     history = [*inputs["input_ids"][0].tolist(), 7]
     drafter.begin(prompt_of(inputs), prefilled(target, prompt_of(inputs), reads=drafter.features), [history])
-    tree = drafter.propose(torch.tensor([7]), Budget(40, 1))
+    tree = drafter.propose(torch.tensor([7]), StepPlan(40, 1))
     logits = proposals(assistant, model, history, 1)[1][0]
     near = logits > logits.min()
     assert sorted(tree.tokens[0, 1:].tolist()) == near.nonzero()[:, 0].tolist()

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mmspec import UserError
-from mmspec.core.budget import Budget, CostTable
 from mmspec.core.drafter import Drafter
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import accept_path
@@ -28,7 +28,7 @@ def test_every_member_sees_every_step_and_proposes():
     union = Union([ngram, recycle])
     logits = begun(union, row)
     row[0].append(4)
-    budget = Budget(1000, depth=3)
+    budget = StepPlan(1000, depth=3)
     budget.floor = 0.0
     tree = union.propose(torch.tensor([4]), budget)
     alone = [path for drafter in (ngram, recycle) for path in paths(drafter.propose(torch.tensor([4]), budget))]
@@ -131,7 +131,7 @@ def test_a_member_that_costs_more_than_it_adds_rests_alone(now):
 
 def test_no_member_rests_where_sizes_are_fixed(now):
     slow = Fixed(8, 0.002, now)
-    steps(Union([Fixed(7, 0.0, now), slow]), now, Budget(4), 40, right=7)
+    steps(Union([Fixed(7, 0.0, now), slow]), now, StepPlan(4), 40, right=7)
     assert slow.asked == 40
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import LogitsProcessor
 
 from mmspec.cache.prefix_cache import PrefixCache
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
@@ -212,10 +212,8 @@ def test_the_next_requests_are_answered(name, drafter, kind, monkeypatch):
     if kind == "static":
         monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
     target = matrix.new_target(name)
-    budget = Budget(9, 4)
-    engine = SteppedEngine(
-        target, matrix.drafter_of(drafter, target.model), lambda batch, asked: budget, max_num_seqs=4, chunk=8
-    )
+    budget = StepPlan(9, 4)
+    engine = SteppedEngine(target, matrix.drafter_of(drafter, target.model), budget, max_num_seqs=4, chunk=8)
     if kind == "cached":
         engine.use_prefixes(PrefixCache(1 << 24))
     (prompts, expected), ended = zip(*requests(name), strict=True), []
@@ -236,7 +234,7 @@ def test_the_next_requests_are_answered(name, drafter, kind, monkeypatch):
 def test_clients_hear_of_first_tokens_and_ends_of_prompts_of_several_chunks(limit):
     """In the step that has computed the last chunk, while other requests decode."""
     target = matrix.new_target("llama")
-    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), max_num_seqs=4, chunk=8)
+    engine = SteppedEngine(target, None, StepPlan(0), max_num_seqs=4, chunk=8)
     (prompt, expected), (other, _) = requests("llama")
     assert other.input_ids.shape[1] > 16
     (running,) = engine.add(prompt, Sampler(), Stopper(40))
@@ -255,7 +253,7 @@ def test_clients_hear_of_first_tokens_and_ends_of_prompts_of_several_chunks(limi
 
 def test_clients_hear_of_errors_in_later_chunks(monkeypatch):
     target = matrix.new_target("llama")
-    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), max_num_seqs=4, chunk=8)
+    engine = SteppedEngine(target, None, StepPlan(0), max_num_seqs=4, chunk=8)
     (prompt, _), (other, _) = requests("llama")
     (running,) = engine.add(prompt, Sampler(), Stopper(40))
     step(engine)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from mmspec.core.budget import Budget
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.sampler import Sampler

@@ -5,7 +5,7 @@ import torch
 
 from mmspec import TokenTree, accept_path, plugins
 from mmspec.cache.rows import batch_bucket
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.ops import kernels
 from mmspec.targets.runner import node_bucket
@@ -112,7 +112,7 @@ def test_drafts_of_a_batch_are_grown_in_powers_of_two(kind):
             steps = drafter._on_device if kind == "recycle" else drafter
             if not sizes:
                 steps.grow = lambda token, budget, grow=steps.grow: sizes.append(len(token)) or grow(token, budget)
-            tree = drafter.propose(torch.tensor([row[-1] for row in rows]), Budget(5, 2))
+            tree = drafter.propose(torch.tensor([row[-1] for row in rows]), StepPlan(5, 2))
             assert tree.tokens[:, 0].tolist() == [row[-1] for row in rows]
             expected.append(batch_bucket(len(rows)))
             versions.append(steps._version)

@@ -7,7 +7,7 @@ import torch
 
 import mmspec
 from mmspec import plugins
-from mmspec.core.budget import Budget, CostTable
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters.recycle import Recycle
 from mmspec.engine import calibrate, speculation
@@ -205,7 +205,7 @@ def test_larger_steps_are_left_to_requests(monkeypatch):
     forward = target.verify
     monkeypatch.setattr(target, "verify", lambda tree, *rest: seen.append(tree.tokens.shape) or forward(tree, *rest))
     # Three rows are padded to four.
-    speculation.warm_up(target, None, 3, 64, [Budget(7), Budget(4), Budget(3)])
+    speculation.warm_up(target, None, 3, 64, [StepPlan(7), StepPlan(4), StepPlan(3)])
     assert sorted({tuple(shape) for shape in seen}) == [
         *((1, 1), (1, 2), (1, 4), (1, 8)),
         *((2, 1), (2, 2), (2, 4), (2, 8)),

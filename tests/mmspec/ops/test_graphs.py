@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspec import TokenTree, accept_path, plugins
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs
 from mmspec.ops.graphs import Graphed
@@ -266,7 +266,7 @@ def test_drafters_in_turn_find_their_graphs(monkeypatch):
         for drafter in drafters:
             for _ in range(3):
                 prompt = prompt_of(vision_inputs("llava", 1))
-                for _ in decode(target, drafter, prompt, Sampler(), Stopper(12), Budget(12, 4)):
+                for _ in decode(target, drafter, prompt, Sampler(), Stopper(12), StepPlan(12, 4)):
                     pass
             captured.append(target.runner.captured[0])
     assert captured[0] < captured[1] == captured[2] == captured[3]

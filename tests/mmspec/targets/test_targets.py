@@ -26,7 +26,7 @@ from transformers import (
 
 import mmspec
 from mmspec import TokenTree, UserError, plugins
-from mmspec.core.budget import Budget, CostTable
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, output_of
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.stopping import Stopper
@@ -98,13 +98,10 @@ def test_grouped_heads(heads, kv_heads):
 
 def test_padding_a_pass_to_a_cheaper_width_changes_nothing():
     inputs, model = text_inputs(3, 9), shared_model("mistral-window")
-    plain, padded = TransformersTarget(model), TransformersTarget(model)
-    padded.cost = CostTable((1, 12, 48), (3.0, 2.0, 1.0))
+    target = TransformersTarget(model)
     tree = random_tree(torch.Generator().manual_seed(0), 3, 7, 90)
-    steps = []
-    for target in (plain, padded):
-        prefilled(target, prompt_of(inputs), 64)
-        steps.append(target.verify(tree))
+    prefilled(target, prompt_of(inputs), 64)
+    steps = [target.verify(tree, ("last",), width) for width in (None, 16)]
     assert steps[0].logits.shape == steps[1].logits.shape
     torch.testing.assert_close(steps[0].logits, steps[1].logits, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(steps[0].features, steps[1].features, atol=1e-4, rtol=1e-4)
@@ -115,10 +112,9 @@ def test_the_head_takes_no_product_in_batches():
     # As for slices of one node it would by torch's choice, which copies the head each time.
     inputs, model = text_inputs(1, 9), copy.deepcopy(shared_model("llama")).requires_grad_(False)
     target = TransformersTarget(model)
-    target.cost = CostTable((1, 4), (2.0, 1.0))  # one node is padded to four, three are cut off again
     with torch.profiler.profile(record_shapes=True, acc_events=True) as profile:
         prefilled(target, prompt_of(inputs), 8)
-        target.verify(TokenTree.root(inputs["input_ids"][:, -1]))
+        target.verify(TokenTree.root(inputs["input_ids"][:, -1]), width=4)  # three nodes are cut off again
     batched = [event.input_shapes for event in profile.events() if event.name == "aten::bmm"]
     assert not any(model.config.vocab_size in shape for shapes in batched for shape in shapes)
 
@@ -344,7 +340,7 @@ def test_a_head_that_does_more_than_is_known_is_refused(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_head_that_is_known_is_taken_in_half_precision(name, dtype):
-    TransformersTarget(text_model(name).to(dtype)).prefill(Prompt(torch.tensor([[5, 6]])), 4)
+    prefilled(TransformersTarget(text_model(name).to(dtype)), Prompt(torch.tensor([[5, 6]])), 4)
 
 
 def test_no_adapter():
@@ -558,9 +554,7 @@ def test_a_row_at_the_last_slot_of_attention_drafts_as_deep_as_the_others(order,
         for ids, count in zip(prompts, new, strict=True)
     ]
     said = [row[len(ids) :].tolist() + [5] * longest for ids, row in zip(prompts, expected, strict=True)]
-    engine = SteppedEngine(
-        plugins.target_class(model.config)(model), Oracle(said, vocab=90, seed=0), lambda batch, nodes: Budget(12)
-    )
+    engine = SteppedEngine(plugins.target_class(model.config)(model), Oracle(said, vocab=90, seed=0), StepPlan(12))
     rows = [
         row
         for ids, count in zip(prompts, new, strict=True)
