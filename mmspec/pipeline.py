@@ -17,7 +17,7 @@ from mmspec.adaptation.adaptation import Adaptation
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.checks import Rule, whole
-from mmspec.core.drafter import Drafter, fork
+from mmspec.core.drafter import Drafter
 from mmspec.core.target import HasDefaults, Prompt, Target
 from mmspec.drafters.registry import registered_name
 from mmspec.engine.distributed import DistributedEngine
@@ -172,7 +172,7 @@ class Pipeline:
         name: name that the model was loaded by; by default ``name_or_path`` of its configuration.
         max_num_seqs: maximum number of concurrent requests; further requests wait. Pipelines of one target share the
             largest value.
-        prefix_cache: see ``mmspec.load``; for targets with that attribute.
+        prefix_cache: see ``mmspec.load``; for targets that keep states (``KeepsStates``).
         generation_config: see ``mmspec.load``; targets without their own defaults use the library's.
         adapt: see ``mmspec.load``; None does not adapt.
         policy: drafting policy with the learned state of another pipeline; None starts anew.
@@ -208,12 +208,11 @@ class Pipeline:
         self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
         self.generation_config = SOURCE.check("generation_config", generation_config)
         self.max_num_seqs = SEQ_COUNT.check("max_num_seqs", max_num_seqs)
-        if _BYTES.check("prefix_cache", prefix_cache):
-            if not hasattr(self.target, "prefix_cache"):
-                raise UserError(f"prefix_cache needs a target that keeps states: {type(target).__name__} does not")
-            self.target.prefix_cache = PrefixCache(prefix_cache)
+        _BYTES.check("prefix_cache", prefix_cache)
         self.adaptation = None if adapt is None else Adaptation(drafter, target, adapt)
         self._connect(drafter if self.adaptation is None else self.adaptation.drafter, policy)
+        if prefix_cache:
+            self.engine.use_prefixes(PrefixCache(prefix_cache))
         if self.adaptation is not None:
             self.engine.idle.add(self.adaptation)
 
@@ -240,13 +239,16 @@ class Pipeline:
         left_out = ("defaults", "engine", "_speculation")
         state = {name: value for name, value in vars(self).items() if name not in left_out} | {"adaptation": None}
         with self.engine.paused():
-            return {**state, "drafter": fork(self.drafter, self.target), "policy": self.policy}
+            drafter = self.drafter and self.drafter.fork(self.target)
+            return {**state, "drafter": drafter, "policy": self.policy, "prefixes": self.engine.prefixes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        drafter, policy = state.pop("drafter"), state.pop("policy")
+        drafter, policy, prefixes = (state.pop(name) for name in ("drafter", "policy", "prefixes"))
         vars(self).update(state)
-        self.target.select([])
+        self.target.keep([])
         self._connect(drafter, policy)
+        if prefixes is not None:
+            self.engine.use_prefixes(prefixes)
 
     @property
     def model(self) -> Any:

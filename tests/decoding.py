@@ -25,10 +25,12 @@ class SteppedEngine(Engine):
 
     Args:
         policy: policy of all requests, or the plan of all steps.
+        prefixes: the prefix cache.
     """
 
-    def __init__(self, target, drafter, policy, **settings):
+    def __init__(self, target, drafter, policy, prefixes=None, **settings):
         super().__init__(target, **settings)
+        self.use_prefixes(prefixes)
         if isinstance(policy, StepPlan):
             policy = DraftPolicy(policy, kernels.static_shapes(target.device))
         self.speculation = _OnePolicy(target, drafter, policy)

@@ -45,7 +45,7 @@ def rows(patch: pytest.MonkeyPatch) -> Callable:
     engine = SteppedEngine(target, None, StepPlan(0))
     (row,) = engine.add(prompt_of(text_inputs(1)), Sampler(), Stopper(3))
     engine.wait(lambda: row.done)
-    return lambda: TransformersTarget.select(engine.target, [])
+    return lambda: TransformersTarget.keep(engine.target, [])
 
 
 def dtype(patch: pytest.MonkeyPatch) -> Callable:

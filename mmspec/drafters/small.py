@@ -150,7 +150,7 @@ class Small(CapturedDrafter):
 
     @property
     def parts(self) -> tuple[RowState, ...]:
-        return self.lm, self._output
+        return self.lm.runner, self._output
 
     def draft_chains(self, length: int) -> None:
         self.top_k = 1
@@ -173,8 +173,7 @@ class Small(CapturedDrafter):
         order, keep = packing(keep, left=True)
         ids = self._readable(ids.gather(1, order))
         self.join(len(history), self.lm.decoder.static_shapes)
-        read = self.lm.prefill(Prompt(ids, None if bool(keep.all()) else keep.long()), max_new_tokens=AHEAD)
-        self._output.append(read.features["last"][:, -1])
+        self._prefill(Prompt(ids, None if bool(keep.all()) else keep.long()))
 
     def _seen(self, prompt: Prompt, visual: Tensor | None) -> Prompt | None:
         """The prompt with images and videos at the tokens ``visual``; None if the model does not get them."""
@@ -195,11 +194,15 @@ class Small(CapturedDrafter):
         self.join(new, self.lm.decoder.static_shapes)
         message = "the draft model must take the target's images and videos; with small:MODEL@0 it drafts without them"
         with explained(message, ValueError, RuntimeError, TypeError):
-            read = self.lm.prefill(prompt, max_new_tokens=AHEAD)
-        self._output.append(read.features["last"][:, -1])
+            self._prefill(prompt)
         first = on_device([[0]] * before + [[row[-1]] for row in history], device)
         lengths = [0] * before + [1] * new
         self._pending.append(((first, on_device(lengths, device)), partial(list, lengths)))
+
+    def _prefill(self, prompt: Prompt) -> None:
+        *_, read = self.lm.prefill([prompt], [AHEAD] * len(prompt.input_ids), ("last",))
+        assert read is not None
+        self._output.append(read.features["last"][:, -1])
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """Queue the accepted tokens."""

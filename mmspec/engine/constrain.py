@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from mmspec.core.drafter import Drafter, continuations
+from mmspec.core.drafter import Drafter
 from mmspec.core.plan import StepPlan
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.drafters.growth import Nodes, best_first
@@ -68,7 +68,7 @@ class _Drafts:
             allowed = [token for token in drafts if grammar.allows(state, token)]
             if node is not None and (allowed or not drafts):
                 return self._among(drafts, allowed, node, path)
-            more = dict(continuations(self._drafter, self._place, path))
+            more = dict(self._drafter.continuations(self._place, path) if self._drafter else ())
             allowed = [token for token in more if grammar.allows(state, token)]
             return _renormalised(more, allowed, lambda token: (None, (*path, token), ()))
         except Exception:  # verification raises it again if it reaches this node

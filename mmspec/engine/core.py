@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Condition
 from time import perf_counter as clock
-from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from mmspec.cache.prefix_cache import PrefixReuse
 from mmspec.cache.rows import row_index
-from mmspec.core.drafter import Guard, features
+from mmspec.core.drafter import Guard
 from mmspec.core.plan import StepPlan, StepTimes
-from mmspec.core.target import KeepsPrefixes, Prompt, Target, TargetOutput
+from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.engine.constrain import constrain
@@ -175,6 +175,7 @@ class EngineCore:
         scheduler: queue of waiting prompts.
         running: decoding sequences; their indices are the rows of target and drafter.
         touched: sequences that may have changed in this step.
+        prefixes: reuses states of earlier prompts; None computes every prompt in full.
     """
 
     def __init__(self, target: Target, max_num_seqs: int, chunk: int, lock: Condition) -> None:
@@ -183,6 +184,8 @@ class EngineCore:
         self.running: list[RequestState] = []
         self.key: BatchKey | None = None
         self.touched: dict[RequestState, None] = {}
+        self.prefixes: PrefixReuse | None = None
+        self._reads: tuple[Feature, ...] = ()  # hidden states that the drafter reads
         self._lock = lock
         self._prefilling: PromptBatch | None = None
         self._prefilled: list[tuple[Prompt, TargetOutput, list[RequestState]]] = []  # not yet passed to the drafter
@@ -232,7 +235,7 @@ class EngineCore:
             if new is not None:
                 new.acquire()
         self.key = key
-        self.target.features = features(new.drafter if new else None)
+        self._reads = tuple(new.drafter.features) if new and new.drafter else ()
 
     @property
     def _drafter(self) -> Guard | None:
@@ -270,11 +273,13 @@ class EngineCore:
         draft = ahead or self._propose(policy, self._token)
         tree = self._fitted(draft)
         drafted = mark(device)
-        output = self.target.forward_tree(tree)
+        output = self.target.verify(tree, self._reads)
         verdict = accept_path(tree, self._sampler.choose(rows, tree, output.logits))
         verified = mark(device)
         began = clock()
         self.target.commit(verdict)
+        if self.prefixes is not None:
+            self.prefixes.commit(verdict, output.features)
         # Trace records read the tree, whose memory the next draft reuses.
         early = drafter is not None and drafter.drafts_ahead and all(row.trees is None for row in rows)
         if drafter is not None and early:
@@ -373,9 +378,11 @@ class EngineCore:
             try:
                 if batch.passes is None:
                     max_new_tokens = [sequence.remaining for sequence in batch.sequences]
-                    batch.passes = self.target.prefill_chunks(
-                        batch.prompt, max_new_tokens, self.chunk if busy else None
-                    )
+                    settings = max_new_tokens, self._reads, self.chunk if busy else None
+                    if self.prefixes is not None:
+                        batch.passes = self.prefixes.prefill(batch.prompt, *settings)
+                    else:
+                        batch.passes = self.target.prefill([batch.prompt], *settings)
                 output = next(batch.passes)
             except Exception as error:
                 self._prefilling = None
@@ -406,6 +413,8 @@ class EngineCore:
     def _start(self, batch: PromptBatch, output: TargetOutput) -> None:
         """Emit the first token of each prefilled sequence and add them to the batch."""
         sequences = batch.sequences
+        if self.prefixes is not None:
+            self.prefixes.start(batch.prompt.singles, output)
         root = TokenTree.root(torch.zeros(len(sequences), dtype=torch.long, device=output.logits.device))
         self._vocab = output.logits.shape[-1]
         first = BatchSampler().choose(sequences, root, output.logits)[:, 0]
@@ -428,9 +437,9 @@ class EngineCore:
         if kept and self._prefilled:
             self._prepare()  # target and drafter must have the same rows
         self._prefilled = []
-        if _keeps_prefixes(self.target):
+        if self.prefixes is not None:
             ended = [row for row, sequence in enumerate(self.running) if sequence.ended]
-            self.target.retain(ended, [self.running[row].history for row in ended])
+            self.prefixes.retain(ended, [self.running[row].history for row in ended])
         if rejected := [sequence for sequence in self.running if sequence.rejected and not sequence.done]:
             assert self.key is not None
             with self._lock:
@@ -441,9 +450,7 @@ class EngineCore:
         order = [row if row in present else next(movers) for row in range(len(kept))]
         self.running = [self.running[row] for row in order]
         self._token = self._token[row_index(order, self._token.device)]
-        self.target.select(order)
-        if self._drafter is not None:
-            self._drafter.select(order)
+        self._keep(order)
 
     def abort(self, error: Exception) -> None:
         """Fail all sequences of a broken step and reset target and drafter."""
@@ -453,16 +460,17 @@ class EngineCore:
                 sequence.error = error
         self.running, self._prefilled, self._prefilling, self._ahead = [], [], None, None
         self._token = self._token[:0]
-        self.target.select([])
+        self._keep([])
+
+    def _keep(self, rows: list[int]) -> None:
+        """Keep these rows, in this order, in target and drafter."""
+        self.target.keep(rows)
+        if self.prefixes is not None:
+            self.prefixes.keep(rows)
         if self._drafter is not None:
-            self._drafter.select([])
+            self._drafter.select(rows)
 
     def _resumes(self, prompt: Prompt, earlier: list[Prompt]) -> bool:
         """Whether a prompt, or the first of the earlier prompts, has a cached prefix and needs its own prefill."""
-        if not _keeps_prefixes(self.target):
-            return False
-        return self.target.resumes(prompt, earlier) or self.target.resumes(earlier[0], [])
-
-
-def _keeps_prefixes(target: Any) -> TypeGuard[KeepsPrefixes]:
-    return isinstance(target, KeepsPrefixes) and target.prefix_cache is not None
+        prefixes = self.prefixes
+        return prefixes is not None and (prefixes.resumes(prompt, earlier) or prefixes.resumes(earlier[0], []))

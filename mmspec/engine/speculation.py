@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mmspec.cache.rows import batch_bucket
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.drafter import Drafter, Guard, as_drafter, features, members
+from mmspec.core.drafter import Drafter, Guard, as_drafter
 from mmspec.core.plan import StepPlan
-from mmspec.core.target import Prompt, Target
+from mmspec.core.target import Feature, Prompt, Target
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import AHEAD, CapturedDrafter
@@ -51,13 +51,13 @@ class Speculation:
 
     def __init__(self, target: Target, drafter: Drafter | None, adaptive: DraftPolicy | None = None) -> None:
         self.target = target
-        self.drafter: Drafter | None = as_drafter(drafter)
+        self.drafter = as_drafter(drafter)
         self.guard = None if self.drafter is None else Guard(self.drafter)
         self._static_shapes = kernels.static_shapes(target.device)
         fixed = drafter is None or sharded(target)
         self.adaptive = adaptive or (DraftPolicy if fixed else AdaptivePolicy)(static_shapes=self._static_shapes)
         self._fixed: dict[int, DraftPolicy] = {}  # by draft tokens per step
-        self._parts = [member.key for member in members(self.drafter)]
+        self._parts = self.drafter.members if self.drafter else []
         self.acquire()
         self.release()
 
@@ -157,12 +157,13 @@ def warm_up(
         tokens: maximum tokens per row, prompt and answer together; reduced to fit a share of the free memory.
         plans: plans of the drafts, largest first.
     """
-    target.features = features(drafter)
+    reads = tuple(drafter.features) if drafter else ()
     try:
         rows, tokens = _reservation(target, rows, tokens)
         _log.info("capturing decode steps of up to %d sequences of %d tokens", rows, tokens)
         prompt = placeholder(rows, _PROMPT, target)
-        output = target.prefill(prompt, 1)
+        *_, output = target.prefill([prompt], [1] * rows, reads)
+        assert output is not None
         target.runner.cache.reserve_nodes(tokens + RESERVED_NODES - target.runner.cache.length)
         histories = [[*row, 0] for row in prompt.input_ids.tolist()]
         parts = [] if drafter is None else drafter.begin_idle(prompt, output, histories)
@@ -170,13 +171,13 @@ def warm_up(
         for part in parts:
             part.reserve(tokens + AHEAD)
         while rows:
-            _capture(target, parts, rows, plans)
+            _capture(target, parts, rows, plans, reads)
             rows = batch_bucket(rows) // 2
-            target.select(range(rows))
+            target.keep(range(rows))
             for part in parts:
                 part.select(range(rows))
     finally:
-        target.select([])
+        target.keep([])
         if drafter is not None:
             drafter.select([])
 
@@ -196,9 +197,9 @@ def _reservation(target: TransformersTarget, rows: int, tokens: int | None) -> t
     """Number of rows and of tokens per row to reserve."""
     limit = tokens or _TOKENS
     limit = min(limit, target.context_limit or limit)
-    target.prefill(placeholder(1, _PROMPT, target), 1)
+    list(target.prefill([placeholder(1, _PROMPT, target)], [1]))
     token_bytes, kv = _token_bytes(target.runner.cache), target.runner.cache.kv
-    target.select([])
+    target.keep([])
     if not token_bytes:
         return rows, limit
     fitting = max(kv.rows * kv.capacity, int(_SHARE * _free_bytes(target.device) / token_bytes))
@@ -220,26 +221,34 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _capture(
-    target: TransformersTarget, parts: Sequence[CapturedDrafter], rows: int, plans: Sequence[StepPlan]
+    target: TransformersTarget,
+    parts: Sequence[CapturedDrafter],
+    rows: int,
+    plans: Sequence[StepPlan],
+    reads: Sequence[Feature],
 ) -> None:
     """Capture the steps of target and drafters at their current number of rows."""
     token = torch.zeros(rows, dtype=torch.long, device=target.device)
     plans = [plan for plan in plans if batch_bucket(rows) * plan.nodes < _MOST_NODES]
     nodes = max((plan.nodes for plan in plans), default=0)
     depth = max((plan.depth for plan in plans), default=0)
-    target.forward_tree(_chain(rows, 1 + nodes, target.device))  # the first pass allocates buffers of recurrent layers
+    target.verify(_chain(rows, 1 + nodes, target.device), reads)  # the first pass allocates buffers of recurrent layers
     for width in _buckets(1 + nodes):
         for _ in range(2):
-            target.forward_tree(_chain(rows, width, target.device))
+            target.verify(_chain(rows, width, target.device), reads)
     for width in _buckets(1 + min(nodes, depth)):
         for _ in range(2):
             target.commit(_nothing(_chain(rows, width, target.device)))
     for part in parts:
-        _capture_drafts(target, part, token, plans)
+        _capture_drafts(target, part, token, plans, reads)
 
 
 def _capture_drafts(
-    target: TransformersTarget, part: CapturedDrafter, token: Tensor, plans: Sequence[StepPlan]
+    target: TransformersTarget,
+    part: CapturedDrafter,
+    token: Tensor,
+    plans: Sequence[StepPlan],
+    reads: Sequence[Feature],
 ) -> None:
     """Capture the drafts of each plan: the first draft, and drafts after a step of each size, also without drafts."""
     if not plans:
@@ -251,7 +260,7 @@ def _capture_drafts(
             tree = part.propose(token, plan)
         trees.setdefault(tree.max_depth, tree.select(list(range(len(token)))))  # a copy
     for tree in trees.values():
-        output, verdict = target.forward_tree(tree), _nothing(tree)
+        output, verdict = target.verify(tree, reads), _nothing(tree)
         for number, plan in enumerate(plans):
             for _ in range(2):
                 for _ in range(1 if number else 2):  # capture also an update without a draft

@@ -577,7 +577,7 @@ def test_a_pipeline_keeps_all_that_it_prepared(tmp_path, monkeypatch):
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor does not, use model.generate for it"),
         ({"encoder_no_repeat_ngram_size": 2}, "EncoderNoRepeatNGramLogitsProcessor does not"),
         ({"drafter": "nobody"}, "unknown drafter: expected one of .*, got 'nobody'"),
-        ({"drafter": 5}, "drafter must be a name, a folder, a Drafter or None: got int"),
+        ({"drafter": 5}, "drafter must be a name, a folder, None or derive from mmspec.Drafter: got int"),
         ({"stop_strings": ["x"]}, "stop_strings need the tokenizer: none was given"),
     ],
 )

@@ -5,8 +5,8 @@ import torch
 
 import mmspec
 from mmspec import UserError
-from mmspec.core.plan import StepPlan
 from mmspec.core.drafter import Drafter, Wrapper
+from mmspec.core.plan import StepPlan
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.lookup import LookUpDrafter, LookUps

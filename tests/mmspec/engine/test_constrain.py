@@ -10,6 +10,7 @@ pytest.importorskip("llguidance")
 
 import mmspec
 from mmspec import SamplingParams, TokenTree
+from mmspec.core.drafter import Drafter
 from mmspec.core.plan import StepPlan
 from mmspec.core.tree import build_tree
 from mmspec.engine.constrain import constrain
@@ -150,15 +151,12 @@ def test_rows_without_a_grammar_keep_their_drafts():
 # ---------------------------------------------------------------------- distributions
 
 
-class Branches:
+class Branches(Drafter):
     """Drafts the words, wrong ones too, as one random tree."""
 
     def __init__(self):
         self._random = torch.Generator().manual_seed(0)
         self._rows = 0
-
-    def attach(self, target):
-        """Serves any."""
 
     def begin(self, prompt, output, history):
         self._rows += len(history)

@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import mmspec
 from mmspec import TokenTree, plugins
 from mmspec.cli import session
-from mmspec.core.plan import StepPlan
 from mmspec.core.drafter import Guard, Wrapper
+from mmspec.core.plan import StepPlan
 from mmspec.core.tree import build_tree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram

@@ -19,7 +19,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 from tests import matrix
 from tests.decoding import decode
 from tests.device import Replayed, record_captures
-from tests.targets import prompt_of
+from tests.targets import prefilled, prompt_of
 from tests.tiny import shared_model
 from tests.tiny.models import text_inputs, vision_inputs
 
@@ -283,13 +283,13 @@ def test_a_new_prompt_may_keep_longer_paths(batch):
     for seed, tree in enumerate((star, star, chain)):
         prompt = prompt_of(text_inputs(batch, 9, seed=seed))
         for side in (target, fresh) if tree is chain else (target,):
-            side.select([])
-            side.prefill(prompt, 60)
+            side.keep([])
+            prefilled(side, prompt, 60)
             for _ in range(4):
-                side.forward_tree(tree)
+                side.verify(tree)
                 side.commit(accept_path(tree, tokens.roll(-1, 1)))
     root = TokenTree.root(tokens[:, 0])
-    torch.testing.assert_close(target.forward_tree(root).logits, fresh.forward_tree(root).logits)
+    torch.testing.assert_close(target.verify(root).logits, fresh.verify(root).logits)
 
 
 def test_numbers_of_the_host_are_found_out(monkeypatch):
