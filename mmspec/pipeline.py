@@ -11,25 +11,25 @@ from functools import partial
 from typing import Any, Literal, Self, Unpack, overload
 from weakref import WeakKeyDictionary
 
+from pydantic import NonNegativeInt, PositiveInt
 from torch import nn
 
 from mmspec.adaptation.adaptation import Adaptation
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.cache.prefix_cache import PrefixCache
-from mmspec.checks import Rule, whole
 from mmspec.core.drafter import Drafter, fork
 from mmspec.core.target import HasDefaults, Prompt, Target
 from mmspec.drafters.registry import registered_name
 from mmspec.engine.budget import MeasuredBudget
 from mmspec.engine.distributed import DistributedEngine
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
-from mmspec.engine.request import SEQ_COUNT, GenerateKeywords, Request, parse, shows_keywords
+from mmspec.engine.request import GenerateKeywords, Request, parse, shows_keywords
 from mmspec.engine.request_state import RequestState, Wakeup
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.stats import Stats, TreeRecord
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.errors import Attempt, UserError, raising, returning
-from mmspec.sampling.defaults import MODELS, SOURCE, Defaults
+from mmspec.sampling.defaults import MODELS, Defaults, Source
 from mmspec.sampling.grammar import AfterThoughts, Grammars, TriggeredGrammar
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.sampling.params import SamplingParams
@@ -39,18 +39,17 @@ from mmspec.targets.detokenizer import AnswerReader
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.processor import Processor, is_token_ids
 from mmspec.targets.transformers_target import TransformersTarget, sharded
+from mmspec.validation import check
 
 Message = Mapping[str, Any]
 PromptInput = str | Sequence[Message] | Sequence[int]
 """Text, chat messages, or token ids."""
-_BYTES, _TOKENS = whole(0), whole(1)
 _GRAMMARS: WeakKeyDictionary[Processor, dict[tuple[int, ...], Grammars]] = WeakKeyDictionary()
 """Grammar compilers by processor and EOS tokens, cached as llguidance takes seconds to read a large vocabulary."""
 if hasattr(os, "register_at_fork"):  # a thread of the parent may have held the locks of compilers
     os.register_at_fork(after_in_child=_GRAMMARS.clear)
 
 _ATTEMPTS = {"raise": raising, "return": returning}
-_ON_ERROR = Rule("'raise' or 'return'", lambda value: value in _ATTEMPTS)
 
 
 @dataclass(frozen=True)
@@ -204,9 +203,9 @@ class Pipeline:
         self.context_limit: int | None = target.context_limit
         model = getattr(target, "model", target)
         self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-        self.generation_config = SOURCE.check("generation_config", generation_config)
-        self.max_num_seqs = SEQ_COUNT.check("max_num_seqs", max_num_seqs)
-        if _BYTES.check("prefix_cache", prefix_cache):
+        self.generation_config = check("generation_config", Source, generation_config)
+        self.max_num_seqs = check("max_num_seqs", PositiveInt, max_num_seqs)
+        if check("prefix_cache", NonNegativeInt, prefix_cache):
             if not hasattr(self.target, "prefix_cache"):
                 raise UserError(f"prefix_cache needs a target that keeps states: {type(target).__name__} does not")
             self.target.prefix_cache = PrefixCache(prefix_cache)
@@ -288,9 +287,9 @@ class Pipeline:
             tokens: tokens per sequence, prompt and answer together, limited to half of the free memory; None is 8192.
             num_draft_tokens: draft sizes, as for ``generate``.
         """
-        rows = SEQ_COUNT.check("rows", self.max_num_seqs if rows is None else rows)
+        rows = check("rows", PositiveInt, self.max_num_seqs if rows is None else rows)
         if tokens is not None:
-            _TOKENS.check("tokens", tokens)
+            check("tokens", PositiveInt, tokens)
         self.engine.warm_up(self._speculation, rows, tokens, num_draft_tokens)
 
     @property
@@ -307,7 +306,7 @@ class Pipeline:
         if self.context_limit is not None and self.context_limit <= context_limit:
             return self
         limited: Pipeline = object.__new__(type(self))
-        vars(limited).update(vars(self), context_limit=_TOKENS.check("context_limit", context_limit))
+        vars(limited).update(vars(self), context_limit=check("context_limit", PositiveInt, context_limit))
         return limited
 
     def encode(self, requests: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
@@ -472,7 +471,7 @@ class Pipeline:
                 returns it in place of the answer. Invalid keywords of the call are always raised.
             **keywords: see ``generate``.
         """
-        attempt = _ATTEMPTS[_ON_ERROR.check("on_error", on_error)]
+        attempt = _ATTEMPTS[check("on_error", Literal["raise", "return"], on_error)]
         return _answer_all(
             self.engine, parse(requests, keywords, self.processor.options, attempt), self.activate, attempt
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from mmspec.checks import data_of, is_data_uri
+from mmspec.validation import data_of, is_data_uri
 from mmspec.errors import UserError
 
 HEAD_BYTES = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,14 +13,15 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.generation import logits_process as hf
 
-from mmspec.checks import Rule
 from mmspec.errors import UserError
 from mmspec.sampling.params import LIBRARY, SamplingParams
 from mmspec.sampling.processors import AdditiveTerms
 from mmspec.sampling.sampler import Constraint, Processor, Sampler
+from mmspec.validation import part
 
 MODELS, LIBRARYS = "auto", "mmspec"
-SOURCE = Rule(f"{MODELS!r} or {LIBRARYS!r}", lambda value: value in (MODELS, LIBRARYS))
+Source = Literal["auto", "mmspec"]
+"""Source of default values of sampling parameters."""
 
 _OWN = tuple(name for name in LIBRARY if name != "stop")  # generation configs use the same names
 _SAMPLING = ("temperature", "top_p", "top_k")  # generate() has its own defaults for these
@@ -207,7 +208,7 @@ class ModelDefaults(Defaults):
         found = {name: value for name, value in found.items() if value is not None}
         read, valid = self._checked
         if found != read:
-            valid = SamplingParams(**found).part(found)
+            valid = part(SamplingParams(**found), found)
             self._checked = found, valid
         return dict(valid)
 

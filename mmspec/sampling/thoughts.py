@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from mmspec.checks import Rule
+from mmspec.validation import condition
 
 AUTO, NONE = "auto", "none"
 MOST_BLANKS = 8
@@ -49,10 +49,9 @@ FORMATS = (
     ThoughtFormat("exaone_deep", "<thought>", "</thought>"),
 )
 NAMES = (AUTO, NONE, *(name for one in FORMATS for name in (one.name, *one.aliases)))
-REASONING = Rule(
-    f"None or {' or '.join(map(repr, (AUTO, NONE, *(one.name for one in FORMATS))))}",  # and vLLM's names
-    lambda value: value is None or value in NAMES,
-)
+_KNOWN = " or ".join(map(repr, (AUTO, NONE, *(one.name for one in FORMATS))))
+ReasoningName = Annotated[str, condition(_KNOWN, lambda value: value in NAMES)]
+"""Name of a format of the reasoning, or vLLM's name of its parser."""
 
 
 def thought_format(name: str | None, template: str) -> ThoughtFormat | None:

@@ -13,16 +13,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, field_validator, model_validator
 
-from mmspec.checks import Rule
 from mmspec.pipeline import Piece
-from mmspec.sampling.logprobs import LOGPROBS
-from mmspec.sampling.params import LIBRARY
+from mmspec.sampling.params import LIBRARY, Logprobs, MaxTokens
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat
 from mmspec.serving.schemas import (
     CACHE_BREAKPOINT,
     IGNORED,
-    MAX_TOKENS,
     MOST_ITEMS,
     NEUTRAL,
     NO_MODERATION,
@@ -35,14 +32,13 @@ from mmspec.serving.schemas import (
     MediaPart,
     TextPart,
     ToolCall,
-    Variables,
     Variant,
     VideoPart,
-    checked,
-    choice_rule,
+    choice_of,
     grammar_of_format,
 )
 from mmspec.serving.tools import Delta
+from mmspec.validation import condition
 
 _LOGPROBS = "message.output_text.logprobs"
 """The value of ``include`` that asks for log probabilities."""
@@ -179,9 +175,7 @@ class _TextConfig(Fields):
     format: _TextFormat | None = None
 
 
-_CHOICE = choice_rule('{"type": "function", "name": NAME}', "type", "name")
-
-_OTHER_FORMAT = Rule("left out: it is text.format here", lambda value: value is None)
+_ToolChoice = Annotated[Any, choice_of('{"type": "function", "name": NAME}', "type", "name")]
 
 
 class _ReasoningConfig(Fields):
@@ -215,16 +209,16 @@ class ResponsesRequest(GenerationRequest):
     n: Literal[1] = 1
     input: Annotated[list[Item], Field(min_length=1, max_length=MOST_ITEMS)]
     instructions: str | None = None
-    response_format: Annotated[Any, checked("response_format", _OTHER_FORMAT)] = None
-    max_output_tokens: Annotated[Any, checked("max_output_tokens", MAX_TOKENS)] = None
+    response_format: Annotated[Any, condition("left out: it is text.format here", lambda value: value is None)] = None
+    max_output_tokens: MaxTokens | None = None
     text: _TextConfig = _TextConfig()
     tools: list[FunctionTool] = Field([], max_length=MOST_ITEMS)
-    tool_choice: Annotated[Any, checked("tool_choice", _CHOICE)] = "auto"
+    tool_choice: _ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    chat_template_kwargs: Variables = Field({})
+    chat_template_kwargs: dict[str, Any] = Field({})
     reasoning: _ReasoningConfig = _ReasoningConfig()
     include: list[str] = Field([])
-    top_logprobs: Annotated[Any, checked("top_logprobs", LOGPROBS)] = None
+    top_logprobs: Logprobs | None = None
     previous_response_id: str | None = None
     store: bool = True
     metadata: dict[str, str] = Field({})
