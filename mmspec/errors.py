@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from numbers import Real
+from os import PathLike, fspath
 from typing import Any
 
 Attempt = Callable[[Callable[[], Any]], Any]
@@ -51,6 +52,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def shown(value: Any) -> str:
     """Format a value in one line for messages: its shortened repr, without the content of data URIs, or the type of an
     object that is not a plain value."""
+    if isinstance(value, PathLike):
+        value = fspath(value)
     if not (value is None or isinstance(value, str | bytes | Real | list | tuple | dict)):
         return type(value).__name__
     try:

@@ -158,21 +158,14 @@ def with_fields_of(kind: Any) -> Callable[[type[T]], type[T]]:
     return add
 
 
-def read(kind: type[T], values: Any, source: str, others: bool = False) -> T:
-    """Construct ``options`` from an object of a JSON file.
-
-    Args:
-        source: name of the object in messages.
-        others: the object is another program's: ignore unknown fields, and use a field's default for null.
+def read(kind: Callable[..., T], values: Any, source: str) -> T:
+    """Construct ``options`` from an object of a JSON file, called ``source`` in messages.
 
     Raises:
         UserError: a field is missing, unknown or invalid.
     """
     if not isinstance(values, Mapping):
         raise UserError(f"{source} must be an object: got {shown(values)}")
-    if others:
-        known = kind.__pydantic_fields__  # type: ignore[attr-defined]
-        values = {name: value for name, value in values.items() if name in known and value is not None}
     try:
         return kind(**values)
     except UserError as error:
@@ -184,11 +177,12 @@ def part(given: Any, names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(given).items() if name in names and value is not None}
 
 
-def check(name: str, kind: Any, value: Any) -> Any:
+def check(name: str, kind: Any, value: Any, tags: Collection[str] = ()) -> Any:
     """Validate a value, and return it as a value of the type.
 
     Args:
         kind: type, possibly ``Annotated`` with limits.
+        tags: as for ``explain``.
 
     Raises:
         UserError: the value is not valid.
@@ -196,7 +190,7 @@ def check(name: str, kind: Any, value: Any) -> Any:
     try:
         return _adapter(kind).validate_python(_plain(value))
     except ValidationError as error:
-        raise UserError(explain(error, name, root=name)[1]) from None
+        raise UserError(explain(error, name, root=name, tags=tags)[1]) from None
 
 
 @lru_cache(256)

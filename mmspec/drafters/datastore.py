@@ -67,9 +67,9 @@ class StoreConfig:
     format: Literal["mmspec datastore 1"]
     model: str
     vocab_size: int = option(..., ge=1, le=2**24)
-    width: Literal[2, 4]
+    width: Literal[2, 4] = option(...)
     tokens: int = option(..., ge=0)
-    place: Literal[4, 8]
+    place: Literal[4, 8] = option(...)
     suffixes: int = option(..., ge=0)
 
 

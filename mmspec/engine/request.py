@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from inspect import Parameter, signature
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-from pydantic import BeforeValidator, Field, InstanceOf, NonNegativeFloat, NonNegativeInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from mmspec.errors import Attempt, UserError, nearest, raising, shown
 from mmspec.sampling.params import Logprobs, SamplingParams
@@ -47,6 +48,7 @@ def _are(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda values: isinstance(values, Sequence) and all(map(holds, values))
 
 
+_Params = Annotated[Any, condition("mmspec.SamplingParams", lambda value: isinstance(value, SamplingParams))]
 Functions = Annotated[Sequence[Any], condition("a list of callables", _are(callable))]
 Processors = Annotated[Sequence[Any], condition("a list of logits processors", _are(_is_processor))]
 
@@ -101,7 +103,7 @@ class GenerateKeywords(TypedDict, total=False):
     min_new_tokens: int | None
     presence_penalty: float
     frequency_penalty: float
-    logit_bias: Any
+    logit_bias: Any | None
     grammar_trigger: str | None
     ignore_eos: bool
     grammar_aligned: bool
@@ -211,7 +213,7 @@ def _pop_params(keywords: dict[str, Any]) -> SamplingParams:
         return SamplingParams(**given)
     if given:
         raise UserError(f"expected either params or sampling keywords: got params and {', '.join(given)}")
-    return check("params", InstanceOf[SamplingParams], params)
+    return check("params", _Params, params)
 
 
 def _pop_fields(keywords: dict[str, Any], kind: Any) -> dict[str, Any]:
@@ -249,11 +251,12 @@ class _VideoURLItem(TypedDict):
     video_url: _MediaURL
 
 
+_ITEMS = ("text", "image", "video", "image_url", "video_url")
 _Item = Annotated[_TextItem | _MediaItem | _ImageURLItem | _VideoURLItem, Field(discriminator="type")]
 
 
 class _Message(TypedDict):
-    role: str
+    role: Annotated[str, Field(strict=True)]
     content: Annotated[list[_Item], BeforeValidator(_as_items)]
 
 
@@ -266,7 +269,7 @@ def _check_content(request: Any) -> None:
         raise UserError(f"a request's keys are {', '.join(_KEYS)}: got {unknown[0]}{hint}")
     if "prompt" not in request:
         raise UserError(f"a request must have a prompt: got {', '.join(request) or 'nothing'}")
-    check("params", InstanceOf[SamplingParams] | None, request.get("params"))
+    check("params", _Params | None, request.get("params"))
     prompt = request["prompt"]
     if isinstance(prompt, str):
         check("prompt", Text, prompt)
@@ -278,4 +281,4 @@ def _check_content(request: Any) -> None:
             f'generate_batch([{{"prompt": ...}}, ...]), got {shown(prompt)}'
         )
     elif not is_token_ids(prompt):
-        check("prompt", list[_Message], list(prompt))
+        check("prompt", list[_Message], list(prompt), tags=_ITEMS)
