@@ -30,11 +30,11 @@ from mmspec.engine.stats import Stats, TreeRecord
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.errors import Attempt, UserError, raising, returning
 from mmspec.sampling.defaults import MODELS, Defaults, Source
-from mmspec.sampling.grammar import AfterThoughts, Grammars, TriggeredGrammar
+from mmspec.sampling.grammar import AfterReasoning, Grammars, TriggeredGrammar
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.sampling.params import SamplingParams
+from mmspec.sampling.reasoning import ReasoningParser
 from mmspec.sampling.sampler import Constraint, Sampler
-from mmspec.sampling.thoughts import Thoughts
 from mmspec.targets.detokenizer import AnswerReader
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.processor import Processor, is_token_ids
@@ -105,7 +105,7 @@ class ActiveRequest:
         self.started = self.ended = False
         self._pending: list[int] = []  # tokens of the next piece
         self._offsets: list[int] = []  # text offsets of pending tokens
-        self._sent = self._thoughts = 0  # tokens and reasoning tokens of earlier pieces
+        self._sent = self._num_reasoning_tokens = 0  # tokens and reasoning tokens of earlier pieces
 
     def start(self, on_change: Callable[[], None]) -> Self:
         """Queue the request; returns ``self``.
@@ -146,11 +146,11 @@ class ActiveRequest:
             return None
         own = zip(sequence.logprobs[self._sent : self._sent + len(self._pending)], self._offsets, strict=False)
         logprobs = [replace(one, text_offset=offset) for one, offset in own]
-        stats, thoughts = sequence.stats if reason else None, self._reader.num_thoughts
+        stats, reasoned = sequence.stats if reason else None, self._reader.num_reasoning_tokens
         record = stats, list(sequence.trees or ()), logprobs, sequence.stats.wall_seconds
-        piece = Piece(text, self._pending, reason, *record, reasoning, thoughts - self._thoughts)
+        piece = Piece(text, self._pending, reason, *record, reasoning, reasoned - self._num_reasoning_tokens)
         self._sent += len(self._pending)
-        self._pending, self._offsets, self._thoughts = [], [], thoughts
+        self._pending, self._offsets, self._num_reasoning_tokens = [], [], reasoned
         return piece
 
     def cancel(self) -> None:
@@ -343,11 +343,11 @@ class Pipeline:
         length, limit = prompt.input_ids.shape[1], self.context_limit
         if limit is not None and length >= limit:
             raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
-        thoughts = self.processor.thoughts(options.reasoning, prompt.input_ids[0])
-        constraint = self.grammar(params, thoughts)
+        parser = self.processor.reasoning_parser(options.reasoning, prompt.input_ids[0])
+        constraint = self.grammar(params, parser)
         assert params.max_new_tokens is not None
         eos_token_ids = frozenset(() if params.ignore_eos else self.target.eos_token_ids)
-        read = self._answer_reader(params, thoughts, eos_token_ids, rendered and not request.inputs.get("answer_start"))
+        read = self._answer_reader(params, parser, eos_token_ids, rendered and not request.inputs.get("answer_start"))
         stopper = Stopper(
             params.max_new_tokens,
             context_limit=limit,
@@ -364,7 +364,7 @@ class Pipeline:
         return ActiveRequest(self.engine, add, read(prompt.input_ids[0].tolist()))
 
     def _answer_reader(
-        self, params: SamplingParams, thoughts: Thoughts | None, eos_token_ids: Set[int], rendered: bool
+        self, params: SamplingParams, parser: ReasoningParser | None, eos_token_ids: Set[int], rendered: bool
     ) -> Callable[..., AnswerReader]:
         """Factory of output readers for a prompt; ``rendered``: by the chat template."""
         vocabulary, trigger, hidden = self.processor.vocabulary, params.grammar_trigger, None
@@ -373,7 +373,7 @@ class Pipeline:
             hidden = (vocabulary.special_ids | eos_token_ids) - {shown}  # EOS may be text, except in grammars
         begins = rendered and (not constrained or trigger is not None)
         prefix = self.processor.answer_prefix if begins else ""
-        read = partial(AnswerReader, vocabulary, stop=params.stop_strings, thoughts=thoughts, prefix=prefix)
+        read = partial(AnswerReader, vocabulary, stop=params.stop_strings, parser=parser, prefix=prefix)
         return partial(read, hidden=hidden, verbatim=constrained)
 
     def add(
@@ -398,11 +398,11 @@ class Pipeline:
     def _begin(self, request: Request, on_change: Callable[[], None] = lambda: None) -> ActiveRequest:
         return self.activate(request).start(on_change)
 
-    def grammar(self, params: SamplingParams, thoughts: Thoughts | None = None) -> Constraint | None:
+    def grammar(self, params: SamplingParams, parser: ReasoningParser | None = None) -> Constraint | None:
         """The grammar that constrains outputs, compiled for the tokenizer; None without one.
 
         Args:
-            thoughts: parser of the reasoning that precedes the constrained answer.
+            parser: parser of the reasoning that precedes the constrained answer.
 
         Raises:
             UserError: the tokenizer or its vocabulary does not support the grammar.
@@ -416,7 +416,7 @@ class Pipeline:
         if (trigger := params.grammar_trigger) is not None:
             token = self.processor.special_token(trigger)
             grammar = TriggeredGrammar(grammar, trigger, token, known[ends].tokenizer)
-        return grammar if thoughts is None else AfterThoughts(grammar, thoughts, known[ends].spelt)
+        return grammar if parser is None else AfterReasoning(grammar, parser, known[ends].spelt)
 
     @shows_keywords
     def generate(

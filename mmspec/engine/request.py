@@ -14,7 +14,7 @@ from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 from mmspec.errors import Attempt, UserError, nearest, raising, shown
 from mmspec.sampling.params import Logprobs, SamplingParams
 from mmspec.sampling.processors import TreeProcessor
-from mmspec.sampling.thoughts import ReasoningName
+from mmspec.sampling.reasoning import ReasoningName
 from mmspec.targets.processor import is_token_ids
 from mmspec.validation import Text, check, condition, options
 
@@ -67,7 +67,7 @@ class DecodeOptions:
         chat_template: render prompts with the model's chat template if it has one; False uses text prompts as is.
         max_time: seconds after the first token, at which the answer ends with finish reason ``"length"``; None for no
             limit.
-        reasoning: format of the reasoning before an answer (``mmspec.sampling.thoughts``). Reasoning is returned
+        reasoning: format of the reasoning before an answer (``mmspec.sampling.reasoning``). Reasoning is returned
             separately, and grammars, triggers and stop strings start after it. ``"auto"`` uses the chat template's
             format; None makes reasoning a part of the answer.
         adapter: name of a LoRA adapter of ``mmspec.load(adapters=...)``; None for the model without one.

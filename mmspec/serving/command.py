@@ -29,7 +29,7 @@ from mmspec.cli.options import (
 )
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES, rank, ranks
-from mmspec.sampling.thoughts import AUTO, FORMATS, NAMES
+from mmspec.sampling.reasoning import AUTO, FORMATS, NAMES
 from mmspec.serving.limits import Limits, host_names, is_loopback, server_url
 from mmspec.serving.settings import ServerSettings
 
@@ -74,8 +74,8 @@ _log = logging.getLogger("mmspec.serve")
     default=AUTO,
     show_default=True,
     metavar="NAME",
-    help=f"How the model marks thoughts: {', '.join(one.name for one in FORMATS)}, a name of vLLM's, or none; auto: as "
-    "its chat template does.",
+    help=f"Reasoning format: {', '.join(one.name for one in FORMATS)}, a name of vLLM's, or none; auto: that of the chat "
+    "template.",
 )
 @click.option(
     "--chat-template-kwargs",

@@ -100,7 +100,7 @@ class FunctionCallOutput(Variant):
     output: _Content
 
 
-class _Thought(TextPart):
+class _ReasoningText(TextPart):
     type: Literal["reasoning_text"]  # type: ignore[assignment]
 
 
@@ -109,7 +109,7 @@ class Reasoning(Variant):
 
     ignored: ClassVar = ("id", "status", "summary", "encrypted_content")
     type: Literal["reasoning"]
-    content: list[_Thought] = Field([], max_length=MOST_ITEMS)
+    content: list[_ReasoningText] = Field([], max_length=MOST_ITEMS)
 
 
 Item = Annotated[Message | FunctionCall | FunctionCallOutput | Reasoning, Field(discriminator="type")]
@@ -131,11 +131,11 @@ def chat_messages(items: Sequence[Item], instructions: str | None = None) -> lis
     for item in items:
         if isinstance(item, Message):
             goes_on = item.role == "assistant" and found and not (found[-1].content or found[-1].tool_calls)
-            begun = found.pop() if goes_on and found[-1].thoughts else message(role=item.role)
+            begun = found.pop() if goes_on and found[-1].reasoning_text else message(role=item.role)
             found.append(begun.model_copy(update={"content": item.content}))
         elif isinstance(item, Reasoning):
-            if thoughts := "".join(part.text for part in item.content):
-                found.append(message(role="assistant", content=[], reasoning_content=thoughts))
+            if reasoning := "".join(part.text for part in item.content):
+                found.append(message(role="assistant", content=[], reasoning_content=reasoning))
         elif isinstance(item, FunctionCallOutput):
             found.append(message(role="tool", tool_call_id=item.call_id, content=item.output))
         else:
@@ -306,7 +306,7 @@ class ResponsesFormat(ChatFormat):
 
     def whole(self) -> dict[str, Any]:
         choice = self.choices[0]
-        for _ in self._grow(choice.thoughts, choice.text, choice.logprobs[choice.thought_tokens :]):
+        for _ in self._grow(choice.reasoning, choice.text, choice.logprobs[choice.num_reasoning_tokens :]):
             pass
         return self._ended()
 
@@ -353,15 +353,15 @@ class ResponsesFormat(ChatFormat):
             }
         }
 
-    def _grow(self, thoughts: str, text: str, logprobs: Iterable[Any]) -> Iterator[Event]:
+    def _grow(self, reasoning: str, text: str, logprobs: Iterable[Any]) -> Iterator[Event]:
         """Events for new output; includes the final events if the answer has ended.
 
         Args:
             logprobs: log probabilities of the tokens after the reasoning.
         """
         final = self.choices[0].finish_reason is not None
-        if thoughts:
-            yield from self._write("reasoning", thoughts)
+        if reasoning:
+            yield from self._write("reasoning", reasoning)
         delta = Delta(text) if self._readers is None else self._readers[0].feed(text, final=final)
         last = self._growing["type"] if self._growing else None if self._output else "message"
         if delta.content or (final and not delta.calls and last == "message"):  # an end of sequence, or no output

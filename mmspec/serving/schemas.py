@@ -116,7 +116,7 @@ def parse(kind: type[F], body: bytes, ignored: Callable[[str], object] = str) ->
 
 
 REASONING_FIELDS = ("reasoning_content", "reasoning")
-"""Names of an assistant's thoughts in messages: DeepSeek's, and that of current versions of vLLM."""
+"""Names of an assistant's reasoning in messages: DeepSeek's, and that of current versions of vLLM."""
 
 CACHE_BREAKPOINT = "prompt_cache_breakpoint"
 """Field of parts that is ignored: all prefixes of prompts are kept."""
@@ -242,10 +242,10 @@ class ChatMessage(Fields):
         """All texts of the message that a chat template may render."""
         parts = [part.text for part in self.content if not isinstance(part, MediaPart)]
         called = [(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()]
-        return [*parts, *chain(*called), self.tool_call_id or "", self.name or "", self.thoughts or ""]
+        return [*parts, *chain(*called), self.tool_call_id or "", self.name or "", self.reasoning_text or ""]
 
     @property
-    def thoughts(self) -> str | None:
+    def reasoning_text(self) -> str | None:
         """Reasoning of an assistant's message."""
         return self.reasoning_content or self.reasoning
 
@@ -256,7 +256,7 @@ class ChatMessage(Fields):
             for call in self.tool_calls or ()
         ]
         name = self.name if self.role == "tool" else None  # the function's name; speaker names are ignored
-        values: dict[str, Any] = dict.fromkeys(REASONING_FIELDS, self.thoughts)
+        values: dict[str, Any] = dict.fromkeys(REASONING_FIELDS, self.reasoning_text)
         values |= {"tool_calls": calls or None, "tool_call_id": self.tool_call_id, "name": name}
         return {name: value for name, value in values.items() if value is not None}
 

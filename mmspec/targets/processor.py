@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError, explained
-from mmspec.sampling.thoughts import Thoughts, thought_format
+from mmspec.sampling.reasoning import ReasoningParser, reasoning_format
 from mmspec.targets.detokenizer import Detokenizer, Vocabulary
 from mmspec.targets.support import from_pretrained
 from mmspec.validation import check
@@ -259,20 +259,20 @@ class Processor:
             template = template.get("tool_use") or template.get("default", "")
         return str(template)
 
-    def thoughts(self, reasoning: str | None, prompt: torch.Tensor) -> Thoughts | None:
+    def reasoning_parser(self, reasoning: str | None, prompt: torch.Tensor) -> ReasoningParser | None:
         """Reasoning parser of the output after a prompt; None without reasoning.
 
         Args:
-            reasoning: format, see ``thought_format``.
+            reasoning: format, see ``reasoning_format``.
             prompt: (length,) int64; a marker at its end shows that reasoning has started or is over.
         """
-        form = thought_format(reasoning, self.chat_template_text()) if reasoning else None
+        form = reasoning_format(reasoning, self.chat_template_text()) if reasoning else None
         if form is None:
             return None
         end = self.decode(prompt[-_MARKER_TOKENS:].tolist(), skip_special_tokens=False).rstrip()
         if end.endswith(form.end):
             return None
-        return Thoughts(form, end.endswith(form.start), self.token_bytes, self.special_token)
+        return ReasoningParser(form, end.endswith(form.start), self.token_bytes, self.special_token)
 
     def special_token(self, text: str) -> int | None:
         """Id of the special token with this name; None without one."""

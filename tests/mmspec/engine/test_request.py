@@ -126,7 +126,7 @@ MISTAKES = [
             ({"logprobs": -1}, "logprobs must be >= 0: got -1"),
             ({"chat_template": "no"}, "chat_template must be true or false: got 'no'"),
             ({"max_time": -0.5}, "max_time must be >= 0: got -0.5"),
-            ({"reasoning": "thoughts"}, "reasoning must be 'auto' or 'none' or 'think' or "),
+            ({"reasoning": "xml"}, "reasoning must be 'auto' or 'none' or 'think' or "),
             ({"adapter": 5}, "adapter must be text that UTF-8 can encode: got 5"),
             ({"max_tokens": 5}, "unknown option for this model: got max_tokens; did you mean max_new_tokens?"),
             (
