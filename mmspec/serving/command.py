@@ -74,8 +74,8 @@ _log = logging.getLogger("mmspec.serve")
     default=AUTO,
     show_default=True,
     metavar="NAME",
-    help=f"Reasoning format: {', '.join(one.name for one in FORMATS)}, a name of vLLM's, or none; auto: that of the chat "
-    "template.",
+    help=f"Reasoning format: {', '.join(one.name for one in FORMATS)}, vLLM's name of one, or none; auto: that of the "
+    "chat template.",
 )
 @click.option(
     "--chat-template-kwargs",
