@@ -25,8 +25,7 @@ from torch import Tensor
 
 import mmspec
 from mmspec import plugins
-from mmspec.checks import choice, listed
-from mmspec.cli.options import Value
+from mmspec.cli.options import Listed
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.ngram import Ngram
@@ -177,7 +176,7 @@ PREFIX_COLUMNS: list[Column] = [
 @click.option("--nodes", type=SIZES, default="1,2,4,8,16", show_default=True)
 @click.option("--prefix", default=42, show_default=True, help="Tokens of the prompt.")
 @click.option("--prefixes", type=SIZES, help="Lengths of prompts after which one node, a tree and prefill are timed.")
-@click.option("--forms", type=Value(listed(choice(*PACKED))), default=",".join(PACKED), show_default=True)
+@click.option("--forms", type=Listed(click.Choice(tuple(PACKED))), default=",".join(PACKED), show_default=True)
 @click.option("--rounds", default=15, show_default=True)
 @click.option("--divergence", is_flag=True, help="Measure divergences from the float32 weights, which are loaded.")
 @llama_server_option

@@ -11,46 +11,45 @@ from functools import partial
 from typing import Any, Literal, Self, Unpack, overload
 from weakref import WeakKeyDictionary
 
+from pydantic import NonNegativeInt, PositiveInt
 from torch import nn
 
 from mmspec.adaptation.adaptation import Adaptation
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.cache.prefix_cache import PrefixCache
-from mmspec.checks import Rule, whole
 from mmspec.core.drafter import Drafter
 from mmspec.core.target import HasDefaults, Prompt, Target
 from mmspec.drafters.registry import registered_name
 from mmspec.engine.distributed import DistributedEngine
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
 from mmspec.engine.policy import DraftPolicy
-from mmspec.engine.request import SEQ_COUNT, GenerateKeywords, Request, parse, shows_keywords
+from mmspec.engine.request import GenerateKeywords, Request, parse, shows_keywords
 from mmspec.engine.request_state import RequestState, Wakeup
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.stats import Stats, TreeRecord
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.errors import Attempt, UserError, raising, returning
-from mmspec.sampling.defaults import MODELS, SOURCE, Defaults
-from mmspec.sampling.grammar import AfterThoughts, Grammars, TriggeredGrammar
+from mmspec.sampling.defaults import MODELS, Defaults, Source
+from mmspec.sampling.grammar import AfterReasoning, Grammars, TriggeredGrammar
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.sampling.params import SamplingParams
+from mmspec.sampling.reasoning import ReasoningParser
 from mmspec.sampling.sampler import Constraint, Sampler
-from mmspec.sampling.thoughts import Thoughts
 from mmspec.targets.detokenizer import AnswerReader
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.processor import Processor, is_token_ids
 from mmspec.targets.transformers_target import TransformersTarget, sharded
+from mmspec.validation import check
 
 Message = Mapping[str, Any]
 PromptInput = str | Sequence[Message] | Sequence[int]
 """Text, chat messages, or token ids."""
-_BYTES, _TOKENS = whole(0), whole(1)
 _GRAMMARS: WeakKeyDictionary[Processor, dict[tuple[int, ...], Grammars]] = WeakKeyDictionary()
 """Grammar compilers by processor and EOS tokens, cached as llguidance takes seconds to read a large vocabulary."""
 if hasattr(os, "register_at_fork"):  # a thread of the parent may have held the locks of compilers
     os.register_at_fork(after_in_child=_GRAMMARS.clear)
 
 _ATTEMPTS = {"raise": raising, "return": returning}
-_ON_ERROR = Rule("'raise' or 'return'", lambda value: value in _ATTEMPTS)
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class ActiveRequest:
         self.started = self.ended = False
         self._pending: list[int] = []  # tokens of the next piece
         self._offsets: list[int] = []  # text offsets of pending tokens
-        self._sent = self._thoughts = 0  # tokens and reasoning tokens of earlier pieces
+        self._sent = self._num_reasoning_tokens = 0  # tokens and reasoning tokens of earlier pieces
 
     def start(self, on_change: Callable[[], None]) -> Self:
         """Queue the request; returns ``self``.
@@ -147,11 +146,11 @@ class ActiveRequest:
             return None
         own = zip(sequence.logprobs[self._sent : self._sent + len(self._pending)], self._offsets, strict=False)
         logprobs = [replace(one, text_offset=offset) for one, offset in own]
-        stats, thoughts = sequence.stats if reason else None, self._reader.num_thoughts
+        stats, reasoned = sequence.stats if reason else None, self._reader.num_reasoning_tokens
         record = stats, list(sequence.trees or ()), logprobs, sequence.stats.wall_seconds
-        piece = Piece(text, self._pending, reason, *record, reasoning, thoughts - self._thoughts)
+        piece = Piece(text, self._pending, reason, *record, reasoning, reasoned - self._num_reasoning_tokens)
         self._sent += len(self._pending)
-        self._pending, self._offsets, self._thoughts = [], [], thoughts
+        self._pending, self._offsets, self._num_reasoning_tokens = [], [], reasoned
         return piece
 
     def cancel(self) -> None:
@@ -206,9 +205,9 @@ class Pipeline:
         self.context_limit: int | None = target.context_limit
         model = getattr(target, "model", target)
         self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-        self.generation_config = SOURCE.check("generation_config", generation_config)
-        self.max_num_seqs = SEQ_COUNT.check("max_num_seqs", max_num_seqs)
-        _BYTES.check("prefix_cache", prefix_cache)
+        self.generation_config = check("generation_config", Source, generation_config)
+        self.max_num_seqs = check("max_num_seqs", PositiveInt, max_num_seqs)
+        check("prefix_cache", NonNegativeInt, prefix_cache)
         self.adaptation = None if adapt is None else Adaptation(drafter, target, adapt)
         self._connect(drafter if self.adaptation is None else self.adaptation.drafter, policy)
         if prefix_cache:
@@ -276,9 +275,9 @@ class Pipeline:
             tokens: tokens per sequence, prompt and answer together, limited to half of the free memory; None is 8192.
             num_draft_tokens: draft sizes, as for ``generate``.
         """
-        rows = SEQ_COUNT.check("rows", self.max_num_seqs if rows is None else rows)
+        rows = check("rows", PositiveInt, self.max_num_seqs if rows is None else rows)
         if tokens is not None:
-            _TOKENS.check("tokens", tokens)
+            check("tokens", PositiveInt, tokens)
         self.engine.warm_up(self._speculation, rows, tokens, num_draft_tokens)
 
     @property
@@ -295,7 +294,7 @@ class Pipeline:
         if self.context_limit is not None and self.context_limit <= context_limit:
             return self
         limited: Pipeline = object.__new__(type(self))
-        vars(limited).update(vars(self), context_limit=_TOKENS.check("context_limit", context_limit))
+        vars(limited).update(vars(self), context_limit=check("context_limit", PositiveInt, context_limit))
         return limited
 
     def encode(self, requests: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
@@ -332,11 +331,11 @@ class Pipeline:
         length, limit = prompt.input_ids.shape[1], self.context_limit
         if limit is not None and length >= limit:
             raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
-        thoughts = self.processor.thoughts(options.reasoning, prompt.input_ids[0])
-        constraint = self.grammar(params, thoughts)
+        parser = self.processor.reasoning_parser(options.reasoning, prompt.input_ids[0])
+        constraint = self.grammar(params, parser)
         assert params.max_new_tokens is not None
         eos_token_ids = frozenset(() if params.ignore_eos else self.target.eos_token_ids)
-        read = self._answer_reader(params, thoughts, eos_token_ids, rendered and not request.inputs.get("answer_start"))
+        read = self._answer_reader(params, parser, eos_token_ids, rendered and not request.inputs.get("answer_start"))
         stopper = Stopper(
             params.max_new_tokens,
             context_limit=limit,
@@ -353,7 +352,7 @@ class Pipeline:
         return ActiveRequest(self.engine, add, read(prompt.input_ids[0].tolist()))
 
     def _answer_reader(
-        self, params: SamplingParams, thoughts: Thoughts | None, eos_token_ids: Set[int], rendered: bool
+        self, params: SamplingParams, parser: ReasoningParser | None, eos_token_ids: Set[int], rendered: bool
     ) -> Callable[..., AnswerReader]:
         """Factory of output readers for a prompt; ``rendered``: by the chat template."""
         vocabulary, trigger, hidden = self.processor.vocabulary, params.grammar_trigger, None
@@ -362,7 +361,7 @@ class Pipeline:
             hidden = (vocabulary.special_ids | eos_token_ids) - {shown}  # EOS may be text, except in grammars
         begins = rendered and (not constrained or trigger is not None)
         prefix = self.processor.answer_prefix if begins else ""
-        read = partial(AnswerReader, vocabulary, stop=params.stop_strings, thoughts=thoughts, prefix=prefix)
+        read = partial(AnswerReader, vocabulary, stop=params.stop_strings, parser=parser, prefix=prefix)
         return partial(read, hidden=hidden, verbatim=constrained)
 
     def add(
@@ -387,11 +386,11 @@ class Pipeline:
     def _begin(self, request: Request, on_change: Callable[[], None] = lambda: None) -> ActiveRequest:
         return self.activate(request).start(on_change)
 
-    def grammar(self, params: SamplingParams, thoughts: Thoughts | None = None) -> Constraint | None:
+    def grammar(self, params: SamplingParams, parser: ReasoningParser | None = None) -> Constraint | None:
         """The grammar that constrains outputs, compiled for the tokenizer; None without one.
 
         Args:
-            thoughts: parser of the reasoning that precedes the constrained answer.
+            parser: parser of the reasoning that precedes the constrained answer.
 
         Raises:
             UserError: the tokenizer or its vocabulary does not support the grammar.
@@ -405,7 +404,7 @@ class Pipeline:
         if (trigger := params.grammar_trigger) is not None:
             token = self.processor.special_token(trigger)
             grammar = TriggeredGrammar(grammar, trigger, token, known[ends].tokenizer)
-        return grammar if thoughts is None else AfterThoughts(grammar, thoughts, known[ends].spelt)
+        return grammar if parser is None else AfterReasoning(grammar, parser, known[ends].spelt)
 
     @shows_keywords
     def generate(
@@ -460,7 +459,7 @@ class Pipeline:
                 returns it in place of the answer. Invalid keywords of the call are always raised.
             **keywords: see ``generate``.
         """
-        attempt = _ATTEMPTS[_ON_ERROR.check("on_error", on_error)]
+        attempt = _ATTEMPTS[check("on_error", Literal["raise", "return"], on_error)]
         return _answer_all(
             self.engine, parse(requests, keywords, self.processor.options, attempt), self.activate, attempt
         )

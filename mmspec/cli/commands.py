@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 import click
 
 from mmspec import plugins
-from mmspec.checks import nearest
 from mmspec.cli.options import derived
 from mmspec.drafters.spec import DrafterSpec
-from mmspec.errors import UserError, missing_import
+from mmspec.errors import UserError, missing_import, nearest
 
 Groups = Mapping[str, tuple[str, ...]]
 """Parameter names by section title, in the order of help; the last section has all other parameters."""

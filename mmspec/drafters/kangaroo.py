@@ -9,12 +9,10 @@ for chains.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from mmspec.checks import option, whole
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Target, output_of
 from mmspec.core.tree import TokenTree
@@ -25,9 +23,10 @@ from mmspec.drafters.layer import Attend, LlamaLayer, Norm, Rotation
 from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.shape import RotaryShape
 from mmspec.drafters.spec import DrafterSpec
+from mmspec.validation import option, options
 
 
-@dataclass(frozen=True)
+@options
 class KangarooConfig(RotaryShape):
     """Configuration of a ``KangarooNetwork``: a ``RotaryShape`` of the target's hidden size, and
 
@@ -36,8 +35,8 @@ class KangarooConfig(RotaryShape):
         exit_layer: number of the target's first layers to run.
     """
 
-    mlp: int = option(0, whole(0, 0))
-    exit_layer: int = option(2, whole(1, 2**10))
+    mlp: int = option(0, ge=0, le=0)
+    exit_layer: int = option(2, ge=1, le=2**10)
 
 
 def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
-from mmspec.checks import FLAG, Checked, option, required, whole
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
@@ -31,6 +29,7 @@ from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
+from mmspec.validation import option, options
 
 Context = tuple[int, int]  # the last two tokens; -1 first for single-token contexts
 Ranking = dict[int, float]  # successor -> probability
@@ -44,12 +43,12 @@ _DEPTH, _NODES = 6, 512  # maximum tree size; twice the depth did not raise acce
 _HASH = -7046029254386353131  # Fibonacci hashing: 2**64 / golden ratio
 
 
-@dataclass(frozen=True)
-class Settings(Checked):
+@options
+class Settings:
     """Settings of the drafter, stored in ``config.json``."""
 
-    top_k: int = required(whole(1, 64))
-    pairs: bool = option(True, FLAG)
+    top_k: int = option(..., ge=1, le=64)
+    pairs: bool = True
 
 
 class Rankings:

@@ -15,8 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
-from mmspec.checks import nearest, shown
-from mmspec.errors import UserError, explained, missing
+from mmspec.errors import UserError, explained, missing, nearest, shown
 from mmspec.files import read_json, readable_path
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.support import output_layer

@@ -7,7 +7,7 @@ state, computed from its parent's state.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
-from mmspec.checks import Checked, option, required, whole, within
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
@@ -31,10 +30,11 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
 from mmspec.targets.support import lay_out_for_few_rows
+from mmspec.validation import option, options
 
 
-@dataclass(frozen=True)
-class MambaConfig(Checked):
+@options
+class MambaConfig:
     """Configuration of a ``MambaNetwork``.
 
     Attributes:
@@ -47,14 +47,14 @@ class MambaConfig(Checked):
         norm_eps: epsilon of all norms.
     """
 
-    vocab_size: int = required(whole(1, 2**24))
-    hidden_size: int = option(128, whole(1, 2**16))
-    layers: int = option(1, whole(1, 2**8))
-    heads: int = option(8, whole(1, 2**10))
-    head_dim: int = option(32, whole(1, 2**12))
-    state: int = option(32, whole(1, 2**12))
-    window: int = option(4, whole(1, 2**8))
-    norm_eps: float = option(1e-5, within(1e-12, 1))
+    vocab_size: int = option(..., ge=1, le=2**24)
+    hidden_size: int = option(128, ge=1, le=2**16)
+    layers: int = option(1, ge=1, le=2**8)
+    heads: int = option(8, ge=1, le=2**10)
+    head_dim: int = option(32, ge=1, le=2**12)
+    state: int = option(32, ge=1, le=2**12)
+    window: int = option(4, ge=1, le=2**8)
+    norm_eps: float = option(1e-5, ge=1e-12, le=1)
 
     @property
     def inner(self) -> int:

@@ -283,7 +283,7 @@ def test_drafters_of_a_model(run: Run) -> None:
         (["generate", ""], ["TEXT must not be empty"]),
         (["generate", "\udcff"], ["UTF-8"]),
         (["generate", "A", "--max-tokens", "3"], ["--max-tokens", "Did you mean", "'--max-new-tokens'"]),
-        (["generate", "A", "--top-p", "2"], ["--top-p", "must be in [0, 1]: got 2.0"]),
+        (["generate", "A", "--top-p", "2"], ["--top-p", "2.0 is not in the range 0<=x<=1."]),
         (["generate", "A", "--temperature", "nan"], ["--temperature", "nan"]),
         (["generate", "A", "--max-new-tokens", "many"], ["--max-new-tokens", "'many'"]),
         (["generate", "A", "--nodes", "-1"], ["--num-draft-tokens"]),

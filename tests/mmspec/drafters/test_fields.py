@@ -104,7 +104,7 @@ def test_every_field_with_every_wrong_value(saved, tmp_path):
         line = _refused(folder, read)
         assert len(line.splitlines()) <= 1
         optional = path[0] == "network" and path[-1] not in ("hidden_size", "heads", "kv_heads", "head_dim", "mlp")
-        named = re.search(rf"expected (a )?{path[-1]}, received none", line)
+        named = re.search(rf"{path[-1]} is required|expected a {path[-1]}, received none", line)
         assert value != "missing" or path[0] == "network" or not line or named, line
         harmless = (value == "missing" and optional) or type(value) in (bool, int, float, str)
         harmless = harmless or (path[-1], value) in _HARMLESS

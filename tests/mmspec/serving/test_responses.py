@@ -156,7 +156,7 @@ def test_stored_conversations(server: Served, client: Any) -> None:
     ("fields", "message"),
     [
         ({"input": 5}, "input must be a list: got 5"),
-        ({"max_output_tokens": 0}, "max_output_tokens must be a whole number in [1, 2147483648]: got 0"),
+        ({"max_output_tokens": 0}, "max_output_tokens must be >= 1: got 0"),
         ({"response_format": {"type": "text"}}, "response_format must be left out: it is text.format here: got"),
         ({"n": 2}, "n must be 1: got 2"),
         ({"background": True}, "background is not supported, clients wait for their responses: expected"),

@@ -153,7 +153,7 @@ def test_draft_tokens_of_a_request(running: Served, pipes: dict[str, Pipeline]) 
             "speculative must be one of true, false, 'flash', 'recycle@chain', 'none': got 'eagle'",
         ),
         ({"num_draft_tokens": 21}, "num_draft_tokens must be at most 20: got 21"),
-        ({"num_draft_tokens": -1}, "num_draft_tokens must be None or a whole number >= 0: got -1"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens must be >= 0: got -1"),
         (
             {"speculative": False, "num_draft_tokens": 3},
             "num_draft_tokens must be at most 0 beside speculative: false: got 3",

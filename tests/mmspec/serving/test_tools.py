@@ -287,7 +287,7 @@ def test_a_call_split_over_branches_of_drafts(sampled: dict[str, Any]) -> None:
         (
             {"tools": [{"type": "function", "function": SPACED}]},
             "tools[0].function.name",
-            "name must be 1 to",
+            "tools[0].function.name must be 1 to",
         ),
         (
             {"tool_choice": {"type": "function", "function": {"name": "x"}}},
