@@ -73,7 +73,7 @@ def test_errors_of_the_work_are_its_own() -> None:
 
 
 async def turn() -> None:
-    for _ in range(3):
+    for _ in range(10):
         await asyncio.sleep(0)
 
 
