@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mmspec.serving.formats import WireFormat
 
 LIVE = "/livez"
-"""Path of the liveness probe, which has status 200 as long as the process answers."""
+"""Path of the liveness probe, which has status 200 while the process answers."""
 
 READY = ("/health", "/readyz")
 """Paths of the readiness probe, which has status 200 while requests are accepted."""

@@ -21,7 +21,7 @@ from mmspec.sampling.params import SamplingParams
 from mmspec.serving.limits import Limits
 from mmspec.serving.metrics import _PER_REQUEST
 from mmspec.serving.tools import GENERIC, prompted
-from tests.served import CLIP, QUESTION, SCENE, TIMEOUT, Served, data_uri, events, question, served, texts
+from tests.testkit.served import CLIP, QUESTION, SCENE, TIMEOUT, Served, data_uri, events, question, served, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -21,7 +21,7 @@ from mmspec.eval.harness.prompts import mixed_requests
 from mmspec.pipeline import Piece, Pipeline
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
-from tests.served import (
+from tests.testkit.served import (
     LONG,
     QUESTION,
     SCENE,

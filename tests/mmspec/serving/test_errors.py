@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.served import SCENE, TIMEOUT, Served, data_uri, question
+from tests.testkit.served import SCENE, TIMEOUT, Served, data_uri, question
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ from mmspec.pipeline import Pipeline
 from mmspec.serving.errors import APIError
 from mmspec.serving.responses import ITEMS, StoredResponses, chat_messages
 from mmspec.serving.schemas import MOST_ITEMS, conversation
-from tests.served import QUESTION, SCENE, Served, data_uri, eventually, question, served
+from tests.testkit.served import QUESTION, SCENE, Served, data_uri, eventually, question, served
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.usefixtures("one_thread")

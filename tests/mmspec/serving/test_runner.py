@@ -15,7 +15,7 @@ from mmspec.pipeline import Pipeline
 from mmspec.serving.errors import APIError
 from mmspec.serving.limits import Limits
 from mmspec.serving.runner import Deadline, Slots
-from tests.served import LONG, Served, eventually, question, served
+from tests.testkit.served import LONG, Served, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

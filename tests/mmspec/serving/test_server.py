@@ -21,8 +21,8 @@ from mmspec.serving.limits import Limits
 from mmspec.serving.server import listen, loading
 from mmspec.serving.settings import ServerSettings
 from tests.model_folders import save_gguf
-from tests.serve_process import KEY, answers, gone, long_stream, process
-from tests.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, question
+from tests.testkit.serve_process import KEY, answers, gone, long_stream, process
+from tests.testkit.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, question
 
 GRACE = Limits().shutdown_timeout  # seconds
 

@@ -21,7 +21,7 @@ from mmspec.serving import command
 from mmspec.serving.limits import Limits
 from mmspec.serving.metrics import Metrics, ReplicaMetrics
 from mmspec.serving.settings import ServerSettings, _label
-from tests.served import SCENE, Served, data_uri, events, eventually, question, served
+from tests.testkit.served import SCENE, Served, data_uri, events, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -24,7 +24,7 @@ from mmspec.eval.decoding.oracle import Oracle
 from mmspec.serving.tools import HERMES
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.served import Served, served
+from tests.testkit.served import Served, served
 from tests.tiny import byte_model, byte_tokenizer
 
 openai = pytest.importorskip("openai")
