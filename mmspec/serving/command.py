@@ -58,7 +58,7 @@ _log = logging.getLogger("mmspec.serve")
     "names",
     multiple=True,
     metavar="NAME",
-    help="What requests call the model instead of --model; repeatable, responses have the first.",
+    help="Model name in requests, in place of --model; repeatable, responses have the first name.",
 )
 @adapter_option
 @click.option(
@@ -66,7 +66,7 @@ _log = logging.getLogger("mmspec.serve")
     type=click.Choice(("auto", "hermes", "llama3_json", "mistral", "generic")),
     default="auto",
     show_default=True,
-    help="How the model writes tool calls; auto: as its chat template does.",
+    help="Format of the model's tool calls; auto: from the chat template.",
 )
 @click.option(
     "--reasoning-parser",
@@ -74,15 +74,15 @@ _log = logging.getLogger("mmspec.serve")
     default=AUTO,
     show_default=True,
     metavar="NAME",
-    help=f"Reasoning format: {', '.join(one.name for one in FORMATS)}, vLLM's name of one, or none; auto: that of the "
-    "chat template.",
+    help=f"Format of the model's reasoning: {', '.join(one.name for one in FORMATS)}, a name of vLLM's, or none; auto: "
+    "from the chat template.",
 )
 @click.option(
     "--chat-template-kwargs",
     type=JSON_OBJECT,
     default="{}",
     metavar="JSON",
-    help='Variables of the chat template that requests do not set, such as {"enable_thinking": false}.',
+    help='Default variables of the chat template, such as {"enable_thinking": false}.',
 )
 @click.option(
     "--prefix-cache",
@@ -107,7 +107,7 @@ _log = logging.getLogger("mmspec.serve")
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="GPUs of each replica on Ray, over which --device-map auto spreads the model.",
+    help="GPUs per replica on Ray; --device-map auto spreads the model over them.",
 )
 def serve(
     host: str,

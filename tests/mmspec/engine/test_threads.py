@@ -28,7 +28,7 @@ from mmspec.drafters.union import Union
 from mmspec.engine import speculation
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.served import eventually
+from tests.testkit.served import eventually
 from tests.tiny import byte_model, byte_tokenizer
 
 PROMPTS = ["a", "The second one, the second one", "xyz" * 9, "one, two, one, two"]

@@ -15,7 +15,7 @@ from mmspec.serving import formats, runner
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
 from mmspec.targets.detokenizer import AnswerReader
-from tests.served import SCENE, Served, data_uri, eventually, question
+from tests.testkit.served import SCENE, Served, data_uri, eventually, question
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,7 +14,7 @@ from mmspec.pipeline import Pipeline
 from mmspec.sampling.reasoning import FORMATS
 from mmspec.serving.command import serve
 from mmspec.serving.runner import effort_variables
-from tests.served import Served, served
+from tests.testkit.served import Served, served
 from tests.thinking import END, MARKERS, PROMPT, ids_of, pipeline, prompt_of, script, tokenizer
 
 openai = pytest.importorskip("openai")
