@@ -7,24 +7,25 @@ A sequence's tokens do not depend on the other sequences of the batch.
 from __future__ import annotations
 
 from collections import abc, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from threading import Condition
 from time import perf_counter as clock
-from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from mmspec.cache.prefix_cache import PrefixReuse
 from mmspec.cache.rows import row_index
-from mmspec.core.budget import Budget
-from mmspec.core.drafter import Guard, features
-from mmspec.core.target import KeepsPrefixes, Prompt, Target, TargetOutput
+from mmspec.core.drafter import Guard
+from mmspec.core.plan import StepPlan, StepTimes
+from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict, accept_path
 from mmspec.engine.constrain import constrain
+from mmspec.engine.policy import DraftPolicy
 from mmspec.engine.sequence import BatchKey, Sequence
 from mmspec.engine.stats import StepTimer, record_tree
 from mmspec.sampling.batch_sampler import BatchSampler
@@ -111,20 +112,18 @@ class Prefill:
     """Sequences being prefilled.
 
     Attributes:
-        prompt: the stacked prompts.
         passes: remaining chunks; None before the first.
         seconds: prefill time so far.
     """
 
     sequences: list[Sequence]
-    prompt: Prompt
     passes: Iterator[TargetOutput | None] | None = None
     seconds: float = 0.0
 
     @property
     def size(self) -> int:
         """Number of prompt tokens, padding included."""
-        return self.prompt.input_ids.numel()
+        return len(self.sequences) * max(sequence.prompt.input_ids.shape[1] for sequence in self.sequences)
 
     @property
     def done(self) -> bool:
@@ -137,16 +136,12 @@ class Draft:
 
     Attributes:
         generation: generation of the batch that this draft was made for.
-        drafted: whether the drafter ran.
-        shape: the budget's shape when the draft was made; the budget may change its shape during the step.
         seconds: returns the draft time spent before the step; call it after synchronising.
     """
 
     generation: int
-    budget: Budget
+    plan: StepPlan
     tree: TokenTree
-    drafted: bool
-    shape: Hashable
     seconds: Callable[[], float] = float
 
 
@@ -161,6 +156,7 @@ class EngineCore:
         scheduler: queue of waiting sequences.
         running: decoding sequences; their indices are the rows of target and drafter.
         key: batch key of the running sequences.
+        prefixes: reuses states of earlier prompts; None computes every prompt in full.
     """
 
     def __init__(self, target: Target, max_num_seqs: int, chunk: int, lock: Condition) -> None:
@@ -168,6 +164,8 @@ class EngineCore:
         self.scheduler = Scheduler(max_num_seqs, self._resumes)
         self.running: list[Sequence] = []
         self.key: BatchKey | None = None
+        self.prefixes: PrefixReuse | None = None
+        self._reads: tuple[Feature, ...] = ()  # hidden states that the drafter reads
         self._lock = lock
         self._prefilling: Prefill | None = None
         self._prefilled: list[tuple[Prefill, TargetOutput]] = []  # not yet passed to the drafter
@@ -208,12 +206,8 @@ class EngineCore:
         self._prefilling = self._ahead = None
         self._hold(None)
 
-    def _hold(self, key: BatchKey | None, drafts: bool = False) -> None:
-        """Acquire the drafter of a batch key for exclusive use, and release the previous drafter.
-
-        Args:
-            drafts: whether any sequence uses drafts.
-        """
+    def _hold(self, key: BatchKey | None) -> None:
+        """Acquire the drafter of a batch key for exclusive use, and release the previous drafter."""
         held = self.key.speculation if self.key else None
         new = key.speculation if key else None
         if held is not new:
@@ -223,9 +217,7 @@ class EngineCore:
             if new is not None:
                 new.acquire()
         self.key = key
-        self.target.features = features(new.drafter if new else None)
-        if key is not None and not self.running:
-            key.speculation.budgets.calibrate(adaptive=drafts and key.num_draft_tokens is None)
+        self._reads = tuple(new.drafter.features) if new and new.drafter else ()
 
     @property
     def _drafter(self) -> Guard | None:
@@ -257,17 +249,19 @@ class EngineCore:
         accepted tokens.
         """
         timer, rows, drafter = StepTimer(self._token.device), self.running, self._drafter
-        budget = self._prepare()
+        policy = self._prepare()
         timer.mark("prepared")
-        draft = self._pre_launched(budget) or self._propose(budget, self._token)
-        tree = self._fitted(draft)
+        draft = self._pre_launched() or self._propose(policy, self._token)
+        tree = self._fitted(policy, draft)
         timer.mark("drafted")
-        output = self.target.forward_tree(tree)
+        output = self.target.verify(tree, self._reads)
         tokens, failures = self._sampler.choose(rows, tree, output.logits)
         verdict = accept_path(tree, tokens)
         timer.mark("verified")
         self.target.commit(verdict)
-        self._draft_ahead(budget, tree, verdict, output, timer)
+        if self.prefixes is not None:
+            self.prefixes.commit(verdict, output.features)
+        self._draft_ahead(policy, tree, verdict, output, timer)
         accepted = verdict.host  # synchronises
         for number, (row, (path, emitted)) in enumerate(zip(rows, accepted, strict=True)):
             if row.traced:
@@ -281,27 +275,28 @@ class EngineCore:
                 drafter.observe(tree, verdict, output)
             drafter.watch(tree, verdict)
         self._token = verdict.bonus
-        earlier, drafting = draft.seconds(), draft.drafted or tree.nodes > 1
-        draft_seconds, verify_seconds = (
-            earlier + timer.seconds("begin", "drafted"),
-            timer.seconds("drafted", "verified"),
-        )
+        earlier, verifying = draft.seconds(), timer.seconds("drafted", "verified")
         if any(row.drafts for row in rows):
-            proposing = earlier + timer.seconds("prepared", "drafted") if drafting else 0.0
-            paths = [path for path, _ in accepted]
-            budget.observe(tree.nodes, paths, proposing, verify_seconds, timer.since("verified"), draft.shape)
+            drafts = draft.plan.nodes or tree.nodes > 1
+            drafting = earlier + timer.seconds("prepared", "drafted") if drafts else 0.0
+            times = StepTimes(drafting, verifying, timer.since("verified"), draft.tree.levels)
+            policy.observe(draft.plan, tree, [path for path, _ in accepted], times)
         wall = timer.since("begin")
         for row in rows:
-            row.stats.record_times(draft_seconds, verify_seconds, wall)
+            row.stats.record_times(earlier + timer.seconds("begin", "drafted"), verifying, wall)
 
-    def _pre_launched(self, budget: Budget) -> Draft | None:
+    @property
+    def _remaining(self) -> int:
+        """Draft tokens that the longest unfinished row can still accept."""
+        return max(row.remaining for row in self.running) - 1
+
+    def _pre_launched(self) -> Draft | None:
         """The draft that the last step launched, unless the batch has changed or needs no more drafts."""
         ahead, self._ahead = self._ahead, None
-        budget.remaining = max(row.remaining for row in self.running) - 1
-        return ahead if ahead and ahead.generation == self._generation and budget.remaining > 0 else None
+        return ahead if ahead and ahead.generation == self._generation and self._remaining > 0 else None
 
     def _draft_ahead(
-        self, budget: Budget, tree: TokenTree, verdict: Verdict, output: TargetOutput, timer: StepTimer
+        self, policy: DraftPolicy, tree: TokenTree, verdict: Verdict, output: TargetOutput, timer: StepTimer
     ) -> None:
         """Launch the next step's draft before the host reads the verdict, if the drafter allows it."""
         drafter = self._drafter
@@ -310,27 +305,26 @@ class EngineCore:
             return
         drafter.observe(tree, verdict, output)
         timer.mark("observed")
-        draft = self._propose(budget, verdict.bonus)
+        draft = self._propose(policy, verdict.bonus)
         timer.mark("ahead")
         self._ahead = replace(draft, seconds=partial(timer.seconds, "observed", "ahead"))
 
-    def _propose(self, budget: Budget, token: Tensor) -> Draft:
+    def _propose(self, policy: DraftPolicy, token: Tensor) -> Draft:
         """Draft after the given tokens, (rows,); root-only trees if the drafter is not used in this step."""
-        rows, drafter, tree = self.running, self._drafter, TokenTree.root(token)
-        drafting = drafter is not None and any(row.drafts for row in rows) and not drafter.rests and budget.drafts()
-        if drafting:
-            assert drafter is not None
-            tree = drafter.propose(token, budget)
-        return Draft(self._generation, budget, tree, drafting, budget.shape)
+        rows, drafter, plan = self.running, self._drafter, StepPlan(0)
+        if drafter is not None and any(row.drafts for row in rows) and not drafter.rests:
+            plan = policy.plan(len(rows), self._remaining)
+        tree = drafter.propose(token, plan) if drafter is not None and plan.nodes else TokenTree.root(token)
+        return Draft(self._generation, plan, tree)
 
-    def _fitted(self, draft: Draft) -> TokenTree:
+    def _fitted(self, policy: DraftPolicy, draft: Draft) -> TokenTree:
         """Trees to verify: apply grammars, prune, and drop drafts of rows without speculation."""
         rows, drafter, root = self.running, self._drafter, TokenTree.root(self._token)
         plain = [number for number, row in enumerate(rows) if not row.drafts]
         if drafter is None or len(plain) == len(rows):
             return root
-        tree, budget = constrain(rows, draft.tree, draft.budget, drafter), draft.budget
-        tree = budget.prune(tree.without(plain) if plain and tree.nodes > 1 else tree)
+        tree = constrain(rows, draft.tree, draft.plan, drafter)
+        tree = policy.prune(draft.plan, tree.without(plain) if plain and tree.nodes > 1 else tree)
         # Protect the target from a faulty drafter: clamp ids to the vocabulary and restore the root.
         if tree.nodes == 1:
             tree = root
@@ -341,17 +335,18 @@ class EngineCore:
                 row.stats.drafter_error = row.stats.drafter_error or drafter.failure(number)
         return tree
 
-    def _prepare(self) -> Budget:
-        """Pass prefilled sequences to the drafter and return the step's budget."""
+    def _prepare(self) -> DraftPolicy:
+        """Pass prefilled sequences to the drafter and return the step's policy."""
         assert self.key is not None
-        budget = self.key.speculation.budgets.of(len(self.running), self.key.num_draft_tokens)
+        policy = self.key.speculation.policy(self.key.num_draft_tokens)
         if new := sum(len(prefill.sequences) for prefill, _ in self._prefilled):
-            budget.begin(new / len(self.running))
+            policy.begin(new / len(self.running))
         for prefill, output in self._prefilled:
             if self._drafter is not None:
-                self._drafter.begin(prefill.prompt, output, [sequence.history for sequence in prefill.sequences])
+                prompt = output.prompt or Prompt.stack([sequence.prompt for sequence in prefill.sequences])
+                self._drafter.begin(prompt, output, [sequence.history for sequence in prefill.sequences])
         self._prefilled = []
-        return budget
+        return policy
 
     def _prefill(self) -> None:
         """Prefill waiting prompts while rows are free, at most ``chunk`` tokens if others decode."""
@@ -368,7 +363,8 @@ class EngineCore:
             try:
                 if batch.passes is None:
                     new = [sequence.remaining for sequence in batch.sequences]
-                    batch.passes = self.target.prefill_chunks(batch.prompt, new, self.chunk if busy else None)
+                    prompts, chunk = [sequence.prompt for sequence in batch.sequences], self.chunk if busy else None
+                    batch.passes = (self.prefixes or self.target).prefill(prompts, new, self._reads, chunk)
                 output = next(batch.passes)
             except Exception as error:
                 self._prefilling = None
@@ -393,14 +389,15 @@ class EngineCore:
             sequences = self.scheduler.next(len(self.running), self.key, tokens)
             if not sequences:
                 return None
-            prompt = Prompt.stack([sequence.prompt for sequence in sequences])
-            self._prefilling = Prefill(sequences, prompt)
-        self._hold(sequences[0].key, any(sequence.drafts for sequence in sequences))
+            self._prefilling = Prefill(sequences)
+        self._hold(sequences[0].key)
         return self._prefilling
 
     def _join(self, batch: Prefill, output: TargetOutput) -> None:
         """Append the first token of each prefilled sequence and add them to the batch."""
         sequences = batch.sequences
+        if self.prefixes is not None:
+            self.prefixes.start([sequence.prompt for sequence in sequences], output)
         root = TokenTree.root(torch.zeros(len(sequences), dtype=torch.long, device=output.logits.device))
         self._vocab = output.logits.shape[-1]
         tokens, failures = BatchSampler().choose(sequences, root, output.logits)
@@ -422,9 +419,9 @@ class EngineCore:
         if kept and self._prefilled:
             self._prepare()  # target and drafter must have the same rows
         self._prefilled = []
-        if _keeps_prefixes(self.target):
+        if self.prefixes is not None:
             ended = [row for row, sequence in enumerate(self.running) if sequence.ended]
-            self.target.retain(ended, [self.running[row].history for row in ended])
+            self.prefixes.retain(ended, [self.running[row].history for row in ended])
         for sequence in self.running:
             if sequence.rejected and not sequence.done:
                 sequence.restart()
@@ -436,12 +433,14 @@ class EngineCore:
         order = [row if row in present else next(movers) for row in range(len(kept))]
         self.running = [self.running[row] for row in order]
         self._token = self._token[row_index(order, self._token.device)]
-        self._select(order)
+        self._keep(order)
 
-    def _select(self, rows: list[int]) -> None:
+    def _keep(self, rows: list[int]) -> None:
         """Keep these rows of target and drafter, in this order."""
         self._generation += 1
-        self.target.select(rows)
+        self.target.keep(rows)
+        if self.prefixes is not None:
+            self.prefixes.keep(rows)
         if self._drafter is not None:
             self._drafter.select(rows)
 
@@ -450,7 +449,7 @@ class EngineCore:
         broken = [*self.running, *(self._prefilling.sequences if self._prefilling else [])]
         self.running, self._prefilled, self._prefilling, self._ahead = [], [], None, None
         self._token = self._token[:0]
-        self._select([])
+        self._keep([])
         for sequence in broken:
             sequence.fail(error)
         self._changed |= dict.fromkeys(broken)
@@ -458,10 +457,5 @@ class EngineCore:
 
     def _resumes(self, prompt: Prompt, earlier: list[Prompt]) -> bool:
         """Whether a prompt, or the first of the earlier prompts, has a cached prefix and needs its own prefill."""
-        if not _keeps_prefixes(self.target):
-            return False
-        return self.target.resumes(prompt, earlier) or self.target.resumes(earlier[0], [])
-
-
-def _keeps_prefixes(target: Any) -> TypeGuard[KeepsPrefixes]:
-    return isinstance(target, KeepsPrefixes) and target.prefix_cache is not None
+        prefixes = self.prefixes
+        return prefixes is not None and (prefixes.resumes(prompt, earlier) or prefixes.resumes(earlier[0], []))

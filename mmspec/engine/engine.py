@@ -15,7 +15,8 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
-from mmspec.core.target import Target
+from mmspec.cache.prefix_cache import PrefixCache, PrefixReuse
+from mmspec.core.target import KeepsStates, Target
 from mmspec.engine.core import EngineCore
 from mmspec.engine.request import Request
 from mmspec.engine.sequence import BatchKey, DecodeRequest, Sequence, Sink
@@ -107,7 +108,7 @@ class Engine:
         """Queue a request for decoding.
 
         Args:
-            speculation: drafter and budgets on this target. Only sequences with equal ``speculation`` and number of
+            speculation: drafter and policies on this target. Only sequences with equal ``speculation`` and number of
                 draft tokens are batched; plain decoding joins adaptive drafting.
             sink: see ``Sequence``; must not block.
 
@@ -127,6 +128,23 @@ class Engine:
             self.core.add(sequence)
             self._wake()
         return sequence
+
+    @property
+    def prefixes(self) -> PrefixCache | None:
+        """The prefix cache; None without one."""
+        return None if self.core.prefixes is None else self.core.prefixes.prefixes
+
+    def use_prefixes(self, prefixes: PrefixCache | None) -> None:
+        """Set the prefix cache, after all sequences have ended.
+
+        Raises:
+            UserError: the target keeps no states of sequences.
+        """
+        if prefixes is not None and not isinstance(self.target, KeepsStates):
+            name = type(self.target).__name__
+            raise UserError(f"prefix_cache needs a target that keeps states: {name} does not")
+        with self.drained():
+            self.core.prefixes = None if prefixes is None else PrefixReuse(self.target, prefixes)
 
     def admit(self, request: Request) -> Request:
         """Adapt a request to this engine, before encoding.

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmspec import pipeline
 from mmspec.core.budget import CostTable
 from mmspec.engine import budget as engine_budget
 from mmspec.engine.engine import Engine
-from mmspec import pipeline
 from mmspec.eval import gpu
 from mmspec.eval.kernels import gpu_kernels, gpu_models
 
