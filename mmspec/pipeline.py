@@ -30,9 +30,10 @@ from mmspec.engine.engine import MAX_NUM_SEQS, Engine
 from mmspec.engine.policy import DraftPolicy
 from mmspec.engine.request import GenerateKeywords, Request, parse, shows_keywords
 from mmspec.engine.sequence import DecodeRequest, Delta, Sequence, Sink
-from mmspec.engine.speculation import Speculation, captures_steps
+from mmspec.engine.speculation import Speculation
 from mmspec.engine.stats import Stats, TreeRecord
 from mmspec.engine.stopping import FinishReason, Stopper
+from mmspec.engine.warm_up import warm_up
 from mmspec.errors import UserError, raising, returning
 from mmspec.sampling.defaults import MODELS, Defaults, Source
 from mmspec.sampling.grammar import AfterReasoning, Grammars, TriggeredGrammar
@@ -252,9 +253,7 @@ class Pipeline:
         rows = check("rows", PositiveInt, self.max_num_seqs if rows is None else rows)
         if tokens is not None:
             check("tokens", PositiveInt, tokens)
-        if captures_steps(self.target):
-            with self.engine.drained():
-                self._speculation.warm_up(rows, tokens, num_draft_tokens)
+        warm_up(self.engine, self._speculation, rows, tokens, num_draft_tokens)
 
     @property
     def hf_processor(self) -> Any:
