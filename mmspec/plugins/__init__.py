@@ -35,8 +35,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mmspec.checks import nearest
-from mmspec.errors import UserError
+from mmspec.errors import UserError, nearest
 from mmspec.files import cache_folder, make_folder, readable_path
 from mmspec.plugins.builtin import BUILTIN
 

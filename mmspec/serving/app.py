@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from mmspec.drafters.registry import PLAIN, registered_name
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.sampling.thoughts import thought_format
+from mmspec.sampling.reasoning import reasoning_format
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.formats import WireFormat
 from mmspec.serving.limits import Limits
@@ -82,7 +82,7 @@ def create_app(
         origins: origins of web pages that may call the server.
         names: model names that requests may use, of which responses use the first; by default the pipeline's name.
         tool_parser: format of tool calls; see ``tool_format``.
-        reasoning_parser: format of reasoning; see ``mmspec.sampling.thoughts``.
+        reasoning_parser: format of reasoning; see ``mmspec.sampling.reasoning``.
         chat_template_kwargs: default variables of the chat template.
         allow_urls: whether images and videos are downloaded from public addresses.
         drafters: selectable pipelines by drafter name: ``pipe``, and others over its target.
@@ -102,8 +102,8 @@ def create_app(
     stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
     tools = ToolPlanner(pipe.io, tool_parser)
     variables = template_variables(pipe.io.plain, chat_template_kwargs) if chat_template_kwargs else {}
-    thoughts = thought_format(reasoning_parser, pipe.io.chat_template_text())
-    reasoning = None if thoughts is None else thoughts.name
+    form = reasoning_format(reasoning_parser, pipe.io.chat_template_text())
+    reasoning = None if form is None else form.name
     builder = JobBuilder(pipe, limits, names, tools, media, stored, reasoning, variables, list(pipes))
 
     running = set[asyncio.Task[Any]]()

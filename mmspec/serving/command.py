@@ -8,12 +8,11 @@ from typing import Any
 
 import click
 
-from mmspec.checks import OBJECT
 from mmspec.cli.commands import Command
 from mmspec.cli.options import (
     API_KEY,
+    JSON_OBJECT,
     LOADING,
-    Value,
     adapt_of,
     adapt_options,
     adapter_option,
@@ -30,7 +29,7 @@ from mmspec.cli.options import (
 )
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES, rank, ranks
-from mmspec.sampling.thoughts import AUTO, FORMATS, REASONING
+from mmspec.sampling.reasoning import AUTO, FORMATS, NAMES
 from mmspec.serving.limits import Limits, host_names, is_loopback, server_url
 from mmspec.serving.settings import ServerSettings
 
@@ -71,7 +70,7 @@ _log = logging.getLogger("mmspec.serve")
 )
 @click.option(
     "--reasoning-parser",
-    type=Value(REASONING),
+    type=click.Choice(NAMES),
     default=AUTO,
     show_default=True,
     metavar="NAME",
@@ -80,7 +79,7 @@ _log = logging.getLogger("mmspec.serve")
 )
 @click.option(
     "--chat-template-kwargs",
-    type=Value(OBJECT),
+    type=JSON_OBJECT,
     default="{}",
     metavar="JSON",
     help='Default variables of the chat template, such as {"enable_thinking": false}.',

@@ -175,8 +175,8 @@ def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
                 function = call["function"]
                 called = {"name": function["name"], "arguments": called_arguments(function["arguments"])}
                 content = _joined(content, f"<tool_call>\n{_json(called)}\n</tool_call>")
-            thoughts = {name: message[name] for name in REASONING_FIELDS if name in message}
-            found.append({"role": role, "content": content, **thoughts})
+            reasoning = {name: message[name] for name in REASONING_FIELDS if name in message}
+            found.append({"role": role, "content": content, **reasoning})
         before = role
     if tools:
         text = _PROMPT.format(tools="\n".join(map(_json, tools)))
