@@ -196,6 +196,8 @@ def test_concurrent_requests_are_limited(pipe: Pipeline) -> None:
     with served(pipe, ONE) as server:
         with connections(server, ONE.requests + 10):
             assert server.post(question(max_tokens=2)).status_code == 200
+        with connections(server, ONE.requests + 256):
+            assert eventually(lambda: status(server, "/livez") == 503)
         with connections(server, ONE.requests, HEAD):
             assert eventually(lambda: status(server, "/v1/models") == 503)
             busy = server.post(question())
