@@ -35,7 +35,6 @@ def test_a_time_of_the_answer(server: Served, slow: Callable[[float], None]) -> 
 @pytest.fixture
 def brief(pipe: Pipeline, slow: Callable[[float], None]) -> Iterator[Served]:
     """A server whose answers take longer than a request may."""
-    pipe.calibrate()  # otherwise the first request does
     slow(0.05)
     with served(pipe, Limits(max_running=1, request_timeout=5)) as running:
         yield running
