@@ -42,6 +42,8 @@ from mmspec.serving.errors import APIError
 from mmspec.serving.limits import Limits, host_names
 from mmspec.serving.middleware import PROBES
 
+_log = logging.getLogger("mmspec.demo")
+
 _API_PATHS = ("/v1", "/tokenize", "/detokenize", "/metrics", *PROBES)
 _POLL = 0.02  # seconds between polls of the queue: requests of the page end in other threads
 _GRADIO = "/gradio_api"
@@ -70,19 +72,19 @@ class RequestFilter:
             await self.app(scope, receive, send)
             return
         route = (scope["path"].partition(_GRADIO)[2] or scope["path"]).rstrip("/")
-        if scope["method"] == "POST":
-            status, message = self._check_post(route, Headers(scope=scope))
-        else:
-            status, message = (200, self.server) if route == _ALIVE else self._check_get(route)
+        is_post = scope["method"] == "POST"
+        status, message = self._check_post(route, Headers(scope=scope)) if is_post else self._check_get(route)
         if status:
             await PlainTextResponse(message, status)(scope, receive, send)
-        elif scope["method"] == "POST" and route == "/upload":
+        elif is_post and route == "/upload":
             await self._upload(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
     def _check_get(self, route: str) -> tuple[int, str]:
-        """Status and message of a rejected request; 0 if it is accepted."""
+        """Status and message of a response; 0 if gradio answers."""
+        if route == _ALIVE:
+            return 200, self.server
         for fetch in ("/file=", "/file/"):
             if route.startswith(fetch) and not self.uploads.contains(route.removeprefix(fetch)):
                 return 403, "this file is not served"
@@ -126,12 +128,9 @@ class Dispatcher:
         self.app, self.api = app, api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_api = scope["type"] == "http" and _is_api(scope["path"])
+        path = f"{scope['path']}/" if scope["type"] == "http" else ""
+        is_api = any(path.startswith(f"{prefix}/") for prefix in _API_PATHS)
         await (self.api if is_api else self.app)(scope, receive, send)
-
-
-def _is_api(path: str) -> bool:
-    return any(path == prefix or path.startswith(f"{prefix}/") for prefix in _API_PATHS)
 
 
 class SharedSlots:
@@ -222,14 +221,24 @@ async def refuse_urls(block: Block, url_or_file_path: str | Path | None) -> str 
     return await _move_to_cache(block, url_or_file_path)
 
 
-_log = logging.getLogger("mmspec.demo")
-
-_PORT_ATTEMPTS = 5
 _GRACE = Limits().shutdown_timeout
-_CSS = Path(__file__).with_name("style.css")
-_SCRIPTS = Path(__file__).with_name("scripts")
-_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
-_MONO = ["ui-monospace", "Menlo", "Consolas", "monospace"]
+_HERE = Path(__file__).parent
+_SCRIPTS = ("trees", "player", "media", "connection", "page")  # in one scope
+_THEME = gr.themes.Default(
+    primary_hue="emerald",
+    neutral_hue="gray",
+    font=["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
+    font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"],
+).set(  # colours of sufficient contrast for text
+    button_primary_background_fill="*primary_700",
+    button_primary_background_fill_hover="*primary_800",
+    button_primary_background_fill_dark="*primary_700",
+    button_primary_background_fill_hover_dark="*primary_800",
+    body_text_color_subdued="*neutral_600",
+    body_text_color_subdued_dark="*neutral_400",
+    block_info_text_color="*neutral_600",
+    block_info_text_color_dark="*neutral_400",
+)
 
 
 @contextmanager
@@ -241,6 +250,8 @@ def run_server(
     upload_space: int = 2048,
     cleanup: tuple[float, float] = (60, 1800),
     opened: bool = False,
+    host: str = "127.0.0.1",
+    port: int = 0,
     **launch: Any,
 ) -> Iterator[gr.Blocks]:
     """Serve the demo until the block ends; uploads are kept in a temporary folder.
@@ -248,15 +259,34 @@ def run_server(
     Args:
         models: cache of loaded models.
         catalog: models and drafters that visitors may select.
-        api: settings of OpenAI's API; None serves only the page.
+        api: OpenAI's API; None serves only the page.
         upload_space: limit on the total size of uploads, in MiB.
         cleanup: interval of the cleanup of unused uploads, and their minimum age, in seconds.
         opened: warm up and run the first tab's opening race at startup, not for the first visitor.
-        **launch: options of gradio's ``launch``; a ``server_port`` of 0 selects a free port.
+        port: 0 selects a free port.
+        **launch: options of gradio's ``launch``.
+
+    Raises:
+        OSError: the port cannot be bound.
     """
+    address = host.strip("[]")
+    with socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET):
+        pass  # gradio's own error does not say why
+    exempt = ",".join(filter(None, (getproxies().get("no"), "localhost", "127.0.0.1", "::1", address)))
     with (
-        temporary_folder(launch.get("server_port", 0)) as folder,
-        mock.patch.dict(os.environ, _gradio_environment(folder, launch.get("server_name", "127.0.0.1"))),
+        temporary_folder(port) as folder,
+        mock.patch.dict(
+            os.environ,
+            {
+                # At startup, gradio requests its listening address, which must bypass proxies.
+                "NO_PROXY": exempt,
+                "no_proxy": exempt,
+                "GRADIO_TEMP_DIR": str(folder),
+                "GRADIO_EXAMPLES_CACHE": str(folder / "examples"),  # default: below the working directory, and served
+                # Disables analytics that gradio computes after every request for its monitoring page.
+                "GRADIO_ANALYTICS_CACHE_FREQUENCY": str(10**9),
+            },
+        ),
         mock.patch.object(Block, "async_move_resource_to_block_cache", refuse_urls),
         mock.patch("gradio.routes.DEFAULT_TEMP_DIR", str(folder), create=True),
     ):
@@ -270,14 +300,23 @@ def run_server(
             with show_steps(Console(stderr=True)), suppress(UserError):
                 _log.info("warming up")
                 service.warm_up(first.opening_request())
-        _launch(
-            demo,
-            app_kwargs=_app_options(uploads, api),
+        middleware = [Middleware(RequestFilter, uploads=uploads)]
+        app: dict[str, Any] = {"middleware": middleware}
+        if api is not None:
+            app = {
+                "middleware": [Middleware(Dispatcher, api=api), *middleware],
+                "lifespan": api.router.lifespan_context,
+            }
+        script = "\n".join((_HERE / "scripts" / f"{name}.js").read_text() for name in _SCRIPTS)
+        demo.launch(
+            server_name=host,
+            server_port=port or None,
+            app_kwargs=app,
             prevent_thread_lock=True,
             quiet=True,
-            css_paths=_CSS,
-            head=f"<script>{_script()}</script>",
-            theme=_theme(),
+            css_paths=_HERE / "style.css",
+            head=f'<script>(() => {{\n"use strict";\n{script}}})();</script>',
+            theme=_THEME,
             max_threads=2 * (RUNNING + WAITING),
             footer_links=["api"],
             max_file_size=MAX_UPLOAD_MIB * 2**20,
@@ -289,8 +328,14 @@ def run_server(
             mcp_server=False,
             **{"share": False, **launch},
         )
+
+        def clean(ended: Event) -> None:
+            interval, age = cleanup
+            while not ended.wait(interval):
+                uploads.remove_unused(age)
+
         try:
-            with uploads.periodic_cleanup(*cleanup), _opened(service, first) if opened else nullcontext():
+            with running(clean), _opened(service, first) if opened else nullcontext():
                 yield demo
         finally:
             uploads.remove_unused(age=0)  # first: closing waits for open pages and running requests
@@ -311,80 +356,12 @@ def _opened(service: Service, first: Tab) -> Iterator[None]:
         yield
 
 
-def _app_options(uploads: UploadFolder, api: FastAPI | None) -> dict[str, Any]:
-    restricted = Middleware(RequestFilter, uploads=uploads)
-    if api is None:
-        return {"middleware": [restricted]}
-    return {"middleware": [Middleware(Dispatcher, api=api), restricted], "lifespan": api.router.lifespan_context}
-
-
-def _script() -> str:
-    """The page's scripts, which share one scope."""
-    names = ("dom", "trees", "player", "media", "connection", "page")
-    parts = [(_SCRIPTS / f"{name}.js").read_text() for name in names]
-    return '(() => {\n"use strict";\n' + "\n".join(parts) + "})();"
-
-
-def _theme() -> gr.themes.Base:
-    """gradio's default theme, with colours of sufficient contrast for text."""
-    theme = gr.themes.Default(primary_hue="emerald", neutral_hue="gray", font=_FONTS, font_mono=_MONO)
-    return theme.set(
-        button_primary_background_fill="*primary_700",
-        button_primary_background_fill_hover="*primary_800",
-        button_primary_background_fill_dark="*primary_700",
-        button_primary_background_fill_hover_dark="*primary_800",
-        body_text_color_subdued="*neutral_600",
-        body_text_color_subdued_dark="*neutral_400",
-        block_info_text_color="*neutral_600",
-        block_info_text_color_dark="*neutral_400",
-    )
-
-
-def _gradio_environment(folder: Path, host: str) -> dict[str, str]:
-    own = ",".join(filter(None, (getproxies().get("no"), "localhost", "127.0.0.1", "::1", host.strip("[]"))))
-    return {
-        # At startup, gradio requests its listening address, which must bypass proxies.
-        "NO_PROXY": own,
-        "no_proxy": own,
-        "GRADIO_TEMP_DIR": str(folder),
-        "GRADIO_EXAMPLES_CACHE": str(folder / "examples"),  # default: below the working directory, and served
-        # Disables analytics that gradio computes after every request for its monitoring page.
-        "GRADIO_ANALYTICS_CACHE_FREQUENCY": str(10**9),
-    }
-
-
-def _launch(demo: gr.Blocks, *, server_name: str = "127.0.0.1", server_port: int = 0, **options: Any) -> None:
-    """Launch on a port; tries again if another process takes a free port before the server does."""
-    for attempt in range(_PORT_ATTEMPTS):
-        port = _bindable_port(server_name, server_port)
-        try:
-            demo.launch(server_name=server_name, server_port=port, **options)
-            return
-        except OSError:
-            if server_port or attempt == _PORT_ATTEMPTS - 1:
-                raise
-
-
 def _close(demo: gr.Blocks, api: FastAPI | None) -> None:
     """Close the server; open pages and running requests have some seconds to end."""
     started = clock()
     if api is not None:
         api.state.drain.close_from_thread(_GRACE)
-    logging.getLogger("uvicorn.error").setLevel(
-        logging.CRITICAL
-    )  # it logs a traceback per connection; reset at a launch
+    # uvicorn logs a traceback per connection; the next launch resets the level.
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     demo.server.config.timeout_graceful_shutdown = max(1, round(_GRACE - (clock() - started)))
     demo.close(verbose=False)
-
-
-def _bindable_port(host: str, port: int) -> int:
-    """Check that a port can be bound, or select a free port for 0.
-
-    Raises:
-        OSError: the port cannot be bound; more specific than gradio's error.
-    """
-    address = host.strip("[]")
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((address, port))
-        return int(probe.getsockname()[1])
