@@ -7,6 +7,7 @@ from dataclasses import field, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from reprlib import Repr
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -47,7 +48,8 @@ def validated(kind: type[T], value: Any, name: str = "") -> T:
     except ValidationError as error:
         first = error.errors()[0]
         field_name = ".".join(filter(None, [name, *map(str, first["loc"])]))
-        raise UserError(f"{field_name}: {first['msg'][:1].lower()}{first['msg'][1:]}, got {first['input']!r}") from None
+        rule, received = first["msg"], Repr(maxstring=80, maxother=80).repr(first["input"])
+        raise UserError(f"{field_name}: {rule[:1].lower()}{rule[1:]}, got {received}") from None
 
 
 @dataclass(frozen=True, config=ConfigDict(str_strip_whitespace=True))

@@ -114,7 +114,7 @@ def demo(
             raise missing("the demo", "gradio", "demo") from None
         from mmspec.demos.catalog import Catalog
         from mmspec.demos.models import ModelCache
-        from mmspec.demos.server import API, run_server
+        from mmspec.demos.server import make_api, run_server
 
         cache = ModelCache(device=device, dtype=dtype, generation_config=generation_config, mmproj=mmproj)
         # Fail at startup, not at the first request, if a model is missing.
@@ -124,9 +124,8 @@ def demo(
         _log.info("making the page")
     options: dict[str, Any] = {"auth": (user, password) if auth else None, "share": share}
     if api:
-        first = models[0] if models else catalog.default
-        served = API(first, drafters[0] if drafters else "auto", None if public else host, api_key, adapt)
-        options["api"] = served.app(cache)
+        drafter = drafters[0] if drafters else "auto"
+        options["api"] = make_api(cache, catalog.default, drafter, None if public else host, api_key, adapt)
 
     def addresses(url: str) -> str:
         return f"{url} and {url.rstrip('/')}/v1" if api else url

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
 from pathlib import Path
-from threading import Condition, RLock
+from threading import RLock
 from typing import Any, TypeVar
 
 import torch
@@ -36,11 +36,12 @@ _PIPELINES = 8  # cached pipelines per model
 _TOKENS = 2048  # KV cache tokens that each reserves on a GPU
 
 
-@dataclass(frozen=True, eq=False)
-class QueuePlace:
-    """A request's place in the queue; ``alone`` if no other request may run with it."""
+class QueuePlace(Future[None]):
+    """A request's place in the queue; done when the request may start, alone or with others."""
 
-    alone: bool = False
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.alone = alone
 
 
 class RequestQueue:
@@ -51,7 +52,7 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._places: list[QueuePlace] = []  # running or waiting
-        self._changed = Condition()  # re-entrant lock: garbage collection may end a request in any thread
+        self._lock = RLock()  # re-entrant: garbage collection may end a request in any thread
 
     def join(self, count: int = 1, *, alone: bool = False) -> list[QueuePlace]:
         """Append ``count`` places to the queue.
@@ -59,33 +60,28 @@ class RequestQueue:
         Raises:
             UserError: the queue is full.
         """
-        with self._changed:
+        with self._lock:
             if len(self._places) + count > RUNNING + WAITING:
                 raise UserError(f"the server is busy with {RUNNING + WAITING} requests: try again in a minute")
             joined = [QueuePlace(alone) for _ in range(count)]
             self._places += joined
+            self._start()
             return joined
-
-    def ahead(self, place: QueuePlace, seconds: float = 0.0) -> int | None:
-        """Wait up to ``seconds`` for a turn; returns the number of requests ahead, None if the request may start."""
-
-        def earlier() -> list[QueuePlace]:
-            places = list(self._places)  # garbage collection here may call ``leave`` in this thread
-            return places[: places.index(place)]
-
-        def free() -> bool:
-            before = earlier()
-            return not before if place.alone else len(before) < RUNNING and not any(other.alone for other in before)
-
-        with self._changed:
-            return None if self._changed.wait_for(free, seconds) else len(earlier())
 
     def leave(self, places: Iterable[QueuePlace]) -> None:
         """Remove requests that have ended or stopped waiting."""
-        with self._changed:
+        with self._lock:
             for place in places:
                 self._places.remove(place)
-            self._changed.notify_all()
+            self._start()
+
+    def _start(self) -> None:
+        places = list(self._places)  # garbage collection below may call ``leave`` in this thread
+        for ahead, place in enumerate(places):
+            if ahead and (place.alone or ahead >= RUNNING or places[ahead - 1].alone):
+                break
+            if not place.done() and place.set_running_or_notify_cancel():
+                place.set_result(None)
 
     def run(self, work: Iterator[T], waiting: Callable[[int], T], *, alone: bool = False) -> Iterator[T]:
         """Run a request, together with others or alone.
@@ -100,8 +96,8 @@ class RequestQueue:
         joined = self.join(alone=alone)
         try:
             seconds = 0.0  # report the place immediately
-            while (ahead := self.ahead(joined[0], seconds)) is not None:
-                yield waiting(ahead)
+            while not wait(joined, seconds).done:
+                yield waiting(self._places.index(joined[0]))
                 seconds = _POLL
             yield from work
         finally:

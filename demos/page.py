@@ -192,7 +192,7 @@ class Tab:
                 if stop.is_set():
                     break
                 limits = limits or (self._one_image(chat) if race.lanes else "")
-                yield {result: views.result_html(turns, chat.prompt, race, ahead=race.ahead, limits=limits)}
+                yield {result: views.result_html(turns, chat.prompt, race, limits=limits)}
         except UserError as error:
             yield self._failed(conversation, error)
             return
@@ -210,7 +210,7 @@ class Tab:
         yield {
             **self._state(replace(conversation, turns=[*turns, Turn.of(chat.prompt, answer.tokens, stopped)])),
             result: views.result_html(turns, chat.prompt, race, limits=limits, stopped=stopped, recorded=recorded),
-            self.controls.claim: views.claim_html(race) if race.finished else gr.skip(),
+            **({self.controls.claim: views.claim_html(race)} if race.finished else {}),
         }
 
     def _failed(self, conversation: ChatState, error: object) -> Updates:

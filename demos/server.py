@@ -9,7 +9,6 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from time import monotonic as clock
@@ -45,7 +44,6 @@ from mmspec.serving.middleware import PROBES
 _log = logging.getLogger("mmspec.demo")
 
 _API_PATHS = ("/v1", "/tokenize", "/detokenize", "/metrics", *PROBES)
-_POLL = 0.02  # seconds between polls of the queue: requests of the page end in other threads
 _GRADIO = "/gradio_api"
 _POST_ROUTES = ("/upload", "/queue/join", "/cancel", "/reset", "/login")
 _CALL_ROUTES = ("/call/", "/run/")  # followed by an endpoint; "/run" serves the page's unqueued events
@@ -161,8 +159,7 @@ class SharedSlots:
             raise APIError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"}) from None
         self.waiting += count
         try:
-            while self._turns.ahead(joined[-1]) is not None:
-                await asyncio.sleep(_POLL)
+            await asyncio.gather(*map(asyncio.wrap_future, joined))
         except asyncio.CancelledError:
             self._turns.leave(joined)
             raise
@@ -175,39 +172,35 @@ class SharedSlots:
         self._turns.leave([self._running.pop() for _ in range(count)])
 
 
-@dataclass(frozen=True)
-class API:
-    """Access settings and pipeline of the API.
+def make_api(
+    models: ModelCache,
+    model: str,
+    drafter: str = "auto",
+    host: str | None = "127.0.0.1",
+    key: str | None = None,
+    adapt: AdaptOptions | None = None,
+) -> FastAPI:
+    """Create the application of OpenAI's API; see ``mmspec.serving.app.create_app``.
 
-    Attributes:
+    Args:
         model, drafter: model and drafter of the pipeline, which stays loaded.
         host: listening address; None accepts every name in the Host header.
         key: required API key; None requires none.
         adapt: options of a drafter that learns from requests, on a pipeline separate from the page's; None disables
             learning.
+
+    Raises:
+        UserError: the model or drafter cannot be loaded.
     """
+    from mmspec.serving.app import create_app  # the page alone does not need its packages
 
-    model: str
-    drafter: str = "auto"
-    host: str | None = "127.0.0.1"
-    key: str | None = None
-    adapt: AdaptOptions | None = None
-
-    def app(self, models: ModelCache) -> FastAPI:
-        """Create the API's application; see ``mmspec.serving.app.create_app``.
-
-        Raises:
-            UserError: the model or drafter cannot be loaded.
-        """
-        from mmspec.serving.app import create_app  # the page alone does not need its packages
-
-        return create_app(
-            models.keep(self.model, self.drafter, self.adapt),
-            Limits(max_running=RUNNING, max_waiting=WAITING),
-            api_key=self.key,
-            hosts=None if self.host is None else host_names(self.host),
-            slots=SharedSlots(models.turns),
-        )
+    return create_app(
+        models.keep(model, drafter, adapt),
+        Limits(max_running=RUNNING, max_waiting=WAITING),
+        api_key=key,
+        hosts=None if host is None else host_names(host),
+        slots=SharedSlots(models.turns),
+    )
 
 
 _move_to_cache = Block.async_move_resource_to_block_cache

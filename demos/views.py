@@ -122,7 +122,6 @@ def result_html(
     prompt: str = "",
     race: Race | None = None,
     *,
-    ahead: int | None = None,
     note: str = "",
     limits: str = "",
     stopped: bool = False,
@@ -134,17 +133,17 @@ def result_html(
         turns: earlier questions and answers.
         prompt: the latest prompt, or empty.
         race: lanes so far (a single answer has one lane); None before the first token.
-        ahead: number of requests ahead in the queue.
         note: a message below, in plain text.
         limits: note on inputs that the model was not trained for, in plain text.
         stopped: whether the visitor stopped the request.
         recorded: recording for the replay.
     """
-    lanes = race.lanes if race is not None and prompt else []
+    lanes = race.lanes if race is not None and prompt and race.ahead is None else []
     # All answers may be complete while timing runs continue.
     timing = race is not None and race.finished and race.runs < RUNS and recorded is None
-    waiting = f"Waiting: {count(ahead, 'request')} ahead of yours…" if ahead else ""
-    view: dict[str, Any] = {"waiting": waiting or ("Loading the model and reading the prompt…" if prompt else "")}
+    view: dict[str, Any] = {"waiting": "Loading the model and reading the prompt…" if prompt else ""}
+    if race is not None and race.ahead:
+        view["waiting"] = f"Waiting: {count(race.ahead, 'request')} ahead of yours…"
     if race is not None and lanes:
         single, compared = len(lanes) == 1, race.finished and len(lanes) > 1 and not timing
         drafted = [lane for lane in lanes if lane.finished and lane.steps and (compared or single)]
@@ -234,7 +233,7 @@ def _plots(lane: StreamedAnswer) -> dict[str, Any]:
     passes, most = stats.acceptance_histogram, max(stats.acceptance_histogram, default=0)
     return {
         "of": label(lane.drafter),
-        "accepted": [(number, of / most, count(of, "pass", "es")) for number, of in enumerate(passes) if most],
+        "accepted": [(number, of / most, count(of, "pass", "es")) for number, of in enumerate(passes) if of],
         "times": [
             (name, part / longest, f"{format_duration(part)} · {part / total:.0%}")
             for name, part in times.items()
