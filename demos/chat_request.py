@@ -59,19 +59,20 @@ class ChatRequest:
     Attributes:
         uploads: paths of up to ``MAX_IMAGES`` images or of one video.
         history: earlier (prompt, answer) pairs about the same uploads.
-        frames: number of frames sampled from a video.
     """
 
     kind: Kind
-    prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] = ""
-    uploads: list[str] = field(default_factory=list)
-    history: list[tuple[str, str]] = field(default_factory=list)
-    model: str = ""
-    drafter: str = "auto"
-    temperature: Annotated[float, Field(ge=0, le=5, allow_inf_nan=False)] = 0.0
-    max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = 256
-    frames: Annotated[int, Field(ge=1, le=MAX_FRAMES)] = 8
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    prompt: str = Field(
+        "", max_length=MAX_PROMPT_CHARS, description=f"question or instruction, at most {MAX_PROMPT_CHARS} characters"
+    )
+    uploads: list[str] = Field(default_factory=list)
+    history: list[tuple[str, str]] = Field(default_factory=list)
+    model: str = Field("", description="name of a model that the server offers; empty: its default")
+    drafter: str = Field("auto", description="a drafter's name, auto (the model's default) or none (plain decoding)")
+    max_new_tokens: int = Field(256, ge=1, le=MAX_NEW_TOKENS, description=f"limit on new tokens, 1 to {MAX_NEW_TOKENS}")
+    temperature: float = Field(0.0, ge=0, le=5, allow_inf_nan=False, description="0 (greedy) to 5")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of sampling")
+    frames: int = Field(8, ge=1, le=MAX_FRAMES, description=f"frames sampled from the video, 1 to {MAX_FRAMES}")
 
     def pipeline_request(self) -> dict[str, Any]:
         """``prompt``, ``images`` and ``videos`` for ``Pipeline.generate``, with media decoded.

@@ -113,40 +113,19 @@ class Controls:
         )
 
     def _add_settings(self) -> None:
-        catalog = self.catalog  # names are checked when a request is answered
+        catalog, further = self.catalog, "or any hub id or folder" if self.catalog.open else None
+        own = "or a drafter's hub id or folder, which can then be raced, too" if catalog.open else None
+        repeats = "the same number repeats the same random choices; 0: another one for each conversation"
+        custom: dict[str, Any] = {"allow_custom_value": True}  # names are checked when a request is answered
+        models, model = catalog.models_for(self.kind), catalog.default_model(self.kind)
+        frames: dict[str, Any] = {"info": "pictures taken from it, evenly", "visible": self.kind == "video"}
         self.settings = {
-            "model": gr.Dropdown(
-                catalog.models_for(self.kind),
-                value=catalog.default_model(self.kind),
-                label="Model",
-                info="or any hub id or folder" if catalog.open else None,
-                allow_custom_value=True,
-            ),
-            "drafter": gr.Dropdown(
-                list(catalog.drafters),
-                value="auto",
-                label="Method of Ask",
-                info="or a drafter's hub id or folder, which can then be raced, too" if catalog.open else None,
-                allow_custom_value=True,
-            ),
+            "model": gr.Dropdown(models, value=model, label="Model", info=further, **custom),
+            "drafter": gr.Dropdown(list(catalog.drafters), value="auto", label="Method of Ask", info=own, **custom),
             "temperature": gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0: always the likeliest token"),
-            "seed": gr.Number(
-                0,
-                label="Seed",
-                info="the same number repeats the same random choices; 0: another one for each conversation",
-                precision=0,
-                minimum=0,
-            ),
+            "seed": gr.Number(0, label="Seed", info=repeats, precision=0, minimum=0),
             "max_new_tokens": gr.Slider(1, MAX_NEW_TOKENS, 256, step=1, label="Longest answer", info="in tokens"),
-            "frames": gr.Slider(
-                1,
-                MAX_FRAMES,
-                8,
-                step=1,
-                label="Frames",
-                info="pictures taken from it, evenly",
-                visible=self.kind == "video",
-            ),
+            "frames": gr.Slider(1, MAX_FRAMES, 8, step=1, label="Frames", **frames),
         }
 
     def method_choices(self, model: str, further: Sequence[str] = ()) -> list[tuple[str, str]]:

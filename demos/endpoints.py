@@ -12,15 +12,7 @@ from typing import Any, TypedDict
 import gradio as gr
 
 from mmspec.demos.catalog import FEWEST, MOST
-from mmspec.demos.chat_request import (
-    DEFAULT_PROMPTS,
-    MAX_FRAMES,
-    MAX_NEW_TOKENS,
-    MAX_PROMPT_CHARS,
-    MAX_VIDEO_SECONDS,
-    ChatRequest,
-    validated,
-)
+from mmspec.demos.chat_request import DEFAULT_PROMPTS, MAX_VIDEO_SECONDS, ChatRequest, validated
 from mmspec.demos.racing import Race, StreamedAnswer
 from mmspec.demos.service import Service
 from mmspec.errors import UserError
@@ -57,17 +49,11 @@ class RaceJSON(TypedDict):
 _PARAMETERS = {
     "image": "image file; with gradio_client: handle_file(PATH)",
     "video": f"video file of at most {MAX_VIDEO_SECONDS} s; with gradio_client: handle_file(PATH)",
-    "prompt": f"question or instruction, at most {MAX_PROMPT_CHARS} characters",
-    "model": "name of a model that the server offers; empty: its default",
-    "drafter": "a drafter's name, auto (the model's default) or none (plain decoding)",
     "methods": (
         f"{FEWEST} to {MOST} of: none (plain decoding), a drafter, DRAFTER@chain (chains instead of trees); "
         "empty: plain decoding and the default drafter"
     ),
-    "max_new_tokens": f"limit on new tokens, 1 to {MAX_NEW_TOKENS}",
-    "temperature": "0 (greedy) to 5",
-    "seed": "seed of sampling",
-    "frames": f"frames sampled from the video, 1 to {MAX_FRAMES}",
+    **{name: info.description for name, info in ChatRequest.__pydantic_fields__.items()},  # type: ignore[attr-defined]
 }
 
 

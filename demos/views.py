@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 from mmspec import plugins
 from mmspec.demos.catalog import Catalog, explained, label
 from mmspec.demos.chat_request import Kind, Token, Turn
-from mmspec.demos.racing import AS_FAST, RUNS, Race, StreamedAnswer
+from mmspec.demos.racing import AS_FAST, RUNS, Race
 
 _CHECKPOINTS: dict[Kind, str] = {
     "image": "llava-hf/llava-1.5-7b-hf",
@@ -25,26 +25,12 @@ _CHECKPOINTS: dict[Kind, str] = {
 }
 _LINKS = {"source": "Code", "documentation": "Docs"}  # labels on the page, by the label in the package's metadata
 _PAPER = re.compile(r"arXiv (\d{4}\.\d{5})")
-_ORIGINS = {
-    "accepted": "drafted and accepted",
-    "bonus": "bonus token, the model's own",
-}
+_ORIGINS = {"accepted": "drafted and accepted", "bonus": "bonus token, the model's own"}
 _LEGEND = {
     "accepted": "drafted and accepted",
     "bonus": "bonus token: the model's own, after the accepted ones",
     "plain": "not drafted",
 }
-_COLUMNS = (
-    "method",
-    "tokens",
-    "passes",
-    "tokens per pass",
-    "tokens/s",
-    "first token",
-    "total",
-    "decoding speedup",
-    "total speedup",
-)
 
 
 def format_duration(seconds: float) -> str:
@@ -151,25 +137,13 @@ def result_html(
             "lanes": lanes,
             "heading": "Stopped" if stopped else _heading(race, timing),
             "origins": {"plain" if token.origin == "first" else token.origin for one in lanes for token in one.tokens},
-            "table": [_COLUMNS, *(_figures(race, lane) for lane in lanes)] if compared else [],
-            "plots": _plots(min(drafted, key=lambda lane: lane.seconds)) if drafted else None,
-            "runs": race.runs,
+            "compared": compared,
+            "detailed": min(drafted, key=lambda lane: lane.seconds) if drafted else None,
             "waiting": "Stopped." if stopped else _spoken(race, timing),
         }
     data = json.dumps(recorded, ensure_ascii=False, separators=(",", ":")) if recorded and lanes else ""
-    note = _sentence(note)
-    said = note or view["waiting"]
-    return _render(
-        "result",
-        turns=turns,
-        prompt=prompt,
-        note=note,
-        limits=limits,
-        stopped=stopped,
-        recording=data,
-        said=said,
-        **view,
-    )
+    view |= {"note": _sentence(note), "limits": limits, "said": _sentence(note) or view["waiting"]}
+    return _render("result", turns=turns, prompt=prompt, race=race, stopped=stopped, recording=data, **view)
 
 
 def _sentence(message: str) -> str:
@@ -202,49 +176,9 @@ def _heading(race: Race, timing: bool) -> str:
     return f"{times}: equal tokens" + (f"; timing {RUNS - race.runs} more runs…" if timing else "")
 
 
-def _figures(race: Race, lane: StreamedAnswer) -> tuple[Any, ...]:
-    """Row of a lane in the table of a race, see ``_COLUMNS``."""
-    assert lane.stats is not None
-    decoding = race.decode_speedup(lane)
-    return (
-        label(lane.drafter),
-        len(lane.token_ids),
-        lane.passes,
-        f"{lane.stats.mean_acceptance_length:.1f}",
-        f"{lane.stats.tokens_per_second:.0f}",
-        format_duration(lane.stats.time_to_first_token),
-        format_duration(lane.seconds),
-        "-" if decoding is None else f"{decoding:.2f}x",
-        f"{race.speedup(lane):.2f}x",
-    )
-
-
-def _plots(lane: StreamedAnswer) -> dict[str, Any]:
-    """Bars (name, share of the longest, text) of accepted draft tokens and of the time of a lane."""
-    stats = lane.stats
-    assert stats is not None
-    times = {
-        "read prompt": stats.prefill_seconds,
-        "guess": stats.draft_seconds,
-        "check": stats.verify_seconds,
-        "store": stats.commit_seconds,
-    }
-    total, longest = sum(times.values()), max(times.values())
-    passes, most = stats.acceptance_histogram, max(stats.acceptance_histogram, default=0)
-    return {
-        "of": label(lane.drafter),
-        "accepted": [(number, of / most, count(of, "pass", "es")) for number, of in enumerate(passes) if of],
-        "times": [
-            (name, part / longest, f"{format_duration(part)} · {part / total:.0%}")
-            for name, part in times.items()
-            if longest
-        ],
-        "total": format_duration(total),
-    }
-
-
 _TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True)
 _TEMPLATES.globals.update(label=label, count=count, tokens_html=tokens_html, legend=_LEGEND, most_runs=RUNS)
+_TEMPLATES.filters.update(duration=format_duration)
 
 
 def _render(name: str, **values: Any) -> str:
