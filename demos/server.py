@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Event
-from time import monotonic as clock
 from typing import Any
 from unittest import mock
 from urllib.request import getproxies
@@ -32,7 +31,7 @@ from mmspec.adaptation.options import AdaptOptions
 from mmspec.demos.catalog import Catalog
 from mmspec.demos.chat_request import MAX_UPLOAD_MIB
 from mmspec.demos.models import RUNNING, WAITING, ModelCache, QueuePlace, RequestQueue
-from mmspec.demos.page import Tab, build
+from mmspec.demos.page import build
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder, running, temporary_folder
 from mmspec.errors import UserError
@@ -54,20 +53,23 @@ _MAX_REQUEST_BYTES = 2**20  # maximum bytes of any other request
 
 
 class RequestFilter:
-    """ASGI middleware that rejects unneeded routes and oversized requests, and serves files of the upload folder only.
+    """ASGI middleware that rejects unneeded routes and oversized requests, serves files of the upload folder only, and
+    sends the paths of OpenAI's API to ``api``.
 
     gradio's server has further routes: one stores recordings outside of the upload folder and never removes them,
     others write state files there, or download URLs on behalf of clients.
     """
 
-    def __init__(self, app: ASGIApp, uploads: UploadFolder) -> None:
-        self.app = app
-        self.uploads = uploads
+    def __init__(self, app: ASGIApp, uploads: UploadFolder, api: ASGIApp | None = None) -> None:
+        self.app, self.uploads, self.api = app, uploads, api
         self.server = secrets.token_hex(8)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
+            return
+        if self.api is not None and any(f"{scope['path']}/".startswith(f"{path}/") for path in _API_PATHS):
+            await self.api(scope, receive, send)
             return
         route = (scope["path"].partition(_GRADIO)[2] or scope["path"]).rstrip("/")
         is_post = scope["method"] == "POST"
@@ -117,18 +119,6 @@ class RequestFilter:
         finally:
             if reserved:
                 self.uploads.release(size)
-
-
-class Dispatcher:
-    """ASGI middleware that routes the API's paths to the API, and other paths to the page."""
-
-    def __init__(self, app: ASGIApp, api: ASGIApp) -> None:
-        self.app, self.api = app, api
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = f"{scope['path']}/" if scope["type"] == "http" else ""
-        is_api = any(path.startswith(f"{prefix}/") for prefix in _API_PATHS)
-        await (self.api if is_api else self.app)(scope, receive, send)
 
 
 class SharedSlots:
@@ -293,18 +283,12 @@ def run_server(
             with show_steps(Console(stderr=True)), suppress(UserError):
                 _log.info("warming up")
                 service.warm_up(first.opening_request())
-        middleware = [Middleware(RequestFilter, uploads=uploads)]
-        app: dict[str, Any] = {"middleware": middleware}
-        if api is not None:
-            app = {
-                "middleware": [Middleware(Dispatcher, api=api), *middleware],
-                "lifespan": api.router.lifespan_context,
-            }
+        app = {"middleware": [Middleware(RequestFilter, uploads=uploads, api=api)]}
         script = "\n".join((_HERE / "scripts" / f"{name}.js").read_text() for name in _SCRIPTS)
         demo.launch(
             server_name=host,
             server_port=port or None,
-            app_kwargs=app,
+            app_kwargs=app if api is None else {**app, "lifespan": api.router.lifespan_context},
             prevent_thread_lock=True,
             quiet=True,
             css_paths=_HERE / "style.css",
@@ -327,34 +311,21 @@ def run_server(
             while not ended.wait(interval):
                 uploads.remove_unused(age)
 
+        def race(ended: Event) -> None:
+            with suppress(UserError), closing(service.opening(first.opening_request())) as races:  # type: ignore[type-var]
+                next((True for _ in races if ended.is_set()), None)
+
         try:
-            with running(clean), _opened(service, first) if opened else nullcontext():
+            with running(clean), running(race, _GRACE) if opened else nullcontext():
                 yield demo
         finally:
             uploads.remove_unused(age=0)  # first: closing waits for open pages and running requests
-            _close(demo, api)
+            _close(demo)
 
 
-@contextmanager
-def _opened(service: Service, first: Tab) -> Iterator[None]:
-    """Run the opening race of a tab in a thread, until the block ends."""
-
-    def work(ended: Event) -> None:
-        with suppress(UserError), closing(service.opening(first.opening_request())) as races:  # type: ignore[type-var]
-            for _ in races:
-                if ended.is_set():
-                    break
-
-    with running(work, _GRACE):
-        yield
-
-
-def _close(demo: gr.Blocks, api: FastAPI | None) -> None:
+def _close(demo: gr.Blocks) -> None:
     """Close the server; open pages and running requests have some seconds to end."""
-    started = clock()
-    if api is not None:
-        api.state.drain.close_from_thread(_GRACE)
     # uvicorn logs a traceback per connection; the next launch resets the level.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    demo.server.config.timeout_graceful_shutdown = max(1, round(_GRACE - (clock() - started)))
+    demo.server.config.timeout_graceful_shutdown = _GRACE
     demo.close(verbose=False)

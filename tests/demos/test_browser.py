@@ -33,7 +33,7 @@ from tests.demos.browsing import (
     violations,
 )
 from tests.demos.serving import demo_server, free_port, write_video
-from tests.served import SCENE
+from tests.testkit.served import SCENE
 
 pytestmark = pytest.mark.browser
 HEADLINE = re.compile(r"The same \d+ tokens?, (as fast|\d+\.\dx (faster|slower)) \(median of 3 runs\)")

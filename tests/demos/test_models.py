@@ -15,7 +15,6 @@ import pytest
 from mmspec import Pipeline, UserError
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.compare import Difference
-from mmspec.core.budget import CostTable
 from mmspec.demos import models as models_module
 from mmspec.demos import racing
 from mmspec.demos.catalog import Catalog
@@ -32,14 +31,12 @@ from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
-COST = CostTable((1, 64), (0.01, 0.012))
 REQUEST = {"prompt": "abcabcabd"}
 KEYWORDS = {"max_new_tokens": 40, "temperature": 0.0, "seed": 0}
 
 
 def opened(name="bytes"):
     target = TransformersTarget(byte_model())
-    target.cost = COST
     return Pipeline(target, Processor(byte_tokenizer()), None, name)
 
 
@@ -55,7 +52,6 @@ def models(monkeypatch):
         return opened(model)
 
     monkeypatch.setattr(models_module, "open_pipeline", open_pipeline)
-    monkeypatch.setattr(models_module, "cost_table", lambda target: COST)
     monkeypatch.setattr(models_module, "_POLL", 0.01)
     made = ModelCache(capacity=2)
     made.loaded = loaded

@@ -1,4 +1,4 @@
-"""The server and its clients: the endpoints of the page and OpenAI's API in one process, on one engine; public servers."""
+"""The server and its clients: endpoints of the page and OpenAI's API in one process, on one engine; public servers."""
 
 import itertools
 import json
@@ -32,8 +32,8 @@ from mmspec.demos.racing import Race
 from mmspec.demos.server import make_api
 from tests.demos.serving import SHORT, TIMEOUT, demo_server, stored_path, upload
 from tests.process import ROOT
-from tests.serve_process import KEY, gone
-from tests.served import CLIP, LONG, QUESTION, SCENE, data_uri, eventually, question
+from tests.testkit.serve_process import KEY, gone
+from tests.testkit.served import CLIP, LONG, QUESTION, SCENE, data_uri, eventually, question
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IMAGE, VIDEO = str(SCENE), str(CLIP)
