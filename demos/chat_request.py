@@ -7,17 +7,16 @@ from dataclasses import field, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from reprlib import Repr
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from mmspec import plugins
 from mmspec.errors import UserError
+from mmspec.validation import option, options
 from mmspec.vision.decoding import MediaDecoder
 
-T = TypeVar("T")
 Kind = Literal["image", "video", "text"]
 
 DEFAULT_PROMPTS: dict[Kind, str] = {"image": "Describe the image.", "video": "Describe the video.", "text": ""}
@@ -28,6 +27,8 @@ DEFAULT_MODELS: dict[Kind, tuple[str, ...]] = {
 }
 """The first installed one is the default."""
 
+Name = Annotated[str, StringConstraints(strip_whitespace=True)]
+
 MAX_PROMPT_CHARS = 4000
 MAX_NEW_TOKENS = 512
 MAX_IMAGES = 8
@@ -37,22 +38,7 @@ MAX_VIDEO_SECONDS = 300
 MAX_UPLOAD_MIB = 32
 
 
-def validated(kind: type[T], value: Any, name: str = "") -> T:
-    """Convert a client's value to a type with pydantic; ``name`` is the name of the value in errors.
-
-    Raises:
-        UserError: the value does not fit; the message names the first wrong field.
-    """
-    try:
-        return TypeAdapter(kind).validate_python(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field_name = ".".join(filter(None, [name, *map(str, first["loc"])]))
-        rule, received = first["msg"], Repr(maxstring=80, maxother=80).repr(first["input"])
-        raise UserError(f"{field_name}: {rule[:1].lower()}{rule[1:]}, got {received}") from None
-
-
-@dataclass(frozen=True, config=ConfigDict(str_strip_whitespace=True))
+@options
 class ChatRequest:
     """One prompt with its conversation history and settings.
 
@@ -62,17 +48,17 @@ class ChatRequest:
     """
 
     kind: Kind
-    prompt: str = Field(
-        "", max_length=MAX_PROMPT_CHARS, description=f"question or instruction, at most {MAX_PROMPT_CHARS} characters"
+    prompt: Annotated[str, StringConstraints(strip_whitespace=True, max_length=MAX_PROMPT_CHARS)] = option(
+        "", f"question or instruction, at most {MAX_PROMPT_CHARS} characters"
     )
-    uploads: list[str] = Field(default_factory=list)
-    history: list[tuple[str, str]] = Field(default_factory=list)
-    model: str = Field("", description="name of a model that the server offers; empty: its default")
-    drafter: str = Field("auto", description="a drafter's name, auto (the model's default) or none (plain decoding)")
-    max_new_tokens: int = Field(256, ge=1, le=MAX_NEW_TOKENS, description=f"limit on new tokens, 1 to {MAX_NEW_TOKENS}")
-    temperature: float = Field(0.0, ge=0, le=5, allow_inf_nan=False, description="0 (greedy) to 5")
-    seed: int = Field(0, ge=0, lt=2**63, description="seed of sampling")
-    frames: int = Field(8, ge=1, le=MAX_FRAMES, description=f"frames sampled from the video, 1 to {MAX_FRAMES}")
+    uploads: list[str] = option(list)
+    history: list[tuple[str, str]] = option(list)
+    model: Name = option("", "name of a model that the server offers; empty: its default")
+    drafter: Name = option("auto", "a drafter's name, auto (the model's default) or none (plain decoding)")
+    max_new_tokens: int = option(256, f"limit on new tokens, 1 to {MAX_NEW_TOKENS}", ge=1, le=MAX_NEW_TOKENS)
+    temperature: float = option(0.0, "0 (greedy) to 5", ge=0, le=5)
+    seed: int = option(0, "seed of sampling", ge=0, lt=2**63)
+    frames: int = option(8, f"frames sampled from the video, 1 to {MAX_FRAMES}", ge=1, le=MAX_FRAMES)
 
     def pipeline_request(self) -> dict[str, Any]:
         """``prompt``, ``images`` and ``videos`` for ``Pipeline.generate``, with media decoded.

@@ -12,10 +12,11 @@ from typing import Any, TypedDict
 import gradio as gr
 
 from mmspec.demos.catalog import FEWEST, MOST
-from mmspec.demos.chat_request import DEFAULT_PROMPTS, MAX_VIDEO_SECONDS, ChatRequest, validated
+from mmspec.demos.chat_request import DEFAULT_PROMPTS, MAX_VIDEO_SECONDS, ChatRequest
 from mmspec.demos.racing import Race, StreamedAnswer
 from mmspec.demos.service import Service
 from mmspec.errors import UserError
+from mmspec.validation import check
 
 
 class AnswerJSON(TypedDict):
@@ -113,7 +114,7 @@ def add_endpoints(page: gr.Blocks, service: Service) -> None:
         if image is not None and video is not None:
             raise UserError("a race is about one upload: expected image or video, got both")
         kind = "image" if image is not None else "video" if video is not None else "text"
-        chosen = validated(list[str], methods, "methods") if methods else None
+        chosen = check("methods", list[str], methods) if methods else None
         return map(race_result, service.race(_request(kind, locals()), chosen))  # type: ignore[return-value]
 
     for endpoint in (caption_image, caption_video, generate, compare):
@@ -127,7 +128,7 @@ def _request(kind: str, arguments: dict[str, Any]) -> ChatRequest:
     fields = {name: arguments[name] for name in ChatRequest.__dataclass_fields__ if name in arguments}
     file = arguments.get(kind)
     uploads = [] if file is None else [str(file.get("path") if isinstance(file, dict) else "")]
-    return validated(ChatRequest, {**fields, "kind": kind, "uploads": uploads})
+    return ChatRequest(**{**fields, "kind": kind, "uploads": uploads})
 
 
 def _raises_gradio_errors(endpoint: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ import gradio as gr
 from mmspec import plugins
 from mmspec.demos import endpoints, views
 from mmspec.demos.catalog import FEWEST, MOST
-from mmspec.demos.chat_request import DEFAULT_PROMPTS, ChatRequest, ChatState, Kind, Turn, validated
+from mmspec.demos.chat_request import DEFAULT_PROMPTS, ChatRequest, ChatState, Kind, Turn
 from mmspec.demos.controls import Controls, html, uploads_of
 from mmspec.demos.racing import Race, recording
 from mmspec.demos.service import Service
@@ -29,6 +30,8 @@ _LOST = "the connection to the server was lost before the answer was complete: a
 # Requests wait for their turn in ``RequestQueue.run``, which reports their place and limits their number.
 QUEUED: dict[str, Any] = {"concurrency_limit": None, "api_visibility": "private", "show_progress": "hidden"}
 UNQUEUED: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+
+_NUMBERS = ("temperature", "max_new_tokens", "frames", "seed")  # of a link
 
 Updates = dict[Any, Any]
 """New values and properties of components, by component."""
@@ -160,7 +163,7 @@ class Tab:
             "seed": values.get("seed") or conversation.seed or 1 + secrets.randbelow(2**31),
         }
         try:
-            chat = validated(ChatRequest, values)
+            chat = ChatRequest(**values)
         except UserError as error:
             yield self._failed(conversation, error)
             return
@@ -270,9 +273,10 @@ def linked(tabs: dict[str, Tab], selected: gr.Tabs, query: Mapping[str, str]) ->
         return {results[0]: gr.skip()}
     methods = [unquote(name) for name in query.get("methods", "").split(",") if name][:MOST]
     try:
-        chat = validated(ChatRequest, {name: query[name] for name in query if name in LINKED}, "link")
+        numbers = {name: _number(query[name]) for name in _NUMBERS if name in query}
+        chat = ChatRequest(**{name: query.get(name, "") for name in ("kind", "prompt", "model")}, **numbers)
     except UserError as error:
-        return dict.fromkeys(results, views.result_html(note=str(error)))
+        return dict.fromkeys(results, views.result_html(note=f"invalid link: {error}"))
     empty = dict.fromkeys(results, views.result_html())
     if chat.kind not in tabs:
         return empty
@@ -294,5 +298,8 @@ def linked(tabs: dict[str, Tab], selected: gr.Tabs, query: Mapping[str, str]) ->
     return updates
 
 
-LINKED = ("kind", "prompt", "model", "temperature", "max_new_tokens", "frames", "seed")
-"""Fields of ``ChatRequest`` in a link; its methods and its example are separate."""
+def _number(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

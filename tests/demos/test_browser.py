@@ -182,7 +182,7 @@ def test_copy_link_and_file(visit):
     see(linked, ".mm-note", "those of the link")
     race(linked)
     assert linked.locator(".mm-lane h3").all_inner_texts() == ["Plain", "MSD"]
-    message = "Link.temperature: input should be a valid number"
+    message = "Invalid link: temperature must be a number: got 'hot'."
     visit(query="kind=image&temperature=hot").get_by_role("alert").get_by_text(message).wait_for()
 
 

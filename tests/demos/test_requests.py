@@ -23,7 +23,7 @@ from starlette.responses import PlainTextResponse
 from mmspec import plugins
 from mmspec.demos import chat_request, storage
 from mmspec.demos.catalog import Catalog, check_methods
-from mmspec.demos.chat_request import MAX_UPLOAD_MIB, ChatRequest, ChatState, Token, Turn, validated
+from mmspec.demos.chat_request import MAX_UPLOAD_MIB, ChatRequest, ChatState, Token, Turn
 from mmspec.demos.server import RequestFilter
 from mmspec.demos.storage import UploadFolder, temporary_folder
 from mmspec.drafters.registry import drafter_specs
@@ -75,15 +75,15 @@ def test_requests_of_the_pipeline(files):
         ("video", ["broken.png"], {}, "broken.png: expected a video"),
         ("video", ["video.mp4"] * 2, {}, "a question must have at most 1 videos: got 2"),
         ("video", ["video.mp4"], {}, "video.mp4: expected a video of at most 1.5 s, received one of 2.0 s"),
-        ("text", [], {"prompt": "x" * 4001}, "prompt: string should have at most 4000 characters, got 'xxx"),
-        ("video", [], {"frames": 33}, "frames: input should be less than or equal to 32, got 33"),
-        ("text", [], {"max_new_tokens": 0}, "max_new_tokens: input should be greater than or equal to 1, got 0"),
-        ("text", [], {"max_new_tokens": 513}, "max_new_tokens: input should be less than or equal to 512, got 513"),
-        ("text", [], {"temperature": 5.1}, "temperature: input should be less than or equal to 5, got 5.1"),
-        ("text", [], {"temperature": -1}, "temperature: input should be greater than or equal to 0, got -1"),
-        ("text", [], {"temperature": float("nan")}, "temperature: input should be"),
-        ("text", [], {"seed": -1}, "seed: input should be greater than or equal to 0, got -1"),
-        ("sound", [], {}, "kind: input should be 'image', 'video' or 'text', got 'sound'"),
+        ("text", [], {"prompt": "x" * 4001}, "prompt: String should have at most 4000 characters"),
+        ("video", [], {"frames": 33}, "frames must be <= 32: got 33"),
+        ("text", [], {"max_new_tokens": 0}, "max_new_tokens must be >= 1: got 0"),
+        ("text", [], {"max_new_tokens": 513}, "max_new_tokens must be <= 512: got 513"),
+        ("text", [], {"temperature": 5.1}, "temperature must be <= 5: got 5.1"),
+        ("text", [], {"temperature": -1}, "temperature must be >= 0: got -1"),
+        ("text", [], {"temperature": float("nan")}, "temperature must be"),
+        ("text", [], {"seed": -1}, "seed must be >= 0: got -1"),
+        ("sound", [], {}, "kind must be 'image', 'video' or 'text': got 'sound'"),
     ],
 )
 def test_refused_requests(files, monkeypatch, kind, uploads, options, message):
@@ -91,9 +91,8 @@ def test_refused_requests(files, monkeypatch, kind, uploads, options, message):
     monkeypatch.setattr(chat_request, "MAX_VIDEO_SECONDS", 1.5)
     fields = {"kind": kind, "prompt": "What?", "uploads": [files[name] for name in uploads], **options}
     with pytest.raises(UserError) as error:
-        validated(ChatRequest, fields).pipeline_request()
+        ChatRequest(**fields).pipeline_request()
     assert str(error.value).startswith(message)
-    assert len(str(error.value)) <= 200
     assert str(Path(files["image.png"]).parent) not in str(error.value)
 
 
