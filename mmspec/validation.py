@@ -107,8 +107,8 @@ def option(default: Any, text: str = "", *, default_text: str = "", names: tuple
         limits: as for ``pydantic.Field``.
     """
     value = {"default_factory": default} if callable(default) else {"default": default}
-    extra = {"default_text": default_text, "names": names}
-    return Field(**value, description=text or None, json_schema_extra=extra, **limits)  # type: ignore[call-overload]
+    extra: dict[str, Any] = {"default_text": default_text, "names": names}
+    return Field(**value, description=text or None, json_schema_extra=extra, **limits)
 
 
 def inherited(
