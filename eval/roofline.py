@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from mmspec.cli.options import Listed
-from mmspec.engine.calibrate import processor
 from mmspec.eval.harness.output import SIZES, Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.passes import processor
 from mmspec.eval.harness.timing import interleaved
 from mmspec.ops import cpu, cpu_library
 

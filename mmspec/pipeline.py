@@ -17,12 +17,12 @@ from torch import nn
 from mmspec.adaptation.adaptation import Adaptation
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.cache.prefix_cache import PrefixCache
-from mmspec.core.drafter import Drafter, fork
+from mmspec.core.drafter import Drafter
 from mmspec.core.target import HasDefaults, Prompt, Target
 from mmspec.drafters.registry import registered_name
-from mmspec.engine.budget import MeasuredBudget
 from mmspec.engine.distributed import DistributedEngine
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
+from mmspec.engine.policy import DraftPolicy
 from mmspec.engine.request import GenerateKeywords, Request, parse, shows_keywords
 from mmspec.engine.request_state import RequestState, Wakeup
 from mmspec.engine.speculation import Speculation
@@ -171,9 +171,10 @@ class Pipeline:
         name: name that the model was loaded by; by default ``name_or_path`` of its configuration.
         max_num_seqs: maximum number of concurrent requests; further requests wait. Pipelines of one target share the
             largest value.
-        prefix_cache: see ``mmspec.load``; for targets with that attribute.
+        prefix_cache: see ``mmspec.load``; for targets that keep states (``KeepsStates``).
         generation_config: see ``mmspec.load``; targets without their own defaults use the library's.
         adapt: see ``mmspec.load``; None does not adapt.
+        policy: drafting policy with the learned state of another pipeline; None starts anew.
 
     Attributes:
         model, hf_processor: the plain transformers objects.
@@ -181,7 +182,7 @@ class Pipeline:
         engine: the target's engine.
         defaults: defaults of sampling parameters.
         context_limit: maximum length of prompt plus output; the target's limit unless lowered.
-        budget: adaptive budget of this drafter on this target; None before the first draft.
+        policy: learned drafting policy of this drafter on this target.
         adaptation: adaptation of the drafter; None if it does not adapt. Copies of the pipeline do not adapt.
     """
 
@@ -196,6 +197,7 @@ class Pipeline:
         prefix_cache: int = 0,
         generation_config: str = MODELS,
         adapt: AdaptOptions | None = None,
+        policy: DraftPolicy | None = None,
     ) -> None:
         # Drafters, evaluation and training of transformers models use attributes outside the ``Target`` protocol.
         self.target: Any = target
@@ -205,12 +207,11 @@ class Pipeline:
         self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
         self.generation_config = check("generation_config", Source, generation_config)
         self.max_num_seqs = check("max_num_seqs", PositiveInt, max_num_seqs)
-        if check("prefix_cache", NonNegativeInt, prefix_cache):
-            if not hasattr(self.target, "prefix_cache"):
-                raise UserError(f"prefix_cache needs a target that keeps states: {type(target).__name__} does not")
-            self.target.prefix_cache = PrefixCache(prefix_cache)
+        check("prefix_cache", NonNegativeInt, prefix_cache)
         self.adaptation = None if adapt is None else Adaptation(drafter, target, adapt)
-        self._connect(drafter if self.adaptation is None else self.adaptation.drafter)
+        self._connect(drafter if self.adaptation is None else self.adaptation.drafter, policy)
+        if prefix_cache:
+            self.engine.use_prefixes(PrefixCache(prefix_cache))
         if self.adaptation is not None:
             self.engine.idle.add(self.adaptation)
 
@@ -225,11 +226,11 @@ class Pipeline:
         }
         return f"Pipeline({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
-    def _connect(self, drafter: Drafter | None) -> None:
+    def _connect(self, drafter: Drafter | None, policy: DraftPolicy | None) -> None:
         """Create engine, speculation and defaults for this target."""
         has_defaults = self.generation_config == MODELS and isinstance(self.target, HasDefaults)
         self.defaults: Defaults = self.target.defaults() if has_defaults else Defaults(self.target.eos_token_ids)
-        self._speculation = Speculation(self.target, drafter)
+        self._speculation = Speculation(self.target, drafter, policy)
         self.engine = (DistributedEngine if sharded(self.target) else Engine).of(self.target, self.max_num_seqs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -237,14 +238,16 @@ class Pipeline:
         left_out = ("defaults", "engine", "_speculation")
         state = {name: value for name, value in vars(self).items() if name not in left_out} | {"adaptation": None}
         with self.engine.paused():
-            return {**state, "drafter": fork(self.drafter, self.target), "budget": self.budget}
+            drafter = self.drafter and self.drafter.fork(self.target)
+            return {**state, "drafter": drafter, "policy": self.policy, "prefixes": self.engine.prefixes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        drafter, budget = state.pop("drafter"), state.pop("budget")
+        drafter, policy, prefixes = (state.pop(name) for name in ("drafter", "policy", "prefixes"))
         vars(self).update(state)
-        self.target.select([])
-        self._connect(drafter)
-        self.budget = budget
+        self.target.keep([])
+        self._connect(drafter, policy)
+        if prefixes is not None:
+            self.engine.use_prefixes(prefixes)
 
     @property
     def model(self) -> Any:
@@ -255,28 +258,13 @@ class Pipeline:
         return self._speculation.drafter
 
     @property
-    def budget(self) -> MeasuredBudget | None:
-        return self._speculation.budgets.adaptive
-
-    @budget.setter
-    def budget(self, budget: MeasuredBudget | None) -> None:
-        self._speculation.budgets.adaptive = budget
-
-    def calibrate(self, *, refresh: bool = False) -> None:
-        """Measure the target's verify times if adaptive budgets need them and they are not stored.
-
-        Otherwise the first request measures them before it starts. Waits until running sequences have ended.
-
-        Args:
-            refresh: measure again.
-        """
-        with self.engine.drained():
-            self._speculation.budgets.calibrate(refresh=refresh)
+    def policy(self) -> DraftPolicy:
+        return self._speculation.adaptive
 
     def warm_up(
         self, rows: int | None = None, tokens: int | None = None, num_draft_tokens: Sequence[int | None] = (None,)
     ) -> None:
-        """Reserve memory for sequences and capture the CUDA graphs of their decode steps, and calibrate.
+        """Reserve memory for sequences and capture the CUDA graphs of their decode steps.
 
         Without warm-up, steps are captured when they first occur. Longer prompts and more sequences remain possible:
         buffers then grow, and steps are captured again. No effect if steps are not captured, as on a CPU. Waits until

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters import checkpoint
@@ -549,24 +549,24 @@ class DFlash(PositionedDrafter):
             layer.update(keys, values)
         return x[..., :0]
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         self.cache.offset = 0
         config = self.network.config
-        nodes = min(self.total_tokens, budget.nodes)
-        deepest = max(1, min(self.depth, config.drafts, budget.max_depth, nodes))
+        nodes = min(self.total_tokens, plan.nodes)
+        deepest = max(1, min(self.depth, config.drafts, plan.depth, nodes))
         block = self._denoise(token)
         states = block[:, config.first : config.first + deepest]
         scores = self._scores(states)
         if self._markov is not None and not self.static_shapes:
-            width = 1 if budget.chain else min(self.top_k, nodes)
+            width = 1 if plan.chain else min(self.top_k, nodes)
             tokens, parents, log_probs = self._markov(scores, token, width, nodes)
             return TokenTree(tokens, parents, log_probs=log_probs, check=False)
         if config.selector_rank:
             scored = self._selecting(scores, states)
-            return grow_levels(token, scored, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
+            return grow_levels(token, scored, plan, self.top_k, depth=deepest, nodes=self.total_tokens)
         if not config.markov_rank:
             tokens, log_probs, _ = self._ranked(scores, states, token[:, None])
-            return grow_slots(token, tokens, log_probs, budget, self.total_tokens)
+            return grow_slots(token, tokens, log_probs, plan, self.total_tokens)
         memory = self.network.first_memory(block, token, self._ends.data[: len(token), 0])
         memory = None if memory is None else memory[:, None]
 
@@ -577,7 +577,7 @@ class DFlash(PositionedDrafter):
             tokens, log_probs, memory = self._ranked(*slot, parents, before)
             return tokens, log_probs
 
-        return grow_levels(token, children, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
+        return grow_levels(token, children, plan, self.top_k, depth=deepest, nodes=self.total_tokens)
 
     def _selecting(self, scores: Tensor, states: Tensor) -> Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]:
         """``children`` for ``grow_levels``, by the selector, which keeps the candidates' total probability."""

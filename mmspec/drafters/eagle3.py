@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Target, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import grow_slots
@@ -270,15 +270,15 @@ class Eagle3(PositionedDrafter):
         embeds = self._embed(tokens.masked_fill(tokens >= self._embedded, 0))
         return self.network.combine(embeds, self.network.project(states))
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         if self.network.config.mask_token_id is None:
-            return super().grow(token, budget)
+            return super().grow(token, plan)
         self.cache.offset = 0
-        outputs, later = self._output.data[: len(token), None], min(self.depth, budget.max_depth) - 1
+        outputs, later = self._output.data[: len(token), None], min(self.depth, plan.depth) - 1
         if later > 0:
             outputs = torch.cat([outputs, self._later(len(token), later)], dim=1)
         tokens, log_probs = self.children(*self.network.begin(outputs))
-        return grow_slots(token, self.target_tokens(tokens), log_probs, budget, self.total_tokens)
+        return grow_slots(token, self.target_tokens(tokens), log_probs, plan, self.total_tokens)
 
     def _later(self, batch: int, count: int) -> Tensor:
         """Outputs of the levels after the first, (batch, count, hidden), with causal attention."""

@@ -2,8 +2,8 @@
 
 The target's first layers run over the tree with the target's KV cache, as in ``early_exit``. The network, an attention
 layer without MLP and a norm (section 3.1), has its own KV cache, at token-count positions; entry j of a row reads the
-target's early-exit state at token j. The budget stops growth when another level gains too little, instead of the
-paper's confidence threshold for chains.
+target's early-exit state at token j. ``StepPlan.least_gain`` stops growth instead of the paper's confidence threshold
+for chains.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Target, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.early_exit import FirstLayers
@@ -89,7 +89,7 @@ class Kangaroo(PositionedDrafter):
     def _version(self) -> tuple[Hashable, ...]:
         return *super()._version, *self._first.target.version
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         passes, state = self._first.passes(self.features[0]), self._tree_state(len(token), self.depth)
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ class Kangaroo(PositionedDrafter):
             tokens, log_probs = self.children(states, states)
             return self.target_tokens(tokens), log_probs
 
-        tree = grow_tree(token, None, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
+        tree = grow_tree(token, None, extend, plan, self.top_k, depth=self.depth, nodes=self.total_tokens)
         passes.end()
         state.end()
         return tree

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec import ops
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import grow_slots, grow_tree
@@ -191,12 +191,12 @@ class Medusa(PositionedDrafter):
         self.cache.reserve_nodes(width)
         self._rotary.reserve(max(map(len, self._history)) + self.position_slack + width, self.sample_embedding)
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
-        config, nodes = self.network.config, min(self.total_tokens, budget.nodes)
-        deepest = max(1, min(self.depth, config.heads, budget.max_depth, nodes))
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
+        config, nodes = self.network.config, min(self.total_tokens, plan.nodes)
+        deepest = max(1, min(self.depth, config.heads, plan.depth, nodes))
         state = self._state(len(token))
         tokens, log_probs = self._ranked(0, [head(state) for head in self.network.heads[:deepest]])
-        return grow_slots(token, tokens, log_probs, budget, self.total_tokens)
+        return grow_slots(token, tokens, log_probs, plan, self.total_tokens)
 
     def _state(self, batch: int) -> Tensor:
         """Inputs of the heads, (batch, 1, hidden)."""
@@ -215,10 +215,10 @@ class Hydra(Medusa):
     name: ClassVar[str] = "hydra"
     layout: ClassVar[str | None] = "hydra"
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         heads = self.network.heads
         if not self.network.config.grounded:
-            return super().grow(token, budget)
+            return super().grow(token, plan)
         read, levels = self._state(len(token)), count()  # (batch, nodes, any): inputs of the next head
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,7 +228,7 @@ class Hydra(Medusa):
             return self._ranked(level, [heads[level](read)])
 
         deepest = min(self.depth, len(heads))
-        return grow_tree(token, None, extend, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
+        return grow_tree(token, None, extend, plan, self.top_k, depth=deepest, nodes=self.total_tokens)
 
 
 MEDUSA = DrafterSpec(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -170,7 +170,7 @@ class DeviceTable(CapturedDrafter):
         both = torch.cat([last, emitted], dim=1)
         self.last.write(both.gather(1, length[:, None] + torch.arange(2, device=length.device)))
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         above = self.last.data[: len(token), :1]
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,7 +178,7 @@ class DeviceTable(CapturedDrafter):
             before, above = above.gather(1, origin), beam
             return self._children(before, beam)
 
-        return grow_tree(token, None, extend, budget, self._top_k)
+        return grow_tree(token, None, extend, plan, self._top_k)
 
     def _children(self, before: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """Successors of contexts, (...), and their log probabilities, (..., width) each."""
@@ -380,10 +380,10 @@ class Recycle(LookUpDrafter):
         else:
             super().select(rows)
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
         if self._on_device is not None:
-            return self._on_device.propose(token, budget)
-        return super().propose(token, budget)
+            return self._on_device.propose(token, plan)
+        return super().propose(token, plan)
 
     @property
     def on_host(self) -> bool:

@@ -142,6 +142,14 @@ class Adapters:
         states = ((*one.active_adapters, one.disable_adapters, *one.merged_adapters) for one in self._layers)
         return self._version, next(states, None)
 
+    def choose(self, name: str | None) -> None:
+        """Set the adapter of the target's next sequences."""
+        self.chosen = name
+
+    def activate(self) -> None:
+        """Activate the chosen adapter in the model's layers, which other targets of the model share."""
+        self.use(self.chosen)
+
     def use(self, name: str | None) -> None:
         """Activate an adapter; None deactivates all."""
         if not self.names:

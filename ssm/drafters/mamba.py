@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -355,7 +355,7 @@ class Mamba(TrainedDrafter):
                 part.write(value)
         write_last(self._output, hidden, length)
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         rows, width, levels = len(token), 1, 0
         state = self._first(rows)
         if not self.static_shapes and (not self._buffers or len(self._buffers[0][0]) < rows * self.top_k):
@@ -379,7 +379,7 @@ class Mamba(TrainedDrafter):
             return tokens.view(*beam.shape, -1), scores.view(*beam.shape, -1)
 
         first = self._children(self._output.data[:rows])
-        return grow_tree(token, first, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
+        return grow_tree(token, first, extend, plan, self.top_k, depth=self.depth, nodes=self.total_tokens)
 
     def _first(self, rows: int) -> State:
         return tuple((window.data[:rows], s.data[:rows]) for window, s in self._state)
