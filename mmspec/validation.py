@@ -47,7 +47,7 @@ _EXPECTED = {  # otherwise pydantic's message
 
 
 def _plain(value: Any) -> Any:
-    """Python's integer for that of another library, such as numpy's."""
+    """Convert another library's integer, such as numpy's."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
@@ -121,7 +121,7 @@ def inherited(
     names: tuple[str, ...] = (),
     **limits: Any,
 ) -> Any:
-    """A field as another class's field, except for what is given.
+    """A copy of another class's field, except for the given settings.
 
     Args:
         default: None is shown in help as the other class's default.

@@ -8,7 +8,7 @@ from typing import Literal
 from mmspec.validation import option, options
 
 SPARE_REQUESTS = 64
-"""Requests beside the running and waiting ones: they are read, refused, or ask for metrics."""
+"""Requests in addition to running and waiting requests: probes, requests that are read or refused."""
 
 
 @options

@@ -37,7 +37,7 @@ from mmspec.serving.schemas import (
     conversation,
 )
 from mmspec.serving.tools import ToolPlan, ToolPlanner
-from mmspec.workers import Stop
+from mmspec.workers import Cancellation
 
 Constraint = tuple[str, str]
 """Kind and text of a grammar."""
@@ -363,7 +363,7 @@ class GrammarChecker:
     async def _checked(self, constraint: Constraint) -> CheckedText | UserError:
         check = self._running.get(constraint)
         if check is None:
-            stop = Stop()
+            stop = Cancellation()
             future = self._threads.submit(self._trial.check, *constraint, stop=stop)
             check = self._running[constraint] = _Check(future, stop)
         check.waiting += 1
@@ -394,7 +394,7 @@ class _Check:
     """
 
     future: Future[CheckedText]
-    stop: Stop
+    stop: Cancellation
     waiting: int = 0
 
 
