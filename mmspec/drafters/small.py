@@ -233,7 +233,7 @@ class Small(CapturedDrafter):
         lm.runner.forget_nodes()
         chain = causal(batch, width, tokens.device)
         depth = torch.arange(width, device=tokens.device).expand(batch, -1)
-        states, path = lm.runner.forward_nodes(self._readable(tokens), depth, chain), path_of(length, width)
+        states, path = lm.runner.forward_nodes(self._readable(tokens), depth, chain)["last"], path_of(length, width)
         if isinstance(lm.runner, StaticRunner):
             lm.runner.commit_on_device(path)
         else:

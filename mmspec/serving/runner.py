@@ -36,7 +36,7 @@ from mmspec.serving.schemas import (
     conversation,
 )
 from mmspec.serving.tools import ToolPlan, ToolPlanner
-from mmspec.workers import Stop
+from mmspec.workers import Cancellation
 
 Constraint = tuple[str, str]
 """Kind and text of a grammar."""
@@ -329,7 +329,7 @@ class GrammarChecker:
             UserError: see ``GrammarTrial.check``.
         """
         if (check := self._checks.pop(constraint, None)) is None:
-            stop = Stop()
+            stop = Cancellation()
             check = _Check(self._threads.submit(self._trial.check, *constraint, stop=stop), stop)
         self._checks[constraint] = check
         if len(self._checks) > _KEPT:
@@ -363,7 +363,7 @@ class _Check:
     """
 
     future: Future[CheckedText]
-    stop: Stop
+    stop: Cancellation
     waiting: int = 0
 
 

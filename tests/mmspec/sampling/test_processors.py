@@ -51,7 +51,7 @@ class Alternating(LogitsProcessor):
 
 
 class Drifting(LogitsProcessor):
-    """Adds noise of its own generator, and what it has seen of the scores before."""
+    """Adds noise of its own generator, and a moving average of earlier scores."""
 
     def __init__(self):
         self.random, self.seen = torch.Generator().manual_seed(3), 0.0
@@ -86,7 +86,7 @@ class Grammar:
 
 
 class Plainly(LogitsProcessor):
-    """``Grammar`` for ``generate``: everything after the prompt is looked at anew."""
+    """``Grammar`` for ``generate``: recomputes the state from the whole output."""
 
     def __init__(self, prompt_length):
         self.prompt_length = prompt_length
@@ -408,7 +408,7 @@ def test_drawn_trees_path_by_path(seed):
 
 
 def test_padding_and_prefixes_belong_to_rows_of_the_request():
-    """Rows of a request leave at different times; what is known by their number must stay with them."""
+    """Rows of a request end at different times: settings by row number must follow the row."""
     model, inputs = shared_model("llama"), text_inputs(3, 9)
     padding = (inputs["attention_mask"] != 0).int().argmax(1)
     assert len(set(padding.tolist())) == 3
@@ -571,7 +571,7 @@ def test_tokens_beyond_a_mask_are_forbidden():
 @pytest.mark.parametrize("drafter", ["plain", "oracle"])
 @pytest.mark.parametrize("forced", ["end", "unknown"])
 def test_a_forbidden_token_that_is_forced_is_an_error(forced, drafter):
-    """Forced at the end of the answer, it ends it all the same; before that, the processors contradict each other."""
+    """A token forced at the last position ends the answer; an earlier one is a contradiction between processors."""
     model, inputs = shared_model("llama"), text_inputs(1, 9)
     references = [[7, 7, 8, 8] + [7] * NEW]
     for length, error in (
