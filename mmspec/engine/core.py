@@ -463,13 +463,17 @@ class EngineCore:
     def abort(self, error: Exception) -> None:
         """Fail all sequences of a broken step and reset target and drafter."""
         broken = [*self.running, *(self._prefilling.sequences if self._prefilling else [])]
+        self._changed |= dict.fromkeys(broken)
+        self.reset()
+        for sequence in broken:
+            sequence.fail(error)
+        self._emit()
+
+    def reset(self) -> None:
+        """Drop the rows of all sequences."""
         self.running, self._prefilled, self._prefilling, self._ahead = [], [], None, None
         self._token = self._token[:0]
         self._keep([])
-        for sequence in broken:
-            sequence.fail(error)
-        self._changed |= dict.fromkeys(broken)
-        self._emit()
 
     def _resumes(self, prompt: Prompt, earlier: list[Prompt]) -> bool:
         """Whether a prompt, or the first of the earlier prompts, has a cached prefix and needs its own prefill."""

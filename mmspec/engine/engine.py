@@ -285,11 +285,12 @@ class Engine:
         lost = UserError("this answer began before the process forked: expected its parent to read it")
         for sequence in self.core.sequences:
             sequence.fail(lost)
-            sequence.emit()
+            if sequence.request.streams:  # other clients are threads of the parent, which may have held locks
+                sequence.emit()
         if self._stepping or self.target.device.type != "cpu":
             self._closed = UserError("the process forked during a step: expected a model that is loaded after the fork")
         else:
-            self.core.abort(lost)
+            self.core.reset()
         self.core.clear()
 
 
