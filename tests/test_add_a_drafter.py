@@ -9,8 +9,8 @@ import torch
 
 import mmspec
 from mmspec import UserError, plugins
-from mmspec.core.plan import StepPlan
 from mmspec.core.drafter import as_drafter, features, fork, learns
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.registry import drafter_spec, make_drafter
 from mmspec.drafters.union import Union

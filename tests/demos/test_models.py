@@ -10,7 +10,6 @@ import pytest
 
 from mmspec import Pipeline, UserError
 from mmspec.adaptation.options import AdaptOptions
-from mmspec.core.budget import CostTable
 from mmspec.demos import models as models_module
 from mmspec.demos.models import LoadedModel, ModelCache
 from mmspec.demos.racing import race, resolved, stream_answer
@@ -19,16 +18,13 @@ from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
-COST = CostTable((1, 64), (0.01, 0.012))
 REQUEST = {"prompt": "abcabcabd"}
 KEYWORDS = {"max_new_tokens": 40, "temperature": 0.0, "seed": 0}
 
 
 def parts():
     """A target and its processor."""
-    made = TransformersTarget(byte_model())
-    made.cost = COST
-    return made, Processor(byte_tokenizer())
+    return TransformersTarget(byte_model()), Processor(byte_tokenizer())
 
 
 @pytest.fixture
@@ -43,7 +39,6 @@ def models(monkeypatch):
         return Pipeline(*parts(), None, model)
 
     monkeypatch.setattr(models_module, "open_pipeline", open_pipeline)
-    monkeypatch.setattr(models_module, "cost_table", lambda target: COST)
     monkeypatch.setattr(models_module, "_POLL", 0.01)
     made = ModelCache(capacity=2)
     made.opened = opened
@@ -110,9 +105,8 @@ def test_requests_do_not_share_learned_drafts():
 def test_visitors_decode_together_and_get_the_answers_that_they_would_get_alone(models):
     """Streams in two threads, one of them dropped half-way; the slots are free afterwards."""
     pipe, batches = models.get("a").pipeline("recycle"), []
-    budgets = pipe._speculation.budgets
-    budget = budgets.of
-    budgets.of = lambda batch, nodes: batches.append(batch) or budget(batch, nodes)
+    policy, plan = pipe.policy, pipe.policy.plan
+    policy.plan = lambda rows, remaining: batches.append(rows) or plan(rows, remaining)
     both = Barrier(2)
 
     def visit(prompt, pieces=None):

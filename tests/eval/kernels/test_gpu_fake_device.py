@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmspec.core.budget import CostTable
-from mmspec.engine import budget as engine_budget
 from mmspec.engine.engine import Engine
 from mmspec.engine.request_state import Wakeup
 from mmspec.eval import gpu
@@ -31,7 +29,6 @@ def test_a_rehearsal_on_a_fake_device(monkeypatch):
         assert ready()
 
     patch(Wakeup, "wait", wait)
-    patch(engine_budget, "stored_cost", lambda *_: CostTable((1, 64), (1e-3, 1.1e-3)))
     patch(gpu_kernels, "call_seconds", lambda calls, device: [call() for call in calls] and 1e-3)
     for module in (gpu_kernels, gpu_models):
         patch(module, "device_seconds", lambda run, *_: [(run(), 1e-3 * next(tick))[1]])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mmspec.core.plan import StepPlan
 from mmspec.core.drafter import fork
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.sampler import Sampler
@@ -32,9 +32,7 @@ def first_level(drafter):
 
 
 def tree_of(drafter, nodes=16, depth=16, floor=0.1):
-    budget = StepPlan(nodes, depth)
-    budget.remaining, budget.floor = depth, floor
-    return drafter.propose(torch.tensor([drafter.rows[0].own.text[-1]]), budget)
+    return drafter.propose(torch.tensor([drafter.rows[0].own.text[-1]]), StepPlan(nodes, depth, floor=floor))
 
 
 # ---------------------------------------------------------------------- trust

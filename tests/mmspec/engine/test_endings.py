@@ -213,10 +213,7 @@ def test_the_next_requests_are_answered(name, drafter, kind, monkeypatch):
     target = matrix.new_target(name)
     if kind == "cached":
         target.prefix_cache = PrefixCache(1 << 24)
-    budget = StepPlan(9, 4)
-    engine = SteppedEngine(
-        target, matrix.drafter_of(drafter, target.model), budget, max_num_seqs=4, chunk=8
-    )
+    engine = SteppedEngine(target, matrix.drafter_of(drafter, target.model), StepPlan(9, 4), max_num_seqs=4, chunk=8)
     (prompts, expected), ended = zip(*requests(name), strict=True), []
     for ending in ENDINGS:
         ended += ending(engine, prompts[0], monkeypatch)

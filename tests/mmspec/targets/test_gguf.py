@@ -711,7 +711,6 @@ def test_mixed_formats_decode_as_generate_does(mixed: Path, cache: Path) -> None
     found = mmspec.generate(pipe.model, drafter=Ngram(), input_ids=ids, max_new_tokens=24, eos_token_id=None)
     assert found.tolist() == expected.tolist()
     target = TransformersTarget(pipe.model)
-    target.cost = None
     target.prefill(Prompt(ids), max_new_tokens=8)
     tokens = torch.tensor([[9, 80, 5, 6, 7]])
     together = target.forward_tree(TokenTree(tokens, torch.arange(5)[None] - 1)).logits[0].clone()

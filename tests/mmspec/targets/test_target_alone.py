@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mmspec import Pipeline
-from mmspec.core.budget import CostTable
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -34,7 +33,6 @@ class Sums:
     device, dtype = torch.device("cpu"), torch.float32
     context_limit: int | None = 200
     eos_token_ids = (2,)
-    cost: CostTable | None = None
 
     def __init__(self) -> None:
         self.rows: list[list[int]] = []

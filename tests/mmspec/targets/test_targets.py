@@ -96,26 +96,11 @@ def test_grouped_heads(heads, kv_heads):
     assert_trees_equal_paths(changed("llama", **sizes), text_inputs(2, 7))
 
 
-def test_padding_a_pass_to_a_cheaper_width_changes_nothing():
-    inputs, model = text_inputs(3, 9), shared_model("mistral-window")
-    plain, padded = TransformersTarget(model), TransformersTarget(model)
-    padded.cost = CostTable((1, 12, 48), (3.0, 2.0, 1.0))
-    tree = random_tree(torch.Generator().manual_seed(0), 3, 7, 90)
-    steps = []
-    for target in (plain, padded):
-        target.prefill(prompt_of(inputs), 64)
-        steps.append(target.forward_tree(tree))
-    assert steps[0].logits.shape == steps[1].logits.shape
-    torch.testing.assert_close(steps[0].logits, steps[1].logits, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(steps[0].features, steps[1].features, atol=1e-4, rtol=1e-4)
-
-
 @torch.inference_mode()
 def test_the_head_takes_no_product_in_batches():
     # As for slices of one node it would by torch's choice, which copies the head each time.
     inputs, model = text_inputs(1, 9), copy.deepcopy(shared_model("llama")).requires_grad_(False)
     target = TransformersTarget(model)
-    target.cost = CostTable((1, 4), (2.0, 1.0))  # one node is padded to four, three are cut off again
     with torch.profiler.profile(record_shapes=True, acc_events=True) as profile:
         target.prefill(prompt_of(inputs), 8)
         target.forward_tree(TokenTree.root(inputs["input_ids"][:, -1]))
@@ -557,9 +542,7 @@ def test_a_row_at_the_last_slot_of_attention_drafts_as_deep_as_the_others(order,
         for ids, count in zip(prompts, new, strict=True)
     ]
     said = [row[len(ids) :].tolist() + [5] * longest for ids, row in zip(prompts, expected, strict=True)]
-    engine = SteppedEngine(
-        plugins.target_class(model.config)(model), Oracle(said, vocab=90, seed=0), StepPlan(12)
-    )
+    engine = SteppedEngine(plugins.target_class(model.config)(model), Oracle(said, vocab=90, seed=0), StepPlan(12))
     rows = [
         row
         for ids, count in zip(prompts, new, strict=True)
