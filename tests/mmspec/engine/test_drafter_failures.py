@@ -279,7 +279,7 @@ def test_a_drafter_that_cannot_drop_its_rows_rests_for_good():
 @pytest.mark.parametrize("strict", ["", "0", "1"])
 @pytest.mark.parametrize("make", [lambda drafter: drafter, lambda drafter: Union([drafter, Recycle()])])
 def test_errors_of_the_device_end_requests_and_all_do_in_strict_mode(strict, make, monkeypatch):
-    """Nothing can be computed after those of the device, by the target either."""
+    """After an error of the device, the target cannot compute either."""
     monkeypatch.setenv("MMSPEC_STRICT", strict)
     for error, said, ends in (
         (torch.AcceleratorError, "an illegal memory access", True),

@@ -1,4 +1,4 @@
-"""Each second of a step is counted once, in its place, and the policy is given what the step measured."""
+"""Each second of a step is counted once, in its place, and the policy is given the times that the step measured."""
 
 import pytest
 
