@@ -115,9 +115,7 @@ class TransformersTarget:
         reads: Sequence[Feature] = (),
         chunk: int | None = None,
     ) -> Iterator[TargetOutput | None]:
-        prompt = prompts[0] if len(prompts) == 1 else Prompt.stack(prompts)
-        assert prompt is not None, "prompts must have inputs that can be stacked"
-        return self._prefill(prompt, max_new_tokens, reads, chunk, None)
+        return self._prefill(Prompt.stack(prompts), max_new_tokens, reads, chunk, None)
 
     def restore(
         self, state: State, prompt: Prompt, max_new_tokens: int, reads: Sequence[Feature] = (), chunk: int | None = None
