@@ -231,6 +231,7 @@ def test_masks_of_doge_are_exact_up_to_its_window():
     )
 
 
+WINDOWED = ["mistral-window", "qwen2-window", "gemma2", "gemma3", "lfm3", "zaya", "inkling_text"]
 _PADDED = {"right": ((0, 0), (11, 14)), "hole": ((0, 0), (5, 8)), "left": ((0, 4), (0, 0))}
 """Padding at the slots from one number to another, of two rows."""
 
@@ -238,7 +239,20 @@ _PADDED = {"right": ((0, 0), (11, 14)), "hole": ((0, 0), (5, 8)), "left": ((0, 4
 @pytest.mark.parametrize("padding", _PADDED)
 @pytest.mark.parametrize(
     "name",
-    [*"mistral-window qwen2-window gemma2 gemma3 lfm3 zaya inkling_text llama4 gpt_neo llama".split()],
+    [
+        *[
+            "mistral-window",
+            "qwen2-window",
+            "gemma2",
+            "gemma3",
+            "lfm3",
+            "zaya",
+            "inkling_text",
+            "llama4",
+            "gpt_neo",
+            "llama",
+        ]
+    ],
 )
 def test_padding_within_a_window_gives_the_same_tokens_or_is_refused(name, padding):
     """transformers' windows and chunks count slots, and so padding after tokens."""
