@@ -90,8 +90,6 @@ def create_app(
         slots: admission of requests; None creates slots.
     """
     pipes = dict(drafters or {registered_name(pipe.drafter) or PLAIN: pipe})
-    if limits.max_model_len:
-        pipes = {name: one.limited(limits.max_model_len) for name, one in pipes.items()}
     pipe = next(iter(pipes.values()))
     slots = slots or Slots(limits.max_running, limits.max_waiting)
     names = tuple(names) or (pipe.name,)
@@ -121,7 +119,8 @@ def create_app(
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     _add_generation(app, runner, builder, limits.body_bytes)
-    _add_models(app, pipe, (*names, *pipe.adapters), builder.check_model)
+    context_limit = limits.context_limit(pipe.context_limit)
+    _add_models(app, pipe, (*names, *pipe.adapters), builder.check_model, context_limit)
     app.get("/v1/responses/{name}")(stored.get)
     app.delete("/v1/responses/{name}")(stored.delete)
 
@@ -188,7 +187,9 @@ def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, bo
         return await parsed(request, DetokenizeRequest, builder.text)
 
 
-def _add_models(app: FastAPI, pipe: Pipeline, names: Sequence[str], check: Callable[[str], None]) -> None:
+def _add_models(
+    app: FastAPI, pipe: Pipeline, names: Sequence[str], check: Callable[[str], None], context_limit: int | None
+) -> None:
     """Add the endpoints that describe the model and the server."""
     created = int(time.time())
 
@@ -196,7 +197,7 @@ def _add_models(app: FastAPI, pipe: Pipeline, names: Sequence[str], check: Calla
     def model(name: str) -> dict[str, Any]:
         """OpenAI's model object, with vLLM's ``max_model_len``."""
         check(name)
-        limit = {"max_model_len": pipe.context_limit}
+        limit = {"max_model_len": context_limit}
         return {"id": name, "object": "model", "created": created, "owned_by": "mmspec", **limit}
 
     @app.get("/v1/models")
