@@ -33,6 +33,7 @@ from mmspec.serving.limits import is_loopback
 
 _log = logging.getLogger("mmspec.demo")
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
+_NAMES: dict[str, Any] = {"multiple": True, "metavar": "NAME"}
 LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login for visitors.")
 
 
@@ -40,19 +41,13 @@ LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login 
 @click.option(
     "--model",
     "models",
-    multiple=True,
-    metavar="NAME",
-    shell_complete=complete("models"),
-    help="Embedded name, local folder or hub id; repeatable, the first one is shown first.  "
+    help="Embedded name, local folder or hub id; repeatable, the first model is shown first.  "
     f"[default: ({plugins.DEFAULT_MODEL})]",
+    shell_complete=complete("models"),
+    **_NAMES,
 )
 @click.option(
-    "--drafter",
-    "drafters",
-    multiple=True,
-    metavar="NAME",
-    shell_complete=complete("drafters"),
-    help="Selectable drafter. May be repeated.",
+    "--drafter", "drafters", help="Selectable drafter; repeatable.", shell_complete=complete("drafters"), **_NAMES
 )
 @mmproj_option
 @device_options
@@ -122,7 +117,7 @@ def demo(
         texts = [name for name in named if not cache.get(name).processor.reads_media]
         catalog = Catalog.of(models, drafters, texts, open=not public)
         _log.info("making the page")
-    options: dict[str, Any] = {"auth": (user, password) if auth else None, "share": share}
+    options: dict[str, Any] = {"auth": (user, password) if auth else None, "share": share, "upload_space": upload_space}
     if api:
         drafter = drafters[0] if drafters else "auto"
         options["api"] = make_api(cache, catalog.default, drafter, None if public else host, api_key, adapt)
@@ -131,10 +126,7 @@ def demo(
         return f"{url} and {url.rstrip('/')}/v1" if api else url
 
     try:
-        with (
-            _signals_raise(),
-            run_server(cache, catalog, host=host, port=port, upload_space=upload_space, opened=True, **options) as page,
-        ):
+        with _signals_raise(), run_server(cache, catalog, host=host, port=port, opened=True, **options) as page:
             click.echo(f"mmspec demo: {addresses(str(page.local_url))} (Ctrl-C to stop)")
             if page.share_url:
                 click.echo(f"public address: {addresses(str(page.share_url))}")

@@ -54,11 +54,7 @@ class RequestQueue:
         self._lock = RLock()  # re-entrant: garbage collection may end a request in any thread
 
     def join(self, count: int = 1, *, alone: bool = False) -> list[QueuePlace]:
-        """Append ``count`` places to the queue.
-
-        Raises:
-            UserError: the queue is full.
-        """
+        """Append ``count`` places to the queue. Raises ``UserError`` if the queue is full."""
         with self._lock:
             if len(self._places) + count > RUNNING + WAITING:
                 raise UserError(f"the server is busy with {RUNNING + WAITING} requests: try again in a minute")
@@ -83,15 +79,8 @@ class RequestQueue:
                 place.set_result(None)
 
     def run(self, work: Iterator[T], waiting: Callable[[int], T], *, alone: bool = False) -> Iterator[T]:
-        """Run a request, together with others or alone.
-
-        Args:
-            work: the request's steps, closed with the returned iterator.
-            waiting: result for the number of requests ahead, yielded periodically until the request starts.
-
-        Raises:
-            UserError: see ``join``.
-        """
+        """Run a request's steps, together with other requests or alone; see ``join``. Until it starts, ``waiting`` of
+        the number of requests ahead is yielded periodically."""
         joined = self.join(alone=alone)
         try:
             seconds = 0.0  # report the place immediately
@@ -170,11 +159,7 @@ class ModelCache:
         return len(self._models)
 
     def get(self, name: str) -> LoadedModel:
-        """Return a model, loading it if it is not cached.
-
-        Raises:
-            UserError: the model does not exist or is not supported as a target.
-        """
+        """Return a model, loading it if it is not cached. Raises ``UserError`` if it is not supported as a target."""
         if not name:
             raise UserError(f"choose a model: expected {', '.join(plugins.names('models'))}, a folder or a hub id")
         with self._lock:
@@ -186,12 +171,8 @@ class ModelCache:
     def keep(self, name: str, method: str, adapt: AdaptOptions | None = None) -> Pipeline:
         """Return a method's pipeline, and exempt the pipeline and its model from eviction.
 
-        Args:
-            adapt: return a separate pipeline with a learning drafter instead. Races repeat requests, so their drafters
-                must not learn.
-
-        Raises:
-            UserError: see ``get`` and ``LoadedModel.pipeline``.
+        With ``adapt``, the pipeline is separate and its drafter learns: races repeat requests, so their drafters must
+        not learn.
         """
         self._kept = name
         loaded = self.get(name)
