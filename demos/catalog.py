@@ -70,12 +70,7 @@ class Catalog:
 
     @classmethod
     def of(
-        cls,
-        models: Sequence[str] = (),
-        drafters: Sequence[str] = (),
-        text_only: Iterable[str] = (),
-        *,
-        open: bool = True,
+        cls, models: Sequence[str] = (), drafters: Sequence[str] = (), texts: Iterable[str] = (), *, open: bool = True
     ) -> Catalog:
         """Catalog of the given models and drafters; by default the installed models and all registered drafters.
 
