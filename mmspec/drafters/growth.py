@@ -260,7 +260,7 @@ class LevelPasses:
         nodes = tokens, depth, self._reach(origin)
         if self._recurrent:
             nodes = self._nodes = nodes if self._nodes is None else _joined(self._nodes, nodes)
-        states = self._runner.forward_nodes(*nodes, self._read)[:, -tokens.shape[1] :]
+        states = self._runner.forward_nodes(*nodes, (self._read,))[self._read][:, -tokens.shape[1] :]
         if not self._recurrent:
             self._runner.keep_nodes(depth)
         self._levels += 1

@@ -35,8 +35,8 @@ from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.ops import cpu_library, kernels
 from mmspec.ops.transfer import on_device
-from mmspec.targets.fused_layers import AttentionMetadata, add_product
 from mmspec.targets.packing import drafter_kind, pack_drafter
+from mmspec.targets.static_forward import AttentionMetadata, add_product
 
 
 def packing(kept: Tensor, left: bool) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ from mmspec.serving.schemas import (
     conversation,
 )
 from mmspec.serving.tools import ToolPlan, ToolPlanner
-from mmspec.workers import Stop
+from mmspec.workers import Cancellation
 
 Constraint = tuple[str, str]
 """Kind and text of a grammar."""
@@ -132,7 +132,8 @@ class JobBuilder:
         """Model name in the response, and the keywords of ``Pipeline.stream`` that it implies."""
         if name not in self._known:  # None
             raise APIError(400, f"model is required: expected {self._expected}, got none", "model")
-        return (name, {"adapter": name}) if name in self._adapters else (self._names[0], {})
+        own = {"context_limit": self._limits.max_model_len or None}
+        return (name, own | {"adapter": name}) if name in self._adapters else (self._names[0], own)
 
     def chat(self, asked: ChatCompletionRequest) -> tuple[GenerationJob, WireFormat]:
         """Job and response format of a chat request."""
@@ -221,7 +222,7 @@ class JobBuilder:
             keywords = {**plan.keywords, **self._rendering(asked.chat_template_kwargs)}
             tokens = io.encode([{"prompt": plan.messages(messages)}], **keywords).input_ids[0].tolist()
         names = io.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
-        limit = {"max_model_len": self._pipe.context_limit}
+        limit = {"max_model_len": self._limits.context_limit(self._pipe.context_limit)}
         return {"count": len(tokens), **limit, "tokens": tokens, "token_strs": names}
 
     def text(self, asked: DetokenizeRequest) -> dict[str, Any]:
@@ -328,7 +329,7 @@ class GrammarChecker:
             UserError: see ``GrammarTrial.check``.
         """
         if (check := self._checks.pop(constraint, None)) is None:
-            stop = Stop()
+            stop = Cancellation()
             check = _Check(self._threads.submit(self._trial.check, *constraint, stop=stop), stop)
         self._checks[constraint] = check
         if len(self._checks) > _KEPT:
@@ -362,7 +363,7 @@ class _Check:
     """
 
     future: Future[CheckedText]
-    stop: Stop
+    stop: Cancellation
     waiting: int = 0
 
 

@@ -19,14 +19,14 @@ from mmspec.core.target import Feature, layer_of
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.targets.attention import NAME, PASS, PassAttention
-from mmspec.targets.fused_layers import FusedDecoder
 from mmspec.targets.head import contiguous_input
-from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import slot_positions, tree_mask
-from mmspec.targets.merged_layers import first_layers
+from mmspec.targets.packed_forward import first_layers
 from mmspec.targets.placement import computing_devices, input_device, is_sharded, is_split
 from mmspec.targets.slot_attention import SlotAttention
+from mmspec.targets.static_forward import FusedDecoder
 from mmspec.targets.support import cached_layers, decoder_of, output_layer, refuse_unsupported
+from mmspec.targets.tree_layers import tree_layers
 
 _TOLERANCE, _HALF_TOLERANCE = {torch.float32: 1e-3}, 0.1
 """Relative tolerance between a fused pass and the decoder: above rounding errors, below different computations."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmspec.core.target import Target, output_of
-from mmspec.drafters.early_exit import FirstLayers
+from mmspec.drafters.early_exit import first_layers
 from mmspec.drafters.kangaroo import Kangaroo, KangarooConfig, KangarooNetwork
 from mmspec.drafters.shape import TREE
 from mmspec.pipeline import Pipeline
@@ -48,7 +48,7 @@ class KangarooObjective(NextTokenLoss):
 def setup(options: KangarooOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
     """Set up network, objective and drafter for ``train_drafter``."""
     target = pipe.target
-    FirstLayers(target, options.exit_layer)  # raises if the target has too few
+    first_layers(target, options.exit_layer)  # raises if the target has too few
     config = KangarooConfig.like(target.config, mlp=0, rope_theta=10000.0, exit_layer=options.exit_layer)
     network = KangarooNetwork(config).to(target.device, torch.float32)
     layers = (output_of(options.exit_layer - 1),)

@@ -19,7 +19,7 @@ from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.quantisation.linear import PackedLinear
-from mmspec.targets.merged_layers import MergedLayer
+from mmspec.targets.packed_forward import MergedLayer
 from mmspec.training.features import ConversationFeatures, Features, collate
 from mmspec.training.objectives import LossOutput
 from mmspec.training.options import RunOptions

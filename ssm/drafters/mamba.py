@@ -7,7 +7,6 @@ state, computed from its parent's state.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -328,8 +327,7 @@ class Mamba(TrainedDrafter):
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         device = self._head.device
         self.join(len(history), kernels.static_shapes(device))
-        prompts = replace(prompt, padding_in_history=False).histories()
-        rows = [[*row, tokens[-1]] for row, tokens in zip(prompts, history, strict=True)]
+        rows = [[*row, tokens[-1]] for row, tokens in zip(prompt.unpadded(), history, strict=True)]
         lengths = [len(row) for row in rows]
         longest = max(lengths)
         tokens = on_device([row + [0] * (longest - len(row)) for row in rows], device)

@@ -160,7 +160,7 @@ def test_rows_with_unequal_numbers_of_images():
 
     def tree(prompt):
         output = prefilled(target, prompt, 32)
-        drafter.begin(prompt, output, [[*row, 7] for row in prompt.histories()])
+        drafter.begin(prompt, output, [[*row, 7] for row in prompt.unpadded()])
         found = drafter.propose(torch.tensor([7] * len(prompt.input_ids)), StepPlan(20, 5))
         target.keep([])
         drafter.select([])

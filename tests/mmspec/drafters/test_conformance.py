@@ -185,7 +185,7 @@ class Batch:
     def join(self, new):
         prompt = new[0].prompt if len(new) == 1 else Prompt.stack([one.prompt for one in new])
         output = prefilled(self.target, prompt, 200, self.reads)
-        for one, history in zip(new, prompt.histories(), strict=True):
+        for one, history in zip(new, prompt.unpadded(), strict=True):
             one.history += [*history, one.number]
         self.drafter.begin(prompt, output, [one.history for one in new])
         self.rows += new

@@ -204,7 +204,10 @@ def test_requests_with_adaptive_drafts_calibrate_an_idle_target(target, monkeypa
     monkeypatch.setattr(calibrate, "measure", lambda one, prefix: measured.append((one, one.runner.rows)) or TABLE)
 
     def answer(pipe, num_draft_tokens=None):
-        (row,) = pipe.add(Prompt(torch.tensor([[5, 6, 7, 5, 6]])), Sampler(), Stopper(4), num_draft_tokens)
+        row = pipe.submit(
+            DecodeRequest(Prompt(torch.tensor([[5, 6, 7, 5, 6]])), Sampler(), Stopper(4), num_draft_tokens),
+            lambda _: None,
+        )
         pipe.engine.drain()
         assert len(row.token_ids) == 4
         return len(measured)

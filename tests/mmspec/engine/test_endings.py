@@ -240,7 +240,7 @@ def test_clients_hear_of_first_tokens_and_ends_of_prompts_of_several_chunks(limi
     (running,) = engine.add(prompt, Sampler(), Stopper(40))
     step(engine)
     told = []
-    (late,) = engine.add(other, Sampler(), Stopper(limit), on_change=lambda: told.append(len(late.token_ids)))
+    (late,) = engine.add(other, Sampler(), Stopper(limit), sink=lambda delta: told.append(len(late.token_ids)))
     while not late.token_ids:
         assert not running.done
         assert not any(told)
@@ -264,7 +264,7 @@ def test_clients_hear_of_errors_in_later_chunks(monkeypatch):
 
     monkeypatch.setattr(target, "prefill", breaking)
     told: list[bool] = []
-    (late,) = engine.add(other, Sampler(), Stopper(4), on_change=lambda: told.append(late.done))
+    (late,) = engine.add(other, Sampler(), Stopper(4), sink=lambda delta: told.append(late.done))
     while not late.done:
         step(engine)
     assert isinstance(late.error, FailError)

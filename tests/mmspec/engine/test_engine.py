@@ -40,7 +40,7 @@ class TableTarget:
         return None
 
     def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
-        new = [list(row) for prompt in prompts for row in prompt.histories()]
+        new = [list(row) for prompt in prompts for row in prompt.unpadded()]
         for _ in range(chunk or len(new[0]), len(new[0]), chunk or 1):
             yield None
         self.rows += new
@@ -533,11 +533,16 @@ def test_plain_sequences_need_no_calibration():
     assert asked == [False, True]
 
 
-def test_prompts_that_cannot_be_stacked_are_prefilled_in_their_order(monkeypatch):
-    monkeypatch.setattr(Prompt, "stack", staticmethod(lambda prompts: None))
+def test_prompts_that_cannot_be_stacked_are_prefilled_in_their_order():
     target, engine = stacking()
     prompts = [[n, 6 - n] for n in range(4)]
-    rows = scheduled(engine, prompts)
+    rows = [
+        row
+        for n, prompt in enumerate(prompts)
+        for row in engine.add(
+            Prompt(torch.tensor([prompt]), inputs={"pixels": torch.zeros(1, n)}), Sampler(), Stopper(4)
+        )
+    ]
     engine.remove([rows[2]])
     started = []
     while not all(row.done for row in rows):
@@ -577,11 +582,11 @@ def test_a_failed_step_reaches_the_client_of_a_prompt_in_chunked_prefill():
 
     told = []
     engine = SteppedEngine(Fails(table_model(VOCAB)), None, StepPlan(0), chunk=2)
-    engine.add(prompt_of([[1, 2]]), Sampler(), Stopper(6), on_change=lambda: told.append("decoding"))
+    engine.add(prompt_of([[1, 2]]), Sampler(), Stopper(6), sink=lambda delta: told.append("decoding"))
     for _ in range(2):
         assert engine._has_work()
         engine._turn()
-    (late,) = engine.add(prompt_of([[1] * 20]), Sampler(), Stopper(6), on_change=lambda: told.append("in prefill"))
+    (late,) = engine.add(prompt_of([[1] * 20]), Sampler(), Stopper(6), sink=lambda delta: told.append("in prefill"))
     for _ in range(2):
         engine._turn()
     assert (told.count("in prefill"), len(engine.core.queued)) == (0, 1)

@@ -14,7 +14,7 @@ from mmspec.ops import graphs
 from mmspec.ops.graphs import Graphed
 from mmspec.sampling import defaults
 from mmspec.sampling.batch_sampler import BatchSampler
-from mmspec.sampling.sampler import Sampled, Sampler
+from mmspec.sampling.sampler import Sampler, SamplingState
 from tests import matrix
 from tests.decoding import SteppedEngine, decode
 from tests.tiny import byte_tokenizer, shared_model
@@ -128,8 +128,8 @@ def test_tokens_are_drawn_at_few_nodes_without_the_host(batch, nodes, vocab, top
         logits, probs = (torch.zeros(batch, nodes, vocab, device="cuda") for _ in range(2))
         tree = TokenTree(tokens, parents, draft_probs=probs if drawn else None, check=False)
         tree.max_depth = 5
-        sequences = [Sampled([5], sampler, generator=torch.Generator()) for _ in range(batch)]
-        verdict = accept_path(tree, BatchSampler().choose(sequences, tree, logits))
+        sequences = [SamplingState([5], sampler, generator=torch.Generator()) for _ in range(batch)]
+        verdict = accept_path(tree, BatchSampler().choose(sequences, tree, logits).tokens)
         assert verdict.packed.shape == (batch, 14)
         assert (sum(warped), device.reads, device.copies) == (rows, {}, 0)
 
@@ -143,10 +143,11 @@ def test_grammar_masks_are_copied_from_pinned_memory(aligned, monkeypatch):
     history = byte_tokenizer()("Say it: ").input_ids
     with fake_cuda(monkeypatch, strict=False) as device:
         sampler = Sampler(constraint=grammar, do_sample=aligned, aligned=aligned)
-        sequences = [Sampled(list(history), sampler, generator=torch.Generator()) for _ in range(3)]
+        sequences = [SamplingState(list(history), sampler, generator=torch.Generator()) for _ in range(3)]
         tree = TokenTree.root(torch.zeros(3, dtype=torch.long, device="cuda"))
-        assert BatchSampler().choose(sequences, tree, torch.zeros(3, 1, 259, device="cuda")).shape == (3, 1)
-        assert not any(row.failures for row in sequences)
+        choices = BatchSampler().choose(sequences, tree, torch.zeros(3, 1, 259, device="cuda"))
+        assert choices.tokens.shape == (3, 1)
+        assert not any(choices.failures)
         assert device.copies == 0
 
 

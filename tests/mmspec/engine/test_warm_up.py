@@ -12,6 +12,7 @@ from mmspec.core.target import Prompt
 from mmspec.drafters.recycle import Recycle
 from mmspec.engine import calibrate, speculation
 from mmspec.engine.engine import Engine
+from mmspec.engine.sequence import DecodeRequest
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs
 from mmspec.pipeline import Pipeline
@@ -55,7 +56,10 @@ def check_answers(pipe, lengths, new, size=None):
     """
     given = [Prompt(torch.tensor([ids], device=pipe.target.device)) for ids in prompts(lengths)]
     with pipe.engine.together():
-        rows = [pipe.add(prompt, Sampler(), Stopper(count), size)[0] for prompt, count in zip(given, new, strict=True)]
+        rows = [
+            pipe.submit(DecodeRequest(prompt, Sampler(), Stopper(count), size), lambda _: None)
+            for prompt, count in zip(given, new, strict=True)
+        ]
     pipe.engine.drain()
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.no_grad():

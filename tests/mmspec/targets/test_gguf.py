@@ -33,7 +33,7 @@ from mmspec.quantisation.blocks import BlockLinear, Int4Blocks, Int8Blocks
 from mmspec.quantisation.formats import StoredEmbedding
 from mmspec.quantisation.linear import GROUP
 from mmspec.targets import gguf, gguf_model, packing, sources
-from mmspec.targets.merged_layers import merge_layers
+from mmspec.targets.packed_forward import merge_layers
 from mmspec.targets.packing import drafter_kind, pack_drafter, pack_model, weights_kind
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget

@@ -68,7 +68,7 @@ def test_a_prompt_in_chunks():
 
 
 @needs_kernels
-def test_merged_layers():
+def test_packed_forward():
     """Whose queries and keys have their features in another order, and keys are bfloat16."""
     model, ids = model_of(GEMMA3), torch.arange(5, 25)[None]
     expected = eager_weights(model, {"input_ids": ids})[1]

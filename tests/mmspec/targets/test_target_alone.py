@@ -48,7 +48,7 @@ class Sums:
         reads: Sequence[int | str] = (),
         chunk: int | None = None,
     ) -> Iterator[TargetOutput | None]:
-        new = [row for prompt in prompts for row in prompt.histories()]
+        new = [row for prompt in prompts for row in prompt.unpadded()]
         self.rows += new
         yield TargetOutput(torch.stack([scores(row) for row in new])[:, None], {})
 

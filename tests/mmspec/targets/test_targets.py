@@ -35,11 +35,11 @@ from mmspec.eval.decoding.small_configs import random_model, small_config
 from mmspec.quantisation.linear import PackedLinear
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.decoder import Decoder
-from mmspec.targets.layers import tree_layers
 from mmspec.targets.packing import pack_model
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import lay_out_for_few_rows, refuse_switch, rope_side
 from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.targets.tree_layers import tree_layers
 from tests.compiled import needs_kernels
 from tests.decoding import SteppedEngine, assert_threads_share
 from tests.targets import assert_trees_equal_paths, plain_logits, prefilled, prompt_of, row_of

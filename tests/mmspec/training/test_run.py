@@ -33,7 +33,7 @@ from mmspec.drafters.registry import make_drafter
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.pipeline import Generation
-from mmspec.targets.merged_layers import MergedLayer, merge_layers
+from mmspec.targets.packed_forward import MergedLayer, merge_layers
 from mmspec.training import run
 from mmspec.training.data import Conversation
 from mmspec.training.features import Features

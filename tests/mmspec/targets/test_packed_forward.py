@@ -28,8 +28,8 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from mmspec.quantisation.linear import HalfLinear
-from mmspec.targets import merged_layers
-from mmspec.targets.merged_layers import MergedLayer, merge_layers, norm_of
+from mmspec.targets import packed_forward
+from mmspec.targets.packed_forward import MergedLayer, merge_layers, norm_of
 from mmspec.targets.packing import KINDS, QUANTISED, pack_model, packed, weights_kind
 from tests.compiled import needs_kernels
 from tests.mmspec.targets.packed import GEMMA3, VOCAB, layer_by_layer, model_of, target_of
@@ -84,7 +84,7 @@ def dequantised(model):
 
 
 @pytest.mark.parametrize("config_class", FAMILIES)
-def test_merged_layers_give_the_models_logits(config_class):
+def test_packed_forward_give_the_models_logits(config_class):
     model = model_of(config_class)
     merged = copy.deepcopy(model)
     merge_layers(merged.get_decoder())
@@ -280,7 +280,7 @@ ROWS = [127, 128, 129, 255, 256, 257]  # the kernels compute 128 rows at a time
 @kinds
 def test_prompts_of_any_number_of_rows(kind, config_class, rows):
     """Prefill, and a verify pass after it, against the same weights in a usual float32 model."""
-    assert merged_layers._MAX_ROWS == 1024
+    assert packed_forward._MAX_ROWS == 1024
     model = model_of(config_class, max_position_embeddings=1200)
     pack_model(model, kind)
     plain = dequantised(model)
