@@ -6,7 +6,6 @@ import logging
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -69,10 +68,6 @@ LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login 
 def demo(
     models: Sequence[str],
     drafters: Sequence[str],
-    mmproj: Path | None,
-    device: str,
-    dtype: str,
-    generation_config: str,
     host: str,
     port: int,
     auth: str | None,
@@ -81,7 +76,7 @@ def demo(
     api_key: str | None,
     share: bool,
     upload_space: int,
-    **adapting: Any,
+    **options: Any,
 ) -> None:
     """Serve the web demo: streamed answers, a race against plain decoding, draft trees.
 
@@ -98,7 +93,7 @@ def demo(
         check_api_key(api_key, no_auth, public)
     elif click.get_current_context().get_parameter_source("api_key") is ParameterSource.COMMANDLINE:
         raise UserError("--api-key goes with --api: got no --api")
-    adapt = adapt_of(adapting)
+    adapt = adapt_of(options)
     if adapt is not None and not api:
         raise UserError("--adapt goes with --api: got no --api")
     with steps_shown():
@@ -111,22 +106,22 @@ def demo(
         from mmspec.demos.models import ModelCache
         from mmspec.demos.server import make_api, run_server
 
-        cache = ModelCache(device=device, dtype=dtype, generation_config=generation_config, mmproj=mmproj)
+        cache = ModelCache(**options)  # how models are loaded
         # Fail at startup, not at the first request, if a model is missing.
         named = reversed(models or (plugins.default_model(),))
         texts = [name for name in named if not cache.get(name).processor.reads_media]
         catalog = Catalog.of(models, drafters, texts, open=not public)
         _log.info("making the page")
-    options: dict[str, Any] = {"auth": (user, password) if auth else None, "share": share, "upload_space": upload_space}
+    serving: dict[str, Any] = {"auth": (user, password) if auth else None, "share": share, "upload_space": upload_space}
     if api:
         drafter = drafters[0] if drafters else "auto"
-        options["api"] = make_api(cache, catalog.default, drafter, None if public else host, api_key, adapt)
+        serving["api"] = make_api(cache, catalog.default, drafter, None if public else host, api_key, adapt)
 
     def addresses(url: str) -> str:
         return f"{url} and {url.rstrip('/')}/v1" if api else url
 
     try:
-        with _signals_raise(), run_server(cache, catalog, host=host, port=port, opened=True, **options) as page:
+        with _signals_raise(), run_server(cache, catalog, host=host, port=port, opened=True, **serving) as page:
             click.echo(f"mmspec demo: {addresses(str(page.local_url))} (Ctrl-C to stop)")
             if page.share_url:
                 click.echo(f"public address: {addresses(str(page.share_url))}")
