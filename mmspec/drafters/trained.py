@@ -106,14 +106,12 @@ class TrainedDrafter(TreeDrafter):
     @classmethod
     def read_published(cls, folder: Path) -> Published:
         """Read and convert a published checkpoint; raises ``UserError`` if it is invalid."""
-        assert cls.layout is not None
-        return layouts.read(folder, cls.layout, cls.config_class, cls.network_class)
+        return layouts.read(folder, cls)
 
     @classmethod
     def convert(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> Published:
         """Like ``read_published``, from the contents of the files; ``where`` is the checkpoint's name in messages."""
-        assert cls.layout is not None
-        return layouts.convert(config, tensors, cls.layout, cls.config_class, cls.network_class, where)
+        return layouts.convert(config, tensors, cls, where)
 
     @property
     def checks(self) -> str:
