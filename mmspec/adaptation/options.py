@@ -16,7 +16,6 @@ class AdaptOptions(Checked):
     """Options of adaptation.
 
     Attributes:
-        folder: folder to save learned state to; None keeps it in memory.
         space: size limit of the folder, in MiB.
     """
 

@@ -78,9 +78,6 @@ def read_network(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], Ten
     Returns:
         Configuration, tensors, draft vocabulary, (n,) int64 (None is the target's full vocabulary), and keyword
         arguments of ``TrainedDrafter``: tree shape and ``verifier``.
-
-    Raises:
-        UserError: see ``read``.
     """
     config, verifier, source = _read_config(folder)
     network = kind.read(config.pop("network", None), f"{source}: network")
@@ -111,10 +108,6 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
 def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path, name: str = "draft_ids") -> Tensor | None:
     """Pop the draft vocabulary from a checkpoint's tensors; None if it is the full vocabulary.
 
-    Args:
-        vocab: vocabulary size of the target.
-        folder: the checkpoint, for error messages.
-
     Raises:
         UserError: the ids are not distinct tokens of the target.
     """
@@ -128,9 +121,6 @@ def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path, name: s
 
 def load_network(kind: Callable[[C], N], config: C, tensors: Mapping[str, Tensor], folder: Path) -> N:
     """Build a network of class ``kind`` from exactly its tensors, which are assigned, not copied.
-
-    Args:
-        folder: the checkpoint, for error messages.
 
     Raises:
         UserError: a tensor is missing, unexpected, of the wrong shape or not floating point.
@@ -151,10 +141,6 @@ def check_tensors(
     optional: Collection[str] = (),
 ) -> None:
     """Check that there are exactly the tensors of a published layout.
-
-    Args:
-        what: name of the layout in messages.
-        optional: tensors that may be missing.
 
     Raises:
         UserError: a tensor is missing, unknown, or has the wrong shape or dtype: ``d2t`` and ``t2d`` are integer or
@@ -177,11 +163,7 @@ def check_tensors(
 
 
 def write(folder: Path, name: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Any) -> None:
-    """Write a drafter checkpoint; files are written atomically.
-
-    Args:
-        name: registered name of the drafter.
-    """
+    """Write a drafter checkpoint; files are written atomically."""
     config = {"mmspec_drafter": name, **settings, "verifier": verifier_of(target)}
     with atomic(folder / _WEIGHTS) as part:
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)

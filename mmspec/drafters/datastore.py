@@ -58,13 +58,10 @@ class StoreConfig(Checked):
     """Contents of ``config.json``.
 
     Attributes:
-        format: ``FORMAT``.
         model: model whose tokenizer encoded the texts.
         vocab_size: vocabulary size of this model, and the separator token.
         width: bytes per token.
-        tokens: number of tokens, separators included.
         place: bytes per position.
-        suffixes: number of positions.
     """
 
     format: str = required(_FORMAT)
@@ -185,7 +182,6 @@ def build_store(texts: Iterable[Sequence[int]], vocab_size: int, model: str, fol
     """Build a datastore atomically.
 
     Args:
-        texts: token ids of each text.
         folder: the store's folder; must not exist.
 
     Raises:
@@ -225,11 +221,7 @@ def _separated(texts: Iterable[Sequence[int]], separator: int) -> Iterator[Seque
 
 
 class _Sorter:
-    """Sorts the suffixes of ``tokens`` into a file.
-
-    Attributes:
-        written: number of suffixes written.
-    """
+    """Sorts the suffixes of ``tokens`` into a file."""
 
     def __init__(self, tokens: np.ndarray, separator: int, kind: str, folder: Path, out: BinaryIO) -> None:
         self._tokens, self._separator, self._kind = tokens, separator, kind
@@ -305,14 +297,7 @@ _State = tuple[list[int], ...]  # positions of the next token per context, longe
 
 
 class Datastore(LookUpDrafter):
-    """Datastore drafter. Drafts depend only on the sequence and the store.
-
-    Args:
-        folder: store written by ``mmspec datastore build``.
-
-    Raises:
-        UserError: the folder is not a valid store.
-    """
+    """Datastore drafter. Drafts depend only on the sequence and the store."""
 
     learns = False
 

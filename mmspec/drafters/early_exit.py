@@ -28,7 +28,6 @@ class FirstLayers:
     """Runs a target's first layers over draft trees with the target's cache.
 
     Args:
-        target: a transformers model.
         layers: number of first layers to run.
 
     Raises:
@@ -57,7 +56,6 @@ class EarlyExit(CapturedDrafter):
 
     Args:
         layers: number of the target's first layers that draft.
-        top_k: nodes extended per level, and children per node.
 
     Raises:
         UserError: ``layers`` is not a number, or (at ``attach``) see ``FirstLayers``.

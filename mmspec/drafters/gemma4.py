@@ -60,7 +60,6 @@ def shared_attention(
     """Attention function with transformers' signature, without dropout.
 
     Args:
-        query: (batch, heads, nodes, head_dim).
         key, value: (batch, kv_heads, slots, head_dim), not repeated.
         attention_mask: (batch, 1, nodes, slots) bool.
 
@@ -81,7 +80,6 @@ class Gemma4(TreeDrafter):
 
     Args:
         model: the assistant; its weights are shared, and moved to the target's device and dtype.
-        **tree: top_k, depth and total_tokens, see ``TreeDrafter``.
 
     Raises:
         UserError: the model is not a Gemma-4 assistant.

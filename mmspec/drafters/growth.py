@@ -89,12 +89,10 @@ def grow_tree(
     the tree. With static shapes, the depth is the budget's: early exit would need a host sync per level.
 
     Args:
-        token: (batch,) int64, the roots.
         first: the root's children, ``(tokens, log_probs)``, (batch, children) each, in descending order; None calls
             ``extend`` on the roots.
         extend: given the next beam's tokens, (batch, width), and the index of each token's parent in the previous beam,
             (batch, width), initially 0, returns children as ``(tokens, log_probs)``, (batch, width, children) each.
-        top_k: beam width.
     """
     batch, kept_children = token.shape[0], 1 if budget.chain else None
     if first is None:
@@ -187,7 +185,6 @@ def grow_slots(token: Tensor, tokens: Tensor, log_probs: Tensor, budget: Budget,
     Best-first search on the host and growth with static shapes, without host syncs, give the same tree.
 
     Args:
-        token: (batch,) int64, the roots.
         tokens: (batch, slots, top_k) int64, candidates of each level in descending order.
         log_probs: (batch, slots, top_k), log probabilities of ``tokens``.
     """
@@ -218,11 +215,9 @@ def grow_levels(
     """Grow a tree level by level if the children of a node depend on its token; see ``grow_tree``.
 
     Args:
-        token: (batch,) int64, the roots.
         children: given a level, from 0, its parents' tokens and the index of each parent's own parent in the previous
             beam, (batch, width) int64 each, returns children as ``(tokens, log_probs)``, (batch, width, children) each,
             in descending order.
-        top_k: nodes extended per level.
     """
     levels = count()
     extend: Extend = lambda beam, origin: children(next(levels), beam, origin)  # noqa: E731
@@ -253,7 +248,6 @@ class LevelPasses:
         """Hidden states of a level, (batch, width, hidden).
 
         Args:
-            tokens: (batch, width) int64.
             origin: (batch, width) int64, see ``grow_tree``.
         """
         depth = torch.full_like(tokens, self._levels)

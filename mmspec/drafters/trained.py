@@ -19,11 +19,7 @@ from mmspec.drafters.shape import TREE, TreeShape
 
 
 class TreeDrafter(CapturedDrafter):
-    """Drafter with a network, which grows trees of a configured shape.
-
-    Args:
-        **tree: top_k, depth and total_tokens, see ``TreeShape``; they default to ``usual_tree``.
-    """
+    """Drafter with a network, which grows trees of a configured shape."""
 
     name: ClassVar[str]  # as registered
     learns: ClassVar[bool] = False
@@ -65,10 +61,8 @@ class TrainedDrafter(TreeDrafter):
         published: target of a published checkpoint, see ``layouts.check_target``.
 
     Args:
-        network: network with a dataclass as ``config``.
         draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
         verifier: target that the drafter was trained for, see ``checkpoint.Verifier``.
-        **tree: see ``TreeDrafter``.
     """
 
     config_class: ClassVar[type[Checked]]
@@ -88,9 +82,6 @@ class TrainedDrafter(TreeDrafter):
 
         Args:
             changes: fields of the network's configuration that override the checkpoint.
-
-        Raises:
-            UserError: it is invalid.
         """
         keywords: dict[str, Any] = {}
         published = None

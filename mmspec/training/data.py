@@ -43,7 +43,6 @@ class Conversation:
     """A conversation in the format of chat templates.
 
     Attributes:
-        id: unique in its file.
         messages: ``{"role": "user" | "assistant" | "system", "content": ...}``; a user's content is a list of items
             (``{"type": "image", "path": ...}``, ``{"type": "video", "path": ...}``, ``{"type": "text", "text": ...}``),
             other roles' content is a string.
@@ -270,14 +269,10 @@ class CurriculumSampler:
 
     Args:
         lengths: length of each example by kind, in any unit.
-        seed: seed for shuffling.
         mixed_share: maps progress (0 to 1) to the probability of a ``MIXED`` example, if there are both kinds.
 
     Attributes:
         info: stage and share at the last call of ``next``, for the training log.
-
-    Raises:
-        UserError: there are no examples.
     """
 
     def __init__(

@@ -48,11 +48,7 @@ class SmallOptions(NextTokenLoss, RunOptions):
 
 
 class DraftModel(Small):
-    """A draft model in training, saved as a transformers checkpoint with the target's tokenizer.
-
-    Attributes:
-        tree_size: draft tokens per step of evaluations.
-    """
+    """A draft model in training, saved as a transformers checkpoint with the target's tokenizer."""
 
     tree_size = 16
 

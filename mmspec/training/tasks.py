@@ -58,11 +58,7 @@ class Objective(Protocol):
         """The losses on the answers of ``batch``.
 
         Args:
-            target: provides the frozen embedding and output layer.
-            batch: features of conversations, with the layers that the network reads.
             draft_ids: (n,) int64, reduced draft vocabulary that distributions are restricted to.
-            generator: random generator for sampling.
-            progress: training progress, from 0 to 1.
         """
 
 
@@ -72,8 +68,6 @@ class TrainingTask(NamedTuple):
     Attributes:
         network: network to train, in float32 on the target's device.
         drafter: creates a drafter from a network, draft ids and tree settings.
-        draft_ids: token ids of a reduced draft vocabulary, (n,) int64; None drafts all tokens.
-        layers: additional target hidden states that the objective reads.
         fit: initialises the network from features of some training conversations, before a run starts.
     """
 
@@ -90,7 +84,6 @@ class DrafterTraining(NamedTuple):
 
     Attributes:
         setup: creates the task from options, pipeline and draft vocabulary.
-        text: help text of the command.
     """
 
     options: type[RunOptions]
@@ -148,9 +141,7 @@ class OnlineLearner:
     see ``mmspec.adaptation.adaptation.Learner``.
 
     Args:
-        objective: loss of a batch of features.
         drafter: unattached drafter.
-        target: provides the frozen embedding and output layer.
     """
 
     def __init__(self, objective: Objective, drafter: TrainedDrafter, target: Target) -> None:
@@ -204,9 +195,7 @@ class DrafterTask:
     """Trains a drafter's network to predict its target's output.
 
     Args:
-        pipe: pipeline of the frozen target.
         training: conversations by kind: ``TEXT`` without and ``MIXED`` with images or videos.
-        extract: returns the target's features of conversations.
         options: options of the run. Evaluations use the same batch size. "muon" trains matrices by Muon and the rest by
             AdamW at half the rate; "adamw" is the setting of arXiv 2505.14260. After stage 1, on text only, the share
             of ``MIXED`` examples rises linearly to 1 (section 3.3).

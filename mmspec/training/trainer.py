@@ -198,11 +198,7 @@ class Trainer:
             files.truncate_log(self.folder / LOG, self.step)
 
     def _log(self, row: dict[str, Any]) -> None:
-        """Write a row to the log and the trackers.
-
-        Raises:
-            UserError: the loss is not finite.
-        """
+        """Write a row to the log and the trackers."""
         self._logged = int(self.progress * LOG_ROWS)
         if not math.isfinite(loss := row.get("loss", 0.0)):
             raise UserError(f"the loss must stay finite: {loss} at step {self.step}; try a lower --rate")

@@ -76,7 +76,6 @@ class Layout(NamedTuple):
     """A published layout.
 
     Attributes:
-        title: description of the checkpoint in messages.
         read: reads fields and tensor names of a checkpoint.
         like: other layouts that can be read as this layout.
         copies: unused copies of the target's tensors, which need not be loaded.
@@ -150,11 +149,7 @@ def layout_of(config: Mapping[str, Any], names: set[str]) -> str | None:
 
 
 def recognise(folder: Path) -> str | None:
-    """Identify the layout of a folder without ``mmspec_drafter``, see ``layout_of``; None if unknown.
-
-    Raises:
-        UserError: the weights cannot be read.
-    """
+    """Identify the layout of a folder without ``mmspec_drafter``, see ``layout_of``; None if unknown."""
     config = read_config(folder)
     if config is None or "mmspec_drafter" in config:
         return None
@@ -167,11 +162,7 @@ def recogniser(*layouts: str) -> Callable[[Path], bool]:
 
 
 def read(folder: Path, drafter: Any) -> Published:
-    """Read a published drafter of class ``drafter``, see ``convert``.
-
-    Raises:
-        UserError: the files cannot be read, or have another layout.
-    """
+    """Read a published drafter of class ``drafter``, see ``convert``."""
     config, tensors, row = read_json(folder / "config.json"), dict[str, Tensor](), LAYOUTS[drafter.layout]
     for file in weight_files(folder):
         tensors |= load_weights(file, row.copies)
@@ -190,10 +181,8 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], drafter: A
     """Validate a published drafter and convert it to a network of this package.
 
     Args:
-        config: contents of ``config.json``.
         tensors: published tensors; may be on the meta device.
         drafter: a subclass of ``TrainedDrafter`` with a ``layout``.
-        where: name of the checkpoint in messages.
 
     Raises:
         UserError: the network is not supported, or a tensor is missing, unexpected or does not match ``config.json``.
@@ -277,7 +266,6 @@ def write(drafter: Any, target: Any, folder: Path, name: str, tokens: int = 3) -
         drafter: a ``TrainedDrafter`` with a layout in ``FORMATS``. The ``speculators`` format was verified with the
             classes of speculators, ``z-lab`` with no other program.
         target: transformers configuration of the target, with ``name_or_path``.
-        name: name of the format.
         tokens: default number of draft tokens per step in vLLM; the block's for DFlash.
 
     Raises:

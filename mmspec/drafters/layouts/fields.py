@@ -66,14 +66,11 @@ class Source:
     """A published checkpoint, of which a layout reads the fields.
 
     Args:
-        config: contents of ``config.json``.
         prefix: optional prefix of field names.
         nested: nested objects of ``config.json``, whose fields override top-level fields.
 
     Attributes:
         fields: flattened contents of ``config.json``: nested objects merged, prefixes removed.
-        tensors: tensors by published name.
-        where: name of the checkpoint in error messages.
         halves: whether rotary positions rotate the halves of a head, not adjacent features together.
     """
 
@@ -175,9 +172,6 @@ class Source:
     def check_all_read(self, title: str) -> None:
         """Check that no ignored field may affect outputs; values 0, 1, false and empty are accepted.
 
-        Args:
-            title: description of the checkpoint in the message.
-
         Raises:
             UserError: a field was not read and is not listed in ``INERT``.
         """
@@ -214,7 +208,6 @@ class Reading:
 
     Attributes:
         network: fields of the network's configuration; None is the field's default.
-        names: tensor names.
         vocab: vocabulary of the target, if known.
         draft: rows of ``d2t``; 0 for layouts without this tensor.
         draft_ids: target token of each draft token, (n,) int64, of layouts without ``d2t``.
@@ -252,7 +245,6 @@ def written_layer(network: Any, target: Any, model_type: str) -> dict[str, Any]:
     """Decoder layer fields of a transformers configuration, without rotary positions.
 
     Args:
-        network: configuration of the drafter's network.
         target: transformers configuration of the target.
     """
     decoder = target.get_text_config()

@@ -40,12 +40,7 @@ def layer_names(ours: str, theirs: str, **more: str) -> dict[str, tuple[str, ...
 def published_names(
     parameters: Iterable[str], names: Names, prefixes: Mapping[str, str] = MappingProxyType({}), layers: int = 1
 ) -> dict[str, list[str]]:
-    """Map each parameter to the published parameters that it stacks.
-
-    Args:
-        prefixes: replacements of published prefixes.
-        layers: number of layers in the configuration.
-    """
+    """Map each parameter to the published parameters that it stacks."""
     parts: dict[str, list[str]] = {}
     for ours in parameters:
         numbers = re.findall(r"(?<=\.)\d+(?=\.)", ours)

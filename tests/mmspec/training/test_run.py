@@ -34,15 +34,14 @@ from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.pipeline import Generation
 from mmspec.targets.merged_layers import MergedLayer, merge_layers
-from mmspec.training import run
-from mmspec.training.data import Conversation
+from mmspec.training.data import TEXT, Conversation
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput
 from mmspec.training.options import RunOptions
-from mmspec.training.run import DrafterTask, frequent_tokens
+from mmspec.training.run import frequent_tokens
 from mmspec.training.small import _first_layers
-from mmspec.training.tasks import DrafterSetup, decoder_weights
-from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, TEXT
+from mmspec.training.tasks import DrafterTask, TrainingTask, decoder_weights
+from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG
 from mmspec.vision.drafters.msd import MSDConfig, MSDNetwork
 from mmspec.vision.training import fit_projection
 from tests.eagle3 import EAGLE4, QWEN3_VL, cut, head_tensors, write_head
@@ -567,10 +566,10 @@ def test_acceptance_counts_verify_steps_only(monkeypatch: pytest.MonkeyPatch) ->
                 stats.record_step(4, 3, count, count + 1)
             return Generation("", [0] * stats.num_generated_tokens, "length", stats)
 
-    monkeypatch.setattr(run, "Pipeline", Scripted)
+    monkeypatch.setattr("mmspec.training.tasks.Pipeline", Scripted)
     held_out = [conversation(name) for name in ("a", "long", "b", "c")]
     pipe = SimpleNamespace(target=None, processor=SimpleNamespace(reads_media=False))
-    setup = DrafterSetup(torch.nn.Linear(1, 1), None, SevenNodes)  # type: ignore[arg-type]
+    setup = TrainingTask(torch.nn.Linear(1, 1), None, SevenNodes)  # type: ignore[arg-type]
     options = RunOptions(out=Path("unused"), prompts=4, max_new_tokens=5)
     task = DrafterTask(pipe, setup, {TEXT: held_out}, held_out, None, options)  # type: ignore[arg-type]
     assert task._acceptance() == {"mean_acceptance_length": (3 + 1 + 2 + 1) / 4}
@@ -593,7 +592,7 @@ def test_held_out_losses_are_means_over_answer_tokens() -> None:
         mean = (count * count).sum() / count.sum()  # of a token: the length of its answer
         return LossOutput(mean, {"long": 3.0} if float(count.max()) > 2 else {})
 
-    setup = DrafterSetup(torch.nn.Linear(1, 1), objective, SevenNodes)  # type: ignore[arg-type]
+    setup = TrainingTask(torch.nn.Linear(1, 1), objective, SevenNodes)  # type: ignore[arg-type]
     held_out = [conversation(name) for name in counts]
     pipe = SimpleNamespace(target=None, processor=SimpleNamespace(reads_media=False))
     for batch in (1, 2, 3):

@@ -23,6 +23,7 @@ from accelerate.state import AcceleratorState
 from mmspec import files
 from mmspec.errors import UserError
 from mmspec.training.curve import draw
+from mmspec.training.data import MIXED, POOL, TEXT, CurriculumSampler, linear_ramp
 from mmspec.training.objectives import LossOutput
 from mmspec.training.options import TrainingPlan
 from mmspec.training.tasks import Optimisers
@@ -31,13 +32,8 @@ from mmspec.training.trainer import (
     CURVE,
     DRAFTER,
     LOG,
-    MIXED,
-    POOL,
-    TEXT,
-    CurriculumSampler,
     RunningMeans,
     Trainer,
-    linear_ramp,
     lr_factor,
 )
 
