@@ -41,10 +41,6 @@ from mmspec.targets.transformers_target import sharded
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
-def _recognises(folder: Path) -> bool:
-    return (read_config(folder) or {}).get("model_type") in MODEL_TYPES
-
-
 _ATTENTION = "mmspec_shared"
 
 
@@ -136,7 +132,9 @@ class Gemma4(TreeDrafter):
         fits = (width, vocab) == (config.hidden_size, config.vocab_size)
         expected = [f"hidden size {width} and {vocab} tokens"]
         received = [f"hidden size {config.hidden_size} and {config.vocab_size} tokens"]
-        sources = _last_layers(config)
+        own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * own
+        sources = {kind: number for number, kind in enumerate(kinds[:own])}  # the last layer of each kind
         for number, kind in enumerate(self._text.layer_types):
             wanted, found = _shape(self._text, number), None
             if kind in sources:
@@ -251,13 +249,6 @@ def sharing_allowed() -> AbstractContextManager[None]:
     return replaced({(kind, "kv_sharing_modes"): _AllShared for kind in kinds if hasattr(kind, "kv_sharing_modes")})
 
 
-def _last_layers(config: Any) -> dict[str, int]:
-    """The last layer of each kind that computes its own keys and values."""
-    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * own
-    return {kind: number for number, kind in enumerate(kinds[:own])}
-
-
 def _shape(config: Any, layer: int) -> tuple[int, int]:
     """Number and size of a layer's key heads, according to a configuration."""
     if getattr(config, "is_heterogeneous", False):
@@ -273,5 +264,5 @@ SPEC = DrafterSpec(
     "a few layers that attend to the target's own keys and values, published with Gemma 4",
     Gemma4,
     weights="published",
-    recognises=_recognises,
+    recognises=lambda folder: (read_config(folder) or {}).get("model_type") in MODEL_TYPES,
 )

@@ -116,7 +116,7 @@ class MedusaNetwork(nn.Module):
         return self.norm(output) if self.config.prefix else output
 
     def scores(self, first: int, states: Sequence[Tensor], head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Concatenated logits of heads from ``first`` on: states (..., n, hidden) each -> (..., all n, draft tokens)."""
+        """Concatenated logits of heads from ``first`` on: states (..., n, hidden) each -> (..., n, draft tokens)."""
         if not self.config.head:
             return head(torch.cat(list(states), dim=-2))
         own = self.outputs[first : first + len(states)]

@@ -18,7 +18,7 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -269,7 +269,8 @@ class CurriculumSampler:
 
     Args:
         lengths: length of each example by kind, in any unit.
-        mixed_share: maps progress (0 to 1) to the probability of a ``MIXED`` example, if there are both kinds.
+        text_share: progress until which all examples are ``TEXT``, if there are both kinds; then the probability of a
+            ``MIXED`` example rises linearly to 1.
 
     Attributes:
         info: stage and share at the last call of ``next``, for the training log.
@@ -280,14 +281,14 @@ class CurriculumSampler:
         lengths: Mapping[str, Sequence[int]],
         batch: int,
         seed: int,
-        mixed_share: Callable[[float], float] = lambda progress: progress,
+        text_share: float = 0.0,
     ) -> None:
         self.lengths = {kind: found for kind, found in lengths.items() if len(found)}
         if not self.lengths:
             raise UserError("training needs at least one conversation that is not held out: received none")
         self.batch, self.seed = batch, seed
         self.info: dict[str, Any] = {}
-        self._mixed_share = mixed_share
+        self._text_share = text_share
         self._drawn = dict.fromkeys(self.lengths, 0)
         self._pools = 0
         self._waiting: list[list[ExampleIndex]] = []
@@ -295,7 +296,9 @@ class CurriculumSampler:
 
     def next(self, progress: float) -> list[ExampleIndex]:
         """The next batch of examples, given the run's progress from 0 to 1."""
-        share = self._mixed_share(progress) if len(self.lengths) == 2 else float(MIXED in self.lengths)
+        share = float(MIXED in self.lengths)
+        if len(self.lengths) == 2:
+            share = 0.0 if progress <= self._text_share else (progress - self._text_share) / (1.0 - self._text_share)
         self.info = {"stage": 1 if share == 0.0 else 2, "share": round(share, 4)}
         if not self._waiting:
             self._fill(share)
@@ -327,8 +330,3 @@ class CurriculumSampler:
             random.Random(f"{self.seed} {kind} {epoch}").shuffle(order)
             self._shuffled[kind] = epoch, order
         return kind, self._shuffled[kind][1][place]
-
-
-def linear_ramp(start: float) -> Callable[[float], float]:
-    """A function of progress that is 0 until ``start``, then rises linearly to 1."""
-    return lambda progress: 0.0 if progress <= start else (progress - start) / (1.0 - start)

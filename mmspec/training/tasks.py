@@ -22,7 +22,7 @@ from mmspec.pipeline import Pipeline
 from mmspec.quantisation.linear import PackedLinear
 from mmspec.targets.merged_layers import MergedLayer
 from mmspec.training import data
-from mmspec.training.data import Conversation, CurriculumSampler, ExampleIndex, linear_ramp
+from mmspec.training.data import Conversation, CurriculumSampler, ExampleIndex
 from mmspec.training.features import ConversationFeatures, Features, collate
 from mmspec.training.objectives import LossOutput
 from mmspec.training.options import RunOptions
@@ -215,7 +215,7 @@ class DrafterTask:
         self.pipe, self.task, self.network = pipe, task, task.network
         self.training, self._extract = training, extract
         lengths = {kind: [one.size for one in found] for kind, found in training.items()}
-        self.sampler = CurriculumSampler(lengths, options.batch, options.seed, linear_ramp(options.text_share))
+        self.sampler = CurriculumSampler(lengths, options.batch, options.seed, options.text_share)
         rate = options.rate or RATES[options.optimiser]
         self.optimisers = Optimisers(self.network, options.optimiser, rate)
         self._options, self._bfloat16 = options, bfloat16

@@ -23,7 +23,7 @@ from accelerate.state import AcceleratorState
 from mmspec import files
 from mmspec.errors import UserError
 from mmspec.training.curve import draw
-from mmspec.training.data import MIXED, POOL, TEXT, CurriculumSampler, linear_ramp
+from mmspec.training.data import MIXED, POOL, TEXT, CurriculumSampler
 from mmspec.training.objectives import LossOutput
 from mmspec.training.options import TrainingPlan
 from mmspec.training.tasks import Optimisers
@@ -48,7 +48,7 @@ class Toy:
         self.network: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
         self.lengths = {kind: [1 + index % 5 for index in range(EXAMPLES)] for kind in (TEXT, MIXED)}
         self.optimisers = Optimisers(self.network, optimiser, rate)
-        self.sampler = CurriculumSampler(self.lengths, batch, seed, linear_ramp(0.3))
+        self.sampler = CurriculumSampler(self.lengths, batch, seed, 0.3)
         self.progress: list[float] = []
 
     def batch(self, examples: list[tuple[str, int]]) -> tuple[Tensor, Tensor]:
@@ -139,7 +139,7 @@ def test_the_loss_falls_and_all_files_are_written(tmp_path: Path) -> None:
 
 def test_stages_follow_the_schedule() -> None:
     """The share of mixed examples grows from 0 to 1: a quarter in the first half of stage 2, three quarters after."""
-    sampler, drawn, stages = CurriculumSampler({TEXT: [1] * 9, MIXED: [1] * 9}, 4, 1, linear_ramp(0.4)), [], []
+    sampler, drawn, stages = CurriculumSampler({TEXT: [1] * 9, MIXED: [1] * 9}, 4, 1, 0.4), [], []
     for step in range(200):
         drawn.append([kind == MIXED for kind, _ in sampler.next(step / 200)])
         stages.append(sampler.info["stage"])
