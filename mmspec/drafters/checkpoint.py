@@ -195,7 +195,7 @@ def check_same_target(known: Mapping[str, Any], received: Mapping[str, Any]) -> 
     def differs(name: str) -> bool:
         ours, theirs = known.get(name), received[name]
         if name == "architectures":
-            return bool(ours and theirs) and set(ours).isdisjoint(theirs)
+            return bool(ours and theirs) and set(ours or ()).isdisjoint(theirs)
         return ours not in (None, theirs)
 
     if different := [name for name in ("architectures", "hidden_size", "vocab_size") if differs(name)]:
