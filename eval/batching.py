@@ -4,10 +4,10 @@ Goodput is the number of accepted and bonus tokens per second of a batch (SmartS
 batch, the less idle arithmetic is left for draft tokens. All requests are decoded plainly and with trees of several
 sizes, fixed and adaptive, for each batch size, the next request joining as soon as another has ended. Methods are
 interleaved for several rounds; a method's time is its median, prefill included, and its tokens must equal plain
-decoding of one request at a time. The adaptive budget chooses one size per verify pass, for all of its sequences.
+decoding of one request at a time. The adaptive policy chooses one size per verify pass, for all of its sequences.
 
 Requests are captions of held-out scenes and questions about them, texts for a text model, so that answers differ in
-length. Each batch size has a fork of the target, as pipelines over one target share an engine. Drafters and budgets
+length. Each batch size has a fork of the target, as pipelines over one target share an engine. Drafters and policies
 learn from other requests first, and start every round in the same state.
 """
 
@@ -21,11 +21,10 @@ from typing import Any
 import click
 
 import mmspec
-from mmspec.core.drafter import fork
-from mmspec.engine.calibrate import cost_table, describe
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.eval.harness.output import SIZES, Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.passes import describe
 from mmspec.eval.harness.prompts import held_out_texts, mixed_requests
 from mmspec.eval.harness.timing import PLAIN, DecodingOptions, Method, TimedBatch, drafter_methods, run_interleaved
 
@@ -51,7 +50,6 @@ def main(
 ) -> dict[str, Any]:
     """Measure goodput by batch size: a table, then one JSON line."""
     pipe = mmspec.load(model, drafter=None, dtype=dtype)
-    pipe.target.cost = cost_table(pipe.target)  # shared with the forks
     methods = _methods(pipe, drafters, sizes, nodes)
     draw = mixed_requests if pipe.processor.reads_media else held_out_texts
     drawn = draw(count + max(sizes))
@@ -95,7 +93,7 @@ def _methods(pipe: mmspec.Pipeline, drafters: str, sizes: Sequence[int], nodes: 
     for size in sizes:
         target = pipe.target.fork()
         for method in [Method(PLAIN), *drafter_methods(loaded, nodes, target)]:
-            own = {"drafter": fork(method.drafter, target), "target": target, "max_num_seqs": size}
+            own = {"drafter": method.drafter and method.drafter.fork(target), "target": target, "max_num_seqs": size}
             methods[size, method.name] = replace(method, name=f"{method.name}, batch {size}", **own)
     return methods
 

@@ -19,8 +19,8 @@ import click
 import torch
 
 import mmspec
-from mmspec.engine.calibrate import describe
 from mmspec.eval.harness.output import SIZES, Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.passes import describe
 from mmspec.eval.harness.peers import LlamaServer
 from mmspec.eval.harness.timing import wait_for_huge_pages
 

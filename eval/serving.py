@@ -31,9 +31,9 @@ import httpx
 import numpy as np
 
 import mmspec
-from mmspec.engine.calibrate import describe
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import SIZES, Column, benchmark, make_table, milliseconds, wide_console
+from mmspec.eval.harness.passes import describe
 from mmspec.eval.harness.prompts import held_out_texts, mixed_requests
 from mmspec.eval.harness.timing import peak_memory_of, reset_peak_memory_of
 

@@ -4,7 +4,7 @@ Every prompt is decoded with all methods, interleaved, for several rounds on one
 is its median over the rounds, and its output must equal transformers' ``generate``. Ratios are of whole
 requests (vision tower and prefill included) and of decoding alone.
 
-All methods first decode a few other prompts. A drafter that learns from earlier answers, and its budget, start every
+All methods first decode a few other prompts. A drafter that learns from earlier answers, and its policy, start every
 round of a prompt in the same state, so no prompt is drafted from its own answer. With ``--prompts``, the prompts of a
 file take the place of held-out captions; the first ones warm up.
 
@@ -24,9 +24,9 @@ from rich.console import Console
 
 import mmspec
 from mmspec.cli.options import FILE
-from mmspec.engine.calibrate import cost_table, describe
 from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.eval.harness.output import Column, benchmark, make_table, milliseconds, wide_console
+from mmspec.eval.harness.passes import describe
 from mmspec.eval.harness.prompts import held_out_requests, warm_up_requests
 from mmspec.eval.harness.timing import (
     PHASES,
@@ -145,11 +145,10 @@ def main(model: str, dtype: str, drafters: str, nodes: str, prompts: Path | None
         warm_up, requests = every[: options["warm_up"]], every[options["warm_up"] :]
     pipe = mmspec.load(model, drafter=None, dtype=dtype)
     loaded = parse_drafters(drafters, pipe.model.config.name_or_path)
-    cost = cost_table(pipe.target, refresh=True)
     methods = [Method(TRANSFORMERS), Method(PLAIN), *drafter_methods(loaded, nodes, pipe.target)]
     rounds, max_new_tokens = options["rounds"], options["max_new_tokens"]
     warm_up_methods(pipe, warm_up, methods, max_new_tokens)
     compare_methods(pipe, requests, methods, rounds, max_new_tokens)
     rows = print_speed_tables(methods, wide_console())
     about = {**describe(pipe.target), "parameters": pipe.model.num_parameters(), "rounds": rounds}
-    return {**about, "calibrated_pass_seconds": cost(1), "methods": rows}
+    return {**about, "methods": rows}

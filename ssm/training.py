@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.checks import inherited
 from mmspec.core.target import Target
 from mmspec.pipeline import Pipeline
 from mmspec.ssm.drafters.mamba import Mamba, MambaConfig, MambaNetwork
@@ -17,9 +15,10 @@ from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput
 from mmspec.training.options import TreeOptions
 from mmspec.training.tasks import DrafterTraining, TrainingTask
+from mmspec.validation import inherited, options, part
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class MambaOptions(TreeOptions):
     """Options of ``mmspec train mamba``: run and network."""
 
@@ -32,7 +31,7 @@ class MambaOptions(TreeOptions):
 
 
 def setup(options: MambaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
-    chosen = options.part(MambaConfig.__dataclass_fields__)
+    chosen = part(options, MambaConfig.__dataclass_fields__)
     network = MambaNetwork(MambaConfig(pipe.target.config.vocab_size, **chosen)).to(pipe.target.device, torch.float32)
     return TrainingTask(network, forward_kl, Mamba, draft_ids)
 

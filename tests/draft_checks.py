@@ -13,7 +13,6 @@ import torch
 from torch.nn import functional as F
 
 from mmspec import SamplingParams, plugins
-from mmspec.core.budget import Budget
 from mmspec.drafters.layer import Rotary, rotary_frequencies, rotary_of
 from mmspec.drafters.shape import RotaryShape
 from mmspec.engine.stopping import Stopper

@@ -23,7 +23,7 @@ from transformers import AutoModelForImageTextToText
 from triton.runtime.jit import JITFunction
 
 from mmspec import plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters.dflash import DFlash
 from mmspec.drafters.eagle3 import Eagle3
@@ -124,7 +124,7 @@ def measure(name: str, nodes: int = 31, depth: int = 16) -> dict[str, Any]:
         if drafter is not None:
             drafter.attach(target)
         ids = on_fake_cuda(text_inputs(1)["input_ids"])
-        budget = Budget(nodes if drafter else 0, depth)
+        budget = StepPlan(nodes if drafter else 0, depth)
         running = decode(target, drafter, Prompt(ids), Sampler(), Stopper(10**6, criteria=[]), budget)
         for _ in range(6):
             next(running)

@@ -23,7 +23,7 @@ PACKAGES = {
 
 LAYERS = [
     {"errors", "version"},
-    {"checks", "files", "progress", "workers"},
+    {"files", "progress", "validation", "workers"},
     {"jobs", "ops", "plugins"},
     {"core"},
     {"cache", "quantisation", "sampling"},

@@ -9,8 +9,8 @@ from time import perf_counter as clock
 
 from torch import Tensor
 
-from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter, Wrapper
+from mmspec.core.plan import StepPlan
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.registry import make_drafter, split
 from mmspec.errors import UserError
@@ -84,10 +84,10 @@ class ProfiledDrafter(Wrapper):
     def drafts_ahead(self) -> bool:
         return self.drafter.drafts_ahead
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
         start = clock()
         try:
-            return self.drafter.propose(token, budget)
+            return self.drafter.propose(token, plan)
         finally:
             self.seconds += clock() - start
             self.proposals += 1

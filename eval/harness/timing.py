@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from mmspec.core.drafter import Drafter, fork, lend
-from mmspec.engine.budget import MeasuredBudget
+from mmspec.core.drafter import Drafter
 from mmspec.engine.engine import MAX_NUM_SEQS
+from mmspec.engine.policy import DraftPolicy
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.drafters import ProfiledDrafter, tree_sizes
 from mmspec.eval.harness.peers import Peer
@@ -106,7 +106,7 @@ class Method:
         max_num_seqs: batch size, unless another pipeline over this target has a larger batch size.
         generate_options: options of transformers' ``generate``, which then decodes; None decodes with our engine.
         peer: another engine that decodes instead.
-        budget: an adaptive budget with its learned state.
+        policy: drafting policy with its learned state.
         lossy: as for ``SamplingParams``.
         seconds: by prompt, medians over the rounds, with the keys of ``TimedBatch.seconds``.
         lengths: by prompt, mean acceptance length.
@@ -122,7 +122,7 @@ class Method:
     max_num_seqs: int = MAX_NUM_SEQS
     generate_options: dict[str, Any] | None = None
     peer: Peer | None = None
-    budget: MeasuredBudget | None = None
+    policy: DraftPolicy | None = None
     lossy: float = 0.0
     seconds: list[dict[str, float]] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
@@ -135,14 +135,14 @@ class Method:
             self.generate_options = {}
 
     def fork(self, target: TransformersTarget) -> Method:
-        """An unmeasured copy with its own copy of the learned state of drafter and budget."""
-        drafter, budget = lend(self.drafter, target), copy.deepcopy(self.budget)
-        own = replace(self, drafter=drafter, budget=budget)
+        """An unmeasured copy with its own copy of the learned state of drafter and policy."""
+        drafter, policy = self.drafter and self.drafter.lend(target), copy.deepcopy(self.policy)
+        own = replace(self, drafter=drafter, policy=policy)
         own.clear()
         return own
 
     def clear(self) -> None:
-        """Drop the measurements; drafter and budget keep their learned state."""
+        """Drop the measurements; drafter and policy keep their learned state."""
         self.seconds, self.lengths, self.answers, self.tokens, self.equal = [], [], [], [], 0
 
     def column(self, name: str) -> list[float]:
@@ -155,7 +155,7 @@ def drafter_methods(drafters: Mapping[str, Drafter], nodes: str, target: Transfo
     methods = []
     for label, drafter in drafters.items():
         for size in dict.fromkeys(tree_sizes(drafter, nodes).values()):
-            methods.append(Method(f"{label}, {size} nodes", fork(drafter, target), size))
+            methods.append(Method(f"{label}, {size} nodes", drafter.fork(target), size))
         methods.append(Method(f"{label}, adaptive", drafter, None))
     return methods
 
@@ -179,7 +179,7 @@ def warm_up_methods(
     max_new_tokens: int,
     temperature: float = 0.0,
 ) -> None:
-    """Decode other prompts once, unmeasured, to train drafters and budgets and to compile everything."""
+    """Decode other prompts once, unmeasured, to train drafters and policies and to compile everything."""
     compare_methods(pipe, requests, methods, 1, max_new_tokens, temperature)
     for method in methods:
         method.clear()
@@ -218,7 +218,7 @@ def run_interleaved(
 ) -> dict[str, list[TimedBatch]]:
     """Decode a batch of requests with every method, interleaved, for several rounds.
 
-    Drafters and budgets start every round in the same state, and keep the state learned in the last round.
+    Drafters and policies start every round in the same state, and keep the state learned in the last round.
 
     Returns:
         The results of each method by its name, one per round.
@@ -239,15 +239,15 @@ def _decode(
     if method.peer is not None:
         return _complete(pipe, method.peer, requests, options)
     target = pipe.target if method.target is None else method.target
-    drafter = method.drafter if learn else lend(method.drafter, target)
+    drafter = method.drafter if learn or method.drafter is None else method.drafter.lend(target)
     profiled = None if drafter is None else ProfiledDrafter(drafter)
-    own = Pipeline(target, pipe.processor, profiled, max_num_seqs=method.max_num_seqs)
-    own.budget = method.budget if learn else copy.deepcopy(method.budget)
+    policy = method.policy if learn else copy.deepcopy(method.policy)
+    own = Pipeline(target, pipe.processor, profiled, max_num_seqs=method.max_num_seqs, policy=policy)
     start = clock()
     results = own.generate_batch(requests, **vars(options), nodes=method.nodes, lossy=method.lossy)
     total = clock() - start
     if learn:
-        method.budget = own.budget
+        method.policy = own.policy
     longest, decoding = shared_times([result.stats for result in results])
     seconds = {
         "total": total,

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from mmspec.core.budget import CostTable
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.eval.harness.acceptance import AcceptanceStats, acceptance_difference, copy_oracle, median_interval
+from mmspec.eval.harness.passes import PassTimes
 from mmspec.eval.harness.timing import PHASES
 from mmspec.eval.suite.data import Sample, Scorer
 from mmspec.eval.suite.methods import BASELINE, LLAMA, PLAIN
@@ -121,7 +121,7 @@ def _difference(records: Sequence[Record], method: str, other: str) -> dict[str,
 
 def _copy_oracle(records: Sequence[Record]) -> dict[str, Any] | None:
     found = [turn["copy_lengths"] for record in records for turn in record["turns"] if "copy_lengths" in turn]
-    return copy_oracle(found, CostTable(**records[0]["about"]["cost"])) if found else None
+    return copy_oracle(found, PassTimes(**records[0]["about"]["cost"])) if found else None
 
 
 def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:

@@ -117,12 +117,9 @@ def _race(
 ) -> list[Contender]:
     from time import perf_counter as clock
 
-    from mmspec.engine.calibrate import cost_table
     from mmspec.eval.suite.race import race
-    from mmspec.progress import show_progress, show_steps
+    from mmspec.progress import show_progress
 
-    with show_steps(notes):
-        pipe.target.cost = cost_table(pipe.target)
     with show_progress(notes, "measuring") as show:
         start = clock()
         show(0.0, seconds, f"{len(methods)} methods")

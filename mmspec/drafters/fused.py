@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.drafters.layer import LayerParts, Norm, Rotation
 from mmspec.drafters.shape import LayerShape
-from mmspec.targets.fused_layers import (
+from mmspec.targets.static_forward import (
     AttentionMetadata,
     Buffers,
     FusedLayer,

@@ -17,7 +17,7 @@ from mmspec.core.target import Target
 from mmspec.drafters.shape import LayerShape, RotaryShape
 from mmspec.errors import explained
 from mmspec.quantisation.linear import PackedLinear
-from mmspec.targets.layer_structure import is_hooked
+from mmspec.targets.recognise import is_hooked
 from mmspec.targets.transformers_target import TransformersTarget
 
 Attend = Callable[..., Tensor]

@@ -1,33 +1,15 @@
-"""Drafter and budgets of a target, exclusive use of drafters, and warm-up of captured decode steps.
-
-A capture in a decode step delays all of its sequences, and a buffer that grows drops the graphs that read it. Buffers
-are therefore reserved, and CUDA graphs captured, before the first request.
-"""
+"""Drafter and drafting policies of a target, and exclusive use of drafters."""
 
 from __future__ import annotations
 
-import logging
 import threading
-import warnings
-from collections.abc import Iterator, Sequence
 
-import torch
-from torch import Tensor
-
-from mmspec.cache.rows import batch_bucket
-from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter, Guard, as_drafter, features, members
+from mmspec.core.drafter import Drafter, Guard, as_drafter
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Target
-from mmspec.core.tree import TokenTree
-from mmspec.core.verify import Verdict
-from mmspec.drafters.captured import AHEAD, CapturedDrafter
-from mmspec.engine.budget import STEADY_SHAPES, Budgets, DraftShape
-from mmspec.engine.calibrate import placeholder
-from mmspec.errors import UserError
-from mmspec.ops import graphs
-from mmspec.targets.runner import node_bucket
-from mmspec.targets.transformers_target import RESERVED_NODES, TransformersTarget, sharded
+from mmspec.engine.policy import AdaptivePolicy, DraftPolicy
+from mmspec.ops import kernels
+from mmspec.targets.transformers_target import sharded
 
 _RELEASED = threading.Condition()
 _OWNERS: dict[int, Speculation] = {}  # owner by drafter id, while it drafts for running sequences
@@ -35,27 +17,39 @@ _WANTED: dict[int, int] = {}  # number of waiting engines by drafter id
 
 
 class Speculation:
-    """A drafter and its budgets on one target, shared by all requests of a batch.
+    """A drafter and its policies on one target, shared by all requests of a batch.
 
     Args:
         drafter: the drafter; None decodes plainly.
+        adaptive: policy with the learned state of an earlier speculation; None starts anew.
 
     Attributes:
         guard: wraps the drafter in decode steps, so that its errors do not end sequences.
-        budgets: tree sizes of decode steps.
+        adaptive: policy of requests without a fixed number of draft tokens. A sharded target has a fixed policy, as
+            clocks differ between ranks.
 
     Raises:
         UserError: the drafter was trained for another target.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None, adaptive: DraftPolicy | None = None) -> None:
         self.target = target
-        self.drafter: Drafter | None = as_drafter(drafter)
+        self.drafter = as_drafter(drafter)
         self.guard = None if self.drafter is None else Guard(self.drafter)
-        self.budgets = Budgets(target, drafts=drafter is not None)
-        self._parts = [member.key for member in members(self.drafter)]
+        self._static_shapes = kernels.static_shapes(target.device)
+        fixed = drafter is None or sharded(target)
+        self.adaptive = adaptive or (DraftPolicy if fixed else AdaptivePolicy)(static_shapes=self._static_shapes)
+        self._fixed: dict[int, DraftPolicy] = {}  # by draft tokens per step
+        self._parts = self.drafter.members if self.drafter else []
         self.acquire()
         self.release()
+
+    def policy(self, num_draft_tokens: int | None) -> DraftPolicy:
+        """The policy of a fixed number of draft tokens per step, or the adaptive policy if None."""
+        if num_draft_tokens is None:
+            return self.adaptive
+        fixed = DraftPolicy(StepPlan(num_draft_tokens), self._static_shapes)
+        return self._fixed.setdefault(num_draft_tokens, fixed)
 
     def acquire(self) -> None:
         """Wait until no other target uses the drafter, then attach it.
@@ -97,168 +91,3 @@ class Speculation:
     def shares(self, other: Speculation) -> bool:
         """Whether the two have a drafter in common."""
         return any(part is candidate for part in self._parts for candidate in other._parts)
-
-    def warm_up(self, rows: int, tokens: int | None = None, sizes: Sequence[int | None] = (None,)) -> None:
-        """Reserve buffers, capture decode steps and calibrate, without sequences; see ``Pipeline.warm_up``."""
-        assert isinstance(self.target, TransformersTarget), "others are not captured"
-        shapes: set[DraftShape] = set()
-        if self.drafter is not None:
-            shapes = {DraftShape(size, False, Budget().depth) for size in sizes if size}
-            shapes.update(STEADY_SHAPES if None in sizes else ())
-        budgets = [Budget(size, depth, chain) for size, chain, depth in sorted(shapes, reverse=True)]
-        self.acquire()
-        try:
-            warm_up(self.target, self.drafter, rows, tokens, budgets)
-            self.budgets.calibrate(None in sizes)
-        except (UserError, torch.OutOfMemoryError) as error:  # requests then capture their steps
-            warnings.warn(f"CUDA graphs could not be captured beforehand: {error}", RuntimeWarning, stacklevel=2)
-        finally:
-            self.release()
-
-
-# ---------------------------------------------------------------------- warm-up
-
-_PROMPT = 128  # prompt tokens per row during capture
-_TOKENS = 8192  # maximum tokens reserved per row
-_LEAST_TOKENS = 2048  # minimum per row; if they do not fit, fewer rows are reserved
-_SHARE = 0.5  # share of free device memory for the target's KV cache
-_MOST_NODES = 512  # maximum nodes of all rows in a step captured here; larger steps are captured when they occur
-_log = logging.getLogger("mmspec.warm_up")
-
-
-def captures_steps(target: Target) -> bool:
-    """Whether a target's decode steps are captured on its device."""
-    if not isinstance(target, TransformersTarget) or sharded(target):
-        return False
-    return target.decoder.static_shapes and graphs.captures(target.device)
-
-
-def warm_up(
-    target: TransformersTarget, drafter: Drafter | None, rows: int, tokens: int | None, budgets: Sequence[Budget]
-) -> None:
-    """Reserve buffers and capture steps, largest first, so that smaller steps share their memory.
-
-    Steps run on idle rows and accept no tokens, so that no state changes.
-
-    Args:
-        target: has no sequences.
-        drafter: attached to the target, without sequences.
-        rows: maximum number of concurrent sequences.
-        tokens: maximum tokens per row, prompt and answer together; reduced to fit a share of the free memory.
-        budgets: budgets of the drafts, largest first.
-    """
-    cost, target.cost = target.cost, None  # no padding of nodes
-    target.features = features(drafter)
-    try:
-        rows, tokens = _reservation(target, rows, tokens)
-        _log.info("capturing decode steps of up to %d sequences of %d tokens", rows, tokens)
-        prompt = placeholder(rows, _PROMPT, target)
-        output = target.prefill(prompt, 1)
-        target.runner.cache.reserve_nodes(tokens + RESERVED_NODES - target.runner.cache.length)
-        histories = [[*row, 0] for row in prompt.input_ids.tolist()]
-        parts = [] if drafter is None else drafter.begin_idle(prompt, output, histories)
-        parts = [part for part in parts if part.static_shapes]
-        for part in parts:
-            part.reserve(tokens + AHEAD)
-        while rows:
-            _capture(target, parts, rows, budgets)
-            rows = batch_bucket(rows) // 2
-            target.select(range(rows))
-            for part in parts:
-                part.select(range(rows))
-    finally:
-        target.cost = cost
-        target.select([])
-        if drafter is not None:
-            drafter.select([])
-
-
-def _reservation(target: TransformersTarget, rows: int, tokens: int | None) -> tuple[int, int]:
-    """Number of rows and of tokens per row to reserve."""
-    limit = tokens or _TOKENS
-    limit = min(limit, target.context_limit or limit)
-    target.prefill(placeholder(1, _PROMPT, target), 1)
-    token_bytes, kv = _token_bytes(target.runner.cache), target.runner.cache.kv
-    target.select([])
-    if not token_bytes:
-        return rows, limit
-    fitting = max(kv.rows * kv.capacity, int(_SHARE * _free_bytes(target.device) / token_bytes))
-    while rows > 1 and fitting // batch_bucket(rows) < min(limit, _LEAST_TOKENS):
-        rows = batch_bucket(rows) // 2
-    return rows, min(limit, fitting // batch_bucket(rows))
-
-
-def _token_bytes(cache: TreeCache) -> int:
-    """KV-cache bytes per token."""
-    size = sum(tensor.nbytes for tensor in cache.kv.tensors)
-    return size // (cache.kv.rows * cache.kv.capacity) if size else 0
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Free memory of a device, unused memory of torch's caching allocator included."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def _capture(
-    target: TransformersTarget, parts: Sequence[CapturedDrafter], rows: int, budgets: Sequence[Budget]
-) -> None:
-    """Capture the steps of target and drafters at their current number of rows."""
-    token = torch.zeros(rows, dtype=torch.long, device=target.device)
-    budgets = [budget for budget in budgets if batch_bucket(rows) * budget.nodes < _MOST_NODES]
-    nodes = max((budget.nodes for budget in budgets), default=0)
-    depth = max((budget.depth for budget in budgets), default=0)
-    target.forward_tree(_chain(rows, 1 + nodes, target.device))  # the first pass allocates buffers of recurrent layers
-    for width in _buckets(1 + nodes):
-        for _ in range(2):
-            target.forward_tree(_chain(rows, width, target.device))
-    for width in _buckets(1 + min(nodes, depth)):
-        for _ in range(2):
-            target.commit(_nothing(_chain(rows, width, target.device)))
-    for part in parts:
-        _capture_drafts(target, part, token, budgets)
-
-
-def _capture_drafts(
-    target: TransformersTarget, part: CapturedDrafter, token: Tensor, budgets: Sequence[Budget]
-) -> None:
-    """Capture the drafts of each budget: the first draft, and drafts after a step of each size, also without drafts."""
-    if not budgets:
-        return
-    part.propose(token, budgets[0])  # allocates buffers, as the target's first pass does
-    trees = {0: TokenTree.root(token)}  # by depth, which an update's shape depends on
-    for budget in budgets:
-        for _ in range(2):
-            tree = part.propose(token, budget)
-        trees.setdefault(tree.max_depth, tree.select(list(range(len(token)))))  # a copy
-    for tree in trees.values():
-        output, verdict = target.forward_tree(tree), _nothing(tree)
-        for number, budget in enumerate(budgets):
-            for _ in range(2):
-                for _ in range(1 if number else 2):  # capture also an update without a draft
-                    part.observe(tree, verdict, output)
-                part.propose(token, budget)
-
-
-def _buckets(nodes: int) -> Iterator[int]:
-    """Padded sizes of up to ``nodes`` nodes, largest first."""
-    size = node_bucket(nodes)
-    while size > 1:
-        yield size
-        size = node_bucket(size - (64 if size > 64 else size // 2))
-    yield 1
-
-
-def _chain(rows: int, nodes: int, device: torch.device) -> TokenTree:
-    parents = torch.arange(-1, nodes - 1, device=device).expand(rows, -1)
-    tree = TokenTree(torch.zeros_like(parents), parents, check=False)
-    tree.max_depth = nodes - 1
-    return tree
-
-
-def _nothing(tree: TokenTree) -> Verdict:
-    """A verdict that accepts no tokens, for idle rows."""
-    width = 1 + tree.max_depth
-    packed = torch.zeros(tree.batch, 2 + 2 * width, dtype=torch.long, device=tree.tokens.device)
-    packed[:, 2 : 2 + width] = -1
-    return Verdict(packed)

@@ -73,6 +73,22 @@ class Stats:
         self.acceptance_histogram[accepted] += 1
         self.accept_lengths.append(emitted)
 
+    def record_prefill(self, cached: int, emitted: int, seconds: float, waited: float) -> None:
+        """Record the prefill and the first token.
+
+        Args:
+            cached: prompt tokens found in the prefix cache.
+            waited: seconds since the submission.
+        """
+        self.num_cached_tokens, self.num_generated_tokens, self.prefill_seconds = cached, emitted, seconds
+        self.time_to_first_token = self.wall_seconds = waited
+
+    def record_times(self, draft: float, verify: float, wall: float) -> None:
+        """Record the seconds of one step."""
+        self.draft_seconds += draft
+        self.verify_seconds += verify
+        self.commit_seconds += wall - draft - verify
+
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens emitted per verify step, bonus token included."""
@@ -128,6 +144,26 @@ def seconds(start: Mark, end: Mark) -> float:
     if isinstance(start, float) and isinstance(end, float):
         return end - start
     return start.elapsed_time(end) / 1000.0  # type: ignore[union-attr, arg-type]
+
+
+class StepTimer:
+    """Named marks of one step, on the device's stream and on the host's clock. The first mark is ``begin``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: dict[str, tuple[Mark, float]] = {}
+        self.mark("begin")
+
+    def mark(self, name: str) -> None:
+        self._marks[name] = mark(self._device), perf_counter()
+
+    def seconds(self, start: str, end: str) -> float:
+        """Seconds of the device between two marks, after the host has synchronised."""
+        return seconds(self._marks[start][0], self._marks[end][0])
+
+    def since(self, name: str) -> float:
+        """Seconds of the host since a mark."""
+        return perf_counter() - self._marks[name][1]
 
 
 @dataclass(frozen=True)

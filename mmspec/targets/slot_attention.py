@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.cache.tree_cache import cache_in
-from mmspec.targets.layers import Place, replaced
+from mmspec.targets.tree_layers import Place, replaced
 
 _ATTRIBUTE = "slot_positions"
 _POSITIONS: ContextVar[Tensor | None] = ContextVar("_POSITIONS", default=None)

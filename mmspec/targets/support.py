@@ -20,10 +20,10 @@ from transformers.utils import logging
 from mmspec import plugins
 from mmspec.cache.tree_cache import cache_argument
 from mmspec.errors import UserError
-from mmspec.targets.layer_structure import CAPTURE
-from mmspec.targets.layers import ATTENTION, TreeLayers
 from mmspec.targets.masks import slot_limit
+from mmspec.targets.recognise import CAPTURE
 from mmspec.targets.slot_attention import SlotAttention
+from mmspec.targets.tree_layers import ATTENTION, TreeLayers
 
 
 def from_pretrained(auto_class: Any, name: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:

@@ -20,12 +20,13 @@ from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.quantisation.linear import PackedLinear
-from mmspec.targets.merged_layers import MergedLayer
+from mmspec.targets.packed_forward import MergedLayer
 from mmspec.training import data
 from mmspec.training.data import Conversation, CurriculumSampler, ExampleIndex
 from mmspec.training.features import ConversationFeatures, Features, collate
 from mmspec.training.objectives import LossOutput
 from mmspec.training.options import RunOptions
+from mmspec.validation import part
 
 MAX_HELD_OUT = 64
 """Maximum number of held-out conversations for the loss."""
@@ -252,7 +253,7 @@ class DrafterTask:
         self._drafter().save(folder, self.pipe.target)
 
     def _drafter(self) -> Any:
-        return self.task.drafter(copy.deepcopy(self.network), self.task.draft_ids, **self._options.part(TREE))
+        return self.task.drafter(copy.deepcopy(self.network), self.task.draft_ids, **part(self._options, TREE))
 
     @torch.no_grad()
     def _held_out_losses(self) -> dict[str, float]:
@@ -310,8 +311,8 @@ def decoder_weights(target: Any, layers: Sequence[int]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
     def add(prefix: str, module: nn.Module) -> None:
-        for name, part in module.named_modules(prefix=prefix):
-            plain = part.unpacked() if isinstance(part, PackedLinear) else part
+        for name, child in module.named_modules(prefix=prefix):
+            plain = child.unpacked() if isinstance(child, PackedLinear) else child
             found.update({f"{name}.{key}": weight for key, weight in plain.named_parameters(recurse=False)})
 
     for name, module in decoder.named_children():

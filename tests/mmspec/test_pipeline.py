@@ -246,7 +246,7 @@ def test_chat_messages(tmp_path):
         ({"prompt": ""}, "^the prompt must not be empty$"),
         ({"prompt": []}, "^the prompt must not be empty$"),
         ({"prompt": [{"role": "user", "content": "hi"}]}, "chat messages need a chat template: the tokenizer has none"),
-        ({"nodes": -1}, "num_draft_tokens must be None or a whole number >= 0: got -1"),
+        ({"nodes": -1}, "num_draft_tokens must be >= 0: got -1"),
         ({"images": ["a.png"]}, "the model reads text only: images or videos were given"),
         ({"frames": 3}, "unknown option for this model: got frames$"),
         ({"tempreature": 3}, "unknown option for this model: got tempreature; did you mean temperature"),

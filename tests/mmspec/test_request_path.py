@@ -22,7 +22,7 @@ from tests.tiny import byte_model, byte_tokenizer
 FILES = 46  # two of them where an earlier test has loaded the C++ kernels
 CHECKS = 53
 
-CHECKING = {"checks.py", "engine/request.py", "sampling/params.py", "sampling/syntax.py"}
+CHECKING = {"validation.py", "engine/request.py", "sampling/params.py", "sampling/syntax.py"}
 """Files whose functions check values of requests."""
 
 ROOT = Path(mmspec.__file__).parent

@@ -66,6 +66,7 @@ from mmspec.drafters.layouts.tensors import (
 from mmspec.drafters.shape import LayerShape, RotaryShape
 from mmspec.errors import UserError
 from mmspec.files import atomic, read_json, write_text
+from mmspec.validation import read as read_options
 
 Published = tuple[Any, dict[str, Tensor], Tensor | None, dict[str, Any]]
 """Result of reading a published drafter: network configuration, tensors in their original dtype, draft vocabulary, (n,)
@@ -193,7 +194,7 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], drafter: A
     source.check_all_read(row.title)
     known = kind.__dataclass_fields__
     settings = {name: value for name, value in found.network.items() if name in known and value is not None}
-    ours: Any = kind.read(settings, f"{where}/config.json")
+    ours: Any = read_options(kind, settings, f"{where}/config.json")
     shape: LayerShape = getattr(ours, "layer", ours)
     if isinstance(shape, RotaryShape):
         rotary_of(shape)  # raises

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from mmspec.checks import FLAG, choice, whole
+from annotated_types import Ge
+from pydantic import NonNegativeInt
+
 from mmspec.drafters.layouts.fields import Reading, Source, Writing, written_layer, written_speculators
 from mmspec.drafters.layouts.tensors import EMBEDDING, layer_names
 from mmspec.errors import UserError
@@ -44,21 +46,21 @@ def read_dflash(source: Source) -> Reading:
     is_dspark, is_dflash2 = nested and source.named("dspark"), nested and source.named("dflash2")
     shape, layers = source.layer(), source.count("num_hidden_layers")
     source.refuse("attention_bias", "mlp_bias", "fc_layernorm", "use_swa", "shift_label")
-    source.get("attention_mode", rule=choice("gqa"), default="gqa")
-    source.get("projector_type", rule=choice("dflash", "dspark"), default="dflash")
+    source.get("attention_mode", kind=Literal["gqa"], default="gqa")
+    source.get("projector_type", kind=Literal["dflash", "dspark"], default="dflash")
     source.ignore("num_jacobi_passes", "markov_head_type")  # the first is for chains
     vocab = source.vocabulary()
     sliding, has_head = _sliding(source, layers), "lm_head.weight" in source.tensors
     own = source.vocabulary("draft_vocab_size", default=source.rows("lm_head.weight") or None)
     head = (own or 0) * has_head
-    rank = source.get("markov_rank", "xpress_rank", rule=whole(0), default=256 * (is_dspark or is_xpress))
+    rank = source.get("markov_rank", "xpress_rank", kind=NonNegativeInt, default=256 * (is_dspark or is_xpress))
     ids, inputs = ("target_layer_ids", "dflash_config.target_layer_ids"), "aux_hidden_state_layer_ids"
     network = {
         **shape,
         "layers": layers,
         "rope": source.rope(),
         "block_size": source.count("block_size"),
-        "mask_token_id": source.get("mask_token_id", "dflash_config.mask_token_id", rule=whole(0)),
+        "mask_token_id": source.get("mask_token_id", "dflash_config.mask_token_id", kind=NonNegativeInt),
         "target_layer_ids": source.layer_ids(ids[0], inputs, ids[1], shifted=(inputs,), by=-1),
         "sliding": sliding,
         "window": source.count("sliding_window") if sliding else None,
@@ -76,14 +78,14 @@ def read_dflash(source: Source) -> Reading:
         ("selector_rank", 0, 256 * is_dflash2),
         ("selector_top_k", 1, 16),
     ):
-        network[name] = source.get(name, f"dflash_config.{name}", rule=whole(least), default=default)
+        network[name] = source.get(name, f"dflash_config.{name}", kind=Annotated[int, Ge(least)], default=default)
     if head or rank or network["selector_rank"]:
         vocab = source.count("vocab_size")
     if network["selector_rank"]:
         network["selector_tokens"] = vocab
     if rank:
-        kinds = choice("vanilla", "gated", "rnn")
-        kind = "xpress" if is_xpress else source.get("markov_head_type", rule=kinds, default="vanilla")
+        kinds = Literal["vanilla", "gated", "rnn"]
+        kind = "xpress" if is_xpress else source.get("markov_head_type", kind=kinds, default="vanilla")
         network |= {"markov_type": kind, "markov_inputs": vocab, "markov_outputs": head or vocab}
     return Reading(network, NAMES, vocab, head, prefixes=_ENCODER)
 
@@ -101,7 +103,7 @@ def _sliding(source: Source, layers: int) -> list[int]:
 def _causal(source: Source, layers: int, sliding: list[int]) -> list[int]:
     """Layers that are causal inside a block: all, none, or sliding-window layers. The default follows the training code
     (vllm-project/speculators, z-lab/dflash, deepseek-ai/DeepSpec, transformers)."""
-    causal = source.get("causal_head", "causal", "is_causal", rule=FLAG, default=None)
+    causal = source.get("causal_head", "causal", "is_causal", kind=bool, default=None)
     plain = "dflash2" if "speculators_model_type" in source.config else "dspark"
     non_causal = source.named(plain) or source.named("museglimmer")
     non_causal = source.flag("sliding_window_non_causal", default=non_causal)

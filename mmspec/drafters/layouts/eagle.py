@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from mmspec.checks import whole
 from mmspec.drafters.layouts.fields import REQUIRED, Reading, Source, Writing, written_layer
 from mmspec.drafters.layouts.tensors import EMBEDDING, layer_names
 from mmspec.errors import UserError
@@ -66,7 +65,7 @@ def read_vispec(source: Source) -> Reading:
 
 
 def read_kangaroo(source: Source) -> Reading:
-    source.get("num_hidden_layers", rule=whole(1, 1), default=1)
+    source.get("num_hidden_layers", kind=Literal[1], default=1)
     return Reading({**source.layer(), "mlp": 0}, layer_names("layers.#.", "layers.0."), source.vocabulary())
 
 

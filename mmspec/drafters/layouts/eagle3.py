@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmspec.checks import whole
+from pydantic import NonNegativeInt, PositiveInt
+
 from mmspec.drafters.layouts.fields import Reading, Source, Writing, written_layer, written_speculators
 from mmspec.drafters.layouts.tensors import EMBEDDING, layer_names
 from mmspec.errors import UserError
@@ -40,7 +41,7 @@ def read_eagle3(source: Source) -> Reading:
         "head": draft * (is_eagle4 or has_head),
         "embedding": vocab * (EMBEDDING in source.tensors),
         **{name: bool(source.get(name, f"eagle_config.{name}", default=False)) for name in SWITCHES},
-        "mask_token_id": source.get(*masks, rule=whole(0)) if is_parallel else None,
+        "mask_token_id": source.get(*masks, kind=NonNegativeInt) if is_parallel else None,
         "window": _window(source, layers, is_eagle4),
     }
     if is_eagle4:
@@ -58,13 +59,13 @@ def _window(source: Source, layers: int, is_eagle4: bool) -> int:
     sliding = {kind == _SLIDING for kind in kinds}
     if len(sliding) > 1:
         raise UserError(f"{source.where}/config.json: layer_types must be all {_SLIDING} or none: got {kinds}")
-    return source.check("sliding_window", whole(1), window) if sliding == {True} else 0
+    return source.check("sliding_window", PositiveInt, window) if sliding == {True} else 0
 
 
 def _candidates(source: Source, draft: int) -> int:
     given = source.config.get("candidate_head")
     number = (given if isinstance(given, dict) else source.config).get("num_candidates", _RETRIEVED)
-    return min(source.check("num_candidates", whole(1), number), draft)
+    return min(source.check("num_candidates", PositiveInt, number), draft)
 
 
 def write_speculators(network: Any, target: Any, tokens: int) -> Writing:

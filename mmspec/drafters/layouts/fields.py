@@ -5,24 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 from transformers import GenerationConfig
 
-from mmspec.checks import FLAG, POSITIVE, Rule, choice, settable, whole
 from mmspec.drafters.layouts.tensors import Names, rows_of
 from mmspec.errors import UserError
+from mmspec.validation import check, condition
 
 REQUIRED = object()
 """Marks a field without a default."""
 
-_ANY = Rule("anything", lambda value: True)
-_UNSET = Rule("unset or false", lambda value: not value)
-_LAYER_IDS = Rule(
-    "a list of layers",
-    lambda value: isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in value),
-)
+_UNSET = Annotated[Any, condition("unset or false", lambda value: not value)]
 _ROPES = ("rope_parameters", "rope_scaling", "rope_theta")
 _LAYER = {
     "hidden_size": "hidden_size",
@@ -102,25 +99,25 @@ class Source:
                 return name, value
         return names[0], None
 
-    def get(self, *names: str, rule: Rule = _ANY, default: Any = REQUIRED) -> Any:
+    def get(self, *names: str, kind: Any = Any, default: Any = REQUIRED) -> Any:
         """Validated value of the first of these fields that is set, otherwise the default."""
         name, value = self.first(*names)
-        return default if value is None and default is not REQUIRED else self.check(name, rule, value)
+        return default if value is None and default is not REQUIRED else self.check(name, kind, value)
 
     def count(self, *names: str, default: Any = REQUIRED) -> Any:
         """A field with a positive whole number."""
-        return self.get(*names, rule=whole(1), default=default)
+        return self.get(*names, kind=PositiveInt, default=default)
 
     def vocabulary(self, name: str = "vocab_size", default: Any = None) -> int | None:
-        return self.get(name, rule=settable(whole(1, 2**24)), default=default)
+        return self.get(name, kind=Annotated[int, Interval(ge=1, le=2**24)], default=default)
 
     def flag(self, *names: str, default: bool) -> bool:
-        return self.get(*names, rule=FLAG, default=default)
+        return self.get(*names, kind=bool, default=default)
 
     def refuse(self, *names: str) -> None:
         """Require that fields are unset or false."""
         for name in names:
-            self.get(name, rule=_UNSET, default=None)
+            self.get(name, kind=_UNSET, default=None)
 
     def ignore(self, *names: str) -> None:
         """Mark fields as read."""
@@ -131,13 +128,13 @@ class Source:
 
     def layer_ids(self, *names: str, default: Any = REQUIRED, shifted: Collection[str], by: int) -> list[int]:
         """A list of layers; those under ``shifted`` names are shifted by ``by``."""
-        name, found = self.first(*names)[0], self.get(*names, rule=_LAYER_IDS, default=default)
+        name, found = self.first(*names)[0], self.get(*names, kind=list[int], default=default)
         return [layer + by for layer in found] if name in shifted else found
 
     def layer(self) -> dict[str, Any]:
         """Fields of a ``LayerShape``."""
         width, heads = self.count("hidden_size"), self.count("num_attention_heads")
-        self.get("hidden_act", rule=choice("silu"), default="silu")
+        self.get("hidden_act", kind=Literal["silu"], default="silu")
         self.halves = self.flag("rope_is_neox_style", "is_neox_style", default=True)
         return {
             "hidden_size": width,
@@ -145,7 +142,7 @@ class Source:
             "kv_heads": self.count("num_key_value_heads", default=heads),
             "head_dim": self.get("head_dim", default=width // heads),
             "mlp": self.count("intermediate_size"),
-            "norm_eps": self.get("rms_norm_eps", rule=POSITIVE, default=None),
+            "norm_eps": self.get("rms_norm_eps", kind=PositiveFloat, default=None),
         }
 
     def rope(self) -> dict[str, Any]:
@@ -161,13 +158,13 @@ class Source:
             rope.get("rope_theta"),
             1e6 if config.get("model_type") == "qwen2_vl" else 1e4,
         )
-        theta = self.check("rope_theta", POSITIVE, next(theta for theta in given if theta is not None))
+        theta = self.check("rope_theta", PositiveFloat, next(theta for theta in given if theta is not None))
         if kind not in ("default", "mrope") and config.get("max_position_embeddings"):
             rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
         return {**rope, "rope_type": "default" if kind == "mrope" else kind, "rope_theta": theta}
 
-    def check(self, name: str, rule: Rule, value: Any) -> Any:
-        return rule.check(f"{self.where}/config.json: {name}", value)
+    def check(self, name: str, kind: Any, value: Any) -> Any:
+        return check(f"{self.where}/config.json: {name}", kind, value)
 
     def check_all_read(self, title: str) -> None:
         """Check that no ignored field may affect outputs; values 0, 1, false and empty are accepted.

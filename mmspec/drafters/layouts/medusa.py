@@ -6,18 +6,18 @@ import re
 from dataclasses import asdict
 from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
 from torch import Tensor
 
-from mmspec.checks import choice, whole, within
 from mmspec.drafters.checkpoint import take_draft_ids
 from mmspec.drafters.layouts.fields import Reading, Source, Writing
 from mmspec.drafters.layouts.tensors import Names, layer_names, published_names, rows_of
 from mmspec.drafters.shape import RotaryShape
 from mmspec.errors import UserError
 
-_FEW = whole(1, 64)
+_FEW = Annotated[int, Interval(ge=1, le=64)]
 _SIZES = ("hidden_size", "truncated_vocab_size", "max_paths", "topk", "num_lookahead_tokens")  # in the tensors
 _PREFIX = "prefix_embeding_layer"  # sic
 COPIES = ("input_embed_fn.weight", f"{_PREFIX}.embed_tokens.weight")
@@ -51,12 +51,12 @@ def read_hydra(source: Source) -> Reading:
 def _read_heads(source: Source, names: Names) -> Reading:
     source.tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in source.tensors.items()}
     vocab, draft_ids = _take_token_map(source)
-    heads = max(source.get("num_heads", rule=_FEW, default=1), _head_count(source, names))
-    layers = max(source.get(name, rule=_FEW, default=1) for name in ("num_layers", "num_hidden_layers"))
+    heads = max(source.get("num_heads", kind=_FEW, default=1), _head_count(source, names))
+    layers = max(source.get(name, kind=_FEW, default=1) for name in ("num_layers", "num_hidden_layers"))
     has_fc_bias, shares_head = (source.flag(name, default=False) for name in ("fc_bias", "original_lm_head"))
-    source.get("logit_scale", rule=within(1, 1), default=1.0)
-    source.get("head_arch", rule=choice("mlp", "prefix-mlp"), default="mlp")
-    source.get("hidden_state_offset", rule=whole(0, 0), default=0)
+    source.get("logit_scale", kind=Annotated[float, Interval(ge=1, le=1)], default=1.0)
+    source.get("head_arch", kind=Literal["mlp", "prefix-mlp"], default="mlp")
+    source.get("hidden_state_offset", kind=Literal[0], default=0)
     source.ignore(*_SIZES)
 
     def rows(parameter: str) -> int:

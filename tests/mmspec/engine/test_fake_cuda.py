@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmspec import SamplingParams, TokenTree, accept_path, ops, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.engine import speculation
 from mmspec.engine.stopping import Stopper
@@ -14,7 +14,7 @@ from mmspec.ops import graphs
 from mmspec.ops.graphs import Graphed
 from mmspec.sampling import defaults
 from mmspec.sampling.batch_sampler import BatchSampler
-from mmspec.sampling.sampler import Sampled, Sampler
+from mmspec.sampling.sampler import Sampler, SamplingState
 from tests import matrix
 from tests.decoding import SteppedEngine, decode
 from tests.tiny import byte_tokenizer, shared_model
@@ -50,7 +50,7 @@ def test_an_answer(name, kind, batch, params, monkeypatch):
             drafter.attach(target)
         inputs = {name: on_fake_cuda(value) for name, value in inputs.items() if name != "attention_mask"}
         ids = inputs.pop("input_ids")
-        running = decode(target, drafter, Prompt(ids, None, inputs), sampler, Stopper(12, criteria=[]), Budget(5, 3))
+        running = decode(target, drafter, Prompt(ids, None, inputs), sampler, Stopper(12, criteria=[]), StepPlan(5, 3))
         next(running)
         for _ in range(6):
             device.reads.clear()
@@ -70,7 +70,7 @@ def test_answers_with_and_without_drafts(name, kind, monkeypatch):
         to_cuda(model)
         target = plugins.target_class(model.config)(model)
         drafter.attach(target)
-        engine = SteppedEngine(target, drafter, lambda batch, nodes: Budget(5, 3))
+        engine = SteppedEngine(target, drafter, StepPlan(5, 3))
         prompt = Prompt(on_fake_cuda(text_inputs(3)["input_ids"]))
         rows = engine.add(prompt, Sampler(), Stopper(12))
         rows[1].drafts = False
@@ -93,11 +93,11 @@ def test_an_answer_after_the_warm_up(name, kind, monkeypatch):
         to_cuda(model)
         target = plugins.target_class(model.config)(model)
         drafter.attach(target)
-        speculation.warm_up(target, drafter, 1, 64, [Budget(7)])
+        speculation.warm_up(target, drafter, 1, 64, [StepPlan(7)])
         captured = device.captured
         assert captured
         prompt = Prompt(on_fake_cuda(text_inputs(1)["input_ids"]))
-        running = decode(target, drafter, prompt, Sampler(), Stopper(12, criteria=[]), Budget(7))
+        running = decode(target, drafter, prompt, Sampler(), Stopper(12, criteria=[]), StepPlan(7))
         for _ in range(6):
             next(running)
         assert device.captured == captured
@@ -128,8 +128,8 @@ def test_tokens_are_drawn_at_few_nodes_without_the_host(batch, nodes, vocab, top
         logits, probs = (torch.zeros(batch, nodes, vocab, device="cuda") for _ in range(2))
         tree = TokenTree(tokens, parents, draft_probs=probs if drawn else None, check=False)
         tree.max_depth = 5
-        sequences = [Sampled([5], sampler, generator=torch.Generator()) for _ in range(batch)]
-        verdict = accept_path(tree, BatchSampler().choose(sequences, tree, logits))
+        sequences = [SamplingState([5], sampler, generator=torch.Generator()) for _ in range(batch)]
+        verdict = accept_path(tree, BatchSampler().choose(sequences, tree, logits).tokens)
         assert verdict.packed.shape == (batch, 14)
         assert (sum(warped), device.reads, device.copies) == (rows, {}, 0)
 
@@ -143,10 +143,11 @@ def test_grammar_masks_are_copied_from_pinned_memory(aligned, monkeypatch):
     history = byte_tokenizer()("Say it: ").input_ids
     with fake_cuda(monkeypatch, strict=False) as device:
         sampler = Sampler(constraint=grammar, do_sample=aligned, aligned=aligned)
-        sequences = [Sampled(list(history), sampler, generator=torch.Generator()) for _ in range(3)]
+        sequences = [SamplingState(list(history), sampler, generator=torch.Generator()) for _ in range(3)]
         tree = TokenTree.root(torch.zeros(3, dtype=torch.long, device="cuda"))
-        assert BatchSampler().choose(sequences, tree, torch.zeros(3, 1, 259, device="cuda")).shape == (3, 1)
-        assert not any(row.failures for row in sequences)
+        choices = BatchSampler().choose(sequences, tree, torch.zeros(3, 1, 259, device="cuda"))
+        assert choices.tokens.shape == (3, 1)
+        assert not any(choices.failures)
         assert device.copies == 0
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspec import TokenTree, accept_path, plugins
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs
 from mmspec.ops.graphs import Graphed
@@ -19,7 +19,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 from tests import matrix
 from tests.decoding import decode
 from tests.device import Replayed, record_captures
-from tests.targets import prompt_of
+from tests.targets import prefilled, prompt_of
 from tests.tiny import shared_model
 from tests.tiny.models import text_inputs, vision_inputs
 
@@ -266,7 +266,7 @@ def test_drafters_in_turn_find_their_graphs(monkeypatch):
         for drafter in drafters:
             for _ in range(3):
                 prompt = prompt_of(vision_inputs("llava", 1))
-                for _ in decode(target, drafter, prompt, Sampler(), Stopper(12), Budget(12, 4)):
+                for _ in decode(target, drafter, prompt, Sampler(), Stopper(12), StepPlan(12, 4)):
                     pass
             captured.append(target.runner.captured[0])
     assert captured[0] < captured[1] == captured[2] == captured[3]
@@ -283,13 +283,13 @@ def test_a_new_prompt_may_keep_longer_paths(batch):
     for seed, tree in enumerate((star, star, chain)):
         prompt = prompt_of(text_inputs(batch, 9, seed=seed))
         for side in (target, fresh) if tree is chain else (target,):
-            side.select([])
-            side.prefill(prompt, 60)
+            side.keep([])
+            prefilled(side, prompt, 60)
             for _ in range(4):
-                side.forward_tree(tree)
+                side.verify(tree)
                 side.commit(accept_path(tree, tokens.roll(-1, 1)))
     root = TokenTree.root(tokens[:, 0])
-    torch.testing.assert_close(target.forward_tree(root).logits, fresh.forward_tree(root).logits)
+    torch.testing.assert_close(target.verify(root).logits, fresh.verify(root).logits)
 
 
 def test_numbers_of_the_host_are_found_out(monkeypatch):

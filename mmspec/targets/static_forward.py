@@ -18,7 +18,8 @@ from mmspec import ops
 from mmspec.cache.buffers import SlotBounds
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.targets.attention import TreePass
-from mmspec.targets.layer_structure import (
+from mmspec.targets.masks import window_of
+from mmspec.targets.recognise import (
     HEAD_NORMS,
     PROJECTIONS,
     Rotation,
@@ -30,7 +31,6 @@ from mmspec.targets.layer_structure import (
     reproducible,
     rotation_of,
 )
-from mmspec.targets.masks import window_of
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -257,7 +257,7 @@ def _norm(norm: Any) -> FusedNorm:
 
 
 def _fused(layer: Any) -> FusedLayer:
-    """Convert a layer with the structure checked in ``layer_structure``."""
+    """Convert a layer with the structure checked in ``recognise``."""
     attention, mlp = layer.self_attn, layer.mlp
     heads = dict(zip(("query", "key"), HEAD_NORMS, strict=True)) if hasattr(attention, HEAD_NORMS[0]) else {}
     norms = {**norms_of(layer), **{name: getattr(attention, module) for name, module in heads.items()}}
