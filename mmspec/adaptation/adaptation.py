@@ -325,7 +325,7 @@ class TableAdaptation:
     """Loads and saves the table of a drafter.
 
     Args:
-        drafter: drafter whose table is replaced by the stored table, if any exists.
+        drafter: drafter whose table is replaced by the newest stored table.
 
     Raises:
         UserError: the stored table is damaged or belongs to another target.

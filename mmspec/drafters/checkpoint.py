@@ -187,7 +187,7 @@ def check_verifier(verifier: Mapping[str, Any], target: Any) -> None:
 
 
 def check_same_target(known: Mapping[str, Any], received: Mapping[str, Any]) -> None:
-    """Check that known properties of a drafter's target, see ``Verifier``, are those of another target.
+    """Check that another target has the known properties of a drafter's target, see ``Verifier``.
 
     Raises:
         UserError: a size differs, or no class is in both lists of ``architectures``.

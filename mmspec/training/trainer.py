@@ -222,7 +222,7 @@ class _LossModule(nn.Module):
 
     def forward(self, batch: Any, generator: torch.Generator, progress: float) -> tuple[Tensor, dict[str, float]]:
         output = self._loss(self.network, batch, generator, progress)
-        # DistributedDataParallel needs gradients of all parameters, even unused ones.
+        # DistributedDataParallel needs gradients of all parameters, unused parameters included.
         unused = 0.0 * sum(parameter.sum() for parameter in self.network.parameters() if parameter.requires_grad)
         return output.total + unused, output.metrics
 

@@ -23,7 +23,7 @@ _TENSORS = {EMBEDDING, *_HARMLESS, "fc.weight", "fc.bias", *(f"{name}.bias" for 
 
 
 def is_eagle(names: set[str]) -> bool:
-    """Whether tensors are those of an EAGLE-1/2 or MSD drafter."""
+    """Whether an EAGLE-1/2 or MSD drafter has these tensors."""
     own = names - {EMBEDDING, *_HARMLESS}
     return "fc.weight" in names or (bool(own) and names <= _TENSORS)
 
@@ -75,5 +75,5 @@ def write_eagle(network: Any, target: Any, tokens: int) -> Writing:
     own = [name for name in (*further, "visual_states", "latents", "hide_visual") if getattr(network, name, False)]
     if own := [*own, *(["slots"] if network.slots > 1 else [])]:
         raise UserError(f"format eagle requires a layer of EAGLE-1: the drafter has {', '.join(own)}")
-    own = {"architectures": ["LlamaForCausalLM"], "rope_theta": network.rope_theta}
-    return Writing(written_layer(network, target, "llama") | own, _NAMES)
+    config = written_layer(network, target, "llama") | {"rope_theta": network.rope_theta}
+    return Writing({"architectures": ["LlamaForCausalLM"], **config}, _NAMES)

@@ -201,14 +201,14 @@ class Source:
 
 @dataclass
 class Reading:
-    """What a layout reads from a checkpoint.
+    """Content of a checkpoint, read by its layout.
 
     Attributes:
         network: fields of the network's configuration; None is the field's default.
         vocab: vocabulary of the target, if known.
         draft: rows of ``d2t``; 0 for layouts without this tensor.
         draft_ids: target token of each draft token, (n,) int64, of layouts without ``d2t``.
-        prefixes: replacement tensor prefixes, used if any tensor of the checkpoint has them.
+        prefixes: replacement tensor prefixes, for checkpoints with such tensors.
         copies: unused copies of the target's tensors, besides the layout's; ``required`` copies must be present.
     """
 

@@ -69,14 +69,14 @@ def saved(out: Path) -> dict[str, Tensor]:
 
 
 def assert_same(out: Path, other: Path, atol: float = 1e-6, rtol: float = 0.0) -> None:
-    """The weights of two runs, those that the first one has."""
+    """Weights of two runs, by the first run's names."""
     theirs = saved(other)
     for name, value in saved(out).items():
         torch.testing.assert_close(theirs[name], value, atol=atol, rtol=rtol)
 
 
 def easy(folder: Path, kind: Any, scale: float) -> str:
-    """Make a random target's next token depend mostly on the last one: easy to learn."""
+    """Make a random target's next token depend mostly on the last token: easy to learn."""
     target = kind.from_pretrained(folder)
     for layer in target.get_decoder().layers:
         layer.self_attn.o_proj.weight.data *= 0.05
@@ -189,7 +189,7 @@ LEARNING = [  # command, options, fields of the saved drafter or of its network'
     ("kangaroo", f"--exit-layer 1 --total-tokens 12 {NARROW}", "name=kangaroo exit_layer=1", "right_1"),
 ]
 LOSS = {"mamba": 0.6, "msd": 0.7, "medusa": 0.95, "kangaroo": 0.95}
-"""The loss after training is below this share of the first one."""
+"""The loss after training is below this share of the first loss."""
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def test_a_draft_model_starts_as_the_targets_first_layers(
 
 
 def test_a_target_with_images_has_a_draft_model_of_text(tmp_path: Path) -> None:
-    """Its layers are those of the language model inside."""
+    """The decoder's layers belong to the language model inside."""
     pipe = mmspec.load(str(save_llava(tmp_path)), None)
     ids = torch.randint(4, 300, (1, 9))
     with torch.no_grad():
@@ -618,7 +618,7 @@ def _launched(options: list[str], *launcher: str) -> subprocess.Popen:
 def test_processes_launched_by_accelerate_and_killed(model: str, answered: Callable[..., Path], tmp_path: Path) -> None:
     shared = ["--target", model, "--text", str(answered(model)), "--prompts", "0"]
     shared += ["--data", str(answered(model, True))]
-    # One pass without noise: what a step computes is then the same however its examples are spread.
+    # One pass without noise: a step's result does not depend on the distribution of its examples.
     shared += ["--steps", "40", "--batch", "5", "--passes", "1", "--noise", "0", "--checkpoint-minutes", "0"]
     for out in ("alone", "killed"):
         process = _launched([*shared, "--out", str(tmp_path / out)])

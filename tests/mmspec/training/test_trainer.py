@@ -192,7 +192,7 @@ def test_stopped_and_killed_runs_equal_an_uninterrupted_one_when_resumed(tmp_pat
     with pytest.raises(KilledError):
         killed.train(stop=kill)
     resumed = trainer(tmp_path / "parts", steps=16)
-    assert resumed.step == 7  # what the killed run did after its last checkpoint is done again
+    assert resumed.step == 7  # steps after the killed run's last checkpoint are repeated
     resumed.train()
     for name, value in weights(whole).items():
         assert torch.equal(value, weights(resumed)[name]), name
@@ -288,7 +288,7 @@ def test_minutes_end_a_run_that_was_resumed(tmp_path: Path, clock: list[float]) 
 
 @pytest.mark.usefixtures("clock")
 def test_checkpoints_and_reports_at_their_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """12 steps of 10 s; a step's time counts from the next one on."""
+    """12 steps of 10 s; a step's time counts from the next step on."""
     events: list[tuple[str, int]] = []
 
     def told(name: str) -> Callable[[Trainer], None]:
@@ -359,7 +359,7 @@ def _process(rank: int, port: int, folder: Path, stop_at: int | None) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
     torch.set_num_threads(1)
-    AcceleratorState._reset_state(reset_partial_state=True)  # what the parent process knew
+    AcceleratorState._reset_state(reset_partial_state=True)  # from the parent process
     run = trainer(folder, steps=8, batch=5)
     assert run.accelerator.num_processes == 2
     # One process alone is asked to stop; both must.
