@@ -45,7 +45,7 @@ DEPTH = 16
 """Tokens by which suffixes are sorted: the longest context that a lookup can match."""
 
 CONFIG, TOKENS, SUFFIXES = "config.json", "tokens", "suffixes"
-FORMAT = "mmspec datastore 1"
+FORMAT: Literal["mmspec datastore 1"] = "mmspec datastore 1"
 _IN_MEMORY = 1 << 14  # cached suffixes and blocks of positions: 10 MiB
 _BLOCK = 64
 
@@ -190,7 +190,7 @@ def build_store(texts: Iterable[Sequence[int]], vocab_size: int, model: str, fol
 
 
 def _write(texts: Iterable[Sequence[int]], vocab_size: int, model: str, folder: Path) -> StoreConfig:
-    width = 2 if vocab_size < 1 << 16 else 4
+    width: Literal[2, 4] = 2 if vocab_size < 1 << 16 else 4
     tokens = 0
     _log.info("encoding the texts")
     with (folder / TOKENS).open("wb") as out:
@@ -199,7 +199,7 @@ def _write(texts: Iterable[Sequence[int]], vocab_size: int, model: str, folder: 
             tokens += len(text)
     if tokens == DEPTH:
         raise UserError("a datastore needs texts: got none")
-    place = 4 if tokens < 1 << 32 else 8
+    place: Literal[4, 8] = 4 if tokens < 1 << 32 else 8
     mapped = np.memmap(folder / TOKENS, dtype=f">u{width}", mode="r")
     _log.info("sorting the suffixes of %d tokens", tokens)
     with (folder / SUFFIXES).open("wb") as out:

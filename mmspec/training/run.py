@@ -29,6 +29,7 @@ from mmspec.training.features import Extractor
 from mmspec.training.options import RunOptions, TrainingPlan, TreeOptions
 from mmspec.training.tasks import DrafterTask, ExtractFeatures, TrainingTask
 from mmspec.training.trainer import CHECKPOINT, DRAFTER, Trainer, train_with_progress
+from mmspec.validation import part
 
 Options = TypeVar("Options", bound=RunOptions)
 _log = logging.getLogger("mmspec.load")
@@ -96,10 +97,10 @@ def _accelerator(options: RunOptions) -> Accelerator:
 
 def _plan(options: RunOptions, examples: int) -> TrainingPlan:
     """The training plan; epochs are converted to steps."""
-    lengths = options.part(("steps", "minutes", "epochs"))
+    lengths = part(options, ("steps", "minutes", "epochs"))
     if len(lengths) > 1:
         raise UserError(f"give one of steps, minutes and epochs: received {lengths}")
-    chosen = options.part(TrainingPlan.__dataclass_fields__)
+    chosen = part(options, TrainingPlan.__dataclass_fields__)
     if "steps" not in lengths and "minutes" not in lengths:
         chosen["steps"] = math.ceil(lengths.get("epochs", 1.0) * examples / options.batch)
     return TrainingPlan(**chosen)
