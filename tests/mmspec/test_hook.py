@@ -248,7 +248,7 @@ class ScoreSum(StoppingCriteria):
 
 @pytest.mark.parametrize(("batch", "returned"), [(1, True), (3, True), (3, False)])
 def test_criteria_get_the_scores_that_generate_passes(batch, returned):
-    """With ``output_scores`` and ``return_dict_in_generate``, else None; all tokens, with the scores of the last token."""
+    """With ``output_scores`` and ``return_dict_in_generate``, else None; all tokens, with scores of the last token."""
     model, inputs = shared_model("llama"), text_inputs(batch, 9)
     options = {**GREEDY, "eos_token_id": None, "repetition_penalty": 1.3, "max_new_tokens": 16, "output_scores": True}
     options["return_dict_in_generate"] = returned

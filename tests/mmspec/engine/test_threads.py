@@ -340,7 +340,7 @@ def test_a_drafter_that_one_target_refuses_is_free_for_others(alone):
 
 
 def test_a_drafter_follows_the_pipeline_that_uses_it():
-    """A second pipeline attaches the drafter to its own target; requests of the first pipeline must not draft for that."""
+    """Two pipelines attach one drafter to their own targets; each drafts for its own target only."""
 
     class Loyal(Ngram):
         def attach(self, target):
