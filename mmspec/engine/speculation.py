@@ -24,7 +24,8 @@ from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import AHEAD, CapturedDrafter
 from mmspec.engine.policy import STEADY_PLANS, AdaptivePolicy, DraftPolicy
 from mmspec.errors import UserError
-from mmspec.ops import graphs, kernels
+from mmspec.ops import cpu_library, graphs, kernels
+from mmspec.targets.packing import weights_kind
 from mmspec.targets.runner import node_bucket
 from mmspec.targets.transformers_target import RESERVED_NODES, TransformersTarget, sharded
 
@@ -55,7 +56,10 @@ class Speculation:
         self.guard = None if self.drafter is None else Guard(self.drafter)
         self._static_shapes = kernels.static_shapes(target.device)
         fixed = drafter is None or sharded(target)
-        self.adaptive = adaptive or (DraftPolicy if fixed else AdaptivePolicy)(static_shapes=self._static_shapes)
+        if adaptive is None:
+            static = self._static_shapes
+            adaptive = DraftPolicy(static_shapes=static) if fixed else AdaptivePolicy(static, None, free_tokens(target))
+        self.adaptive = adaptive
         self._fixed: dict[int, DraftPolicy] = {}  # by draft tokens per step
         self._parts = [member.key for member in members(self.drafter)]
         self.acquire()
@@ -123,6 +127,15 @@ class Speculation:
             warnings.warn(f"CUDA graphs could not be captured beforehand: {error}", RuntimeWarning, stacklevel=2)
         finally:
             self.release()
+
+
+def free_tokens(target: Target) -> float:
+    """Prior of ``StepTimeModel``: tokens whose products take as long as reading the weights, by the kernels' rates."""
+    if target.device.type != "cpu":
+        return 128.0
+    if not isinstance(target, TransformersTarget) or weights_kind(target.model) is None:
+        return 16.0  # overhead of Python, and torch's kernels
+    return {"AVX-512 VNNI": 5.0, "AVX-VNNI": 2.4}.get(cpu_library.functions().instructions().decode(), 2.0)
 
 
 # ---------------------------------------------------------------------- warm-up
