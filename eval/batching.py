@@ -21,7 +21,6 @@ from typing import Any
 import click
 
 import mmspec
-from mmspec.core.drafter import fork
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.eval.harness.output import SIZES, Column, benchmark, make_table, wide_console
@@ -94,7 +93,7 @@ def _methods(pipe: mmspec.Pipeline, drafters: str, sizes: Sequence[int], nodes: 
     for size in sizes:
         target = pipe.target.fork()
         for method in [Method(PLAIN), *drafter_methods(loaded, nodes, target)]:
-            own = {"drafter": fork(method.drafter, target), "target": target, "max_num_seqs": size}
+            own = {"drafter": method.drafter and method.drafter.fork(target), "target": target, "max_num_seqs": size}
             methods[size, method.name] = replace(method, name=f"{method.name}, batch {size}", **own)
     return methods
 

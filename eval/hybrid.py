@@ -18,8 +18,8 @@ from rich.table import Table
 from torch import Tensor
 
 import mmspec
-from mmspec.core.drafter import Drafter, fork
-from mmspec.core.target import TargetOutput
+from mmspec.core.drafter import Drafter
+from mmspec.core.target import Feature, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.eval.harness.drafters import parse_drafters
@@ -45,9 +45,9 @@ class UnrolledTarget(TransformersTarget):
         self._copy = torch.zeros(1, 1, dtype=torch.long)
 
     @torch.inference_mode()
-    def forward_tree(self, tree: TokenTree) -> TargetOutput:
+    def verify(self, tree: TokenTree, reads: Sequence[Feature] = (), width: int | None = None) -> TargetOutput:
         chains, self._copy = unroll(tree)
-        output = super().forward_tree(chains)
+        output = super().verify(chains, reads, width)
         features = {name: _gather_nodes(x, self._copy) for name, x in output.features.items()}
         return TargetOutput(_gather_nodes(output.logits, self._copy), features)
 
@@ -117,15 +117,15 @@ def methods_by_kind(
     unrolled_target = UnrolledTarget(target)
     chain = [Method(f"{label}, chain of {n}", as_chain(drafter, n, target), n) for n in chains]
     chain.append(Method(f"{label}, chain, adaptive", as_chain(drafter, max(chains), target), None))
-    tree = [Method(f"{label}, {n} nodes", fork(drafter, target), n) for n in nodes]
-    tree.append(Method(f"{label}, adaptive", fork(drafter, target), None))
-    paths = [Method(f"{label}, {n} nodes unrolled", fork(drafter, target), n, unrolled_target) for n in unrolled]
+    tree = [Method(f"{label}, {n} nodes", drafter.fork(target), n) for n in nodes]
+    tree.append(Method(f"{label}, adaptive", drafter.fork(target), None))
+    paths = [Method(f"{label}, {n} nodes unrolled", drafter.fork(target), n, unrolled_target) for n in unrolled]
     return {"chain": chain, "unrolled": paths, "tree": tree}
 
 
 def as_chain(drafter: Drafter, length: int, target: TransformersTarget) -> Drafter:
     """A copy of a drafter that drafts chains; see ``Drafter.draft_chains``."""
-    copied: Drafter = fork(drafter, target)
+    copied: Drafter = drafter.fork(target)
     copied.draft_chains(length)
     return copied
 

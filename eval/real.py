@@ -25,8 +25,7 @@ from torch import Tensor
 
 import mmspec
 from mmspec import plugins
-from mmspec.checks import choice, listed
-from mmspec.cli.options import Value
+from mmspec.cli.options import Listed
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.ngram import Ngram
@@ -67,7 +66,7 @@ def divergence(target: TransformersTarget, exact: Tensor, ids: Tensor) -> float:
 
 def start(target: TransformersTarget, prefix: int, max_new_tokens: int) -> None:
     """Prefill ``prefix`` tokens."""
-    target.prefill(Prompt(torch.arange(prefix)[None] + 1000), max_new_tokens=max_new_tokens)
+    list(target.prefill([Prompt(torch.arange(prefix)[None] + 1000)], [max_new_tokens]))
 
 
 def verify_pass(target: TransformersTarget, nodes: int) -> Callable[[], float]:
@@ -79,9 +78,9 @@ def verify_pass(target: TransformersTarget, nodes: int) -> Callable[[], float]:
 
     def run() -> float:
         for _ in range(_BEFORE):
-            target.forward_tree(tree)
+            target.verify(tree)
         start = clock()
-        target.forward_tree(tree).logits.max(-1).indices.tolist()
+        target.verify(tree).logits.max(-1).indices.tolist()
         return clock() - start
 
     return run
@@ -100,7 +99,7 @@ def prefill_alone(target: TransformersTarget, prefix: int) -> Callable[[], float
         begun = clock()
         start(target, prefix, max_new_tokens=1)
         seconds = clock() - begun
-        target.select([])
+        target.keep([])
         return seconds
 
     return run
@@ -155,7 +154,7 @@ def seconds_after(target: TransformersTarget, prefix: int) -> dict[str, float]:
     for name, nodes in (("one", 1), ("tree", TREE)):
         run = verify_pass(target, nodes)
         seconds[name] = min(run() for _ in range(_PASSES))
-    target.select([])
+    target.keep([])
     return seconds
 
 
@@ -177,7 +176,7 @@ PREFIX_COLUMNS: list[Column] = [
 @click.option("--nodes", type=SIZES, default="1,2,4,8,16", show_default=True)
 @click.option("--prefix", default=42, show_default=True, help="Tokens of the prompt.")
 @click.option("--prefixes", type=SIZES, help="Lengths of prompts after which one node, a tree and prefill are timed.")
-@click.option("--forms", type=Value(listed(choice(*PACKED))), default=",".join(PACKED), show_default=True)
+@click.option("--forms", type=Listed(click.Choice(tuple(PACKED))), default=",".join(PACKED), show_default=True)
 @click.option("--rounds", default=15, show_default=True)
 @click.option("--divergence", is_flag=True, help="Measure divergences from the float32 weights, which are loaded.")
 @llama_server_option
@@ -250,7 +249,7 @@ def measure(
         calls[_LLAMA, 1] = plain_step(server, prefix)
     times = interleaved(calls, rounds)
     for target in targets.values():
-        target.select([])
+        target.keep([])
     rows: list[dict[str, Any]] = []
     for (form, count), seconds in times.items():
         row = {"form": form, "nodes": count, "milliseconds": 1000 * median(seconds), "least": 1000 * min(seconds)}

@@ -19,8 +19,7 @@ import click
 import torch
 from torch import Tensor
 
-from mmspec.checks import choice, listed
-from mmspec.cli.options import Value
+from mmspec.cli.options import Listed
 from mmspec.eval.harness.output import SIZES, Column, benchmark, make_table, wide_console
 from mmspec.eval.harness.passes import processor
 from mmspec.eval.harness.timing import interleaved
@@ -109,7 +108,7 @@ _COLUMNS: list[Column] = [
 
 
 @benchmark
-@click.option("--formats", type=Value(listed(choice(*FORMATS))), default=",".join(FORMATS), show_default=True)
+@click.option("--formats", type=Listed(click.Choice(tuple(FORMATS))), default=",".join(FORMATS), show_default=True)
 @click.option("--rows", type=SIZES, default="1,2,4,8,16,64", show_default=True)
 @click.option("--mib", default=128, show_default=True, help="Size of the weights; caches should hold less.")
 @click.option("--rounds", default=9, show_default=True)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.checks import inherited
 from mmspec.core.target import Target
-from mmspec.drafters.shape import TREE
 from mmspec.pipeline import Pipeline
 from mmspec.ssm.drafters.mamba import Mamba, MambaConfig, MambaNetwork
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput
 from mmspec.training.options import TreeOptions
-from mmspec.training.tasks import DrafterSetup, DrafterTraining
+from mmspec.training.tasks import DrafterTraining, TrainingTask
+from mmspec.validation import inherited, options, part
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class MambaOptions(TreeOptions):
     """Options of ``mmspec train mamba``: run and network."""
 
@@ -32,11 +30,10 @@ class MambaOptions(TreeOptions):
     window: int = inherited(MambaConfig, "window", "Width of its convolution.")
 
 
-def setup(options: MambaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    """Set up network, objective and drafter for ``train_drafter``."""
-    chosen = options.part(MambaConfig.__dataclass_fields__)
+def setup(options: MambaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
+    chosen = part(options, MambaConfig.__dataclass_fields__)
     network = MambaNetwork(MambaConfig(pipe.target.config.vocab_size, **chosen)).to(pipe.target.device, torch.float32)
-    return DrafterSetup(network, forward_kl, Mamba, draft_ids, options.part(TREE))
+    return TrainingTask(network, forward_kl, Mamba, draft_ids)
 
 
 def forward_kl(

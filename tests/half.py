@@ -48,7 +48,7 @@ def check_decoding(name: str, new: int = 14) -> None:
     guess = greedy(model, row, new)  # float32 may choose otherwise at a near tie
     target = plugins.target_class(model.config)(model)
     seen: list[Tensor] = []
-    prefill, forward_tree, commit = target.prefill_chunks, target.forward_tree, target.commit
+    prefill, verify, commit = target.prefill, target.verify, target.commit
 
     def noted_prefill(*asked: Any) -> Any:
         for output in prefill(*asked):
@@ -56,8 +56,8 @@ def check_decoding(name: str, new: int = 14) -> None:
                 seen.append(output.logits[0])
             yield output
 
-    def noted_forward(tree: Any) -> Any:
-        output = forward_tree(tree)
+    def noted_forward(*asked: Any) -> Any:
+        output = verify(*asked)
         seen.append(output.logits[0])
         return output
 
@@ -65,7 +65,7 @@ def check_decoding(name: str, new: int = 14) -> None:
         seen[-1] = seen[-1][verdict.host[0][0]]
         commit(verdict)
 
-    target.prefill_chunks, target.forward_tree, target.commit = noted_prefill, noted_forward, noted_commit
+    target.prefill, target.verify, target.commit = noted_prefill, noted_forward, noted_commit
     oracle = Oracle([guess], vocab=90, spoil=0.0)
     *_, (said,) = decode(target, oracle, prompt_of(inputs), Sampler(), Stopper(new), StepPlan(8, 5))
     assert len(said.token_ids) == new

@@ -26,7 +26,7 @@ from mmspec.core.target import Prompt
 from mmspec.drafters.captured import CapturedDrafter
 from mmspec.drafters.registry import DEFAULT
 from mmspec.engine.policy import AdaptivePolicy, DraftPolicy
-from mmspec.engine.request_state import RequestState
+from mmspec.engine.sequence import Sequence
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import kernels
 from mmspec.sampling import defaults
@@ -154,7 +154,7 @@ class Asked(NamedTuple):
     stopper: Stopper
     tokens: list[int]
 
-    def add(self, engine: Any, **options: Any) -> RequestState:
+    def add(self, engine: Any, **options: Any) -> Sequence:
         """Pass it to an engine of steps."""
         device = engine.target.device
         prompt = Prompt(
@@ -304,7 +304,7 @@ def _steps(engine: Any, waits: bool) -> Iterator[None]:
         yield
 
 
-def _finish(steps: Iterator[None], rows: list[tuple[RequestState, Asked]]) -> None:
+def _finish(steps: Iterator[None], rows: list[tuple[Sequence, Asked]]) -> None:
     while not all(row.done for row, _ in rows):
         next(steps)
     for row, request in rows:

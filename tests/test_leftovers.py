@@ -1,4 +1,4 @@
-"""The check of what modules leave behind notices each kind of it, and waits for what is ending."""
+"""The check for leftovers of test modules finds every kind, and waits for threads that are ending."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rows(patch: pytest.MonkeyPatch) -> Callable:
     engine = SteppedEngine(target, None, StepPlan(0))
     (row,) = engine.add(prompt_of(text_inputs(1)), Sampler(), Stopper(3))
     engine.wait(lambda: row.done)
-    return lambda: TransformersTarget.select(engine.target, [])
+    return lambda: TransformersTarget.keep(engine.target, [])
 
 
 def dtype(patch: pytest.MonkeyPatch) -> Callable:

@@ -17,14 +17,13 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from mmspec.checks import listed, whole
 from mmspec.cli.app import sigterm_exits
 from mmspec.cli.commands import ModuleCommand
-from mmspec.cli.options import OUT_FILE, Value
+from mmspec.cli.options import OUT_FILE, Listed
 from mmspec.files import write_text
 
 WIDTH = 120
-SIZES = Value(listed(whole(1)))
+SIZES = Listed(click.IntRange(1))
 """Type of an option that lists whole numbers above 0."""
 
 Column = tuple[str, str | Callable[[Mapping[str, Any]], str]]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mmspec.core.tree import TokenTree
-from mmspec.engine.speculation import placeholder
+from mmspec.engine.warm_up import placeholder
 from mmspec.ops.cpu_library import build
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.placement import is_split
@@ -46,18 +46,20 @@ class PassTimes:
 
 def measure_passes(target: TransformersTarget, sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)) -> PassTimes:
     """Shortest pass times of a target without sequences, sizes interleaved: other load only ever adds time."""
-    target.select([])
-    vocab = target.prefill(placeholder(1, 128, target), max_new_tokens=sizes[-1]).logits.shape[-1]
+    target.keep([])
+    *_, output = target.prefill([placeholder(1, 128, target)], [sizes[-1]])
+    assert output is not None
+    vocab = output.logits.shape[-1]
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(_ROUNDS):
         for size in sizes:
             tree = _comb(size, vocab, target.device)
             for turn in range(_RUN):
                 start = clock()
-                target.forward_tree(tree).logits.max(-1).indices.tolist()
+                target.verify(tree).logits.max(-1).indices.tolist()
                 if turn:
                     times[size].append(clock() - start)
-    target.select([])
+    target.keep([])
     return PassTimes(sizes, tuple(min(times[size]) for size in sizes))
 
 

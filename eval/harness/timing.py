@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mmspec.core.drafter import Drafter, fork, lend
+from mmspec.core.drafter import Drafter
 from mmspec.engine.engine import MAX_NUM_SEQS
 from mmspec.engine.policy import DraftPolicy
 from mmspec.engine.stats import Stats
@@ -136,7 +136,7 @@ class Method:
 
     def fork(self, target: TransformersTarget) -> Method:
         """An unmeasured copy with its own copy of the learned state of drafter and policy."""
-        drafter, policy = lend(self.drafter, target), copy.deepcopy(self.policy)
+        drafter, policy = self.drafter and self.drafter.lend(target), copy.deepcopy(self.policy)
         own = replace(self, drafter=drafter, policy=policy)
         own.clear()
         return own
@@ -155,7 +155,7 @@ def drafter_methods(drafters: Mapping[str, Drafter], nodes: str, target: Transfo
     methods = []
     for label, drafter in drafters.items():
         for size in dict.fromkeys(tree_sizes(drafter, nodes).values()):
-            methods.append(Method(f"{label}, {size} nodes", fork(drafter, target), size))
+            methods.append(Method(f"{label}, {size} nodes", drafter.fork(target), size))
         methods.append(Method(f"{label}, adaptive", drafter, None))
     return methods
 
@@ -239,7 +239,7 @@ def _decode(
     if method.peer is not None:
         return _complete(pipe, method.peer, requests, options)
     target = pipe.target if method.target is None else method.target
-    drafter = method.drafter if learn else lend(method.drafter, target)
+    drafter = method.drafter if learn or method.drafter is None else method.drafter.lend(target)
     profiled = None if drafter is None else ProfiledDrafter(drafter)
     policy = method.policy if learn else copy.deepcopy(method.policy)
     own = Pipeline(target, pipe.processor, profiled, max_num_seqs=method.max_num_seqs, policy=policy)

@@ -10,10 +10,8 @@ from typing import Any, ClassVar
 import click
 
 from mmspec import plugins
-from mmspec.checks import nearest
-from mmspec.cli.options import derived
 from mmspec.drafters.spec import DrafterSpec
-from mmspec.errors import UserError, missing_import
+from mmspec.errors import UserError, missing_import, nearest
 
 Groups = Mapping[str, tuple[str, ...]]
 """Parameter names by section title, in the order of help; the last section has all other parameters."""
@@ -228,6 +226,7 @@ class Commands(click.Group):
 
 def training_command(name: str, training: Any) -> click.Command:
     """Build a drafter's ``mmspec train`` command from its ``DrafterTraining``."""
+    from mmspec.cli.options import derived  # imports pydantic, which takes 0.1 s
 
     def train(**options: Any) -> None:
         from mmspec.training.run import train_drafter

@@ -1,6 +1,6 @@
 """Target interface: prompts, outputs, and the methods that the engine calls.
 
-A target prefills prompts, computes logits at tree nodes and commits accepted paths. It owns its caches.
+A target prefills prompts, verifies trees and commits accepted paths. It owns its caches.
 """
 
 from __future__ import annotations
@@ -38,10 +38,6 @@ def layer_of(feature: Feature) -> tuple[int, bool] | None:
     return (int(feature.removeprefix(_OUTPUT)), True) if feature.startswith(_OUTPUT) else None
 
 
-_ENCODED = "mm_encoder_outputs"
-"""Forward argument with encoded images and videos, set by transformers' ``generate``."""
-
-
 @dataclass
 class Prompt:
     """Encoded prompts of a batch.
@@ -50,44 +46,43 @@ class Prompt:
         input_ids: (batch, length) int64, left-padded.
         attention_mask: (batch, length), 0 at padding; None without padding.
         inputs: other arguments of the model's forward (``pixel_values``, ``image_sizes``, ...).
-        padding_in_history: pass padding to logits processors, too, like transformers' ``generate``.
-        stacked: single prompts that this batch was stacked from.
         prefill_mask: (batch, length) bool, positions to prefill, without padding and including each row's last; None
             prefills all.
         media: original image and video inputs if ``inputs`` contains their encoded form.
-        history: (batch, any) int64, tokens before the answer for logits processors if ``inputs`` contains
-            ``inputs_embeds``; ``input_ids`` are then placeholders. None means ``input_ids``.
+        history: (batch, any) int64, tokens before the answer for logits processors if they are not ``input_ids``, which
+            are placeholders if ``inputs`` contains ``inputs_embeds``.
         adapter: name of the LoRA adapter to use; None for the base model.
+        batch: prompts that this row must be prefilled with, as they share ``inputs``; None if the row has its own.
     """
 
     input_ids: Tensor
     attention_mask: Tensor | None = None
     inputs: dict[str, Any] = field(default_factory=dict)
-    padding_in_history: bool = False
-    stacked: Sequence[Prompt] = ()
     prefill_mask: Tensor | None = None
     media: dict[str, Any] = field(default_factory=dict)
     history: Tensor | None = None
     adapter: str | None = None
+    batch: Prompt | None = None
 
     @property
-    def unencoded(self) -> Prompt | None:
-        """The prompt for a model that encodes images and videos itself; None if the originals are unknown."""
-        if _ENCODED not in self.inputs:
-            return self
-        others = {name: value for name, value in self.inputs.items() if name != _ENCODED}
-        return replace(self, inputs={**others, **self.media}, media={}) if self.media else None
+    def is_single(self) -> bool:
+        """Whether this is a row of its own without padding, which ``input_ids`` describe together with ``inputs``."""
+        alone = len(self.input_ids) == 1 and self.attention_mask is None
+        return alone and self.history is None and self.batch is None
 
-    @property
-    def singles(self) -> Sequence[Prompt]:
-        """One prompt per row, without padding; empty if unknown."""
-        alone = len(self.input_ids) == 1 and self.attention_mask is None and self.history is None
-        return [self] if alone else self.stacked
+    def rows(self) -> list[Prompt]:
+        """One prompt per row. Their padding is in their history, as in transformers' ``generate``."""
+        if self.is_single:
+            return [self]
+        history = self.input_ids if self.history is None else self.history
+        masks = [None] * len(history) if self.attention_mask is None else self.attention_mask.split(1)
+        parts = zip(self.input_ids.split(1), masks, history.split(1), strict=True)
+        return [Prompt(ids, mask, history=own, adapter=self.adapter, batch=self) for ids, mask, own in parts]
 
-    def histories(self) -> list[list[int]]:
-        """Token ids of each row, without padding unless ``padding_in_history``."""
+    def unpadded(self) -> list[list[int]]:
+        """Token ids of each row, without padding."""
         rows = (self.input_ids if self.history is None else self.history).tolist()
-        if self.attention_mask is None or self.padding_in_history or self.history is not None:
+        if self.attention_mask is None or self.history is not None:
             return rows
         keep = self.attention_mask.tolist()
         return [[t for t, k in zip(row, mask, strict=True) if k] for row, mask in zip(rows, keep, strict=True)]
@@ -104,30 +99,36 @@ class Prompt:
         ids, mask = moved(self.input_ids), moved(self.attention_mask)
         return replace(self, input_ids=ids, attention_mask=mask, inputs=inputs, media=media)
 
+    @property
+    def stack_key(self) -> Hashable:
+        """Key of the form of ``inputs``: prompts with equal keys can be stacked; None if it cannot be stacked."""
+        forms = []
+        for name, value in self.inputs.items():
+            if not isinstance(value, Tensor) or not value.ndim:
+                return None
+            forms.append((name, "token" if value.shape == self.input_ids.shape else value.shape[1:]))
+        return None if self.batch else (self.adapter, *sorted(forms))
+
     @staticmethod
-    def stack(prompts: Sequence[Prompt]) -> Prompt | None:
-        """Several prompts as one batch; None if their inputs cannot be concatenated.
+    def stack(prompts: Sequence[Prompt]) -> Prompt:
+        """Several prompts as one batch: prompts with the same ``stack_key``, or the rows of a ``batch``.
 
         Inputs with the shape of ``input_ids`` are padded like ``input_ids``; image and video inputs are concatenated
         along the first axis.
         """
         first = prompts[0]
-        if any(prompt.inputs.keys() != first.inputs.keys() or prompt.padding_in_history for prompt in prompts):
-            return None
+        if len(prompts) == 1 or first.batch is not None:
+            return first.batch or first
         longest = max(prompt.input_ids.shape[1] for prompt in prompts)
 
         def padded(prompt: Prompt, values: Tensor) -> Tensor:
             return F.pad(values, (longest - prompt.input_ids.shape[1], 0))
 
         inputs = {}
-        for name in first.inputs:
+        for name, example in first.inputs.items():
             values = [prompt.inputs[name] for prompt in prompts]
-            if not all(isinstance(value, Tensor) for value in values):
-                return None
-            if all(value.shape == prompt.input_ids.shape for prompt, value in zip(prompts, values, strict=True)):
+            if example.shape == first.input_ids.shape:
                 values = [padded(prompt, value) for prompt, value in zip(prompts, values, strict=True)]
-            if any(value.shape[1:] != values[0].shape[1:] or not value.ndim for value in values):
-                return None
             inputs[name] = torch.cat(values)
         masks = [
             torch.ones_like(prompt.input_ids) if prompt.attention_mask is None else prompt.attention_mask
@@ -135,14 +136,7 @@ class Prompt:
         ]
         mask = torch.cat([padded(prompt, mask) for prompt, mask in zip(prompts, masks, strict=True)])
         ids = torch.cat([padded(prompt, prompt.input_ids) for prompt in prompts])
-        singles = [single for prompt in prompts for single in prompt.singles]
-        return Prompt(
-            ids,
-            None if bool(mask.all()) else mask,
-            inputs,
-            stacked=singles if len(singles) == len(ids) else (),
-            adapter=first.adapter,
-        )
+        return Prompt(ids, None if bool(mask.all()) else mask, inputs, adapter=first.adapter)
 
 
 @dataclass
@@ -157,6 +151,7 @@ class TargetOutput:
         positions: (batch, length) or (axes, batch, length) int64, prefill only: the decoder's ``position_ids``; with
             several axes (Qwen-VL), the last three are time, height and width.
         cached_tokens: tokens of the prompt whose states came from the prefix cache.
+        prompt: the prompts as one left-padded batch, prefill only.
     """
 
     logits: Tensor
@@ -165,22 +160,58 @@ class TargetOutput:
     embeds: Tensor | None = None
     positions: Tensor | None = None
     cached_tokens: int = 0
+    prompt: Prompt | None = None
+
+
+def at_text(positions: Tensor | None, place: int) -> bool:
+    """Whether token ``place`` is at a text position.
+
+    Args:
+        positions: ``TargetOutput.positions``. With several axes, time, height and width differ at images and videos.
+    """
+    if positions is None or positions.ndim == 2:
+        return True
+    axes = positions[-3:, :, place]
+    return bool((axes == axes[0]).all())
+
+
+@dataclass(frozen=True)
+class State:
+    """A target's states of the tokens of one sequence, apart from its running sequences.
+
+    Attributes:
+        cache: keys, values and recurrent states, in the target's own form.
+        length: number of tokens.
+        nbytes: memory of the states.
+        cuts: whether ``first`` is possible.
+        logits: (1, 1, vocab), logits after the last token; None if unknown.
+    """
+
+    cache: Any
+    length: int
+    nbytes: int
+    cuts: bool
+    logits: Tensor | None = None
+
+    def first(self, length: int) -> State:
+        """States of the first ``length`` tokens."""
+        return self if length == self.length else replace(self, length=length, logits=None)
 
 
 @runtime_checkable
-class KeepsPrefixes(Protocol):
-    """Interface of a target with a prefix cache."""
+class KeepsStates(Protocol):
+    """Interface of a target whose sequences can be continued by later prompts, as the prefix cache requires."""
 
-    prefix_cache: Any
+    def snapshot(self, row: int) -> State | None:
+        """Copy the states of a running sequence; None if no later prompt can continue them."""
 
-    def resumes(self, prompt: Prompt, others: Sequence[Prompt]) -> bool:
-        """Whether the prefix cache holds at least half of a prompt's tokens, or will after ``others``."""
+    def restore(
+        self, state: State, prompt: Prompt, max_new_tokens: int, reads: Sequence[Feature] = (), chunk: int | None = None
+    ) -> Iterator[TargetOutput | None]:
+        """``prefill`` of a single prompt that begins with the tokens of ``state``.
 
-    def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
-        """Cache the states of finished sequences.
-
-        Args:
-            histories: prompt and answer tokens of each sequence.
+        Yields:
+            See ``prefill``. Features and embeddings are those of the tokens after ``state``.
         """
 
 
@@ -212,6 +243,35 @@ class SharesKeysValues(Protocol):
         """A layer's keys and values for the first ``rows`` rows."""
 
 
+class FirstLayers(Protocol):
+    """A target's first layers, final norm and output layer, run with the target's cache.
+
+    Attributes:
+        runner: runs trees of uncommitted nodes, a ``mmspec.targets.runner.VerifyRunner``.
+        recurrent: whether the target has recurrent layers, which keep no uncommitted nodes.
+        version: changes when a buffer that captured graphs read has been reallocated.
+    """
+
+    recurrent: bool
+
+    @property
+    def runner(self) -> Any: ...
+
+    @property
+    def version(self) -> tuple[Hashable, ...]: ...
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """See ``Target.head``."""
+
+
+@runtime_checkable
+class RunsFirstLayers(Protocol):
+    """Interface of a target whose first layers drafters may run between passes."""
+
+    def first_layers(self, count: int) -> FirstLayers:
+        """The first ``count`` layers; raises ``UserError`` unless the decoder is one list of more layers."""
+
+
 @runtime_checkable
 class HasDefaults(Protocol):
     """Interface of a target whose model has its own sampling defaults."""
@@ -226,9 +286,6 @@ class Target(Protocol):
     Rows are the decoding sequences, in the order of joining. ``TransformersTarget`` implements it for transformers
     models; any other class with these members works in a ``Pipeline`` too. The ``Processor`` handles text and media.
     """
-
-    features: Sequence[Feature]
-    """Hidden states that outputs must contain."""
 
     @property
     def device(self) -> torch.device:
@@ -249,33 +306,41 @@ class Target(Protocol):
     def fork(self) -> Target:
         """A target with the same weights and without sequences."""
 
-    def prefill(self, prompt: Prompt, max_new_tokens: int | Sequence[int]) -> TargetOutput:
+    def batch_key(self, prompt: Prompt) -> Hashable:
+        """Key of a prompt: only prompts with equal keys may decode in one batch."""
+
+    def prefill(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: Sequence[int],
+        reads: Sequence[Feature] = (),
+        chunk: int | None = None,
+    ) -> Iterator[TargetOutput | None]:
         """Compute and cache prompts, which become the last rows.
 
         Args:
-            max_new_tokens: limit for all rows, or per row.
-        """
-
-    def prefill_chunks(
-        self, prompt: Prompt, max_new_tokens: int | Sequence[int], chunk: int | None
-    ) -> Iterator[TargetOutput | None]:
-        """``prefill`` in passes over at most ``chunk`` tokens each, if the model allows it.
+            prompts: prompts that ``Prompt.stack`` can stack.
+            max_new_tokens: limit of each row.
+            reads: hidden states that the output must contain.
+            chunk: maximum tokens per pass, if the model allows several passes; None prefills in one pass.
 
         Yields:
             None after each pass except the last, then the output. The rows join with the last pass, not before.
         """
 
-    def batch_key(self, prompt: Prompt) -> Hashable:
-        """Key of a prompt: only prompts with equal keys may decode in one batch."""
+    def verify(self, tree: TokenTree, reads: Sequence[Feature] = (), width: int | None = None) -> TargetOutput:
+        """Verify pass: logits and hidden states at every node. The cache keeps its lengths.
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order, and drop the others."""
-
-    def forward_tree(self, tree: TokenTree) -> TargetOutput:
-        """Verify pass: logits and features at every node. The cache keeps its lengths."""
+        Args:
+            reads: hidden states that the output must contain.
+            width: number of nodes to pad to if that is faster; None does not pad.
+        """
 
     def commit(self, verdict: Verdict) -> None:
         """Add the accepted path of the last tree to the cache."""
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order, and drop the others."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Input embeddings, (...) int64 -> (..., hidden)."""

@@ -35,7 +35,7 @@ AHEAD = 1024
 
 
 class RowState(Protocol):
-    """Interface of per-sequence state: ``RowTensor``, ``TreeCache`` or a target."""
+    """Interface of per-sequence state: ``RowTensor``, ``TreeCache`` or a ``VerifyRunner``."""
 
     @property
     def version(self) -> Hashable:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,27 +20,27 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mmspec.checks import TEXT, TEXTS, Checked, required, whole
 from mmspec.drafters.shape import TreeShape
 from mmspec.errors import UserError, explained
 from mmspec.files import atomic, read_json, write_text
+from mmspec.validation import option, options
+from mmspec.validation import read as read_options
 
-S = TypeVar("S", bound=Checked)
+S = TypeVar("S")
 C = TypeVar("C")
 N = TypeVar("N", bound=nn.Module)
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-_COMPARED = ("architectures", "hidden_size", "vocab_size")
 
 
-@dataclass(frozen=True)
-class Verifier(Checked):
+@options
+class Verifier:
     """The target that a drafter was trained for: base name of its path, architecture and sizes."""
 
-    name_or_path: str = required(TEXT)
-    architectures: list[str] = required(TEXTS)
-    hidden_size: int = required(whole(1, 2**20))
-    vocab_size: int = required(whole(1, 2**24))
+    name_or_path: str
+    architectures: list[str] = option(..., min_length=1)
+    hidden_size: int = option(..., ge=1, le=2**20)
+    vocab_size: int = option(..., ge=1, le=2**24)
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
@@ -67,7 +67,7 @@ def read(folder: Path, kind: type[S]) -> tuple[S, dict[str, Any], dict[str, Tens
             out of range. Fields are validated before anything is allocated.
     """
     config, verifier, source = _read_config(folder)
-    return kind.read(config, source), verifier, _load_tensors(folder)
+    return read_options(kind, config, source), verifier, _load_tensors(folder)
 
 
 def read_network(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], Tensor | None, dict[str, Any]]:
@@ -79,13 +79,10 @@ def read_network(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], Ten
     Returns:
         Configuration, tensors, draft vocabulary, (n,) int64 (None is the target's full vocabulary), and keyword
         arguments of ``TrainedDrafter``: tree shape and ``verifier``.
-
-    Raises:
-        UserError: see ``read``.
     """
     config, verifier, source = _read_config(folder)
-    network = kind.read(config.pop("network", None), f"{source}: network")
-    tree = TreeShape.read(config, source)
+    network = read_options(kind, config.pop("network", None), f"{source}: network")
+    tree = read_options(TreeShape, config, source)
     tensors, head = _load_tensors(folder), getattr(network, "head", 0)
     draft_ids = take_draft_ids(tensors, verifier["vocab_size"], folder)
     if draft_ids is not None and head not in (0, len(draft_ids)):
@@ -99,7 +96,7 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
     config = read_json(folder / _CONFIG)
     if "verifier" not in config:
         raise UserError(f"{source}: expected a verifier, received none")
-    verifier = asdict(Verifier.read(config.pop("verifier"), f"{source}: verifier"))
+    verifier = asdict(read_options(Verifier, config.pop("verifier"), f"{source}: verifier"))
     config.pop("mmspec_drafter", None)
     return config, verifier, source
 
@@ -111,10 +108,6 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
 
 def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path, name: str = "draft_ids") -> Tensor | None:
     """Pop the draft vocabulary from a checkpoint's tensors; None if it is the full vocabulary.
-
-    Args:
-        vocab: vocabulary size of the target.
-        folder: the checkpoint, for error messages.
 
     Raises:
         UserError: the ids are not distinct tokens of the target.
@@ -130,33 +123,48 @@ def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path, name: s
 def load_network(kind: Callable[[C], N], config: C, tensors: Mapping[str, Tensor], folder: Path) -> N:
     """Build a network of class ``kind`` from exactly its tensors, which are assigned, not copied.
 
-    Args:
-        folder: the checkpoint, for error messages.
-
     Raises:
         UserError: a tensor is missing, unexpected, of the wrong shape or not floating point.
     """
     with torch.device("meta"):
         network = kind(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    received = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(expected.keys() | received.keys()):
-        if expected.get(name) != received.get(name):
-            raise UserError(
-                f"{folder}: expected {name} {expected.get(name, 'to be absent')}, received {received.get(name, 'none')}"
-            )
-        if not tensors[name].is_floating_point():
-            raise UserError(f"{folder}: {name} must be a floating point tensor: got {tensors[name].dtype}")
-    network.load_state_dict(tensors, assign=True)
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    check_tensors(tensors, shapes, "a drafter", str(folder))
+    network.load_state_dict({name: tensors[name] for name in shapes}, assign=True)
     return network
 
 
-def write(folder: Path, name: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Any) -> None:
-    """Write a drafter checkpoint; files are written atomically.
+def check_tensors(
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    what: str,
+    where: str,
+    optional: Collection[str] = (),
+) -> None:
+    """Check that there are exactly the tensors of a published layout.
 
-    Args:
-        name: registered name of the drafter.
+    Raises:
+        UserError: a tensor is missing, unknown, or has the wrong shape or dtype: ``d2t`` and ``t2d`` are integer or
+            boolean, all others floating point.
     """
+    harmless = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}  # of old releases of transformers
+    missing = sorted(shapes.keys() - tensors.keys() - set(optional))
+    unknown = sorted(tensors.keys() - shapes.keys() - harmless)
+    if missing or unknown:
+        found = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
+        raise UserError(f"{where}: expected exactly the tensors of {what}, received {'; '.join(found)}")
+    for name in sorted(shapes.keys() & tensors.keys()):
+        tensor, integers = tensors[name], name in ("d2t", "t2d")
+        if tuple(tensor.shape) != shapes[name]:
+            raise UserError(f"{where}: {name} must be {shapes[name]} by config.json: got {tuple(tensor.shape)}")
+        floating = tensor.is_floating_point() and tensor.element_size() > 1  # float8 is meaningless without its scales
+        if floating == integers:
+            wanted = "an integer or boolean" if integers else "a floating point"
+            raise UserError(f"{where}: {name} must be {wanted} tensor: got {tensor.dtype}")
+
+
+def write(folder: Path, name: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Any) -> None:
+    """Write a drafter checkpoint; files are written atomically."""
     config = {"mmspec_drafter": name, **settings, "verifier": verifier_of(target)}
     with atomic(folder / _WEIGHTS) as part:
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)
@@ -175,14 +183,26 @@ def verifier_of(target: Any) -> dict[str, Any]:
 
 def check_verifier(verifier: Mapping[str, Any], target: Any) -> None:
     """Check that a target matches a drafter's ``verifier``; raises ``UserError`` if not."""
-    actual = verifier_of(target)
-    different = [key for key in _COMPARED if verifier.get(key) != actual[key]]
-    if different:
-        expected = ", ".join(f"{key} {verifier.get(key)}" for key in different)
-        received = ", ".join(f"{key} {actual[key]}" for key in different)
+    check_same_target(verifier, verifier_of(target))
+
+
+def check_same_target(known: Mapping[str, Any], received: Mapping[str, Any]) -> None:
+    """Check that another target has the known properties of a drafter's target, see ``Verifier``.
+
+    Raises:
+        UserError: a size differs, or no class is in both lists of ``architectures``.
+    """
+
+    def differs(name: str) -> bool:
+        ours, theirs = known.get(name), received[name]
+        if name == "architectures":
+            return bool(ours and theirs) and set(ours or ()).isdisjoint(theirs)
+        return ours not in (None, theirs)
+
+    if different := [name for name in ("architectures", "hidden_size", "vocab_size") if differs(name)]:
+        expected, found = (", ".join(f"{name} {one[name]}" for name in different) for one in (known, received))
         raise UserError(
-            f"the drafter was trained for {verifier.get('name_or_path') or 'another target'} ({expected}): "
-            f"got {received}"
+            f"the drafter was trained for {known.get('name_or_path') or 'another target'} ({expected}): got {found}"
         )
 
 

@@ -25,55 +25,49 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
 
-from mmspec.checks import TEXT, Checked, Rule, required, whole
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.drafters.lookup import Children, LookUpDrafter, mixed
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError, explained
 from mmspec.files import make_folder, read_json
+from mmspec.validation import option, options, read
 
 DEPTH = 16
 """Tokens by which suffixes are sorted: the longest context that a lookup can match."""
 
 CONFIG, TOKENS, SUFFIXES = "config.json", "tokens", "suffixes"
-FORMAT = "mmspec datastore 1"
+FORMAT: Literal["mmspec datastore 1"] = "mmspec datastore 1"
 _IN_MEMORY = 1 << 14  # cached suffixes and blocks of positions: 10 MiB
 _BLOCK = 64
-_FORMAT = Rule(repr(FORMAT), lambda value: value == FORMAT)
-_WIDTH = Rule("2 or 4", lambda value: value in (2, 4))
-_PLACE = Rule("4 or 8", lambda value: value in (4, 8))
 
 
-@dataclass(frozen=True)
-class StoreConfig(Checked):
+@options
+class StoreConfig:
     """Contents of ``config.json``.
 
     Attributes:
-        format: ``FORMAT``.
         model: model whose tokenizer encoded the texts.
         vocab_size: vocabulary size of this model, and the separator token.
         width: bytes per token.
-        tokens: number of tokens, separators included.
         place: bytes per position.
-        suffixes: number of positions.
     """
 
-    format: str = required(_FORMAT)
-    model: str = required(TEXT)
-    vocab_size: int = required(whole(1, 2**24))
-    width: int = required(_WIDTH)
-    tokens: int = required(whole(0))
-    place: int = required(_PLACE)
-    suffixes: int = required(whole(0))
+    format: Literal["mmspec datastore 1"]
+    model: str
+    vocab_size: int = option(..., ge=1, le=2**24)
+    width: Literal[2, 4] = option(...)
+    tokens: int = option(..., ge=0)
+    place: Literal[4, 8] = option(...)
+    suffixes: int = option(..., ge=0)
 
 
 class SuffixIndex:
@@ -85,7 +79,7 @@ class SuffixIndex:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = StoreConfig.read(read_json(folder / CONFIG), str(folder / CONFIG))
+        self.config = read(StoreConfig, read_json(folder / CONFIG), str(folder / CONFIG))
         if self.config.vocab_size >= 1 << 8 * self.config.width:
             raise UserError(f"{folder / CONFIG}: expected tokens of 4 bytes, received {self.config.width}")
         if sys.byteorder != "little":
@@ -185,7 +179,6 @@ def build_store(texts: Iterable[Sequence[int]], vocab_size: int, model: str, fol
     """Build a datastore atomically.
 
     Args:
-        texts: token ids of each text.
         folder: the store's folder; must not exist.
 
     Raises:
@@ -197,7 +190,7 @@ def build_store(texts: Iterable[Sequence[int]], vocab_size: int, model: str, fol
 
 
 def _write(texts: Iterable[Sequence[int]], vocab_size: int, model: str, folder: Path) -> StoreConfig:
-    width = 2 if vocab_size < 1 << 16 else 4
+    width: Literal[2, 4] = 2 if vocab_size < 1 << 16 else 4
     tokens = 0
     _log.info("encoding the texts")
     with (folder / TOKENS).open("wb") as out:
@@ -206,7 +199,7 @@ def _write(texts: Iterable[Sequence[int]], vocab_size: int, model: str, folder: 
             tokens += len(text)
     if tokens == DEPTH:
         raise UserError("a datastore needs texts: got none")
-    place = 4 if tokens < 1 << 32 else 8
+    place: Literal[4, 8] = 4 if tokens < 1 << 32 else 8
     mapped = np.memmap(folder / TOKENS, dtype=f">u{width}", mode="r")
     _log.info("sorting the suffixes of %d tokens", tokens)
     with (folder / SUFFIXES).open("wb") as out:
@@ -225,11 +218,7 @@ def _separated(texts: Iterable[Sequence[int]], separator: int) -> Iterator[Seque
 
 
 class _Sorter:
-    """Sorts the suffixes of ``tokens`` into a file.
-
-    Attributes:
-        written: number of suffixes written.
-    """
+    """Sorts the suffixes of ``tokens`` into a file."""
 
     def __init__(self, tokens: np.ndarray, separator: int, kind: str, folder: Path, out: BinaryIO) -> None:
         self._tokens, self._separator, self._kind = tokens, separator, kind
@@ -305,14 +294,7 @@ _State = tuple[list[int], ...]  # positions of the next token per context, longe
 
 
 class Datastore(LookUpDrafter):
-    """Datastore drafter. Drafts depend only on the sequence and the store.
-
-    Args:
-        folder: store written by ``mmspec datastore build``.
-
-    Raises:
-        UserError: the folder is not a valid store.
-    """
+    """Datastore drafter. Drafts depend only on the sequence and the store."""
 
     learns = False
 

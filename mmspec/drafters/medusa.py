@@ -10,7 +10,7 @@ Entry j of a row is the target's state at token j. Only Hydra++ has a KV cache, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import count
 from typing import Any, ClassVar
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec import ops
-from mmspec.checks import FLAG, OBJECT, Checked, option, required, whole
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
@@ -30,16 +29,15 @@ from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.shape import RotaryShape
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
+from mmspec.validation import option, options, read
 
 
-@dataclass(frozen=True, kw_only=True)
-class MedusaConfig(Checked):
+@options(kw_only=True)
+class MedusaConfig:
     """Configuration of a ``MedusaNetwork``.
 
     Attributes:
-        hidden_size: hidden size of the target.
         heads: number of heads; head i, from 0, drafts the (i+1)-th token after the last token.
-        layers: residual layers of each head.
         bias: whether residual layers have a bias.
         grounded: whether a head reads the embeddings of previously drafted tokens (Hydra, arXiv 2402.05109).
         head: rows of each head's output layer, the draft vocabulary; 0 is the target's output layer.
@@ -47,17 +45,16 @@ class MedusaConfig(Checked):
         prefix: ``RotaryShape`` fields of a decoder layer before the heads (Hydra++); empty without this layer.
     """
 
-    hidden_size: int = required(whole(1, 2**16))
-    heads: int = required(whole(1, 64))
-    layers: int = option(1, whole(1, 64))
-    bias: bool = option(True, FLAG)
-    grounded: bool = option(False, FLAG)
-    head: int = option(0, whole(0, 2**24))
-    head_bias: bool = option(False, FLAG)
-    prefix: dict = option(dict, OBJECT)
+    hidden_size: int = option(..., ge=1, le=2**16)
+    heads: int = option(..., ge=1, le=64)
+    layers: int = option(1, ge=1, le=64)
+    bias: bool = True
+    grounded: bool = False
+    head: int = option(0, ge=0, le=2**24)
+    head_bias: bool = False
+    prefix: dict = option(dict)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.layer.hidden_size != self.hidden_size:
             raise UserError(f"prefix must have hidden_size {self.hidden_size}: got {self.layer.hidden_size}")
 
@@ -65,7 +62,7 @@ class MedusaConfig(Checked):
     def layer(self) -> RotaryShape:
         """Shape of the decoder layer; a minimal placeholder without this layer."""
         least = {"hidden_size": self.hidden_size, "heads": 1, "kv_heads": 1, "head_dim": 2, "mlp": 1}
-        return RotaryShape.read(self.prefix or least, "prefix")
+        return read(RotaryShape, self.prefix or least, "prefix")
 
 
 class ResidualLayer(nn.Module):
@@ -118,11 +115,7 @@ class MedusaNetwork(nn.Module):
         return self.norm(output) if self.config.prefix else output
 
     def scores(self, first: int, states: Sequence[Tensor], head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Concatenated logits of heads from ``first`` on: states (..., n, hidden) each -> (..., all n, draft tokens).
-
-        Args:
-            head: the target's output layer.
-        """
+        """Concatenated logits of heads from ``first`` on: states (..., n, hidden) each -> (..., n, draft tokens)."""
         if not self.config.head:
             return head(torch.cat(list(states), dim=-2))
         own = self.outputs[first : first + len(states)]

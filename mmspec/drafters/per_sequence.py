@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mmspec.core.drafter import Drafter, Guard, Wrapper, fork, learns
+from mmspec.core.drafter import Drafter, Guard, Wrapper
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
@@ -15,7 +15,7 @@ from mmspec.core.verify import Verdict
 
 def per_sequence(drafter: Drafter | None) -> Drafter | None:
     """Wrap a drafter that learns in ``PerSequence``, for requests of different clients."""
-    return PerSequence(drafter) if drafter is not None and learns(drafter) else drafter
+    return PerSequence(drafter) if drafter is not None and drafter.learns else drafter
 
 
 class PerSequence(Wrapper):
@@ -36,7 +36,7 @@ class PerSequence(Wrapper):
         for row, tokens in enumerate(history):
             mask = prompt.attention_mask
             alone = Prompt(prompt.input_ids[row : row + 1], None if mask is None else mask[row : row + 1])
-            self._copies.append(Guard(fork(self.drafter, self._target)))
+            self._copies.append(Guard(self.drafter.fork(self._target)))
             self._copies[-1].begin(alone, _row(output, row), [tokens])
 
     def begin_idle(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> tuple[()]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
-from mmspec.checks import FLAG, Checked, option, required, whole
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
@@ -31,6 +29,7 @@ from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
+from mmspec.validation import option, options
 
 Context = tuple[int, int]  # the last two tokens; -1 first for single-token contexts
 Ranking = dict[int, float]  # successor -> probability
@@ -44,12 +43,12 @@ _DEPTH, _NODES = 6, 512  # maximum tree size; twice the depth did not raise acce
 _HASH = -7046029254386353131  # Fibonacci hashing: 2**64 / golden ratio
 
 
-@dataclass(frozen=True)
-class Settings(Checked):
+@options
+class Settings:
     """Settings of the drafter, stored in ``config.json``."""
 
-    top_k: int = required(whole(1, 64))
-    pairs: bool = option(True, FLAG)
+    top_k: int = option(..., ge=1, le=64)
+    pairs: bool = True
 
 
 class Rankings:
@@ -57,7 +56,6 @@ class Rankings:
 
     Args:
         slots: number of contexts; one extra slot is a write sink.
-        width: successors per context.
 
     Attributes:
         key: (slots + 1,) int64, context of each slot; -1 if empty.
@@ -78,7 +76,6 @@ class Rankings:
 
         Args:
             slot, key, counts: (contexts,); ``counts`` bool, False for idle rows.
-            tokens, probs: (contexts, k).
         """
         later = ((slot[:, None] == slot) & counts).triu(1).any(1)
         slot = slot.where(counts & ~later, len(self.key) - 1)
@@ -98,10 +95,6 @@ class DeviceTable(CapturedDrafter):
 
     Differences from the host table: two-token contexts are hashed into a fixed number of slots, where new contexts
     overwrite old contexts; and if a context occurs several times in a step, only its last node counts.
-
-    Args:
-        settings: settings of the drafter.
-        vocab: vocabulary size of the target.
 
     Attributes:
         width: maximum children per node; None keeps all.
@@ -287,11 +280,7 @@ class Recycle(LookUpDrafter):
         return drafter
 
     def restore(self, folder: Path) -> None:
-        """Replace the table by a saved table; tree shape and settings stay.
-
-        Raises:
-            UserError: see ``from_checkpoint``.
-        """
+        """Replace the table by a saved table; tree shape and settings stay."""
         saved = Recycle.from_checkpoint(folder)
         self._table, self._on_device = saved._table, None
         self._vocab, self._verifier = saved._vocab, saved._verifier
@@ -300,7 +289,6 @@ class Recycle(LookUpDrafter):
         """Write the table as a drafter checkpoint.
 
         Args:
-            target: the target that the table was learned from.
             smallest: minimum probability of a saved successor.
         """
         kept = {
@@ -419,7 +407,6 @@ class Recycle(LookUpDrafter):
         """Replace the table by the target's mean probabilities in texts.
 
         Args:
-            texts: tokens, and the target's logits after each of them, (length, vocab).
             contexts: number of contexts to keep, those that occur most often; None keeps all.
         """
         keys, ranked, probs = [], [], []

@@ -21,7 +21,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from mmspec import plugins
-from mmspec.core.drafter import Drafter, as_drafter, members
+from mmspec.core.drafter import Drafter, as_drafter
 from mmspec.drafters import checkpoint
 from mmspec.drafters.checkpoint import HEADS
 from mmspec.drafters.spec import DrafterSpec
@@ -118,7 +118,7 @@ def drafter_specs() -> list[DrafterSpec]:
 def registered_name(drafter: Drafter | None) -> str | None:
     """The registered name of a drafter's class; names of several drafters are joined by +."""
     known = {spec.location: spec.name for spec in drafter_specs()}
-    kinds = [type(member) for member in members(drafter)]
+    kinds = [type(member) for member in (drafter.members if drafter else ())]
     return "+".join(known.get(f"{kind.__module__}:{kind.__qualname__}", kind.__name__) for kind in kinds) or None
 
 
@@ -140,7 +140,6 @@ def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) 
 
     Args:
         drafter: a specification, see the module; a folder; an object with a drafter's methods; or None.
-        home: the target's folder or name.
         trust_remote_code: allow Python code in the folder of a draft model.
 
     Raises:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -44,7 +45,6 @@ class Small(CapturedDrafter):
 
     Args:
         model: a causal or vision-language model, or its name or folder.
-        top_k: nodes extended per level, and children per node.
         trust_remote_code: allow Python code in the model's folder.
         tokenizers: of target and model, if they differ; if the vocabularies have other sizes, None reads them from the
             models' folders.
@@ -150,7 +150,7 @@ class Small(CapturedDrafter):
 
     @property
     def parts(self) -> tuple[RowState, ...]:
-        return self.lm, self._output
+        return self.lm.runner, self._output
 
     def draft_chains(self, length: int) -> None:
         self.top_k = 1
@@ -173,15 +173,14 @@ class Small(CapturedDrafter):
         order, keep = packing(keep, left=True)
         ids = self._readable(ids.gather(1, order))
         self.join(len(history), self.lm.decoder.static_shapes)
-        read = self.lm.prefill(Prompt(ids, None if bool(keep.all()) else keep.long()), max_new_tokens=AHEAD)
-        self._output.append(read.features["last"][:, -1])
+        self._prefill(Prompt(ids, None if bool(keep.all()) else keep.long()))
 
     def _seen(self, prompt: Prompt, visual: Tensor | None) -> Prompt | None:
         """The prompt with images and videos at the tokens ``visual``; None if the model does not get them."""
         if visual is None or self._shared is not None or not self._visual.share or not bool(visual.any()):
             return None
         own = self.lm.visual(prompt)
-        return None if own is None or not torch.equal(own, visual) else prompt.unencoded
+        return None if own is None or not torch.equal(own, visual) else _unencoded(prompt)
 
     def _begin_with_media(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         """Prefill images and videos too, and queue the first tokens."""
@@ -195,11 +194,15 @@ class Small(CapturedDrafter):
         self.join(new, self.lm.decoder.static_shapes)
         message = "the draft model must take the target's images and videos; with small:MODEL@0 it drafts without them"
         with explained(message, ValueError, RuntimeError, TypeError):
-            read = self.lm.prefill(prompt, max_new_tokens=AHEAD)
-        self._output.append(read.features["last"][:, -1])
+            self._prefill(prompt)
         first = on_device([[0]] * before + [[row[-1]] for row in history], device)
         lengths = [0] * before + [1] * new
         self._pending.append(((first, on_device(lengths, device)), partial(list, lengths)))
+
+    def _prefill(self, prompt: Prompt) -> None:
+        *_, read = self.lm.prefill([prompt], [AHEAD] * len(prompt.input_ids), ("last",))
+        assert read is not None
+        self._output.append(read.features["last"][:, -1])
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """Queue the accepted tokens."""
@@ -229,7 +232,7 @@ class Small(CapturedDrafter):
         lm.runner.forget_nodes()
         chain = causal(batch, width, tokens.device)
         depth = torch.arange(width, device=tokens.device).expand(batch, -1)
-        states, path = lm.runner.forward_nodes(self._readable(tokens), depth, chain), path_of(length, width)
+        states, path = lm.runner.forward_nodes(self._readable(tokens), depth, chain)["last"], path_of(length, width)
         if isinstance(lm.runner, StaticRunner):
             lm.runner.commit_on_device(path)
         else:
@@ -340,3 +343,12 @@ SPEC = DrafterSpec(
     trusts=True,
     train="small",
 )
+
+
+def _unencoded(prompt: Prompt) -> Prompt | None:
+    """The prompt with its original images and videos; None if these are unknown."""
+    encoded = "mm_encoder_outputs"  # set by transformers' ``generate``
+    if encoded not in prompt.inputs:
+        return prompt
+    others = {name: value for name, value in prompt.inputs.items() if name != encoded}
+    return replace(prompt, inputs={**others, **prompt.media}, media={}) if prompt.media else None

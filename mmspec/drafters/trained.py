@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from mmspec.checks import Checked
 from mmspec.core.target import Target
 from mmspec.drafters import checkpoint, layouts
 from mmspec.drafters.captured import CapturedDrafter
@@ -19,11 +18,7 @@ from mmspec.drafters.shape import TREE, TreeShape
 
 
 class TreeDrafter(CapturedDrafter):
-    """Drafter with a network, which grows trees of a configured shape.
-
-    Args:
-        **tree: top_k, depth and total_tokens, see ``TreeShape``; they default to ``usual_tree``.
-    """
+    """Drafter with a network, which grows trees of a configured shape."""
 
     name: ClassVar[str]  # as registered
     learns: ClassVar[bool] = False
@@ -65,13 +60,11 @@ class TrainedDrafter(TreeDrafter):
         published: target of a published checkpoint, see ``layouts.check_target``.
 
     Args:
-        network: network with a dataclass as ``config``.
         draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
         verifier: target that the drafter was trained for, see ``checkpoint.Verifier``.
-        **tree: see ``TreeDrafter``.
     """
 
-    config_class: ClassVar[type[Checked]]
+    config_class: ClassVar[type[Any]]
     network_class: ClassVar[type[nn.Module]]
     layout: ClassVar[str | None] = None
     published: dict[str, Any] | None = None
@@ -88,9 +81,6 @@ class TrainedDrafter(TreeDrafter):
 
         Args:
             changes: fields of the network's configuration that override the checkpoint.
-
-        Raises:
-            UserError: it is invalid.
         """
         keywords: dict[str, Any] = {}
         published = None
@@ -106,14 +96,12 @@ class TrainedDrafter(TreeDrafter):
     @classmethod
     def read_published(cls, folder: Path) -> Published:
         """Read and convert a published checkpoint; raises ``UserError`` if it is invalid."""
-        assert cls.layout is not None
-        return layouts.read(folder, cls.layout, cls.config_class, cls.network_class)
+        return layouts.read(folder, cls)
 
     @classmethod
     def convert(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> Published:
         """Like ``read_published``, from the contents of the files; ``where`` is the checkpoint's name in messages."""
-        assert cls.layout is not None
-        return layouts.convert(config, tensors, cls.layout, cls.config_class, cls.network_class, where)
+        return layouts.convert(config, tensors, cls, where)
 
     @property
     def checks(self) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter as clock
 from typing import Any, Protocol, TypeVar
@@ -37,7 +37,7 @@ from mmspec.serving.schemas import (
     conversation,
 )
 from mmspec.serving.tools import ToolPlan, ToolPlanner
-from mmspec.workers import Stop
+from mmspec.workers import Cancellation
 
 Constraint = tuple[str, str]
 """Kind and text of a grammar."""
@@ -133,7 +133,8 @@ class JobBuilder:
         """Model name in the response, and the keywords of ``Pipeline.stream`` that it implies."""
         if name not in self._known:  # None
             raise APIError(400, f"model is required: expected {self._expected}, got none", "model")
-        return (name, {"adapter": name}) if name in self._adapters else (self._names[0], {})
+        own = {"context_limit": self._limits.max_model_len or None}
+        return (name, own | {"adapter": name}) if name in self._adapters else (self._names[0], own)
 
     def chat(self, asked: ChatCompletionRequest) -> tuple[GenerationJob, WireFormat]:
         """Job and response format of a chat request."""
@@ -145,10 +146,8 @@ class JobBuilder:
         earlier = self._stored.items(asked.previous_response_id)
         job, plan = self._chat(asked, chat_messages([*earlier, *asked.input], asked.instructions))
         about = asked.about(job.sampling)
-        form = ResponsesFormat(*self._form(asked, job, [""]), reader=plan.reader, about=about)
-        if asked.store:
-            form.on_end = lambda response: self._stored.add(response, [*earlier, *asked.input])
-        return job, form
+        store = partial(self._stored.add, asked=[*earlier, *asked.input]) if asked.store else None
+        return job, ResponsesFormat(*self._form(asked, job, [""]), reader=plan.reader, about=about, store=store)
 
     def _chat(
         self, asked: ChatCompletionRequest | ResponsesRequest, messages: Sequence[ChatMessage]
@@ -222,7 +221,7 @@ class JobBuilder:
             keywords = {**plan.keywords, **self._rendering(asked.chat_template_kwargs)}
             tokens = io.encode([{"prompt": plan.messages(messages)}], **keywords).input_ids[0].tolist()
         names = io.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
-        limit = {"max_model_len": self._pipe.context_limit}
+        limit = {"max_model_len": self._limits.context_limit(self._pipe.context_limit)}
         return {"count": len(tokens), **limit, "tokens": tokens, "token_strs": names}
 
     def text(self, asked: DetokenizeRequest) -> dict[str, Any]:
@@ -272,17 +271,14 @@ class Slots:
 
     Attributes:
         running: slots in use.
+        waiting: slots that are waited for.
     """
 
     def __init__(self, size: int, longest: int) -> None:
         self.size, self.longest = size, longest
-        self.running = 0
-        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    @property
-    def waiting(self) -> int:
-        """Slots that are waited for."""
-        return sum(count for count, _ in self._queue)
+        self.running = self.waiting = 0
+        self._turn = asyncio.Lock()  # held by the first request of the queue
+        self._released = asyncio.Event()
 
     async def acquire(self, count: int) -> None:
         """Wait for ``count`` slots.
@@ -290,41 +286,23 @@ class Slots:
         Raises:
             APIError: status 429, the queue is full.
         """
-        if not self._queue and self.running + count <= self.size:
-            self.running += count
-            return
-        if self.waiting + count > self.longest:
+        if (self.waiting or self.running + count > self.size) and self.waiting + count > self.longest:
             message = f"the server is busy: at most {self.longest} choices may wait, and {self.waiting} do; try again"
             raise APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
-        granted = asyncio.get_running_loop().create_future()
-        entry = (count, granted)
-        self._queue.append(entry)
+        self.waiting += count
         try:
-            await granted
-        except asyncio.CancelledError:
-            if entry in self._queue:
-                self._queue.remove(entry)
-                self._grant()  # later entries may fit
-            elif not granted.cancelled():  # granted in the same loop iteration
-                self.release(count)
-            raise
+            async with self._turn:
+                while self.running + count > self.size:
+                    self._released.clear()
+                    await self._released.wait()
+                self.running += count
+        finally:
+            self.waiting -= count
 
     def release(self, count: int = 1) -> None:
         """Give slots back."""
         self.running -= count
-        self._grant()
-
-    def _grant(self) -> None:
-        while self._queue:
-            count, granted = self._queue[0]
-            if granted.cancelled():
-                self._queue.popleft()
-            elif self.running + count <= self.size:
-                self._queue.popleft()
-                self.running += count
-                granted.set_result(None)
-            else:
-                return
+        self._released.set()
 
 
 _WORKERS = 2
@@ -332,13 +310,12 @@ _KEPT = 64  # results, of at most 128 KiB each
 
 
 class GrammarChecker:
-    """Checks the grammars of untrusted requests. Used from one event loop only."""
+    """Checks the grammars of untrusted requests, each once. Used from one event loop only."""
 
     def __init__(self) -> None:
         self._trial = GrammarTrial(workers=_WORKERS)
         self._threads = ThreadPoolExecutor(_WORKERS, thread_name_prefix="grammar")
-        self._running: dict[Constraint, _Check] = {}
-        self._results: dict[Constraint, CheckedText | UserError] = {}  # least recently used first
+        self._checks: dict[Constraint, _Check] = {}  # least recently used first
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -350,51 +327,42 @@ class GrammarChecker:
         Raises:
             UserError: see ``GrammarTrial.check``.
         """
-        result = self._results.pop(constraint, None)
-        if result is None:
-            result = await self._checked(constraint)
-        self._results[constraint] = result
-        while len(self._results) > _KEPT:
-            del self._results[next(iter(self._results))]
-        if isinstance(result, UserError):
-            raise UserError(str(result))
-        return result
-
-    async def _checked(self, constraint: Constraint) -> CheckedText | UserError:
-        check = self._running.get(constraint)
-        if check is None:
-            stop = Stop()
-            future = self._threads.submit(self._trial.check, *constraint, stop=stop)
-            check = self._running[constraint] = _Check(future, stop)
+        if (check := self._checks.pop(constraint, None)) is None:
+            stop = Cancellation()
+            check = _Check(self._threads.submit(self._trial.check, *constraint, stop=stop), stop)
+        self._checks[constraint] = check
+        if len(self._checks) > _KEPT:
+            del self._checks[next(iter(self._checks))]
         check.waiting += 1
         done = asyncio.wrap_future(check.future)
         try:
             return await asyncio.shield(done)
         except UserError as error:
-            return error
+            raise UserError(str(error)) from None  # a kept exception would collect the tracebacks of requests
         except asyncio.CancelledError:
             if check.waiting == 1:
-                self._running.pop(constraint, None)  # a later request starts a new check
+                self._checks.pop(constraint, None)  # a later request starts a new check
                 check.stop()
                 check.future.cancel()
                 await asyncio.wait({done})
             raise
+        except Exception:
+            self._checks.pop(constraint, None)
+            raise
         finally:
             check.waiting -= 1
-            if check.future.done() and self._running.get(constraint) is check:
-                del self._running[constraint]
 
 
 @dataclass
 class _Check:
-    """A running grammar check.
+    """A running or finished grammar check.
 
     Attributes:
         waiting: number of requests that wait for the result.
     """
 
     future: Future[CheckedText]
-    stop: Stop
+    stop: Cancellation
     waiting: int = 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import exp
 from typing import Any, Literal
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.checks import FLAG, POSITIVE, Checked, inherited, inherited_optional, option, whole, with_fields_of
 from mmspec.core.target import Target
 from mmspec.drafters.dflash import (
     DFlash,
@@ -23,21 +22,23 @@ from mmspec.drafters.dflash import (
 )
 from mmspec.drafters.hidden_state import plain_embedding
 from mmspec.drafters.layer import rotary_of
-from mmspec.drafters.layouts import LAYOUTS, published_names, shapes_of, stack
-from mmspec.drafters.shape import TREE
+from mmspec.drafters.layouts.dflash import NAMES
+from mmspec.drafters.layouts.tensors import published_names, shapes_of, stack
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput, TokenLosses, token_loss
 from mmspec.training.options import NetworkOptions, Passes, TreeOptions
 from mmspec.training.tasks import (
-    DrafterSetup,
     DrafterTraining,
+    TrainingTask,
     decoder_weights,
     load_shared_weights,
     mask_token,
     output_rows,
+    started,
 )
+from mmspec.validation import inherited, option, options, part, with_fields_of
 
 _BASE = 0.6  # weight of the loss of XPress' uncorrected logits (vllm-project/speculators)
 _OWN = re.compile(  # modules that targets do not have
@@ -46,36 +47,32 @@ _OWN = re.compile(  # modules that targets do not have
 _OPTIONAL = ("q_norm.weight", "k_norm.weight")
 
 
-@dataclass(frozen=True)
-class BlockLoss(Checked):
+@options
+class BlockLoss:
     """Settings of DFlash's objective."""
 
-    anchors: int = option(24, whole(1), "Blocks per conversation.")
-    gamma: float = option(4.0, POSITIVE, "Slots have weights exp(-(k-1)/gamma).")
+    anchors: int = option(24, "Blocks per conversation.", ge=1)
+    gamma: float = option(4.0, "Slots have weights exp(-(k-1)/gamma).", gt=0)
     loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 @with_fields_of(DFlashConfig)
 class DFlashOptions(BlockLoss, NetworkOptions):
     """Options of ``mmspec train dflash``."""
 
     depth: int = inherited(TreeOptions, "depth", default=15)
-    layers: int | None = inherited_optional(DFlashConfig, "layers", "Decoder layers.", default_text="2")
-    from_target: bool = option(False, FLAG, "Start as the target's last layers, if they are like its own.")
+    layers: int | None = inherited(DFlashConfig, "layers", "Decoder layers.", default_text="2", default=None)
+    from_target: bool = option(False, "Start as the target's last layers, if they are like its own.")
 
 
-def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    """Set up network, objective and drafter for ``train_drafter``."""
-    target, start = pipe.target, None
-    if options.start is not None:
-        start = DFlash.from_checkpoint(options.start)
-        start.attach(target)  # rejects drafters of other targets
-        if start.network.config.head or rotary_of(start.network.config)[1] is not None:
-            raise UserError(
-                f"{options.start}: expected a drafter with the target's output layer and plain rotary positions"
-            )
-        draft_ids = start.draft_ids if draft_ids is None else draft_ids
+def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
+    target = pipe.target
+    start, draft_ids = started(DFlash, options.start, target, draft_ids)
+    if start is not None and (start.network.config.head or rotary_of(start.network.config)[1] is not None):
+        raise UserError(
+            f"{options.start}: expected a drafter with the target's output layer and plain rotary positions"
+        )
     config = _network_config(options, pipe, start, output_rows(target) if draft_ids is None else len(draft_ids))
     network = DFlashNetwork(config).to(target.device, torch.float32)
     if config.markov_rank:
@@ -88,13 +85,12 @@ def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> D
         load_shared_weights(start, network, options.start)
     elif options.from_target:
         copy_last_layers(network, target)
-    chosen = options.part(DFlashObjective.__dataclass_fields__)
-    layers = config.features(target.config.num_hidden_layers)
-    return DrafterSetup(network, DFlashObjective(**chosen), DFlash, draft_ids, options.part(TREE), layers=layers)
+    objective = DFlashObjective(**part(options, DFlashObjective.__dataclass_fields__))
+    return TrainingTask(network, objective, DFlash, draft_ids, config.features(target.config.num_hidden_layers))
 
 
 def _network_config(options: DFlashOptions, pipe: Pipeline, start: DFlash | None, drafts: int) -> DFlashConfig:
-    given, decoder = options.part(DFlashConfig.__dataclass_fields__), pipe.target.config
+    given, decoder = part(options, DFlashConfig.__dataclass_fields__), pipe.target.config
     if "selector_rank" in given:
         given["selector_tokens"] = decoder.vocab_size * (given["selector_rank"] > 0)
     if "markov_rank" in given:
@@ -120,7 +116,7 @@ def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
     theirs, own = decoder_weights(target, last), network.state_dict()
     parts = {
         ours: some
-        for ours, some in published_names(own, LAYOUTS["dflash"].names).items()
+        for ours, some in published_names(own, NAMES).items()
         if not _OWN.match(ours) and (some[0] in theirs or not ours.endswith(_OPTIONAL))
     }
     for name, expected in shapes_of(own, parts, network.config).items():
@@ -134,7 +130,7 @@ def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
     network.fc.weight.zero_()[:, -network.config.hidden_size :].fill_diagonal_(1.0)
 
 
-@dataclass(frozen=True)
+@options
 class DFlashObjective(BlockLoss):
     """Loss of blocks against the target's next-token distributions (arXiv 2602.06036, section 4).
 

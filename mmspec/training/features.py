@@ -84,7 +84,6 @@ class EncodedConversation:
         tokens: (length,) int64, media placeholders expanded.
         turn: (length,) int64, index of the answer that a token belongs to, or ``CONTEXT``.
         visual: (length,) bool, positions of image and video features.
-        inputs: other arguments of the model's forward (``pixel_values``, ...), on its device.
     """
 
     tokens: Tensor
@@ -257,10 +256,6 @@ class Extractor:
     """Runs a target over conversations; calling it returns their ``Features``.
 
     Skips conversations whose first question exceeds ``max_length``. A batch of none is a row of padding.
-
-    Args:
-        max_length: as for ``Encoder``.
-        layers: additional hidden states to read.
     """
 
     def __init__(self, pipe: Pipeline, max_length: int | None = None, layers: Sequence[Feature] = ()) -> None:
@@ -299,10 +294,10 @@ class Extractor:
         if any(_TOKEN_TYPES in one.inputs for one in batch):
             inputs[_TOKEN_TYPES] = self._token_types(ids).to(device)
         prompt = Prompt(ids.to(device), mask.to(device) if any(pads) else None, inputs)
-        self.target.features = ("last", *self.layers)
-        self.target.select([])
-        output = self.target.prefill(prompt, max_new_tokens=1)
-        self.target.select([])
+        self.target.keep([])
+        *_, output = self.target.prefill([prompt], [1] * len(batch), ("last", *self.layers))
+        assert output is not None
+        self.target.keep([])
         rows = []
         for index, (one, pad) in enumerate(zip(batch, pads, strict=True)):
             visual = one.visual.to(device)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
-from mmspec.checks import FLAG, option, settable, whole
 from mmspec.core.target import Target
 from mmspec.drafters.hidden_state import plain_embedding
 from mmspec.drafters.small import Small
@@ -28,31 +26,29 @@ from mmspec.targets.head import Head
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput, TokenLoss, next_token_loss
 from mmspec.training.options import NextTokenLoss, RunOptions
-from mmspec.training.tasks import DrafterSetup, DrafterTraining, decoder_weights, head_weight
+from mmspec.training.tasks import DrafterTraining, TrainingTask, decoder_weights, head_weight
+from mmspec.validation import option, options
 
 _HEAD_DIM = 64
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class SmallOptions(NextTokenLoss, RunOptions):
     """Options of ``mmspec train small``."""
 
-    layers: int = option(4, whole(1, 256), "Decoder layers of the draft model.")
+    layers: int = option(4, "Decoder layers of the draft model.", ge=1, le=256)
     hidden: int | None = option(
         None,
-        settable(whole(2, 2**16)),
         "Hidden size; if it equals the target's, embeddings start as the target's.",
         default_text="the target's",
+        ge=2,
+        le=2**16,
     )
-    from_target: bool = option(False, FLAG, "Initialise from the target's first layers, embeddings and output layer.")
+    from_target: bool = option(False, "Initialise from the target's first layers, embeddings and output layer.")
 
 
 class DraftModel(Small):
-    """A draft model in training, saved as a transformers checkpoint with the target's tokenizer.
-
-    Attributes:
-        tree_size: draft tokens per step of evaluations.
-    """
+    """A draft model in training, saved as a transformers checkpoint with the target's tokenizer."""
 
     tree_size = 16
 
@@ -88,14 +84,12 @@ def distillation_loss(kind: TokenLoss, network: Any, target: Target, batch: Feat
     return next_token_loss(kind, target, batch, states, output_layer=Head(network))
 
 
-def setup(options: SmallOptions, pipe: Pipeline, draft_ids: None) -> DrafterSetup:
-    """Set up network, objective and drafter for ``train_drafter``."""
+def setup(options: SmallOptions, pipe: Pipeline, draft_ids: None) -> TrainingTask:
     with torch.no_grad():
         model = (_first_layers if options.from_target else _new_model)(pipe, options.layers, options.hidden)
     network = model.to(pipe.target.device, torch.float32)
-    return DrafterSetup(
-        network, partial(distillation_loss, options.loss), partial(DraftModel, pipe.processor.tokenizer)
-    )
+    drafter = partial(DraftModel, pipe.processor.tokenizer)
+    return TrainingTask(network, partial(distillation_loss, options.loss), drafter)
 
 
 def _new_model(pipe: Pipeline, layers: int, hidden: int | None) -> Any:

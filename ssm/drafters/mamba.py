@@ -7,7 +7,6 @@ state, computed from its parent's state.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +15,6 @@ from torch.nn import functional as F
 
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
-from mmspec.checks import Checked, option, required, whole, within
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
@@ -31,30 +29,27 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
 from mmspec.targets.support import lay_out_for_few_rows
+from mmspec.validation import option, options
 
 
-@dataclass(frozen=True)
-class MambaConfig(Checked):
+@options
+class MambaConfig:
     """Configuration of a ``MambaNetwork``.
 
     Attributes:
-        vocab_size: the target's vocabulary size.
-        hidden_size: width of the residual stream.
-        layers: number of layers.
         heads, head_dim: shape of the scan; their product is the inner width.
         state: state size per channel.
         window: kernel size of the convolution.
-        norm_eps: epsilon of all norms.
     """
 
-    vocab_size: int = required(whole(1, 2**24))
-    hidden_size: int = option(128, whole(1, 2**16))
-    layers: int = option(1, whole(1, 2**8))
-    heads: int = option(8, whole(1, 2**10))
-    head_dim: int = option(32, whole(1, 2**12))
-    state: int = option(32, whole(1, 2**12))
-    window: int = option(4, whole(1, 2**8))
-    norm_eps: float = option(1e-5, within(1e-12, 1))
+    vocab_size: int = option(..., ge=1, le=2**24)
+    hidden_size: int = option(128, ge=1, le=2**16)
+    layers: int = option(1, ge=1, le=2**8)
+    heads: int = option(8, ge=1, le=2**10)
+    head_dim: int = option(32, ge=1, le=2**12)
+    state: int = option(32, ge=1, le=2**12)
+    window: int = option(4, ge=1, le=2**8)
+    norm_eps: float = option(1e-5, ge=1e-12, le=1)
 
     @property
     def inner(self) -> int:
@@ -108,7 +103,6 @@ class MambaLayer(nn.Module):
         """Process a sequence.
 
         Args:
-            projected: (batch, length, ...), see ``project``.
             keep: (batch, length) bool, False at right padding; None for no padding.
             state: initial state, see ``State``.
 
@@ -135,10 +129,6 @@ class MambaLayer(nn.Module):
 
     def step(self, projected: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Advance every row by one token.
-
-        Args:
-            projected: (rows, ...), see ``project``.
-            state: see ``State``; S is overwritten.
 
         Returns:
             Residual update, (rows, hidden), and new state.
@@ -219,7 +209,6 @@ class MambaNetwork(nn.Module):
         """Process sequences.
 
         Args:
-            tokens: (batch, length) int64.
             keep: (batch, length) bool, False at right padding; None for no padding.
             state: state to continue from; None is the initial state.
 
@@ -237,10 +226,6 @@ class MambaNetwork(nn.Module):
 
     def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         """Advance every row by one token.
-
-        Args:
-            tokens: (rows,) int64.
-            state: see ``State``; S is overwritten.
 
         Returns:
             Hidden states for the head, (rows, hidden), and new state.
@@ -280,7 +265,6 @@ class Mamba(TrainedDrafter):
     Args:
         network: trained network, moved to the target's device; in the target's dtype on a GPU, which is bound by weight
             reads, else float32.
-        draft_ids, **settings: see ``TrainedDrafter``.
     """
 
     name: ClassVar[str] = "mamba"  # as registered
@@ -328,8 +312,7 @@ class Mamba(TrainedDrafter):
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         device = self._head.device
         self.join(len(history), kernels.static_shapes(device))
-        prompts = replace(prompt, padding_in_history=False).histories()
-        rows = [[*row, tokens[-1]] for row, tokens in zip(prompts, history, strict=True)]
+        rows = [[*row, tokens[-1]] for row, tokens in zip(prompt.unpadded(), history, strict=True)]
         lengths = [len(row) for row in rows]
         longest = max(lengths)
         tokens = on_device([row + [0] * (longest - len(row)) for row in rows], device)

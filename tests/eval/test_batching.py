@@ -25,13 +25,13 @@ def folder(tmp_path_factory):
 
 def test_a_small_run_decodes_as_many_sequences_as_each_method_is_named_for(folder, monkeypatch):
     widest = {}
-    forward = TransformersTarget.forward_tree
+    forward = TransformersTarget.verify
 
-    def counted(target, tree):
+    def counted(target, tree, *rest):
         widest[target] = max(widest.get(target, 0), len(tree.tokens))
-        return forward(target, tree)
+        return forward(target, tree, *rest)
 
-    monkeypatch.setattr(TransformersTarget, "forward_tree", counted)
+    monkeypatch.setattr(TransformersTarget, "verify", counted)
     done = CliRunner().invoke(batching.main, ["--model", folder, *SMALL, "--max-new-tokens", "12"])
     assert done.exit_code == 0, done.output
     assert sorted(widest.values()) == [1, 1, 3]  # calibration and the expected answers; a fork for each batch size

@@ -23,6 +23,7 @@ from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.drafters.msd import MSD
 from tests.model_folders import tokenizer
+from tests.targets import prefilled
 from tests.tiny import random_tree, root_path, shared_model
 from tests.tiny.configs import HYBRID_CONFIGS
 from tests.tiny.models import mamba_network, msd_network, text_inputs
@@ -80,11 +81,11 @@ def test_logits_and_commits_of_unrolled_trees_equal_those_of_trees(name, batch):
     targets[1] = UnrolledTarget(targets[1])
     inputs, g = text_inputs(batch, 7), torch.Generator().manual_seed(1)
     for target in targets:
-        target.prefill(Prompt(inputs["input_ids"], inputs["attention_mask"] if batch > 1 else None), 64)
+        prefilled(target, Prompt(inputs["input_ids"], inputs["attention_mask"] if batch > 1 else None), 64)
     accepted = 0
     for _ in range(3):
         tree = random_tree(g, batch, 9, 90)
-        steps = [target.forward_tree(tree) for target in targets]
+        steps = [target.verify(tree, ("last",)) for target in targets]
         torch.testing.assert_close(steps[1].logits, steps[0].logits, **CLOSE)
         torch.testing.assert_close(steps[1].features, steps[0].features, **CLOSE)
         # Choices that accept the deepest node of each row.

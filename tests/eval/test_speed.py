@@ -22,7 +22,7 @@ from mmspec.vision.drafters.msd import MSD
 from tests.model_folders import save_llava, save_text_model
 from tests.tiny.models import msd_network
 
-SECONDS = {"prefill": 100.0, "begin": 20.0, "propose": 5.0, "forward_tree": 3.0, "commit": 1.0}
+SECONDS = {"prefill": 100.0, "begin": 20.0, "propose": 5.0, "verify": 3.0, "commit": 1.0}
 REQUESTS = [{"prompt": "Describe the image."}, {"prompt": "A red circle"}]
 
 
@@ -137,13 +137,13 @@ def test_drafter_and_policy_learn_each_prompt_once_and_share_their_model(text_fo
 
 def test_a_wrong_answer_is_counted(text_folder, monkeypatch):
     pipe = mmspec.load(text_folder, drafter=None)
-    methods, forward_tree = [Method(TRANSFORMERS), Method(PLAIN)], pipe.target.forward_tree
+    methods, verify = [Method(TRANSFORMERS), Method(PLAIN)], pipe.target.verify
 
-    def negated(tree):
-        output = forward_tree(tree)
+    def negated(*asked):
+        output = verify(*asked)
         return replace(output, logits=-output.logits)
 
-    monkeypatch.setattr(pipe.target, "forward_tree", negated)
+    monkeypatch.setattr(pipe.target, "verify", negated)
     compare_methods(pipe, REQUESTS[:1], methods, rounds=1, max_new_tokens=5)
     assert [method.equal for method in methods] == [1, 0]
     assert methods[0].tokens == [len(methods[0].answers[0])] == [5]

@@ -13,7 +13,7 @@ from mmspec.ssm.drafters import mamba as networks
 from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.draft_checks import check_drafts
-from tests.targets import prompt_of
+from tests.targets import prefilled, prompt_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
 from tests.tiny.models import mamba_network, text_inputs, vision_inputs
@@ -194,8 +194,8 @@ def test_drafting_leaves_the_committed_state_alone():
     target, drafter = TransformersTarget(model), Mamba(mamba_network(), top_k=5, depth=3, total_tokens=9)
     drafter.attach(target)
     prompt = prompt_of(text_inputs(2))
-    output = target.prefill(prompt, 32)
-    history = [[*row, 7] for row in prompt.histories()]
+    output = prefilled(target, prompt, 32)
+    history = [[*row, 7] for row in prompt.unpadded()]
     drafter.begin(prompt, output, history)
     token = torch.tensor([7, 7])
     first = drafter.propose(token, StepPlan(64))

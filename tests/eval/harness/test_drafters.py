@@ -5,7 +5,6 @@ import torch
 
 import mmspec
 from mmspec import UserError
-from mmspec.core.drafter import fork, learns, lend
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.eval.harness.drafters import DEFAULT_NODES, ProfiledDrafter, parse_drafters, tree_sizes
@@ -31,7 +30,7 @@ def test_drafters_are_labelled(tmp_path, pipe):
     assert parse_drafters("old=recycle", str(tiny_llava()))["old"].entries > 0
     assert tree_sizes(found["ours"], "default,16") == {"default": 7, "16": 16}
     assert tree_sizes(found["ngram"], "default") == {"default": DEFAULT_NODES}
-    assert [learns(drafter) for drafter in found.values()] == [True, False, False, True]
+    assert [drafter.learns for drafter in found.values()] == [True, False, False, True]
     assert ProfiledDrafter(Recycle()).learns
 
 
@@ -54,14 +53,13 @@ def test_invalid_drafters_and_sizes_are_refused(specs, nodes, message):
 
 def test_a_fork_learns_separately_and_shares_weights(pipe):
     table, drafter = Recycle(), MSD(msd_network(pipe.model), torch.arange(90))
-    copied = fork(table, pipe.target)
+    copied = table.fork(pipe.target)
     Pipeline(pipe.target, pipe.processor, copied).generate("Describe the image.", max_new_tokens=8, nodes=5)
     assert table.entries == 0 < copied.entries
-    assert fork(drafter, pipe.target) is not drafter
-    assert fork(drafter, pipe.target).network is drafter.network
-    assert lend(drafter, pipe.target) is drafter
-    assert lend(table, pipe.target) is not table
-    assert fork(None, pipe.target) is lend(None, pipe.target) is None
+    assert drafter.fork(pipe.target) is not drafter
+    assert drafter.fork(pipe.target).network is drafter.network
+    assert drafter.lend(pipe.target) is drafter
+    assert table.lend(pipe.target) is not table
 
 
 def test_attaching_the_same_target_again_changes_nothing(pipe):

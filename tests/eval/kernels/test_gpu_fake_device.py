@@ -1,5 +1,6 @@
 """Parts of the GPU benchmark on a fake CUDA device: shapes fit, devices are not mixed, all steps can be captured."""
 
+from concurrent.futures import Future
 from contextlib import nullcontext
 from itertools import count
 from types import SimpleNamespace
@@ -7,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmspec import pipeline
 from mmspec.engine.engine import Engine
-from mmspec.engine.request_state import Wakeup
 from mmspec.eval import gpu
 from mmspec.eval.kernels import gpu_kernels, gpu_models
 
@@ -22,13 +23,13 @@ def test_a_rehearsal_on_a_fake_device(monkeypatch):
     # The fake device is one thread's: clients run the steps themselves.
     patch(Engine, "_wake", lambda engine: engines.add(engine))
 
-    def wait(_, ready):
+    def result(answer):
         for engine in engines:
             while engine._has_work():
                 engine._turn()
-        assert ready()
+        return Future.result(answer, 0)
 
-    patch(Wakeup, "wait", wait)
+    patch(pipeline, "Future", type("Answer", (Future,), {"result": result}))
     patch(gpu_kernels, "call_seconds", lambda calls, device: [call() for call in calls] and 1e-3)
     for module in (gpu_kernels, gpu_models):
         patch(module, "device_seconds", lambda run, *_: [(run(), 1e-3 * next(tick))[1]])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmspec.core.drafter import Wrapper, continuations
+from mmspec.core.drafter import Wrapper
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
@@ -12,6 +12,7 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.targets.transformers_target import TransformersTarget
+from tests.targets import prefilled
 from tests.tiny import shared_model
 
 TEXT = [5, 6, 7, 8, 5, 6, 9, 8, 5, 6, 7, 5]
@@ -22,7 +23,7 @@ def begun(drafter, history):
     target = TransformersTarget(shared_model("llama"))
     drafter.attach(target)
     prompt = Prompt(torch.tensor([history[:-1]]))
-    output = target.prefill(prompt, 8)
+    output = prefilled(target, prompt, 8)
     drafter.begin(prompt, output, [list(history)])
     return drafter
 
@@ -84,8 +85,7 @@ def test_ensembles():
 
 
 def test_others_expect_nothing():
-    assert continuations(None, 0, ()) == ()
-    assert continuations(Small(shared_model("llama")), 0, (5,)) == ()
+    assert Small(shared_model("llama")).continuations(0, (5,)) == ()
 
 
 def test_inputs_are_left_alone():

@@ -164,7 +164,7 @@ def test_errors(tmp_path):
     with pytest.raises(UserError, match="tokens: expected 40 bytes, received 1"):
         Datastore(tmp_path / "store")
     (tmp_path / "store" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="expected format, received none"):
+    with pytest.raises(UserError, match="format is required"):
         Datastore(tmp_path / "store")
     with pytest.raises(UserError, match="expected a JSON object"):
         Datastore(tmp_path / "none")

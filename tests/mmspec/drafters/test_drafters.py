@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmspec
 from mmspec import TokenTree, UserError, plugins
-from mmspec.core.drafter import fork
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import build_tree
@@ -303,7 +302,7 @@ def test_copies_of_a_table_learn_apart():
     drafter.attach(target)
     begun(drafter, [[1, 2, 3]], vocab=4)
     before = copy.deepcopy(drafter._table)
-    first, second = (fork(drafter, target) for _ in range(2))
+    first, second = (drafter.fork(target) for _ in range(2))
     for one, row in ((first, [1, 2, 3]), (second, [2, 1, 0])):
         one.begin(Prompt(torch.tensor([row])), TargetOutput(torch.tensor([[[9.0, 0, 0, 0]]]), {}), [[*row, 0]])
     assert drafter._table == before
@@ -468,7 +467,10 @@ def test_registered_names():
         ),
         (lambda: make_drafter("tests"), "tests: expected a drafter's config.json with mmspec_drafter, received none"),
         (lambda: make_drafter("nobody"), "unknown drafter: expected one of .*ngram.*, got 'nobody'"),
-        (lambda: make_drafter(object()), "drafter must be a name, a folder, a Drafter or None: got object"),
+        (
+            lambda: make_drafter(object()),
+            "drafter must be a name, a folder, None or derive from mmspec.Drafter: got object",
+        ),
     ],
 )
 def test_mistakes_are_named(make, message):

@@ -8,7 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmspec import TokenTree, UserError
 from mmspec.core.target import Prompt
-from mmspec.drafters.early_exit import FirstLayers
+from mmspec.drafters.early_exit import first_layers
+from mmspec.drafters.growth import LevelPasses
 from mmspec.drafters.kangaroo import Kangaroo
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import cpu_library
@@ -16,7 +17,7 @@ from mmspec.targets.packing import pack_model
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.draft_checks import check_logits
 from tests.kangaroo import adapter, logits, published
-from tests.targets import row_of
+from tests.targets import prefilled, row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import TINY_SIZES
 from tests.tiny.models import kangaroo_network, text_inputs, vision_inputs
@@ -53,13 +54,12 @@ def test_states_of_packed_targets_are_those_of_their_verify_passes():
     pack_model(model, "bfloat16")
     target, drafter = TransformersTarget(model), Kangaroo(kangaroo_network(model, exit_layer=2))
     drafter.attach(target)
-    target.features = drafter.features
-    target.prefill(Prompt(torch.arange(3, 12)[None]), 32)
-    tokens, first = torch.tensor([[7, 5, 9]]), FirstLayers(target, 2)
-    passes = first.passes(drafter.features[0])
+    prefilled(target, Prompt(torch.arange(3, 12)[None]), 32)
+    tokens, first = torch.tensor([[7, 5, 9]]), first_layers(target, 2)
+    passes = LevelPasses(first.runner, first.recurrent, drafter.features[0])
     target.runner.cache.reserve_nodes(3)
     origin = torch.zeros(1, 1, dtype=torch.long)
     states = [passes(tokens[:, place : place + 1], origin) for place in range(3)]
     passes.end()
     chain = TokenTree(tokens, torch.tensor([[-1, 0, 1]]))
-    assert torch.equal(torch.cat(states, dim=1), target.forward_tree(chain).features[drafter.features[0]])
+    assert torch.equal(torch.cat(states, dim=1), target.verify(chain, drafter.features).features[drafter.features[0]])

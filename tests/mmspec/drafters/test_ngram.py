@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from mmspec.core.drafter import fork
 from mmspec.core.plan import StepPlan
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.stopping import Stopper
@@ -196,7 +195,7 @@ def test_copies_do_not_remember_running_requests():
     begun(drafter, [SOURCE])
     drafter.select([])
     begun(drafter, [SHORT])
-    copied = fork(drafter, target)
+    copied = drafter.fork(target)
     begun(copied, [[1, *SHORT[:3]], [1, *SOURCE[:3]]])
     assert copied.continuations(0, ()) == []
     assert copied.continuations(1, ()) == [(SOURCE[3], pytest.approx(0.45))]

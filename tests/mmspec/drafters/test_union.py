@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmspec import UserError
-from mmspec.core.drafter import Drafter, learns, lend, members
+from mmspec.core.drafter import Drafter
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
@@ -48,10 +48,10 @@ def test_names_joined_by_plus():
     union = make_drafter("ngram+recycle")
     assert isinstance(union, Union)
     assert [type(member) for member in union.drafters] == [Ngram, Recycle]
-    assert members(union) == union.drafters
-    assert learns(union)
-    assert learns(Union([Ngram(memory=0), Frozen()]))  # how far to trust what it finds
-    assert not learns(Union([Frozen(), Frozen()]))
+    assert union.members == union.drafters
+    assert union.learns
+    assert Union([Ngram(memory=0), Frozen()]).learns  # how far to trust what it finds
+    assert not Union([Frozen(), Frozen()]).learns
     for name, message in (
         ("ngram+none", "^names joined by + must each be a drafter's: got 'ngram+none'$"),
         ("ngram+nonsense", "nonsense"),
@@ -67,7 +67,7 @@ def test_a_lent_union_shares_weights_and_forgets():
     target = TransformersTarget(shared_model("llama"))
     union = Union([Small(shared_model("qwen3")), Recycle()])
     union.attach(target)
-    lent = lend(union, target)
+    lent = union.lend(target)
     assert lent is not union
     assert lent.drafters[0].model is union.drafters[0].model
     lent.drafters[1]._table[1, 2] = {3: 1.0}

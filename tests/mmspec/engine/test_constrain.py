@@ -10,14 +10,13 @@ pytest.importorskip("llguidance")
 
 import mmspec
 from mmspec import SamplingParams, TokenTree
+from mmspec.core.drafter import Drafter
 from mmspec.core.plan import StepPlan
 from mmspec.core.tree import build_tree
 from mmspec.engine.constrain import constrain
-from mmspec.engine.request_state import RequestState
-from mmspec.engine.stopping import Stopper
 from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.grammar import Grammars
-from mmspec.sampling.sampler import Sampled, Sampler
+from mmspec.sampling.sampler import Sampler, SamplingState
 from tests.tiny import byte_model, byte_tokenizer
 
 EOS, VOCAB = 2, 259
@@ -37,7 +36,7 @@ def grammar():
 
 
 def row(said="", constrained=True):
-    sampled = Sampled([9], Sampler(constraint=grammar() if constrained else None))
+    sampled = SamplingState([9], Sampler(constraint=grammar() if constrained else None))
     sampled.history.extend(ids_of(said))
     return sampled
 
@@ -150,15 +149,12 @@ def test_rows_without_a_grammar_keep_their_drafts():
 # ---------------------------------------------------------------------- distributions
 
 
-class Branches:
+class Branches(Drafter):
     """Drafts the words, wrong ones too, as one random tree."""
 
     def __init__(self):
         self._random = torch.Generator().manual_seed(0)
         self._rows = 0
-
-    def attach(self, target):
-        """Serves any."""
 
     def begin(self, prompt, output, history):
         self._rows += len(history)
@@ -230,18 +226,13 @@ def test_drawn_trees_under_a_grammar():
         draft_probs=q.expand(total, 4, VOCAB),
     )
     sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(1), constraint=grammar())
-    rows = [Sampled([9], sampler) for _ in range(total)]
-    chosen = BatchSampler().choose(rows, tree, logits.expand(total, 4, VOCAB))[:, 0]
+    rows = [SamplingState([9], sampler) for _ in range(total)]
+    choices = BatchSampler().choose(rows, tree, logits.expand(total, 4, VOCAB))
+    chosen = choices.tokens[:, 0]
     allowed = sorted(after(()))
     expected = dict(zip(allowed, logits[allowed].softmax(-1).tolist(), strict=True))
     seen = Counter(chosen.tolist())
     assert set(seen) <= set(allowed)
     found, limit = chi_square(seen, expected, total)
     assert found < limit
-    assert not any(row.failures.get(0) for row in rows)
-
-
-def test_a_sequence_holds_the_state():
-    one = RequestState([9], Sampler(constraint=grammar()), Stopper(1))
-    assert one.constraint is not None
-    assert RequestState([9], Sampler(), Stopper(1)).constraint is None
+    assert not any(choices.failures)

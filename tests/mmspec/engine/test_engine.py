@@ -34,23 +34,22 @@ class TableTarget:
     def __init__(self, table):
         self.table = table
         self.rows = []  # tokens that each row has cached
-        self.features = ()
         self.passes = []  # (rows, nodes) of every verify pass
 
     def batch_key(self, prompt):
         return None
 
-    def prefill_chunks(self, prompt, max_new_tokens, chunk):
-        new = [list(row) for row in prompt.histories()]
+    def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
+        new = [list(row) for prompt in prompts for row in prompt.unpadded()]
         for _ in range(chunk or len(new[0]), len(new[0]), chunk or 1):
             yield None
         self.rows += new
         yield self._step(torch.tensor([[row[-2:]] for row in new]))
 
-    def select(self, rows):
+    def keep(self, rows):
         self.rows = [self.rows[row] for row in rows]
 
-    def forward_tree(self, tree):
+    def verify(self, tree, reads=(), width=None):
         self.tree = tree
         self.passes.append(tuple(tree.tokens.shape))
         up = tree.tokens.gather(1, tree.parents.clamp(min=0))
@@ -194,14 +193,12 @@ def test_drafts_behind_a_stop_are_not_counted():
     assert row.stats.num_draft_tokens == 6
 
 
-class Fixed:
+class Fixed(Drafter):
     """Proposes given trees: per step, per row (tokens, parents)."""
 
     def __init__(self, *trees):
         self.trees = list(trees)
         self.observed = []
-
-    def attach(self, target): ...
 
     def begin(self, prompt, output, history):
         self.history = history
@@ -298,13 +295,11 @@ def test_no_random_number_is_used_twice():
         assert float((first[shift:] == first[:-shift]).float().mean()) < 0.35
 
 
-class Drawn:
+class Drawn(Drafter):
     """Draws children from its own distribution after each token, in draw order: root -> (a, b), a -> c."""
 
     def __init__(self, q, seed):
         self.q, self.g = q, torch.Generator().manual_seed(seed)
-
-    def attach(self, target): ...
 
     def begin(self, prompt, output, history): ...
 
@@ -363,9 +358,9 @@ class Counting(TableTarget):
 
     prefilled = 0
 
-    def prefill_chunks(self, prompt, max_new_tokens, chunk):
-        left = prompt.input_ids.numel()
-        for step in super().prefill_chunks(prompt, max_new_tokens, chunk):
+    def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
+        left = sum(prompt.input_ids.numel() for prompt in prompts)
+        for step in super().prefill(prompts, max_new_tokens, reads, chunk):
             self.prefilled += min(left, chunk or left)
             left -= min(left, chunk or left)
             yield step
@@ -403,9 +398,9 @@ class Stacking(TableTarget):
     def batch_key(self, prompt):
         return None if self.kinds is None else self.kinds.pop(0)
 
-    def prefill_chunks(self, prompt, max_new_tokens, chunk):
-        self.prefills.append((prompt.input_ids.shape, list(max_new_tokens), chunk))
-        return super().prefill_chunks(prompt, max_new_tokens, chunk)
+    def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
+        self.prefills.append((prompts[0].input_ids.shape, list(max_new_tokens), chunk))
+        return super().prefill(prompts, max_new_tokens, reads, chunk)
 
 
 def scheduled(engine, prompts, stoppers=None, nodes=None):
@@ -526,11 +521,16 @@ def test_drafts_for_plain_sequences_alone_are_dropped(adaptive, chain):
     ]
 
 
-def test_prompts_that_cannot_be_stacked_are_prefilled_in_their_order(monkeypatch):
-    monkeypatch.setattr(Prompt, "stack", staticmethod(lambda prompts: None))
+def test_prompts_that_cannot_be_stacked_are_prefilled_in_their_order():
     target, engine = stacking()
     prompts = [[n, 6 - n] for n in range(4)]
-    rows = scheduled(engine, prompts)
+    rows = [
+        row
+        for n, prompt in enumerate(prompts)
+        for row in engine.add(
+            Prompt(torch.tensor([prompt]), inputs={"pixels": torch.zeros(1, n)}), Sampler(), Stopper(4)
+        )
+    ]
     engine.remove([rows[2]])
     started = []
     while not all(row.done for row in rows):
@@ -564,18 +564,18 @@ def test_a_failed_step_reaches_the_client_of_a_prompt_in_chunked_prefill():
     """It waits to be told, as its sequence is in no row yet."""
 
     class Fails(TableTarget):
-        def forward_tree(self, tree):
+        def verify(self, tree, reads=(), width=None):
             if len(self.passes) == 3:
                 raise RuntimeError("a failed pass")
-            return super().forward_tree(tree)
+            return super().verify(tree, reads, width)
 
     told = []
     engine = SteppedEngine(Fails(table_model(VOCAB)), None, StepPlan(0), chunk=2)
-    engine.add(prompt_of([[1, 2]]), Sampler(), Stopper(6), on_change=lambda: told.append("decoding"))
+    engine.add(prompt_of([[1, 2]]), Sampler(), Stopper(6), sink=lambda delta: told.append("decoding"))
     for _ in range(2):
         assert engine._has_work()
         engine._turn()
-    (late,) = engine.add(prompt_of([[1] * 20]), Sampler(), Stopper(6), on_change=lambda: told.append("in prefill"))
+    (late,) = engine.add(prompt_of([[1] * 20]), Sampler(), Stopper(6), sink=lambda delta: told.append("in prefill"))
     for _ in range(2):
         engine._turn()
     assert (told.count("in prefill"), len(engine.core.queued)) == (0, 1)
@@ -591,10 +591,10 @@ def test_a_failed_step_reaches_the_client_of_a_prompt_in_chunked_prefill():
 
 def test_a_prompt_that_fails_does_not_end_those_stacked_with_it():
     class Refuses(TableTarget):
-        def prefill_chunks(self, prompt, max_new_tokens, chunk):
-            if bool((prompt.input_ids == 6).any()):
+        def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
+            if any(bool((prompt.input_ids == 6).any()) for prompt in prompts):
                 raise ValueError("six")
-            yield from super().prefill_chunks(prompt, max_new_tokens, chunk)
+            yield from super().prefill(prompts, max_new_tokens, reads, chunk)
 
     engine = SteppedEngine(Refuses(table_model(VOCAB)), None, StepPlan(0))
     prompts = [[1, 2], [6, 2], [3, 4]]
@@ -692,9 +692,9 @@ def test_drafts_that_come_ahead_are_those_of_the_rows_that_run():
     """Rows end while others wait, so that as many run in the next step, but not the same."""
     table, prompts = table_model(VOCAB), [[1, 2], [5, 4], [3, 3], [2, 5]]
     target, drafter, passes = TableTarget(table), Ahead(), []
-    forward = target.forward_tree
-    target.forward_tree = lambda tree: (
-        passes.append((tree.tokens[:, 0].tolist(), drafter.proposed[-1])) or forward(tree)
+    forward = target.verify
+    target.verify = lambda tree, *rest: (
+        passes.append((tree.tokens[:, 0].tolist(), drafter.proposed[-1])) or forward(tree, *rest)
     )
     engine = SteppedEngine(target, drafter, StepPlan(3, 2), max_num_seqs=2)
     counts = (4, 9, 6, 5)

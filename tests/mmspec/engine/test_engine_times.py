@@ -12,11 +12,11 @@ from tests.mmspec.engine.test_engine import VOCAB, Fixed, TableTarget, prompt_of
 from tests.tiny import table_model
 
 SECONDS = {  # powers of two: any sum tells its parts
-    "prefill_chunks": 256.0,
+    "prefill": 256.0,
     "begin": 64.0,
     "plan": 32.0,
     "propose": 16.0,
-    "forward_tree": 8.0,
+    "verify": 8.0,
     "choose": 4.0,
     "commit": 2.0,
     "observe": 1.0,
@@ -27,7 +27,7 @@ SECONDS = {  # powers of two: any sum tells its parts
 def now(monkeypatch):
     """The time, a list of one number, as the engine reads it."""
     time = [0.0]
-    for name in ("core.clock", "core.mark", "request_state.clock"):
+    for name in ("core.clock", "stats.perf_counter", "sequence.clock"):
         monkeypatch.setattr(f"mmspec.engine.{name}", lambda *device: time[0])
     return time
 
@@ -70,7 +70,7 @@ def test_every_second_in_its_place(now, monkeypatch):
         [([wrong[0], truth[0][4]], [0, 0]), ([wrong[1]], [0])],  # the first row accepts its second sibling
     )
     target, sampler, policy = TableTarget(table), Sampler(), Observed()
-    take_time(now, target, "prefill_chunks", "forward_tree", "commit")
+    take_time(now, target, "prefill", "verify", "commit")
     take_time(now, drafter, "begin", "propose", "observe")
     choose = BatchSampler.choose
 
@@ -84,7 +84,7 @@ def test_every_second_in_its_place(now, monkeypatch):
     *_, rows = decode(target, drafter, prompt_of(prompts), sampler, Stopper(9), policy)
     assert [row.token_ids for row in rows] == truth
     s = SECONDS
-    drafted, verified = s["plan"] + s["propose"], s["forward_tree"] + s["choose"]
+    drafted, verified = s["plan"] + s["propose"], s["verify"] + s["choose"]
     assert policy.calls[:3] == [
         (3, [[0, 1, 2], [0, 1, 2]], drafted, verified),
         (3, [[0, 2], [0]], drafted, verified),
@@ -95,8 +95,8 @@ def test_every_second_in_its_place(now, monkeypatch):
     for row, steps in zip(rows, (5, 6), strict=True):
         stats = row.stats
         assert stats.num_spec_steps == steps
-        assert stats.prefill_seconds == s["prefill_chunks"]
-        assert stats.time_to_first_token == s["prefill_chunks"] + s["choose"]
+        assert stats.prefill_seconds == s["prefill"]
+        assert stats.time_to_first_token == s["prefill"] + s["choose"]
         assert stats.draft_seconds == s["begin"] + steps * drafted - s["propose"]
         assert stats.verify_seconds == steps * verified
         assert stats.commit_seconds == steps * (s["commit"] + s["observe"])

@@ -133,7 +133,7 @@ def test_no_end_of_several_comes_early(source: str, end: int, monkeypatch: pytes
 
 @pytest.mark.parametrize("penalty", [0.0, 0.5])
 def test_biased_tokens_are_those_of_the_vocabulary(penalty: float) -> None:
-    """The last one is, the next one is the first that is not."""
+    """The last token id of the vocabulary is allowed, the next id is an error."""
     pipe = pipeline(Ngram())
     vocab = pipe.model.config.vocab_size
     options = {"nodes": 4, "max_new_tokens": 3, "frequency_penalty": penalty}
@@ -143,7 +143,7 @@ def test_biased_tokens_are_those_of_the_vocabulary(penalty: float) -> None:
 
 
 def test_mistakes() -> None:
-    for wrong in ({"a": 1.0}, {1: 101}, {-1: 1}, {1.5: 1}, {True: 1}, "1=2", [(1, 2)], ((1,),), {1: float("nan")}):
-        with pytest.raises(UserError, match="logit_bias must be None or token ids with biases"):
+    for wrong in ({"a": 1.0}, {1: 101}, {-1: 1}, {1.5: 1}, {True: 1}, "1=2", [(1, 2, 3)], ((1,),), {1: float("nan")}):
+        with pytest.raises(UserError, match="logit_bias must be token ids with biases"):
             SamplingParams(logit_bias=wrong)
     assert SamplingParams(logit_bias={"7": 1, 3: 2}).logit_bias == ((3, 2.0), (7, 1.0))
