@@ -37,13 +37,13 @@ class TransformersTarget:
 
     Args:
         model: any causal language model; subclasses support multimodal models.
+        exact: whether to reject prompts whose trees cannot be verified exactly; False for draft models.
 
     Attributes:
         auto_class: the class of transformers that loads these models.
         processor_class: the ``Processor`` of these models.
         runner: runs the verify passes; replaced if the model moves to a device that requires another runner class.
         adapters: LoRA adapters in the model's layers.
-        exact: whether to reject prompts whose trees cannot be verified exactly; False for draft models.
 
     Raises:
         UserError: a part of the architecture cannot verify trees exactly.
@@ -51,10 +51,9 @@ class TransformersTarget:
 
     auto_class: ClassVar[Any] = AutoModelForCausalLM
     processor_class: ClassVar[type[Processor]] = Processor
-    exact = True
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, exact: bool = True) -> None:
+        self.model, self._exact = model, exact
         self.config = model.config.get_text_config()
         self.context_limit = getattr(self.config, "max_position_embeddings", None)
         self.adapters = Adapters(model)
@@ -72,18 +71,18 @@ class TransformersTarget:
 
     def fork(self) -> TransformersTarget:
         """The same weights, without sequences."""
-        return type(self)(self.model)
+        return type(self)(self.model, self._exact)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the model, without sequences."""
         with self.decoder.attention.idle():
             model = without_output_capture(self.model)
-        return type(self), (model,)
+        return type(self), (model, self._exact)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformersTarget:
         with self.decoder.attention.idle():
             model = copy.deepcopy(self.model, memo)
-        return type(self)(model)
+        return type(self)(model, self._exact)
 
     @property
     def device(self) -> torch.device:
@@ -131,7 +130,7 @@ class TransformersTarget:
         self.adapters.choose(prompt.adapter)
         ids, mask = prompt.input_ids, prompt.attention_mask
         length = ids.shape[1]
-        if self.exact:
+        if self._exact:
             refuse_switch(self.config, [length] * len(ids) if mask is None else mask.sum(1).tolist(), length, new)
             if mask is not None:
                 refuse_inner_padding(self.config, mask, new)
