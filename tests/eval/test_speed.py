@@ -46,7 +46,7 @@ def requests(count):
 
 def test_every_second_is_attributed_to_a_phase(text_folder, monkeypatch):
     now = [0.0]
-    for module in ("engine.core", "engine.request_state", "eval.harness.timing", "eval.harness.drafters"):
+    for module in ("engine.core", "engine.sequence", "eval.harness.timing", "eval.harness.drafters"):
         monkeypatch.setattr(f"mmspec.{module}.clock", lambda: now[0])
     monkeypatch.setattr("mmspec.engine.stats.perf_counter", lambda: now[0])
 
