@@ -38,7 +38,6 @@ class EarlyExit(CapturedDrafter):
 
     Args:
         layers: number of the target's first layers that draft.
-        top_k: nodes extended per level, and children per node.
 
     Raises:
         UserError: ``layers`` is not a number, or (at ``attach``) see ``first_layers``.

@@ -62,7 +62,6 @@ class KangarooNetwork(nn.Module):
 
         Args:
             x: (batch, nodes, hidden).
-            rotation, attend: see ``DecoderLayer.attention``.
         """
         return self.norm(self.layers[0](x, rotation, attend))
 

@@ -45,7 +45,6 @@ class Small(CapturedDrafter):
 
     Args:
         model: a causal or vision-language model, or its name or folder.
-        top_k: nodes extended per level, and children per node.
         trust_remote_code: allow Python code in the model's folder.
         tokenizers: of target and model, if they differ; if the vocabularies have other sizes, None reads them from the
             models' folders.

@@ -34,7 +34,6 @@ class PendingConversation:
     """A conversation whose answers are being generated.
 
     Attributes:
-        questions: content of each user message, as in ``data.Conversation``.
         expected: estimated length of each answer, in characters.
     """
 
@@ -92,12 +91,10 @@ class AnswerGenerator:
     """Generates answers with a pipeline, batching questions of similar cost.
 
     Args:
-        pipe: pipeline of the target; its ``max_num_seqs`` is the batch size.
         params: sampling parameters; each answer gets its own seed.
         greedy: share of conversations that are answered greedily regardless of ``params``.
 
     Attributes:
-        answers, tokens: numbers generated so far.
         failures: errors that ended conversations early, one line each.
     """
 
@@ -152,10 +149,7 @@ def draw_prompts(
     """Sample prompts and yield them as conversations to answer, without duplicates and unusable prompts.
 
     Args:
-        pipe: pipeline of a target with a chat template.
         numbers: numbers of the prompts; a number and ``params`` determine the prompt.
-        done: ids of existing conversations, which are skipped.
-        chunk: number of prompts to sample at a time.
     """
     opening = user_opening(pipe.processor.tokenizer)
     seen: set[str] = set()

@@ -37,13 +37,9 @@ class MambaConfig:
     """Configuration of a ``MambaNetwork``.
 
     Attributes:
-        vocab_size: the target's vocabulary size.
-        hidden_size: width of the residual stream.
-        layers: number of layers.
         heads, head_dim: shape of the scan; their product is the inner width.
         state: state size per channel.
         window: kernel size of the convolution.
-        norm_eps: epsilon of all norms.
     """
 
     vocab_size: int = option(..., ge=1, le=2**24)
@@ -107,7 +103,6 @@ class MambaLayer(nn.Module):
         """Process a sequence.
 
         Args:
-            projected: (batch, length, ...), see ``project``.
             keep: (batch, length) bool, False at right padding; None for no padding.
             state: initial state, see ``State``.
 
@@ -134,10 +129,6 @@ class MambaLayer(nn.Module):
 
     def step(self, projected: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Advance every row by one token.
-
-        Args:
-            projected: (rows, ...), see ``project``.
-            state: see ``State``; S is overwritten.
 
         Returns:
             Residual update, (rows, hidden), and new state.
@@ -218,7 +209,6 @@ class MambaNetwork(nn.Module):
         """Process sequences.
 
         Args:
-            tokens: (batch, length) int64.
             keep: (batch, length) bool, False at right padding; None for no padding.
             state: state to continue from; None is the initial state.
 
@@ -236,10 +226,6 @@ class MambaNetwork(nn.Module):
 
     def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         """Advance every row by one token.
-
-        Args:
-            tokens: (rows,) int64.
-            state: see ``State``; S is overwritten.
 
         Returns:
             Hidden states for the head, (rows, hidden), and new state.
@@ -279,7 +265,6 @@ class Mamba(TrainedDrafter):
     Args:
         network: trained network, moved to the target's device; in the target's dtype on a GPU, which is bound by weight
             reads, else float32.
-        draft_ids, **settings: see ``TrainedDrafter``.
     """
 
     name: ClassVar[str] = "mamba"  # as registered
