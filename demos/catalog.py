@@ -70,23 +70,18 @@ class Catalog:
 
     @classmethod
     def of(
-        cls,
-        models: Sequence[str] = (),
-        drafters: Sequence[str] = (),
-        text_only: Iterable[str] = (),
-        *,
-        open: bool = True,
+        cls, models: Sequence[str] = (), drafters: Sequence[str] = (), texts: Iterable[str] = (), *, open: bool = True
     ) -> Catalog:
         """Catalog of the given models and drafters; by default the installed models and all registered drafters.
 
         Args:
-            text_only: models that take neither images nor videos, in addition to registered text models.
+            texts: models that take neither images nor videos, in addition to registered text models.
             open: whether visitors may name others. If so, installed models and registered drafters are always listed.
         """
         listed = dict.fromkeys([*models, *(plugins.installed() if open or not models else [])])
         named = dict.fromkeys([AUTO, *drafters, *(plugins.names("drafters") if open or not drafters else []), PLAIN])
-        texts = frozenset({*text_only, *filter(plugins.reads_text_only, listed)})
-        return cls(tuple(listed), tuple(named), models[0] if models else plugins.default_model(), open, texts)
+        text_only = frozenset({*texts, *filter(plugins.reads_text_only, listed)})
+        return cls(tuple(listed), tuple(named), models[0] if models else plugins.default_model(), open, text_only)
 
     def default_model(self, kind: Kind) -> str:
         """The default model for requests of a kind."""
@@ -124,18 +119,13 @@ class Catalog:
         """Raise ``UserError`` if a name is not allowed."""
         for option, name, names in (("model", model, self.models), ("drafter", drafter, self.drafters)):
             if not self.open and name not in names:
-                raise UserError(
-                    f"{option} must be one that this server offers: expected {', '.join(names)}, got {name!r}"
-                )
+                offered = ", ".join(names)
+                raise UserError(f"{option} must be one that this server offers: expected {offered}, got {name!r}")
 
 
+_SHAPES = {"five-shapes.png": "Five shapes", "three-shapes.png": "Three shapes"}
 _DRAWN: dict[Kind, dict[str, str]] = {
-    "image": {
-        "two-rings.png": "Two rings",
-        "scene.png": "A sign",
-        "five-shapes.png": "Five shapes",
-        "three-shapes.png": "Three shapes",
-    },
+    "image": {"two-rings.png": "Two rings", "scene.png": "A sign", **_SHAPES},
     "video": {"clip.mp4": "A clip", "another-clip.mp4": "Another clip"},
 }
 """Labels of the package's samples. A tab opens on the first, which ``tiny-llava`` describes without a mistake."""

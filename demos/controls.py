@@ -129,6 +129,6 @@ class Controls:
         }
 
     def method_choices(self, model: str, further: Sequence[str] = ()) -> list[tuple[str, str]]:
-        """Choices of the method picker: methods that the model can run, and further ones."""
+        """Choices of the method picker: methods that the model can run, and further methods."""
         names = dict.fromkeys([*self.catalog.methods(model), *further])
         return [(label(name), name) for name in names]

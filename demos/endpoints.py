@@ -34,7 +34,7 @@ class AnswerJSON(TypedDict):
 
 
 class RaceJSON(TypedDict):
-    """A race: each lane is the run of median time among ``runs`` runs. The speedups are those of the fastest lane;
+    """A race: each lane is the run of median time among ``runs`` runs. The speedups are the fastest lane's;
     ``first_difference`` is -1 if all tokens are equal."""
 
     lanes: list[AnswerJSON]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from rich.console import Console
@@ -54,11 +54,7 @@ class RequestQueue:
         self._lock = RLock()  # re-entrant: garbage collection may end a request in any thread
 
     def join(self, count: int = 1, *, alone: bool = False) -> list[QueuePlace]:
-        """Append ``count`` places to the queue.
-
-        Raises:
-            UserError: the queue is full.
-        """
+        """Append ``count`` places to the queue. Raises ``UserError`` if the queue is full."""
         with self._lock:
             if len(self._places) + count > RUNNING + WAITING:
                 raise UserError(f"the server is busy with {RUNNING + WAITING} requests: try again in a minute")
@@ -83,15 +79,8 @@ class RequestQueue:
                 place.set_result(None)
 
     def run(self, work: Iterator[T], waiting: Callable[[int], T], *, alone: bool = False) -> Iterator[T]:
-        """Run a request, together with others or alone.
-
-        Args:
-            work: the request's steps, closed with the returned iterator.
-            waiting: result for the number of requests ahead, yielded periodically until the request starts.
-
-        Raises:
-            UserError: see ``join``.
-        """
+        """Run a request's steps, together with other requests or alone; see ``join``. Until it starts, ``waiting`` of
+        the number of requests ahead is yielded periodically."""
         joined = self.join(alone=alone)
         try:
             seconds = 0.0  # report the place immediately
@@ -101,6 +90,33 @@ class RequestQueue:
             yield from work
         finally:
             self.leave(joined)
+
+
+class LRU(Generic[T]):
+    """Cache of named objects, with at most ``capacity`` objects. Thread-safe.
+
+    The oldest object is dropped before a new object is made: both might not fit into memory.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._objects: OrderedDict[str, T] = OrderedDict()
+        self._kept: str | None = None
+        self._lock = RLock()
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    def get(self, name: str, make: Callable[[str], T], *, keep: bool = False) -> T:
+        """Get or make an object; with ``keep``, it is never dropped."""
+        with self._lock:
+            self._kept = name if keep else self._kept
+            if name not in self._objects:
+                while len(self._objects) >= self._capacity:
+                    del self._objects[next(other for other in self._objects if other != self._kept)]
+                self._objects[name] = make(name)
+            self._objects.move_to_end(name)
+            return self._objects[name]
 
 
 class LoadedModel:
@@ -116,9 +132,7 @@ class LoadedModel:
     def __init__(self, loaded: Pipeline) -> None:
         self._loaded = loaded
         self.target, self.processor, self.name = loaded.target, loaded.io, loaded.name
-        self._pipelines: OrderedDict[str, Pipeline] = OrderedDict()
-        self._kept: str | None = None  # method whose pipeline is never evicted
-        self._lock = RLock()
+        self._pipelines = LRU[Pipeline](_PIPELINES)
 
     @property
     def one_image(self) -> bool:
@@ -126,14 +140,12 @@ class LoadedModel:
         return self.target.model.config.model_type in ("llava", "llava_next")
 
     def pipeline(self, method: str, *, keep: bool = False) -> Pipeline:
-        """The cached or new pipeline of a method, exempt from eviction from now on with ``keep``. Thread-safe.
+        """The cached or new pipeline of a method.
 
         Raises:
             UserError: the drafter is unknown, made for another model, or does not draft chains.
         """
-        with self._lock:
-            self._kept = method if keep else self._kept
-            return _cached(self._pipelines, method, _PIPELINES, self.open, self._kept)
+        return self._pipelines.get(method, self.open, keep=keep)
 
     def open(self, method: str, adapt: AdaptOptions | None = None) -> Pipeline:
         """Create a pipeline; see ``pipeline``. With ``adapt``, the drafter learns from all sequences."""
@@ -158,27 +170,20 @@ class ModelCache:
     """
 
     def __init__(self, capacity: int = 2, mmproj: Path | None = None, **options: str) -> None:
-        self.capacity, self._mmproj = capacity, mmproj
+        self._mmproj = mmproj
         self._options: dict[str, Any] = {"device": "auto", "dtype": "auto", "generation_config": MODELS, **options}
-        self._models: OrderedDict[str, LoadedModel] = OrderedDict()
-        self._kept: str | None = None  # model that is never evicted
+        self._models = LRU[LoadedModel](capacity)
         self._threads = torch.get_num_threads()
-        self._lock = RLock()
         self.turns = RequestQueue()
 
     def __len__(self) -> int:
         return len(self._models)
 
-    def get(self, name: str) -> LoadedModel:
-        """Return a model, loading it if it is not cached.
-
-        Raises:
-            UserError: the model does not exist or is not supported as a target.
-        """
+    def get(self, name: str, *, keep: bool = False) -> LoadedModel:
+        """Return a model, loading it if it is not cached. Raises ``UserError`` if it is not supported as a target."""
         if not name:
             raise UserError(f"choose a model: expected {', '.join(plugins.names('models'))}, a folder or a hub id")
-        with self._lock:
-            loaded = _cached(self._models, name, self.capacity, self._load, self._kept)
+        loaded = self._models.get(name, self._load, keep=keep)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1 if loaded.target.model.num_parameters() < SINGLE_THREADED else self._threads)
         return loaded
@@ -186,31 +191,13 @@ class ModelCache:
     def keep(self, name: str, method: str, adapt: AdaptOptions | None = None) -> Pipeline:
         """Return a method's pipeline, and exempt the pipeline and its model from eviction.
 
-        Args:
-            adapt: return a separate pipeline with a learning drafter instead. Races repeat requests, so their drafters
-                must not learn.
-
-        Raises:
-            UserError: see ``get`` and ``LoadedModel.pipeline``.
+        With ``adapt``, the pipeline is separate and its drafter learns: races repeat requests, so their drafters must
+        not learn.
         """
-        self._kept = name
-        loaded = self.get(name)
+        loaded = self.get(name, keep=True)
         return loaded.pipeline(method, keep=True) if adapt is None else loaded.open(method, adapt)
 
     def _load(self, name: str) -> LoadedModel:
         mmproj = self._mmproj if file_in(plugins.model_path(name)) is not None else None
         pipe = open_pipeline(Console(stderr=True), model=name, drafter=None, warm_up=0, mmproj=mmproj, **self._options)
         return LoadedModel(pipe)
-
-
-def _cached(entries: OrderedDict[str, T], name: str, capacity: int, make: Callable[[str], T], kept: str | None) -> T:
-    """Get or create an entry of an LRU cache.
-
-    The oldest entry except ``kept`` is dropped before a new entry is made: both might not fit into memory.
-    """
-    if name not in entries:
-        while len(entries) >= capacity:
-            del entries[next(entry for entry in entries if entry != kept)]
-        entries[name] = make(name)
-    entries.move_to_end(name)
-    return entries[name]

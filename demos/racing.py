@@ -20,7 +20,7 @@ from mmspec.pipeline import Piece, Pipeline
 from mmspec.targets.detokenizer import Detokenizer
 
 RUNS = 3
-"""Answers of each method, of which a race shows that of median time."""
+"""Runs of each method in a race, which shows the run of median time."""
 
 AS_FAST = 1.05
 """Ratio of times within which two methods are as fast as each other."""
@@ -110,13 +110,7 @@ def resolved(method: str, pipe: Pipeline) -> str:
 def stream_answer(
     pipe: Pipeline, method: str, request: Mapping[str, Any], keywords: Mapping[str, Any]
 ) -> Iterator[StreamedAnswer]:
-    """Answer a request; yields the same ``StreamedAnswer`` after every piece.
-
-    Args:
-        method: the pipeline's method, see ``resolved``.
-        request: ``prompt``, ``images``, ``videos``.
-        keywords: as for ``Pipeline.generate``.
-    """
+    """Answer a request with keywords of ``Pipeline.generate``; yields the same ``StreamedAnswer`` after every piece."""
     answer = StreamedAnswer(pipe.name, method, limit=keywords["max_new_tokens"])
     reader = Detokenizer(pipe.io.vocabulary)
     start, preprocessing = clock(), None
@@ -129,11 +123,7 @@ def stream_answer(
 
 
 def recording(lanes: Sequence[StreamedAnswer], chat: ChatRequest, example: str | None) -> dict[str, Any]:
-    """Answers to one request as JSON values.
-
-    Args:
-        lanes: an answer per method, complete or stopped.
-        example: name of the uploaded example; None without one.
+    """Complete or stopped answers to one request as JSON values; ``example`` is the name of an uploaded example.
 
     Returns:
         ``settings``: contents of a link to the page. ``lanes``: for each method, its text, ``ends`` of prefill and
@@ -176,8 +166,7 @@ class Race:
 
     Attributes:
         lanes: an answer per method, of the first run, later of the run with median time.
-        equal: whether the tokens of all lanes are equal.
-        difference: first difference of a lane from the first lane; None if all are equal.
+        equal, difference: whether the tokens of all lanes are equal, and their first difference.
         ahead: number of requests ahead in the queue; None while running.
         runs: number of complete runs to choose the lanes from.
     """

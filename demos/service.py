@@ -69,11 +69,7 @@ class Service:
         warmed_up(self.models.get(chat.model), self._methods(chat), request, chat.generate_kwargs)
 
     def preview(self, upload: str, kind: Kind) -> str | None:
-        """Write the preview of an upload; returns its path, or None if it does not fit into the space of uploads.
-
-        Raises:
-            UserError: the file was not uploaded, or cannot be decoded.
-        """
+        """Write the preview of an upload; returns its path, or None if it does not fit into the space of uploads."""
         self._check_uploaded(upload, kind)
         if not self.uploads.reserve(PREVIEW_SPACE):
             return None
@@ -100,11 +96,7 @@ class Service:
         return self.catalog.methods(self.with_defaults(chat).model)[:FEWEST]
 
     def with_defaults(self, chat: ChatRequest) -> ChatRequest:
-        """Fill in a request's default model and drafter.
-
-        Raises:
-            UserError: the model or drafter is not in the catalog.
-        """
+        """Fill in a request's default model and drafter, which must be in the catalog."""
         chat = replace(chat, model=chat.model or self.catalog.default_model(chat.kind), drafter=chat.drafter or "auto")
         self.catalog.check(chat.model, chat.drafter)
         return chat

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
@@ -27,12 +27,8 @@ _MIN_COUNTED_BYTES = 1 << 16  # minimum bytes counted per file, to limit the num
 
 @contextmanager
 def running(work: Callable[[Event], None], patience: float | None = None) -> Iterator[None]:
-    """Run ``work`` in a daemon thread for the duration of the block.
-
-    Args:
-        work: called with an event that is set at the end of the block, and must then return.
-        patience: seconds to wait for the thread; None waits without limit.
-    """
+    """Run ``work`` in a daemon thread for the duration of the block, whose end sets the event that ``work`` is called
+    with. ``patience`` limits the wait for the thread, in seconds."""
     ended = Event()
     thread = Thread(target=work, args=(ended,), daemon=True)
     thread.start()
@@ -65,11 +61,8 @@ class UploadFolder:
             return False
 
     def reserve(self, size: int) -> bool:
-        """Reserve space for an incoming upload, evicting the least recently used uploads.
-
-        Returns:
-            Whether the space was reserved; if so, ``release`` must be called later.
-        """
+        """Reserve space for an incoming upload, evicting the least recently used uploads; returns whether there is
+        enough. If so, ``release`` must be called later."""
         with self._lock:
             files = self._files()
             wanted = sum(taken for _, taken, _ in files) + self._reserved + size - self.limit
@@ -170,11 +163,7 @@ def original_of(path: str) -> str:
 
 
 def write_preview(upload: str, kind: Kind) -> str:
-    """Write the preview of an upload; returns its path.
-
-    Raises:
-        UserError: the file cannot be decoded.
-    """
+    """Write the preview of an upload; returns its path. Raises ``UserError`` if the file cannot be decoded."""
     preview = Path(upload + _SUFFIXES[kind])
     options: dict[str, Any] = {"frames": _FRAMES, "max_duration": MAX_VIDEO_SECONDS} if kind == "video" else {}
     decoded: Any = decoder().load(upload, kind, name=Path(upload).name, **options)
@@ -182,8 +171,15 @@ def write_preview(upload: str, kind: Kind) -> str:
         if kind == "image":
             _small(decoded).save(part)
         else:
-            rate = Fraction(len(decoded.frames) / max(decoded.duration, 0.1)).limit_denominator(1000)
-            _write_video([_small(frame) for frame in decoded.frames], part, rate)
+            frames = [_small(frame) for frame in decoded.frames]
+            rate = Fraction(len(frames) / max(decoded.duration, 0.1)).limit_denominator(1000)
+            with av.open(str(part), "w", options={"movflags": "faststart"}) as container:
+                stream = container.add_stream("libx264", rate=rate)
+                stream.width, stream.height = frames[0].size
+                stream.pix_fmt = "yuv420p"
+                for frame in frames:
+                    container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+                container.mux(stream.encode())
     return str(preview)
 
 
@@ -193,14 +189,3 @@ def _small(image: Image.Image) -> Image.Image:
     copy.thumbnail((_SIDE, _SIDE))
     width, height = (max(2, side - side % 2) for side in copy.size)
     return copy.resize((width, height))
-
-
-def _write_video(frames: Sequence[Image.Image], path: Path, rate: Fraction) -> None:
-    """Write frames of one size, of even width and height, as an H.264 video."""
-    with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
-        stream = container.add_stream("libx264", rate=rate)
-        stream.width, stream.height = frames[0].size
-        stream.pix_fmt = "yuv420p"
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
-        container.mux(stream.encode())

@@ -113,15 +113,13 @@ def result_html(
     stopped: bool = False,
     recorded: dict[str, Any] | None = None,
 ) -> str:
-    """A conversation, with the latest answer or race in detail.
+    """A conversation, with the latest answer or race in detail. Texts are plain.
 
     Args:
-        turns: earlier questions and answers.
         prompt: the latest prompt, or empty.
         race: lanes so far (a single answer has one lane); None before the first token.
-        note: a message below, in plain text.
-        limits: note on inputs that the model was not trained for, in plain text.
-        stopped: whether the visitor stopped the request.
+        note: a message below.
+        limits: note on inputs that the model was not trained for.
         recorded: recording for the replay.
     """
     lanes = race.lanes if race is not None and prompt and race.ahead is None else []

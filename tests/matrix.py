@@ -124,6 +124,7 @@ def covering(whole: Collection[Cell], *fields: tuple[str, ...]) -> list[Cell]:
     return sorted(chosen, key=str)
 
 
+PLANS = StepPlan(7, 4), StepPlan(3, 2), StepPlan(3, 3, chain=True)
 FIELDS = ("target", "drafter", "sampling", "schedule", "mode")
 PAIRS = [("target", "drafter"), ("drafter", "mode"), *combinations(FIELDS[2:], 2)]
 ALL = [*combinations(FIELDS, 2), FIELDS[1:4], ("drafter", "schedule", "mode"), ("sampling", "schedule", "mode")]
@@ -277,7 +278,7 @@ def _policy(cell: Cell, rng: random.Random) -> DraftPolicy:
     some = Some(StepPlan(12, 4), static)
     if cell.schedule != "joining":
         return some
-    return rng.choice([DraftPolicy(StepPlan(3), static), some, AdaptivePolicy(static)])
+    return rng.choice([DraftPolicy(StepPlan(3), static), some, AdaptivePolicy(static, PLANS if static else None)])
 
 
 def _waits_once(cell: Cell) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mmspec.core.tree import TokenTree
-from mmspec.engine.speculation import placeholder
+from mmspec.engine.warm_up import placeholder
 from mmspec.ops.cpu_library import build
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.placement import is_split

@@ -224,7 +224,8 @@ class PrefixReuse:
                 self._add(row, history[: known.length])
 
     def _add(self, row: int, tokens: list[int], logits: Tensor | None = None) -> None:
-        known, state = self._rows[row], self._target.snapshot(row)
+        known = self._rows[row]
+        state: State | None = None if known is None else self._target.snapshot(row)
         if known is None or state is None or not (state.cuts or state.length == len(tokens)):
             return  # recurrent states include draft tokens after the stop
         length, embeds = len(tokens), known.embeds

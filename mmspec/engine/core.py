@@ -17,7 +17,7 @@ from time import perf_counter as clock
 import torch
 from torch import Tensor
 
-from mmspec.cache.prefix_cache import PrefixReuse
+from mmspec.cache.prefix_cache import PrefixCache, PrefixReuse
 from mmspec.cache.rows import row_index
 from mmspec.core.drafter import Guard
 from mmspec.core.plan import StepPlan, StepTimes
@@ -55,6 +55,10 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
+
+    def allow(self, max_num_seqs: int) -> None:
+        """Let at least this many sequences run."""
+        self.max_num_seqs = max(self.max_num_seqs, max_num_seqs)
 
     def retry_alone(self, sequences: abc.Sequence[Sequence]) -> None:
         """Put stacked sequences back at the head of the queue, to be prefilled one by one."""
@@ -195,6 +199,10 @@ class EngineCore:
         """Queue a sequence; the caller holds the lock."""
         self.scheduler.add(sequence)
 
+    def use_prefixes(self, prefixes: PrefixCache | None) -> None:
+        """Set the prefix cache; there are no sequences."""
+        self.prefixes = None if prefixes is None else PrefixReuse(self.target, prefixes)
+
     def cancel(self, sequences: Iterable[Sequence]) -> None:
         """Cancel sequences before the next step."""
         for sequence in sequences:
@@ -248,42 +256,50 @@ class EngineCore:
         The commit, and the next draft if the drafter allows it, are launched before the host synchronises to read the
         accepted tokens.
         """
-        timer, rows, drafter = StepTimer(self._token.device), self.running, self._drafter
-        policy = self._prepare()
+        timer, policy = StepTimer(self._token.device), self._prepare()
         timer.mark("prepared")
         draft = self._pre_launched() or self._propose(policy, self._token)
         tree = self._fitted(policy, draft)
         timer.mark("drafted")
         output = self.target.verify(tree, self._reads)
-        tokens, failures = self._sampler.choose(rows, tree, output.logits)
+        tokens, failures = self._sampler.choose(self.running, tree, output.logits)
         verdict = accept_path(tree, tokens)
         timer.mark("verified")
         self.target.commit(verdict)
         if self.prefixes is not None:
             self.prefixes.commit(verdict, output.features)
         self._draft_ahead(policy, tree, verdict, output, timer)
-        accepted = verdict.host  # synchronises
-        for number, (row, (path, emitted)) in enumerate(zip(rows, accepted, strict=True)):
+        self._append(tree, verdict, output, failures)
+        self._token = verdict.bonus
+        self._record(policy, draft, tree, verdict, timer)
+
+    def _append(
+        self, tree: TokenTree, verdict: Verdict, output: TargetOutput, failures: list[dict[int, Exception]]
+    ) -> None:
+        """Append the accepted tokens to the sequences, then pass the step to the drafter."""
+        for number, (row, (path, tokens)) in enumerate(zip(self.running, verdict.host, strict=True)):  # synchronises
             if row.traced:
                 row.trees.append(record_tree(tree, number, verdict, output, row.request.token_bytes))
-            count = row.accept(output.logits[number], path, emitted, failures[number])
+            count = row.accept(output.logits[number], path, tokens, failures[number])
             # Tokens after a stop are neither emitted nor counted as accepted.
             depth = tree.max_depth if row.drafts else 0
             row.stats.record_step(tree.drafted[number], depth, min(len(path) - 1, count), count)
-        if drafter is not None:
+        if self._drafter is not None:
             if self._ahead is None:
-                drafter.observe(tree, verdict, output)
-            drafter.watch(tree, verdict)
-        self._token = verdict.bonus
+                self._drafter.observe(tree, verdict, output)
+            self._drafter.watch(tree, verdict)
+
+    def _record(self, policy: DraftPolicy, draft: Draft, tree: TokenTree, verdict: Verdict, timer: StepTimer) -> None:
+        """Pass the times of the step to the policy and the statistics."""
         earlier, verifying = draft.seconds(), timer.seconds("drafted", "verified")
-        if any(row.drafts for row in rows):
+        if any(row.drafts for row in self.running):
             drafts = draft.plan.nodes or tree.nodes > 1
             drafting = earlier + timer.seconds("prepared", "drafted") if drafts else 0.0
             times = StepTimes(drafting, verifying, timer.since("verified"), draft.tree.levels)
-            policy.observe(draft.plan, tree, [path for path, _ in accepted], times)
-        wall = timer.since("begin")
-        for row in rows:
-            row.stats.record_times(earlier + timer.seconds("begin", "drafted"), verifying, wall)
+            policy.observe(draft.plan, tree, [path for path, _ in verdict.host], times)
+        drafting, wall = earlier + timer.seconds("begin", "drafted"), timer.since("begin")
+        for row in self.running:
+            row.stats.record_times(drafting, verifying, wall)
 
     @property
     def _remaining(self) -> int:
@@ -447,13 +463,17 @@ class EngineCore:
     def abort(self, error: Exception) -> None:
         """Fail all sequences of a broken step and reset target and drafter."""
         broken = [*self.running, *(self._prefilling.sequences if self._prefilling else [])]
+        self._changed |= dict.fromkeys(broken)
+        self.reset()
+        for sequence in broken:
+            sequence.fail(error)
+        self._emit()
+
+    def reset(self) -> None:
+        """Drop the rows of all sequences."""
         self.running, self._prefilled, self._prefilling, self._ahead = [], [], None, None
         self._token = self._token[:0]
         self._keep([])
-        for sequence in broken:
-            sequence.fail(error)
-        self._changed |= dict.fromkeys(broken)
-        self._emit()
 
     def _resumes(self, prompt: Prompt, earlier: list[Prompt]) -> bool:
         """Whether a prompt, or the first of the earlier prompts, has a cached prefix and needs its own prefill."""

@@ -15,7 +15,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
-from mmspec.cache.prefix_cache import PrefixCache, PrefixReuse
+from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.core.target import KeepsStates, Target
 from mmspec.engine.core import EngineCore
 from mmspec.engine.request import Request
@@ -97,7 +97,7 @@ class Engine:
             engine = _ENGINES.get(id(target))
             if engine is None:
                 engine = _ENGINES[id(target)] = cls(target, max_num_seqs=max_num_seqs)
-            engine.core.scheduler.max_num_seqs = max(engine.max_num_seqs, max_num_seqs)
+            engine.core.scheduler.allow(max_num_seqs)
             return engine
 
     @property
@@ -144,7 +144,7 @@ class Engine:
             name = type(self.target).__name__
             raise UserError(f"prefix_cache needs a target that keeps states: {name} does not")
         with self.drained():
-            self.core.prefixes = None if prefixes is None else PrefixReuse(self.target, prefixes)
+            self.core.use_prefixes(prefixes)
 
     def admit(self, request: Request) -> Request:
         """Adapt a request to this engine, before encoding.
@@ -285,11 +285,12 @@ class Engine:
         lost = UserError("this answer began before the process forked: expected its parent to read it")
         for sequence in self.core.sequences:
             sequence.fail(lost)
-            sequence.emit()
+            if sequence.request.streams:  # other clients are threads of the parent, which may have held locks
+                sequence.emit()
         if self._stepping or self.target.device.type != "cpu":
             self._closed = UserError("the process forked during a step: expected a model that is loaded after the fork")
         else:
-            self.core.abort(lost)
+            self.core.reset()
         self.core.clear()
 
 

@@ -17,6 +17,8 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 
 Mark = float | torch.cuda.Event
+_COUNTS = ("prompt_tokens", "cached_tokens", "generated_tokens", "spec_steps", "draft_tokens", "accepted_draft_tokens")
+_SUMMED = (*(f"num_{name}" for name in _COUNTS), "num_rejected_outputs")
 
 
 @dataclass
@@ -109,17 +111,12 @@ class Stats:
         """Sum the counts of several sequences. Times are left out, as sequences share them."""
         whole = cls()
         for part in parts:
-            whole.num_prompt_tokens += part.num_prompt_tokens
-            whole.num_cached_tokens += part.num_cached_tokens
-            whole.num_generated_tokens += part.num_generated_tokens
-            whole.num_spec_steps += part.num_spec_steps
-            whole.num_draft_tokens += part.num_draft_tokens
-            whole.num_accepted_draft_tokens += part.num_accepted_draft_tokens
+            for name in _SUMMED:
+                setattr(whole, name, getattr(whole, name) + getattr(part, name))
             whole.num_spec_tokens = max(whole.num_spec_tokens, part.num_spec_tokens)
             counts = zip_longest(whole.acceptance_histogram, part.acceptance_histogram, fillvalue=0)
             whole.acceptance_histogram = [a + b for a, b in counts]
             whole.accept_lengths += part.accept_lengths
-            whole.num_rejected_outputs += part.num_rejected_outputs
             whole.lossless = whole.lossless and part.lossless
             whole.drafter_error = whole.drafter_error or part.drafter_error
         return whole

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter as clock
 from typing import Any, Protocol, TypeVar
@@ -145,10 +146,8 @@ class JobBuilder:
         earlier = self._stored.items(asked.previous_response_id)
         job, plan = self._chat(asked, chat_messages([*earlier, *asked.input], asked.instructions))
         about = asked.about(job.sampling)
-        form = ResponsesFormat(*self._form(asked, job, [""]), reader=plan.reader, about=about)
-        if asked.store:
-            form.on_end = lambda response: self._stored.add(response, [*earlier, *asked.input])
-        return job, form
+        store = partial(self._stored.add, asked=[*earlier, *asked.input]) if asked.store else None
+        return job, ResponsesFormat(*self._form(asked, job, [""]), reader=plan.reader, about=about, store=store)
 
     def _chat(
         self, asked: ChatCompletionRequest | ResponsesRequest, messages: Sequence[ChatMessage]

@@ -80,7 +80,7 @@ class ServerSettings:
 
         give_back_freed_memory()
         options, home = dict(self.loading), plugins.model_path(self.loading["model"])
-        drafter = make_drafter(options["drafter"], home, options["trust_remote_code"])
+        drafter = make_drafter(options["drafter"], home, options.get("trust_remote_code", False))
         options["drafter"] = per_sequence(drafter) if self.adapt is None else drafter
         options |= {"tp_plan": "auto" if ranks() > 1 else None, "adapt": self.adapt or False, "warm_up": 0}
         options |= {"max_num_seqs": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}

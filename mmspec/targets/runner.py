@@ -211,7 +211,8 @@ class VerifyRunner(ABC):
         if self.adopts:
             self._position, self._last_position, self._cache = RowTensor(), RowTensor(), prompts
         else:
-            self._cache = self._cache or self._decoder.new_cache(reserve, True)
+            if self._cache is None:
+                self._cache = self._decoder.new_cache(reserve, True)
             self._cache.append(prompts, reserve)
         self._position.append(position)
         self._last_position.append(last_position)

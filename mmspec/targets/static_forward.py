@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -214,7 +215,8 @@ class FusedDecoder:
     def current(self) -> bool:
         """Whether the decoder's modules are unchanged since ``of``, and none has a hook."""
         parts = _parts(self._decoder)
-        return not any(map(is_hooked, parts)) and len(parts) == len(self._parts) and all(map(_is, parts, self._parts))
+        same = len(parts) == len(self._parts) and all(map(is_, parts, self._parts))
+        return same and not any(map(is_hooked, parts))
 
     def states(
         self, tokens: Tensor, positions: Tensor, masks: Any, tree: TreePass, cache: TreeCache
@@ -241,10 +243,6 @@ class FusedDecoder:
         (*streams, residual), y = run_layers(self._layers, x, *each)
         whole, normed = self._norm(y, residual, self._layers[-1].norms.get("mlp_after"))
         return [*streams, whole], normed
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def _parts(decoder: Any) -> list[Any]:

@@ -13,7 +13,7 @@ FLAGS = [
 
 
 def pytest_pycollect_makemodule():
-    """Skips this folder where what the demo needs is not installed."""
+    """Skip this folder if a package of the demo is missing."""
     import tests.demos.serving  # noqa: F401
 
 

@@ -78,7 +78,7 @@ def test_each_tab_opens_with_its_race(visit, monkeypatch):
         save_screenshot(page, f"opening-{name}")
     assert headlines[0][1].startswith("A large purple circle is in the top left corner")
     assert len(set(headlines)) == 3
-    assert headlines[3:] == headlines[:2]  # what a tab showed is still there
+    assert headlines[3:] == headlines[:2]  # tabs keep their results
     assert set(raced) <= {"video", "text"} | ({"image"} if raced.count("image") <= 2 else set())
     about = page.locator(".mm-about:visible").inner_text()
     assert plugins.limits("tiny-llava").partition(";")[0] in about
@@ -98,7 +98,7 @@ def test_opening_replay_plays_by_itself_once(visit):
     see(page, ".mm-play", re.compile("^Play$"))
     race(page)
     page.wait_for_timeout(500)
-    assert page.locator(".mm-play:visible").inner_text() == "Replay in slow motion"  # later ones wait for a click
+    assert page.locator(".mm-play:visible").inner_text() == "Replay in slow motion"  # later replays wait for a click
 
 
 def test_replay_tree_and_table(visit):

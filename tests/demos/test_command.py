@@ -82,7 +82,7 @@ def test_public_addresses_have_a_closed_catalog_and_require_a_login_and_a_key(se
     assert (seen["auth"], seen["share"], seen["port"]) == (("a", "b:c"), "--share" in public, 0)
     assert seen["catalog"] == Catalog.of(["x", "y"], ["d"], ["y"], open=False)
     assert [seen["catalog"].models_for(kind) for kind in ("image", "text")] == [["x"], ["x", "y"]]
-    assert seen["models"] == ["y", "x"]  # all are loaded; the first one last, so that it is cached
+    assert seen["models"] == ["y", "x"]  # all are loaded, the first model last: it stays in the cache
     message = "a public address needs a login: expected --auth USER:PASSWORD, MMSPEC_DEMO_AUTH or --no-auth, got none"
     with pytest.raises(UserError, match=f"^{message}$"):
         served(*public)

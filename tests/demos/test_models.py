@@ -125,7 +125,7 @@ def test_visitors_decode_together_and_get_the_answers_that_they_would_get_alone(
 
 
 def test_a_race_runs_alone_and_the_queue_has_an_end(models, monkeypatch):
-    """It waits for earlier requests, and later ones for it."""
+    """It waits for earlier requests, and later requests wait for it."""
     started = {
         name: models.turns.run(iter("xy"), lambda ahead: ahead, alone=name == "race")
         for name in ("a", "b", "race", "c")
@@ -307,7 +307,7 @@ def test_opening_race_that_does_not_pay_is_repeated_once(tmp_path, speedups, sho
     next(first)
     assert next(second).ahead == 1
     list(first)
-    for visit in (second, service.opening(ChatRequest("text", "Hello"))):  # later visitors get the first one's
+    for visit in (second, service.opening(ChatRequest("text", "Hello"))):  # later visitors get the same race
         *_, race = visit
         assert race.speedup(race.fastest) == shown
     *_, other = service.opening(ChatRequest("image", "Describe the image."))

@@ -333,7 +333,7 @@ def test_open_routes_take_requests_up_to_their_limit(send, route):
     assert send("POST", route, {"Content-Length": most})[0] == 200
     error = f"a request must have at most {most} bytes: got {most + 1}"
     assert send("POST", route, {"Content-Length": most + 1}) == (413, error)
-    # A chunked body is longer than a length that is stated beside it.
+    # A chunked body may be longer than its stated length.
     chunked = {"Transfer-Encoding": "chunked"}
     lengths = [{"Content-Length": length} for length in ("", "-1", "+1", "1.0", "²", "0x1")]
     for headers in ({}, chunked, {"Content-Length": "10", **chunked}, *lengths):

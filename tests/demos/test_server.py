@@ -227,18 +227,18 @@ def test_cancelled_requests_free_their_slots(client, address, engine):
     (sequence,) = engine.core.running
     job.cancel()
     assert eventually(lambda: engine.core.running == [])
-    assert (sequence.cancelled, sequence.finish_reason) == (True, None)
+    assert (sequence.done, sequence.finish_reason, sequence.error) == (True, None, None)
     with long_stream(address, **{"Accept-Encoding": "br, gzip"}) as stream:  # a client of the API that goes away
         lines = stream.iter_lines()
         assert next(lines).startswith("data: ")
         assert eventually(lambda: len(engine.core.running) == 1)
         (sequence,) = engine.core.running
     assert eventually(lambda: engine.core.running == [] and turns_of(address) == (0, 0))
-    assert sequence.cancelled
+    assert (sequence.done, sequence.finish_reason, sequence.error) == (True, None, None)
 
 
 def test_both_at_once_give_the_answers_that_each_gives_alone(address, client, models, engine, monkeypatch):
-    """Greedy and sampled, with images, in one engine over weights that are loaded once; another model beside them."""
+    """Greedy and sampled, with images, in one engine; another model at the same time."""
     plain = mmspec.load("tiny-llava", drafter=None, device="cpu")
     sampled = {"temperature": 1.0, "seed": 5}
     options = [(QUESTION, {}), ("What is it?", sampled), ("Which colour is it?", sampled)]
@@ -276,7 +276,7 @@ def test_both_at_once_give_the_answers_that_each_gives_alone(address, client, mo
 
 @pytest.mark.usefixtures("slow")
 def test_a_race_runs_alone(address, client, engine):
-    """It waits for the API's requests, and later ones of the API for it."""
+    """It waits for the API's requests, and later requests of the API wait for it."""
     seen, done = [], Event()
 
     def race():
@@ -326,7 +326,7 @@ RACED = []
 
 @pytest.fixture(scope="module")
 def public():
-    """A server that removes what was not used for 1000 s at once, with 1 MiB for uploads."""
+    """A server with 1 MiB for uploads, which removes uploads not used for 1000 s."""
     models = ModelCache(device="cpu")
     options = {
         "catalog": Catalog.of(["tiny-hybrid", "tiny-llava"], ["ngram"], open=False),

@@ -18,7 +18,7 @@ from mmspec.targets.packing import pack_model
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.eval.llama_server import PROMPT_STEP, install
-from tests.mmspec.targets.packed import model_of, target_of
+from tests.mmspec.targets.packed import model_of
 from tests.tiny import shared_model
 
 
@@ -43,7 +43,7 @@ def test_rows_are_medians_and_ratios_to_the_first_length(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         real, "seconds_after", lambda *_: {"one": (t := next(seconds)), "tree": 3.0 * t, "prefill": 10.0 * t}
     )
-    target = target_of(model_of(LlamaConfig))
+    target = TransformersTarget(model_of(LlamaConfig))
     first, second = real.measure_prefixes({"int4": target}, [100, 400], rounds=3)
     assert first == {
         **{"form": "int4", "prefix": 100, "milliseconds": 2000, "tree": 6000, "passes": 3},
@@ -54,7 +54,7 @@ def test_rows_are_medians_and_ratios_to_the_first_length(monkeypatch: pytest.Mon
 
 
 def test_a_prompt_and_two_sizes_of_passes_are_timed() -> None:
-    target = target_of(model_of(LlamaConfig, vocab_size=2000))
+    target = TransformersTarget(model_of(LlamaConfig, vocab_size=2000))
     seconds = real.seconds_after(target, 12)
     assert seconds.keys() == {"prefill", "one", "tree"}
     assert min(seconds.values()) > 0
@@ -64,7 +64,7 @@ def test_a_prompt_and_two_sizes_of_passes_are_timed() -> None:
 def packed() -> TransformersTarget:
     model = model_of(LlamaConfig, vocab_size=2000, max_position_embeddings=1024)
     pack_model(model, "bfloat16")
-    return target_of(model)
+    return TransformersTarget(model)
 
 
 @needs_kernels
@@ -78,7 +78,7 @@ def test_reading_takes_all_packed_weights(monkeypatch: pytest.MonkeyPatch) -> No
     assert read() > 0
     layer = 64 * (128 + 64 + 64) + 128 * 64 + 3 * 64 * 96
     assert sum(counts) == 2 * (3 * layer + 64 * 2000)
-    assert real.read_weights(target_of(model_of(LlamaConfig))) is None
+    assert real.read_weights(TransformersTarget(model_of(LlamaConfig))) is None
 
 
 @needs_kernels

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from mmspec import pipeline
-from mmspec.core.budget import CostTable
-from mmspec.engine import budget as engine_budget
 from mmspec.engine.engine import Engine
 from mmspec.eval import gpu
 from mmspec.eval.kernels import gpu_kernels, gpu_models
@@ -32,7 +30,6 @@ def test_a_rehearsal_on_a_fake_device(monkeypatch):
         return Future.result(answer, 0)
 
     patch(pipeline, "Future", type("Answer", (Future,), {"result": result}))
-    patch(engine_budget, "stored_cost", lambda *_: CostTable((1, 64), (1e-3, 1.1e-3)))
     patch(gpu_kernels, "call_seconds", lambda calls, device: [call() for call in calls] and 1e-3)
     for module in (gpu_kernels, gpu_models):
         patch(module, "device_seconds", lambda run, *_: [(run(), 1e-3 * next(tick))[1]])

@@ -243,7 +243,7 @@ def test_an_answer_that_stops_inside_a_path_is_recorded_up_to_the_stop(place):
     class Right(type(tiny_drafter("medusa", model))):
         """Drafts the answer."""
 
-        def propose(self, token, budget):
+        def propose(self, token, plan):
             at = 1 + max(n for n in range(len(said)) if said[n] == int(token[0]) and n <= self.said)
             chain = said[at : at + 4]
             self.said = at + len(chain)

@@ -107,13 +107,13 @@ def test_probabilities():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "depth", "remaining", "expected"),
-    [(3, 12, 12, 3), (64, 2, 12, 2), (64, 12, 1, 1), (0, 12, 12, 0), (64, 12, 0, 0)],
+    ("nodes", "depth", "adaptive", "expected"),
+    [(3, 12, False, 3), (64, 2, False, 2), (0, 12, False, 0), (64, 0, False, 0), (0, 12, True, 4), (0, 3, True, 3)],
 )
-def test_forced_tokens_keep_to_the_budget(nodes, depth, remaining, expected):
-    budget = StepPlan(nodes, depth)
-    budget.remaining = remaining
-    result = constrain([row("b")], TokenTree.root(torch.tensor([9])), budget)
+def test_forced_tokens_keep_to_the_plan(nodes, depth, adaptive, expected):
+    """Plain steps of an adaptive policy verify forced tokens, too."""
+    plan = StepPlan(nodes, depth, adaptive=adaptive)
+    result = constrain([row("b")], TokenTree.root(torch.tensor([9])), plan)
     assert result.nodes == 1 + expected
 
 
@@ -162,7 +162,7 @@ class Branches(Drafter):
     def select(self, rows):
         self._rows = len(rows)
 
-    def propose(self, token, budget):
+    def propose(self, token, plan):
         def chain():
             return torch.randint(3, 9, (3,), generator=self._random) + ids_of("a")[0] - 3
 

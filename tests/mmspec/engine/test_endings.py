@@ -212,8 +212,7 @@ def test_the_next_requests_are_answered(name, drafter, kind, monkeypatch):
     if kind == "static":
         monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
     target = matrix.new_target(name)
-    budget = StepPlan(9, 4)
-    engine = SteppedEngine(target, matrix.drafter_of(drafter, target.model), budget, max_num_seqs=4, chunk=8)
+    engine = SteppedEngine(target, matrix.drafter_of(drafter, target.model), StepPlan(9, 4), max_num_seqs=4, chunk=8)
     if kind == "cached":
         engine.use_prefixes(PrefixCache(1 << 24))
     (prompts, expected), ended = zip(*requests(name), strict=True), []

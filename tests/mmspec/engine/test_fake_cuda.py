@@ -8,7 +8,7 @@ import torch
 from mmspec import SamplingParams, TokenTree, accept_path, ops, plugins
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
-from mmspec.engine import speculation
+from mmspec.engine import warm_up
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs
 from mmspec.ops.graphs import Graphed
@@ -88,12 +88,12 @@ def test_answers_with_and_without_drafts(name, kind, monkeypatch):
 def test_an_answer_after_the_warm_up(name, kind, monkeypatch):
     model = copy.deepcopy(shared_model(name))
     drafter = matrix.drafter_of(kind, model, "captured")
-    monkeypatch.setattr(speculation, "_free_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr(warm_up, "_free_bytes", lambda device: 1 << 30)
     with fake_cuda(monkeypatch) as device:
         to_cuda(model)
         target = plugins.target_class(model.config)(model)
         drafter.attach(target)
-        speculation.warm_up(target, drafter, 1, 64, [StepPlan(7)])
+        warm_up.reserve_and_capture(target, drafter, 1, 64, [StepPlan(7)])
         captured = device.captured
         assert captured
         prompt = Prompt(on_fake_cuda(text_inputs(1)["input_ids"]))

@@ -43,7 +43,7 @@ ERRORS: dict[str, list[Error]] = {
         ({"n": 9}, "n", "n must be at most 8: got 9"),
         ({"stream": False, "stream_options": {}}, "stream_options", "stream_options goes with stream: true"),
         ({"messages": user("x" * 500_001)}, "messages", "prompts must have at most 500000 characters: got 500001"),
-        ({"messages": user("x " * 4000)}, None, "the prompt must be shorter than the model's context"),
+        ({"messages": user("x " * 250_000)}, None, "the prompt must be shorter than the model's context"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice required goes with tools: got none"),
         ({"tools": [function("a")] * 2}, "tools", "tools must have different names: got a, a"),
         ({"tools": [function("a b")]}, "tools[0].function.name", "tools[0].function.name must be 1 to"),
@@ -73,6 +73,7 @@ ERRORS: dict[str, list[Error]] = {
     "v1/completions": [
         ({"prompt": [1, -1]}, None, "token ids must be in [0, "),
         ({"prompt": [[1], [9_000]]}, None, "token ids must be in [0, "),
+        ({"prompt": ["x" * 500_000, "x"]}, "prompt", "prompts must have at most 500000 characters: got 500001"),
         ({"prompt": ["A"] * 3, "n": 3}, "prompt", "a request may have at most 8 choices: got 9"),
     ],
     "v1/responses": [

@@ -32,7 +32,6 @@ class Sums:
     device, dtype = torch.device("cpu"), torch.float32
     context_limit: int | None = 200
     eos_token_ids = (2,)
-    cost = None
 
     def __init__(self) -> None:
         self.rows: list[list[int]] = []
