@@ -40,7 +40,7 @@ from mmspec.eval.harness.output import (
     wide_console,
     write_result,
 )
-from mmspec.eval.harness.prompts import held_out_requests, held_out_texts
+from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.eval.harness.timing import DecodingOptions, Method, peak_memory, reset_peak_memory, run_interleaved
 from mmspec.eval.kernels import gpu_kernels, gpu_models
 from mmspec.ops import graphs, kernels
@@ -114,8 +114,8 @@ def tokens(plan: Plan) -> Iterator[Row]:
         assert got == got[:1] * 4, f"answers must be the CPU's: expected {got[0]}, got {got[1:]}"
         return {"equal": len(got[0])}
 
-    llava = "tiny-llava", held_out_requests(1, 1)
-    hybrid = "tiny-hybrid", held_out_texts(2)
+    llava = "tiny-llava", held_out_requests("images", 1) + held_out_requests("clips", 1)
+    hybrid = "tiny-hybrid", held_out_requests("prompts", 2)
     both = *product([llava], (None, "msd", "flash", "recycle")), *product([hybrid], (None, "flash", "mamba"))
     for (name, requests), drafter in both:
         yield from attempt(partial(check, name, requests, drafter), model=name, drafter=drafter)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from mmspec.checks import choice, listed
 from mmspec.cli.options import Value
-from mmspec.engine.calibrate import processor
-from mmspec.eval.harness.output import SIZES, Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.output import Column, benchmark, make_table, processor, wide_console
 from mmspec.eval.harness.timing import interleaved
+from mmspec.eval.suite.settings import SIZES
 from mmspec.ops import cpu, cpu_library
 
 FORMATS = ("int4", "int8", "bfloat16", "q5", "q4_k", "q5_k", "q6_k")

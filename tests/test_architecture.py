@@ -23,7 +23,7 @@ PACKAGES = {
 
 LAYERS = [
     {"errors", "version"},
-    {"checks", "files", "progress", "workers"},
+    {"checks", "files", "http_client", "progress", "workers"},
     {"jobs", "ops", "plugins"},
     {"core"},
     {"cache", "quantisation", "sampling"},

@@ -16,9 +16,10 @@ import transformers
 
 import mmspec
 from mmspec.compare import first_difference
-from mmspec.engine.calibrate import cost_table, describe
 from mmspec.errors import first_line
 from mmspec.eval.harness.acceptance import copy_lengths
+from mmspec.eval.harness.output import describe
+from mmspec.eval.harness.passes import pass_costs
 from mmspec.eval.harness.peers import LlamaServer, OpenVino, Peer
 from mmspec.eval.harness.prompts import warm_up_requests
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
@@ -103,7 +104,7 @@ class Evaluator:
             "categories": [sample.category for sample in samples],
             "refused": {name: why for (name, *key), why in self.refused.items() if key == [temperature, size]},
             "turns": turns,
-            "about": {"model": self.settings.model, **describe(self.pipe.target), "cost": vars(self.pipe.target.cost)},
+            "about": {"model": self.settings.model, **describe(self.pipe.target), "cost": self._cost},
             "tstamp": time.time(),
         }
 
@@ -112,7 +113,7 @@ class Evaluator:
 
     def _warm_up(self) -> None:
         """Decode prompts outside the tasks with every method, and record what baselines cannot decode."""
-        self.pipe.target.cost = cost_table(self.pipe.target, refresh=True)
+        self._cost = pass_costs(self.pipe.target)
         count = self.settings.warm_up
         for size in self.settings.batch_sizes:
             number = max(count, 1) * size

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING
 import click
 
 from mmspec.checks import TEXT, Checked, inherited, listed, option, required, settable, several, whole
+from mmspec.cli.options import Value
 from mmspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from mmspec.eval.suite.data import Sample
+
+SIZES = Value(listed(whole(1)))
+"""Type of an option that lists whole numbers above 0."""
 
 llama_server_option = click.option(
     "--llama-server",

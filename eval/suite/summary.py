@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from mmspec.core.budget import CostTable
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.eval.harness.acceptance import AcceptanceStats, acceptance_difference, copy_oracle, median_interval
@@ -121,7 +120,10 @@ def _difference(records: Sequence[Record], method: str, other: str) -> dict[str,
 
 def _copy_oracle(records: Sequence[Record]) -> dict[str, Any] | None:
     found = [turn["copy_lengths"] for record in records for turn in record["turns"] if "copy_lengths" in turn]
-    return copy_oracle(found, CostTable(**records[0]["about"]["cost"])) if found else None
+    if not found:
+        return None
+    cost = records[0]["about"]["cost"]
+    return copy_oracle(found, lambda nodes: float(np.interp(nodes, cost["tokens"], cost["seconds"])))
 
 
 def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from mmspec.checks import listed
 from mmspec.cli.options import Value
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import (
-    SIZES,
     BenchmarkCommand,
     benchmark,
     git_commit,
@@ -24,6 +23,7 @@ from mmspec.eval.harness.output import (
     milliseconds,
     write_result,
 )
+from mmspec.eval.suite.settings import SIZES
 from mmspec.sampling.params import SamplingParams
 
 
