@@ -9,8 +9,8 @@ and a loop that only reads the packed weights (``mmspec.eval.harness.passes``).
 
 With ``--methods``, requests are answered by each method; answers must equal the first method's at the first batch size.
 A batch size of one decodes one request after another, a larger one keeps as many sequences running until all requests
-are answered (goodput, SmartSpec, arXiv 2406.14066). Drafters that learn keep what they learn from one request to the
-next, but start every round of a request in the same state, so no request is drafted from its own answer.
+are answered (goodput, SmartSpec, arXiv 2406.14066). Drafters learn from request to request,
+but start every round of a request in the same state, so no request is drafted from its own answer.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def measure(cells: Sequence[Cell], requests: Sequence[dict[str, Any]], rounds: i
                             one = decode(cell.pipe, cell.method, asked, options, learn=turn == rounds - 1)
                             found.setdefault(id(cell), []).append(one)
             for cell in alike:
-                # The seeds of a batch's rows differ from those of single requests.
+                # The rows of a batch have other seeds than single requests.
                 keys = [(cell.dtype, place, options.temperature > 0 and size) for place in unit]
                 own = found[id(cell)][0].answers
                 cell.add(found[id(cell)], [known.setdefault(*pair) for pair in zip(keys, own, strict=True)])
@@ -238,7 +238,7 @@ def print_rows(columns: Sequence[Column], rows: Sequence[dict[str, Any]], title:
 
 
 def load_requests(source: str, warm_up: int, visual: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Requests that warm up and requests to measure: of a file, or held-out ones, ``SET:COUNT`` separated by commas.
+    """Requests that warm up and requests to measure: of a file, or of held-out sets, ``SET:COUNT`` separated by commas.
 
     Raises:
         UserError: an unreadable file, an unknown set, or too few requests.

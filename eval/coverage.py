@@ -397,16 +397,14 @@ def page(result: dict[str, Any]) -> str:
     for kind in result["counts"]:
         group = sorted((row for row in rows if row["kind"] == kind), key=lambda row: row["name"])
         first = "configuration" if kind == PUBLISHED else "model type"
-        cells = [
-            (row["name"], row["model_class"], row["outcome"], _remark(row, about["transformers"])) for row in group
-        ]
+        cells = []
+        for row in group:
+            used = row["transformers"]
+            notes = [row["reason"], row["note"] and f"not compared: {row['note']}"]
+            notes.append("" if used == about["transformers"] else f"with transformers {used}")
+            cells.append((row["name"], row["model_class"], row["outcome"], "; ".join(filter(None, notes))))
         text += [f"## {kind.capitalize()}\n", _table((first, "class", "outcome", "reason"), cells)]
     return "\n".join(text)
-
-
-def _remark(row: dict[str, Any], used: str) -> str:
-    other = row["transformers"] != used and f"with transformers {row['transformers']}"
-    return "; ".join(part for part in (row["reason"], row["note"] and f"not compared: {row['note']}", other) if part)
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:

@@ -1,8 +1,8 @@
 """GPU benchmark: ``python -m mmspec.eval gpu --out FILE.json``, at most ten minutes.
 
-Embedded models show whether tokens are those of a CPU. All else is timed on random weights in published shapes, with
+Embedded models show whether tokens equal a CPU's. Everything else is timed on random weights in published shapes, with
 drafters that run at their cost and drafts that are accepted at a set rate (``--acceptance``). Each part is a process of
-its own, the most important ones first: one that fails or hangs costs that part only. The file is written after every
+its own, the most important parts first: a part that fails or hangs costs that part only. The file is written after every
 part. ``--quick --device cpu`` rehearses on tiny shapes; its times mean nothing.
 """
 
@@ -55,7 +55,7 @@ GENERATE |= {"compiled": {"cache_implementation": "static"}}
 
 @dataclass(frozen=True)
 class Plan:
-    """How to measure: ``acceptance`` is the probability that a draft is accepted after accepted ones."""
+    """How to measure: ``acceptance`` is the probability that a draft is accepted after accepted drafts."""
 
     device: torch.device
     quick: bool
@@ -99,7 +99,7 @@ def machine(plan: Plan) -> Iterator[Row]:
 
 
 def tokens(plan: Plan) -> Iterator[Row]:
-    """Whether answers of the embedded models in float32 are on the device what plain ones are on a CPU."""
+    """Whether answers of the embedded models in float32 on the device equal plain decoding on a CPU."""
 
     def check(name: str, requests: Any, drafter: str | None) -> Row:
         got: list[Any] = []
@@ -136,7 +136,7 @@ def passes(name: str, plan: Plan) -> Iterator[Row]:
 def answers(name: str, plan: Plan, batch: int = 1, peers: bool = False, **sampling: Any) -> Iterator[Row]:
     """Whole answers, plain and of each drafter with trees, chains and adaptive trees; or of ``generate`` (``peers``).
 
-    Figures are of decoding after the first token, medians over groups of prompts after one that warms up.
+    Results are of decoding after the first token, medians over groups of prompts after a warm-up group.
     """
     target, few = plan.target(name), batch > 1 or bool(sampling)
     known: dict[Any, list[int]] = {}

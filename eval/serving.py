@@ -2,7 +2,7 @@
 
 ``mmspec serve`` runs in a process of its own. Captions and questions about held-out scenes, every fourth of them
 without its image (texts for a text model), are sent by 1, 4, 8 and 16 clients, each of which sends its next request
-when its last has been answered; one client is the same requests one after the other. Loads are interleaved for several
+when its last has been answered; one client sends the requests one after another. Loads are interleaved for several
 rounds; a load's throughput is its median, and its other metrics are over the requests of all rounds. Every answer must
 equal plain decoding's.
 

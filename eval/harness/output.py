@@ -85,18 +85,18 @@ def make_table(
         sections: fields at whose changes a rule is drawn.
         **options: of ``rich.table.Table``, e.g. ``title`` and ``caption``.
     """
+
+    def text(cell: str | Callable[[Mapping[str, Any]], str], row: Mapping[str, Any]) -> str:
+        if not isinstance(cell, str):
+            return cell(row)
+        fields = [name for _, name, _, _ in string.Formatter().parse(cell) if name]
+        return "" if any(row.get(name) is None for name in fields) else cell.format_map(row)
+
     table = Table(*(header for header, _ in columns), **options)
     for row, following in zip(rows, [*rows[1:], None], strict=False):
         end = following is not None and any(row[name] != following[name] for name in sections)
-        table.add_row(
-            *(_format(cell, row) if isinstance(cell, str) else cell(row) for _, cell in columns), end_section=end
-        )
+        table.add_row(*(text(cell, row) for _, cell in columns), end_section=end)
     return table
-
-
-def _format(template: str, row: Mapping[str, Any]) -> str:
-    fields = [name for _, name, _, _ in string.Formatter().parse(template) if name]
-    return "" if any(row.get(name) is None for name in fields) else template.format_map(row)
 
 
 def milliseconds(field: str, digits: int = 2) -> Callable[[Mapping[str, Any]], str]:

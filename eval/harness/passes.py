@@ -59,7 +59,7 @@ def drafts_equal(pipe: Pipeline) -> bool:
 
 @torch.inference_mode()
 def divergences(model: str, pipes: Mapping[str, Pipeline]) -> dict[str, float]:
-    """Mean KL divergences in nats of next-token distributions from those of the model in float32, over 400 tokens."""
+    """Mean KL divergences in nats of next-token distributions from the float32 model, over 400 tokens."""
     exact = mmspec.load(model, drafter=None, dtype="float32")
     ids = exact.processor.tokenizer(_TEXT.read_text(), return_tensors="pt")["input_ids"][:, :400]
     expected = exact.model(ids).logits

@@ -96,7 +96,7 @@ class LlamaServer:
         command = [program, *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
         with explained(f"cannot read the options of llama.cpp:{speculation}", ValueError):
             command += ["--spec-type", *shlex.split(speculation)] if speculation else []
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the process)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed at the end of the process)
         weakref.finalize(self, self._log.close)
         with explained(f"cannot run {program}", OSError):
             self._process = subprocess.Popen(

@@ -71,7 +71,9 @@ def held_out(name: str) -> Iterator[tuple[dict[str, Any], Questions]]:
     for _, row in read_rows(_HELD_OUT / f"{name}.jsonl"):
         images = tuple(islice(tiles, row.get("images", 0)))
         frames = list(islice(tiles, row.get("frames", 0)))
-        yield row, Questions(tuple(row["turns"]), images, (_video(frames),) if frames else ())
+        times = [float(second) for second in range(len(frames))]
+        clips = (Video(frames, times, float(len(frames)), "clip"),) if frames else ()
+        yield row, Questions(tuple(row["turns"]), images, clips)
 
 
 def held_out_requests(name: str, count: int) -> list[dict[str, Any]]:
@@ -81,7 +83,7 @@ def held_out_requests(name: str, count: int) -> list[dict[str, Any]]:
     kinds that the embedded hybrid model was trained on; ``warm-up-images`` and ``warm-up-prompts`` have others.
 
     Raises:
-        UserError: there is no such set, or it is too small.
+        UserError: an unknown or too small set.
     """
     known = sorted(file.stem for file in _HELD_OUT.glob("*.jsonl"))
     if name not in known:
@@ -108,7 +110,3 @@ def _tiles(sheet: Path) -> Iterator[Image.Image]:
     for top in range(0, image.height, _TILE):
         for left in range(0, _COLUMNS * _TILE, _TILE):
             yield image.crop((left, top, left + _TILE, top + _TILE))
-
-
-def _video(frames: list[Image.Image]) -> Video:
-    return Video(frames, [float(k) for k in range(len(frames))], float(len(frames)), "clip")

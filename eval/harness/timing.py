@@ -174,7 +174,7 @@ def run_interleaved(
 def decode(
     pipe: Pipeline, method: Method, requests: Sequence[dict[str, Any]], options: DecodingOptions, learn: bool = True
 ) -> TimedBatch:
-    """Decode a batch of requests; drafter and budget of the method keep what they learn if ``learn``."""
+    """Decode a batch of requests; if ``learn``, drafter and budget of the method keep their new state."""
     reset_peak_memory(pipe.target.device)
     if method.generate_options is not None:
         return _generate(pipe, method.generate_options, requests, options)

@@ -90,13 +90,6 @@ def _ratio(records: Sequence[Record], method: str, other: str, seconds: str, tok
     return median_interval(ratios) if ratios else None
 
 
-def _draft_cost(records: Sequence[Record], method: str) -> float | None:
-    """Ratio of the time to draft a tree to a one-node pass, median over the conversations; None without drafts."""
-    both = [(_spent(record, method).get("tree"), _spent(record, PLAIN).get("pass")) for record in records]
-    costs = [tree / one for tree, one in both if tree and one]
-    return median(costs) if costs else None
-
-
 def _measured(records: Sequence[Record], method: str) -> list[Record]:
     return [record for record in records if method in record["turns"][0]["methods"]]
 
@@ -131,6 +124,8 @@ def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
     spent = [_spent(record, method) for record in records]
     results = [result["methods"][method] for record in records for result in record["turns"]]
     acceptance = _acceptance(records, method)
+    passes = [(own.get("tree"), _spent(record, PLAIN).get("pass")) for own, record in zip(spent, records, strict=True)]
+    costs = [tree / one for tree, one in passes if tree and one]
     shares = {part: sum(s[part] for s in spent) / sum(s["total"] for s in spent) for part in PHASES if part in spent[0]}
     if shares:
         shares["rest"] = 1 - sum(shares.values())
@@ -144,7 +139,7 @@ def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
         "end_to_end_llama": _ratio(records, method, LLAMA, "total", "tokens"),
         "decoding": _ratio(records, method, base, "decoding", "later_tokens"),
         "decoding_plain": _ratio(records, method, PLAIN, "decoding", "later_tokens"),
-        "draft_cost": _draft_cost(records, method),
+        "draft_cost": median(costs) if costs else None,
         "tokens_per_second": median(s["tokens"] / s["total"] for s in spent),
         "time_to_first_token": median(s["first"] for s in spent),
         "shares": shares,

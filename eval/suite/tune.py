@@ -49,10 +49,10 @@ def tune(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Find the fastest drafter for MODEL, or that of --model, and your prompts on this machine.
+    """Find the fastest drafter for MODEL (or --model) and your prompts on this machine.
 
-    Drafters and tree sizes decode the same prompts, interleaved with plain decoding; slow ones drop out. Prints the
-    fastest with its 95 % interval, and the options to use it; or that there is no winner, where intervals overlap.
+    Drafters and tree sizes decode the same prompts, interleaved with plain decoding; slow methods drop out. Prints the
+    fastest with its 95 % interval, and the options to use it; or "no winner" if intervals overlap.
     """
     from time import perf_counter as clock
 

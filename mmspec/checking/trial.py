@@ -34,7 +34,7 @@ class Record:
         accepted: accepted draft tokens of the tested side; None if not known.
         rehearsed: further accepted draft tokens, from known answers.
         notes: remarks for the report.
-        figures: results of a statistical test.
+        figures: statistics of a test of samples.
         power: detectable sampling deviations, with the probability of detection.
     """
 

@@ -1,4 +1,4 @@
-"""``python -m mmspec.eval bench``: figures of given times, on a fake clock, and small runs."""
+"""``python -m mmspec.eval bench``: results of given times, on a fake clock, and small runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load test: its figures from what clients saw, and a small run against a real server."""
+"""The load test: metrics of given requests, and a small run against a real server."""
 
 from __future__ import annotations
 

