@@ -2,8 +2,8 @@
 
 Embedded models show whether tokens equal a CPU's. Everything else is timed on random weights in published shapes, with
 drafters that run at their cost and drafts that are accepted at a set rate (``--acceptance``). Each part is a process of
-its own, the most important parts first: a part that fails or hangs costs that part only. The file is written after every
-part. ``--quick --device cpu`` rehearses on tiny shapes; its times mean nothing.
+its own, the most important parts first: a part that fails or hangs costs that part only. The file is written after
+every part. ``--quick --device cpu`` rehearses on tiny shapes; its times mean nothing.
 """
 
 from __future__ import annotations

@@ -211,15 +211,7 @@ _BENCHMARKS = (
     EvalTask("mt-bench", "MT-Bench, speed only; turns (list), category", False, None, 512, _turns, _MT_BENCH_HUB),
     EvalTask("gsm8k", _GSM8K, False, scoring.last_number, 320, _gsm8k, HubDataset("openai/gsm8k", "test", "main")),
     EvalTask("humaneval", _HUMAN_EVAL, False, None, 384, _human_eval, HubDataset("openai/openai_humaneval", "test")),
-    EvalTask(
-        "documents",
-        _DOCUMENTS,
-        True,
-        None,
-        1024,
-        _page,
-        local=pages,
-    ),
+    EvalTask("documents", _DOCUMENTS, True, None, 1024, _page, local=pages),
     EvalTask("spec-bench", f"Spec-Bench, speed only; {_TURNS}", False, None, 512, _turns),
     EvalTask("speed-bench", f"SPEED-Bench, speed only; {_TURNS}", False, None, 512, _turns),
 )
