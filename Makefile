@@ -8,7 +8,7 @@
 # make fuzz-decoding  compare random combinations of models, drafters and options (FUZZ="--seed 1 --minutes 30")
 # make browser   test the web demo in Chromium (the system's)
 # make pythons   caption and test with every Python found, newest and oldest dependencies (up to an hour each)
-# make mutants   mutation score of the core's tests (resumable)
+# make mutants   mutate a file (FILE=mmspec/core/verify.py) in a clone, and run tests on each mutant (TESTS=tests/mmspec/core)
 # make docs      build the documentation site in build/docs
 # make lint      check style and types  make clean  remove .venv and caches
 #
@@ -90,9 +90,15 @@ pythons: $(VENV)/.created
 	$(PIP) install --quiet uv
 	$(BIN)/python -m tests.pythons $(ARGS)
 
-# FILES=mmspec/core/verify.py tries that file alone; see tests/mutation.toml.
+FILE := mmspec/core/verify.py
+TESTS := tests/mmspec/core
+
 mutants: $(VENV)/.linted
-	$(BIN)/python tests/mutation.py $(FILES)
+	rm -rf .mutants && git clone --quiet . .mutants
+	printf '[cosmic-ray]\nmodule-path = "%s"\ntimeout = 600.0\ntest-command = "%s -m pytest -x -n 0 %s"\ndistributor.name = "local"\n' \
+	  $(FILE) $(CURDIR)/$(BIN)/python "$(TESTS)" > .mutants/mutants.toml
+	cd .mutants && for step in "init mutants.toml" "exec mutants.toml"; do $(CURDIR)/$(BIN)/cosmic-ray $$step mutants.sqlite; done
+	$(BIN)/cr-report --show-diff --surviving-only .mutants/mutants.sqlite
 
 docs: $(VENV)/.linted
 	$(PIP) install --quiet --editable ".[docs]"

@@ -18,7 +18,6 @@ from mmspec.adaptation.options import AdaptOptions
 from mmspec.cli.session import SINGLE_THREADED, open_pipeline
 from mmspec.drafters.per_sequence import per_sequence
 from mmspec.drafters.registry import make_drafter
-from mmspec.engine.calibrate import cost_table
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import MODELS
@@ -230,7 +229,6 @@ class ModelCache:
     def _load(self, name: str) -> LoadedModel:
         mmproj = self._mmproj if file_in(plugins.model_path(name)) is not None else None
         pipe = open_pipeline(Console(stderr=True), model=name, drafter=None, warm_up=0, mmproj=mmproj, **self._options)
-        pipe.target.cost = cost_table(pipe.target)
         return LoadedModel(pipe.target, pipe.io, name, pipe.generation_config)
 
 

@@ -12,7 +12,6 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from time import monotonic as clock
 from typing import Any
 from unittest import mock
 from urllib.request import getproxies
@@ -294,7 +293,7 @@ def run_server(
                 yield demo
         finally:
             uploads.remove_unused(age=0)  # first: closing waits for open pages and running requests
-            _close(demo, api)
+            _close(demo)
 
 
 @contextmanager
@@ -365,15 +364,12 @@ def _launch(demo: gr.Blocks, *, server_name: str = "127.0.0.1", server_port: int
                 raise
 
 
-def _close(demo: gr.Blocks, api: FastAPI | None) -> None:
+def _close(demo: gr.Blocks) -> None:
     """Close the server; open pages and running requests have some seconds to end."""
-    started = clock()
-    if api is not None:
-        api.state.drain.close_from_thread(_GRACE)
     logging.getLogger("uvicorn.error").setLevel(
         logging.CRITICAL
     )  # it logs a traceback per connection; reset at a launch
-    demo.server.config.timeout_graceful_shutdown = max(1, round(_GRACE - (clock() - started)))
+    demo.server.config.timeout_graceful_shutdown = _GRACE
     demo.close(verbose=False)
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from mmspec.checks import nearest
 from mmspec.cli.app import limit_spinning
-from mmspec.errors import missing_import
+from mmspec.errors import missing_import, nearest
 
 _MERGED = ("batching", "busy", "hybrid", "real", "speed")
 

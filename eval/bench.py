@@ -30,8 +30,7 @@ import click
 import torch
 
 import mmspec
-from mmspec.checks import TEXT, listed, whole
-from mmspec.cli.options import Value
+from mmspec.cli.options import Listed
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, describe, make_table, wide_console
@@ -259,9 +258,9 @@ def load_requests(source: str, warm_up: int, visual: bool) -> tuple[list[dict[st
 
 @benchmark
 @click.option("--model", default="tiny-llava", show_default=True)
-@click.option("--dtypes", type=Value(listed(TEXT)), default="auto", show_default=True, help="Forms of weights.")
+@click.option("--dtypes", type=Listed(click.STRING), default="auto", show_default=True, help="Forms of weights.")
 @click.option("--threads", type=SIZES, help="CPU threads; torch's default if not given.")
-@click.option("--busy", type=Value(listed(whole(0))), default="0", show_default=True, help="Busy programs beside it.")
+@click.option("--busy", type=Listed(click.IntRange(0)), default="0", show_default=True, help="Busy programs beside it.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--depths", type=SIZES, default="42", show_default=True, help="Prompt tokens before verify passes.")
 @click.option("--nodes", type=SIZES, default="1,2,4,8,16", show_default=True, help="Of verify passes.")

@@ -19,8 +19,7 @@ import click
 import torch
 from torch import Tensor
 
-from mmspec.checks import choice, listed
-from mmspec.cli.options import Value
+from mmspec.cli.options import Listed
 from mmspec.eval.harness.output import Column, benchmark, make_table, processor, wide_console
 from mmspec.eval.harness.timing import interleaved
 from mmspec.eval.suite.settings import SIZES
@@ -102,7 +101,7 @@ def table_rows(seconds: Any, outputs: dict[str, int], done: dict[str, int], size
 
 
 @benchmark
-@click.option("--formats", type=Value(listed(choice(*FORMATS))), default=",".join(FORMATS), show_default=True)
+@click.option("--formats", type=Listed(click.Choice(FORMATS)), default=",".join(FORMATS), show_default=True)
 @click.option("--rows", type=SIZES, default="1,2,4,8,16,64", show_default=True)
 @click.option("--mib", default=128, show_default=True, help="Size of the weights; caches should hold less.")
 @click.option("--rounds", default=9, show_default=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mmspec.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from mmspec.core.drafter import Drafter
     from mmspec.core.tree import TokenTree
     from mmspec.core.verify import Verdict, accept_path, verify
     from mmspec.engine.stats import Stats
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mmspec.sampling.processors import TreeProcessor
 
 __all__ = [
+    "Drafter",
     "Generation",
     "Piece",
     "Pipeline",
@@ -46,6 +48,7 @@ _HOMES = {
     "sampling.processors": ("TreeProcessor",),
     "sampling.params": ("SamplingParams",),
     "engine.stats": ("Stats",),
+    "core.drafter": ("Drafter",),
     "core.tree": ("TokenTree",),
     "core.verify": ("Verdict", "verify", "accept_path"),
 }

@@ -174,10 +174,11 @@ def next_token_scores(
     The tokens are verified as a chain in one pass.
     """
     target = target.fork()  # the original may have sequences
-    output = target.prefill(prompt, len(tokens))
+    *_, output = target.prefill([prompt], [len(tokens)])
+    assert output is not None
     if tokens:
         chain = torch.tensor([list(tokens)], dtype=torch.long, device=prompt.input_ids.device)
         parents = torch.arange(-1, len(tokens) - 1, device=chain.device)[None]
-        output = target.forward_tree(TokenTree(chain, parents))
+        output = target.verify(TokenTree(chain, parents))
     history = torch.tensor([prompt.histories()[0] + list(tokens)], dtype=torch.long, device=prompt.input_ids.device)
     return processors(history, output.logits[:, -1].float())[0]  # type: ignore[arg-type]

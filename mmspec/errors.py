@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
+from numbers import Real
+from os import PathLike, fspath
 from typing import Any
 
 Attempt = Callable[[Callable[[], Any]], Any]
 """Calls a function and either raises its errors (``raising``) or returns them (``returning``)."""
 
-_LONGEST = 400  # maximum characters: transformers lists all known model types
+_LONGEST = 400  # maximum characters of a message: transformers lists all known model types
+_LONGEST_VALUE = 80  # maximum characters of a value in a message
+_CONTENT = re.compile(r"(data:[^,\s]*,)[\w%+/=-]+", re.IGNORECASE)  # content of a data URI
+_SIMILARITY = 0.75  # of similar names; presence_penalty and repetition_penalty must not match and have 0.71
 
 
 class UserError(ValueError):
@@ -34,6 +41,26 @@ def first_line(error: BaseException) -> str:
     """First line of an error's message, shortened; the error's type if the message is empty."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Suffix of a message about an unknown name that suggests the most similar known name; empty without one."""
+    matches = get_close_matches(name, known, 1, _SIMILARITY)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def shown(value: Any) -> str:
+    """Format a value in one line for messages: its shortened repr, without the content of data URIs, or the type of an
+    object that is not a plain value."""
+    if isinstance(value, PathLike):
+        value = fspath(value)
+    if not (value is None or isinstance(value, str | bytes | Real | list | tuple | dict)):
+        return type(value).__name__
+    try:
+        text = _CONTENT.sub(r"\1...", repr(value))
+    except RecursionError:
+        return type(value).__name__
+    return text if len(text) <= _LONGEST_VALUE else f"{type(value).__name__} {text[:_LONGEST_VALUE]}..."
 
 
 @contextmanager
@@ -74,7 +101,7 @@ EXTRAS = {
     "peers": ("openvino_genai",),
     "ray": ("ray",),
     "real": ("gguf",),
-    "serve": ("fastapi", "httpcore", "prometheus_client", "pydantic", "starlette", "uvicorn"),
+    "serve": ("fastapi", "httpcore", "prometheus_client", "starlette", "uvicorn"),
     "structured": ("llguidance",),
     "train": ("accelerate", "tensorboard"),
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -18,7 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from mmspec.errors import UserError, explained, first_line
 
@@ -64,10 +65,11 @@ def superseded() -> dict[Path, int]:
 def _is_locked(folder: Path) -> bool:
     if not (folder / _LOCK).exists():
         return False
-    if (lock := _lock(folder / _LOCK, unsupported=True)) is None:
-        return True
-    lock.close()
-    return False
+    try:
+        with FileLock(folder / _LOCK, timeout=0):
+            return False
+    except (Timeout, FileNotFoundError) as error:
+        return isinstance(error, Timeout)
 
 
 _CACHE = "; MMSPEC_CACHE names another one"
@@ -88,7 +90,8 @@ def make_folder(folder: Path, write: Callable[[Path], Any], hint: str = _CACHE, 
     with _MAKING:
         if folder.is_dir() and not new:
             return
-        if new and (folder.exists() or _is_being_written(folder)):
+        parts = folder.parent.glob(f"{_TEMPORARY}*") if new else ()
+        if new and (folder.exists() or any((part / folder.name).exists() and _is_locked(part) for part in parts)):
             raise _not_new(folder)
         with temporary(folder, hint) as part:
             part.mkdir()
@@ -132,7 +135,7 @@ def temporary(path: Path, hint: str = "") -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        lock.close()
+        lock.release()
 
 
 def settle(path: Path) -> None:
@@ -149,50 +152,22 @@ def settle(path: Path) -> None:
                 os.fsync(opened.fileno())
 
 
-def _locked_folder(parent: Path) -> tuple[Path, IO[bytes]]:
+def _locked_folder(parent: Path) -> tuple[Path, FileLock]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=parent))
-        if (lock := _lock(folder / _LOCK, unsupported=True)) is not None:
+        with suppress(Timeout, FileNotFoundError):  # another process removed the folder before it was locked
+            lock = FileLock(folder / _LOCK, timeout=0)
+            lock.acquire()
             return folder, lock
-
-
-def _lock(file: Path, *, unsupported: bool) -> IO[bytes] | None:
-    """Open a file, created if missing, and lock it until it is closed or the process ends.
-
-    Returns None if another process holds the lock or has removed the file.
-
-    Args:
-        unsupported: whether to return the file on file systems without locks.
-    """
-    try:
-        opened = file.open("ab", buffering=0)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locked = os.path.samestat(os.fstat(opened.fileno()), file.stat())
-    except (BlockingIOError, FileNotFoundError):
-        locked = False
-    except OSError:
-        locked = unsupported
-    if locked:
-        return opened
-    opened.close()
-    return None
 
 
 @lru_cache(maxsize=1024)  # once per process and folder, as a folder may have many files
 def _remove_leftovers(parent: Path) -> None:
     for folder in parent.glob(f"{_TEMPORARY}*"):
-        with suppress(OSError):  # it may belong to another user
-            if not folder.is_symlink() and (lock := _lock(folder / _LOCK, unsupported=False)) is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                lock.close()
-
-
-def _is_being_written(path: Path) -> bool:
-    parts = path.parent.glob(f"{_TEMPORARY}*")
-    return any(os.path.exists(part / path.name) and _lock(part / _LOCK, unsupported=True) is None for part in parts)
+        if folder.is_symlink():
+            continue
+        with suppress(OSError), FileLock(folder / _LOCK, timeout=0):  # it may be locked, or belong to another user
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _refusal(error: BaseException | None) -> BaseException | None:
@@ -241,18 +216,20 @@ def alone(file: Path, what: Path) -> Iterator[None]:
     Raises:
         UserError: another process has the lock, or the file cannot be written.
     """
+    lock = FileLock(file, timeout=0)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        lock = _lock(file, unsupported=True)
+        lock.acquire()
+    except Timeout:
+        message = f"{what}: expected an output of this run alone, received one that another process is writing"
+        raise UserError(message) from None
     except OSError as error:
         raise _cannot_write(what, error) from error
-    if lock is None:
-        raise UserError(f"{what}: expected an output of this run alone, received one that another process is writing")
-    with lock:
-        try:
-            yield
-        finally:
-            file.unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        lock.release()
 
 
 def append_text(file: Path, text: str) -> None:

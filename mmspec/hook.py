@@ -21,7 +21,6 @@ from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteri
 
 from mmspec import plugins
 from mmspec.cache.tree_cache import CACHE_NAMES, cache_in
-from mmspec.checks import shown
 from mmspec.core.target import Prompt
 from mmspec.drafters.assisted import chosen_drafter
 from mmspec.drafters.registry import make_drafter
@@ -29,7 +28,7 @@ from mmspec.engine.request import num_draft_tokens_of
 from mmspec.engine.request_state import RequestState, Wakeup
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import JointCriteria, stopping_of
-from mmspec.errors import UserError
+from mmspec.errors import UserError, shown
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import LIBRARYS, refuse_other_modes
 from mmspec.sampling.logprobs import logits_by_step, scores_of

@@ -12,19 +12,19 @@ from os import PathLike, fspath
 from typing import Any
 
 import torch
+from pydantic import NonNegativeInt
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from mmspec import plugins
 from mmspec.adaptation.options import AdaptOptions
-from mmspec.checks import nearest, shown, whole
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.engine import MAX_NUM_SEQS
 from mmspec.engine.threads import release_threads
-from mmspec.errors import SlowWarning, UserError, explained
+from mmspec.errors import SlowWarning, UserError, explained, nearest, shown
 from mmspec.ops import cpu, cpu_library
 from mmspec.pipeline import Pipeline
-from mmspec.sampling.defaults import MODELS, SOURCE
+from mmspec.sampling.defaults import MODELS, Source
 from mmspec.targets import sources
 from mmspec.targets.hub import cache_if_offline
 from mmspec.targets.lora import add_adapters
@@ -33,10 +33,10 @@ from mmspec.targets.placement import is_split, split_options
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import bars_on_terminals, base_model, lay_out_for_few_rows, refuse_not_finite
 from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.validation import check
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)
-_ROWS = whole(0)
 
 
 def load(
@@ -96,8 +96,8 @@ def load(
             requests something that speculative decoding does not support, such as beam search; or none of the drafters
             can adapt.
     """
-    SOURCE.check("generation_config", generation_config)
-    _ROWS.check("warm_up", warm_up)
+    check("generation_config", Source, generation_config)
+    check("warm_up", NonNegativeInt, warm_up)
     settings: dict[str, Any] = {
         "max_num_seqs": max_num_seqs,
         "prefix_cache": prefix_cache,

@@ -11,46 +11,45 @@ from functools import partial
 from typing import Any, Literal, Self, Unpack, overload
 from weakref import WeakKeyDictionary
 
+from pydantic import NonNegativeInt, PositiveInt
 from torch import nn
 
 from mmspec.adaptation.adaptation import Adaptation
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.cache.prefix_cache import PrefixCache
-from mmspec.checks import Rule, whole
-from mmspec.core.drafter import Drafter, fork
+from mmspec.core.drafter import Drafter
 from mmspec.core.target import HasDefaults, Prompt, Target
 from mmspec.drafters.registry import registered_name
-from mmspec.engine.budget import MeasuredBudget
 from mmspec.engine.distributed import DistributedEngine
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
-from mmspec.engine.request import SEQ_COUNT, GenerateKeywords, Request, parse, shows_keywords
+from mmspec.engine.policy import DraftPolicy
+from mmspec.engine.request import GenerateKeywords, Request, parse, shows_keywords
 from mmspec.engine.request_state import RequestState, Wakeup
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.stats import Stats, TreeRecord
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.errors import Attempt, UserError, raising, returning
-from mmspec.sampling.defaults import MODELS, SOURCE, Defaults
-from mmspec.sampling.grammar import AfterThoughts, Grammars, TriggeredGrammar
+from mmspec.sampling.defaults import MODELS, Defaults, Source
+from mmspec.sampling.grammar import AfterReasoning, Grammars, TriggeredGrammar
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.sampling.params import SamplingParams
+from mmspec.sampling.reasoning import ReasoningParser
 from mmspec.sampling.sampler import Constraint, Sampler
-from mmspec.sampling.thoughts import Thoughts
 from mmspec.targets.detokenizer import AnswerReader
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.processor import Processor, is_token_ids
 from mmspec.targets.transformers_target import TransformersTarget, sharded
+from mmspec.validation import check
 
 Message = Mapping[str, Any]
 PromptInput = str | Sequence[Message] | Sequence[int]
 """Text, chat messages, or token ids."""
-_BYTES, _TOKENS = whole(0), whole(1)
 _GRAMMARS: WeakKeyDictionary[Processor, dict[tuple[int, ...], Grammars]] = WeakKeyDictionary()
 """Grammar compilers by processor and EOS tokens, cached as llguidance takes seconds to read a large vocabulary."""
 if hasattr(os, "register_at_fork"):  # a thread of the parent may have held the locks of compilers
     os.register_at_fork(after_in_child=_GRAMMARS.clear)
 
 _ATTEMPTS = {"raise": raising, "return": returning}
-_ON_ERROR = Rule("'raise' or 'return'", lambda value: value in _ATTEMPTS)
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class ActiveRequest:
         self.started = self.ended = False
         self._pending: list[int] = []  # tokens of the next piece
         self._offsets: list[int] = []  # text offsets of pending tokens
-        self._sent = self._thoughts = 0  # tokens and reasoning tokens of earlier pieces
+        self._sent = self._num_reasoning_tokens = 0  # tokens and reasoning tokens of earlier pieces
 
     def start(self, on_change: Callable[[], None]) -> Self:
         """Queue the request; returns ``self``.
@@ -147,11 +146,11 @@ class ActiveRequest:
             return None
         own = zip(sequence.logprobs[self._sent : self._sent + len(self._pending)], self._offsets, strict=False)
         logprobs = [replace(one, text_offset=offset) for one, offset in own]
-        stats, thoughts = sequence.stats if reason else None, self._reader.num_thoughts
+        stats, reasoned = sequence.stats if reason else None, self._reader.num_reasoning_tokens
         record = stats, list(sequence.trees or ()), logprobs, sequence.stats.wall_seconds
-        piece = Piece(text, self._pending, reason, *record, reasoning, thoughts - self._thoughts)
+        piece = Piece(text, self._pending, reason, *record, reasoning, reasoned - self._num_reasoning_tokens)
         self._sent += len(self._pending)
-        self._pending, self._offsets, self._thoughts = [], [], thoughts
+        self._pending, self._offsets, self._num_reasoning_tokens = [], [], reasoned
         return piece
 
     def cancel(self) -> None:
@@ -172,9 +171,10 @@ class Pipeline:
         name: name that the model was loaded by; by default ``name_or_path`` of its configuration.
         max_num_seqs: maximum number of concurrent requests; further requests wait. Pipelines of one target share the
             largest value.
-        prefix_cache: see ``mmspec.load``; for targets with that attribute.
+        prefix_cache: see ``mmspec.load``; for targets that keep states (``KeepsStates``).
         generation_config: see ``mmspec.load``; targets without their own defaults use the library's.
         adapt: see ``mmspec.load``; None does not adapt.
+        policy: drafting policy with the learned state of another pipeline; None starts anew.
 
     Attributes:
         model, hf_processor: the plain transformers objects.
@@ -182,7 +182,7 @@ class Pipeline:
         engine: the target's engine.
         defaults: defaults of sampling parameters.
         context_limit: maximum length of prompt plus output; the target's limit unless lowered.
-        budget: adaptive budget of this drafter on this target; None before the first draft.
+        policy: learned drafting policy of this drafter on this target.
         adaptation: adaptation of the drafter; None if it does not adapt. Copies of the pipeline do not adapt.
     """
 
@@ -197,6 +197,7 @@ class Pipeline:
         prefix_cache: int = 0,
         generation_config: str = MODELS,
         adapt: AdaptOptions | None = None,
+        policy: DraftPolicy | None = None,
     ) -> None:
         # Drafters, evaluation and training of transformers models use attributes outside the ``Target`` protocol.
         self.target: Any = target
@@ -204,14 +205,13 @@ class Pipeline:
         self.context_limit: int | None = target.context_limit
         model = getattr(target, "model", target)
         self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-        self.generation_config = SOURCE.check("generation_config", generation_config)
-        self.max_num_seqs = SEQ_COUNT.check("max_num_seqs", max_num_seqs)
-        if _BYTES.check("prefix_cache", prefix_cache):
-            if not hasattr(self.target, "prefix_cache"):
-                raise UserError(f"prefix_cache needs a target that keeps states: {type(target).__name__} does not")
-            self.target.prefix_cache = PrefixCache(prefix_cache)
+        self.generation_config = check("generation_config", Source, generation_config)
+        self.max_num_seqs = check("max_num_seqs", PositiveInt, max_num_seqs)
+        check("prefix_cache", NonNegativeInt, prefix_cache)
         self.adaptation = None if adapt is None else Adaptation(drafter, target, adapt)
-        self._connect(drafter if self.adaptation is None else self.adaptation.drafter)
+        self._connect(drafter if self.adaptation is None else self.adaptation.drafter, policy)
+        if prefix_cache:
+            self.engine.use_prefixes(PrefixCache(prefix_cache))
         if self.adaptation is not None:
             self.engine.idle.add(self.adaptation)
 
@@ -226,11 +226,11 @@ class Pipeline:
         }
         return f"Pipeline({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
-    def _connect(self, drafter: Drafter | None) -> None:
+    def _connect(self, drafter: Drafter | None, policy: DraftPolicy | None) -> None:
         """Create engine, speculation and defaults for this target."""
         has_defaults = self.generation_config == MODELS and isinstance(self.target, HasDefaults)
         self.defaults: Defaults = self.target.defaults() if has_defaults else Defaults(self.target.eos_token_ids)
-        self._speculation = Speculation(self.target, drafter)
+        self._speculation = Speculation(self.target, drafter, policy)
         self.engine = (DistributedEngine if sharded(self.target) else Engine).of(self.target, self.max_num_seqs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -238,14 +238,16 @@ class Pipeline:
         left_out = ("defaults", "engine", "_speculation")
         state = {name: value for name, value in vars(self).items() if name not in left_out} | {"adaptation": None}
         with self.engine.paused():
-            return {**state, "drafter": fork(self.drafter, self.target), "budget": self.budget}
+            drafter = self.drafter and self.drafter.fork(self.target)
+            return {**state, "drafter": drafter, "policy": self.policy, "prefixes": self.engine.prefixes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        drafter, budget = state.pop("drafter"), state.pop("budget")
+        drafter, policy, prefixes = (state.pop(name) for name in ("drafter", "policy", "prefixes"))
         vars(self).update(state)
-        self.target.select([])
-        self._connect(drafter)
-        self.budget = budget
+        self.target.keep([])
+        self._connect(drafter, policy)
+        if prefixes is not None:
+            self.engine.use_prefixes(prefixes)
 
     @property
     def model(self) -> Any:
@@ -256,28 +258,13 @@ class Pipeline:
         return self._speculation.drafter
 
     @property
-    def budget(self) -> MeasuredBudget | None:
-        return self._speculation.budgets.adaptive
-
-    @budget.setter
-    def budget(self, budget: MeasuredBudget | None) -> None:
-        self._speculation.budgets.adaptive = budget
-
-    def calibrate(self, *, refresh: bool = False) -> None:
-        """Measure the target's verify times if adaptive budgets need them and they are not stored.
-
-        Otherwise the first request measures them before it starts. Waits until running sequences have ended.
-
-        Args:
-            refresh: measure again.
-        """
-        with self.engine.drained():
-            self._speculation.budgets.calibrate(refresh=refresh)
+    def policy(self) -> DraftPolicy:
+        return self._speculation.adaptive
 
     def warm_up(
         self, rows: int | None = None, tokens: int | None = None, num_draft_tokens: Sequence[int | None] = (None,)
     ) -> None:
-        """Reserve memory for sequences and capture the CUDA graphs of their decode steps, and calibrate.
+        """Reserve memory for sequences and capture the CUDA graphs of their decode steps.
 
         Without warm-up, steps are captured when they first occur. Longer prompts and more sequences remain possible:
         buffers then grow, and steps are captured again. No effect if steps are not captured, as on a CPU. Waits until
@@ -288,9 +275,9 @@ class Pipeline:
             tokens: tokens per sequence, prompt and answer together, limited to half of the free memory; None is 8192.
             num_draft_tokens: draft sizes, as for ``generate``.
         """
-        rows = SEQ_COUNT.check("rows", self.max_num_seqs if rows is None else rows)
+        rows = check("rows", PositiveInt, self.max_num_seqs if rows is None else rows)
         if tokens is not None:
-            _TOKENS.check("tokens", tokens)
+            check("tokens", PositiveInt, tokens)
         self.engine.warm_up(self._speculation, rows, tokens, num_draft_tokens)
 
     @property
@@ -307,7 +294,7 @@ class Pipeline:
         if self.context_limit is not None and self.context_limit <= context_limit:
             return self
         limited: Pipeline = object.__new__(type(self))
-        vars(limited).update(vars(self), context_limit=_TOKENS.check("context_limit", context_limit))
+        vars(limited).update(vars(self), context_limit=check("context_limit", PositiveInt, context_limit))
         return limited
 
     def encode(self, requests: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
@@ -344,11 +331,11 @@ class Pipeline:
         length, limit = prompt.input_ids.shape[1], self.context_limit
         if limit is not None and length >= limit:
             raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
-        thoughts = self.processor.thoughts(options.reasoning, prompt.input_ids[0])
-        constraint = self.grammar(params, thoughts)
+        parser = self.processor.reasoning_parser(options.reasoning, prompt.input_ids[0])
+        constraint = self.grammar(params, parser)
         assert params.max_new_tokens is not None
         eos_token_ids = frozenset(() if params.ignore_eos else self.target.eos_token_ids)
-        read = self._answer_reader(params, thoughts, eos_token_ids, rendered and not request.inputs.get("answer_start"))
+        read = self._answer_reader(params, parser, eos_token_ids, rendered and not request.inputs.get("answer_start"))
         stopper = Stopper(
             params.max_new_tokens,
             context_limit=limit,
@@ -365,7 +352,7 @@ class Pipeline:
         return ActiveRequest(self.engine, add, read(prompt.input_ids[0].tolist()))
 
     def _answer_reader(
-        self, params: SamplingParams, thoughts: Thoughts | None, eos_token_ids: Set[int], rendered: bool
+        self, params: SamplingParams, parser: ReasoningParser | None, eos_token_ids: Set[int], rendered: bool
     ) -> Callable[..., AnswerReader]:
         """Factory of output readers for a prompt; ``rendered``: by the chat template."""
         vocabulary, trigger, hidden = self.processor.vocabulary, params.grammar_trigger, None
@@ -374,7 +361,7 @@ class Pipeline:
             hidden = (vocabulary.special_ids | eos_token_ids) - {shown}  # EOS may be text, except in grammars
         begins = rendered and (not constrained or trigger is not None)
         prefix = self.processor.answer_prefix if begins else ""
-        read = partial(AnswerReader, vocabulary, stop=params.stop_strings, thoughts=thoughts, prefix=prefix)
+        read = partial(AnswerReader, vocabulary, stop=params.stop_strings, parser=parser, prefix=prefix)
         return partial(read, hidden=hidden, verbatim=constrained)
 
     def add(
@@ -399,11 +386,11 @@ class Pipeline:
     def _begin(self, request: Request, on_change: Callable[[], None] = lambda: None) -> ActiveRequest:
         return self.activate(request).start(on_change)
 
-    def grammar(self, params: SamplingParams, thoughts: Thoughts | None = None) -> Constraint | None:
+    def grammar(self, params: SamplingParams, parser: ReasoningParser | None = None) -> Constraint | None:
         """The grammar that constrains outputs, compiled for the tokenizer; None without one.
 
         Args:
-            thoughts: parser of the reasoning that precedes the constrained answer.
+            parser: parser of the reasoning that precedes the constrained answer.
 
         Raises:
             UserError: the tokenizer or its vocabulary does not support the grammar.
@@ -417,7 +404,7 @@ class Pipeline:
         if (trigger := params.grammar_trigger) is not None:
             token = self.processor.special_token(trigger)
             grammar = TriggeredGrammar(grammar, trigger, token, known[ends].tokenizer)
-        return grammar if thoughts is None else AfterThoughts(grammar, thoughts, known[ends].spelt)
+        return grammar if parser is None else AfterReasoning(grammar, parser, known[ends].spelt)
 
     @shows_keywords
     def generate(
@@ -472,7 +459,7 @@ class Pipeline:
                 returns it in place of the answer. Invalid keywords of the call are always raised.
             **keywords: see ``generate``.
         """
-        attempt = _ATTEMPTS[_ON_ERROR.check("on_error", on_error)]
+        attempt = _ATTEMPTS[check("on_error", Literal["raise", "return"], on_error)]
         return _answer_all(
             self.engine, parse(requests, keywords, self.processor.options, attempt), self.activate, attempt
         )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.checks import inherited
 from mmspec.core.target import Target
 from mmspec.drafters.shape import TREE
 from mmspec.pipeline import Pipeline
@@ -18,9 +16,10 @@ from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput
 from mmspec.training.options import TreeOptions
 from mmspec.training.tasks import DrafterSetup, DrafterTraining
+from mmspec.validation import inherited, options, part
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class MambaOptions(TreeOptions):
     """Options of ``mmspec train mamba``: run and network."""
 
@@ -34,9 +33,9 @@ class MambaOptions(TreeOptions):
 
 def setup(options: MambaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
     """Set up network, objective and drafter for ``train_drafter``."""
-    chosen = options.part(MambaConfig.__dataclass_fields__)
+    chosen = part(options, MambaConfig.__dataclass_fields__)
     network = MambaNetwork(MambaConfig(pipe.target.config.vocab_size, **chosen)).to(pipe.target.device, torch.float32)
-    return DrafterSetup(network, forward_kl, Mamba, draft_ids, options.part(TREE))
+    return DrafterSetup(network, forward_kl, Mamba, draft_ids, part(options, TREE))
 
 
 def forward_kl(

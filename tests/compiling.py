@@ -1,4 +1,4 @@
-"""Triton kernels compiled for GPUs that are not there, and what a program takes of a processor."""
+"""Triton kernels compiled for absent GPUs, and the registers and shared memory of a program."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Launch:
 
 
 def launches(operation: Callable[[], Any]) -> list[Launch]:
-    """What an operation launches where Triton is in use; nothing is computed."""
+    """Launches of an operation under Triton; nothing is computed."""
     found: list[Launch] = []
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:

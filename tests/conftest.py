@@ -11,7 +11,7 @@ from tests.leftovers import Leftovers
 
 
 def pytest_collection_modifyitems(items):
-    """Time limits against hanging, far above what a test takes; tests of a marked kind have pyproject.toml's."""
+    """Time limits against hanging, far above a test's time; marked tests have the limit of pyproject.toml."""
     kinds = ("long", "slow", "gpu", "browser", "timeout")
     for item in items:
         if not any(map(item.get_closest_marker, kinds)):

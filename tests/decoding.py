@@ -1,27 +1,39 @@
 """Decoding step by step, by an engine of its own."""
 
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import torch
 
 import mmspec
+from mmspec.core.plan import StepPlan
 from mmspec.engine.engine import Engine
+from mmspec.engine.policy import DraftPolicy
 from mmspec.engine.speculation import Speculation
+from mmspec.ops import kernels
 from tests.tiny.models import text_inputs
+
+
+class _OnePolicy(Speculation):
+    """Requests with a fixed number of draft tokens have the same policy."""
+
+    def policy(self, num_draft_tokens):
+        return self.adaptive
 
 
 class SteppedEngine(Engine):
     """An engine without a worker thread, for one drafter: ``wait`` runs the steps in the caller's thread.
 
     Args:
-        budget: a function of batch size and ``nodes``.
+        policy: policy of all requests, or the plan of all steps.
+        prefixes: the prefix cache.
     """
 
-    def __init__(self, target, drafter, budget, **settings):
+    def __init__(self, target, drafter, policy, prefixes=None, **settings):
         super().__init__(target, **settings)
-        self.speculation = Speculation(target, drafter)
-        self.speculation.budgets = SimpleNamespace(of=budget, calibrate=lambda adaptive: None)
+        self.use_prefixes(prefixes)
+        if isinstance(policy, StepPlan):
+            policy = DraftPolicy(policy, kernels.static_shapes(target.device))
+        self.speculation = _OnePolicy(target, drafter, policy)
 
     @property
     def drafter(self):
@@ -44,9 +56,9 @@ class SteppedEngine(Engine):
         pass
 
 
-def decode(target, drafter, prompt, sampler, stopper, budget, **settings):
+def decode(target, drafter, prompt, sampler, stopper, policy, **settings):
     """The sequences of a prompt after each step; ``emitted`` of each holds its tokens of this step."""
-    engine = SteppedEngine(target, drafter, lambda batch, nodes: budget, **settings)
+    engine = SteppedEngine(target, drafter, policy, **settings)
     rows = engine.add(prompt, sampler, stopper)
     try:
         while alive := [row for row in rows if not row.done]:

@@ -1,5 +1,4 @@
-"""What a CUDA device would make of a step, found out on a CPU: where the host waits for it, and what a captured pass
-does when it is replayed.
+"""A step as on a CUDA device, checked on a CPU: host syncs, and replays of captured passes.
 
 The operations of ``mmspec.ops`` and ``mmspec.ssm.ops`` are single launches there, so nothing inside of them is looked
 at.
@@ -123,8 +122,8 @@ def _listed(index: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def waiting(captured: bool = False) -> Iterator[Counter[str]]:
-    """What the host waits for inside of the block; if it is ``captured``, what is illegal there: any number of the
-    host's too, and random ones, which would be the same at every replay."""
+    """Host syncs inside the block; if ``captured``, also operations that a capture forbids: copies of host numbers,
+    and random numbers, which would be equal in every replay."""
     waits = Waits(captured)
     Waits.active.append(waits)
     try:
@@ -149,9 +148,9 @@ def record_captures(patch: pytest.MonkeyPatch) -> None:
 
 
 class Replayed:
-    """Stands in for a captured call: what the function did to tensors is written down, undone, and done again at every
-    replay, with the numbers of the host as they were. What it allocated is spoilt behind each replay, as that of other
-    graphs would take the same memory.
+    """Stands in for a captured call: records the function's tensor operations, undoes them, and repeats them in every
+    replay with the same host numbers. Memory that the function allocated is overwritten after each replay, as other
+    graphs would reuse it.
 
     Raises:
         AssertionError: it does what cannot be captured.
@@ -210,7 +209,7 @@ class _Replayed(TorchDispatchMode):
                 self.saved[_address(leaf)] = whole, whole.clone()
 
     def allocated(self) -> list[Tensor]:
-        """What the calls made, all of it."""
+        """All tensors allocated by the calls."""
         made = [leaf for _, _, _, out in self.calls for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         return [*{_address(leaf): _whole(leaf) for leaf in made if _address(leaf) in self._own}.values()]
 

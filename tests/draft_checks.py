@@ -13,7 +13,6 @@ import torch
 from torch.nn import functional as F
 
 from mmspec import SamplingParams, plugins
-from mmspec.core.budget import Budget
 from mmspec.drafters.layer import Rotary, rotary_frequencies, rotary_of
 from mmspec.drafters.shape import RotaryShape
 from mmspec.engine.stopping import Stopper
@@ -25,7 +24,7 @@ from tests.tiny import root_path, valid_nodes
 
 
 class Pass(NamedTuple):
-    """What a model computes of one row.
+    """Output of a model for one row.
 
     Attributes:
         embeds: input embeddings, (length, hidden).
@@ -43,7 +42,7 @@ class Pass(NamedTuple):
 
 @torch.no_grad()
 def plain_pass(model, row, said):
-    """The model over a row's prompt and what was said."""
+    """Output of the model over a row's prompt and answer."""
     row = dict(row, input_ids=torch.cat([row["input_ids"], torch.tensor([said], dtype=torch.long)], dim=1))
     if "mm_token_type_ids" in row:
         row["mm_token_type_ids"] = F.pad(row["mm_token_type_ids"], (0, len(said)))
@@ -136,7 +135,7 @@ class Recorded:
         drafter.observe = recorded_observe
 
     def take(self):
-        """What was proposed since the last call."""
+        """Trees proposed since the last call."""
         trees, self._trees = self._trees, []
         return trees
 

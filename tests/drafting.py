@@ -28,7 +28,7 @@ def _outputs(network, x, positions=None):
 
 
 def plain_begin(network, inputs, positions=None):
-    """The guess behind a sequence of inputs, and what the first slot carries, (hidden,) each."""
+    """The guess after a sequence of inputs, and the state of the first slot, (hidden,) each."""
     return network.begin(_outputs(network, inputs, positions)[-1])
 
 
@@ -94,7 +94,7 @@ def plain_weights(network, hidden):
 
 
 def states_of(model, row, said, read=lambda states: states[-1]):
-    """Hidden states and input embeddings of a row's prompt and what was said; ``read`` combines the inputs of all
+    """Hidden states and input embeddings of a row's prompt and answer; ``read`` combines the inputs of all
     layers and the last states, (layers + 1, length, hidden)."""
     seen = plain_pass(model, row, said)
     with torch.no_grad():

@@ -272,7 +272,7 @@ class PlainHead:
 
 
 def states_read(model, row, said, reads, outputs=False):
-    """Inputs (or outputs) of layers at a row's prompt and what was said, a list of (length, hidden), and the positions,
+    """Inputs (or outputs) of layers at a row's prompt and answer, a list of (length, hidden), and the positions,
     (3, length), by the plain model."""
     seen = plain_pass(model, row, said)
     found = seen.outputs if outputs else [*seen.inputs, seen.outputs[-1]]
@@ -289,7 +289,7 @@ def check_head(model, inputs, drafter, config, tensors, reads, outputs=False, **
         if "mrope_section" not in plain.shape.rope:  # plain positions count tokens
             positions = torch.arange(positions.shape[1]).expand(3, -1)
         tokens = torch.cat([rows[b]["input_ids"][0], torch.tensor(said)])
-        # The next drafted entry stands at the position of the last token said.
+        # The next drafted entry has the position of the last emitted token.
         entries = [state[:-1] for state in states]
         return [plain.gain(tokens[1:], entries, positions[:, :-1], path) for path in paths]
 

@@ -1,7 +1,7 @@
 """A fake CUDA device: its tensors have no contents, and kernel launches do nothing.
 
-What a step does with devices is checked without one: an operation that mixes two of them fails, what the host reads is
-counted, and what may not be captured fails while a pass is "captured". Every number that is read is a one.
+Checks a step's use of devices without a GPU: an operation that mixes two devices fails, host syncs are counted, and
+operations that a capture forbids fail during a "capture". Every number read from the device is 1.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Graph:
     """In place of a graph that was captured."""
 
     def replay(self) -> None:
-        """What it would give, is there already."""
+        """No effect: the capture computed the result."""
 
 
 class _Event:
@@ -145,7 +145,7 @@ class FakeCuda(TorchFunctionMode):
                 self.copies += not pinned
         elif x.dtype == (dtype or x.dtype) and not options.get("copy"):
             return x
-        # In the layout of a copy, and made anew: what torch.tensor gives may be there although nothing else is.
+        # A new tensor in the layout of a copy: torch.tensor may return a real tensor.
         return torch.empty_strided(x.shape, x.stride(), device=device, dtype=dtype or x.dtype)
 
     def _pin_memory(self, func: Any, x: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def _ones(shape: Any) -> Any:
 
 @contextmanager
 def fake_cuda(patch: pytest.MonkeyPatch, strict: bool = True) -> Iterator[FakeCuda]:
-    """Run on such a device. ``strict`` refuses tensors that are there; else they are taken for ones that are not."""
+    """Run on a fake CUDA device. ``strict`` refuses real tensors; otherwise they are treated as fake tensors."""
     device = FakeCuda()
 
     def scalar(mode: Any, func: Any, x: Tensor) -> Any:
@@ -261,7 +261,7 @@ def fake_cuda(patch: pytest.MonkeyPatch, strict: bool = True) -> Iterator[FakeCu
     patch.setattr(graphs, "_captured", device.capture)
     patch.setattr(graphs, "_failure", None)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
-    # An old device: the fake product of experts that newer ones have takes bfloat16 only.
+    # An old device: newer devices have a fake product of experts for bfloat16 only.
     patch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))
     patch.setattr(torch.cuda, "Event", lambda enable_timing: _Event(device))
     patch.setattr(triton_attention, "_device", lambda *_: triton_attention._Device(132, 232448))

@@ -3,7 +3,7 @@
 Mutants of small valid files go through `mmspec.vision.decoding.MediaDecoder`. Each is either decoded or refused by a
 `UserError` of one line; where the decoder itself failed (`DecodeError`), it is counted by its cause. The command fails
 if a valid file is refused, if anything but a `UserError` reaches this process, or if a decoder raises an unexpected
-exception, which decoding in the caller's process would pass on.
+exception, which decoding in the caller's process would raise.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mmspec import plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling.sampler import Sampler
@@ -48,7 +48,7 @@ def check_decoding(name: str, new: int = 14) -> None:
     guess = greedy(model, row, new)  # float32 may choose otherwise at a near tie
     target = plugins.target_class(model.config)(model)
     seen: list[Tensor] = []
-    prefill, forward_tree, commit = target.prefill_chunks, target.forward_tree, target.commit
+    prefill, verify, commit = target.prefill, target.verify, target.commit
 
     def noted_prefill(*asked: Any) -> Any:
         for output in prefill(*asked):
@@ -56,8 +56,8 @@ def check_decoding(name: str, new: int = 14) -> None:
                 seen.append(output.logits[0])
             yield output
 
-    def noted_forward(tree: Any) -> Any:
-        output = forward_tree(tree)
+    def noted_forward(*asked: Any) -> Any:
+        output = verify(*asked)
         seen.append(output.logits[0])
         return output
 
@@ -65,9 +65,9 @@ def check_decoding(name: str, new: int = 14) -> None:
         seen[-1] = seen[-1][verdict.host[0][0]]
         commit(verdict)
 
-    target.prefill_chunks, target.forward_tree, target.commit = noted_prefill, noted_forward, noted_commit
+    target.prefill, target.verify, target.commit = noted_prefill, noted_forward, noted_commit
     oracle = Oracle([guess], vocab=90, spoil=0.0)
-    *_, (said,) = decode(target, oracle, prompt_of(inputs), Sampler(), Stopper(new), Budget(8, 5))
+    *_, (said,) = decode(target, oracle, prompt_of(inputs), Sampler(), Stopper(new), StepPlan(8, 5))
     assert len(said.token_ids) == new
     assert said.stats.num_accepted_draft_tokens > 2
     truth = plain_logits(exact, exact_row, said.token_ids)[:-1]

@@ -1,4 +1,4 @@
-"""What a module's source imports."""
+"""Imports of a module's source."""
 
 from __future__ import annotations
 

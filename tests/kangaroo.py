@@ -41,10 +41,10 @@ def published(folder, model, **changes):
 
 @torch.no_grad()
 def logits(model, layers, plain, row, said):
-    """Of the adapter after the prompt and every token of what was said, (1 + said, vocab).
+    """Logits of the adapter after the prompt and every token of the answer, (1 + tokens, vocab).
 
     Args:
-        layers: of the target that run.
+        layers: number of target layers that run.
         plain: the adapter.
     """
     early = plain_pass(model, row, said).outputs[layers - 1][None]

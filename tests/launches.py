@@ -1,8 +1,8 @@
-"""What a decode step launches, and the Python around it, on a fake CUDA device: ``python -m tests.launches``.
+"""Kernel launches and Python time of a decode step on a fake CUDA device: ``python -m tests.launches``.
 
 The target is LLaVA with the 32 layers of its default configuration in small sizes, on which the counts do not depend;
-drafters have the layers and trees of published ones. Kernels of a graph are launched by the device itself: for the
-host, a step launches its graphs and what is outside of them.
+drafters have the layers and trees of published checkpoints. The device launches the kernels of a graph; the host
+launches graphs, and kernels outside graphs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import AutoModelForImageTextToText
 from triton.runtime.jit import JITFunction
 
 from mmspec import plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters.dflash import DFlash
 from mmspec.drafters.eagle3 import Eagle3
@@ -38,7 +38,7 @@ from tests.tiny.configs import VISION_CONFIGS
 from tests.tiny.models import dflash_network, eagle3_network, msd_network, text_inputs
 
 _NOTHING = {"empty", "empty_like", "new_empty", "_local_scalar_dense", "detach", "device"}
-"""Operations that launch nothing, beside views. On this device, ``empty_strided`` is a conversion."""
+"""Operations that launch nothing, apart from views. On this device, ``empty_strided`` is a conversion."""
 _STEPS = 200
 LAYERS = 32
 
@@ -62,14 +62,14 @@ class Launches(TorchDispatchMode):
 
 
 class Beside(TorchFunctionMode):
-    """Adds up the time of torch's functions, shapes of tensors included, which on this device is that of pretending."""
+    """Adds up the time of torch's functions, shapes of tensors included, which is overhead of the fake device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seconds, self._depth, self._call = 0.0, 0, 0.0
 
     def calibrate(self, tensor: Tensor, calls: int = 5000) -> None:
-        """Add the time that a call takes beside the function, which only this mode costs."""
+        """Measure the time per call that this mode adds to a function."""
         seconds, began = self.seconds, clock()
         for _ in range(calls):
             _ = tensor.shape
@@ -86,7 +86,7 @@ class Beside(TorchFunctionMode):
 
 
 def drafters(model: Any) -> dict[str, Any]:
-    """By name: of the size of a published one, at the embedded ones' trees for MSD and FLASH."""
+    """Drafters by name, in published sizes; MSD and FLASH draft the trees of the embedded drafters."""
     return {
         "none": None,
         "msd": MSD(msd_network(model), top_k=4, depth=8, total_tokens=59),
@@ -124,12 +124,12 @@ def measure(name: str, nodes: int = 31, depth: int = 16) -> dict[str, Any]:
         if drafter is not None:
             drafter.attach(target)
         ids = on_fake_cuda(text_inputs(1)["input_ids"])
-        budget = Budget(nodes if drafter else 0, depth)
+        budget = StepPlan(nodes if drafter else 0, depth)
         running = decode(target, drafter, Prompt(ids), Sampler(), Stopper(10**6, criteria=[]), budget)
         for _ in range(6):
             next(running)
         with launches:
-            # Captured anew, where everything is counted.
+            # Captured again, with all launches counted.
             for graphed in _graphed(target, drafter):
                 graphed._seen = {key: _buffers(one) for key, one in graphed._seen.items()}
             next(running)

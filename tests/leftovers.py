@@ -1,4 +1,4 @@
-"""What the tests of a module leave behind: threads, processes, replaced functions, global settings, rows of engines."""
+"""Threads, processes, replaced functions, global settings and engine rows that the tests of a module leave behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = tuple(f"{ROOT / name}{os.sep}" for name in ("demos", "eval", "mmspec", "ssm", "tests", "vision"))
-"""Folders of this tree's code; an environment (``.venv``) may lie beside them."""
+"""Folders of this tree's code; an environment (``.venv``) may be in the same folder."""
 
 GRACE = 60.0
 """Seconds for threads and processes that are ending, on a machine with much to do."""
@@ -32,7 +32,7 @@ REPLACED = "transformers.generation.utils.GenerationMixin._extract_generation_mo
 """The function that stays replaced: ``mmspec.hook`` does so when imported."""
 
 THREADS = "AnyIO worker thread"
-"""Start of the names of threads that may stay: of FastAPI, whose idle ones end with their event loop."""
+"""Prefix of thread names that may stay: FastAPI's idle threads end with their event loop."""
 
 PROCESSES = {
     "multiprocessing.resource_tracker": "one per process, for its whole life",
@@ -82,7 +82,7 @@ def settings() -> dict[str, Any]:
 
 
 def _registered(interface: Any) -> dict[str, Any]:
-    """Without those of ``mmspec.targets`` and Gemma-4's assistants, which register them when imported."""
+    """Registered functions, except functions registered at import by ``mmspec.targets`` and Gemma-4's assistants."""
     return {
         name: one
         for name, one in interface._global_mapping.items()
@@ -91,7 +91,7 @@ def _registered(interface: Any) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """What has changed, a line each; of tables, their entries."""
+    """Changed values, a line each; tables are compared by entry."""
     for name, old in before.items():
         new = after.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -140,7 +140,7 @@ def _idle(frame: FrameType | None) -> bool:
 
 
 def processes() -> set[psutil.Process]:
-    """Children and theirs, without zombies and those that are excused."""
+    """Child processes, recursively, without zombies and processes in ``PROCESSES``."""
     found = set()
     for one in psutil.Process().children(recursive=True):
         try:
@@ -190,13 +190,13 @@ def _instances(*kinds: type) -> list[Any]:
 
 
 class Leftovers:
-    """Compares the process with what it was when this was made."""
+    """Compares the process with its state at construction."""
 
     def __init__(self) -> None:
         self._settings, self._threads, self._processes = settings(), threads(), processes()
 
     def found(self) -> list[str]:
-        """What is left, a line each; waits for what is ending."""
+        """Leftovers, a line each; waits for threads and processes that are ending."""
         left = [*differences(self._settings, settings()), *replaced_functions(), *held_rows()]
         left += [f"the thread {one.name} runs" for one in _still(lambda: threads() - self._threads)]
         for one in _still(lambda: processes() - self._processes):
@@ -206,7 +206,7 @@ class Leftovers:
 
 def _still(running: Callable[[], set[Any]]) -> set[Any]:
     if running():
-        gc.collect()  # servers, pools and decoders that nobody refers to end what they have started
+        gc.collect()  # collects unreferenced servers, pools and decoders, which end their threads
     end = time.monotonic() + GRACE
     while (found := running()) and time.monotonic() < end:
         time.sleep(0.05)

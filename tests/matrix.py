@@ -21,11 +21,11 @@ import pytest
 import torch
 
 from mmspec import SamplingParams, plugins
-from mmspec.core.budget import Budget, CostTable
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters.captured import CapturedDrafter
 from mmspec.drafters.registry import DEFAULT
-from mmspec.engine.budget import AdaptiveBudget, DraftShape, SteadyBudget
+from mmspec.engine.policy import AdaptivePolicy, DraftPolicy
 from mmspec.engine.request_state import RequestState
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import kernels
@@ -188,7 +188,7 @@ def asked(target: str, sampling: str, number: int) -> Asked:
         with torch.no_grad():
             tokens = generate(shared_model(target), 1, **inputs, **options)[0, ids.shape[1] :].tolist()
     else:
-        engine = SteppedEngine(new_target(target), None, lambda batch, nodes: Budget(0))
+        engine = SteppedEngine(new_target(target), None, StepPlan(0))
         (row,) = engine.add(prompt, defaults.sampler(params), stopper)
         engine.wait(lambda: row.done)
         tokens = row.token_ids
@@ -198,23 +198,15 @@ def asked(target: str, sampling: str, number: int) -> Asked:
 # ---------------------------------------------------------------------- running a cell
 
 
-class Some(Budget):
+class Some(DraftPolicy):
     """Some steps are not drafted, others draft chains."""
 
     asked = 0
 
-    def drafts(self) -> bool:
+    def plan(self, rows: int, remaining: int) -> StepPlan:
         self.asked += 1
-        self.chain = self.asked % 3 == 2
-        return self.asked % 5 != 0 and super().drafts()
-
-
-class Adapting(AdaptiveBudget):
-    """Follows the clock, but drafting never rests."""
-
-    def drafts(self) -> bool:
-        self._payoff.restart()
-        return super().drafts()
+        plan = replace(super().plan(rows, remaining), chain=self.asked % 3 == 2)
+        return plan if self.asked % 5 else replace(plan, nodes=0)
 
 
 def check(cell: Cell, patch: pytest.MonkeyPatch) -> None:
@@ -236,9 +228,8 @@ def check(cell: Cell, patch: pytest.MonkeyPatch) -> None:
             patch.setattr(config, name, prompt.input_ids.shape[1] + stopper.max_new_tokens)
     target = new_target(cell.target, "cuda" if cell.mode in GPU_MODES else "cpu")
     drafter = drafter_of(cell.drafter, target.model, cell.mode)
-    patch.setattr("mmspec.engine.budget._TRIAL_INTERVALS", (6, 6))  # chains and trees alternate
-    budget = _budget(cell, rng)
-    engine = SteppedEngine(target, drafter, lambda batch, nodes: budget, max_num_seqs=4, chunk=8)
+    policy = _policy(cell, rng)
+    engine = SteppedEngine(target, drafter, policy, max_num_seqs=4, chunk=8)
     if drafter is not None:
         drafter.attach(target)
     run = {"batch": _batch, "joining": _joining}.get(cell.schedule, _alone)
@@ -280,14 +271,14 @@ def drafts_are_captured(kind: str) -> bool:
     return kind == "recycle" or (kind not in ("plain", DEFAULT) and issubclass(drafter_class(kind), CapturedDrafter))
 
 
-def _budget(cell: Cell, rng: random.Random) -> Budget:
+def _policy(cell: Cell, rng: random.Random) -> DraftPolicy:
+    static = cell.mode != "varying"
     if cell.drafter == "plain":
-        return Budget(0)
+        return DraftPolicy(StepPlan(0), static)
+    some = Some(StepPlan(12, 4), static)
     if cell.schedule != "joining":
-        return Some(12, 4)
-    cost = CostTable((1, 64), (1e-3, 1.1e-3))
-    measured = Adapting(cost, 12) if cell.mode == "varying" else SteadyBudget(cost, SHAPES)
-    return rng.choice([Budget(3), Some(12, 4), measured])
+        return some
+    return rng.choice([DraftPolicy(StepPlan(3), static), some, AdaptivePolicy(static)])
 
 
 def _waits_once(cell: Cell) -> bool:

@@ -96,7 +96,7 @@ def write(folder, layout, config, tensors):
     """A folder as it lies on the hub."""
     if layout.startswith("vllm"):
         return published_files.write(folder, config, tensors)
-    published_files.write(folder, config, {"lm_head.weight": torch.zeros(2, 2)})  # the target beside its heads
+    published_files.write(folder, config, {"lm_head.weight": torch.zeros(2, 2)})  # the target and its heads
     if layout == "tgi":
         save_file(tensors, folder / "medusa_lm_head.safetensors")
     else:
@@ -127,7 +127,7 @@ def logits(layout, tensors, head, state, embeds, output):
 
 @torch.no_grad()
 def last_state(layout, model, row, said):
-    """What heads read of a prompt and what was said: the target's normed last states, after the decoder layer."""
+    """Inputs of the heads for a prompt and an answer: the target's normed last states, after the decoder layer."""
     state = plain_pass(model, row, said).last
     if layout == "hydra-prefix":
         return prefix()(inputs_embeds=state[None]).last_hidden_state[0, -1]

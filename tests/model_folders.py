@@ -134,7 +134,7 @@ def save_gguf(
         ends: further tokens that end an answer, by name: of a turn (eot), a message (eom).
         entries: further metadata.
         factors: tensors of factors of the rotary frequencies, by name.
-        base: of the rotary frequencies.
+        base: base of the rotary frequencies.
         alignment: of tensors, in bytes.
         pieces: of a SentencePiece vocabulary, after the special tokens and bytes; by default, it is byte-level BPE.
         sizes: of ``_GGUF``.

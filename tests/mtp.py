@@ -22,7 +22,7 @@ from tests.tiny.configs import _shrink
 
 
 def mtp_tensors(model: PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:
-    """Random tensors of an MTP layer for a model, in the order and shapes of the published ones."""
+    """Random tensors of an MTP layer for a model, in the order and shapes of published checkpoints."""
     config, g = model.config.get_text_config(), torch.Generator().manual_seed(seed)
     width, head_dim, mlp = config.hidden_size, config.head_dim, config.intermediate_size
     inner, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
@@ -160,7 +160,7 @@ def mtp_model(model: PreTrainedModel, seed: int = 0) -> Any:
 
 
 def published_tensors(built: Any, first: int | None) -> dict[str, Tensor]:
-    """The tensors of MTP layers under published names: those of layers after the model's ``first`` ones, or ``mtp.*``
+    """The tensors of MTP layers under published names: layers after the model's ``first`` ones, or ``mtp.*``
     for None."""
     found: dict[str, Tensor] = {}
     for name, value in built.layers.state_dict().items():

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(module: str, *arguments: str, **environment: str) -> str:
-    """What a module prints; nothing of this process's settings of kernels is handed on."""
+    """Output of a module; this process's kernel settings are not inherited."""
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "MMSPEC_KERNELS"))
     }

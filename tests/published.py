@@ -50,7 +50,7 @@ def layer_of(config):
 
 
 def tensors_of(config, device="cpu", dtype=torch.float32):
-    """What the authors' ``state_dict`` holds: embedding, ``fc`` and one layer."""
+    """Contents of the authors' ``state_dict`` holds: embedding, ``fc`` and one layer."""
     width = config["hidden_size"]
     with torch.device(device):
         modules = {
@@ -100,7 +100,7 @@ VISPEC = {"llava_next": LLAVA_NEXT, "llava": {**LLAVA_NEXT, "model_type": "llava
 
 
 def vispec_tensors(config):
-    """Those of ViSpec: beside an EAGLE head, an image adaptor."""
+    """Tensors of ViSpec: an EAGLE head and an image adaptor."""
     g, width, heads = torch.Generator().manual_seed(1), config["hidden_size"], config["num_attention_heads"]
     shapes = {"imadpt.q": (2, heads, width // heads), "img_fc.weight": (width, 2 * width), "img_fc.bias": (width,)}
     shapes |= {f"imadpt.{part}_proj.weight": (width, width) for part in "kvo"}

@@ -1,6 +1,6 @@
 """A pytest plugin that runs a share of the selected tests: ``make share``.
 
-Test modules that commits of the last day concern run first, the others in an order that every commit draws anew;
+Test modules concerned by commits of the last day run first, the others in a random order per commit;
 xdist gives each worker the next module of this order, whole. No test starts later than ``UNTIL`` seconds after
 ``SHARE_BEGAN``, a variable of the environment in seconds since 1970 (by default now), but ``LEAST`` seconds are left to
 the tests wherever that is later. The number of tests left out is printed at the end.
@@ -87,7 +87,7 @@ def recent(root: Path) -> tuple[str, set[str]]:
 
 
 def order(modules: Iterable[str], root: Path, commit: str, changed: set[str]) -> list[str]:
-    """Paths of test modules: first those that have changed, or that test or import what has; the others as drawn."""
+    """Paths of test modules: first changed modules, then modules that test or import changed code, then the rest."""
     drawn = sorted(modules)
     random.Random(commit).shuffle(drawn)
     stems = {Path(name).stem for name in changed if name.endswith(".py")}

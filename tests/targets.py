@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import LlamaModel, PreTrainedModel
 
 from mmspec import TokenTree, accept_path, plugins
 from mmspec.cache.tree_cache import CACHE_NAMES
-from mmspec.core.target import Prompt
+from mmspec.core.target import Feature, Prompt, TargetOutput
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import random_tree, root_path, valid_nodes
 
@@ -64,13 +65,13 @@ def assert_trees_equal_paths(
     said: list[list[int]] = [[] for _ in range(batch)]
     close = dict(atol=2e-4, rtol=2e-4)
 
-    output = target.prefill(prompt_of(inputs), 64)
+    output = prefilled(target, prompt_of(inputs), 64)
     for b in range(batch):
         torch.testing.assert_close(output.logits[b, 0], plain_logits(model, rows[b], [])[-1], **close)
     for number in range(steps):
         drafted = random_tree(g, batch, 1 if number == 1 else nodes, 90, shape=shape, ragged=shape == "random")
         tree = TokenTree(drafted.tokens + 3, drafted.parents, drafted.valid)
-        logits = target.forward_tree(tree).logits
+        logits = target.verify(tree).logits
         choices = torch.full_like(tree.tokens, -1)
         for b in range(batch):
             alive = valid_nodes(tree, b)
@@ -86,3 +87,16 @@ def assert_trees_equal_paths(
         verdict = accept_path(tree, choices)
         target.commit(verdict)
     return target
+
+
+def prefilled(
+    target: Any,
+    prompt: Prompt,
+    new: int | Sequence[int] = 8,
+    reads: Sequence[Feature] = ("last",),
+    chunk: int | None = None,
+) -> TargetOutput:
+    """The output of a prefill, with at most ``new`` new tokens (of each row)."""
+    each = [new] * len(prompt.input_ids) if isinstance(new, int) else new
+    *_, output = target.prefill([prompt], each, reads, chunk)
+    return output

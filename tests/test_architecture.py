@@ -1,6 +1,6 @@
 """Imports between packages and between the rooms of a package: arrows without circles.
 
-A room is a folder of a package, or a single module beside such folders. Imports for type checkers only are exempt.
+A room is a folder of a package, or a single module. Imports for type checkers only are exempt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGES = {
 
 LAYERS = [
     {"errors", "version"},
-    {"checks", "files", "http_client", "progress", "workers"},
+    {"files", "http_client", "progress", "validation", "workers"},
     {"jobs", "ops", "plugins"},
     {"core"},
     {"cache", "quantisation", "sampling"},
@@ -45,13 +45,13 @@ COMMANDS = {"cli", "serving", "eval", "demos", "__main__"}
 """Rooms and packages that may import ``mmspec.cli``."""
 
 LARGEST = {"modules": 279, "lines": 58_190, "lines of tests": 54_750}
-"""What the project has grown to. Lower a number when it can be lowered; raise one only for a feature of users."""
+"""Size of the project. Lower a number when possible; raise one only for a users' feature."""
 
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")) if not path.is_symlink()]
 
 
 def place(name: str) -> tuple[str, str] | None:
-    """Package and room of an imported name; None for what is not ours. The room of a package itself is its name."""
+    """Package and room of an imported name; None for other projects. The room of a package itself is its name."""
     parts = name.split(".")
     if parts[0] in PACKAGES and parts[0] != "mmspec":  # a user's own package may be called so
         return "tests", name

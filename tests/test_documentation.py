@@ -68,10 +68,10 @@ def command_lines(code: str) -> Iterator[list[str]]:
 
 
 def mistake(words: list[str], whole: bool = True) -> str:
-    """What is wrong with a command line.
+    """The mistake in a command line.
 
     Args:
-        words: its words; ``...`` stands for further ones.
+        words: its words; ``...`` stands for further words.
         whole: False permits missing arguments, as in a command's name.
     """
     given = [word.removeprefix(".venv/bin/") for word in words if word != "..."]
@@ -173,7 +173,7 @@ LINES = sorted(
         for language, code in blocks(page)
         if language == "sh"
         for words in command_lines(code)
-        if " ".join(words).startswith(QUICK) and not {"ray", "for-vllm"} & set(words)  # the latter made by another one
+        if " ".join(words).startswith(QUICK) and not {"ray", "for-vllm"} & set(words)
     }
 )
 

@@ -1,4 +1,4 @@
-"""The check of what modules leave behind notices each kind of it, and waits for what is ending."""
+"""The check for leftovers of test modules finds every kind, and waits for threads that are ending."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.models.llama import modeling_llama
 
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.transformers_target import TransformersTarget
@@ -42,10 +42,10 @@ def rows(patch: pytest.MonkeyPatch) -> Callable:
     """An engine that does not tell its target that a sequence has ended."""
     target = TransformersTarget(shared_model("llama"))
     patch.setattr(target, "select", lambda rows: None)
-    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0))
+    engine = SteppedEngine(target, None, StepPlan(0))
     (row,) = engine.add(prompt_of(text_inputs(1)), Sampler(), Stopper(3))
     engine.wait(lambda: row.done)
-    return lambda: TransformersTarget.select(engine.target, [])
+    return lambda: TransformersTarget.keep(engine.target, [])
 
 
 def dtype(patch: pytest.MonkeyPatch) -> Callable:
@@ -94,7 +94,7 @@ def test_a_thread_that_is_ending_is_waited_for() -> None:
 def test_rows_of_running_requests_are_not_left() -> None:
     before, model = Leftovers(), shared_model("llama")
     prompt, drafter = prompt_of(text_inputs(1)), tiny_drafter("eagle", model)
-    steps = decode(TransformersTarget(model), drafter, prompt, Sampler(), Stopper(9), Budget(4))
+    steps = decode(TransformersTarget(model), drafter, prompt, Sampler(), Stopper(9), StepPlan(4))
     next(steps), next(steps)  # after the prefill, and after a draft
     assert drafter.rows == 1
     assert before.found() == []

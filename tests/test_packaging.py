@@ -1,4 +1,4 @@
-"""What a user installs: an editable install beside a clone, the extras, and the Dockerfile against the project."""
+"""Installation: an editable install next to a clone, the extras, and the Dockerfile against the project."""
 
 from __future__ import annotations
 

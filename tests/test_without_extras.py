@@ -1,6 +1,6 @@
 """A checkout on Python's path where neither mmspec nor an optional package is installed.
 
-This module, run as a program with the environment of such a process, prints what it can do.
+Run as a program in an environment without these packages, this module prints which features work.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_tests_are_collected_and_those_for_a_gpu_are_skipped_without_one(variabl
     assert re.search(r" \d+ skipped, \d+ deselected in ", last), last
 
 
-# ---------------------------------------------------------------------- in such a process
+# ---------------------------------------------------------------------- in a process without packages
 
 
 def say(*args: str) -> tuple[int, str]:

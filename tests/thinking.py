@@ -1,4 +1,4 @@
-"""A tiny model that thinks: its chat template begins thoughts, or an empty block of them, or leaves that to the model.
+"""A tiny model that thinks: its chat template begins reasoning, or an empty block of them, or leaves that to the model.
 
 The model is biased towards a script, token by token, at the nodes of trees, too.
 """
@@ -29,7 +29,7 @@ TEMPLATE = (
     "{% if mode == 'begun' %}START\n{% elif mode == 'closed' or enable_thinking == false %}START\n\nEND\n\n{% endif %}"
 )
 CONTEXT = 96
-"""Tokens that a scripted token depends on: more than a call and its copy in thoughts have in common."""
+"""Tokens that a scripted token depends on: more than a call and its copy in reasoning have in common."""
 
 PROMPT: Any = [{"role": "user", "content": "Which?"}]
 

@@ -73,7 +73,7 @@ def assert_losses(
 
 
 def assert_gradients(ours: Tensor, theirs: Tensor, parameters: Sequence[Tensor], others: Any = None) -> None:
-    """Compare the gradients of two totals; ``others`` are the second one's parameters, by default the same."""
+    """Compare the gradients of two totals; ``others`` are the second total's parameters, by default the first's."""
     found = torch.autograd.grad(ours, list(parameters))
     expected = torch.autograd.grad(theirs, list(parameters if others is None else others))
     for a, b in zip(found, expected, strict=True):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from mmspec.checks import data_of, is_data_uri
 from mmspec.errors import UserError
+from mmspec.validation import data_of, is_data_uri
 
 HEAD_BYTES = 4096
 """Bytes of a file that are read to identify its format."""

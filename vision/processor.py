@@ -15,9 +15,10 @@ from transformers import AutoProcessor
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError
 from mmspec.targets.processor import Processor, is_token_ids, render
+from mmspec.validation import check
 from mmspec.vision.decoding import MediaDecoder
 from mmspec.vision.images import load_image
-from mmspec.vision.video import FPS, FRAMES, Backend, Video, load_video
+from mmspec.vision.video import FPS, Backend, Frames, Video, load_video
 
 _LLAVA_TEMPLATE = "USER: {media}\n{text} ASSISTANT:"
 _ROUNDED = 1e-3  # rounding of times in containers, in seconds (Matroska: milliseconds)
@@ -65,8 +66,8 @@ class VisionProcessor(Processor):
         """
         if unknown:
             raise UserError(f"unknown option for a vision model: got {', '.join(unknown)}")
-        FRAMES.check("frames", frames)  # even if there is no video
-        FPS.check("fps", fps)
+        check("frames", Frames, frames)  # even if there is no video
+        check("fps", FPS, fps)
         if _are_token_ids(requests):
             return super().encode(requests)
         options: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}

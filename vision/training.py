@@ -16,17 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.checks import (
-    FLAG,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SHARE,
-    inherited,
-    inherited_optional,
-    option,
-    whole,
-    with_fields_of,
-)
 from mmspec.core.target import Target
 from mmspec.drafters.hidden_state import packing
 from mmspec.drafters.layer import Rotary, rotary_frequencies, take
@@ -44,13 +33,14 @@ from mmspec.training.tasks import (
     load_shared_weights,
     output_rows,
 )
+from mmspec.validation import inherited, option, options, part, with_fields_of
 from mmspec.vision.drafters.msd import MSD, Flash, MSDConfig, MSDNetwork
 
 _DEFAULT_SPAN = 256
 """Default number of visual tokens per image, if the target's configuration does not contain it."""
 
 
-@dataclass(frozen=True)
+@options
 class Losses(Passes):
     """Settings of MSD's objective.
 
@@ -60,12 +50,12 @@ class Losses(Passes):
         noise: amplitude of uniform noise, times 512 / length, on the hidden states of the first pass.
     """
 
-    hidden_weight: float = option(0.1, NOT_NEGATIVE, "Weight of the hidden-state loss.")
-    token_weight: float = option(1.0, NOT_NEGATIVE, "Weight of the token loss.")
-    noise: float = option(0.1, NOT_NEGATIVE, "Noise on the input hidden states.")
+    hidden_weight: float = option(0.1, "Weight of the hidden-state loss.", ge=0)
+    token_weight: float = option(1.0, "Weight of the token loss.", ge=0)
+    noise: float = option(0.1, "Noise on the input hidden states.", ge=0)
 
 
-@dataclass(frozen=True)
+@options
 class SlotLosses(Losses):
     """Settings of FLASH's objective.
 
@@ -74,24 +64,22 @@ class SlotLosses(Losses):
             2412.12639, replaces tokens; here, blocks always contain true tokens).
     """
 
-    slot_decay: float = option(1.0, POSITIVE, "Weight of a slot to the one before.")
-    glancing: float = option(0.0, SHARE, "Share of wrong predictions replaced by the truth, decaying to 0.")
+    slot_decay: float = option(1.0, "Weight of a slot to the one before.", gt=0)
+    glancing: float = option(0.0, "Share of wrong predictions replaced by the truth, decaying to 0.", ge=0, le=1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 @with_fields_of(MSDConfig)
 class MSDOptions(Losses, HeadOptions):
     """Options of ``mmspec train msd``."""
 
     fit: bool = option(
-        False,
-        FLAG,
-        "Without --start: initialise by ridge regression of the target's hidden states; for small datasets.",
+        False, "Without --start: initialise by ridge regression of the target's hidden states; for small datasets."
     )
-    hide_visual: bool | None = inherited_optional(MSDConfig, "hide_visual")
+    hide_visual: bool | None = inherited(MSDConfig, "hide_visual", default=None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class FlashOptions(SlotLosses, MSDOptions):
     """Options of ``mmspec train flash``. FLASH grows a tree in one pass, MSD one level per pass."""
 
@@ -99,19 +87,28 @@ class FlashOptions(SlotLosses, MSDOptions):
     top_k: int = inherited(TreeOptions, "top_k", default=4)
     depth: int = inherited(TreeOptions, "depth", default=12)
     slots: int = inherited(MSDConfig, "slots", "Tokens per forward pass; 1 as in MSD.", default=12)
-    latents: int | None = inherited_optional(
-        MSDConfig, "latents", "Latents per image; 0 keeps all visual tokens, as in MSD.", default_text="by --ratio"
+    latents: int | None = inherited(
+        MSDConfig,
+        "latents",
+        "Latents per image; 0 keeps all visual tokens, as in MSD.",
+        default_text="by --ratio",
+        default=None,
     )
-    ratio: float = option(9.0, POSITIVE, "Or visual tokens per latent.")
-    span: int | None = inherited_optional(
+    ratio: float = option(9.0, "Or visual tokens per latent.", gt=0)
+    span: int | None = inherited(
         MSDConfig,
         "span",
         "Visual tokens per image; longer runs are split.",
         default_text="that of the target's configuration, or 256",
-        rule=whole(1, 2**20),
+        ge=1,
+        le=2**20,
+        default=None,
     )
-    rank: int | None = inherited_optional(
-        MSDConfig, "rank", "Rank of a separate output layer for the slots after the first; 0: the target's head."
+    rank: int | None = inherited(
+        MSDConfig,
+        "rank",
+        "Rank of a separate output layer for the slots after the first; 0: the target's head.",
+        default=None,
     )
 
 
@@ -134,9 +131,9 @@ def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, draft_ids: Tens
     if config.rank and (start is None or start.network.config.rank != config.rank):
         guess = start.network.cell.guess if start is not None and not start.network.config.rank else None
         init_low_rank_head(network, head_weight(target, draft_ids), guess)
-    chosen = options.part(HiddenStateObjective.__dataclass_fields__)
+    chosen = part(options, HiddenStateObjective.__dataclass_fields__)
     fit = partial(fit_projection, network) if options.fit and start is None else None
-    tree = options.part(TREE)
+    tree = part(options, TREE)
     return DrafterSetup(network, HiddenStateObjective(**chosen), kind, draft_ids, tree, fit, layers=config.reads)
 
 
@@ -190,7 +187,7 @@ def fit_projection(network: MSDNetwork, batches: Iterable[Features], ridge: floa
 
 
 def _network_config(options: MSDOptions, target: Any, start: MSD | None, tokens: int) -> MSDConfig:
-    fields = options.part(MSDConfig.__dataclass_fields__)
+    fields = part(options, MSDConfig.__dataclass_fields__)
     fields |= _latents(options, target)
     rank = fields.get("rank", start.network.config.rank if start else 0)
     fields |= {"rank": rank, "head": tokens if rank else 0}
@@ -209,7 +206,7 @@ def _latents(options: MSDOptions, target: Any) -> dict[str, int]:
     return {"latents": latents, "span": span if latents else 0}
 
 
-@dataclass(frozen=True)
+@options
 class HiddenStateObjective(SlotLosses):
     """Losses of a batch over several forward passes, each fed with the predictions of the previous pass.
 
@@ -227,7 +224,7 @@ class HiddenStateObjective(SlotLosses):
         top_k: children per node, whose total probability ``MSDConfig.confidence`` learns.
     """
 
-    top_k: int = option(10, whole(1))
+    top_k: int = option(10, ge=1)
 
     def __call__(
         self,

@@ -16,12 +16,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib.util import find_spec
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
+from annotated_types import Interval
 from PIL import Image
+from pydantic import PositiveFloat
 
-from mmspec.checks import number, optional, whole
 from mmspec.errors import UserError, missing
+from mmspec.validation import check
 from mmspec.vision.images import image_format
 from mmspec.vision.media import MediaSource, resolve
 
@@ -31,8 +33,8 @@ DEFAULT_FRAMES = 8
 MAX_FRAMES = 512
 """Maximum number of frames sampled from one video; one 1080p frame takes 6 MB."""
 
-FRAMES = optional(whole(1, MAX_FRAMES))
-FPS = optional(number("a number > 0", lambda rate: rate > 0))
+Frames = Annotated[int, Interval(ge=1, le=MAX_FRAMES)] | None
+FPS = PositiveFloat | None
 
 _VIDEO_FORMATS = frozenset({"GIF", "PNG"})  # if animated; Pillow's names
 
@@ -86,7 +88,7 @@ def load_video(
     """
     if backend not in get_args(Backend):
         raise UserError(f"backend must be one of {', '.join(get_args(Backend))}: received {backend!r}")
-    frames, fps = FRAMES.check("frames", frames), FPS.check("fps", fps)
+    frames, fps = check("frames", Frames, frames), check("fps", FPS, fps)
     media = resolve(source, expected="a video", name=name)
     kind = _kind(media)
     if kind == "image":

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import Verdict
@@ -49,14 +49,14 @@ class Oracle(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
         rows = []
         for history, start, reference in self._rows:
-            truth = reference[len(history) - start :][: self._random.randint(0, budget.max_depth)]
+            truth = reference[len(history) - start :][: self._random.randint(0, plan.depth)]
             if truth and self._random.random() < self.spoil:
                 truth[self._random.randrange(len(truth))] = self._random.randrange(self.vocab)
-            size = min(budget.nodes, self.nodes)
-            rows.append(self._shuffle(self._with_decoys(truth[:size], budget.max_depth, size)))
+            size = min(plan.nodes, self.nodes)
+            rows.append(self._shuffle(self._with_decoys(truth[:size], plan.depth, size)))
         return build_tree(token, rows)
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:

@@ -107,12 +107,12 @@ def time_passes(
 def _pass_seconds(target: TransformersTarget, depth: int, nodes: Sequence[int]) -> dict[Any, float]:
     """Seconds of a prefill, of a pass over each number of nodes after it, and of a read of the weights."""
     begun = clock()
-    target.prefill(Prompt(torch.zeros(1, depth, dtype=torch.long, device=target.device)), max_new_tokens=max(nodes))
+    list(target.prefill([Prompt(torch.zeros(1, depth, dtype=torch.long, device=target.device))], [max(nodes)]))
     seconds: dict[Any, float] = {"prefill": clock() - begun}
     seconds |= {count: time_pass(target, count) for count in nodes}
     if (read := read_weights(target)) is not None:
         seconds[READ] = read()
-    target.select([])
+    target.keep([])
     return seconds
 
 
@@ -124,9 +124,9 @@ def time_pass(target: TransformersTarget, nodes: int) -> float:
     parents = torch.arange(-1, nodes - 1, device=target.device)[None]
     tree = TokenTree(torch.zeros_like(parents), parents)
     for _ in range(_BEFORE):
-        target.forward_tree(tree)
+        target.verify(tree)
     begun = clock()
-    target.forward_tree(tree).logits.max(-1).indices.tolist()
+    target.verify(tree).logits.max(-1).indices.tolist()
     return clock() - begun
 
 

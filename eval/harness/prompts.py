@@ -23,8 +23,7 @@ from typing import Any
 
 from PIL import Image
 
-from mmspec.checks import nearest
-from mmspec.errors import UserError
+from mmspec.errors import UserError, nearest
 from mmspec.files import read_rows
 from mmspec.vision.video import Video
 

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter, Wrapper, lend
+from mmspec.core.drafter import Drafter, Wrapper
+from mmspec.core.plan import StepPlan
 from mmspec.core.tree import TokenTree
-from mmspec.engine.budget import MeasuredBudget
 from mmspec.engine.engine import MAX_NUM_SEQS
+from mmspec.engine.policy import DraftPolicy
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.peers import Peer
 from mmspec.ops import cpu
@@ -106,7 +106,7 @@ class Method:
         max_num_seqs: batch size, unless another pipeline over this target has a larger batch size.
         generate_options: options of transformers' ``generate``, which then decodes; None decodes with our engine.
         peer: another engine that decodes instead.
-        budget: an adaptive budget with its learned state.
+        policy: drafting policy with its learned state.
         lossy: as for ``SamplingParams``.
     """
 
@@ -117,12 +117,12 @@ class Method:
     max_num_seqs: int = MAX_NUM_SEQS
     generate_options: dict[str, Any] | None = None
     peer: Peer | None = None
-    budget: MeasuredBudget | None = None
+    policy: DraftPolicy | None = None
     lossy: float = 0.0
 
     def fork(self, target: TransformersTarget) -> Method:
-        """A copy with its own copy of the learned state of drafter and budget."""
-        return replace(self, drafter=lend(self.drafter, target), budget=copy.deepcopy(self.budget))
+        """A copy with its own copy of the learned state of drafter and policy."""
+        return replace(self, drafter=self.drafter and self.drafter.lend(target), policy=copy.deepcopy(self.policy))
 
 
 class ProfiledDrafter(Wrapper):
@@ -145,10 +145,10 @@ class ProfiledDrafter(Wrapper):
     def drafts_ahead(self) -> bool:
         return self.drafter.drafts_ahead
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
         start = clock()
         try:
-            return self.drafter.propose(token, budget)
+            return self.drafter.propose(token, plan)
         finally:
             self.seconds += clock() - start
             self.proposals += 1
@@ -159,7 +159,7 @@ def run_interleaved(
 ) -> dict[str, list[TimedBatch]]:
     """Decode a batch of requests with every method, interleaved, for several rounds.
 
-    Drafters and budgets start every round in the same state, and keep the state learned in the last round.
+    Drafters and policies start every round in the same state, and keep the state learned in the last round.
 
     Returns:
         The results of each method by its name, one per round.
@@ -174,7 +174,7 @@ def run_interleaved(
 def decode(
     pipe: Pipeline, method: Method, requests: Sequence[dict[str, Any]], options: DecodingOptions, learn: bool = True
 ) -> TimedBatch:
-    """Decode a batch of requests; if ``learn``, drafter and budget of the method keep their new state."""
+    """Decode a batch of requests; if ``learn``, drafter and policy of the method keep their new state."""
     reset_peak_memory(pipe.target.device)
     if method.generate_options is not None:
         return _generate(pipe, method.generate_options, requests, options)
@@ -184,15 +184,15 @@ def decode(
         answer = method.peer.complete(prompt, options.max_new_tokens)
         return TimedBatch([answer.tokens], [], {"total": clock() - start, "decoding": answer.seconds})
     target = pipe.target if method.target is None else method.target
-    drafter = method.drafter if learn else lend(method.drafter, target)
+    drafter = method.drafter if learn or method.drafter is None else method.drafter.lend(target)
     profiled = None if drafter is None else ProfiledDrafter(drafter)
-    own = Pipeline(target, pipe.processor, profiled, max_num_seqs=method.max_num_seqs)
-    own.budget = method.budget if learn else copy.deepcopy(method.budget)
+    policy = method.policy if learn else copy.deepcopy(method.policy)
+    own = Pipeline(target, pipe.processor, profiled, max_num_seqs=method.max_num_seqs, policy=policy)
     start = clock()
     results = own.generate_batch(requests, **vars(options), nodes=method.nodes, lossy=method.lossy)
     total = clock() - start
     if learn:
-        method.budget = own.budget
+        method.policy = own.policy
     stats = [result.stats for result in results]
     longest = max(stats, key=lambda row: row.num_spec_steps)  # its steps cover the batch
     seconds = {

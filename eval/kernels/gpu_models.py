@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, BambaConfig, LlamaConfig, PreTrai
 
 from mmspec import plugins
 from mmspec.cache.rows import RowTensor
-from mmspec.core.budget import Budget
 from mmspec.core.drafter import Wrapper
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict, accept_path
@@ -127,9 +127,9 @@ class SetAcceptance(Wrapper):
         super().observe(tree, verdict, output)
         self._at.data += verdict.length
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        nodes = super().propose(token, budget).nodes
-        depth = min(nodes - 1, self.drafter.limits[0], budget.depth)
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
+        nodes = super().propose(token, plan).nodes
+        depth = min(nodes - 1, self.drafter.limits[0], plan.depth)
         place = torch.arange(nodes, device=token.device).expand(len(token), -1)
         path = place <= depth
         at = (self._at.data[:, None] + (place - 1).where(path, 0)).clamp(0, self._width - 1)
@@ -160,28 +160,27 @@ def time_passes(
         place = torch.arange(count, device=device).repeat(batch, 1)
         return TokenTree(place, place - 1, check=False)
 
-    drafts, budget = {}, Budget(max(nodes) - 1)
+    drafts, plan = {}, StepPlan(max(nodes) - 1)
     for name, drafter in random_drafters(target).items():
         drafter.attach(target)
-        target.features = drafter.features
-        *_, output = target.prefill_chunks(Prompt(ids), 256, 1024)
+        reads = tuple(drafter.features)
+        *_, output = target.prefill([Prompt(ids)], [256] * batch, reads, 1024)
         assert output is not None
         drafter.begin(Prompt(ids), output, [[*row, 0] for row in ids.tolist()])
         tree = chain(7)
-        step = tree, accept_path(tree, (tree.tokens + 1).where(tree.tokens < 3, 0)), target.forward_tree(tree)
+        step = tree, accept_path(tree, (tree.tokens + 1).where(tree.tokens < 3, 0)), target.verify(tree, reads)
 
         def draft(drafter: CapturedDrafter = drafter, step: Any = step) -> None:
             drafter.observe(*step)
-            drafter.propose(step[1].bonus, budget)
+            drafter.propose(step[1].bonus, plan)
 
         drafts[name] = milliseconds(draft)
-        target.select([])
-    target.features = []
-    target.prefill(Prompt(ids), 256)
-    passes = {str(count): milliseconds(partial(target.forward_tree, chain(count))) for count in nodes}
+        target.keep([])
+    list(target.prefill([Prompt(ids)], [256] * batch))
+    passes = {str(count): milliseconds(partial(target.verify, chain(count))) for count in nodes}
     nothing = ids.new_full((batch, 4), -1)
     commit = milliseconds(lambda: target.runner.commit_nodes(nothing, lambda: [[]] * batch))
-    target.select([])
+    target.keep([])
     weights: Any = [*target.model.get_decoder().layers.parameters(), *target.model.get_output_embeddings().parameters()]
     attending, states = config.num_hidden_layers, 0  # layers, and bytes of a sequence's recurrent states
     if config.model_type == "bamba":

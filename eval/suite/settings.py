@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from pydantic import PositiveInt
 
-from mmspec.checks import TEXT, Checked, inherited, listed, option, required, settable, several, whole
-from mmspec.cli.options import Value
-from mmspec.sampling.params import SamplingParams
+from mmspec.cli.options import Listed
+from mmspec.sampling.params import SamplingParams, Temperature
+from mmspec.validation import Many, inherited, option, options
 
 if TYPE_CHECKING:
     from mmspec.eval.suite.data import Sample
 
-SIZES = Value(listed(whole(1)))
+SIZES = Listed(click.IntRange(1))
 """Type of an option that lists whole numbers above 0."""
 
 llama_server_option = click.option(
@@ -25,35 +25,32 @@ llama_server_option = click.option(
 )
 
 
-@dataclass(frozen=True)
-class SuiteSettings(Checked):
+@options
+class SuiteSettings:
     """Settings of a run, as plain JSON values."""
 
-    model: str = required(TEXT)
-    tasks: tuple[str, ...] = required(several(TEXT))
+    model: str
+    tasks: Many[str]
     methods: str = option(
         "auto",
-        TEXT,
         "generate, lookup, assisted:FOLDER, llama.cpp[:TYPE], openvino[:lookup], none, or "
         "DRAFTER[@tree|@chain[N]|@NODES], optionally LABEL=...",
     )
-    data: str | None = option(None, settable(TEXT))
-    limit: int | None = option(None, settable(whole(1)), "Samples per task; by default all.")
-    temperatures: tuple[float, ...] = option(
-        (0.0,), listed(SamplingParams.rule("temperature")), "0 is greedy.", default_text="0"
-    )
+    data: str | None = None
+    limit: int | None = option(None, "Samples per task; by default all.", ge=1)
+    temperatures: Many[Temperature] = option((0.0,), "0 is greedy.", default_text="0")
     top_p: float = inherited(SamplingParams, "top_p", "Of sampling.", default=1.0)
-    batch_sizes: tuple[int, ...] = option((1,), listed(whole(1)), "Conversations per batch.", default_text="1")
-    rounds: int = option(3, whole(1), "Measurements of each batch.")
-    warm_up: int = option(2, whole(0), "Unmeasured batches.")
+    batch_sizes: Many[PositiveInt] = option((1,), "Conversations per batch.", default_text="1")
+    rounds: int = option(3, "Measurements of each batch.", ge=1)
+    warm_up: int = option(2, "Unmeasured batches.", ge=0)
     max_new_tokens: int | None = inherited(
         SamplingParams, "max_new_tokens", "Per answer.", default_text="as each task sets it"
     )
-    seed: int = inherited(SamplingParams, "seed", default=0, rule=whole(0, 2**31))
-    device: str = option("auto", TEXT)
-    dtype: str = option("auto", TEXT)
-    threads: int | None = option(None, settable(whole(1)), "CPU threads.", default_text="torch's")
-    llama_server: str | None = option(None, settable(TEXT))
+    seed: int = inherited(SamplingParams, "seed", default=0, ge=0, le=2**31)
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = option(None, "CPU threads.", default_text="torch's", ge=1)
+    llama_server: str | None = None
 
     def samples(self, task: str) -> list[Sample]:
         from mmspec.eval.suite.tasks import TASKS

@@ -88,7 +88,6 @@ def tune(
 
 def _methods(pipe: Pipeline, drafters: str, sizes: Sequence[int]) -> tuple[list[Any], list[str]]:
     """Methods of the drafters that fit the model, and a line about each that does not."""
-    from mmspec.core.drafter import fork
     from mmspec.drafters.registry import drafters_for, make_drafter, split
     from mmspec.eval.harness.timing import Method
 
@@ -104,7 +103,7 @@ def _methods(pipe: Pipeline, drafters: str, sizes: Sequence[int]) -> tuple[list[
             if drafter is None:
                 continue
             drafter.attach(pipe.target)
-            fit += [Method(f"{name}, {size} nodes", fork(drafter, pipe.target), size) for size in sizes]
+            fit += [Method(f"{name}, {size} nodes", drafter.fork(pipe.target), size) for size in sizes]
             fit.append(Method(f"{name}, adaptive", drafter, None))
         except UserError as error:
             if name in listed:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from mmspec.checks import OUT_FOLDER, Checked, option, settable, whole
 from mmspec.errors import UserError
+from mmspec.validation import option, options
 
 
-@dataclass(frozen=True)
-class AdaptOptions(Checked):
+@options
+class AdaptOptions:
     """Options of adaptation.
 
     Attributes:
@@ -20,10 +19,8 @@ class AdaptOptions(Checked):
         space: size limit of the folder, in MiB.
     """
 
-    folder: Path | None = option(
-        None, settable(OUT_FOLDER), "Load and save what drafters learn in this folder; implies --adapt."
-    )
-    space: int = option(256, whole(1), "Limit on the size of --adapt-folder, in MiB.")
+    folder: Path | None = option(None, "Load and save what drafters learn in this folder; implies --adapt.")
+    space: int = option(256, "Limit on the size of --adapt-folder, in MiB.", ge=1)
 
     @staticmethod
     def of(value: Any) -> AdaptOptions | None:

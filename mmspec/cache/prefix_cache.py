@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.target import Feature, Prompt
+from mmspec.core.target import Feature, Prompt, State, Target, TargetOutput, at_text
+from mmspec.core.verify import Verdict
 
 LEAST_TOKENS = 8
 """Minimum length of a prefix to reuse."""
@@ -20,12 +20,11 @@ LEAST_TOKENS = 8
 
 @dataclass(frozen=True)
 class Prefix:
-    """Tokens of one row, a prompt or a prompt with its answer, and the target's states and features for them.
+    """Tokens of one row, a prompt or a prompt with its answer, and their states and features.
 
     Attributes:
         key: key of all inputs except tokens that the states depend on.
-        cache: one-row cache of the target after the tokens.
-        logits: (1, 1, vocab), logits at the last token; None after an answer.
+        least: minimum number of tokens to use: a prefix must contain all images and videos.
         features: (1, length, hidden) each, hidden states that drafters read.
         embeds: (1, length, hidden), input embeddings; None if the decoder embeds the tokens itself.
         positions: (1, length) or (axes, 1, length) int64, the decoder's ``position_ids``; None if it has no such input.
@@ -33,73 +32,16 @@ class Prefix:
 
     tokens: list[int]
     key: Hashable
-    cache: TreeCache
-    logits: Tensor | None
+    state: State
     features: dict[Feature, Tensor]
-    embeds: Tensor | None
-    positions: Tensor | None
+    embeds: Tensor | None = None
+    positions: Tensor | None = None
+    least: int = 0
 
     @property
     def nbytes(self) -> int:
-        tensors = [self.logits, self.embeds, self.positions, *self.features.values(), *self.cache.tensors()]
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-
-@dataclass
-class RunningStates:
-    """Features and inputs of a running sequence: prompt and committed tokens.
-
-    Attributes:
-        prompt: number of prompt tokens.
-        key, embeds, positions: prompt inputs, see ``Prefix``.
-        features: (1, tokens, hidden) each, features of the prompt and of each step.
-    """
-
-    prompt: int
-    key: Hashable
-    embeds: Tensor | None
-    positions: Tensor | None
-    features: list[dict[Feature, Tensor]]
-
-    @classmethod
-    def of(
-        cls,
-        row: int,
-        prompt: Prompt,
-        key: Hashable,
-        embeds: Tensor | None,
-        positions: Tensor | None,
-        features: dict[Feature, Tensor],
-    ) -> RunningStates:
-        """States of one row after a prefill of left-padded prompts.
-
-        Args:
-            prompt: prompt of the row, without padding.
-            embeds, positions, features: values of all rows.
-        """
-        length = prompt.input_ids.shape[1]
-        own, last = slice(row, row + 1), slice(-length, None)
-        return cls(
-            length,
-            key,
-            None if embeds is None else embeds[own, last],
-            None if positions is None else positions[..., own, last],
-            [{name: states[own, last] for name, states in features.items()}],
-        )
-
-    def prefix(self, tokens: list[int], cache: TreeCache, embed: Callable[[Tensor], Tensor]) -> Prefix:
-        """The prefix for ``tokens``, which start with the prompt.
-
-        Args:
-            cache: one-row cache after the tokens.
-        """
-        length = len(tokens)
-        features = {name: torch.cat([part[name] for part in self.features], 1)[:, :length] for name in self.features[0]}
-        embeds = self.embeds
-        if embeds is not None:
-            new = torch.tensor([tokens[self.prompt :]], dtype=torch.long, device=embeds.device)
-            embeds = torch.cat([embeds, embed(new)], dim=1)
-        return Prefix(tokens, self.key, cache, None, features, embeds, continued(self.positions, self.prompt, length))
+        tensors = [self.state.logits, self.embeds, self.positions, *self.features.values()]
+        return self.state.nbytes + sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 class PrefixCache:
@@ -121,25 +63,21 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(
-        self, tokens: Sequence[int], key: Hashable, features: Sequence[Feature], least: int, whole: bool
-    ) -> tuple[Prefix, int] | None:
+    def find(self, tokens: Sequence[int], key: Hashable, features: Sequence[Feature]) -> tuple[Prefix, int] | None:
         """The prefix with the most tokens in common with a prompt, and their number.
 
         Args:
             key: key of the prompt, which must equal the prefix's key.
             features: features that the prefix must have.
-            least: minimum number of common tokens.
-            whole: prefixes cannot be truncated: all their tokens must match.
         """
         with self._lock:
-            best, most = None, max(least, LEAST_TOKENS) - 1
+            best, most = None, LEAST_TOKENS - 1
             for entry in self._entries:
                 if entry.key == key and entry.features.keys() >= set(features):
-                    shared = common(entry.tokens, tokens)
-                    if shared == len(tokens) and (entry.logits is None or shared < len(entry.tokens)):
+                    shared, whole = common(entry.tokens, tokens), len(entry.tokens)
+                    if shared == len(tokens) and (entry.state.logits is None or shared < whole):
                         shared -= 1  # logits of the last token are unknown
-                    if shared > most and (shared == len(entry.tokens) or not whole):
+                    if shared > most and shared >= entry.least and (shared == whole or entry.state.cuts):
                         best, most = entry, shared
             if best is None:
                 return None
@@ -147,13 +85,13 @@ class PrefixCache:
             self._entries.append(best)
             return best, most
 
-    def add(self, prefix: Prefix, whole: bool) -> None:
-        """Add a prefix and drop the prefixes that it extends, unless these are only usable whole."""
+    def add(self, prefix: Prefix) -> None:
+        """Add a prefix and drop the prefixes that it extends, unless its states cannot be cut to those."""
         size = prefix.nbytes
         if size > self.limit:
             return
         with self._lock:
-            self._entries = [entry for entry in self._entries if not _replaces(prefix, entry, whole)]
+            self._entries = [entry for entry in self._entries if not _replaces(prefix, entry)]
             sizes = [entry.nbytes for entry in self._entries]
             while sum(sizes) + size > self.limit:
                 self._entries, sizes = self._entries[1:], sizes[1:]
@@ -166,6 +104,155 @@ class PrefixCache:
             self._entries, self.nbytes = [], 0
 
 
+@dataclass
+class _Row:
+    """Inputs of a running sequence's prompt, and the features of its prompt and of each step."""
+
+    prompt: int
+    key: Hashable
+    least: int
+    embeds: Tensor | None
+    positions: Tensor | None
+    features: list[dict[Feature, Tensor]]
+    length: int  # committed tokens
+
+
+class PrefixReuse:
+    """Lookups and insertions of the prefix cache for the running sequences of a target.
+
+    Attributes:
+        prefixes: the cache.
+    """
+
+    def __init__(self, target: Target, prefixes: PrefixCache) -> None:
+        self.prefixes = prefixes
+        self._target: Any = target
+        self._rows: list[_Row | None] = []  # None if the row's states are not cached
+        self._step: tuple[Verdict, dict[Feature, Tensor]] | None = None  # last commit, until read by the host
+
+    def prefill(
+        self, prompt: Prompt, max_new_tokens: Sequence[int], reads: Sequence[Feature], chunk: int | None
+    ) -> Iterator[TargetOutput | None]:
+        """``Target.prefill`` of a prompt after its longest cached prefix."""
+        found = self._find(prompt, reads) if len(prompt.singles) == 1 else None
+        if found is None or not at_text(found[0].positions, found[1] - 1):
+            yield from self._target.prefill([prompt], max_new_tokens, reads, chunk)
+            return
+        (prefix, shared), ids = found, prompt.input_ids
+        positions = continued(prefix.positions, shared, ids.shape[1])
+        known = {} if positions is None else {"position_ids": positions}
+        rest, state = Prompt(ids, inputs=known, adapter=prompt.adapter), prefix.state.first(shared)
+        for output in self._target.restore(state, rest, *max_new_tokens, reads, chunk):
+            if output is None:
+                yield None
+                continue
+            before = {name: prefix.features[name][:, :shared] for name in reads}
+            more, embeds = output.features, prefix.embeds
+            features = {name: torch.cat([x, more[name]], 1) if more else x for name, x in before.items()}
+            if embeds is not None:
+                embeds = torch.cat([embeds[:, :shared], self._target.embed(ids[:, shared:])], dim=1)
+            yield replace(output, features=features, embeds=embeds, cached_tokens=shared, prompt=prompt)
+
+    def resumes(self, prompt: Prompt, others: Sequence[Prompt]) -> bool:
+        """Whether the cache holds at least half of a prompt's tokens, or will after ``others``."""
+        if len(prompt.singles) != 1:
+            return False
+        ids, key = prompt.input_ids[0].tolist(), self._key(prompt)
+        shared = [common(ids, other.input_ids[0].tolist()) for other in others if self._key(other) == key]
+        if match := self._find(prompt, ()):
+            shared.append(match[1])
+        return 2 * max(shared, default=0) >= len(ids)
+
+    @torch.inference_mode()
+    def start(self, prompts: Sequence[Prompt], output: TargetOutput) -> None:
+        """Record prefilled rows, and cache the states of a single prompt.
+
+        Args:
+            prompts: prompt of each row, without padding; empty if unknown.
+        """
+        self._record()
+        first, one = len(self._rows), len(prompts) == 1
+        self._rows += [self._row(row, prompt, output) for row, prompt in enumerate(prompts)] or [None] * len(
+            output.logits
+        )
+        if one:
+            self._add(first, prompts[0].input_ids[0].tolist(), output.logits)
+
+    def _row(self, row: int, prompt: Prompt, output: TargetOutput) -> _Row:
+        length, embeds, positions = prompt.input_ids.shape[1], output.embeds, output.positions
+        own, last = slice(row, row + 1), slice(-length, None)
+        media = [] if output.visual is None else output.visual[row, last].nonzero()[:, 0].tolist()
+        return _Row(
+            length,
+            self._key(prompt),
+            media[-1] + 1 if media else 0,
+            None if embeds is None else embeds[own, last],
+            None if positions is None else positions[..., own, last],
+            [{name: states[own, last] for name, states in output.features.items()}],
+            length,
+        )
+
+    @torch.inference_mode()
+    def commit(self, verdict: Verdict, verified: dict[Feature, Tensor]) -> None:
+        """Record the features of the accepted nodes of each row.
+
+        Args:
+            verified: features of the verified tree, (batch, nodes, hidden) each.
+        """
+        self._record()
+        if any(self._rows):
+            nodes = verdict.path.clamp(min=0)
+            index = torch.arange(len(nodes), device=nodes.device)[:, None]
+            self._step = verdict, {name: states[index, nodes] for name, states in verified.items()}
+
+    def _record(self) -> None:
+        """Record the features of the last commit, (batch, depth, hidden) each."""
+        if self._step is None:
+            return
+        (verdict, features), self._step = self._step, None
+        for place, (row, (path, _)) in enumerate(zip(self._rows, verdict.host, strict=True)):
+            if row is not None and path:
+                row.length += len(path)
+                row.features.append({name: x[place : place + 1, : len(path)] for name, x in features.items()})
+
+    @torch.inference_mode()
+    def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
+        """Cache the states of finished sequences.
+
+        Args:
+            histories: prompt and answer tokens of each sequence.
+        """
+        self._record()
+        for row, history in zip(rows, histories, strict=True):
+            known = self._rows[row]
+            if known is not None and known.length > known.prompt:
+                self._add(row, history[: known.length])
+
+    def _add(self, row: int, tokens: list[int], logits: Tensor | None = None) -> None:
+        known, state = self._rows[row], self._target.snapshot(row)
+        if known is None or state is None or not (state.cuts or state.length == len(tokens)):
+            return  # recurrent states include draft tokens after the stop
+        length, embeds = len(tokens), known.embeds
+        parts = known.features
+        features = {name: torch.cat([part[name] for part in parts], 1)[:, :length] for name in parts[0]}
+        if embeds is not None and length > known.prompt:
+            new = torch.tensor([tokens[known.prompt :]], dtype=torch.long, device=embeds.device)
+            embeds = torch.cat([embeds, self._target.embed(new)], dim=1)
+        state, positions = replace(state.first(length), logits=logits), continued(known.positions, known.prompt, length)
+        self.prefixes.add(Prefix(tokens, known.key, state, features, embeds, positions, known.least))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        self._record()
+        self._rows = [self._rows[row] for row in rows]
+
+    def _find(self, prompt: Prompt, reads: Sequence[Feature]) -> tuple[Prefix, int] | None:
+        return self.prefixes.find(prompt.input_ids[0].tolist(), self._key(prompt), reads)
+
+    def _key(self, prompt: Prompt) -> Hashable:
+        return self._target.batch_key(prompt), media_key(prompt), self._target.device, self._target.dtype
+
+
 def continued(positions: Tensor | None, common: int, length: int) -> Tensor | None:
     """Extend the positions of the first ``common`` tokens to a prompt of ``length`` tokens. The last known token and
     all later tokens are text: all axes advance by one per token."""
@@ -175,29 +262,16 @@ def continued(positions: Tensor | None, common: int, length: int) -> Tensor | No
     return torch.cat([known, known[..., -1:] + 1 + torch.arange(length - common, device=positions.device)], dim=-1)
 
 
-def at_text(positions: Tensor | None, place: int) -> bool:
-    """Whether token ``place`` is at a text position.
-
-    Args:
-        positions: (batch, length) or (axes, batch, length) int64. With several axes (Qwen-VL), the last three are time,
-            height and width; they differ at images and videos.
-    """
-    if positions is None or positions.ndim == 2:
-        return True
-    axes = positions[-3:, :, place]
-    return bool((axes == axes[0]).all())
-
-
 def common(first: Sequence[int], second: Sequence[int]) -> int:
     """Length of the common prefix of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _replaces(new: Prefix, old: Prefix, whole: bool) -> bool:
+def _replaces(new: Prefix, old: Prefix) -> bool:
     """Whether a new prefix makes an old prefix redundant."""
     extends = new.key == old.key and new.tokens[: len(old.tokens)] == old.tokens
-    return extends and new.features.keys() >= old.features.keys() and (new.tokens == old.tokens or not whole)
+    return extends and new.features.keys() >= old.features.keys() and (new.tokens == old.tokens or new.state.cuts)
 
 
 def media_key(prompt: Prompt) -> str:

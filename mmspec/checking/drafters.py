@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter, Wrapper
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -24,9 +24,9 @@ class NowAndThen(Wrapper):
         self.drafter = drafter
         self._steps = 0
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
         self._steps += 1
-        return self.drafter.propose(token, budget) if self._steps % 2 else TokenTree.root(token)
+        return self.drafter.propose(token, plan) if self._steps % 2 else TokenTree.root(token)
 
 
 class Rehearsed(Drafter):
@@ -51,9 +51,9 @@ class Rehearsed(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
         self._steps += 1
-        trees = [self._tree(*row, budget.max_depth) for row in self._rows]
+        trees = [self._tree(*row, plan.depth) for row in self._rows]
         most = _NODES if any(len(tokens) for tokens, _ in trees) else 0
         tokens, parents, valid = [], [], []
         for drafted, above in trees:

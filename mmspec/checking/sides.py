@@ -217,11 +217,9 @@ class LocalSide:
         return other
 
     def _use_prefixes(self) -> None:
-        """Set this side's prefix cache in the target, which all sides share."""
-        target = self.pipe.target
-        if getattr(target, "prefix_cache", None) is not self._prefixes:
-            self.pipe.engine.drain()
-            target.prefix_cache = self._prefixes
+        """Set this side's prefix cache in the engine, which all sides share."""
+        if self.pipe.engine.prefixes is not self._prefixes:
+            self.pipe.engine.use_prefixes(self._prefixes)
 
     def _answer(self, one: Generation) -> Answer:
         steps = tuple((step.token_id, step.logprob, tuple(step.top)) for step in one.logprobs)

@@ -10,7 +10,8 @@ from typing import Any
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.checking.drafters import Rehearsed
 from mmspec.checking.sides import Answer, Difference, LocalSide, Question, ServerSide, Side, SkippedError
-from mmspec.core.drafter import Drafter, fork
+from mmspec.core.drafter import Drafter
+from mmspec.core.target import KeepsStates
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 
@@ -104,14 +105,15 @@ class Trial:
         Raises:
             SkippedError: the tested side is a server.
         """
-        copied = fork(self.pipe.drafter, self.pipe.target)
+        drafter = self.pipe.drafter
+        copied = None if drafter is None else drafter.fork(self.pipe.target)
         return self.drafted(None if copied is None else change(copied), **options)
 
     def caching(self) -> Side:
         """A speculating side with a prefix cache; servers use their own settings."""
         if not self.is_local:
             return self.tested
-        if not hasattr(self.pipe.target, "prefix_cache"):
+        if not isinstance(self.pipe.target, KeepsStates):
             raise SkippedError("the target keeps no prefixes")
         return self.variant(prefixes=PrefixCache(_PREFIXES))
 

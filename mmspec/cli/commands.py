@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 import click
 
 from mmspec import plugins
-from mmspec.checks import nearest
 from mmspec.cli.options import derived
 from mmspec.drafters.spec import DrafterSpec
-from mmspec.errors import UserError, missing_import
+from mmspec.errors import UserError, missing_import, nearest
 
 Groups = Mapping[str, tuple[str, ...]]
 """Parameter names by section title, in the order of help; the last section has all other parameters."""
@@ -52,7 +51,6 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "mmspec check smollm2",
         "mmspec check --url http://127.0.0.1:8000 --against http://127.0.0.1:8001",
     ),
-    "calibrate": ("mmspec calibrate --model smollm2", "mmspec calibrate --model smollm2 --dtype int8 --refresh"),
     "info": ("mmspec info", "mmspec info smollm2 --drafters"),
     "clean": ("mmspec clean", "mmspec clean --json"),
     "train make-data": (
@@ -153,7 +151,6 @@ _SECTIONS = {
         "check": "Check that drafts change no answer of your model, or of a server.",
         "eval": "Measure quality, acceptance and speed.",
         "tune": "Find the fastest drafter for your prompts.",
-        "calibrate": "Measure the time of verify passes by tree size.",
     },
     "Inspect": {
         "info": "Show devices, versions, models and drafters.",

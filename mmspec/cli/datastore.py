@@ -8,10 +8,9 @@ from typing import Any
 
 import click
 
-from mmspec.checks import several, shown, whole
 from mmspec.cli.commands import Command
 from mmspec.cli.options import FILE, OUT_FOLDER
-from mmspec.errors import UserError
+from mmspec.errors import UserError, shown
 from mmspec.files import read_lines, read_rows
 
 _CHARACTERS = 1 << 20  # characters of a text file to encode at once
@@ -68,11 +67,15 @@ def _tokens(row: dict[str, Any], where: str, processor: Any, vocab_size: int) ->
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise UserError(f"{where}: expected an object with text or conversations, received another")
     tokens: list[int] = []
+
+    def are_tokens(given: Any) -> bool:
+        return isinstance(given, list) and all(type(one) is int and 0 <= one < vocab_size for one in given)
+
     for turn in turns:
         value, recorded = turn.get("value"), turn.get("token_ids")
         if not isinstance(value, str):
             raise UserError(f"{where}: expected an object with text or conversations, received another")
-        if not (recorded is None or several(whole(0, vocab_size - 1)).holds(recorded)):
+        if not (recorded is None or are_tokens(recorded)):
             raise UserError(f"{where}: expected token_ids in [0, {vocab_size - 1}], received {shown(recorded)}")
         tokens += recorded or processor.text_ids(value, add_special_tokens=False)
     return tokens

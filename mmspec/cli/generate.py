@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
-from mmspec.checks import is_text
 from mmspec.cli.commands import Command
 from mmspec.cli.options import generation_options, read_stdin
 from mmspec.errors import UserError
+from mmspec.validation import is_text
 
 
 @click.command(cls=Command)

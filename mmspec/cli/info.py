@@ -81,7 +81,7 @@ def collect(model: str | None = None) -> dict[str, Any]:
         "models": [_model(name, described=model is not None) for name in models],
         "targets": [{"name": entry.name, "class": entry.value} for entry in plugins.registered("targets")],
         "drafters": [{"name": spec.name, "class": spec.location, "summary": spec.summary} for spec in drafter_specs()],
-        "calibrations": str(cache_folder()),
+        "cache": str(cache_folder()),
         "superseded": [{"folder": str(folder), "bytes": size} for folder, size in superseded().items()],
     }
 
@@ -269,6 +269,6 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         *[("contents", description(m)) for m in facts["models"] if "architecture" in m],
         ("targets", [f"{t['name']}: {t['class']}" for t in facts["targets"]]),
         ("drafters", [drafter(d) for d in facts["drafters"]]),
-        ("calibrations", [facts["calibrations"]]),
+        ("cache", [facts["cache"]]),
         *([("superseded", _superseded(facts["superseded"]))] if facts["superseded"] else []),
     ]

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import dataclass, fields
+from itertools import chain
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import click
+from pydantic.fields import FieldInfo
 
 from mmspec import plugins
 from mmspec.adaptation.options import AdaptOptions
-from mmspec.checks import Checked, Rule, is_required, shown
-from mmspec.errors import UserError
+from mmspec.errors import UserError, shown
 from mmspec.sampling.params import SamplingParams
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -89,75 +92,105 @@ class TextFile(click.Path):
 OUT_FILE, OUT_FOLDER = Output(folder=False), Output(folder=True)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-_TYPES = {"text": click.STRING, "file": FILE, "folder": FOLDER, "new folder": OUT_FOLDER, "text file": TextFile()}
 
 
-class Value(click.ParamType):
-    """Parameter type validated by a rule, with the rule's error message."""
-
-    def __init__(self, rule: Rule) -> None:
-        self.rule, self.name = rule, rule.word
+class Finite(click.FloatRange):
+    """A finite number in a range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            value = self.rule.parse(value) if isinstance(value, str) else value
-            if self.rule.holds(value):
-                return self.rule.convert(value)
-        except ValueError:
-            pass
-        return self.fail(f"must be {self.rule.expected}: got {shown(value)}", param, ctx)
+        number = super().convert(value, param, ctx)
+        return number if isfinite(number) else self.fail(f"{value} is not a finite number.", param, ctx)
 
 
-class DeviceMap(click.ParamType):
-    """``auto``, or a dict as a JSON object."""
+class Listed(click.ParamType):
+    """Values separated by commas, without duplicates."""
 
-    name = "json"
+    name = "list"
+
+    def __init__(self, kind: click.ParamType, make: type = tuple) -> None:
+        self.kind, self.make = kind, make
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        parts = value.split(",") if isinstance(value, str) else value
+        return self.make(dict.fromkeys(self.kind.convert(part, param, ctx) for part in parts))
+
+
+def parsed(expected: str, parse: Callable[[str], Any]) -> Callable[[Any], Any]:
+    """Type of an option that ``parse`` converts; it raises ``ValueError`` for a text that is not ``expected``."""
+
+    def convert(value: Any) -> Any:
         try:
-            found = json.loads(value) if value != "auto" else value
+            return parse(value) if isinstance(value, str) else value
         except ValueError:
-            found = None
-        if found == "auto" or isinstance(found, dict):
-            return found
-        return self.fail(f"must be auto or a JSON object of modules and devices: got {shown(value)}", param, ctx)
+            raise click.BadParameter(f"must be {expected}: got {shown(value)}") from None
+
+    return convert
 
 
-def derived(kind: type[Checked], *names: str, prefix: str = "", **changes: Any) -> Decorator:
-    """Options derived from a class's fields: name, type, range, default and help come from the field.
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object; raises ``ValueError`` for other text."""
+    if not isinstance(found := json.loads(text), dict):
+        raise ValueError
+    return found
+
+
+JSON_OBJECT = parsed("a JSON object", json_object)
+
+
+def derived(
+    kind: Any, *names: str, prefix: str = "", settings: Mapping[str, Any] | None = None, **changes: Any
+) -> Decorator:
+    """Options derived from fields of ``mmspec.validation.options``: name, type, range, default and help.
 
     Args:
         names: field names; by default all fields with a help text.
-        changes: overrides of ``rule``, ``default``, ``default_text`` and ``text``.
+        settings: click's settings by field, in place of derived ones.
+        changes: click's settings of all fields.
     """
-    known = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
-    chosen = names or [name for name, one in known.items() if one.metadata["text"]]
-    return stack(*(_option(f"{prefix}{name}", known[name], changes) for name in chosen))
+    known, own = kind.__pydantic_fields__, settings or {}
+    chosen = names or [name for name, one in known.items() if one.description]
+    return stack(*(_option(prefix + name, known[name], {**own.get(name, {}), **changes}) for name in chosen))
 
 
-def _option(name: str, one: Field[Any], changes: dict[str, Any]) -> Decorator:
-    has_maker = one.default_factory is not MISSING
-    about = {"default": one.default_factory if has_maker else one.default, **one.metadata}
-    if "default" in changes:
-        about.pop("default_text", None)
-    about |= changes
-    rule, default, dashed = about["rule"], about["default"], name.replace("_", "-")
-    names, settings = [f"--{dashed}"], {"required": is_required(one), "multiple": rule.several}
-    if rule.word == "flag":
-        names = [f"--{dashed}" if default is False else f"--{dashed}/--no-{dashed}"]
-        settings["is_flag"] = True
-    else:
-        kind = click.Choice(rule.choices) if rule.choices else _TYPES.get(rule.word)
-        settings["type"] = kind or Value(rule)
-    default = None if default is MISSING else default
-    plain = default is not None and default is not False and default != ()
-    shown_default = about.get("default_text") or (str(default) if plain else "")
-    notes = [f"default: {shown_default}"] if shown_default else []
-    notes += [rule.limits] if rule.limits else []
-    text = "  ".join(filter(None, [about["text"], f"[{'; '.join(notes)}]" if notes else ""]))
-    if not settings["required"]:  # click treats a default of None as a value
-        settings["default"] = default
-    return click.option(*about.get("declared", names), name, help=text, **settings)
+def _option(name: str, field: FieldInfo, changes: Mapping[str, Any]) -> Decorator:
+    extra: Any = field.json_schema_extra or {}
+    default, dashed = changes.get("default", field.default_factory or field.default), name.replace("_", "-")
+    kind, multiple = _click_type(field.annotation, field.metadata)
+    declared = f"--{dashed}/--no-{dashed}" if kind is click.BOOL and default is not False else f"--{dashed}"
+    settings: dict[str, Any] = {"is_flag": True} if kind is click.BOOL else {"type": kind, "multiple": multiple}
+    if not field.is_required():  # click treats a default of None as a value
+        text = "" if "default" in changes else extra.get("default_text")
+        is_shown = not (default is None or default is False or default == () or callable(default))
+        settings |= {"default": default, "show_default": text or is_shown}
+    settings |= {"help": field.description, "required": field.is_required(), **changes}
+    return click.option(*(extra.get("names") or [declared]), name, **settings)
+
+
+def _click_type(kind: Any, metadata: Sequence[Any] = ()) -> tuple[click.ParamType, bool]:
+    """click's type for the type of a field, and whether the option is repeatable."""
+    while (is_annotated := get_origin(kind) is Annotated) or NoneType in get_args(kind):
+        kind, *more = get_args(kind)
+        metadata = [*metadata, *more] if is_annotated else metadata
+    limits = {
+        name: value
+        for one in chain.from_iterable(getattr(one, "metadata", [one]) for one in metadata)
+        for name in ("ge", "gt", "le", "path_type")
+        if (value := getattr(one, name, None)) is not None
+    }
+    if get_origin(kind) in (list, tuple):
+        part, _ = _click_type(get_args(kind)[0])
+        has_numbers = isinstance(part, click.types.IntParamType | click.types.FloatParamType)
+        return Listed(part, get_origin(kind)) if has_numbers else part, not has_numbers
+    if get_origin(kind) is Literal:
+        return click.Choice(get_args(kind)), False
+    if kind is Path:
+        return {"file": FILE, "dir": FOLDER}.get(limits.get("path_type"), OUT_FOLDER), False
+    least, most = limits.get("gt", limits.get("ge")), limits.get("le")
+    if kind is int:
+        return click.IntRange(least, most) if limits else click.INT, False
+    if kind is float:
+        return Finite(least, most, min_open="gt" in limits), False
+    return click.BOOL if kind is bool else click.STRING, False
 
 
 def complete(group: str) -> Callable[..., list[str]]:
@@ -198,7 +231,10 @@ mmproj_option = click.option(
 
 device_map_option = click.option(
     "--device-map",
-    type=DeviceMap(),
+    type=parsed(
+        "auto or a JSON object of modules and devices", lambda text: text if text == "auto" else json_object(text)
+    ),
+    metavar="JSON",
     help="auto, or a JSON object of modules and devices: dispatch a model that is larger than a device to several, "
     "memory or disk. Under torchrun, the ranks share the weights instead.",
 )
@@ -230,13 +266,19 @@ generation_config_option = click.option(
     help="Sampling options that are left out: auto: as in the model's generation_config.json; mmspec: our defaults.",
 )
 
-_ADAPTER = Rule("NAME=FOLDER", lambda text: all(text.partition("=")), lambda text: tuple(text.split("=", 1)))
+
+def _adapter(text: str) -> tuple[str, ...]:
+    name, _, folder = text.partition("=")
+    if not (name and folder):
+        raise ValueError
+    return name, folder
+
 
 adapter_option = click.option(
     "--adapter",
     "adapters",
     multiple=True,
-    type=Value(_ADAPTER),
+    type=parsed("NAME=FOLDER", _adapter),
     metavar="NAME=FOLDER",
     help="A LoRA adapter of peft; repeatable.",
 )
@@ -253,6 +295,11 @@ def adapt_of(options: dict[str, Any]) -> AdaptOptions | None:
     return AdaptOptions(folder, space) if on or folder is not None else None
 
 
+def _biases(text: str) -> dict[str, float]:
+    pairs = (part.partition("=") for part in text.split(","))
+    return {token.strip(): float(bias) for token, _, bias in pairs}
+
+
 SAMPLING = tuple(one.name for one in fields(SamplingParams))
 
 generation_options = stack(
@@ -262,7 +309,21 @@ generation_options = stack(
     trust_option,
     drafter_option,
     generation_config_option,
-    derived(SamplingParams, *SAMPLING),
+    derived(
+        SamplingParams,
+        *SAMPLING,
+        settings={
+            "stop": {"multiple": True},
+            "seed": {"type": int},
+            "json_schema": {"type": TextFile()},
+            "regex": {"metavar": "PATTERN"},
+            "grammar": {"type": TextFile()},
+            "logit_bias": {
+                "type": parsed("token ids with biases, as 42=-100,7=1.5", _biases),
+                "metavar": "ID=BIAS,...",
+            },
+        },
+    ),
     click.option(
         "--num-draft-tokens",
         "--nodes",

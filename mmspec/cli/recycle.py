@@ -10,12 +10,11 @@ import click
 import torch
 from rich.console import Console
 
-from mmspec.checks import shown
 from mmspec.cli.commands import Command
 from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, model_option
 from mmspec.cli.session import open_pipeline
 from mmspec.drafters.recycle import Recycle
-from mmspec.errors import UserError
+from mmspec.errors import UserError, shown
 from mmspec.files import read_rows
 from mmspec.progress import show_progress
 from mmspec.training.feature_cache import RecordedFeatures

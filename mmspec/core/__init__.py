@@ -1,1 +1,1 @@
-"""Token trees, verification, budgets, and the interfaces of targets and drafters."""
+"""Token trees, verification, draft plans, and the interfaces of targets and drafters."""

@@ -7,19 +7,20 @@ import logging
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.errors import SlowWarning, UserError, first_line
 from mmspec.ops import kernels
 
+T = TypeVar("T")
 _log = logging.getLogger("mmspec.drafting")
 _REPORTED: set[tuple[str, type[Exception]]] = set()  # drafters and error types logged by this process
 
@@ -28,12 +29,10 @@ class Drafter(ABC):
     """Base class of drafters. Drafts never change the output.
 
     Rows are the decoding sequences, in the target's order. A subclass must define ``begin``, ``select``, ``propose``
-    and ``observe``; all other members have defaults. Objects of other classes with these four methods and ``attach``
-    are also accepted (see ``as_drafter``).
+    and ``observe``; all other members have defaults.
     """
 
     network: Any = None  # the drafter's network; None without one
-    watched = 0, 0.0  # number of first draft steps, and tokens emitted in them, see ``Guard``
     _target: Target | None = None
 
     def attach(self, target: Target) -> None:
@@ -59,12 +58,12 @@ class Drafter(ABC):
         """Keep these rows, in this order, and drop the others. Called between ``observe`` and ``propose``."""
 
     @abstractmethod
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
         """Draft a tree per row.
 
         Args:
             token: (batch,) int64, last emitted tokens, the roots.
-            budget: limits depth and width; the engine then prunes the tree by ``TokenTree.log_probs``.
+            plan: limits depth and width; the policy then prunes the tree by ``TokenTree.log_probs``.
         """
 
     @abstractmethod
@@ -103,7 +102,7 @@ class Drafter(ABC):
 
     @property
     def tree_size(self) -> int | None:
-        """Maximum number of drafted nodes; None follows the budget."""
+        """Maximum number of drafted nodes; None follows the plan."""
         return None
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
@@ -140,14 +139,22 @@ class Drafter(ABC):
         return [self]
 
     @property
-    def key(self) -> object:
-        """Identity for exclusive use: engines may not use drafters with the same key at the same time."""
-        return self
-
-    @property
     def shared(self) -> list[Any]:
         """Objects shared by all copies: the target and networks."""
-        return [self._target, *_modules(self)]
+        networks = [value for value in vars(self).values() if isinstance(value, nn.Module)]
+        return [self._target, *(module for network in networks for module in network.modules())]
+
+    def fork(self, target: Target) -> Self:
+        """A copy with its learned state, without rows; weights and ``target`` are shared."""
+        shared = [target, *(value for member in self.members for value in member.shared)]
+        copied = copy.deepcopy(self, {id(value): value for value in shared})
+        copied.select([])
+        return copied
+
+    def lend(self, target: Target) -> Self:
+        """A drafter for one request without lasting learned state: a copy if it learns, else itself with its CUDA
+        graphs."""
+        return self.fork(target) if self.learns else self
 
 
 class Wrapper(Drafter):
@@ -165,8 +172,8 @@ class Wrapper(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         self.drafter.select(rows)
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        return self.drafter.propose(token, budget)
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
+        return self.drafter.propose(token, plan)
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         self.drafter.observe(tree, verdict, output)
@@ -200,58 +207,6 @@ class Wrapper(Drafter):
         return self.drafter.members
 
 
-class PlainDrafter(Drafter):
-    """Adapter for a user's object with a drafter's methods that does not inherit from ``Drafter``.
-
-    Args:
-        plain: the object. Optional members: ``learns``, ``features``, ``continuations`` and ``draft_chains``.
-    """
-
-    def __init__(self, plain: Any) -> None:
-        self.plain = plain
-
-    def attach(self, target: Target) -> None:
-        self.plain.attach(target)
-        self._target = target
-
-    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        self.plain.begin(prompt, output, history)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.plain.select(rows)
-
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        return self.plain.propose(token, budget)
-
-    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        self.plain.observe(tree, verdict, output)
-
-    @property
-    def learns(self) -> bool:
-        return bool(self._optional("learns", super().learns))
-
-    @property
-    def features(self) -> Sequence[Feature]:
-        return tuple(self._optional("features", super().features))
-
-    def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        return self._optional("continuations", super().continuations)(row, path)
-
-    def draft_chains(self, length: int) -> None:
-        self._optional("draft_chains", super().draft_chains)(length)
-
-    @property
-    def key(self) -> object:
-        return self.plain
-
-    @property
-    def shared(self) -> list[Any]:
-        return [self._target, *_modules(self.plain)]
-
-    def _optional(self, name: str, default: Any) -> Any:
-        return getattr(self.plain, name, default)
-
-
 _CHECKED, _WATCHED = 16, 64
 """The acceptance length is checked every ``_CHECKED`` draft steps, up to ``_WATCHED`` draft steps. Only draft steps
 count: without a payoff, they are a few per cent of all steps."""
@@ -275,6 +230,7 @@ class Guard(Wrapper):
         self.drafter = drafter
         self._failure = ""
         self._broken = False  # the drafter cannot drop its rows
+        self._steps, self._emitted = 0, 0.0  # first draft steps, and tokens per row emitted in them
 
     @property
     def rests(self) -> bool:
@@ -284,52 +240,62 @@ class Guard(Wrapper):
         return self._failure or self.drafter.failure(row)
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        self._call("begin", prompt, output, history)
+        self._guarded(self.drafter.begin, prompt, output, history)
 
     def select(self, rows: Sequence[int]) -> None:
-        self._call("select", rows)
+        self._guarded(self.drafter.select, rows)
         if not rows and not self._broken:
             self._failure = ""
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        return self._call("propose", token, budget) or TokenTree.root(token)
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
+        return self._guarded(self._proposed, token, plan) or TokenTree.root(token)
+
+    def _proposed(self, token: Tensor, plan: StepPlan) -> TokenTree:
+        """The drafter's trees, which must be valid and have the roots ``token``, (batch,)."""
+        tree: Any = self.drafter.propose(token, plan)
+        if not isinstance(tree, TokenTree):
+            raise TypeError(f"expected a TokenTree, received {type(tree).__name__}")
+        if tree.batch != len(token) or tree.tokens.dtype != torch.long or tree.tokens.device != token.device:
+            received = f"{tree.batch} of {tree.tokens.dtype} on {tree.tokens.device}"
+            raise ValueError(f"expected {len(token)} trees of int64 tokens on {token.device}, received {received}")
+        tree.check_shapes()
+        if tree.nodes > 1 and not kernels.static_shapes(token.device):  # needs a host sync; a lone root is replaced
+            tree.check_values()
+        return tree
 
     @property
     def drafts_ahead(self) -> bool:
         return self.drafter.drafts_ahead and not self.rests
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        self._call("observe", tree, verdict, output)
+        self._guarded(self.drafter.observe, tree, verdict, output)
 
     def watch(self, tree: TokenTree, verdict: Verdict) -> None:
         """Count an observed step; idle rows have empty paths."""
-        if self.drafter.watched[0] >= _WATCHED or tree.nodes == 1 or self.rests:
+        if self._steps >= _WATCHED or tree.nodes == 1 or self.rests:
             return
         paths = [path for (path, _), drafted in zip(verdict.host, tree.drafted, strict=True) if drafted]
         if not any(paths):
             return
-        steps, emitted = self.drafter.watched
-        steps, emitted = self.drafter.watched = steps + 1, emitted + sum(map(len, paths)) / len(paths)
-        if steps % _CHECKED == 0 and emitted < _LEAST * steps and self.checks:
-            self.drafter.watched = _WATCHED, 0.0  # report once
+        self._steps, self._emitted = self._steps + 1, self._emitted + sum(map(len, paths)) / len(paths)
+        if self._steps % _CHECKED == 0 and self._emitted < _LEAST * self._steps and self.checks:
+            self._steps = _WATCHED  # report once
             # Without the measured value: Python prints each text once, across copies of a drafter.
             little = f"the drafter {self._name} is of little use: below {_LEAST} tokens per step"
             warnings.warn(f"{little}. Check {self.checks}", SlowWarning, stacklevel=2)
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        return self._call("continuations", row, path) or ()
+        return self._guarded(self._continued, row, path) or ()
 
-    def _call(self, method: str, *arguments: Any) -> Any:
+    def _continued(self, row: int, path: Sequence[int]) -> list[tuple[int, float]]:
+        return [(int(token), float(p)) for token, p in self.drafter.continuations(row, path)]
+
+    def _guarded(self, method: Callable[..., T], *arguments: Any) -> T | None:
         """Call a method; None while the drafter is disabled, or if it fails."""
         if self.rests:
             return None
         try:
-            result = getattr(self.drafter, method)(*arguments)
-            if method == "propose":
-                _check_tree(result, arguments[0])
-            elif method == "continuations":
-                result = [(int(token), float(p)) for token, p in result]
-            return result
+            return method(*arguments)
         except Exception as error:
             is_device = isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
             if is_device or os.environ.get("MMSPEC_STRICT") == "1":
@@ -339,7 +305,7 @@ class Guard(Wrapper):
 
     @property
     def _name(self) -> str:
-        return "+".join(type(member.key).__name__ for member in self.members)
+        return "+".join(type(member).__name__ for member in self.members)
 
     def _rest(self, error: Exception) -> None:
         name = self._name
@@ -355,66 +321,14 @@ class Guard(Wrapper):
             self._broken = True
 
 
-def as_drafter(drafter: Any) -> Any:
-    """Convert an object with a drafter's methods to a ``Drafter``; a ``Drafter`` or None is returned unchanged.
+def as_drafter(drafter: Any) -> Drafter | None:
+    """Return a drafter or None.
 
     Raises:
-        UserError: a method is missing.
+        UserError: the object is neither.
     """
     if drafter is None or isinstance(drafter, Drafter):
         return drafter
-    if all(hasattr(drafter, method) for method in ("attach", "begin", "propose", "observe")):
-        return PlainDrafter(drafter)
-    raise UserError(f"drafter must be a name, a folder, a Drafter or None: got {type(drafter).__name__}")
-
-
-def features(drafter: Drafter | None) -> tuple[Feature, ...]:
-    """Target hidden states that a drafter reads."""
-    return () if drafter is None else tuple(drafter.features)
-
-
-def continuations(drafter: Drafter | None, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-    """See ``Drafter.continuations``."""
-    return () if drafter is None else drafter.continuations(row, path)
-
-
-def members(drafter: Drafter | None) -> list[Drafter]:
-    """The drafters of a union, including nested unions, or the drafter itself."""
-    return [] if drafter is None else drafter.members
-
-
-def learns(drafter: Drafter | None) -> bool:
-    """Whether a drafter learns from earlier outputs."""
-    return drafter is not None and drafter.learns
-
-
-def fork(drafter: Drafter | None, target: Target) -> Any:
-    """Copy a drafter with its learned state, without rows; weights and target are shared."""
-    shared = [target, *(value for member in members(drafter) for value in member.shared)]
-    copied = copy.deepcopy(drafter, {id(value): value for value in shared})
-    if copied is not None:
-        copied.select([])
-    return copied
-
-
-def lend(drafter: Drafter | None, target: Target) -> Any:
-    """A drafter for one request without lasting learned state: a copy if it learns, else itself with its CUDA
-    graphs."""
-    return fork(drafter, target) if learns(drafter) else drafter
-
-
-def _modules(drafter: Any) -> list[nn.Module]:
-    values = vars(drafter).values()
-    return [module for value in values if isinstance(value, nn.Module) for module in value.modules()]
-
-
-def _check_tree(tree: Any, token: Tensor) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if ``tree`` is not a tree with these roots, (batch,)."""
-    if not isinstance(tree, TokenTree):
-        raise TypeError(f"expected a TokenTree, received {type(tree).__name__}")
-    if tree.batch != len(token) or tree.tokens.dtype != torch.long or tree.tokens.device != token.device:
-        received = f"{tree.batch} of {tree.tokens.dtype} on {tree.tokens.device}"
-        raise ValueError(f"expected {len(token)} trees of int64 tokens on {token.device}, received {received}")
-    tree.check_shapes()
-    if tree.nodes > 1 and not kernels.static_shapes(token.device):  # needs a host sync; a lone root is replaced
-        tree.check_values()
+    raise UserError(
+        f"drafter must be a name, a folder, None or derive from mmspec.Drafter: got {type(drafter).__name__}"
+    )

@@ -1,6 +1,6 @@
 """Target interface: prompts, outputs, and the methods that the engine calls.
 
-A target prefills prompts, computes logits at tree nodes and commits accepted paths. It owns its caches.
+A target prefills prompts, verifies trees and commits accepted paths. It owns its caches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.core.budget import CostTable
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 
@@ -158,6 +157,7 @@ class TargetOutput:
         positions: (batch, length) or (axes, batch, length) int64, prefill only: the decoder's ``position_ids``; with
             several axes (Qwen-VL), the last three are time, height and width.
         cached_tokens: tokens of the prompt whose states came from the prefix cache.
+        prompt: the prompts as one left-padded batch, prefill only.
     """
 
     logits: Tensor
@@ -166,22 +166,58 @@ class TargetOutput:
     embeds: Tensor | None = None
     positions: Tensor | None = None
     cached_tokens: int = 0
+    prompt: Prompt | None = None
+
+
+def at_text(positions: Tensor | None, place: int) -> bool:
+    """Whether token ``place`` is at a text position.
+
+    Args:
+        positions: ``TargetOutput.positions``. With several axes, time, height and width differ at images and videos.
+    """
+    if positions is None or positions.ndim == 2:
+        return True
+    axes = positions[-3:, :, place]
+    return bool((axes == axes[0]).all())
+
+
+@dataclass(frozen=True)
+class State:
+    """A target's states of the tokens of one sequence, apart from its running sequences.
+
+    Attributes:
+        cache: keys, values and recurrent states, in the target's own form.
+        length: number of tokens.
+        nbytes: memory of the states.
+        cuts: whether ``first`` is possible.
+        logits: (1, 1, vocab), logits after the last token; None if unknown.
+    """
+
+    cache: Any
+    length: int
+    nbytes: int
+    cuts: bool
+    logits: Tensor | None = None
+
+    def first(self, length: int) -> State:
+        """States of the first ``length`` tokens."""
+        return self if length == self.length else replace(self, length=length, logits=None)
 
 
 @runtime_checkable
-class KeepsPrefixes(Protocol):
-    """Interface of a target with a prefix cache."""
+class KeepsStates(Protocol):
+    """Interface of a target whose sequences can be continued by later prompts, as the prefix cache requires."""
 
-    prefix_cache: Any
+    def snapshot(self, row: int) -> State | None:
+        """Copy the states of a running sequence; None if no later prompt can continue them."""
 
-    def resumes(self, prompt: Prompt, others: Sequence[Prompt]) -> bool:
-        """Whether the prefix cache holds at least half of a prompt's tokens, or will after ``others``."""
+    def restore(
+        self, state: State, prompt: Prompt, max_new_tokens: int, reads: Sequence[Feature] = (), chunk: int | None = None
+    ) -> Iterator[TargetOutput | None]:
+        """``prefill`` of a single prompt that begins with the tokens of ``state``.
 
-    def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
-        """Cache the states of finished sequences.
-
-        Args:
-            histories: prompt and answer tokens of each sequence.
+        Yields:
+            See ``prefill``. Features and embeddings are those of the tokens after ``state``.
         """
 
 
@@ -228,12 +264,6 @@ class Target(Protocol):
     models; any other class with these members works in a ``Pipeline`` too. The ``Processor`` handles text and media.
     """
 
-    features: Sequence[Feature]
-    """Hidden states that outputs must contain."""
-
-    cost: CostTable | None
-    """Measured seconds of a verify pass; None before measurement."""
-
     @property
     def device(self) -> torch.device:
         """Device of the target's tensors."""
@@ -253,33 +283,41 @@ class Target(Protocol):
     def fork(self) -> Target:
         """A target with the same weights and without sequences."""
 
-    def prefill(self, prompt: Prompt, max_new_tokens: int | Sequence[int]) -> TargetOutput:
+    def batch_key(self, prompt: Prompt) -> Hashable:
+        """Key of a prompt: only prompts with equal keys may decode in one batch."""
+
+    def prefill(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: Sequence[int],
+        reads: Sequence[Feature] = (),
+        chunk: int | None = None,
+    ) -> Iterator[TargetOutput | None]:
         """Compute and cache prompts, which become the last rows.
 
         Args:
-            max_new_tokens: limit for all rows, or per row.
-        """
-
-    def prefill_chunks(
-        self, prompt: Prompt, max_new_tokens: int | Sequence[int], chunk: int | None
-    ) -> Iterator[TargetOutput | None]:
-        """``prefill`` in passes over at most ``chunk`` tokens each, if the model allows it.
+            prompts: prompts that ``Prompt.stack`` can stack.
+            max_new_tokens: limit of each row.
+            reads: hidden states that the output must contain.
+            chunk: maximum tokens per pass, if the model allows several passes; None prefills in one pass.
 
         Yields:
             None after each pass except the last, then the output. The rows join with the last pass, not before.
         """
 
-    def batch_key(self, prompt: Prompt) -> Hashable:
-        """Key of a prompt: only prompts with equal keys may decode in one batch."""
+    def verify(self, tree: TokenTree, reads: Sequence[Feature] = (), width: int | None = None) -> TargetOutput:
+        """Verify pass: logits and hidden states at every node. The cache keeps its lengths.
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order, and drop the others."""
-
-    def forward_tree(self, tree: TokenTree) -> TargetOutput:
-        """Verify pass: logits and features at every node. The cache keeps its lengths."""
+        Args:
+            reads: hidden states that the output must contain.
+            width: number of nodes to pad to if that is faster; None does not pad.
+        """
 
     def commit(self, verdict: Verdict) -> None:
         """Add the accepted path of the last tree to the cache."""
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order, and drop the others."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Input embeddings, (...) int64 -> (..., hidden)."""

@@ -35,10 +35,15 @@ class TokenTree:
             most the parent's. Nodes are in descending order, padding last. None if unknown.
         check: False skips validation, for trees that are valid by construction.
 
+    Attributes:
+        levels: levels that the drafter computed one by one; drafters that do so set it.
+
     Raises:
         ValueError: shapes disagree, a parent does not point backwards, a valid node has a padded parent, or two
             siblings have the same token (a duplicate would bias sampling).
     """
+
+    levels = 1
 
     def __init__(
         self,

@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from mmspec.checks import shown
 from mmspec.core.drafter import Drafter
 from mmspec.drafters.early_exit import EarlyExit
 from mmspec.drafters.gemma4 import MODEL_TYPES, Gemma4
@@ -14,7 +13,7 @@ from mmspec.drafters.layouts import LAYOUTS, layout_of
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.registry import drafter_spec, make_drafter
 from mmspec.drafters.small import Small
-from mmspec.errors import UserError
+from mmspec.errors import UserError, shown
 from mmspec.targets.support import base_model
 
 

@@ -1,7 +1,7 @@
 """Base class of drafters that update their state with the accepted tokens and then grow a tree.
 
 With static shapes (``kernels.static_shapes``), both run as one CUDA graph without host syncs, with the batch padded to
-a power of two. Otherwise, pending steps share one forward pass, and the budget may stop a tree after any level.
+a power of two. Otherwise, pending steps share one forward pass, and ``StepPlan.least_gain`` may stop a tree early.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from mmspec import ops
 from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -35,7 +35,7 @@ AHEAD = 1024
 
 
 class RowState(Protocol):
-    """Interface of per-sequence state: ``RowTensor``, ``TreeCache`` or a target."""
+    """Interface of per-sequence state: ``RowTensor``, ``TreeCache`` or a ``VerifyRunner``."""
 
     @property
     def version(self) -> Hashable:
@@ -80,7 +80,7 @@ class CapturedDrafter(Drafter):
         """Update the state with a step's accepted tokens. Captured."""
 
     @abstractmethod
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         """Grow a tree per row after ``token``, (batch,) int64. Captured."""
 
     def reserve(self, width: int) -> None:
@@ -119,22 +119,22 @@ class CapturedDrafter(Drafter):
         self._pending.append(((*inputs, verdict.length), verdict.accepted))
 
     @torch.inference_mode()
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        """See ``Drafter``. Static shapes ignore ``budget.remaining``."""
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
+        """See ``Drafter``."""
         if not self.static_shapes:
             inputs = self._merged()
             self.reserve(inputs[0].shape[1] if inputs else 0)
             if inputs:
                 self.update(*inputs)
-            return self.grow(token, budget)
+            return self.grow(token, plan)
         *earlier, (inputs, accepted) = self._pending or [((), list)]
         self._update_all(earlier)
         self._pending = []
         rows, (max_depth, max_nodes) = len(token), self.limits
-        depth, nodes = min(max_depth, budget.depth), min(max_nodes, budget.nodes)
+        depth, nodes = min(max_depth, plan.depth), min(max_nodes, plan.nodes)
         token, *padded = self._padded((token, *inputs))
         self.reserve(inputs[0].shape[1] if inputs else 0)
-        grown = self._grow(token, *padded, version=self._version, nodes=nodes, depth=depth, chain=budget.chain)
+        grown = self._grow(token, *padded, version=self._version, nodes=nodes, depth=depth, chain=plan.chain)
         if inputs:
             self.advance(accepted)
         tokens, parents, log_probs = (x[:rows] for x in grown)
@@ -178,7 +178,7 @@ class CapturedDrafter(Drafter):
         """Captured body of ``propose``: update with a step, if given, and grow a tree (tokens, parents, log probs)."""
         if inputs:
             self.update(*inputs)
-        tree = self.grow(token, Budget(nodes, depth, chain))
+        tree = self.grow(token, StepPlan(nodes, depth, chain))
         assert tree.log_probs is not None
         return tree.tokens, tree.parents, tree.log_probs
 

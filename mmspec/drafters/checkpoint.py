@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,12 +20,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mmspec.checks import TEXT, TEXTS, Checked, required, whole
 from mmspec.drafters.shape import TreeShape
 from mmspec.errors import UserError, explained
 from mmspec.files import atomic, read_json, write_text
+from mmspec.validation import option, options
+from mmspec.validation import read as read_options
 
-S = TypeVar("S", bound=Checked)
+S = TypeVar("S")
 C = TypeVar("C")
 N = TypeVar("N", bound=nn.Module)
 
@@ -33,14 +34,14 @@ _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _COMPARED = ("architectures", "hidden_size", "vocab_size")
 
 
-@dataclass(frozen=True)
-class Verifier(Checked):
+@options
+class Verifier:
     """The target that a drafter was trained for: base name of its path, architecture and sizes."""
 
-    name_or_path: str = required(TEXT)
-    architectures: list[str] = required(TEXTS)
-    hidden_size: int = required(whole(1, 2**20))
-    vocab_size: int = required(whole(1, 2**24))
+    name_or_path: str
+    architectures: list[str] = option(..., min_length=1)
+    hidden_size: int = option(..., ge=1, le=2**20)
+    vocab_size: int = option(..., ge=1, le=2**24)
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
@@ -67,7 +68,7 @@ def read(folder: Path, kind: type[S]) -> tuple[S, dict[str, Any], dict[str, Tens
             out of range. Fields are validated before anything is allocated.
     """
     config, verifier, source = _read_config(folder)
-    return kind.read(config, source), verifier, _load_tensors(folder)
+    return read_options(kind, config, source), verifier, _load_tensors(folder)
 
 
 def read_network(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], Tensor | None, dict[str, Any]]:
@@ -84,8 +85,8 @@ def read_network(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], Ten
         UserError: see ``read``.
     """
     config, verifier, source = _read_config(folder)
-    network = kind.read(config.pop("network", None), f"{source}: network")
-    tree = TreeShape.read(config, source)
+    network = read_options(kind, config.pop("network", None), f"{source}: network")
+    tree = read_options(TreeShape, config, source)
     tensors, head = _load_tensors(folder), getattr(network, "head", 0)
     draft_ids = take_draft_ids(tensors, verifier["vocab_size"], folder)
     if draft_ids is not None and head not in (0, len(draft_ids)):
@@ -99,7 +100,7 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
     config = read_json(folder / _CONFIG)
     if "verifier" not in config:
         raise UserError(f"{source}: expected a verifier, received none")
-    verifier = asdict(Verifier.read(config.pop("verifier"), f"{source}: verifier"))
+    verifier = asdict(read_options(Verifier, config.pop("verifier"), f"{source}: verifier"))
     config.pop("mmspec_drafter", None)
     return config, verifier, source
 

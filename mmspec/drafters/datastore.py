@@ -25,21 +25,21 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
 
-from mmspec.checks import TEXT, Checked, Rule, required, whole
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.drafters.lookup import Children, LookUpDrafter, mixed
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError, explained
 from mmspec.files import make_folder, read_json
+from mmspec.validation import option, options, read
 
 DEPTH = 16
 """Tokens by which suffixes are sorted: the longest context that a lookup can match."""
@@ -48,13 +48,10 @@ CONFIG, TOKENS, SUFFIXES = "config.json", "tokens", "suffixes"
 FORMAT = "mmspec datastore 1"
 _IN_MEMORY = 1 << 14  # cached suffixes and blocks of positions: 10 MiB
 _BLOCK = 64
-_FORMAT = Rule(repr(FORMAT), lambda value: value == FORMAT)
-_WIDTH = Rule("2 or 4", lambda value: value in (2, 4))
-_PLACE = Rule("4 or 8", lambda value: value in (4, 8))
 
 
-@dataclass(frozen=True)
-class StoreConfig(Checked):
+@options
+class StoreConfig:
     """Contents of ``config.json``.
 
     Attributes:
@@ -67,13 +64,13 @@ class StoreConfig(Checked):
         suffixes: number of positions.
     """
 
-    format: str = required(_FORMAT)
-    model: str = required(TEXT)
-    vocab_size: int = required(whole(1, 2**24))
-    width: int = required(_WIDTH)
-    tokens: int = required(whole(0))
-    place: int = required(_PLACE)
-    suffixes: int = required(whole(0))
+    format: Literal["mmspec datastore 1"]
+    model: str
+    vocab_size: int = option(..., ge=1, le=2**24)
+    width: Literal[2, 4] = option(...)
+    tokens: int = option(..., ge=0)
+    place: Literal[4, 8] = option(...)
+    suffixes: int = option(..., ge=0)
 
 
 class SuffixIndex:
@@ -85,7 +82,7 @@ class SuffixIndex:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = StoreConfig.read(read_json(folder / CONFIG), str(folder / CONFIG))
+        self.config = read(StoreConfig, read_json(folder / CONFIG), str(folder / CONFIG))
         if self.config.vocab_size >= 1 << 8 * self.config.width:
             raise UserError(f"{folder / CONFIG}: expected tokens of 4 bytes, received {self.config.width}")
         if sys.byteorder != "little":

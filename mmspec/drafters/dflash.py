@@ -12,10 +12,9 @@ are the target's, or the largest axis of multi-axis positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +24,7 @@ from transformers import PreTrainedModel
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.checks import FLAG, NUMBERS, choice, option, required, whole
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters import checkpoint
@@ -49,9 +47,10 @@ from mmspec.errors import UserError
 from mmspec.ops import cpu
 from mmspec.ops.transfer import on_device
 from mmspec.quantisation.blocks import BlockLinear
+from mmspec.validation import option, options
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class DFlashConfig(HeadShape):
     """Configuration of a ``DFlashNetwork``: a ``HeadShape``, and
 
@@ -77,37 +76,33 @@ class DFlashConfig(HeadShape):
         selector_tokens: vocabulary size of the target.
     """
 
-    block_size: int = required(whole(2, 64), "Tokens per block, with the last one.", default_text="8")
-    mask_token_id: int = required(whole(0, 2**24), "Mask token; by default an unused token.")
-    target_layer_ids: list[int] = required(
-        NUMBERS, "Layers of the target whose outputs are read; by default five, evenly spaced.", declared=("--reads",)
+    block_size: int = option(..., "Tokens per block, with the last one.", default_text="8", ge=2, le=64)
+    mask_token_id: int = option(..., "Mask token; by default an unused token.", ge=0, le=2**24)
+    target_layer_ids: list[int] = option(
+        ..., "Layers of the target whose outputs are read; by default five, evenly spaced.", names=("--reads",)
     )
-    sliding: list[int] = option(list, NUMBERS)
-    window: int = option(0, whole(0, 2**24))
-    causal: list[int] = option(list, NUMBERS, "Layers with causal attention inside a block (JetSpec).")
+    sliding: list[int] = option(list)
+    window: int = option(0, ge=0, le=2**24)
+    causal: list[int] = option(list, "Layers with causal attention inside a block (JetSpec).")
     from_anchor: bool = option(
-        False,
-        FLAG,
-        "Also predict from the last token's position (DSpark).",
-        declared=("--from-anchor/--from-masks",),
+        False, "Also predict from the last token's position (DSpark).", names=("--from-anchor/--from-masks",)
     )
-    markov_rank: int = option(0, whole(0, 2**16), "Rank of the Markov head (DSpark); 0 disables it.")
-    markov_inputs: int = option(0, whole(0, 2**24))
-    markov_outputs: int = option(0, whole(0, 2**24))
-    markov_type: str = option(
+    markov_rank: int = option(0, "Rank of the Markov head (DSpark); 0 disables it.", ge=0, le=2**16)
+    markov_inputs: int = option(0, ge=0, le=2**24)
+    markov_outputs: int = option(0, ge=0, le=2**24)
+    markov_type: Literal["vanilla", "gated", "rnn", "xpress"] = option(
         "vanilla",
-        choice("vanilla", "gated", "rnn", "xpress"),
         "Markov head on the previous token alone, gated by the state, or over the block's tokens (rnn, xpress).",
     )
-    refiner_ratio: int = option(2, whole(1, 64))
-    confidence: str = option(
-        "none", choice("none", "state", "markov"), "Inputs of the head that predicts acceptance (DSpark)."
+    refiner_ratio: int = option(2, ge=1, le=64)
+    confidence: Literal["none", "state", "markov"] = option(
+        "none", "Inputs of the head that predicts acceptance (DSpark)."
     )
-    conv_kernel_size: int = option(0, whole(0, 64), "Taps of convolutions around attention and MLP (DFlash2); 0: off.")
-    conv_group_size: int = option(16, whole(1, 2**16), "Channels that share the input-dependent part of a tap.")
-    selector_rank: int = option(0, whole(0, 2**16), "Rank of the candidate selector (DFlash2); 0 disables it.")
-    selector_top_k: int = option(16, whole(1, 1024), "Candidates per position for the selector.")
-    selector_tokens: int = option(0, whole(0, 2**24))
+    conv_kernel_size: int = option(0, "Taps of convolutions around attention and MLP (DFlash2); 0: off.", ge=0, le=64)
+    conv_group_size: int = option(16, "Channels that share the input-dependent part of a tap.", ge=1, le=2**16)
+    selector_rank: int = option(0, "Rank of the candidate selector (DFlash2); 0 disables it.", ge=0, le=2**16)
+    selector_top_k: int = option(16, "Candidates per position for the selector.", ge=1, le=1024)
+    selector_tokens: int = option(0, ge=0, le=2**24)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -554,24 +549,24 @@ class DFlash(PositionedDrafter):
             layer.update(keys, values)
         return x[..., :0]
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         self.cache.offset = 0
         config = self.network.config
-        nodes = min(self.total_tokens, budget.nodes)
-        deepest = max(1, min(self.depth, config.drafts, budget.max_depth, nodes))
+        nodes = min(self.total_tokens, plan.nodes)
+        deepest = max(1, min(self.depth, config.drafts, plan.depth, nodes))
         block = self._denoise(token)
         states = block[:, config.first : config.first + deepest]
         scores = self._scores(states)
         if self._markov is not None and not self.static_shapes:
-            width = 1 if budget.chain else min(self.top_k, nodes)
+            width = 1 if plan.chain else min(self.top_k, nodes)
             tokens, parents, log_probs = self._markov(scores, token, width, nodes)
             return TokenTree(tokens, parents, log_probs=log_probs, check=False)
         if config.selector_rank:
             scored = self._selecting(scores, states)
-            return grow_levels(token, scored, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
+            return grow_levels(token, scored, plan, self.top_k, depth=deepest, nodes=self.total_tokens)
         if not config.markov_rank:
             tokens, log_probs, _ = self._ranked(scores, states, token[:, None])
-            return grow_slots(token, tokens, log_probs, budget, self.total_tokens)
+            return grow_slots(token, tokens, log_probs, plan, self.total_tokens)
         memory = self.network.first_memory(block, token, self._ends.data[: len(token), 0])
         memory = None if memory is None else memory[:, None]
 
@@ -582,7 +577,7 @@ class DFlash(PositionedDrafter):
             tokens, log_probs, memory = self._ranked(*slot, parents, before)
             return tokens, log_probs
 
-        return grow_levels(token, children, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
+        return grow_levels(token, children, plan, self.top_k, depth=deepest, nodes=self.total_tokens)
 
     def _selecting(self, scores: Tensor, states: Tensor) -> Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]:
         """``children`` for ``grow_levels``, by the selector, which keeps the candidates' total probability."""

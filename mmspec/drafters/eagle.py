@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.checks import FLAG, NUMBERS, option, whole
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.drafters.captured import AHEAD
 from mmspec.drafters.hidden_state import HiddenStateDrafter, counted_positions, following_embeds
@@ -33,9 +32,10 @@ from mmspec.drafters.shape import LayerShape
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 from mmspec.ops import kernels
+from mmspec.validation import option, options
 
 
-@dataclass(frozen=True)
+@options
 class EagleConfig(LayerShape):
     """Configuration of an ``EagleNetwork``: a ``LayerShape`` of the target's hidden size, and
 
@@ -53,14 +53,14 @@ class EagleConfig(LayerShape):
             arXiv 2607.05147).
     """
 
-    input_norm: bool = option(False, FLAG)
-    qkv_bias: bool = option(False, FLAG)
-    slots: int = option(1, whole(1, 64))
-    reads: list[int] = option(list, NUMBERS, "Also read the inputs of these layers of the target.", default_text="none")
-    norm_output: bool = option(False, FLAG, "Norm of predicted hidden states.")
-    rank: int = option(0, whole(0, 2**16))
-    head: int = option(0, whole(0, 2**24))
-    confidence: bool = option(False, FLAG, "Predict the target's probability of a node's children together.")
+    input_norm: bool = False
+    qkv_bias: bool = False
+    slots: int = option(1, ge=1, le=64)
+    reads: list[int] = option(list, "Also read the inputs of these layers of the target.", default_text="none")
+    norm_output: bool = option(False, "Norm of predicted hidden states.")
+    rank: int = option(0, ge=0, le=2**16)
+    head: int = option(0, ge=0, le=2**24)
+    confidence: bool = option(False, "Predict the target's probability of a node's children together.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

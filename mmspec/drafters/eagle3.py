@@ -8,15 +8,14 @@ the target's hidden states contain the image.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from mmspec.checks import FLAG, NUMBERS, option, optional, whole
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Target, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import grow_slots
@@ -26,9 +25,10 @@ from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.shape import HeadShape, TreeShape
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
+from mmspec.validation import option, options
 
 
-@dataclass(frozen=True)
+@options
 class Eagle3Config(HeadShape):
     """Configuration of an ``Eagle3Network``: a ``HeadShape``, and
 
@@ -48,24 +48,22 @@ class Eagle3Config(HeadShape):
         candidates: number of retrieved tokens that the output layer scores.
     """
 
-    target_size: int = option(0, whole(0, 2**16))
-    states: int = option(3, whole(1, 64))
-    reads: list[int] = option(
-        list, NUMBERS, "Layers of the target whose inputs the head reads; by default 2, L/2 and L-3 of L."
-    )
+    target_size: int = option(0, ge=0, le=2**16)
+    states: int = option(3, ge=1, le=64)
+    reads: list[int] = option(list, "Layers of the target whose inputs the head reads; by default 2, L/2 and L-3 of L.")
     outputs: bool = option(
-        False, FLAG, "Read the outputs of these layers.", default_text="inputs", declared=("--outputs/--inputs",)
+        False, "Read the outputs of these layers.", default_text="inputs", names=("--outputs/--inputs",)
     )
-    norm_before_residual: bool = option(False, FLAG, "The residual of the first layer is the normed state.")
-    norm_before_fc: bool = option(False, FLAG, "Norm of the concatenated states, before their projection.")
+    norm_before_residual: bool = option(False, "The residual of the first layer is the normed state.")
+    norm_before_fc: bool = option(False, "Norm of the concatenated states, before their projection.")
     fc_norm: bool = option(
-        False, FLAG, "Norm of each of them (EAGLE-3.1).", default_text="on, unless they are normed together"
+        False, "Norm of each of them (EAGLE-3.1).", default_text="on, unless they are normed together"
     )
-    norm_output: bool = option(False, FLAG, "Feed normed states to the next level (EAGLE-3.1).", default_text="on")
-    mask_token_id: int | None = option(None, optional(whole(0, 2**24)))
-    window: int = option(0, whole(0, 2**24))
-    head_rank: int = option(0, whole(0, 2**16))
-    candidates: int = option(0, whole(0, 2**24))
+    norm_output: bool = option(False, "Feed normed states to the next level (EAGLE-3.1).", default_text="on")
+    mask_token_id: int | None = option(None, ge=0, le=2**24)
+    window: int = option(0, ge=0, le=2**24)
+    head_rank: int = option(0, ge=0, le=2**16)
+    candidates: int = option(0, ge=0, le=2**24)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -272,15 +270,15 @@ class Eagle3(PositionedDrafter):
         embeds = self._embed(tokens.masked_fill(tokens >= self._embedded, 0))
         return self.network.combine(embeds, self.network.project(states))
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         if self.network.config.mask_token_id is None:
-            return super().grow(token, budget)
+            return super().grow(token, plan)
         self.cache.offset = 0
-        outputs, later = self._output.data[: len(token), None], min(self.depth, budget.max_depth) - 1
+        outputs, later = self._output.data[: len(token), None], min(self.depth, plan.depth) - 1
         if later > 0:
             outputs = torch.cat([outputs, self._later(len(token), later)], dim=1)
         tokens, log_probs = self.children(*self.network.begin(outputs))
-        return grow_slots(token, self.target_tokens(tokens), log_probs, budget, self.total_tokens)
+        return grow_slots(token, self.target_tokens(tokens), log_probs, plan, self.total_tokens)
 
     def _later(self, batch: int, count: int) -> Tensor:
         """Outputs of the levels after the first, (batch, count, hidden), with causal attention."""

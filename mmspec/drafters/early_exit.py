@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from mmspec import ops
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -95,13 +95,13 @@ class EarlyExit(CapturedDrafter):
     def reserve(self, width: int) -> None:
         self._first.target.runner.cache.reserve_nodes(width + 1 + self.limits[0] * self.top_k)
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         passes, head = self._first.passes(), self._first.target.head
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             return ops.top_log_probs(head(passes(beam, origin)), self.top_k)
 
-        tree = grow_tree(token, None, extend, budget, self.top_k)
+        tree = grow_tree(token, None, extend, plan, self.top_k)
         passes.end()
         return tree
 

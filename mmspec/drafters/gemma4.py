@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, KeysValues, Prompt, SharesKeysValues, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -185,7 +185,7 @@ class Gemma4(TreeDrafter):
         """Store the last target state of the accepted path, from (batch, width, hidden)."""
         write_last(self._state, states, length)
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         shared = {kind: self._shared.keys_values(layer, len(token)) for kind, layer in self._sources.items()}
         masks = {kind: self._mask(kind, states) for kind, states in shared.items()}
         any_of = next(iter(shared.values()))
@@ -210,7 +210,7 @@ class Gemma4(TreeDrafter):
             hidden, states = read(beam, take(states, origin))
             return self._children(hidden)
 
-        return grow_tree(token, None, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
+        return grow_tree(token, None, extend, plan, self.top_k, depth=self.depth, nodes=self.total_tokens)
 
     def _mask(self, kind: str, shared: KeysValues) -> Tensor:
         """The target's slots that every node attends to, (batch, 1, 1, slots) bool."""

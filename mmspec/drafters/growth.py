@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec import ops
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.ops import kernels
@@ -77,7 +77,7 @@ def grow_tree(
     token: Tensor,
     first: tuple[Tensor, Tensor] | None,
     extend: Extend,
-    budget: Budget,
+    plan: StepPlan,
     top_k: int,
     *,
     depth: int | None = None,
@@ -86,7 +86,7 @@ def grow_tree(
     """Grow the dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4), one per row.
 
     Beam search expands the ``top_k`` best nodes of each level; the candidates with the highest path probability form
-    the tree. With static shapes, the depth is the budget's: early exit would need a host sync per level.
+    the tree. With static shapes, the depth is the plan's: early exit would need a host sync per level.
 
     Args:
         token: (batch,) int64, the roots.
@@ -96,22 +96,22 @@ def grow_tree(
             (batch, width), initially 0, returns children as ``(tokens, log_probs)``, (batch, width, children) each.
         top_k: beam width.
     """
-    batch, kept_children = token.shape[0], 1 if budget.chain else None
+    batch, kept_children = token.shape[0], 1 if plan.chain else None
     if first is None:
         drafted, chances = extend(token[:, None], torch.zeros_like(token[:, None]))
     else:
         drafted, chances = first[0][:, None], first[1][:, None]
     drafted, chances = drafted[..., :kept_children], chances[..., :kept_children]
     fixed = kernels.static_shapes(token.device)
-    most = budget.nodes if nodes is None else min(nodes, budget.nodes)
-    deepest = min(budget.max_depth, most) if depth is None else min(depth, budget.max_depth, most)
-    width = 1 if budget.chain else min(top_k, most)
+    most = plan.nodes if nodes is None else min(nodes, plan.nodes)
+    deepest = min(plan.depth, most) if depth is None else min(depth, plan.depth, most)
+    width = 1 if plan.chain else min(top_k, most)
     tokens, scores, extended, above = [drafted.flatten(1)], [], [], None
     seen, levels = 0, min(1, deepest)  # candidates in earlier levels
     for level in range(1, deepest):
         total, beam = ops.next_beam(above, chances, drafted, width, 1 + seen)
         scores.append(total)
-        if not fixed and float(beam.scores.exp().sum()) / batch <= budget.least_gain:
+        if not fixed and float(beam.scores.exp().sum()) / batch <= plan.least_gain:
             break
         if not fixed and bool(((torch.cat(scores, 1) >= beam.scores[:, :1]).sum(1) >= most).all()):
             break
@@ -122,7 +122,6 @@ def grow_tree(
         tokens.append(drafted.flatten(1))
     if len(scores) < len(tokens):
         scores.append((chances if above is None else above[:, :, None] + chances).flatten(1))
-    budget.levels = levels
     places = torch.cat(extended, 1) if extended else None
     kept, parents, score = ops.keep_best(
         token, torch.cat(tokens, 1), places, drafted.shape[2], torch.cat(scores, 1), most
@@ -130,6 +129,7 @@ def grow_tree(
     if score.shape[1] == 1:
         return TokenTree.root(token)
     tree = TokenTree(kept, parents, log_probs=score, check=False)
+    tree.levels = levels
     if fixed:
         tree.max_depth = min(levels, tree.nodes - 1)  # upper bound; the exact depth would need a host sync
     return tree
@@ -181,7 +181,7 @@ _LEAST = 1e-30
 """Minimum path probability on the host, where it must not be 0."""
 
 
-def grow_slots(token: Tensor, tokens: Tensor, log_probs: Tensor, budget: Budget, nodes: int) -> TokenTree:
+def grow_slots(token: Tensor, tokens: Tensor, log_probs: Tensor, plan: StepPlan, nodes: int) -> TokenTree:
     """Grow a tree per row from the most probable paths over independent slots.
 
     Best-first search on the host and growth with static shapes, without host syncs, give the same tree.
@@ -194,7 +194,7 @@ def grow_slots(token: Tensor, tokens: Tensor, log_probs: Tensor, budget: Budget,
     deepest = tokens.shape[1]
     if not kernels.static_shapes(token.device):
         levels = zip(tokens.tolist(), log_probs.exp().tolist(), strict=True)
-        limits = (deepest, min(nodes, budget.nodes), _LEAST, 1 if budget.chain else None)
+        limits = (deepest, min(nodes, plan.nodes), _LEAST, 1 if plan.chain else None)
         rows = [best_first(0, partial(_children, *row), *limits) for row in levels]
         return build_tree(token, [row[:2] for row in rows], [row[2] for row in rows])
 
@@ -203,13 +203,13 @@ def grow_slots(token: Tensor, tokens: Tensor, log_probs: Tensor, budget: Budget,
         return tokens[:, level, None].expand(shared), log_probs[:, level, None].expand(shared)
 
     # A beam of half the tree is exact, as each extended node has at least one child.
-    return grow_levels(token, children, budget, max(1, nodes // 2), depth=deepest, nodes=nodes)
+    return grow_levels(token, children, plan, max(1, nodes // 2), depth=deepest, nodes=nodes)
 
 
 def grow_levels(
     token: Tensor,
     children: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
-    budget: Budget,
+    plan: StepPlan,
     top_k: int,
     *,
     depth: int,
@@ -226,7 +226,7 @@ def grow_levels(
     """
     levels = count()
     extend: Extend = lambda beam, origin: children(next(levels), beam, origin)  # noqa: E731
-    return grow_tree(token, None, extend, budget, top_k, depth=depth, nodes=nodes)
+    return grow_tree(token, None, extend, plan, top_k, depth=depth, nodes=nodes)
 
 
 def _children(tokens: list[list[int]], probs: list[list[float]], level: int) -> Iterator[tuple[int, float, int]]:

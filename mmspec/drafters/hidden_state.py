@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -471,19 +471,19 @@ class HiddenStateDrafter(TrainedDrafter):
         reach = self._constant("causal", width, partial(causal, 1)).expand(batch, -1, -1)
         return allowed_slots(self.cache, reach, self.window)
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         self.cache.offset = 0
         predicted, carried = self.network.begin(self._output.data[: len(token)])
         first = self.children(predicted, carried)
-        deepest = min(self.depth, budget.max_depth)
+        deepest = min(self.depth, plan.depth)
         if self.native is not None and not self.static_shapes and deepest <= self.slots:
-            first = first if not budget.chain else (first[0][:, :1], first[1][:, :1])
-            width = 1 if budget.chain else self.top_k
-            return self.native(*(token, carried, first, self.draft_ids), width, deepest, budget, self.total_tokens)
+            first = first if not plan.chain else (first[0][:, :1], first[1][:, :1])
+            width = 1 if plan.chain else self.top_k
+            return self.native(*(token, carried, first, self.draft_ids), width, deepest, plan, self.total_tokens)
         state = self._tree_state(len(token), -(-self.depth // self.slots) - 1, self.slots)
         state.predicted, state.carried = predicted[:, None], carried[:, None]
         extend = partial(self._extend, state)
-        tree = grow_tree(token, first, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
+        tree = grow_tree(token, first, extend, plan, self.top_k, depth=self.depth, nodes=self.total_tokens)
         state.end()
         if self.draft_ids is not None:
             tree.tokens[:, 1:] = self.draft_ids[tree.tokens[:, 1:]]

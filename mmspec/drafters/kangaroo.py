@@ -2,20 +2,18 @@
 
 The target's first layers run over the tree with the target's KV cache, as in ``early_exit``. The network, an attention
 layer without MLP and a norm (section 3.1), has its own KV cache, at token-count positions; entry j of a row reads the
-target's early-exit state at token j. The budget stops growth when another level gains too little, instead of the
-paper's confidence threshold for chains.
+target's early-exit state at token j. ``StepPlan.least_gain`` stops growth instead of the paper's confidence threshold
+for chains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from mmspec.checks import option, whole
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Target, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.early_exit import FirstLayers
@@ -25,9 +23,10 @@ from mmspec.drafters.layer import Attend, LlamaLayer, Norm, Rotation
 from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.shape import RotaryShape
 from mmspec.drafters.spec import DrafterSpec
+from mmspec.validation import option, options
 
 
-@dataclass(frozen=True)
+@options
 class KangarooConfig(RotaryShape):
     """Configuration of a ``KangarooNetwork``: a ``RotaryShape`` of the target's hidden size, and
 
@@ -36,8 +35,8 @@ class KangarooConfig(RotaryShape):
         exit_layer: number of the target's first layers to run.
     """
 
-    mlp: int = option(0, whole(0, 0))
-    exit_layer: int = option(2, whole(1, 2**10))
+    mlp: int = option(0, ge=0, le=0)
+    exit_layer: int = option(2, ge=1, le=2**10)
 
 
 def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
@@ -90,7 +89,7 @@ class Kangaroo(PositionedDrafter):
     def _version(self) -> tuple[Hashable, ...]:
         return *super()._version, *self._first.target.version
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         passes, state = self._first.passes(self.features[0]), self._tree_state(len(token), self.depth)
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +97,7 @@ class Kangaroo(PositionedDrafter):
             tokens, log_probs = self.children(states, states)
             return self.target_tokens(tokens), log_probs
 
-        tree = grow_tree(token, None, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
+        tree = grow_tree(token, None, extend, plan, self.top_k, depth=self.depth, nodes=self.total_tokens)
         passes.end()
         state.end()
         return tree

@@ -38,9 +38,11 @@ from math import gcd
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+from annotated_types import Ge, Interval
+from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
@@ -49,12 +51,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from mmspec.checks import FLAG, POSITIVE, Checked, Rule, choice, settable, whole, within
 from mmspec.drafters.checkpoint import load_weights, read_config, take_draft_ids, tensor_names, weight_files
 from mmspec.drafters.layer import rotary_of
 from mmspec.drafters.shape import LayerShape, RotaryShape
 from mmspec.errors import UserError
 from mmspec.files import atomic, read_json, write_text
+from mmspec.validation import check, condition
+from mmspec.validation import read as read_options
 
 Published = tuple[Any, dict[str, Tensor], Tensor | None, dict[str, Any]]
 """Result of reading a published drafter: network configuration, tensors in their original dtype, draft vocabulary, (n,)
@@ -98,12 +101,12 @@ class Source:
                 return name, value
         return names[0], None
 
-    def check(self, name: str, rule: Rule, value: Any) -> Any:
-        return rule.check(f"{self.where}/config.json: {name}", value)
+    def check(self, name: str, kind: Any, value: Any) -> Any:
+        return check(f"{self.where}/config.json: {name}", kind, value)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.fields.get(name)
-        return self.check(name, FLAG, default if value is None else value)
+        return self.check(name, bool, default if value is None else value)
 
     def rows(self, *names: str) -> int:
         """Maximum number of rows of the named tensors; 0 if all are absent."""
@@ -138,12 +141,7 @@ class Written(NamedTuple):
 REQUIRED, OWN, OMITTED = object(), object(), object()
 """Markers: a field without a default; the default of this package's configuration; a field that is not written."""
 
-ANY = Rule("anything", lambda value: True)
-UNSET = Rule("unset or false", lambda value: not value)
-LAYER_IDS = Rule(
-    "a list of layers",
-    lambda value: isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in value),
-)
+UNSET = Annotated[Any, condition("unset or false", lambda value: not value)]
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ class Field:
     Attributes:
         ours: name in this package's configuration, or of an intermediate value for other fields; empty if only checked.
         names: published names, the first that is set counts; a dot denotes a nested object.
-        rule: validation rule of the published value.
+        kind: type of the published value, possibly with limits.
         default: value if no name is set, or a function of the checkpoint and the preceding fields.
         shifts: by name, an offset to add to each of a list of published numbers.
         read: replaces all of the above: computes the value from the checkpoint and the preceding fields.
@@ -163,7 +161,7 @@ class Field:
 
     ours: str
     names: tuple[str, ...] = ()
-    rule: Rule = ANY
+    kind: Any = Any
     default: Any = REQUIRED
     shifts: Mapping[str, int] = field(default_factory=dict)
     read: Callable[[Source, Values], Any] | None = None
@@ -182,7 +180,7 @@ class Field:
                 return OWN
             if self.default is not REQUIRED:
                 value = self.default(source, values) if callable(self.default) else self.default
-        value, shift = source.check(name, self.rule, value), self.shifts.get(name, 0)
+        value, shift = source.check(name, self.kind, value), self.shifts.get(name, 0)
         return [one + shift for one in value] if shift else value
 
     def written(self, name: str, written: Written) -> Any:
@@ -277,7 +275,9 @@ def rope_parameters(source: Source, values: Values) -> dict[str, Any]:
     kind = rope.pop("type", None)
     kind = rope.pop("rope_type", None) or kind or "default"
     usual = rope.get("rope_theta", 1e6 if config.get("model_type") == "qwen2_vl" else 10000.0)
-    theta = source.check("rope_theta", POSITIVE, usual if config.get("rope_theta") is None else config["rope_theta"])
+    theta = source.check(
+        "rope_theta", PositiveFloat, usual if config.get("rope_theta") is None else config["rope_theta"]
+    )
     if kind not in ("default", "mrope") and config.get("max_position_embeddings"):
         rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     return {**rope, "rope_type": "default" if kind == "mrope" else kind, "rope_theta": theta}
@@ -299,18 +299,18 @@ def _plain_theta(source: Source, values: Values) -> float:
 
 
 LAYER = (
-    Field("hidden_size", ("hidden_size",), whole(1)),
-    Field("heads", ("num_attention_heads",), whole(1)),
-    Field("kv_heads", ("num_key_value_heads",), whole(1), lambda s, v: v["heads"]),
+    Field("hidden_size", ("hidden_size",), PositiveInt),
+    Field("heads", ("num_attention_heads",), PositiveInt),
+    Field("kv_heads", ("num_key_value_heads",), PositiveInt, lambda s, v: v["heads"]),
     Field("head_dim", ("head_dim",), default=lambda s, v: v["hidden_size"] // v["heads"]),
-    Field("mlp", ("intermediate_size",), whole(1)),
-    Field("norm_eps", ("rms_norm_eps",), POSITIVE, OWN),
-    Field("", ("hidden_act",), choice("silu"), "silu"),
-    Field("halves", ("rope_is_neox_style", "is_neox_style"), FLAG, True),  # False rotates adjacent features together
+    Field("mlp", ("intermediate_size",), PositiveInt),
+    Field("norm_eps", ("rms_norm_eps",), PositiveFloat, OWN),
+    Field("", ("hidden_act",), Literal["silu"], "silu"),
+    Field("halves", ("rope_is_neox_style", "is_neox_style"), bool, True),  # False rotates adjacent features together
 )
 ROPES = ("rope_parameters", "rope_scaling", "rope_theta")
 ROPE = Field("rope", ROPES, read=rope_parameters, encode=lambda value, written: _written_rope(written))
-VOCABULARY = Field("vocab_size", ("vocab_size",), settable(whole(1)), None)
+VOCABULARY = Field("vocab_size", ("vocab_size",), PositiveInt | None, None)
 NO_BIAS = (Field("", ("attention_bias",), UNSET, False), Field("", ("mlp_bias",), UNSET, False))
 
 # EAGLE, MSD, ViSpec
@@ -351,13 +351,13 @@ def _eagle(**more: Any) -> Any:
         "names": _EAGLE_NAMES,
         "fields": (
             *LAYER,
-            Field("layers", ("num_hidden_layers",), whole(1), 1),
+            Field("layers", ("num_hidden_layers",), PositiveInt, 1),
             ROPE,
             Field("rope_theta", ("rope_theta",), read=_plain_theta),
             Field("", ("attention_bias",), default=False),
             Field("input_norm", read=lambda s, v: is_whole(s) or norm in s.tensors),
             Field("qkv_bias", read=lambda s, v: is_whole(s) or has_bias(s)),
-            Field("vocab_size", ("vocab_size",), whole(1), lambda s, v: s.rows(EMBEDDING) or None),
+            Field("vocab_size", ("vocab_size",), PositiveInt, lambda s, v: s.rows(EMBEDDING) or None),
         ),
         "copies": (EMBEDDING,),
         "prepare": _zero_biases,
@@ -393,43 +393,43 @@ def _window_of_all(source: Source, values: Values) -> int:
     sliding = {kind == _SLIDING for kind in kinds}
     if len(sliding) > 1:
         raise UserError(f"{source.where}/config.json: layer_types must be all {_SLIDING} or none: got {kinds}")
-    return source.check("sliding_window", whole(1), source.fields.get("sliding_window")) if sliding == {True} else 0
+    return source.check("sliding_window", PositiveInt, source.fields.get("sliding_window")) if sliding == {True} else 0
 
 
 def _candidates(source: Source, values: Values) -> int:
     given = source.config.get("candidate_head")
     number = (given if isinstance(given, dict) else source.config).get("num_candidates", _RETRIEVED)
-    return min(source.check("num_candidates", whole(1), number), values["draft"])
+    return min(source.check("num_candidates", PositiveInt, number), values["draft"])
 
 
 _EAGLE3_FIELDS = (
     *LAYER,
     *NO_BIAS,
     Field("", ("qkv_bias",), UNSET, False),
-    Field("vocab_size", ("vocab_size",), whole(1)),
+    Field("vocab_size", ("vocab_size",), PositiveInt),
     Field(
         "target_size",
         ("target_hidden_size",),
-        whole(1),
+        PositiveInt,
         lambda s, v: v["hidden_size"],
         encode=lambda value, written: None if written.network.source == written.network.hidden_size else value,
     ),
-    Field("draft", ("draft_vocab_size",), whole(1), lambda s, v: s.rows("lm_head.weight") or v["vocab_size"]),
+    Field("draft", ("draft_vocab_size",), PositiveInt, lambda s, v: s.rows("lm_head.weight") or v["vocab_size"]),
     Field(
         "reads",
         (*_IDS, *_OUTPUT_IDS),
-        LAYER_IDS,
+        list[int],
         lambda s, v: [],
         dict.fromkeys(_OUTPUT_IDS, 1),
         encode=lambda value, written: written.network.inputs_read(written.decoder.num_hidden_layers),
     ),
     Field("states", read=lambda s, v: len(v["reads"]) or 3),
-    Field("layers", ("num_hidden_layers",), whole(1), 1),
+    Field("layers", ("num_hidden_layers",), PositiveInt, 1),
     Field("head", read=lambda s, v: v["draft"] * (_is_eagle4(s) or "lm_head.weight" in s.tensors)),
     Field("embedding", read=lambda s, v: v["vocab_size"] * (EMBEDDING in s.tensors)),
     ROPE,
-    *(Field(name, (name, f"eagle_config.{name}"), ANY._replace(convert=bool), False) for name in SWITCHES),
-    Field("mask_token_id", ("mask_token_id", "ptd_token_id", "pard_token"), whole(0), needed=_is_parallel),
+    *(Field(name, (name, f"eagle_config.{name}"), Annotated[Any, AfterValidator(bool)], False) for name in SWITCHES),
+    Field("mask_token_id", ("mask_token_id", "ptd_token_id", "pard_token"), NonNegativeInt, needed=_is_parallel),
     Field("window", read=_window_of_all),
     Field(
         "head_rank",
@@ -493,17 +493,17 @@ _DFLASH_FIELDS = (
     *LAYER,
     *NO_BIAS,
     *(Field("", (name,), UNSET, False) for name in ("fc_layernorm", "use_swa", "shift_label")),
-    Field("", ("attention_mode",), choice("gqa"), "gqa"),
-    Field("", ("projector_type",), choice("dflash", "dspark"), "dflash"),
-    Field("layers", ("num_hidden_layers",), whole(1)),
+    Field("", ("attention_mode",), Literal["gqa"], "gqa"),
+    Field("", ("projector_type",), Literal["dflash", "dspark"], "dflash"),
+    Field("layers", ("num_hidden_layers",), PositiveInt),
     ROPE,
     VOCABULARY,
-    Field("block_size", ("block_size",), whole(1)),
-    Field("mask_token_id", ("mask_token_id", "dflash_config.mask_token_id"), whole(0)),
+    Field("block_size", ("block_size",), PositiveInt),
+    Field("mask_token_id", ("mask_token_id", "dflash_config.mask_token_id"), NonNegativeInt),
     Field(
         "target_layer_ids",
         ("target_layer_ids", "aux_hidden_state_layer_ids", "dflash_config.target_layer_ids"),
-        LAYER_IDS,
+        list[int],
         shifts={"aux_hidden_state_layer_ids": -1},  # layers whose inputs are read
     ),
     Field(
@@ -515,12 +515,12 @@ _DFLASH_FIELDS = (
     Field(
         "window",
         ("sliding_window",),
-        whole(1),
+        PositiveInt,
         needed=lambda s, v: bool(v["sliding"]),
         encode=lambda value, written: value or None,
     ),
     Field("causal", ("sliding_window_non_causal", *_CAUSAL), read=_causal, encode=lambda value, written: not value),
-    Field("own", ("draft_vocab_size",), settable(whole(1)), lambda s, v: s.rows("lm_head.weight") or None),
+    Field("own", ("draft_vocab_size",), PositiveInt | None, lambda s, v: s.rows("lm_head.weight") or None),
     Field(
         "head",
         ("draft_vocab_size",),
@@ -529,12 +529,15 @@ _DFLASH_FIELDS = (
     ),
     Field("draft", read=lambda s, v: v["head"]),
     Field("embedding", read=lambda s, v: s.rows(EMBEDDING)),
-    Field("from_anchor", ("sample_from_anchor", "query_zero_predicts_next"), FLAG, lambda s, v: s.named("dspark")),
+    Field("from_anchor", ("sample_from_anchor", "query_zero_predicts_next"), bool, lambda s, v: s.named("dspark")),
     Field(
-        "markov_rank", ("markov_rank", "xpress_rank"), whole(0), lambda s, v: 256 * (_nested_dspark(s) or _is_xpress(s))
+        "markov_rank",
+        ("markov_rank", "xpress_rank"),
+        NonNegativeInt,
+        lambda s, v: 256 * (_nested_dspark(s) or _is_xpress(s)),
     ),
     *(
-        Field(name, (name, f"dflash_config.{name}"), whole(least), default)
+        Field(name, (name, f"dflash_config.{name}"), Annotated[int, Ge(least)], default)
         for name, least, default in (
             ("conv_kernel_size", 0, lambda s, v: 2 * _nested_dflash2(s)),
             ("conv_group_size", 1, 16),
@@ -542,17 +545,19 @@ _DFLASH_FIELDS = (
             ("selector_top_k", 1, 16),
         )
     ),
-    Field("", ("vocab_size",), whole(1), needed=lambda s, v: bool(v["head"] or v["markov_rank"] or v["selector_rank"])),
+    Field(
+        "", ("vocab_size",), PositiveInt, needed=lambda s, v: bool(v["head"] or v["markov_rank"] or v["selector_rank"])
+    ),
     Field("selector_tokens", read=lambda s, v: v["vocab_size"], needed=lambda s, v: v["selector_rank"] > 0),
     Field(
         "markov_type",
         ("markov_head_type",),
-        choice("vanilla", "gated", "rnn"),
+        Literal["vanilla", "gated", "rnn"],
         "vanilla",
         needed=lambda s, v: v["markov_rank"] > 0 and not _is_xpress(s),
     ),
     Field("markov_type", read=lambda s, v: "xpress" if _is_xpress(s) else OWN),
-    Field("refiner_ratio", ("xpress_mlp_ratio",), whole(1), 2),
+    Field("refiner_ratio", ("xpress_mlp_ratio",), PositiveInt, 2),
     Field("", ("num_jacobi_passes",)),  # for chains only
     Field("markov_inputs", read=lambda s, v: v["vocab_size"], needed=_has_markov),
     Field("markov_outputs", read=lambda s, v: v["head"] or v["vocab_size"], needed=_has_markov),
@@ -561,7 +566,7 @@ _DFLASH_FIELDS = (
 
 # Medusa, Hydra
 
-HEAD_VOCABULARY = settable(whole(1, 2**24))
+HEAD_VOCABULARY = Annotated[int, Interval(ge=1, le=2**24)] | None
 _HEAD_SIZES = ("hidden_size", "truncated_vocab_size", "max_paths", "topk", "num_lookahead_tokens")  # in the tensors
 _PREFIX = "prefix_embeding_layer"  # sic
 _VLLM = {"heads.#.#.linear": ("blocks.{0}.layers.{1}",), "outputs.#": ("lm_heads.{0}",)}
@@ -638,17 +643,17 @@ def _heads(names: Callable[[Source], Names], **more: Any) -> Any:
         "names": {},
         "fields": (
             Field("names", read=lambda s, v: names(s)),
-            Field("num_heads", ("num_heads",), whole(1, 64), 1),
-            Field("num_layers", ("num_layers",), whole(1, 64), 1),
-            Field("num_hidden_layers", ("num_hidden_layers",), whole(1, 64), 1),
+            Field("num_heads", ("num_heads",), Annotated[int, Interval(ge=1, le=64)], 1),
+            Field("num_layers", ("num_layers",), Annotated[int, Interval(ge=1, le=64)], 1),
+            Field("num_hidden_layers", ("num_hidden_layers",), Annotated[int, Interval(ge=1, le=64)], 1),
             Field("layers", read=lambda s, v: max(v["num_layers"], v["num_hidden_layers"])),
             Field("vocab_size", ("vocab_size",), HEAD_VOCABULARY, None),
-            Field("fc_bias", ("fc_bias",), FLAG, False),
-            Field("original_lm_head", ("original_lm_head",), FLAG, False),
-            Field("", ("logit_scale",), within(1, 1), 1.0),
-            Field("", ("head_arch",), choice("mlp", "prefix-mlp"), "mlp"),
-            Field("grounded", ("grounded_heads",), FLAG, False),
-            Field("", ("hidden_state_offset",), whole(0, 0), 0),
+            Field("fc_bias", ("fc_bias",), bool, False),
+            Field("original_lm_head", ("original_lm_head",), bool, False),
+            Field("", ("logit_scale",), Annotated[float, Interval(ge=1, le=1)], 1.0),
+            Field("", ("head_arch",), Literal["mlp", "prefix-mlp"], "mlp"),
+            Field("grounded", ("grounded_heads",), bool, False),
+            Field("", ("hidden_state_offset",), Literal[0], 0),
             Field("", _HEAD_SIZES),
             Field("heads", read=_head_count),
             Field("hidden_size", read=lambda s, v: _head_rows(s, v, *linears[: v["layers"]])),
@@ -753,7 +758,7 @@ LAYOUTS: Mapping[str, Layout] = {  # in order of precedence
         (
             *LAYER,
             Field("mlp", read=lambda s, v: 0),
-            Field("", ("num_hidden_layers",), Rule("1", lambda value: value == 1), 1),
+            Field("", ("num_hidden_layers",), Literal[1], 1),
             Field("", ROPES),
             VOCABULARY,
         ),
@@ -838,7 +843,7 @@ INERT = re.compile(
 """Fields of published configurations that do not affect the network's outputs."""
 
 
-def read(folder: Path, layout: str, kind: type[Checked], network: Callable[[Any], nn.Module]) -> Published:
+def read(folder: Path, layout: str, kind: type[Any], network: Callable[[Any], nn.Module]) -> Published:
     """Read a published drafter; arguments as for ``convert``.
 
     Raises:
@@ -864,7 +869,7 @@ def convert(
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     layout: str,
-    kind: type[Checked],
+    kind: type[Any],
     network: Callable[[Any], nn.Module],
     where: str,
 ) -> Published:
@@ -889,7 +894,9 @@ def convert(
         if (value := one.value(source, values)) is not OWN and one.ours:
             values[one.ours] = value
     known = {one.name for one in fields(kind)}  # type: ignore[arg-type]
-    ours: Any = kind.read({name: value for name, value in values.items() if name in known}, f"{where}/config.json")
+    ours: Any = read_options(
+        kind, {name: value for name, value in values.items() if name in known}, f"{where}/config.json"
+    )
     shape: LayerShape = getattr(ours, "layer", ours)
     if isinstance(shape, RotaryShape):
         rotary_of(shape)  # raises

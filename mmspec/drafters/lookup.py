@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree, best_chains, build_tree, merge
 from mmspec.core.verify import Verdict
@@ -45,8 +45,8 @@ class LookUpDrafter(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        limits = (budget.max_depth, budget.nodes, budget.floor, 1 if budget.chain else self.width)
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
+        limits = (plan.depth, plan.nodes, plan.floor, 1 if plan.chain else self.width)
         starts = map(self.start, range(len(token)))
         rows = [best_first(state, children, *limits) for state, children in starts]
         return build_tree(token, [row[:2] for row in rows], [row[2] for row in rows])
@@ -102,12 +102,12 @@ class LookUps(LookUpDrafter):
         for part in self.parts:
             part.draft_chains(length)
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
         if all(part.on_host for part in self.parts):
-            return super().propose(token, budget)
+            return super().propose(token, plan)
         parts = sorted(self.parts, key=lambda part: not part.on_host)
-        trees = [part.propose(token, budget) for part in parts]
-        return best_chains(trees) if budget.chain or self.width == 1 else merge(trees)
+        trees = [part.propose(token, plan) for part in parts]
+        return best_chains(trees) if plan.chain or self.width == 1 else merge(trees)
 
     def start(self, row: int, path: Sequence[int] = ()) -> tuple[Any, Children]:
         starts = [part.start(row, path) if part.on_host else (None, _no_children) for part in self.parts]

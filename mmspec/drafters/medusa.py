@@ -10,7 +10,7 @@ Entry j of a row is the target's state at token j. Only Hydra++ has a KV cache, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import count
 from typing import Any, ClassVar
 
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec import ops
-from mmspec.checks import FLAG, OBJECT, Checked, option, required, whole
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import grow_slots, grow_tree
@@ -30,10 +29,11 @@ from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.shape import RotaryShape
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
+from mmspec.validation import option, options, read
 
 
-@dataclass(frozen=True, kw_only=True)
-class MedusaConfig(Checked):
+@options(kw_only=True)
+class MedusaConfig:
     """Configuration of a ``MedusaNetwork``.
 
     Attributes:
@@ -47,17 +47,16 @@ class MedusaConfig(Checked):
         prefix: ``RotaryShape`` fields of a decoder layer before the heads (Hydra++); empty without this layer.
     """
 
-    hidden_size: int = required(whole(1, 2**16))
-    heads: int = required(whole(1, 64))
-    layers: int = option(1, whole(1, 64))
-    bias: bool = option(True, FLAG)
-    grounded: bool = option(False, FLAG)
-    head: int = option(0, whole(0, 2**24))
-    head_bias: bool = option(False, FLAG)
-    prefix: dict = option(dict, OBJECT)
+    hidden_size: int = option(..., ge=1, le=2**16)
+    heads: int = option(..., ge=1, le=64)
+    layers: int = option(1, ge=1, le=64)
+    bias: bool = True
+    grounded: bool = False
+    head: int = option(0, ge=0, le=2**24)
+    head_bias: bool = False
+    prefix: dict = option(dict)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.layer.hidden_size != self.hidden_size:
             raise UserError(f"prefix must have hidden_size {self.hidden_size}: got {self.layer.hidden_size}")
 
@@ -65,7 +64,7 @@ class MedusaConfig(Checked):
     def layer(self) -> RotaryShape:
         """Shape of the decoder layer; a minimal placeholder without this layer."""
         least = {"hidden_size": self.hidden_size, "heads": 1, "kv_heads": 1, "head_dim": 2, "mlp": 1}
-        return RotaryShape.read(self.prefix or least, "prefix")
+        return read(RotaryShape, self.prefix or least, "prefix")
 
 
 class ResidualLayer(nn.Module):
@@ -192,12 +191,12 @@ class Medusa(PositionedDrafter):
         self.cache.reserve_nodes(width)
         self._rotary.reserve(max(map(len, self._history)) + self.position_slack + width, self.sample_embedding)
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
-        config, nodes = self.network.config, min(self.total_tokens, budget.nodes)
-        deepest = max(1, min(self.depth, config.heads, budget.max_depth, nodes))
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
+        config, nodes = self.network.config, min(self.total_tokens, plan.nodes)
+        deepest = max(1, min(self.depth, config.heads, plan.depth, nodes))
         state = self._state(len(token))
         tokens, log_probs = self._ranked(0, [head(state) for head in self.network.heads[:deepest]])
-        return grow_slots(token, tokens, log_probs, budget, self.total_tokens)
+        return grow_slots(token, tokens, log_probs, plan, self.total_tokens)
 
     def _state(self, batch: int) -> Tensor:
         """Inputs of the heads, (batch, 1, hidden)."""
@@ -216,10 +215,10 @@ class Hydra(Medusa):
     name: ClassVar[str] = "hydra"
     layout: ClassVar[str | None] = "hydra"
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         heads = self.network.heads
         if not self.network.config.grounded:
-            return super().grow(token, budget)
+            return super().grow(token, plan)
         read, levels = self._state(len(token)), count()  # (batch, nodes, any): inputs of the next head
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,7 +228,7 @@ class Hydra(Medusa):
             return self._ranked(level, [heads[level](read)])
 
         deepest = min(self.depth, len(heads))
-        return grow_tree(token, None, extend, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
+        return grow_tree(token, None, extend, plan, self.top_k, depth=deepest, nodes=self.total_tokens)
 
 
 MEDUSA = DrafterSpec(

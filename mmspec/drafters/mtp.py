@@ -33,7 +33,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
 from mmspec.cache.tree_cache import TreeCache, cache_argument
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -362,7 +362,7 @@ class MTP(TreeDrafter):
         self._position.data[:batch] += length
         write_last(self._output, torch.cat(outputs, dim=-1), length)
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         self._drop_nodes()
         states = dict(enumerate(self._last_outputs(len(token))))
         reach, last = Reach(), self.network.count - 1
@@ -383,7 +383,7 @@ class MTP(TreeDrafter):
             return self._children(outputs[min(outputs)])
 
         first = self._children(states[0][:, 0])
-        tree = grow_tree(token, first, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
+        tree = grow_tree(token, first, extend, plan, self.top_k, depth=self.depth, nodes=self.total_tokens)
         self._drop_nodes()
         return tree
 

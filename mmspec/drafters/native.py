@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.layer import LayerParts, Rotation, TokenLinear
 from mmspec.drafters.shape import LayerShape
@@ -173,7 +173,7 @@ class NativeCell(Native):
         draft_ids: Tensor | None,
         width: int,
         depth: int,
-        budget: Budget,
+        plan: StepPlan,
         nodes: int,
     ) -> TokenTree:
         """Grow a tree of at most ``nodes`` draft tokens; other arguments as for ``grow_tree``.
@@ -185,8 +185,10 @@ class NativeCell(Native):
             width: nodes extended per level.
         """
         tokens, log_probs = first
-        (tokens, parents, log_probs), budget.levels = cpu.draft_cells(
+        (tokens, parents, log_probs), levels = cpu.draft_cells(
             *(self._weights, carried.float(), (tokens, log_probs.float()), token, draft_ids),
-            *(width, depth, budget.least_gain, min(nodes, budget.nodes)),
+            *(width, depth, plan.least_gain, min(nodes, plan.nodes)),
         )
-        return TokenTree(tokens, parents, log_probs=log_probs, check=False)
+        tree = TokenTree(tokens, parents, log_probs=log_probs, check=False)
+        tree.levels = levels
+        return tree

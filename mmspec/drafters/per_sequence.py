@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter, Guard, Wrapper, fork, learns
+from mmspec.core.drafter import Drafter, Guard, Wrapper
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import Verdict
@@ -15,7 +15,7 @@ from mmspec.core.verify import Verdict
 
 def per_sequence(drafter: Drafter | None) -> Drafter | None:
     """Wrap a drafter that learns in ``PerSequence``, for requests of different clients."""
-    return PerSequence(drafter) if drafter is not None and learns(drafter) else drafter
+    return PerSequence(drafter) if drafter is not None and drafter.learns else drafter
 
 
 class PerSequence(Wrapper):
@@ -36,7 +36,7 @@ class PerSequence(Wrapper):
         for row, tokens in enumerate(history):
             mask = prompt.attention_mask
             alone = Prompt(prompt.input_ids[row : row + 1], None if mask is None else mask[row : row + 1])
-            self._copies.append(Guard(fork(self.drafter, self._target)))
+            self._copies.append(Guard(self.drafter.fork(self._target)))
             self._copies[-1].begin(alone, _row(output, row), [tokens])
 
     def begin_idle(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> tuple[()]:
@@ -48,8 +48,8 @@ class PerSequence(Wrapper):
     def failure(self, row: int) -> str:
         return self._copies[row].failure(0)
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        trees = [copy.propose(root, budget) for copy, root in zip(self._copies, token.split(1), strict=True)]
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
+        trees = [copy.propose(root, plan) for copy, root in zip(self._copies, token.split(1), strict=True)]
         if len(trees) == 1:
             return trees[0]
         probs = [tree.path_probs[0] for tree in trees]
@@ -58,7 +58,9 @@ class PerSequence(Wrapper):
             (tree.tokens[0, nodes].tolist(), tree.parents[0, nodes].tolist())
             for tree, nodes in zip(trees, drafted, strict=True)
         ]
-        return build_tree(token, rows, probs)
+        tree = build_tree(token, rows, probs)
+        tree.levels = max(one.levels for one in trees)
+        return tree
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
         return self._copies[row].continuations(0, path)

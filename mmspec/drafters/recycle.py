@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from torch import Tensor
 
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
-from mmspec.checks import FLAG, Checked, option, required, whole
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -31,6 +29,7 @@ from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
+from mmspec.validation import option, options
 
 Context = tuple[int, int]  # the last two tokens; -1 first for single-token contexts
 Ranking = dict[int, float]  # successor -> probability
@@ -44,12 +43,12 @@ _DEPTH, _NODES = 6, 512  # maximum tree size; twice the depth did not raise acce
 _HASH = -7046029254386353131  # Fibonacci hashing: 2**64 / golden ratio
 
 
-@dataclass(frozen=True)
-class Settings(Checked):
+@options
+class Settings:
     """Settings of the drafter, stored in ``config.json``."""
 
-    top_k: int = required(whole(1, 64))
-    pairs: bool = option(True, FLAG)
+    top_k: int = option(..., ge=1, le=64)
+    pairs: bool = True
 
 
 class Rankings:
@@ -171,7 +170,7 @@ class DeviceTable(CapturedDrafter):
         both = torch.cat([last, emitted], dim=1)
         self.last.write(both.gather(1, length[:, None] + torch.arange(2, device=length.device)))
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         above = self.last.data[: len(token), :1]
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,7 +178,7 @@ class DeviceTable(CapturedDrafter):
             before, above = above.gather(1, origin), beam
             return self._children(before, beam)
 
-        return grow_tree(token, None, extend, budget, self._top_k)
+        return grow_tree(token, None, extend, plan, self._top_k)
 
     def _children(self, before: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """Successors of contexts, (...), and their log probabilities, (..., width) each."""
@@ -381,10 +380,10 @@ class Recycle(LookUpDrafter):
         else:
             super().select(rows)
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
         if self._on_device is not None:
-            return self._on_device.propose(token, budget)
-        return super().propose(token, budget)
+            return self._on_device.propose(token, plan)
+        return super().propose(token, plan)
 
     @property
     def on_host(self) -> bool:

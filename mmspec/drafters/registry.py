@@ -21,7 +21,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from mmspec import plugins
-from mmspec.core.drafter import Drafter, as_drafter, members
+from mmspec.core.drafter import Drafter, as_drafter
 from mmspec.drafters import checkpoint
 from mmspec.drafters.checkpoint import HEADS
 from mmspec.drafters.spec import DrafterSpec
@@ -31,7 +31,7 @@ from mmspec.targets.hub import cache_if_offline, is_path
 
 PLAIN, AUTO, DEFAULT = "none", "auto", "recycle+ngram"
 LONGEST_CHAIN = 8
-"""Maximum draft tokens of ``@chain`` for drafters with their own tree size; other drafters follow the budget."""
+"""Maximum draft tokens of ``@chain`` for drafters with their own tree size; other drafters follow the plan."""
 
 _SHAPE = re.compile(r"@(?:tree|(chain)(\d*))$")
 _PREFIX = re.compile(r"([^+,@/:=]*[:=])+")  # of an argument: NAME: and, in lists of ``mmspec eval``, LABEL=
@@ -118,7 +118,7 @@ def drafter_specs() -> list[DrafterSpec]:
 def registered_name(drafter: Drafter | None) -> str | None:
     """The registered name of a drafter's class; names of several drafters are joined by +."""
     known = {spec.location: spec.name for spec in drafter_specs()}
-    kinds = [type(member) for member in members(drafter)]
+    kinds = [type(member) for member in (drafter.members if drafter else ())]
     return "+".join(known.get(f"{kind.__module__}:{kind.__qualname__}", kind.__name__) for kind in kinds) or None
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Self
 
-from mmspec.checks import OBJECT, Checked, option, required, whole, within
 from mmspec.errors import UserError
+from mmspec.validation import option, options
 
 
-@dataclass(frozen=True)
-class TreeShape(Checked):
+@options
+class TreeShape:
     """Tree limits of a drafter that grows trees level by level.
 
     Attributes:
@@ -19,9 +19,9 @@ class TreeShape(Checked):
         total_tokens: maximum number of drafted nodes.
     """
 
-    top_k: int = required(whole(1, 64))
-    depth: int = required(whole(1, 64))
-    total_tokens: int = required(whole(1, 512))
+    top_k: int = option(..., ge=1, le=64)
+    depth: int = option(..., ge=1, le=64)
+    total_tokens: int = option(..., ge=1, le=512)
 
 
 SCALINGS = ("linear", "llama3", "yarn")
@@ -30,8 +30,8 @@ SCALINGS = ("linear", "llama3", "yarn")
 TREE = tuple(one.name for one in fields(TreeShape))
 
 
-@dataclass(frozen=True)
-class LayerShape(Checked):
+@options
+class LayerShape:
     """Shape of a drafter's decoder layers.
 
     Attributes:
@@ -42,16 +42,15 @@ class LayerShape(Checked):
         norm_eps: epsilon of RMSNorm.
     """
 
-    hidden_size: int = required(whole(1, 2**16))
-    heads: int = required(whole(1, 2**10), "Attention heads; by default the target's.")
-    kv_heads: int = required(whole(1, 2**10), "By default the target's.")
-    head_dim: int = required(whole(2, 2**12), "By default the target's.")
-    mlp: int = required(whole(1, 2**18), "Intermediate size of the MLP; by default the target's.")
-    rope_theta: float = option(10000.0, within(1, 1e12))
-    norm_eps: float = option(1e-6, within(1e-12, 1))
+    hidden_size: int = option(..., ge=1, le=2**16)
+    heads: int = option(..., "Attention heads; by default the target's.", ge=1, le=2**10)
+    kv_heads: int = option(..., "By default the target's.", ge=1, le=2**10)
+    head_dim: int = option(..., "By default the target's.", ge=2, le=2**12)
+    mlp: int = option(..., "Intermediate size of the MLP; by default the target's.", ge=1, le=2**18)
+    rope_theta: float = option(10000.0, ge=1, le=1e12)
+    norm_eps: float = option(1e-6, ge=1e-12, le=1)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.heads % self.kv_heads:
             raise UserError(f"kv_heads must divide heads: got {self.kv_heads} for {self.heads}")
         if self.head_dim % 2:
@@ -78,7 +77,7 @@ class LayerShape(Checked):
         return cls(**(fields | changes))
 
 
-@dataclass(frozen=True)
+@options
 class RotaryShape(LayerShape):
     """Shape of decoder layers with the target's kind of rotary positions: a ``LayerShape``, and
 
@@ -86,7 +85,7 @@ class RotaryShape(LayerShape):
         rope: rotary positions as transformers' ``rope_parameters``; empty means unscaled, with ``rope_theta``.
     """
 
-    rope: dict = option(dict, OBJECT)
+    rope: dict = option(dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,7 +106,7 @@ class RotaryShape(LayerShape):
         return {"rope_type": "default", "rope_theta": self.rope_theta, **self.rope}
 
 
-@dataclass(frozen=True)
+@options
 class HeadShape(RotaryShape):
     """Shape of a network with an optional output layer and embedding: a ``RotaryShape``, and
 
@@ -117,6 +116,6 @@ class HeadShape(RotaryShape):
         embedding: rows of the network's embedding; 0 uses the target's.
     """
 
-    layers: int = option(1, whole(1, 64), "Decoder layers.")
-    head: int = option(0, whole(0, 2**24))
-    embedding: int = option(0, whole(0, 2**24))
+    layers: int = option(1, "Decoder layers.", ge=1, le=64)
+    head: int = option(0, ge=0, le=2**24)
+    embedding: int = option(0, ge=0, le=2**24)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from mmspec import ops, plugins
 from mmspec.cache.rows import RowTensor
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -150,7 +150,7 @@ class Small(CapturedDrafter):
 
     @property
     def parts(self) -> tuple[RowState, ...]:
-        return self.lm, self._output
+        return self.lm.runner, self._output
 
     def draft_chains(self, length: int) -> None:
         self.top_k = 1
@@ -173,8 +173,7 @@ class Small(CapturedDrafter):
         order, keep = packing(keep, left=True)
         ids = self._readable(ids.gather(1, order))
         self.join(len(history), self.lm.decoder.static_shapes)
-        read = self.lm.prefill(Prompt(ids, None if bool(keep.all()) else keep.long()), max_new_tokens=AHEAD)
-        self._output.append(read.features["last"][:, -1])
+        self._prefill(Prompt(ids, None if bool(keep.all()) else keep.long()))
 
     def _seen(self, prompt: Prompt, visual: Tensor | None) -> Prompt | None:
         """The prompt with images and videos at the tokens ``visual``; None if the model does not get them."""
@@ -195,11 +194,15 @@ class Small(CapturedDrafter):
         self.join(new, self.lm.decoder.static_shapes)
         message = "the draft model must take the target's images and videos; with small:MODEL@0 it drafts without them"
         with explained(message, ValueError, RuntimeError, TypeError):
-            read = self.lm.prefill(prompt, max_new_tokens=AHEAD)
-        self._output.append(read.features["last"][:, -1])
+            self._prefill(prompt)
         first = on_device([[0]] * before + [[row[-1]] for row in history], device)
         lengths = [0] * before + [1] * new
         self._pending.append(((first, on_device(lengths, device)), partial(list, lengths)))
+
+    def _prefill(self, prompt: Prompt) -> None:
+        *_, read = self.lm.prefill([prompt], [AHEAD] * len(prompt.input_ids), ("last",))
+        assert read is not None
+        self._output.append(read.features["last"][:, -1])
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """Queue the accepted tokens."""
@@ -236,13 +239,13 @@ class Small(CapturedDrafter):
             lm.runner.commit_nodes(path, lambda: [list(range(count)) for count in length.tolist()])
         write_last(self._output, states, length)
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         passes = LevelPasses(self.lm.runner, self.lm.decoder.layers is not None)
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             return self._children(passes(beam if self._shared is None else self._own[beam], origin))
 
-        tree = grow_tree(token, self._children(self._output.data[: len(token)]), extend, budget, self.top_k)
+        tree = grow_tree(token, self._children(self._output.data[: len(token)]), extend, plan, self.top_k)
         passes.end()
         if self._shared is not None:
             tree.tokens[:, 1:] = self._theirs[tree.tokens[:, 1:]]

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from mmspec.checks import Checked
 from mmspec.core.target import Target
 from mmspec.drafters import checkpoint, layouts
 from mmspec.drafters.captured import CapturedDrafter
@@ -71,7 +70,7 @@ class TrainedDrafter(TreeDrafter):
         **tree: see ``TreeDrafter``.
     """
 
-    config_class: ClassVar[type[Checked]]
+    config_class: ClassVar[type[Any]]
     network_class: ClassVar[type[nn.Module]]
     layout: ClassVar[str | None] = None
     published: dict[str, Any] | None = None

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from mmspec.core.budget import Budget, DraftingPayoff
 from mmspec.core.drafter import Drafter, Guard, as_drafter
+from mmspec.core.payoff import DraftingPayoff
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree, best_chains, merge
 from mmspec.core.verify import Verdict
@@ -24,10 +25,10 @@ _EXPECTED = 0.7, 2.0  # boundaries between classes of expected tokens
 
 
 class Union(Drafter):
-    """Merges the trees of several drafters; the budget prunes the union to its most probable nodes. Lookup drafters
+    """Merges the trees of several drafters; the policy prunes the union to its most probable nodes. Lookup drafters
     grow one tree together (``LookUps``).
 
-    If the budget adapts, each tree is charged its own time and credited the tokens that no other tree drafted; a
+    If the plan is adaptive, each tree is charged its own time and credited the tokens that no other tree drafted; a
     drafter with a net loss pauses on its own (``DraftingPayoff``). Payoffs are kept per class of expected tokens of the
     preceding trees, lookups first, so that no network runs while the text is copied. A failing drafter also pauses
     (``Guard``).
@@ -91,23 +92,25 @@ class Union(Drafter):
     def failure(self, row: int) -> str:
         return ", ".join(filter(None, (guard.failure(row) for guard in self._guards)))
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        adapts = budget.adapts
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
         self._began = start = clock()
         self._drafts, trees, expected = {}, list[TokenTree](), 0.0
         for place, (guard, payoffs) in enumerate(zip(self._guards, self._payoffs, strict=True)):
             kind = bisect(_EXPECTED, expected)
-            if guard.rests or (adapts and payoffs[kind].rests()):
+            if guard.rests or (plan.adaptive and payoffs[kind].rests()):
                 continue
-            tree = guard.propose(token, budget)
+            tree = guard.propose(token, plan)
             trees.append(tree)
-            if adapts:
+            if plan.adaptive:
                 self._drafts[place] = tree, clock() - start, kind
                 start = clock()
                 if tree.prunable:
                     expected = max(expected, fmean(map(sum, tree.path_probs)))
-        join = best_chains if budget.chain or self._chains else merge
-        return join(trees) if trees else TokenTree.root(token)
+        if not trees:
+            return TokenTree.root(token)
+        tree = (best_chains if plan.chain or self._chains else merge)(trees)
+        tree.levels = max(part.levels for part in trees)
+        return tree
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
         """See ``Drafter``; takes the maximum of the drafters' probabilities."""

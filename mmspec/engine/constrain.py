@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter, continuations
+from mmspec.core.drafter import Drafter
+from mmspec.core.plan import StepPlan
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.drafters.growth import Nodes, best_first
 from mmspec.sampling.sampler import Sampled
@@ -13,7 +13,7 @@ from mmspec.sampling.sampler import Sampled
 _At = tuple[int | None, tuple[int, ...], tuple[int, ...]]  # drafted node, path to it, tokens forced after it
 
 
-def constrain(rows: Sequence[Sampled], tree: TokenTree, budget: Budget, drafter: Drafter | None = None) -> TokenTree:
+def constrain(rows: Sequence[Sampled], tree: TokenTree, plan: StepPlan, drafter: Drafter | None = None) -> TokenTree:
     """Fit a step's trees to the grammars of their sequences, before the verify pass.
 
     A forbidden draft is cut with its subtree; the probabilities of its siblings are renormalised. A forced token
@@ -23,19 +23,19 @@ def constrain(rows: Sequence[Sampled], tree: TokenTree, budget: Budget, drafter:
     Args:
         tree: the draft. A sampled tree is returned unchanged, as cutting would bias sampling: verification rejects
             forbidden drafts. A tree without constrained sequences is returned unchanged, too.
-        budget: limits the fitted tree's size and depth.
+        plan: limits the fitted tree's size and depth.
         drafter: the drafter that proposed the tree.
     """
     if tree.draft_probs is not None or all(row.constraint is None for row in rows):
         return tree
     known = tree.log_probs is not None or tree.nodes == 1
-    nodes = budget.nodes if known else tree.nodes - 1 + budget.max_depth
+    nodes = plan.most_nodes if known else tree.nodes - 1 + plan.depth
     root: _At = (0, (), ())
     fitted: list[Nodes] = []
     for place, row in enumerate(rows):
-        depth = budget.max_depth if row.constraint else tree.max_depth
+        depth = plan.depth if row.constraint else tree.max_depth
         fitted.append(
-            best_first(root, _Drafts(row, tree, place, drafter).below, depth, nodes, budget.floor if known else 0.0)
+            best_first(root, _Drafts(row, tree, place, drafter).below, depth, nodes, plan.floor if known else 0.0)
         )
     probs = [gains for _, _, gains in fitted] if known else None
     return build_tree(tree.tokens[:, 0], [(tokens, parents) for tokens, parents, _ in fitted], probs)
@@ -68,7 +68,7 @@ class _Drafts:
             allowed = [token for token in drafts if grammar.allows(state, token)]
             if node is not None and (allowed or not drafts):
                 return self._among(drafts, allowed, node, path)
-            more = dict(continuations(self._drafter, self._place, path))
+            more = dict(self._drafter.continuations(self._place, path) if self._drafter else ())
             allowed = [token for token in more if grammar.allows(state, token)]
             return _renormalised(more, allowed, lambda token: (None, (*path, token), ()))
         except Exception:  # verification raises it again if it reaches this node

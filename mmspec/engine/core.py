@@ -12,18 +12,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Condition
 from time import perf_counter as clock
-from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from mmspec.cache.prefix_cache import PrefixReuse
 from mmspec.cache.rows import row_index
-from mmspec.core.budget import Budget
-from mmspec.core.drafter import Guard, features
-from mmspec.core.target import KeepsPrefixes, Prompt, Target, TargetOutput
+from mmspec.core.drafter import Guard
+from mmspec.core.plan import StepPlan, StepTimes
+from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.engine.constrain import constrain
+from mmspec.engine.policy import DraftPolicy
 from mmspec.engine.request_state import RequestState
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.stats import mark, record_tree, seconds
@@ -153,16 +154,13 @@ class Draft:
 
     Attributes:
         rows: sequences this draft was made for.
-        drafted: whether the drafter ran.
-        shape: the budget's shape when the draft was made; the budget may change its shape during the step.
         seconds: returns the draft time spent before the step; call it after synchronising.
     """
 
     rows: list[RequestState]
-    budget: Budget
+    policy: DraftPolicy
+    plan: StepPlan
     tree: TokenTree
-    drafted: bool
-    shape: Hashable
     seconds: Callable[[], float] = float
 
 
@@ -177,6 +175,7 @@ class EngineCore:
         scheduler: queue of waiting prompts.
         running: decoding sequences; their indices are the rows of target and drafter.
         touched: sequences that may have changed in this step.
+        prefixes: reuses states of earlier prompts; None computes every prompt in full.
     """
 
     def __init__(self, target: Target, max_num_seqs: int, chunk: int, lock: Condition) -> None:
@@ -185,6 +184,8 @@ class EngineCore:
         self.running: list[RequestState] = []
         self.key: BatchKey | None = None
         self.touched: dict[RequestState, None] = {}
+        self.prefixes: PrefixReuse | None = None
+        self._reads: tuple[Feature, ...] = ()  # hidden states that the drafter reads
         self._lock = lock
         self._prefilling: PromptBatch | None = None
         self._prefilled: list[tuple[Prompt, TargetOutput, list[RequestState]]] = []  # not yet passed to the drafter
@@ -223,12 +224,8 @@ class EngineCore:
         self._prefilling = self._ahead = None
         self._hold(None)
 
-    def _hold(self, key: BatchKey | None, drafts: bool = False) -> None:
-        """Acquire the drafter of a batch key for exclusive use, and release the previous drafter.
-
-        Args:
-            drafts: whether any sequence uses drafts.
-        """
+    def _hold(self, key: BatchKey | None) -> None:
+        """Acquire the drafter of a batch key for exclusive use, and release the previous drafter."""
         held = self.key.speculation if self.key else None
         new = key.speculation if key else None
         if held is not new:
@@ -238,9 +235,7 @@ class EngineCore:
             if new is not None:
                 new.acquire()
         self.key = key
-        self.target.features = features(new.drafter if new else None)
-        if key is not None and not self.running:
-            key.speculation.budgets.calibrate(adaptive=drafts and key.num_draft_tokens is None)
+        self._reads = tuple(new.drafter.features) if new and new.drafter else ()
 
     @property
     def _drafter(self) -> Guard | None:
@@ -271,30 +266,31 @@ class EngineCore:
         start, rows, drafter, device = clock(), self.running, self._drafter, self._token.device
         ahead, self._ahead = self._ahead, None
         begun = mark(device)
-        budget = self._prepare()
+        policy = self._prepare()
         prepared = mark(device)
-        budget.remaining = max(row.remaining for row in rows) - 1
-        if ahead is not None and (ahead.rows is not rows or ahead.budget is not budget or budget.remaining <= 0):
+        if ahead is not None and (ahead.rows is not rows or ahead.policy is not policy or self._remaining <= 0):
             ahead = None  # drafting again changes only the tree
-        draft = ahead or self._propose(budget, self._token)
+        draft = ahead or self._propose(policy, self._token)
         tree = self._fitted(draft)
         drafted = mark(device)
-        output = self.target.forward_tree(tree)
+        output = self.target.verify(tree, self._reads)
         verdict = accept_path(tree, self._sampler.choose(rows, tree, output.logits))
         verified = mark(device)
         began = clock()
         self.target.commit(verdict)
+        if self.prefixes is not None:
+            self.prefixes.commit(verdict, output.features)
         # Trace records read the tree, whose memory the next draft reuses.
         early = drafter is not None and drafter.drafts_ahead and all(row.trees is None for row in rows)
         if drafter is not None and early:
             drafter.observe(tree, verdict, output)
             before = mark(device)
-            self._ahead = self._propose(budget, verdict.bonus)
+            self._ahead = self._propose(policy, verdict.bonus)
             self._ahead = replace(self._ahead, seconds=partial(seconds, before, mark(device)))
         accepted = verdict.host  # synchronises
         earlier = draft.seconds()
         draft_seconds, verify_seconds = earlier + seconds(begun, drafted), seconds(drafted, verified)
-        proposing = earlier + seconds(prepared, drafted) if draft.drafted or tree.nodes > 1 else 0.0
+        proposing = earlier + seconds(prepared, drafted) if draft.plan.nodes or tree.nodes > 1 else 0.0
         for number, row in enumerate(rows):
             if row.trees is not None:
                 row.trees.append(record_tree(tree, number, verdict, output, row.token_bytes))
@@ -311,21 +307,26 @@ class EngineCore:
         self._token = verdict.bonus
         paths = [path for path, _ in accepted]
         if any(row.drafts for row in rows):
-            budget.observe(tree.nodes, paths, proposing, verify_seconds, clock() - began, draft.shape)
+            times = StepTimes(proposing, verify_seconds, clock() - began, draft.tree.levels)
+            policy.observe(draft.plan, tree, paths, times)
         wall = clock() - start
         for row in rows:
             row.stats.draft_seconds += draft_seconds
             row.stats.verify_seconds += verify_seconds
             row.stats.commit_seconds += wall - draft_seconds - verify_seconds
 
-    def _propose(self, budget: Budget, token: Tensor) -> Draft:
+    @property
+    def _remaining(self) -> int:
+        """Draft tokens that the longest unfinished row can still accept."""
+        return max(row.remaining for row in self.running) - 1
+
+    def _propose(self, policy: DraftPolicy, token: Tensor) -> Draft:
         """Draft after the given tokens, (rows,); root-only trees if the drafter is not used in this step."""
-        rows, drafter, tree = self.running, self._drafter, TokenTree.root(token)
-        drafting = drafter is not None and any(row.drafts for row in rows) and not drafter.rests and budget.drafts()
-        if drafting:
-            assert drafter is not None
-            tree = drafter.propose(token, budget)
-        return Draft(rows, budget, tree, drafting, budget.shape)
+        rows, drafter, plan = self.running, self._drafter, StepPlan(0)
+        if drafter is not None and any(row.drafts for row in rows) and not drafter.rests:
+            plan = policy.plan(len(rows), self._remaining)
+        tree = drafter.propose(token, plan) if drafter is not None and plan.nodes else TokenTree.root(token)
+        return Draft(rows, policy, plan, tree)
 
     def _fitted(self, draft: Draft) -> TokenTree:
         """Trees to verify: apply grammars, prune, and drop drafts of rows without speculation."""
@@ -333,8 +334,8 @@ class EngineCore:
         plain = [number for number, row in enumerate(rows) if not row.drafts]
         if drafter is None or len(plain) == len(rows):
             return root
-        tree, budget = constrain(rows, draft.tree, draft.budget, drafter), draft.budget
-        tree = budget.prune(tree.without(plain) if plain and tree.nodes > 1 else tree)
+        tree = constrain(rows, draft.tree, draft.plan, drafter)
+        tree = draft.policy.prune(draft.plan, tree.without(plain) if plain and tree.nodes > 1 else tree)
         # Protect the target from a faulty drafter: clamp ids to the vocabulary and restore the root.
         if tree.nodes == 1:
             tree = root
@@ -345,17 +346,17 @@ class EngineCore:
                 row.stats.drafter_error = row.stats.drafter_error or drafter.failure(number)
         return tree
 
-    def _prepare(self) -> Budget:
-        """Pass prefilled sequences to the drafter and return the step's budget."""
+    def _prepare(self) -> DraftPolicy:
+        """Pass prefilled sequences to the drafter and return the step's policy."""
         assert self.key is not None
-        budget = self.key.speculation.budgets.of(len(self.running), self.key.num_draft_tokens)
+        policy = self.key.speculation.policy(self.key.num_draft_tokens)
         if new := sum(len(sequences) for _, _, sequences in self._prefilled):
-            budget.begin(new / len(self.running))
+            policy.begin(new / len(self.running))
         for prompt, output, sequences in self._prefilled:
             if self._drafter is not None:
                 self._drafter.begin(prompt, output, [sequence.history for sequence in sequences])
         self._prefilled = []
-        return budget
+        return policy
 
     def _prefill(self) -> bool:
         """Prefill waiting prompts while rows are free, at most ``chunk`` tokens if others decode.
@@ -377,9 +378,11 @@ class EngineCore:
             try:
                 if batch.passes is None:
                     max_new_tokens = [sequence.remaining for sequence in batch.sequences]
-                    batch.passes = self.target.prefill_chunks(
-                        batch.prompt, max_new_tokens, self.chunk if busy else None
-                    )
+                    settings = max_new_tokens, self._reads, self.chunk if busy else None
+                    if self.prefixes is not None:
+                        batch.passes = self.prefixes.prefill(batch.prompt, *settings)
+                    else:
+                        batch.passes = self.target.prefill([batch.prompt], *settings)
                 output = next(batch.passes)
             except Exception as error:
                 self._prefilling = None
@@ -404,12 +407,14 @@ class EngineCore:
         with self._lock:
             batch = self._prefilling = self.scheduler.next(len(self.running), self.key, tokens)
         if batch is not None:
-            self._hold(batch.key, any(sequence.drafts for sequence in batch.sequences))
+            self._hold(batch.key)
         return batch
 
     def _start(self, batch: PromptBatch, output: TargetOutput) -> None:
         """Emit the first token of each prefilled sequence and add them to the batch."""
         sequences = batch.sequences
+        if self.prefixes is not None:
+            self.prefixes.start(batch.prompt.singles, output)
         root = TokenTree.root(torch.zeros(len(sequences), dtype=torch.long, device=output.logits.device))
         self._vocab = output.logits.shape[-1]
         first = BatchSampler().choose(sequences, root, output.logits)[:, 0]
@@ -432,9 +437,9 @@ class EngineCore:
         if kept and self._prefilled:
             self._prepare()  # target and drafter must have the same rows
         self._prefilled = []
-        if _keeps_prefixes(self.target):
+        if self.prefixes is not None:
             ended = [row for row, sequence in enumerate(self.running) if sequence.ended]
-            self.target.retain(ended, [self.running[row].history for row in ended])
+            self.prefixes.retain(ended, [self.running[row].history for row in ended])
         if rejected := [sequence for sequence in self.running if sequence.rejected and not sequence.done]:
             assert self.key is not None
             with self._lock:
@@ -445,9 +450,7 @@ class EngineCore:
         order = [row if row in present else next(movers) for row in range(len(kept))]
         self.running = [self.running[row] for row in order]
         self._token = self._token[row_index(order, self._token.device)]
-        self.target.select(order)
-        if self._drafter is not None:
-            self._drafter.select(order)
+        self._keep(order)
 
     def abort(self, error: Exception) -> None:
         """Fail all sequences of a broken step and reset target and drafter."""
@@ -457,16 +460,17 @@ class EngineCore:
                 sequence.error = error
         self.running, self._prefilled, self._prefilling, self._ahead = [], [], None, None
         self._token = self._token[:0]
-        self.target.select([])
+        self._keep([])
+
+    def _keep(self, rows: list[int]) -> None:
+        """Keep these rows, in this order, in target and drafter."""
+        self.target.keep(rows)
+        if self.prefixes is not None:
+            self.prefixes.keep(rows)
         if self._drafter is not None:
-            self._drafter.select([])
+            self._drafter.select(rows)
 
     def _resumes(self, prompt: Prompt, earlier: list[Prompt]) -> bool:
         """Whether a prompt, or the first of the earlier prompts, has a cached prefix and needs its own prefill."""
-        if not _keeps_prefixes(self.target):
-            return False
-        return self.target.resumes(prompt, earlier) or self.target.resumes(earlier[0], [])
-
-
-def _keeps_prefixes(target: Any) -> TypeGuard[KeepsPrefixes]:
-    return isinstance(target, KeepsPrefixes) and target.prefix_cache is not None
+        prefixes = self.prefixes
+        return prefixes is not None and (prefixes.resumes(prompt, earlier) or prefixes.resumes(earlier[0], []))

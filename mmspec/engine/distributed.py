@@ -326,7 +326,7 @@ class DistributedEngine(Engine):
         """Run the steps of rank 0 on the other ranks, until it ends; see ``Pipeline.follow``.
 
         Args:
-            speculation: drafter and budgets of all requests.
+            speculation: drafter and policies of all requests.
             start: queues a request.
         """
         atexit.register(self._end_process)  # other ranks wait for rank 0 to close, even if its engine is unused

@@ -15,7 +15,8 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
-from mmspec.core.target import Prompt, Target
+from mmspec.cache.prefix_cache import PrefixCache, PrefixReuse
+from mmspec.core.target import KeepsStates, Prompt, Target
 from mmspec.engine.core import BatchKey, EngineCore, PromptBatch
 from mmspec.engine.request import Request
 from mmspec.engine.request_state import RequestState
@@ -118,7 +119,7 @@ class Engine:
 
         Args:
             prompt: one or several rows.
-            speculation: drafter and budgets on this target. Only sequences with the same ``speculation`` are batched.
+            speculation: drafter and policies on this target. Only sequences with the same ``speculation`` are batched.
             num_draft_tokens: draft tokens per step; None chooses adaptively. Sequences with different values are not
                 batched together, except 0 (plain decoding) and None.
             **options: ``request``, ``logits``, ``on_change`` and ``token_bytes`` of ``RequestState``.
@@ -146,6 +147,23 @@ class Engine:
             self.core.add(PromptBatch(prompt, sequences, key))
             self._wake()
         return sequences
+
+    @property
+    def prefixes(self) -> PrefixCache | None:
+        """The prefix cache; None without one."""
+        return None if self.core.prefixes is None else self.core.prefixes.prefixes
+
+    def use_prefixes(self, prefixes: PrefixCache | None) -> None:
+        """Set the prefix cache, after all sequences have ended.
+
+        Raises:
+            UserError: the target keeps no states of sequences.
+        """
+        if prefixes is not None and not isinstance(self.target, KeepsStates):
+            name = type(self.target).__name__
+            raise UserError(f"prefix_cache needs a target that keeps states: {name} does not")
+        with self.drained():
+            self.core.prefixes = None if prefixes is None else PrefixReuse(self.target, prefixes)
 
     def admit(self, request: Request) -> Request:
         """Adapt a request to this engine, before encoding.

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from dataclasses import fields as fields_of
+from dataclasses import dataclass, fields
 from functools import partial
 from inspect import Parameter, signature
-from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-from mmspec.checks import FLAG, TEXT, Checked, Rule, is_text, nearest, number, option, optional, shown, whole
-from mmspec.errors import Attempt, UserError, raising
-from mmspec.sampling.logprobs import LOGPROBS
-from mmspec.sampling.params import SamplingParams
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
+
+from mmspec.errors import Attempt, UserError, nearest, raising, shown
+from mmspec.sampling.params import Logprobs, SamplingParams
 from mmspec.sampling.processors import TreeProcessor
-from mmspec.sampling.thoughts import REASONING
+from mmspec.sampling.reasoning import ReasoningName
 from mmspec.targets.processor import is_token_ids
+from mmspec.validation import Text, check, condition, options
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _KEYS = ("prompt", "images", "videos", "params")
-_ITEMS = ("text", "image", "video", "image_url", "video_url")  # item types of a message; the last two are OpenAI's
 _ELSEWHERE = {  # names in transformers' generate and OpenAI's API
     "stop_strings": "stop",
     "max_length": "max_new_tokens",
@@ -38,21 +38,23 @@ _ELSEWHERE = {  # names in transformers' generate and OpenAI's API
     "streamer": "Pipeline.stream",
     "assistant_model": "drafter= of mmspec.load",
 }
-_FUNCTIONS = Rule(
-    "a list of callables", lambda value: isinstance(value, Sequence) and all(callable(one) for one in value)
-)
-_PROCESSORS = Rule(
-    "a list of logits processors",
-    lambda value: isinstance(value, Sequence) and all(_is_processor(one) for one in value),
-)
-
-NUM_DRAFT_TOKENS = optional(whole(0))
-SEQ_COUNT = whole(1)
-PARAMS = Rule("mmspec.SamplingParams", lambda value: isinstance(value, SamplingParams))
 
 
-@dataclass(frozen=True)
-class DecodeOptions(Checked):
+def _is_processor(value: Any) -> bool:
+    return not isinstance(value, type) and (callable(value) or isinstance(value, TreeProcessor))
+
+
+def _are(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda values: isinstance(values, Sequence) and all(map(holds, values))
+
+
+_Params = Annotated[Any, condition("mmspec.SamplingParams", lambda value: isinstance(value, SamplingParams))]
+Functions = Annotated[Sequence[Any], condition("a list of callables", _are(callable))]
+Processors = Annotated[Sequence[Any], condition("a list of logits processors", _are(_is_processor))]
+
+
+@options
+class DecodeOptions:
     """Decoding options shared by all requests of a call.
 
     Attributes:
@@ -65,21 +67,21 @@ class DecodeOptions(Checked):
         chat_template: render prompts with the model's chat template if it has one; False uses text prompts as is.
         max_time: seconds after the first token, at which the answer ends with finish reason ``"length"``; None for no
             limit.
-        reasoning: format of the reasoning before an answer (``mmspec.sampling.thoughts``). Reasoning is returned
+        reasoning: format of the reasoning before an answer (``mmspec.sampling.reasoning``). Reasoning is returned
             separately, and grammars, triggers and stop strings start after it. ``"auto"`` uses the chat template's
             format; None makes reasoning a part of the answer.
         adapter: name of a LoRA adapter of ``mmspec.load(adapters=...)``; None for the model without one.
     """
 
-    num_draft_tokens: int | None = option(None, NUM_DRAFT_TOKENS)
-    logits_processor: Sequence[Any] = option((), _PROCESSORS)
-    stopping_criteria: Sequence[Any] = option((), _FUNCTIONS)
-    trace: bool = option(False, FLAG)
-    logprobs: int | None = option(None, LOGPROBS)
-    chat_template: bool = option(True, FLAG)
-    max_time: float | None = option(None, optional(number("a number >= 0", lambda value: value >= 0)))
-    reasoning: str | None = option(None, REASONING)
-    adapter: str | None = option(None, optional(TEXT))
+    num_draft_tokens: NonNegativeInt | None = None
+    logits_processor: Processors = ()
+    stopping_criteria: Functions = ()
+    trace: bool = False
+    logprobs: Logprobs | None = None
+    chat_template: bool = True
+    max_time: NonNegativeFloat | None = None
+    reasoning: ReasoningName | None = None
+    adapter: Text | None = None
 
 
 class GenerateKeywords(TypedDict, total=False):
@@ -101,7 +103,7 @@ class GenerateKeywords(TypedDict, total=False):
     min_new_tokens: int | None
     presence_penalty: float
     frequency_penalty: float
-    logit_bias: Any
+    logit_bias: Any | None
     grammar_trigger: str | None
     ignore_eos: bool
     grammar_aligned: bool
@@ -192,7 +194,7 @@ def num_draft_tokens_of(num_draft_tokens: int | None, nodes: int | None) -> int 
     """
     if num_draft_tokens is not None and nodes is not None:
         raise UserError("nodes is the former name of num_draft_tokens: expected one of them, received both")
-    return NUM_DRAFT_TOKENS.check("num_draft_tokens", nodes if num_draft_tokens is None else num_draft_tokens)
+    return check("num_draft_tokens", NonNegativeInt | None, nodes if num_draft_tokens is None else num_draft_tokens)
 
 
 def params_of(keywords: Mapping[str, Any]) -> SamplingParams:
@@ -206,43 +208,71 @@ def params_of(keywords: Mapping[str, Any]) -> SamplingParams:
 
 def _pop_params(keywords: dict[str, Any]) -> SamplingParams:
     """Pop ``params``, or the keywords that are its fields."""
-    params, fields = keywords.pop("params", None), _pop_fields(keywords, SamplingParams)
+    params, given = keywords.pop("params", None), _pop_fields(keywords, SamplingParams)
     if params is None:
-        return SamplingParams(**fields)
-    if fields:
-        raise UserError(f"expected either params or sampling keywords: got params and {', '.join(fields)}")
-    return PARAMS.check("params", params)
-
-
-def _is_processor(value: Any) -> bool:
-    return not isinstance(value, type) and (callable(value) or isinstance(value, TreeProcessor))
+        return SamplingParams(**given)
+    if given:
+        raise UserError(f"expected either params or sampling keywords: got params and {', '.join(given)}")
+    return check("params", _Params, params)
 
 
 def _pop_fields(keywords: dict[str, Any], kind: Any) -> dict[str, Any]:
-    return {field.name: keywords.pop(field.name) for field in fields_of(kind) if field.name in keywords}
+    return {field.name: keywords.pop(field.name) for field in fields(kind) if field.name in keywords}
+
+
+def _as_items(content: Any) -> Any:
+    """Content of a message as a list of items."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class _URL(TypedDict):
+    url: str
+
+
+_MediaURL = Annotated[_URL, BeforeValidator(lambda url: {"url": url} if isinstance(url, str) else url)]
+
+
+class _TextItem(TypedDict):
+    type: Literal["text"]
+    text: Text
+
+
+class _MediaItem(TypedDict):
+    type: Literal["image", "video"]
+
+
+class _ImageURLItem(TypedDict):  # OpenAI's
+    type: Literal["image_url"]
+    image_url: _MediaURL
+
+
+class _VideoURLItem(TypedDict):
+    type: Literal["video_url"]
+    video_url: _MediaURL
+
+
+_ITEMS = ("text", "image", "video", "image_url", "video_url")
+_Item = Annotated[_TextItem | _MediaItem | _ImageURLItem | _VideoURLItem, Field(discriminator="type")]
+
+
+class _Message(TypedDict):
+    role: Annotated[str, Field(strict=True)]
+    content: Annotated[list[_Item], BeforeValidator(_as_items)]
 
 
 def _check_content(request: Any) -> None:
     if not isinstance(request, Mapping):
         raise UserError(f'a request must be a dict with a prompt, as {{"prompt": "Hello"}}: got {shown(request)}')
-    known = f"a request's keys are {', '.join(_KEYS)}"
     if unknown := [str(key) for key in request if key not in _KEYS]:
-        fields = SamplingParams.__dataclass_fields__
-        among_params = ", which belongs into params: SamplingParams(...)"
-        hint = among_params if unknown[0] in fields else nearest(unknown[0], _KEYS)
-        raise UserError(f"{known}: got {unknown[0]}{hint}")
+        is_param = unknown[0] in SamplingParams.__dataclass_fields__
+        hint = ", which belongs into params: SamplingParams(...)" if is_param else nearest(unknown[0], _KEYS)
+        raise UserError(f"a request's keys are {', '.join(_KEYS)}: got {unknown[0]}{hint}")
     if "prompt" not in request:
         raise UserError(f"a request must have a prompt: got {', '.join(request) or 'nothing'}")
-    _check_prompt(request["prompt"])
-    if request.get("params") is not None:
-        PARAMS.check("params", request["params"])
-
-
-def _check_prompt(prompt: Any) -> None:
+    check("params", _Params | None, request.get("params"))
+    prompt = request["prompt"]
     if isinstance(prompt, str):
-        _check_text(prompt)
-    elif is_token_ids(prompt):
-        return
+        check("prompt", Text, prompt)
     elif not isinstance(prompt, list | tuple):
         raise UserError(f"a prompt must be text, chat messages or token ids: got {shown(prompt)}")
     elif any(isinstance(one, str | list | tuple) for one in prompt):
@@ -250,40 +280,5 @@ def _check_prompt(prompt: Any) -> None:
             "a prompt is one text, or one list of chat messages or token ids: several go to "
             f'generate_batch([{{"prompt": ...}}, ...]), got {shown(prompt)}'
         )
-    else:
-        for message in prompt:
-            _check_message(message)
-
-
-def _check_message(message: Any) -> None:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise UserError(f"a chat message must be a dict with a role and content: got {shown(message)}")
-    content = message.get("content")
-    if isinstance(content, str):
-        return _check_text(content)
-    if not isinstance(content, list | tuple):
-        raise UserError(f"a message's content must be text or a list of items: got {shown(content)}")
-    for item in content:
-        if not isinstance(item, Mapping) or not isinstance(item.get("type"), str):
-            raise UserError(f"an item of a message must be a dict with a type: got {shown(item)}")
-        _check_item(item)
-
-
-def _check_item(item: Mapping[str, Any]) -> None:
-    kind = item["type"]
-    if kind not in _ITEMS:
-        raise UserError(f"an item's type must be {', '.join(_ITEMS[:-1])} or {_ITEMS[-1]}: got {shown(kind)}")
-    if kind == "text":
-        if not isinstance(item.get("text"), str):
-            raise UserError(f"a text item must have a text: got {shown(item)}")
-        _check_text(item["text"])
-    elif kind.endswith("_url"):
-        url = item.get(kind)
-        if not isinstance(url.get("url") if isinstance(url, Mapping) else url, str):
-            raise UserError(f'an item of type {kind} must have {{"{kind}": {{"url": ...}}}}: got {shown(item)}')
-
-
-def _check_text(text: str) -> None:
-    if not is_text(text):
-        at = next(place for place, character in enumerate(text) if not is_text(character))
-        raise UserError(f"a prompt must be text that UTF-8 can encode: got {text[at]!r} at character {at}")
+    elif not is_token_ids(prompt):
+        check("prompt", list[_Message], list(prompt), tags=_ITEMS)

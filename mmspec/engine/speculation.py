@@ -1,4 +1,4 @@
-"""Drafter and budgets of a target, exclusive use of drafters, and warm-up of captured decode steps.
+"""Drafter and drafting policies of a target, exclusive use of drafters, and warm-up of captured decode steps.
 
 A capture in a decode step delays all of its sequences, and a buffer that grows drops the graphs that read it. Buffers
 are therefore reserved, and CUDA graphs captured, before the first request.
@@ -16,16 +16,15 @@ from torch import Tensor
 
 from mmspec.cache.rows import batch_bucket
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter, Guard, as_drafter, features, members
-from mmspec.core.target import Target
+from mmspec.core.drafter import Drafter, Guard, as_drafter
+from mmspec.core.plan import StepPlan
+from mmspec.core.target import Feature, Prompt, Target
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import AHEAD, CapturedDrafter
-from mmspec.engine.budget import STEADY_SHAPES, Budgets, DraftShape
-from mmspec.engine.calibrate import placeholder
+from mmspec.engine.policy import STEADY_PLANS, AdaptivePolicy, DraftPolicy
 from mmspec.errors import UserError
-from mmspec.ops import graphs
+from mmspec.ops import graphs, kernels
 from mmspec.targets.runner import node_bucket
 from mmspec.targets.transformers_target import RESERVED_NODES, TransformersTarget, sharded
 
@@ -35,27 +34,39 @@ _WANTED: dict[int, int] = {}  # number of waiting engines by drafter id
 
 
 class Speculation:
-    """A drafter and its budgets on one target, shared by all requests of a batch.
+    """A drafter and its policies on one target, shared by all requests of a batch.
 
     Args:
         drafter: the drafter; None decodes plainly.
+        adaptive: policy with the learned state of an earlier speculation; None starts anew.
 
     Attributes:
         guard: wraps the drafter in decode steps, so that its errors do not end sequences.
-        budgets: tree sizes of decode steps.
+        adaptive: policy of requests without a fixed number of draft tokens. A sharded target has a fixed policy, as
+            clocks differ between ranks.
 
     Raises:
         UserError: the drafter was trained for another target.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None, adaptive: DraftPolicy | None = None) -> None:
         self.target = target
-        self.drafter: Drafter | None = as_drafter(drafter)
+        self.drafter = as_drafter(drafter)
         self.guard = None if self.drafter is None else Guard(self.drafter)
-        self.budgets = Budgets(target, drafts=drafter is not None)
-        self._parts = [member.key for member in members(self.drafter)]
+        self._static_shapes = kernels.static_shapes(target.device)
+        fixed = drafter is None or sharded(target)
+        self.adaptive = adaptive or (DraftPolicy if fixed else AdaptivePolicy)(static_shapes=self._static_shapes)
+        self._fixed: dict[int, DraftPolicy] = {}  # by draft tokens per step
+        self._parts = self.drafter.members if self.drafter else []
         self.acquire()
         self.release()
+
+    def policy(self, num_draft_tokens: int | None) -> DraftPolicy:
+        """The policy of a fixed number of draft tokens per step, or the adaptive policy if None."""
+        if num_draft_tokens is None:
+            return self.adaptive
+        fixed = DraftPolicy(StepPlan(num_draft_tokens), self._static_shapes)
+        return self._fixed.setdefault(num_draft_tokens, fixed)
 
     def acquire(self) -> None:
         """Wait until no other target uses the drafter, then attach it.
@@ -99,17 +110,15 @@ class Speculation:
         return any(part is candidate for part in self._parts for candidate in other._parts)
 
     def warm_up(self, rows: int, tokens: int | None = None, sizes: Sequence[int | None] = (None,)) -> None:
-        """Reserve buffers, capture decode steps and calibrate, without sequences; see ``Pipeline.warm_up``."""
+        """Reserve buffers and capture decode steps, without sequences; see ``Pipeline.warm_up``."""
         assert isinstance(self.target, TransformersTarget), "others are not captured"
-        shapes: set[DraftShape] = set()
-        if self.drafter is not None:
-            shapes = {DraftShape(size, False, Budget().depth) for size in sizes if size}
-            shapes.update(STEADY_SHAPES if None in sizes else ())
-        budgets = [Budget(size, depth, chain) for size, chain, depth in sorted(shapes, reverse=True)]
+        plans = [StepPlan(size) for size in sizes if size] if self.drafter is not None else []
+        if self.drafter is not None and None in sizes:
+            plans.extend(STEADY_PLANS)
+        plans.sort(key=lambda plan: (plan.nodes, plan.chain, plan.depth), reverse=True)
         self.acquire()
         try:
-            warm_up(self.target, self.drafter, rows, tokens, budgets)
-            self.budgets.calibrate(None in sizes)
+            warm_up(self.target, self.drafter, rows, tokens, plans)
         except (UserError, torch.OutOfMemoryError) as error:  # requests then capture their steps
             warnings.warn(f"CUDA graphs could not be captured beforehand: {error}", RuntimeWarning, stacklevel=2)
         finally:
@@ -119,6 +128,7 @@ class Speculation:
 # ---------------------------------------------------------------------- warm-up
 
 _PROMPT = 128  # prompt tokens per row during capture
+_TREE_NODES = 64  # nodes of the largest trees
 _TOKENS = 8192  # maximum tokens reserved per row
 _LEAST_TOKENS = 2048  # minimum per row; if they do not fit, fewer rows are reserved
 _SHARE = 0.5  # share of free device memory for the target's KV cache
@@ -134,7 +144,7 @@ def captures_steps(target: Target) -> bool:
 
 
 def warm_up(
-    target: TransformersTarget, drafter: Drafter | None, rows: int, tokens: int | None, budgets: Sequence[Budget]
+    target: TransformersTarget, drafter: Drafter | None, rows: int, tokens: int | None, plans: Sequence[StepPlan]
 ) -> None:
     """Reserve buffers and capture steps, largest first, so that smaller steps share their memory.
 
@@ -145,15 +155,15 @@ def warm_up(
         drafter: attached to the target, without sequences.
         rows: maximum number of concurrent sequences.
         tokens: maximum tokens per row, prompt and answer together; reduced to fit a share of the free memory.
-        budgets: budgets of the drafts, largest first.
+        plans: plans of the drafts, largest first.
     """
-    cost, target.cost = target.cost, None  # no padding of nodes
-    target.features = features(drafter)
+    reads = tuple(drafter.features) if drafter else ()
     try:
         rows, tokens = _reservation(target, rows, tokens)
         _log.info("capturing decode steps of up to %d sequences of %d tokens", rows, tokens)
         prompt = placeholder(rows, _PROMPT, target)
-        output = target.prefill(prompt, 1)
+        *_, output = target.prefill([prompt], [1] * rows, reads)
+        assert output is not None
         target.runner.cache.reserve_nodes(tokens + RESERVED_NODES - target.runner.cache.length)
         histories = [[*row, 0] for row in prompt.input_ids.tolist()]
         parts = [] if drafter is None else drafter.begin_idle(prompt, output, histories)
@@ -161,25 +171,35 @@ def warm_up(
         for part in parts:
             part.reserve(tokens + AHEAD)
         while rows:
-            _capture(target, parts, rows, budgets)
+            _capture(target, parts, rows, plans, reads)
             rows = batch_bucket(rows) // 2
-            target.select(range(rows))
+            target.keep(range(rows))
             for part in parts:
                 part.select(range(rows))
     finally:
-        target.cost = cost
-        target.select([])
+        target.keep([])
         if drafter is not None:
             drafter.select([])
+
+
+def placeholder(rows: int, tokens: int, target: Target) -> Prompt:
+    """Prompts of up to ``tokens`` tokens, which leave room for the largest trees.
+
+    Their own history keeps them out of the prefix cache.
+    """
+    limit = target.context_limit or tokens + _TREE_NODES
+    length = max(1, min(tokens, limit - _TREE_NODES))
+    ids = torch.zeros(rows, length, dtype=torch.long, device=target.device)
+    return Prompt(ids, history=ids)
 
 
 def _reservation(target: TransformersTarget, rows: int, tokens: int | None) -> tuple[int, int]:
     """Number of rows and of tokens per row to reserve."""
     limit = tokens or _TOKENS
     limit = min(limit, target.context_limit or limit)
-    target.prefill(placeholder(1, _PROMPT, target), 1)
+    list(target.prefill([placeholder(1, _PROMPT, target)], [1]))
     token_bytes, kv = _token_bytes(target.runner.cache), target.runner.cache.kv
-    target.select([])
+    target.keep([])
     if not token_bytes:
         return rows, limit
     fitting = max(kv.rows * kv.capacity, int(_SHARE * _free_bytes(target.device) / token_bytes))
@@ -201,43 +221,51 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _capture(
-    target: TransformersTarget, parts: Sequence[CapturedDrafter], rows: int, budgets: Sequence[Budget]
+    target: TransformersTarget,
+    parts: Sequence[CapturedDrafter],
+    rows: int,
+    plans: Sequence[StepPlan],
+    reads: Sequence[Feature],
 ) -> None:
     """Capture the steps of target and drafters at their current number of rows."""
     token = torch.zeros(rows, dtype=torch.long, device=target.device)
-    budgets = [budget for budget in budgets if batch_bucket(rows) * budget.nodes < _MOST_NODES]
-    nodes = max((budget.nodes for budget in budgets), default=0)
-    depth = max((budget.depth for budget in budgets), default=0)
-    target.forward_tree(_chain(rows, 1 + nodes, target.device))  # the first pass allocates buffers of recurrent layers
+    plans = [plan for plan in plans if batch_bucket(rows) * plan.nodes < _MOST_NODES]
+    nodes = max((plan.nodes for plan in plans), default=0)
+    depth = max((plan.depth for plan in plans), default=0)
+    target.verify(_chain(rows, 1 + nodes, target.device), reads)  # the first pass allocates buffers of recurrent layers
     for width in _buckets(1 + nodes):
         for _ in range(2):
-            target.forward_tree(_chain(rows, width, target.device))
+            target.verify(_chain(rows, width, target.device), reads)
     for width in _buckets(1 + min(nodes, depth)):
         for _ in range(2):
             target.commit(_nothing(_chain(rows, width, target.device)))
     for part in parts:
-        _capture_drafts(target, part, token, budgets)
+        _capture_drafts(target, part, token, plans, reads)
 
 
 def _capture_drafts(
-    target: TransformersTarget, part: CapturedDrafter, token: Tensor, budgets: Sequence[Budget]
+    target: TransformersTarget,
+    part: CapturedDrafter,
+    token: Tensor,
+    plans: Sequence[StepPlan],
+    reads: Sequence[Feature],
 ) -> None:
-    """Capture the drafts of each budget: the first draft, and drafts after a step of each size, also without drafts."""
-    if not budgets:
+    """Capture the drafts of each plan: the first draft, and drafts after a step of each size, also without drafts."""
+    if not plans:
         return
-    part.propose(token, budgets[0])  # allocates buffers, as the target's first pass does
+    part.propose(token, plans[0])  # allocates buffers, as the target's first pass does
     trees = {0: TokenTree.root(token)}  # by depth, which an update's shape depends on
-    for budget in budgets:
+    for plan in plans:
         for _ in range(2):
-            tree = part.propose(token, budget)
+            tree = part.propose(token, plan)
         trees.setdefault(tree.max_depth, tree.select(list(range(len(token)))))  # a copy
     for tree in trees.values():
-        output, verdict = target.forward_tree(tree), _nothing(tree)
-        for number, budget in enumerate(budgets):
+        output, verdict = target.verify(tree, reads), _nothing(tree)
+        for number, plan in enumerate(plans):
             for _ in range(2):
                 for _ in range(1 if number else 2):  # capture also an update without a draft
                     part.observe(tree, verdict, output)
-                part.propose(token, budget)
+                part.propose(token, plan)
 
 
 def _buckets(nodes: int) -> Iterator[int]:

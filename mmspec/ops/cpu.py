@@ -551,7 +551,7 @@ def draft_cells(
         draft_ids: (n,) int64, target token of each row of the table; None is the identity.
         width: nodes extended per level, and children per node.
         levels: maximum depth.
-        least_gain: minimum gain of a level, see ``Budget.least_gain``.
+        least_gain: minimum gain of a level, see ``StepPlan.least_gain``.
         nodes: maximum number of nodes, excluding the root.
 
     Returns:

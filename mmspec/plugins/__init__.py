@@ -1,19 +1,19 @@
 """Plug-ins: targets, kinds of layers, drafters, logits processors, embedded models and commands, found by name.
 
-Those of this package are in one table (``mmspec/plugins/builtin.py``), so that a checkout works without installation.
-Other packages register theirs as entry points, ``name = "module:object"`` under
-``[project.entry-points."mmspec.GROUP"]``; of the same name, the built-in one is used. Nothing is imported before it is
-used. Groups:
+Plug-ins of this package are in one table (``mmspec/plugins/builtin.py``), so that a checkout works without
+installation. Other packages register entry points, ``name = "module:object"`` under
+``[project.entry-points."mmspec.GROUP"]``; a built-in plug-in wins over an entry point of the same name. Nothing is
+imported before it is used. Groups:
 
 - ``targets``: target classes (see ``TransformersTarget``); the first whose ``supports(config)`` is true is used.
 - ``layers``: classes that verify trees in layers other than attention (see ``mmspec/targets/layers.py``); the
   first whose ``supports(config)`` is true for a text configuration is used.
 - ``drafters``: ``DrafterSpec`` objects (see ``mmspec/drafters/spec.py``), or drafter classes.
 - ``processors``: functions from a logits processor to its form for trees, a ``TreeProcessor`` or an ``OnTrees``
-  (see ``mmspec/sampling/processors.py``), or None for unsupported ones; the first form is used.
+  (see ``mmspec/sampling/processors.py``), or to None; the first form is used.
 - ``adapt``: functions from a drafter and its target to a ``Learner`` (see ``mmspec/adaptation/adaptation.py``), by
   the drafter's name.
-- ``prompts``: functions from a number to that many requests, for training commands without data of the user.
+- ``prompts``: functions from a number to a list of that length of requests, for training without the user's data.
 - ``models``: ``EmbeddedModel`` and ``PackagedModel`` objects, or functions that return a model's folder.
 - ``towers``: ``PackagedTower`` objects, vision towers of models that are shipped without them; importing one
   registers its classes with transformers.
@@ -35,8 +35,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mmspec.checks import nearest
-from mmspec.errors import UserError
+from mmspec.errors import UserError, nearest
 from mmspec.files import cache_folder, make_folder, readable_path
 from mmspec.plugins.builtin import BUILTIN
 
@@ -45,15 +44,15 @@ _log = logging.getLogger("mmspec.load")
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model that other packages carry, which are not imported; calling it returns its folder.
+    """A model in packages of others, which are not imported; calling it returns its folder.
 
     Attributes:
-        package: what contains the model, a folder or GGUF file.
-        install: the command that installs it.
-        name: the file's without its ending.
-        drafters: folder with drafters for it, laid out as beside a model.
-        auto: its default drafter.
-        parts: packages that hold the file in parts, in this order; it is joined in the user's cache.
+        package: package of the folder or GGUF file.
+        install: command that installs the package.
+        name: name of the file, without its suffix.
+        drafters: folder with drafters for the model, in the layout of a model's own folder.
+        auto: default drafter.
+        parts: packages with the parts of the file, in order; the file is joined in the user's cache.
     """
 
     package: str
@@ -91,11 +90,11 @@ class PackagedModel:
 
 @dataclass(frozen=True)
 class PackagedTower:
-    """A vision tower whose weights a package carries, which is not imported.
+    """A vision tower with weights in a package, which is not imported.
 
     Attributes:
-        package: what contains the weights, one file ``models/*.pth``.
-        install: the command that installs it.
+        package: package of the weights, one file ``models/*.pth``.
+        install: command that installs the package.
         read: reads the file: tensors by name.
     """
 
@@ -104,11 +103,7 @@ class PackagedTower:
     read: Callable[[Path], dict[str, Any]]
 
     def file(self) -> Path:
-        """The path of the weights.
-
-        Raises:
-            UserError: the package is not installed, or does not hold one such file.
-        """
+        """Path of the weights; raises ``UserError`` if the package is not installed, or lacks the file."""
         files = sorted(_home(self.package, self.install, "vision tower").glob("models/*.pth"))
         if len(files) != 1:
             raise UserError(f"expected one file models/*.pth in the package {self.package}, received {len(files)}")
@@ -131,9 +126,9 @@ class EmbeddedModel:
 
     Attributes:
         folder: what ``from_pretrained`` loads.
-        limits: one sentence on what it was trained on, for users who give it input of their own.
-        packages: those that carry the rest of its weights, as imported; see ``mmspec/targets/completed.py``.
-        photographs: whether it was trained on any.
+        limits: one sentence on its training data, for users with other input.
+        packages: import names of the packages with the rest of its weights; see ``mmspec/targets/completed.py``.
+        photographs: whether it was trained on photographs.
     """
 
     folder: str
@@ -162,14 +157,14 @@ gemma3_270m = PackagedModel(
 
 
 CAPTIONERS = ("smol-llava", "tiny-llava")
-"""Embedded models for images; the first one whose packages are installed is the default of all commands."""
+"""Embedded models for images; the default of all commands is the first model whose packages are installed."""
 
 DEFAULT_MODEL = f"{CAPTIONERS[0]} where its packages are installed, else {CAPTIONERS[1]}"
 """``default_model`` in words."""
 
 
 def embedded() -> list[str]:
-    """Names of the models that this and other packages register as their own, without those that lack a package."""
+    """Names of the registered models, without ``PackagedModel`` and without models that lack a package."""
 
     def complete(model: Any) -> bool:
         return not isinstance(model, PackagedModel) and all(map(find_spec, getattr(model, "packages", ())))
@@ -178,14 +173,14 @@ def embedded() -> list[str]:
 
 
 def installed() -> list[str]:
-    """Names of all registered models that can be loaded without a download: embedded ones, then those of packages."""
+    """Names of all registered models that can be loaded without a download: first embedded, then packaged models."""
     packaged = {entry.name: entry.load() for entry in registered("models")}
     own = embedded()
     return [*own, *(name for name, model in packaged.items() if name not in own and getattr(model, "installed", False))]
 
 
 def reads_text_only(model: str) -> bool:
-    """Whether a registered model takes neither images nor videos; False for all other models, which are unknown."""
+    """Whether a registered model takes neither images nor videos; False for models that are not registered."""
     if model not in names("models"):
         return False
     folder = Path(model_path(model))
@@ -212,7 +207,7 @@ def _packaged_as(home: Path) -> list[PackagedModel]:
 def registered(group: str) -> tuple[EntryPoint, ...]:
     """The plug-ins of a group (``"targets"``, ``"drafters"``, ...), one per name, sorted by name, not imported."""
     own = [EntryPoint(name, value, f"mmspec.{group}") for name, value in BUILTIN.get(group, {}).items()]
-    # Entry points to objects of this package are those of an earlier installation.
+    # Entry points to objects of this package belong to an earlier installation.
     others = [entry for entry in entry_points(group=f"mmspec.{group}") if not entry.value.startswith("mmspec.")]
     by_name = {entry.name: entry for entry in (*reversed(others), *own)}
     return tuple(by_name[name] for name in sorted(by_name))
@@ -224,11 +219,7 @@ def names(group: str) -> list[str]:
 
 
 def find(group: str, name: str) -> Any:
-    """The object registered under a name.
-
-    Raises:
-        UserError: nothing of that name is registered; the message lists what is.
-    """
+    """The object registered under a name; raises ``UserError`` with the known names if there is none."""
     for entry in registered(group):
         if entry.name == name:
             return entry.load()
@@ -238,7 +229,7 @@ def find(group: str, name: str) -> Any:
 
 
 def expected_models(name: str) -> str:
-    """Names of the registered models, for the message about a name that leads to none."""
+    """Names of the registered models, for the message about an unknown name."""
     known = names("models")
     return f"an embedded model ({', '.join(known) or 'none'}{nearest(name, known)})"
 
@@ -249,27 +240,23 @@ def model_path(name: str) -> str:
 
 
 def limits(model: str) -> str | None:
-    """One sentence on what an embedded model was trained on; None for all other models."""
+    """One sentence on the training data of an embedded model; None for all other models."""
     return getattr(find("models", model), "limits", None) if model in names("models") else None
 
 
 def sees_photographs(model: str) -> bool:
-    """Whether a model was trained on photographs, which is taken for granted for those that are not embedded."""
+    """Whether a model was trained on photographs; True for models that are not embedded."""
     found = find("models", model) if model in names("models") else None
     return found.photographs if isinstance(found, EmbeddedModel) else True
 
 
 def default_model() -> str:
-    """Name of the model where a user names none."""
+    """Name of the model for users who name none."""
     return next(name for name in CAPTIONERS if name in embedded())
 
 
 def target_class(config: Any) -> Any:
-    """The target class for models of this transformers configuration.
-
-    Raises:
-        UserError: no registered class supports it.
-    """
+    """The target class for models of this transformers configuration; raises ``UserError`` if there is none."""
     # The general text class supports some models of special families too, and comes last.
     for entry in sorted(registered("targets"), key=lambda e: (e.name == "text", e.name)):
         adapter = entry.load()

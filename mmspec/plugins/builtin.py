@@ -59,7 +59,6 @@ BUILTIN = {
     "commands": {
         "generate": "mmspec.cli.generate:generate",
         "info": "mmspec.cli.info:info",
-        "calibrate": "mmspec.cli.calibrate:calibrate",
         "check": "mmspec.cli.check:check",
         "clean": "mmspec.cli.clean:clean",
         "train": "mmspec.cli.commands:train",

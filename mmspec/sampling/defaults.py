@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,14 +13,15 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.generation import logits_process as hf
 
-from mmspec.checks import Rule
 from mmspec.errors import UserError
 from mmspec.sampling.params import LIBRARY, SamplingParams
 from mmspec.sampling.processors import AdditiveTerms
-from mmspec.sampling.sampler import Constraint, Processor, Sampler
+from mmspec.sampling.sampler import Constraint, LogitsProcessor, Sampler
+from mmspec.validation import part
 
 MODELS, LIBRARYS = "auto", "mmspec"
-SOURCE = Rule(f"{MODELS!r} or {LIBRARYS!r}", lambda value: value in (MODELS, LIBRARYS))
+Source = Literal["auto", "mmspec"]
+"""Source of default values of sampling parameters."""
 
 _OWN = tuple(name for name in LIBRARY if name != "stop")  # generation configs use the same names
 _SAMPLING = ("temperature", "top_p", "top_k")  # generate() has its own defaults for these
@@ -34,7 +35,7 @@ _FILTERS = (  # in the order of transformers' generate, each with its neutral va
 
 def sampler(
     params: SamplingParams,
-    custom: Sequence[Processor] = (),
+    custom: Sequence[LogitsProcessor] = (),
     chain: LogitsProcessorList | None = None,
     constraint: Constraint | None = None,
 ) -> Sampler:
@@ -60,7 +61,7 @@ def sampler(
 
 def processors(
     params: SamplingParams,
-    custom: Sequence[Processor] = (),
+    custom: Sequence[LogitsProcessor] = (),
     prompt_length: int = 0,
     eos_token_ids: Sequence[int] = (),
 ) -> LogitsProcessorList:
@@ -84,7 +85,7 @@ def processors(
     return chain
 
 
-def additive(params: SamplingParams, prompt_length: int) -> list[Processor]:
+def additive(params: SamplingParams, prompt_length: int) -> list[LogitsProcessor]:
     """Logits processor of ``logit_bias``, ``presence_penalty`` and ``frequency_penalty``; empty if none is set."""
     bias, presence, frequency = params.logit_bias or (), params.presence_penalty, params.frequency_penalty
     return [AdditiveTerms(bias, presence, frequency, prompt_length)] if bias or presence or frequency else []
@@ -134,7 +135,7 @@ class Defaults:
         return params.over({**LIBRARY, **self.params})
 
     def processors(
-        self, params: SamplingParams, input_ids: Tensor, custom: Sequence[Processor] = ()
+        self, params: SamplingParams, input_ids: Tensor, custom: Sequence[LogitsProcessor] = ()
     ) -> LogitsProcessorList:
         """All logits processors of a request, in the order of transformers' ``generate``.
 
@@ -148,7 +149,7 @@ class Defaults:
         self,
         params: SamplingParams,
         input_ids: Tensor,
-        custom: Sequence[Processor] = (),
+        custom: Sequence[LogitsProcessor] = (),
         constraint: Constraint | None = None,
     ) -> Sampler:
         """The sampler of a request; arguments as for ``processors``, ``constraint`` as for ``Sampler``."""
@@ -207,12 +208,12 @@ class ModelDefaults(Defaults):
         found = {name: value for name, value in found.items() if value is not None}
         read, valid = self._checked
         if found != read:
-            valid = SamplingParams(**found).part(found)
+            valid = part(SamplingParams(**found), found)
             self._checked = found, valid
         return dict(valid)
 
     def processors(
-        self, params: SamplingParams, input_ids: Tensor, custom: Sequence[Processor] = ()
+        self, params: SamplingParams, input_ids: Tensor, custom: Sequence[LogitsProcessor] = ()
     ) -> LogitsProcessorList:
         config, length = copy.copy(self._model.generation_config), input_ids.shape[1]
         for name in (*_OWN, "do_sample"):

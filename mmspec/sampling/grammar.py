@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mmspec.errors import UserError
+from mmspec.sampling.reasoning import MOST_BLANKS, Phase, Place, ReasoningParser
 from mmspec.sampling.syntax import compiled, library, shortened, source, trigger_pattern
-from mmspec.sampling.thoughts import MOST_BLANKS, Phase, Place, Thoughts
 
 _KEPT = 8  # cached compiled grammars, of up to about 100 MiB each
 _QUICK = 0.05  # maximum seconds to recompile a grammar within a decode step
@@ -351,7 +351,7 @@ class TriggeredGrammar:
 
 
 @dataclass(frozen=True)
-class _ThoughtState:
+class _ReasoningState:
     """State of a sequence.
 
     Attributes:
@@ -365,7 +365,7 @@ class _ThoughtState:
     inner: Any = None
 
 
-class AfterThoughts:
+class AfterReasoning:
     """A ``TreeProcessor`` that constrains the answer by a grammar and leaves the reasoning before it free.
 
     Up to ``MOST_BLANKS`` bytes of white space before the answer are allowed, as models write it after reasoning. The
@@ -376,72 +376,74 @@ class AfterThoughts:
         spelt: ``Grammars.spelt`` of the model.
     """
 
-    def __init__(self, answer: Grammar | TriggeredGrammar, thoughts: Thoughts, spelt: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, answer: Grammar | TriggeredGrammar, parser: ReasoningParser, spelt: Callable[..., Tensor]
+    ) -> None:
         self._answer: Any = answer
-        self._thoughts, self._spelt = thoughts, partial(spelt, thoughts.token_bytes)
+        self._parser, self._spelt = parser, partial(spelt, parser.token_bytes)
         self.kind, self.only_ends, self.eos = answer.kind, answer.only_ends, answer.eos
         self._free = isinstance(answer, TriggeredGrammar)
 
-    def start(self, history: list[int]) -> _ThoughtState:
-        return _ThoughtState(self._thoughts.first)
+    def start(self, history: list[int]) -> _ReasoningState:
+        return _ReasoningState(self._parser.first)
 
-    def advance(self, state: _ThoughtState, token: int) -> _ThoughtState | None:
+    def advance(self, state: _ReasoningState, token: int) -> _ReasoningState | None:
         if state.inner is not None:
             after = self._answer.advance(state.inner, token)
             return None if after is None else replace(state, inner=after)
-        tokens, text = (*state.tokens, token), state.place.text + self._thoughts.token_bytes(token)
+        tokens, text = (*state.tokens, token), state.place.text + self._parser.token_bytes(token)
         if state.place.phase is Phase.AFTER:
             if _is_gap(text):
-                return _ThoughtState(Place(Phase.AFTER, text), tokens)
+                return _ReasoningState(Place(Phase.AFTER, text), tokens)
             return self._begun(tokens)
-        place = self._thoughts.advance(state.place, token)
+        place = self._parser.advance(state.place, token)
         if place.phase is Phase.AFTER and self._free and place.text.strip():
-            return _ThoughtState(place, inner=self._answer.read(self._answer.start([]), place.text.lstrip()))
+            return _ReasoningState(place, inner=self._answer.read(self._answer.start([]), place.text.lstrip()))
         if place.phase is Phase.PLAIN:
             return self._begun(tokens)
-        return _ThoughtState(place, tokens if place.phase is Phase.OPEN else ())
+        return _ReasoningState(place, tokens if place.phase is Phase.OPEN else ())
 
-    def undo(self, state: _ThoughtState, n: int) -> None:
+    def undo(self, state: _ReasoningState, n: int) -> None:
         self._answer.undo(state.inner, n)
 
-    def mask(self, state: _ThoughtState) -> Tensor | None:
+    def mask(self, state: _ReasoningState) -> Tensor | None:
         if state.inner is not None or self._free:
             return None if state.inner is None else self._answer.mask(state.inner)
-        phase, text, thoughts = state.place.phase, state.place.text, self._thoughts
-        if phase is Phase.THOUGHTS:
+        phase, text, parser = state.place.phase, state.place.text, self._parser
+        if phase is Phase.REASONING:
             return self._ending(text)
         opens = phase is Phase.OPEN
-        allowed = self._spelt((thoughts.form, opens), text, thoughts.opens if opens else _is_gap).clone()
+        allowed = self._spelt((parser.form, opens), text, parser.opens if opens else _is_gap).clone()
         allowed[self.eos] = False
-        if opens and not text.strip() and thoughts.start_id is not None:
-            allowed[thoughts.start_id] = True
+        if opens and not text.strip() and parser.start_id is not None:
+            allowed[parser.start_id] = True
         inner = self._after(state.tokens)
         if inner is not None:
             allowed |= self._answer.mask(inner)
         return allowed
 
-    def forced(self, state: _ThoughtState) -> list[int]:
+    def forced(self, state: _ReasoningState) -> list[int]:
         """Tokens that must come next, without EOS tokens."""
         return [] if state.inner is None else self._answer.forced(state.inner)
 
-    def allows(self, state: _ThoughtState, token: int) -> bool:
+    def allows(self, state: _ReasoningState, token: int) -> bool:
         """Whether an output can go on with a token: not with EOS tokens, which end it."""
         if state.inner is not None:
             return bool(self._answer.allows(state.inner, token))
         allowed = self.mask(state)
         return token not in self.eos and (allowed is None or bool(allowed[token]))
 
-    def _begun(self, tokens: tuple[int, ...]) -> _ThoughtState:
+    def _begun(self, tokens: tuple[int, ...]) -> _ReasoningState:
         """The state after the first tokens of an answer."""
         if (inner := self._after(tokens)) is None:
             raise UserError(f"the {self.kind} forbids token {tokens[-1]} at the beginning of the answer")
-        return _ThoughtState(Place(Phase.PLAIN), inner=inner)
+        return _ReasoningState(Place(Phase.PLAIN), inner=inner)
 
     def _after(self, tokens: tuple[int, ...]) -> Any:
         """State of the answer after tokens, ignoring white space before the answer; None if the tokens cannot start an
         answer."""
         blanks = 0
-        while blanks < len(tokens) and not self._thoughts.token_bytes(tokens[blanks]).strip():
+        while blanks < len(tokens) and not self._parser.token_bytes(tokens[blanks]).strip():
             blanks += 1
         for first in (blanks,) if self._free else range(blanks + 1):
             inner = self._answer.start([])
@@ -456,9 +458,9 @@ class AfterThoughts:
 
     def _ending(self, text: bytes) -> Tensor | None:
         """The mask within reasoning: the token that ends it must not contain text of the answer."""
-        if self._thoughts.end_id is not None:
+        if self._parser.end_id is not None:
             return None
-        end = self._thoughts.form.end.encode()
+        end = self._parser.form.end.encode()
         begun = next(end[:n] for n in range(len(end) - 1, -1, -1) if text.endswith(end[:n]))
         wrong = self._spelt(end, begun, lambda text: bool(text.partition(end)[2].strip()))
         return ~wrong if bool(wrong.any()) else None

@@ -13,13 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.checks import optional, whole
-
-MOST_LOGPROBS = 20
-"""Largest number of alternatives per token, as in OpenAI's API."""
-
-LOGPROBS = optional(whole(0, MOST_LOGPROBS))
-
 
 @dataclass(frozen=True)
 class TokenLogprob:

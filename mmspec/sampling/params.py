@@ -2,93 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
-from math import inf
-from typing import Any
+from operator import index
+from typing import Annotated, Any
 
-from mmspec.checks import (
-    FLAG,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SHARE,
-    Checked,
-    Rule,
-    is_text,
-    number,
-    option,
-    optional,
-    settable,
-    whole,
-    within,
-)
+from annotated_types import Interval
+from pydantic import AfterValidator, Field, PlainValidator
+from pydantic_core import PydanticCustomError
+
 from mmspec.errors import UserError
-from mmspec.sampling.syntax import JSON_SCHEMA, KINDS, TEXT, TRIGGER, check_grammar
+from mmspec.sampling.syntax import KINDS, CheckedText, check_grammar, trigger_pattern
+from mmspec.validation import Share, condition, is_text, option, options
 
 MIN_TEMPERATURE = 1e-4  # a smaller divisor may overflow logits
 
-_TEMPERATURE = NOT_NEGATIVE._replace(convert=lambda value: float(value) if value >= MIN_TEMPERATURE else 0.0)
+Temperature = Annotated[float, Field(ge=0), AfterValidator(lambda value: value if value >= MIN_TEMPERATURE else 0.0)]
+MOST_LOGPROBS = 20
+"""Largest number of alternatives per token, as in OpenAI's API."""
+
+Logprobs = Annotated[int, Interval(ge=0, le=MOST_LOGPROBS)]
+MaxTokens = Annotated[int, Interval(ge=1, le=1 << 31)]
+MinTokens = Annotated[int, Interval(ge=0, le=1 << 31)]
+Penalty = Annotated[float, Interval(ge=-2, le=2)]  # range of OpenAI's API
+NotEmpty = Annotated[str, condition("text that is not empty", lambda value: is_text(value) and bool(value))]
 
 
-def _stops(stop: Any) -> Sequence[Any]:
-    return [stop] if isinstance(stop, str) else stop
+def _stop(value: Any) -> Any:
+    try:
+        texts = () if isinstance(value, Mapping) else (value,) if isinstance(value, str) else tuple(value)
+    except TypeError:
+        texts = (None,)
+    if isinstance(value, Mapping) or not all(map(is_text, texts)):
+        raise PydanticCustomError("condition", "text or a list of texts")
+    return value if value and isinstance(value, str) else tuple(filter(None, texts))
 
 
-_STOP = Rule(
-    "text or a list of texts",
-    lambda stop: not isinstance(stop, Mapping) and all(map(is_text, _stops(stop))),
-    lambda stop: stop if stop and isinstance(stop, str) else tuple(filter(None, _stops(stop))),
-    several=True,
-)
-_NATS = number("0 or more", lambda x: 0 <= x < inf)
-_PENALTY = within(-2, 2)._replace(limits="in [-2, 2]")
-_TOKEN, _BIAS = whole(0), within(-100, 100)  # ranges of OpenAI's API
-_SEED = optional(whole(-(1 << 63), (1 << 64) - 1))._replace(limits="")  # range of torch's generators
-
-
-def _biases(given: Any) -> Any:
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     """Sorted pairs of token id and bias: hashable, and equal for equal mappings."""
-    return tuple(sorted((int(token), float(bias)) for token, bias in _pairs(given)))
+    try:
+        pairs = [(int(token) if isinstance(token, str) else index(token), bias) for token, bias in dict(value).items()]
+        if not any(isinstance(token, bool) for token in value) and all(
+            token >= 0 and -100 <= bias <= 100 for token, bias in pairs
+        ):  # ranges of OpenAI's API
+            return tuple(sorted((token, float(bias)) for token, bias in pairs))
+    except (TypeError, ValueError):
+        pass
+    raise PydanticCustomError("condition", "token ids with biases in [-100, 100]")
 
 
-def _are_biases(given: Any) -> bool:
-    tokens = [int(token) if isinstance(token, str) and token.isdecimal() else token for token, _ in _pairs(given)]
-    return all(map(_TOKEN.holds, tokens)) and all(_BIAS.holds(bias) for _, bias in _pairs(given))
+def _schema(value: Any) -> str:
+    """The schema as text."""
+    if isinstance(value, CheckedText):
+        return value
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+        if isinstance(json.loads(text), dict):
+            return text
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise PydanticCustomError("condition", "a JSON schema, as a dict or as text")
 
 
-def _pairs(given: Any) -> Collection[tuple[Any, Any]]:
-    if isinstance(given, Mapping):
-        return given.items()
-    if isinstance(given, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in given):
-        return given
-    raise TypeError
+def _is_trigger(value: Any) -> bool:
+    try:
+        return is_text(value) and value != "" and bool(trigger_pattern(value))
+    except re.error:
+        return False
 
 
-def _read_biases(text: str) -> dict[str, float]:
-    pairs = (part.partition("=") for part in text.split(","))
-    return {token.strip(): float(bias) for token, _, bias in pairs}
+Stop = Annotated[str | Sequence[str], PlainValidator(_stop)]
+SchemaText = Annotated[str | Mapping[str, Any], PlainValidator(_schema)]
+Trigger = Annotated[str, condition("text that is not empty, or /PATTERN/ of Python's re", _is_trigger)]
 
 
-_LOGIT_BIAS = optional(
-    Rule(
-        "token ids with biases in [-100, 100], as 42=-100,7=1.5 on the command line",
-        _are_biases,
-        _biases,
-        "id=bias,...",
-        _read_biases,
-    )
+LIBRARY: Mapping[str, Any] = dict(
+    temperature=0.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    max_new_tokens=256,
+    stop=(),
+    min_new_tokens=0,
 )
+"""Default values of parameters that neither a request nor its model sets."""
 
 
-def _parameter(library: Any, rule: Rule, text: str = "") -> Any:
-    """A parameter whose default is taken from the model's generation config, then from the library."""
-    default = f"the model's, or {library:g}" if library != () else ""
-    return option(None, settable(rule), text, library=library, default_text=default)
+def _parameter(name: str, text: str = "", **limits: Any) -> Any:
+    """A parameter whose default is taken from the model's generation config, then from ``LIBRARY``."""
+    usual = LIBRARY[name]
+    return option(None, text, default_text=f"the model's, or {usual:g}" if usual != () else "", **limits)
 
 
-@dataclass(frozen=True)
-class SamplingParams(Checked):
+@options
+class SamplingParams:
     """Sampling parameters, with the names and semantics of transformers' generation config.
 
     The first seven and ``min_new_tokens`` are None if not set; their values then come from the model's generation
@@ -128,28 +138,29 @@ class SamplingParams(Checked):
             not support the grammar.
     """
 
-    temperature: float | None = _parameter(0.0, _TEMPERATURE, "0 is greedy.")
-    top_p: float | None = _parameter(1.0, SHARE, "Probability of the tokens kept; 0 is greedy.")
-    top_k: int | None = _parameter(0, whole(0), "Number of tokens kept; 0 keeps all.")
-    min_p: float | None = _parameter(0.0, SHARE, "Least probability, relative to the most probable token.")
-    repetition_penalty: float | None = _parameter(1.0, POSITIVE, "Above 1 penalises earlier tokens.")
-    max_new_tokens: int | None = _parameter(256, whole(1, 1 << 31))
-    stop: str | Sequence[str] | None = _parameter((), _STOP, "Stop before this text; repeatable.")
-    seed: int | None = option(None, _SEED, "Seed of sampling.")
-    json_schema: str | Mapping[str, Any] | None = option(None, JSON_SCHEMA, "Answer in JSON of this schema.")
-    regex: str | None = option(None, TEXT._replace(word="pattern"), "Answer with a match of this regular expression.")
-    grammar: str | None = option(None, TEXT._replace(word="text file"), "Answer according to this Lark grammar.")
-    min_new_tokens: int | None = _parameter(0, whole(0, 1 << 31), "No end of sequence before.")
-    presence_penalty: float = option(0.0, _PENALTY, "Penalises tokens that are in the output.")
-    frequency_penalty: float = option(0.0, _PENALTY, "Penalises tokens each time that they are in the output.")
-    logit_bias: Any = option(None, _LOGIT_BIAS, "Added to the logits of tokens, as 42=-100,7=1.5.")
-    grammar_trigger: str | None = option(None, TRIGGER, "Constrain only what follows this text.")
-    ignore_eos: bool = option(False, FLAG, "Go on after an end of sequence.")
-    grammar_aligned: bool = option(False, FLAG, "Sample exactly by rejection, not with masks, under a grammar.")
-    lossy: float = option(0.0, _NATS, "Above 0, accept drafts up to this -log p: other answers than the model's.")
+    temperature: Temperature | None = _parameter("temperature", "0 is greedy.")
+    top_p: Share | None = _parameter("top_p", "Probability of the tokens kept; 0 is greedy.")
+    top_k: int | None = _parameter("top_k", "Number of tokens kept; 0 keeps all.", ge=0)
+    min_p: Share | None = _parameter("min_p", "Least probability, relative to the most probable token.")
+    repetition_penalty: float | None = _parameter("repetition_penalty", "Above 1 penalises earlier tokens.", gt=0)
+    max_new_tokens: MaxTokens | None = _parameter("max_new_tokens")
+    stop: Stop | None = _parameter("stop", "Stop before this text; repeatable.")
+    seed: int | None = option(None, "Seed of sampling.", ge=-(1 << 63), le=(1 << 64) - 1)
+    json_schema: SchemaText | None = option(None, "Answer in JSON of this schema.")
+    regex: NotEmpty | None = option(None, "Answer with a match of this regular expression.")
+    grammar: NotEmpty | None = option(None, "Answer according to this Lark grammar.")
+    min_new_tokens: MinTokens | None = _parameter("min_new_tokens", "No end of sequence before.")
+    presence_penalty: Penalty = option(0.0, "Penalises tokens that are in the output.")
+    frequency_penalty: Penalty = option(0.0, "Penalises tokens each time that they are in the output.")
+    logit_bias: Annotated[Any, PlainValidator(_biases)] | None = option(
+        None, "Added to the logits of tokens, as 42=-100,7=1.5."
+    )
+    grammar_trigger: Trigger | None = option(None, "Constrain only what follows this text.")
+    ignore_eos: bool = option(False, "Go on after an end of sequence.")
+    grammar_aligned: bool = option(False, "Sample exactly by rejection, not with masks, under a grammar.")
+    lossy: float = option(0.0, "Above 0, accept drafts up to this -log p: other answers than the model's.", ge=0)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
         if len(given) > 1:
             raise UserError(f"only one of {', '.join(KINDS)} constrains an output: got {', '.join(given)}")
@@ -183,9 +194,3 @@ class SamplingParams(Checked):
         filled = copy(self)
         vars(filled).update(unset)
         return filled
-
-
-LIBRARY: Mapping[str, Any] = {
-    one.name: one.metadata["library"] for one in fields(SamplingParams) if "library" in one.metadata
-}
-"""Default values of parameters that neither a request nor its model sets."""

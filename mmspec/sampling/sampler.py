@@ -14,7 +14,7 @@ from transformers.generation import logits_process as hf
 from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.aligned import Alignment
-from mmspec.sampling.grammar import AfterThoughts, BeyondEndError, Grammar, TriggeredGrammar
+from mmspec.sampling.grammar import AfterReasoning, BeyondEndError, Grammar, TriggeredGrammar
 from mmspec.sampling.processors import TreeProcessor, Warper, copy_for_row, tree_form
 
 # Processors that combine rows of scores, call the model, or use encoder inputs.
@@ -29,8 +29,8 @@ _UNSUPPORTED = (
     hf.DiaEOSDelayPatternLogitsProcessor,
 )
 
-Processor = hf.LogitsProcessor | TreeProcessor
-Constraint = Grammar | TriggeredGrammar | AfterThoughts
+LogitsProcessor = hf.LogitsProcessor | TreeProcessor
+Constraint = Grammar | TriggeredGrammar | AfterReasoning
 
 _BLOCK = 64  # random numbers per row and draw
 
@@ -66,7 +66,7 @@ class Sampler:
 
     def __init__(
         self,
-        processors: Sequence[Processor] = (),
+        processors: Sequence[LogitsProcessor] = (),
         *,
         do_sample: bool = False,
         generator: torch.Generator | None = None,

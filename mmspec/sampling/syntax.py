@@ -15,7 +15,6 @@ from decimal import ROUND_CEILING, Decimal
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from mmspec.checks import Rule, is_text
 from mmspec.errors import UserError, missing
 
 KINDS = ("json_schema", "regex", "grammar")
@@ -41,22 +40,6 @@ _STACK_SIZE = threading.Lock()  # the size for new threads is global
 Result = TypeVar("Result")
 
 
-def _is_schema(value: Any) -> bool:
-    if isinstance(value, CheckedText):
-        return True
-    try:
-        return isinstance(json.loads(value if isinstance(value, str) else json.dumps(value, allow_nan=False)), dict)
-    except (ValueError, TypeError, RecursionError):
-        return False
-
-
-JSON_SCHEMA = Rule(
-    "None or a JSON schema, as a dict or as text",
-    lambda value: value is None or _is_schema(value),
-    lambda value: value if value is None or isinstance(value, str) else json.dumps(value),
-    word="text file",
-)
-TEXT = Rule("None or text that is not empty", lambda value: value is None or (is_text(value) and bool(value)))
 AT_START = "^"
 """First character of a trigger that matches only at the beginning of the output."""
 
@@ -67,16 +50,6 @@ def trigger_pattern(trigger: str) -> re.Pattern[bytes]:
         return re.compile(trigger[1:-1].encode())
     text = trigger.removeprefix(AT_START)
     return re.compile((AT_START if text != trigger else "").encode() + re.escape(text.encode()))
-
-
-def _is_trigger(value: Any) -> bool:
-    try:
-        return TEXT.holds(value) and (value is None or bool(trigger_pattern(value)))
-    except re.error:
-        return False
-
-
-TRIGGER = Rule("None, text that is not empty, or /PATTERN/ of Python's re", _is_trigger)
 
 
 class CheckedText(str):

@@ -23,13 +23,13 @@ from starlette.types import Receive, Scope, Send
 from mmspec.drafters.registry import PLAIN, registered_name
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.sampling.thoughts import thought_format
+from mmspec.sampling.reasoning import reasoning_format
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.formats import WireFormat
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
-from mmspec.serving.middleware import CLIENT_GONE, LOG, PROBES, AccessGuard, Drain, Drained, RequestLog, Watched
+from mmspec.serving.middleware import CLIENT_GONE, LOG, PROBES, AccessGuard, RequestLimit, RequestLog, Watched
 from mmspec.serving.responses import ResponsesRequest, StoredResponses
 from mmspec.serving.runner import (
     Admission,
@@ -52,8 +52,6 @@ from mmspec.serving.tools import AUTO, ToolPlanner
 from mmspec.targets.processor import template_variables
 
 _STORED_SECONDS = 3600
-BODY_SECONDS = 60.0
-"""Time in which a body must arrive."""
 
 R = TypeVar("R", bound=GenerationRequest)
 T = TypeVar("T")
@@ -84,7 +82,7 @@ def create_app(
         origins: origins of web pages that may call the server.
         names: model names that requests may use, of which responses use the first; by default the pipeline's name.
         tool_parser: format of tool calls; see ``tool_format``.
-        reasoning_parser: format of reasoning; see ``mmspec.sampling.thoughts``.
+        reasoning_parser: format of reasoning; see ``mmspec.sampling.reasoning``.
         chat_template_kwargs: default variables of the chat template.
         allow_urls: whether images and videos are downloaded from public addresses.
         drafters: selectable pipelines by drafter name: ``pipe``, and others over its target.
@@ -104,15 +102,19 @@ def create_app(
     stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
     tools = ToolPlanner(pipe.io, tool_parser)
     variables = template_variables(pipe.io.plain, chat_template_kwargs) if chat_template_kwargs else {}
-    thoughts = thought_format(reasoning_parser, pipe.io.chat_template_text())
-    reasoning = None if thoughts is None else thoughts.name
+    form = reasoning_format(reasoning_parser, pipe.io.chat_template_text())
+    reasoning = None if form is None else form.name
     builder = JobBuilder(pipe, limits, names, tools, media, stored, reasoning, variables, list(pipes))
+
+    running = set[asyncio.Task[Any]]()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         # One thread per choice waits for its next tokens; further threads add and cancel choices.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2 * limits.max_running + 2))
         yield
+        if running:  # cancelled by the server
+            await asyncio.wait(running, timeout=1)
         runner.close()
         if pipe.adaptation is not None:
             pipe.adaptation.close()
@@ -134,24 +136,19 @@ def create_app(
 
     for path in PROBES:
         app.get(path)(health)
-    for kind in (APIError, UserError, HTTPException, ClientGoneError, ClientDisconnect):
+    for kind in (APIError, UserError, HTTPException, ClientDisconnect):
         app.add_exception_handler(kind, _respond)
-    drain = Drain()
-    app.add_middleware(Drained, drain=drain, most=limits.requests)
+    app.add_middleware(RequestLimit, running=running, most=limits.requests)
     app.add_middleware(AccessGuard, hosts=hosts, origins=origins, api_key=api_key)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(RequestLog)
-    app.state.slots, app.state.metrics, app.state.drain = slots, metrics, drain
+    app.state.slots, app.state.metrics = slots, metrics
     return app
 
 
 def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, body_bytes: int) -> None:
-    """Add the POST endpoints.
-
-    Args:
-        body_bytes: maximum bytes of a request body.
-    """
+    """Add the POST endpoints."""
 
     async def parsed(request: Request, kind: type[F], use: Callable[[F], Any]) -> Any:
         """Parse a request body and call ``use`` with it, in a thread: large bodies take long."""
@@ -247,7 +244,7 @@ def _endpoints(app: FastAPI) -> list[str]:
 
 async def _respond(request: Request, error: Exception) -> Response:
     """Error response of a failed request; for an unknown path, it suggests an endpoint."""
-    if isinstance(error, ClientGoneError | ClientDisconnect):
+    if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
     request.scope[LOG].error = error
     if isinstance(error, HTTPException) and error.status_code == 404:
@@ -297,26 +294,18 @@ async def read_body(request: Request, most: int) -> bytes:
         most: maximum bytes.
 
     Raises:
-        APIError: the body is too large or arrives too slowly.
+        APIError: status 413, the body is too large.
     """
     error = APIError(413, f"a request's body must have at most {most} bytes: got more")
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length) > most:
         raise error
     body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > most:
-                    raise error
-    except TimeoutError:
-        raise APIError(408, f"a request's body must arrive within {BODY_SECONDS:g} s") from None
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > most:
+            raise error
     return bytes(body)
-
-
-class ClientGoneError(Exception):
-    """The client has closed the connection."""
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -326,13 +315,13 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         receive: ASGI ``receive`` of the request, whose body has been read.
 
     Raises:
-        ClientGoneError: the client has disconnected.
+        ClientDisconnect: the client has disconnected.
     """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGoneError
+            raise ClientDisconnect
         return task.result()
     finally:
         task.cancel()
@@ -367,7 +356,7 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_gone(receive, self.stream_response(send))
-        except (ClientGoneError, OSError):
+        except (ClientDisconnect, OSError):
             pass
         finally:
             await self._events.aclose()

@@ -8,12 +8,11 @@ from typing import Any
 
 import click
 
-from mmspec.checks import OBJECT
 from mmspec.cli.commands import Command
 from mmspec.cli.options import (
     API_KEY,
+    JSON_OBJECT,
     LOADING,
-    Value,
     adapt_of,
     adapt_options,
     adapter_option,
@@ -30,7 +29,7 @@ from mmspec.cli.options import (
 )
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES, rank, ranks
-from mmspec.sampling.thoughts import AUTO, FORMATS, REASONING
+from mmspec.sampling.reasoning import AUTO, FORMATS, NAMES
 from mmspec.serving.limits import Limits, host_names, is_loopback, server_url
 from mmspec.serving.settings import ServerSettings
 
@@ -59,7 +58,7 @@ _log = logging.getLogger("mmspec.serve")
     "names",
     multiple=True,
     metavar="NAME",
-    help="What requests call the model instead of --model; repeatable, responses have the first.",
+    help="Model name in requests, in place of --model; repeatable, responses have the first name.",
 )
 @adapter_option
 @click.option(
@@ -67,23 +66,23 @@ _log = logging.getLogger("mmspec.serve")
     type=click.Choice(("auto", "hermes", "llama3_json", "mistral", "generic")),
     default="auto",
     show_default=True,
-    help="How the model writes tool calls; auto: as its chat template does.",
+    help="Format of the model's tool calls; auto: from the chat template.",
 )
 @click.option(
     "--reasoning-parser",
-    type=Value(REASONING),
+    type=click.Choice(NAMES),
     default=AUTO,
     show_default=True,
     metavar="NAME",
-    help=f"How the model marks thoughts: {', '.join(one.name for one in FORMATS)}, a name of vLLM's, or none; auto: as "
-    "its chat template does.",
+    help=f"Format of the model's reasoning: {', '.join(one.name for one in FORMATS)}, a name of vLLM's, or none; auto: "
+    "from the chat template.",
 )
 @click.option(
     "--chat-template-kwargs",
-    type=Value(OBJECT),
+    type=JSON_OBJECT,
     default="{}",
     metavar="JSON",
-    help='Variables of the chat template that requests do not set, such as {"enable_thinking": false}.',
+    help='Default variables of the chat template, such as {"enable_thinking": false}.',
 )
 @click.option(
     "--prefix-cache",
@@ -108,7 +107,7 @@ _log = logging.getLogger("mmspec.serve")
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="GPUs of each replica on Ray, over which --device-map auto spreads the model.",
+    help="GPUs per replica on Ray; --device-map auto spreads the model over them.",
 )
 def serve(
     host: str,

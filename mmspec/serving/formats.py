@@ -29,14 +29,14 @@ class Choice:
     """A complete or growing choice.
 
     Attributes:
-        thoughts: text of the reasoning.
-        thought_tokens: number of reasoning tokens.
+        reasoning: text of the reasoning.
+        num_reasoning_tokens: number of reasoning tokens.
         tokens: number of all tokens.
     """
 
     text: str = ""
-    thoughts: str = ""
-    thought_tokens: int = 0
+    reasoning: str = ""
+    num_reasoning_tokens: int = 0
     tokens: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stats: Stats | None = None
@@ -44,8 +44,8 @@ class Choice:
 
     def append(self, piece: Piece) -> None:
         self.text += piece.text
-        self.thoughts += piece.reasoning
-        self.thought_tokens += piece.num_reasoning_tokens
+        self.reasoning += piece.reasoning
+        self.num_reasoning_tokens += piece.num_reasoning_tokens
         self.tokens += len(piece.token_ids)
         self.logprobs += piece.logprobs
         self.stats, self.finish_reason = piece.stats, piece.finish_reason
@@ -151,7 +151,7 @@ class WireFormat(ABC):
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": asked.num_cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": sum(one.thought_tokens for one in self.choices)},
+            "completion_tokens_details": {"reasoning_tokens": sum(one.num_reasoning_tokens for one in self.choices)},
         }
         return {"usage": usage, "metrics": per_request(whole, self._drafter)}
 
@@ -198,8 +198,8 @@ class ChatFormat(WireFormat):
                 del call["index"]
             message["content"] = read.get("content", None if calls else "")
             message |= {"tool_calls": calls} if calls else {}
-        if choice.thoughts:
-            message |= {"content": message["content"] or None, **dict.fromkeys(REASONING_FIELDS, choice.thoughts)}
+        if choice.reasoning:
+            message |= {"content": message["content"] or None, **dict.fromkeys(REASONING_FIELDS, choice.reasoning)}
         return {"message": message}
 
     def _delta(self, index: int, piece: Piece) -> Mapping[str, Any]:

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from typing import Literal
 
-from mmspec.checks import FLAG, Checked, choice, option, whole
+from mmspec.validation import option, options
 
 SPARE_REQUESTS = 64
-"""Requests beside the running and waiting ones: they are read, refused, or ask for metrics."""
+"""Further requests in addition to running and waiting requests: they are read, refused, or ask for metrics."""
 
 
-@dataclass(frozen=True)
-class Limits(Checked):
+@options
+class Limits:
     """Request limits and log level: options of ``mmspec serve``."""
 
-    max_running: int = option(8, whole(1), "Choices that decode at the same time.")
-    max_waiting: int = option(32, whole(0), "Choices that wait for others; further requests get status 429.")
-    max_body: int = option(32, whole(1), "MiB of a request's body and of a downloaded file.")
-    max_characters: int = option(500_000, whole(1), "Characters of a request's prompts.")
-    max_tokens: int = option(2048, whole(1), "Generated tokens of a choice, at most and by default.")
-    max_draft_tokens: int = option(64, whole(0, 512), "Draft tokens per step that a request may ask for.")
-    fixed_speculation: bool = option(False, FLAG, "Refuse the fields speculative and num_draft_tokens of requests.")
-    max_model_len: int = option(0, whole(0), "Tokens of prompt and output together; 0 is the model's limit.")
-    max_images: int = option(8, whole(0), "Images of a request.")
-    max_videos: int = option(2, whole(0), "Videos of a request.")
-    max_pixels: int = option(1 << 24, whole(1), "Pixels of an image or video frame.")
-    frames: int = option(8, whole(1, 512), "Frames that are sampled from a video.")
-    max_video_seconds: int = option(300, whole(1), "Duration of a video, in seconds.")
-    max_stored: int = option(256, whole(0), "Responses that are kept for previous_response_id, for an hour.")
-    request_timeout: int = option(0, whole(0), "Seconds after which a request ends with an error; 0 is no limit.")
-    log_level: str = option("info", choice("debug", "info", "warning", "error"), "Of the log on standard error.")
-    shutdown_timeout: int = option(3, whole(0), "Seconds that running requests have to end after SIGTERM.")
+    max_running: int = option(8, "Choices that decode at the same time.", ge=1)
+    max_waiting: int = option(32, "Choices that wait for others; further requests get status 429.", ge=0)
+    max_body: int = option(32, "MiB of a request's body and of a downloaded file.", ge=1)
+    max_characters: int = option(500_000, "Characters of a request's prompts.", ge=1)
+    max_tokens: int = option(2048, "Generated tokens of a choice, at most and by default.", ge=1)
+    max_draft_tokens: int = option(64, "Draft tokens per step that a request may ask for.", ge=0, le=512)
+    fixed_speculation: bool = option(False, "Refuse the fields speculative and num_draft_tokens of requests.")
+    max_model_len: int = option(0, "Tokens of prompt and output together; 0 is the model's limit.", ge=0)
+    max_images: int = option(8, "Images of a request.", ge=0)
+    max_videos: int = option(2, "Videos of a request.", ge=0)
+    max_pixels: int = option(1 << 24, "Pixels of an image or video frame.", ge=1)
+    frames: int = option(8, "Frames that are sampled from a video.", ge=1, le=512)
+    max_video_seconds: int = option(300, "Duration of a video, in seconds.", ge=1)
+    max_stored: int = option(256, "Responses that are kept for previous_response_id, for an hour.", ge=0)
+    request_timeout: int = option(0, "Seconds after which a request ends with an error; 0 is no limit.", ge=0)
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "Of the log on standard error.")
+    shutdown_timeout: int = option(3, "Seconds that running requests have to end after SIGTERM.", ge=0)
 
     @property
     def body_bytes(self) -> int:

@@ -14,11 +14,11 @@ from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 import httpcore
 
-from mmspec.checks import data_of, is_data_uri
 from mmspec.errors import UserError
 from mmspec.serving.errors import APIError
 from mmspec.serving.limits import Limits
 from mmspec.targets.processor import Processor
+from mmspec.validation import data_of, is_data_uri
 
 _SECONDS, _MEMORY = 20, 2 << 30  # limits of a decoding worker, per file
 

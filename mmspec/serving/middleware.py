@@ -1,5 +1,5 @@
-"""Middleware: request log, access checks (host, origin, API key), and responses while the server loads, shuts down or
-has crashed."""
+"""Middleware: request log, access checks (host, origin, API key), limit on requests, and responses while the server
+loads, shuts down or has crashed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mmspec.serving.formats import WireFormat
 
 LIVE = "/livez"
-"""Path of the liveness probe, which has status 200 as long as the process answers."""
+"""Path of the liveness probe, which has status 200 while the process answers."""
 
 READY = ("/health", "/readyz")
 """Paths of the readiness probe, which has status 200 while requests are accepted."""
@@ -52,43 +52,6 @@ class Unready:
         if scope["type"] == "http":
             response = Response() if scope["path"] == LIVE else self.error.response()
             await response(scope, receive, send)
-
-
-class Drain:
-    """Tracks running requests for a graceful shutdown. Used from one event loop only.
-
-    Attributes:
-        closing: whether new requests are refused.
-    """
-
-    def __init__(self) -> None:
-        self.closing = False
-        self._loop: asyncio.AbstractEventLoop | None = None  # event loop of the requests
-        self.tasks: set[asyncio.Task[None]] = set()
-
-    async def close(self, seconds: float) -> None:
-        """Refuse new requests, wait for running requests, and cancel them after ``seconds``."""
-        self.closing = True
-        if self.tasks:
-            await asyncio.wait(set(self.tasks), timeout=seconds)
-        if tasks := set(self.tasks):
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks, timeout=1)
-            await asyncio.sleep(0.05)  # lets responses be sent
-
-    def close_from_thread(self, seconds: float) -> None:
-        """Call ``close`` from outside the event loop's thread."""
-        self.closing = True
-        if self._loop is not None and self._loop.is_running():
-            closed = asyncio.run_coroutine_threadsafe(self.close(seconds), self._loop)
-            with suppress(TimeoutError):
-                closed.result(seconds + 2)
-
-    def add(self, task: asyncio.Task[None]) -> None:
-        """Register the task of a new request."""
-        self._loop = asyncio.get_running_loop()
-        self.tasks.add(task)
 
 
 class Watched:
@@ -129,45 +92,36 @@ class Watched:
             await self._send({"type": "http.response.body", "body": as_events(error)})
 
 
-class Drained:
-    """Refuses requests during shutdown or overload, and completes the responses of cancelled requests.
+class RequestLimit:
+    """Limits concurrent requests, and completes the responses of requests that the server cancels at shutdown.
 
     Probes are always answered.
 
     Args:
+        running: tasks of the running requests; modified.
         most: maximum concurrent requests.
     """
 
-    def __init__(self, app: ASGIApp, drain: Drain, most: int) -> None:
-        self.app, self._drain, self._stopping = app, drain, Unready("stopping")
-        self._most, self._busy = most, Unready(f"answering {most} requests")
+    def __init__(self, app: ASGIApp, running: set[asyncio.Task[Any]], most: int) -> None:
+        self.app, self._running, self._most = app, running, most
+        self._busy = Unready(f"answering {most} requests")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        other: ASGIApp | None = None
-        if scope["type"] == "http" and self._drain.closing:
-            other = self._stopping
-        elif scope["type"] != "http" or scope["path"] in PROBES:
-            other = self.app
-        elif len(self._drain.tasks) >= self._most:
-            other = self._busy
-        if other is not None:
-            await other(scope, receive, send)
+        is_counted = scope["type"] == "http" and scope["path"] not in PROBES
+        if not is_counted or len(self._running) >= self._most:
+            await (self._busy if is_counted else self.app)(scope, receive, send)
             return
-        response = Watched(send)
-        task = asyncio.ensure_future(self.app(scope, receive, response))
-        self._drain.add(task)
+        response, task = Watched(send), asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
         try:
-            await asyncio.wait({task})
+            await self.app(scope, receive, response)
+        except asyncio.CancelledError:
+            error = scope[LOG].error = Unready("stopping").error
+            with suppress(OSError):
+                await response.complete(error, scope, receive)
         finally:
-            self._drain.tasks.discard(task)
-            if not task.done():  # this request itself is cancelled
-                task.cancel()
-        if not task.cancelled():
-            task.result()
-            return
-        scope[LOG].error = self._stopping.error
-        with suppress(OSError):
-            await response.complete(self._stopping.error, scope, receive)
+            self._running.discard(task)
 
 
 def log_to_stderr(level: str) -> None:

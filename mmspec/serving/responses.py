@@ -13,16 +13,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, field_validator, model_validator
 
-from mmspec.checks import Rule
 from mmspec.pipeline import Piece
-from mmspec.sampling.logprobs import LOGPROBS
-from mmspec.sampling.params import LIBRARY
+from mmspec.sampling.params import LIBRARY, Logprobs, MaxTokens
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat
 from mmspec.serving.schemas import (
     CACHE_BREAKPOINT,
     IGNORED,
-    MAX_TOKENS,
     MOST_ITEMS,
     NEUTRAL,
     NO_MODERATION,
@@ -35,14 +32,13 @@ from mmspec.serving.schemas import (
     MediaPart,
     TextPart,
     ToolCall,
-    Variables,
     Variant,
     VideoPart,
-    checked,
-    choice_rule,
+    choice_of,
     grammar_of_format,
 )
 from mmspec.serving.tools import Delta
+from mmspec.validation import condition
 
 _LOGPROBS = "message.output_text.logprobs"
 """The value of ``include`` that asks for log probabilities."""
@@ -104,7 +100,7 @@ class FunctionCallOutput(Variant):
     output: _Content
 
 
-class _Thought(TextPart):
+class _ReasoningText(TextPart):
     type: Literal["reasoning_text"]  # type: ignore[assignment]
 
 
@@ -113,7 +109,7 @@ class Reasoning(Variant):
 
     ignored: ClassVar = ("id", "status", "summary", "encrypted_content")
     type: Literal["reasoning"]
-    content: list[_Thought] = Field([], max_length=MOST_ITEMS)
+    content: list[_ReasoningText] = Field([], max_length=MOST_ITEMS)
 
 
 Item = Annotated[Message | FunctionCall | FunctionCallOutput | Reasoning, Field(discriminator="type")]
@@ -135,11 +131,11 @@ def chat_messages(items: Sequence[Item], instructions: str | None = None) -> lis
     for item in items:
         if isinstance(item, Message):
             goes_on = item.role == "assistant" and found and not (found[-1].content or found[-1].tool_calls)
-            begun = found.pop() if goes_on and found[-1].thoughts else message(role=item.role)
+            begun = found.pop() if goes_on and found[-1].reasoning_text else message(role=item.role)
             found.append(begun.model_copy(update={"content": item.content}))
         elif isinstance(item, Reasoning):
-            if thoughts := "".join(part.text for part in item.content):
-                found.append(message(role="assistant", content=[], reasoning_content=thoughts))
+            if reasoning := "".join(part.text for part in item.content):
+                found.append(message(role="assistant", content=[], reasoning_content=reasoning))
         elif isinstance(item, FunctionCallOutput):
             found.append(message(role="tool", tool_call_id=item.call_id, content=item.output))
         else:
@@ -179,9 +175,7 @@ class _TextConfig(Fields):
     format: _TextFormat | None = None
 
 
-_CHOICE = choice_rule('{"type": "function", "name": NAME}', "type", "name")
-
-_OTHER_FORMAT = Rule("left out: it is text.format here", lambda value: value is None)
+_ToolChoice = Annotated[Any, choice_of('{"type": "function", "name": NAME}', "type", "name")]
 
 
 class _ReasoningConfig(Fields):
@@ -215,16 +209,16 @@ class ResponsesRequest(GenerationRequest):
     n: Literal[1] = 1
     input: Annotated[list[Item], Field(min_length=1, max_length=MOST_ITEMS)]
     instructions: str | None = None
-    response_format: Annotated[Any, checked("response_format", _OTHER_FORMAT)] = None
-    max_output_tokens: Annotated[Any, checked("max_output_tokens", MAX_TOKENS)] = None
+    response_format: Annotated[Any, condition("left out: it is text.format here", lambda value: value is None)] = None
+    max_output_tokens: MaxTokens | None = None
     text: _TextConfig = _TextConfig()
     tools: list[FunctionTool] = Field([], max_length=MOST_ITEMS)
-    tool_choice: Annotated[Any, checked("tool_choice", _CHOICE)] = "auto"
+    tool_choice: _ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    chat_template_kwargs: Variables = Field({})
+    chat_template_kwargs: dict[str, Any] = Field({})
     reasoning: _ReasoningConfig = _ReasoningConfig()
     include: list[str] = Field([])
-    top_logprobs: Annotated[Any, checked("top_logprobs", LOGPROBS)] = None
+    top_logprobs: Logprobs | None = None
     previous_response_id: str | None = None
     store: bool = True
     metadata: dict[str, str] = Field({})
@@ -312,7 +306,7 @@ class ResponsesFormat(ChatFormat):
 
     def whole(self) -> dict[str, Any]:
         choice = self.choices[0]
-        for _ in self._grow(choice.thoughts, choice.text, choice.logprobs[choice.thought_tokens :]):
+        for _ in self._grow(choice.reasoning, choice.text, choice.logprobs[choice.num_reasoning_tokens :]):
             pass
         return self._ended()
 
@@ -359,15 +353,15 @@ class ResponsesFormat(ChatFormat):
             }
         }
 
-    def _grow(self, thoughts: str, text: str, logprobs: Iterable[Any]) -> Iterator[Event]:
+    def _grow(self, reasoning: str, text: str, logprobs: Iterable[Any]) -> Iterator[Event]:
         """Events for new output; includes the final events if the answer has ended.
 
         Args:
             logprobs: log probabilities of the tokens after the reasoning.
         """
         final = self.choices[0].finish_reason is not None
-        if thoughts:
-            yield from self._write("reasoning", thoughts)
+        if reasoning:
+            yield from self._write("reasoning", reasoning)
         delta = Delta(text) if self._readers is None else self._readers[0].feed(text, final=final)
         last = self._growing["type"] if self._growing else None if self._output else "message"
         if delta.content or (final and not delta.calls and last == "message"):  # an end of sequence, or no output

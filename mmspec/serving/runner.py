@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
@@ -272,17 +271,14 @@ class Slots:
 
     Attributes:
         running: slots in use.
+        waiting: slots that are waited for.
     """
 
     def __init__(self, size: int, longest: int) -> None:
         self.size, self.longest = size, longest
-        self.running = 0
-        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    @property
-    def waiting(self) -> int:
-        """Slots that are waited for."""
-        return sum(count for count, _ in self._queue)
+        self.running = self.waiting = 0
+        self._turn = asyncio.Lock()  # held by the first request of the queue
+        self._released = asyncio.Event()
 
     async def acquire(self, count: int) -> None:
         """Wait for ``count`` slots.
@@ -290,41 +286,23 @@ class Slots:
         Raises:
             APIError: status 429, the queue is full.
         """
-        if not self._queue and self.running + count <= self.size:
-            self.running += count
-            return
-        if self.waiting + count > self.longest:
+        if (self.waiting or self.running + count > self.size) and self.waiting + count > self.longest:
             message = f"the server is busy: at most {self.longest} choices may wait, and {self.waiting} do; try again"
             raise APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
-        granted = asyncio.get_running_loop().create_future()
-        entry = (count, granted)
-        self._queue.append(entry)
+        self.waiting += count
         try:
-            await granted
-        except asyncio.CancelledError:
-            if entry in self._queue:
-                self._queue.remove(entry)
-                self._grant()  # later entries may fit
-            elif not granted.cancelled():  # granted in the same loop iteration
-                self.release(count)
-            raise
+            async with self._turn:
+                while self.running + count > self.size:
+                    self._released.clear()
+                    await self._released.wait()
+                self.running += count
+        finally:
+            self.waiting -= count
 
     def release(self, count: int = 1) -> None:
         """Give slots back."""
         self.running -= count
-        self._grant()
-
-    def _grant(self) -> None:
-        while self._queue:
-            count, granted = self._queue[0]
-            if granted.cancelled():
-                self._queue.popleft()
-            elif self.running + count <= self.size:
-                self._queue.popleft()
-                self.running += count
-                granted.set_result(None)
-            else:
-                return
+        self._released.set()
 
 
 _WORKERS = 2
@@ -332,13 +310,12 @@ _KEPT = 64  # results, of at most 128 KiB each
 
 
 class GrammarChecker:
-    """Checks the grammars of untrusted requests. Used from one event loop only."""
+    """Checks the grammars of untrusted requests, each once. Used from one event loop only."""
 
     def __init__(self) -> None:
         self._trial = GrammarTrial(workers=_WORKERS)
         self._threads = ThreadPoolExecutor(_WORKERS, thread_name_prefix="grammar")
-        self._running: dict[Constraint, _Check] = {}
-        self._results: dict[Constraint, CheckedText | UserError] = {}  # least recently used first
+        self._checks: dict[Constraint, _Check] = {}  # least recently used first
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -350,44 +327,35 @@ class GrammarChecker:
         Raises:
             UserError: see ``GrammarTrial.check``.
         """
-        result = self._results.pop(constraint, None)
-        if result is None:
-            result = await self._checked(constraint)
-        self._results[constraint] = result
-        while len(self._results) > _KEPT:
-            del self._results[next(iter(self._results))]
-        if isinstance(result, UserError):
-            raise UserError(str(result))
-        return result
-
-    async def _checked(self, constraint: Constraint) -> CheckedText | UserError:
-        check = self._running.get(constraint)
-        if check is None:
+        if (check := self._checks.pop(constraint, None)) is None:
             stop = Stop()
-            future = self._threads.submit(self._trial.check, *constraint, stop=stop)
-            check = self._running[constraint] = _Check(future, stop)
+            check = _Check(self._threads.submit(self._trial.check, *constraint, stop=stop), stop)
+        self._checks[constraint] = check
+        if len(self._checks) > _KEPT:
+            del self._checks[next(iter(self._checks))]
         check.waiting += 1
         done = asyncio.wrap_future(check.future)
         try:
             return await asyncio.shield(done)
         except UserError as error:
-            return error
+            raise UserError(str(error)) from None  # a kept exception would collect the tracebacks of requests
         except asyncio.CancelledError:
             if check.waiting == 1:
-                self._running.pop(constraint, None)  # a later request starts a new check
+                self._checks.pop(constraint, None)  # a later request starts a new check
                 check.stop()
                 check.future.cancel()
                 await asyncio.wait({done})
             raise
+        except Exception:
+            self._checks.pop(constraint, None)
+            raise
         finally:
             check.waiting -= 1
-            if check.future.done() and self._running.get(constraint) is check:
-                del self._running[constraint]
 
 
 @dataclass
 class _Check:
-    """A running grammar check.
+    """A running or finished grammar check.
 
     Attributes:
         waiting: number of requests that wait for the result.

@@ -3,54 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
-from itertools import chain, pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import pydantic_core
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
+    PlainValidator,
     ValidationError,
     create_model,
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
-from mmspec.checks import OBJECT, Rule, nearest, shown, whole
-from mmspec.engine.request import NUM_DRAFT_TOKENS
-from mmspec.errors import UserError
-from mmspec.sampling.logprobs import LOGPROBS
-from mmspec.sampling.params import SamplingParams
-from mmspec.sampling.syntax import JSON_SCHEMA, KINDS
+from mmspec.errors import nearest, shown
+from mmspec.sampling.params import Logprobs, MaxTokens, MinTokens, SamplingParams, SchemaText
+from mmspec.sampling.syntax import KINDS
 from mmspec.serving.errors import APIError
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import Medium
 from mmspec.targets.processor import is_token_ids
+from mmspec.validation import check, condition, explain
 
 MOST_ITEMS = 1024
 """Prompts, messages, parts of a message, or tools."""
 
 _MOST_VALUES = 1_000_000  # in a body; commas and brackets inside strings count, too
-
-
-class UnknownFieldError(ValueError):
-    """An unknown or unsupported field.
-
-    Args:
-        name: field name.
-        reason: why the field is not supported, or "".
-        value: the given value.
-        known: the fields of the class.
-    """
-
-    def __init__(self, name: str, reason: str, value: Any, known: Collection[str]) -> None:
-        got = f"expected it to be left out, got {shown(value)}"
-        super().__init__(f", {reason}: {got}" if reason else f": {got}{nearest(name, known)}")
-        self.name = name
 
 
 class Fields(BaseModel):
@@ -81,7 +64,10 @@ class Fields(BaseModel):
             if value is None or name in cls.ignored or value in cls.neutral.get(name, ()):
                 continue
             if name not in known:
-                raise UnknownFieldError(name, cls.refused.get(name, ""), value, known)
+                reason = f", {cls.refused[name]}" if name in cls.refused else ""
+                hint = "" if reason else nearest(name, known)
+                about = f"{reason}: expected it to be left out, got {shown(value)}{hint}"
+                raise PydanticCustomError("unsupported", "{field}{reason}", {"field": name, "reason": about})
             left[name] = value
         return left
 
@@ -97,11 +83,6 @@ class Variant(Fields):
     @classmethod
     def __pydantic_init_subclass__(cls, **keywords: Any) -> None:
         cls.tags.update(get_args(cls.model_fields["type"].annotation))
-
-
-def checked(name: str, rule: Rule) -> AfterValidator:
-    """Validate a field with the Python API's rule and error message."""
-    return AfterValidator(lambda value: rule.check(name, value))
 
 
 F = TypeVar("F", bound=Fields)
@@ -126,57 +107,16 @@ def parse(kind: type[F], body: bytes, ignored: Callable[[str], object] = str) ->
     try:
         asked = kind.model_validate(given)
     except ValidationError as error:
-        raise _api_error(error.errors(include_url=False)[0]) from None
+        path, message = explain(error, "the body", tags=Variant.tags)
+        raise APIError(400, message, path or None) from None
     for name in kind.ignored:
         if given.get(name) is not None:
             ignored(name)
     return asked
 
 
-_EXPECTED = {
-    "string_type": "text",
-    "int_type": "a whole number",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-    "literal_error": "{expected}",
-    "union_tag_invalid": "{expected_tags}",
-    "too_short": "a list of at least {min_length}",
-    "too_long": "a list of at most {max_length}",
-    "greater_than_equal": ">= {ge}",
-}
-"""What a field must be, by pydantic's type of the error, with its context."""
-
-
-def _api_error(error: Any) -> APIError:
-    """Convert one of ``ValidationError.errors()``; the field's path is written as ``messages[0].content``."""
-    what, context, received = error["type"], error.get("ctx", {}), error["input"]
-    reason = context.get("error")
-    steps = pairwise((None, *error["loc"]))
-    keys = [key for before, key in steps if not (isinstance(before, int) and key in Variant.tags)]
-    if isinstance(reason, UnknownFieldError):
-        keys.append(reason.name)
-    elif what.startswith("union_tag"):
-        keys.append("type")
-    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
-    name = path or "the body"
-    if isinstance(reason, UnknownFieldError):
-        message = f"{path} is not supported{reason}"
-    elif reason is not None:
-        message = str(reason) if isinstance(reason, UserError) else f"{name}: {reason}"
-    elif what in ("missing", "union_tag_not_found"):
-        message = f"{path} is required"
-    else:
-        received = received["type"] if what == "union_tag_invalid" else received
-        got = len(received) if what in ("too_short", "too_long") else shown(received)
-        message = f"{name} must be {_EXPECTED.get(what, 'valid').format(**context)}: got {got}"
-    return APIError(400, message, path or None)
-
-
 REASONING_FIELDS = ("reasoning_content", "reasoning")
-"""Names of an assistant's thoughts in messages: DeepSeek's, and that of current versions of vLLM."""
+"""Names of an assistant's reasoning in messages: DeepSeek's, and that of current versions of vLLM."""
 
 CACHE_BREAKPOINT = "prompt_cache_breakpoint"
 """Field of parts that is ignored: all prefixes of prompts are kept."""
@@ -302,10 +242,10 @@ class ChatMessage(Fields):
         """All texts of the message that a chat template may render."""
         parts = [part.text for part in self.content if not isinstance(part, MediaPart)]
         called = [(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()]
-        return [*parts, *chain(*called), self.tool_call_id or "", self.name or "", self.thoughts or ""]
+        return [*parts, *chain(*called), self.tool_call_id or "", self.name or "", self.reasoning_text or ""]
 
     @property
-    def thoughts(self) -> str | None:
+    def reasoning_text(self) -> str | None:
         """Reasoning of an assistant's message."""
         return self.reasoning_content or self.reasoning
 
@@ -316,7 +256,7 @@ class ChatMessage(Fields):
             for call in self.tool_calls or ()
         ]
         name = self.name if self.role == "tool" else None  # the function's name; speaker names are ignored
-        values: dict[str, Any] = dict.fromkeys(REASONING_FIELDS, self.thoughts)
+        values: dict[str, Any] = dict.fromkeys(REASONING_FIELDS, self.reasoning_text)
         values |= {"tool_calls": calls or None, "tool_call_id": self.tool_call_id, "name": name}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -348,15 +288,18 @@ def conversation(given: Sequence[ChatMessage], reads_media: bool) -> tuple[list[
     return messages, media
 
 
-_NAME = Rule(
-    "1 to 64 letters, digits, and any of _.-",
-    lambda name: isinstance(name, str) and re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", name) is not None,
-)
+_Name = Annotated[
+    str,
+    condition(
+        "1 to 64 letters, digits, and any of _.-",
+        lambda name: isinstance(name, str) and re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", name) is not None,
+    ),
+]
 
 
 class Function(Fields):
     ignored: ClassVar[Sequence[str]] = ("strict",)  # arguments are constrained strictly in any case
-    name: Annotated[Any, checked("name", _NAME)]
+    name: _Name
     description: str | None = None
     parameters: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -375,15 +318,15 @@ class Tool(Fields):
         return self.function.declaration
 
 
-def choice_rule(form: str, *keys: str) -> Rule:
-    """The rule of ``tool_choice`` for one way of naming a function: an object with these keys, shown as ``form``."""
+def choice_of(form: str, *keys: str) -> PlainValidator:
+    """Condition on ``tool_choice`` for one way of naming a function: an object with these keys, shown as ``form``."""
 
     def holds(value: Any) -> bool:
         if not isinstance(value, dict):
             return value in ("none", "auto", "required")
         return value.keys() == {*keys} and value["type"] == "function" and isinstance(named_function(value), str)
 
-    return Rule(f'"none", "auto", "required" or {form}', holds)
+    return condition(f'"none", "auto", "required" or {form}', holds)
 
 
 def named_function(choice: Any) -> str | None:
@@ -392,10 +335,7 @@ def named_function(choice: Any) -> str | None:
     return function.get("name") if isinstance(function, dict) else None
 
 
-Variables = Annotated[Any, checked("chat_template_kwargs", OBJECT)]
-"""Variables of the chat template."""
-
-CHOICE = choice_rule('{"type": "function", "function": {"name": NAME}}', "type", "function")
+_ToolChoice = Annotated[Any, choice_of('{"type": "function", "function": {"name": NAME}}', "type", "function")]
 IGNORED = (
     *("user", "safety_identifier", "metadata", "service_tier"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
@@ -448,27 +388,25 @@ def grammar_of_format(kind: str, schema: dict[str, Any] | None) -> tuple[str, st
     """
     if kind == "text":
         return None
-    return "json_schema", JSON_SCHEMA.check("json_schema", {"type": "object"} if schema is None else schema)
+    return "json_schema", check("json_schema", SchemaText, {"type": "object"} if schema is None else schema)
 
 
-_SPECULATIVE = Rule("true, false or the name of a drafter", lambda value: isinstance(value, bool | str))
-MAX_TOKENS, _MIN_TOKENS = SamplingParams.rule("max_new_tokens"), SamplingParams.rule("min_new_tokens")
-_OTHERWISE = (
-    "max_new_tokens",
-    "min_new_tokens",
-    "grammar_trigger",
-    *KINDS,
-)  # set by fields of OpenAI's and vLLM's APIs
-_SAMPLING = [one.name for one in fields(SamplingParams) if one.name not in _OTHERWISE]
-
-_Sampling = create_model(
+_Speculative = Annotated[
+    bool | str, condition("true, false or the name of a drafter", lambda value: isinstance(value, bool | str))
+]
+_SAMPLING = {  # the other parameters are set by fields of OpenAI's and vLLM's APIs
+    name: one
+    for name, one in SamplingParams.__pydantic_fields__.items()  # type: ignore[attr-defined]
+    if name not in ("max_new_tokens", "min_new_tokens", "grammar_trigger", *KINDS)
+}
+_Sampling: Any = create_model(
     "_Sampling",
     __base__=Fields,
-    **{name: (Annotated[Any, checked(name, SamplingParams.rule(name))], None) for name in _SAMPLING},  # type: ignore[call-overload]
+    **{name: (one.rebuild_annotation(), Field(None)) for name, one in _SAMPLING.items()},
 )
 
 
-class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
+class GenerationRequest(_Sampling):
     """Fields of all generation endpoints: ``SamplingParams`` and further fields.
 
     Attributes:
@@ -478,25 +416,27 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
     limit_name: ClassVar[str] = "max_tokens"
     model: str | None = None
     n: int = Field(1, ge=1)
-    max_tokens: Annotated[Any, checked("max_tokens", MAX_TOKENS)] = None
-    min_tokens: Annotated[Any, checked("min_tokens", _MIN_TOKENS)] = None
+    max_tokens: MaxTokens | None = None
+    min_tokens: MinTokens | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    speculative: Annotated[Any, checked("speculative", _SPECULATIVE)] = None
-    num_draft_tokens: Annotated[Any, checked("num_draft_tokens", NUM_DRAFT_TOKENS)] = None
-    t_max_predict_ms: Annotated[Any, checked("t_max_predict_ms", whole(0))] = 0
+    speculative: _Speculative | None = None
+    num_draft_tokens: NonNegativeInt | None = None
+    t_max_predict_ms: NonNegativeInt = 0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_limit(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get(cls.limit_name) is None:
-            return given
-        new, old = given[cls.limit_name], given.get("max_tokens")
-        if old is not None and old != new:
-            raise ValueError(f"max_tokens and {cls.limit_name} are one limit: got {shown(old)} and {shown(new)}")
-        valid = isinstance(new, int) and MAX_TOKENS.holds(new)  # the field's own check reports other values
-        return {**given, "max_tokens": new} if valid else given
+    @model_validator(mode="after")
+    def _one_limit(self) -> GenerationRequest:
+        if self.max_tokens is not None and self.max_tokens != self.limit:
+            both = f"{shown(self.max_tokens)} and {shown(self.limit)}"
+            raise ValueError(f"max_tokens and {self.limit_name} are one limit: got {both}")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """Maximum number of generated tokens."""
+        own: int | None = getattr(self, self.limit_name)
+        return self.max_tokens if own is None else own
 
     @field_validator("top_k", mode="before")
     @classmethod
@@ -566,7 +506,7 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
         if self.stream_options is not None and not self.stream:
             raise APIError(400, "stream_options goes with stream: true", "stream_options")
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        most = self.max_tokens or defaults.get("max_new_tokens", limits.max_tokens)
+        most = self.limit or defaults.get("max_new_tokens", limits.max_tokens)
         given |= {} if self.min_tokens is None else {"min_new_tokens": self.min_tokens}
         return {**defaults, **given, "max_new_tokens": min(most, limits.max_tokens)}
 
@@ -599,13 +539,13 @@ class ChatCompletionRequest(GenerationRequest):
         "web_search_options": "the server does not search",
     }
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_ITEMS)
-    max_completion_tokens: Annotated[Any, checked("max_completion_tokens", MAX_TOKENS)] = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[Any, checked("top_logprobs", LOGPROBS)] = None
+    top_logprobs: Logprobs | None = None
     tools: list[Tool] = Field([], max_length=MOST_ITEMS)
-    tool_choice: Annotated[Any, checked("tool_choice", CHOICE)] = "auto"
+    tool_choice: _ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    chat_template_kwargs: Variables = Field({})
+    chat_template_kwargs: dict[str, Any] = Field({})
     reasoning_effort: str | None = None
 
     @model_validator(mode="after")
@@ -620,15 +560,11 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 def _as_prompts(given: Any) -> list[Any]:
-    return [given] if isinstance(given, str) or is_token_ids(given) else list(given)
-
-
-def _are_prompts(given: Any) -> bool:
-    prompts = _as_prompts(given) if isinstance(given, str | list) else []
-    return 0 < len(prompts) <= MOST_ITEMS and all(isinstance(one, str) or is_token_ids(one) for one in prompts)
-
-
-_PROMPTS = Rule(f"a text, token ids, or a list of 1 to {MOST_ITEMS} of them", _are_prompts, _as_prompts)
+    prompts = [given] if isinstance(given, str) or is_token_ids(given) else given
+    are_prompts = isinstance(prompts, list) and all(isinstance(one, str) or is_token_ids(one) for one in prompts)
+    if not are_prompts or not 0 < len(prompts) <= MOST_ITEMS:
+        raise PydanticCustomError("condition", f"a text, token ids, or a list of 1 to {MOST_ITEMS} of them")
+    return prompts
 
 
 class CompletionRequest(GenerationRequest):
@@ -640,8 +576,8 @@ class CompletionRequest(GenerationRequest):
         "best_of": "choices are not ranked, n returns all of them",
         "suffix": "texts are continued at their end only",
     }
-    prompt: Annotated[Any, checked("prompt", _PROMPTS)]
-    logprobs: Annotated[Any, checked("logprobs", LOGPROBS)] = None
+    prompt: Annotated[list[Any], PlainValidator(_as_prompts)]
+    logprobs: Logprobs | None = None
     echo: bool = False
 
     @model_validator(mode="after")
@@ -663,7 +599,7 @@ class TokenizeRequest(Fields):
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MOST_ITEMS)
     tools: list[Tool] = Field([], max_length=MOST_ITEMS)
-    chat_template_kwargs: Variables = Field({})
+    chat_template_kwargs: dict[str, Any] = Field({})
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 

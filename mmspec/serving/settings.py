@@ -65,7 +65,7 @@ class ServerSettings:
         return dict(zip(names, pipes, strict=True))
 
     def pipeline(self) -> Pipeline:
-        """Load the model, reserve memory for its sequences and calibrate verify passes.
+        """Load the model and reserve memory for its sequences.
 
         Raises:
             UserError: see ``mmspec.load``.
@@ -91,7 +91,6 @@ class ServerSettings:
 
     def _warm_up(self, pipe: Pipeline) -> None:
         pipe.warm_up(self.limits.max_running, self.limits.max_model_len or None)
-        pipe.calibrate()
 
     def defaults(self, pipe: Pipeline) -> str:
         """Default sampling parameters in one line, neutral values left out."""

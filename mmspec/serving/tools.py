@@ -115,7 +115,7 @@ MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "[", ", ", "]", id_length=9)
 """``[TOOL_CALLS][{json}, {json}]`` of Mistral's models up to version 7 of their tokenizers."""
 
 GENERIC = replace(HERMES, name="generic")
-"""That of Hermes, which the prompt explains: for chat templates without tools, or with other formats."""
+"""The format of Hermes, explained in the prompt: for chat templates without tools, or with other formats."""
 
 FORMATS = {one.name: one for one in (HERMES, LLAMA, MISTRAL, GENERIC)}
 AUTO = "auto"
@@ -152,7 +152,7 @@ def tool_format(io: Processor, name: str = AUTO) -> ToolFormat:
 
 
 _OTHERS = ("<function=", "<arg_key>", "<invoke")
-"""Parts of calls that are no JSON (Qwen3-Coder, GLM-4.5, MiniMax) between ``<tool_call>`` and its end."""
+"""Parts of calls in other formats than JSON (Qwen3-Coder, GLM-4.5, MiniMax) after ``<tool_call>``."""
 
 
 def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -175,8 +175,8 @@ def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
                 function = call["function"]
                 called = {"name": function["name"], "arguments": called_arguments(function["arguments"])}
                 content = _joined(content, f"<tool_call>\n{_json(called)}\n</tool_call>")
-            thoughts = {name: message[name] for name in REASONING_FIELDS if name in message}
-            found.append({"role": role, "content": content, **thoughts})
+            reasoning = {name: message[name] for name in REASONING_FIELDS if name in message}
+            found.append({"role": role, "content": content, **reasoning})
         before = role
     if tools:
         text = _PROMPT.format(tools="\n".join(map(_json, tools)))

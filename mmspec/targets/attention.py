@@ -127,13 +127,15 @@ class PassAttention:
     Eager attention is kept. Layers that compute their own masks use SDPA: layers with an indexer (DeepSeek V3.2) mask
     unselected keys only with eager attention or SDPA, and Doge's masks differ by head.
 
+    Args:
+        prepare: called at the start of each pass.
+
     Attributes:
         name: transformers' name of the implementation.
-        prepare: called at the start of each pass.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.prepare: Callable[[], None] = lambda: None
+    def __init__(self, model: PreTrainedModel, prepare: Callable[[], None] = lambda: None) -> None:
+        self._prepare = prepare
         self._model = model
         config, decoder = model.config.get_text_config(), decoder_of(model)
         usual = config._attn_implementation
@@ -162,7 +164,7 @@ class PassAttention:
         decoder are serialised, as they share its configuration and hooks."""
         with self._lock:
             usual = [settings[_SETTING] for settings in self._settings]
-            self.prepare()
+            self._prepare()
             try:
                 for settings in self._settings:
                     settings[_SETTING] = name or self.name

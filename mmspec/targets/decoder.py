@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from inspect import signature
@@ -38,6 +38,7 @@ class Decoder:
     Args:
         model: the model; its code and weights stay unmodified.
         count: run only the first ``count`` layers, then the final norm; None runs all layers.
+        prepare: called at the start of each pass.
 
     Attributes:
         config: configuration of the text model, with all layers.
@@ -51,14 +52,16 @@ class Decoder:
             layers.
     """
 
-    def __init__(self, model: PreTrainedModel, count: int | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, count: int | None = None, prepare: Callable[[], None] = lambda: None
+    ) -> None:
         self._model = model
         self.config = model.config.get_text_config()
         self.layers = tree_layers(model, self.config)
         refuse_unsupported(model, self.config, self.layers)
         if self.layers is not None and (is_sharded(model) or len(computing_devices(model)) > 1):
             raise UserError(f"layers with states are on one device: {type(model).__name__} is split over several")
-        self.attention = PassAttention(model)
+        self.attention = PassAttention(model, prepare)
         self._module = decoder_of(model)
         if count is not None:
             self._module = self._beginning(count)
@@ -172,11 +175,17 @@ class Decoder:
             out = self._run_model(call, cache)
         return out.logits[:, -1:], decoder_inputs, {**features, **last}
 
+    @property
+    def continues(self) -> bool:
+        """Whether a prompt can be prefilled in parts."""
+        limit = getattr(self.config, "time_step_limit", None) or (0.0, inf)
+        # transformers clamps Mamba step sizes in a full prompt pass, tree passes do not.
+        return self.layers is None or tuple(limit) == (0.0, inf)
+
     def chunk_inputs(self, call: dict[str, Any], cache: TreeCache) -> dict[str, Any] | None:
         """The decoder's inputs for a prompt, visual embeddings included; None if they cannot be split into chunks."""
-        limit = getattr(self.config, "time_step_limit", None) or (0.0, inf)
-        if self.layers is not None and tuple(limit) != (0.0, inf):
-            return None  # transformers clamps Mamba step sizes in a full prompt pass, tree passes do not
+        if not self.continues:
+            return None
         decoder_inputs = call
         if set(call) - {"input_ids", "attention_mask", "position_ids"}:
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
 from typing import Any
 
-from mmspec.sampling.thoughts import Phase, Place, Thoughts
+from mmspec.sampling.reasoning import Phase, Place, ReasoningParser
 
 _CONTEXT = 8  # tokens: a character has at most four
 _MOST_HELD = 64  # maximum held tokens with uncertain text, after which the text is emitted
@@ -222,13 +222,13 @@ class AnswerReader:
 
     Args:
         prompt: token ids before the output.
-        thoughts: reasoning parser; None if the output is an answer without reasoning.
+        parser: reasoning parser; None if the output is an answer without reasoning.
         prefix: text to remove at the start of an answer without reasoning.
         **options: of ``Detokenizer``.
 
     Attributes:
         answer: filter of the answer's text.
-        num_thoughts: number of reasoning tokens so far, markers included.
+        num_reasoning_tokens: number of reasoning tokens so far, markers included.
     """
 
     def __init__(
@@ -236,37 +236,37 @@ class AnswerReader:
         vocabulary: Vocabulary,
         prompt: Sequence[int],
         stop: Sequence[str],
-        thoughts: Thoughts | None = None,
+        parser: ReasoningParser | None = None,
         prefix: str = "",
         **options: Any,
     ) -> None:
-        self._detokenizer, self._thoughts = Detokenizer(vocabulary, prompt, **options), thoughts
+        self._detokenizer, self._parser = Detokenizer(vocabulary, prompt, **options), parser
         self._open = ""  # text that may belong to the reasoning or to the answer
-        self._count = self.num_thoughts = 0
-        self._place = thoughts.first if thoughts else Place(Phase.PLAIN)
-        self.answer = StopFilter(stop, [_WHITE] if thoughts else [prefix] if prefix else [])
-        if thoughts is not None:
-            marked = self._place.phase is Phase.OPEN and thoughts.start_id is None
-            drops = [_WHITE, thoughts.form.start, _WHITE] if marked else [_WHITE]
-            self._thought = StopFilter([thoughts.form.end] if thoughts.end_id is None else [], drops, trims=True)
+        self._count = self.num_reasoning_tokens = 0
+        self._place = parser.first if parser else Place(Phase.PLAIN)
+        self.answer = StopFilter(stop, [_WHITE] if parser else [prefix] if prefix else [])
+        if parser is not None:
+            marked = self._place.phase is Phase.OPEN and parser.start_id is None
+            drops = [_WHITE, parser.form.start, _WHITE] if marked else [_WHITE]
+            self._reasoning = StopFilter([parser.form.end] if parser.end_id is None else [], drops, trims=True)
 
     def append(self, token: int) -> tuple[str, str]:
         """Append a token; returns new text of the reasoning and of the answer."""
         text = self._open + self._detokenizer.append([token])
-        if self._thoughts is not None and not self._place.answers:
-            self._place, self._count = self._thoughts.advance(self._place, token), self._count + 1
+        if self._parser is not None and not self._place.answers:
+            self._place, self._count = self._parser.advance(self._place, token), self._count + 1
             self._open = text if self._place.phase is Phase.OPEN else ""
             if self._place.phase is Phase.OPEN:
                 return "", ""
             if self._place.phase is not Phase.PLAIN:
-                self.num_thoughts, over = self._count, self._place.answers
-                text += self._detokenizer.finish() if over and self._thoughts.end_id is not None else ""
-                return self._thought.feed(text, final=over), self.answer.feed(self._thought.rest) if over else ""
+                self.num_reasoning_tokens, over = self._count, self._place.answers
+                text += self._detokenizer.finish() if over and self._parser.end_id is not None else ""
+                return self._reasoning.feed(text, final=over), self.answer.feed(self._reasoning.rest) if over else ""
         return "", self.answer.feed(text)
 
     def finish(self) -> tuple[str, str]:
         """Return held text of the reasoning and of the answer at the end of the output."""
         text = self._open + self._detokenizer.finish()
-        if self._place.phase is Phase.THOUGHTS:
-            return self._thought.feed(text, final=True), ""
+        if self._place.phase is Phase.REASONING:
+            return self._reasoning.feed(text, final=True), ""
         return "", self.answer.feed(text, final=True)

@@ -15,8 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
-from mmspec.checks import nearest, shown
-from mmspec.errors import UserError, explained, missing
+from mmspec.errors import UserError, explained, missing, nearest, shown
 from mmspec.files import read_json, readable_path
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.support import output_layer
@@ -142,6 +141,14 @@ class Adapters:
         self._find()
         states = ((*one.active_adapters, one.disable_adapters, *one.merged_adapters) for one in self._layers)
         return self._version, next(states, None)
+
+    def choose(self, name: str | None) -> None:
+        """Set the adapter of the target's next sequences."""
+        self.chosen = name
+
+    def activate(self) -> None:
+        """Activate the chosen adapter in the model's layers, which other targets of the model share."""
+        self.use(self.chosen)
 
     def use(self, name: str | None) -> None:
         """Activate an adapter; None deactivates all."""

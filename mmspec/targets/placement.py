@@ -10,13 +10,10 @@ from torch import distributed
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from mmspec.checks import Rule, shown
-from mmspec.errors import UserError, missing
+from mmspec.errors import UserError, missing, shown
 from mmspec.jobs import ranks
 
 _OFFLOADED = ("cpu", "disk")
-_MAP = Rule('"auto" or a dict of modules and devices', lambda value: value == "auto" or isinstance(value, dict))
-_PLAN = Rule('"auto" or a dict of modules and styles', lambda value: value == "auto" or isinstance(value, dict))
 
 
 def split_options(device_map: Any, tp_plan: Any, device: str) -> dict[str, Any]:
@@ -36,12 +33,13 @@ def split_options(device_map: Any, tp_plan: Any, device: str) -> dict[str, Any]:
     name = "device_map" if tp_plan is None else "tp_plan"
     if device != "auto":
         raise UserError(f"{name} places the model: expected device 'auto' with it, got {shown(device)}")
+    given, entries = (device_map, "devices") if tp_plan is None else (tp_plan, "styles")
+    if given != "auto" and not isinstance(given, dict):
+        raise UserError(f'{name} must be "auto" or a dict of modules and {entries}: got {shown(given)}')
     if tp_plan is None:
-        _MAP.check(name, device_map)
         if find_spec("accelerate") is None:
             raise missing("device_map", "accelerate", "real")
         return {"device_map": device_map}
-    _PLAN.check(name, tp_plan)
     if not distributed.is_initialized() and ranks() < 2:
         raise UserError("tp_plan shards a model over the ranks of a job: expected one of torchrun, got 1 rank")
     return {"distributed_config": DistributedConfig(tp_plan=tp_plan)}

@@ -15,12 +15,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from mmspec.checks import OBJECT
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError, explained
-from mmspec.sampling.thoughts import Thoughts, thought_format
+from mmspec.sampling.reasoning import ReasoningParser, reasoning_format
 from mmspec.targets.detokenizer import Detokenizer, Vocabulary
 from mmspec.targets.support import from_pretrained
+from mmspec.validation import check
 
 _MARK = "\ue0a1"  # a private-use character
 _RENDERED = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning")
@@ -43,7 +43,7 @@ def template_variables(plain: Any, given: Any) -> dict[str, Any]:
         UserError: ``given`` is not a mapping, or contains a name that rendering itself uses.
     """
     own = {"messages", *signature(plain.apply_chat_template).parameters}
-    for name in OBJECT.check("chat_template_kwargs", given):
+    for name in check("chat_template_kwargs", dict, given):
         if name in own:
             raise UserError(f"chat_template_kwargs must not have names that rendering itself uses: got {name}")
     return {name: value for name, value in given.items() if name in str(plain.chat_template)}
@@ -259,20 +259,20 @@ class Processor:
             template = template.get("tool_use") or template.get("default", "")
         return str(template)
 
-    def thoughts(self, reasoning: str | None, prompt: torch.Tensor) -> Thoughts | None:
+    def reasoning_parser(self, reasoning: str | None, prompt: torch.Tensor) -> ReasoningParser | None:
         """Reasoning parser of the output after a prompt; None without reasoning.
 
         Args:
-            reasoning: format, see ``thought_format``.
+            reasoning: format, see ``reasoning_format``.
             prompt: (length,) int64; a marker at its end shows that reasoning has started or is over.
         """
-        form = thought_format(reasoning, self.chat_template_text()) if reasoning else None
+        form = reasoning_format(reasoning, self.chat_template_text()) if reasoning else None
         if form is None:
             return None
         end = self.decode(prompt[-_MARKER_TOKENS:].tolist(), skip_special_tokens=False).rstrip()
         if end.endswith(form.end):
             return None
-        return Thoughts(form, end.endswith(form.start), self.token_bytes, self.special_token)
+        return ReasoningParser(form, end.endswith(form.start), self.token_bytes, self.special_token)
 
     def special_token(self, text: str) -> int | None:
         """Id of the special token with this name; None without one."""

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.cache.prefix_cache import Prefix, at_text
 from mmspec.cache.rows import RowTensor, batch_bucket
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.target import Feature, Prompt, TargetOutput
+from mmspec.core.target import Feature, Prompt, State, TargetOutput, at_text
 from mmspec.core.tree import TokenTree
 from mmspec.errors import UserError
 from mmspec.ops.graphs import Graphed
@@ -29,7 +28,7 @@ from mmspec.targets.masks import tail_mask
 
 @dataclass
 class Prefill:
-    """Prefill of one prompt into a separate cache. Its generators yield between passes.
+    """Prefill of prompts into a separate cache. Its generators yield between passes.
 
     Attributes:
         prompt: one or several rows.
@@ -47,8 +46,8 @@ class Prefill:
     head: Head
     embed: Callable[[Tensor], Tensor]
 
-    def whole(self) -> Generator[None, None, TargetOutput]:
-        """Prefill into an empty cache."""
+    def run(self, state: State | None) -> Generator[None, None, TargetOutput]:
+        """Prefill the tokens after ``state``, whose tokens are in the cache."""
         prompt, chunk, cache = self.prompt, self.chunk, self.cache
         ids, mask = prompt.input_ids, prompt.attention_mask
         batch, length = ids.shape
@@ -58,37 +57,22 @@ class Prefill:
         if prompt.prefill_mask is not None:
             return self._partly(call, prompt.prefill_mask)
         splits = chunk is not None and batch == 1 and length > chunk and mask is None
-        inputs = self.decoder.chunk_inputs(call, cache) if splits else None
+        inputs = self.decoder.chunk_inputs(call, cache) if splits or state is not None else None
         if inputs is not None:
-            features, logits = yield from self._passes(inputs, 0)
+            features, logits = yield from self._passes(inputs, state)
         else:
             logits, inputs, features = self.decoder.prefill(call, cache, self.names)
             cache.commit_prompt(length, mask, batch)
             self.head.check(features["last"][:, -1:], logits)
-        features = {name: features[name] for name in self.names}
         # Decoders without attention, or with ALiBi, have no position_ids.
         known = inputs.get("position_ids") if self.decoder.takes_positions else positions
-        return TargetOutput(logits, features, self.visual, inputs.get("inputs_embeds"), known)
+        return self._output(logits, features, inputs.get("inputs_embeds"), known)
 
-    def rest(self, inputs: dict[str, Any], prefix: Prefix, first: int) -> Generator[None, None, TargetOutput]:
-        """Prefill the tokens after the ``first`` cached tokens.
-
-        Args:
-            inputs: the decoder's inputs of the whole prompt.
-            prefix: the prefix that the cached tokens come from.
-        """
-        ids = self.prompt.input_ids
-        if first == ids.shape[1]:
-            assert prefix.logits is not None
-            logits, features = prefix.logits, prefix.features
-        else:
-            rest, logits = yield from self._passes(inputs, first)
-            features = {name: torch.cat([prefix.features[name][:, :first], rest[name]], 1) for name in self.names}
-        features = {name: features[name] for name in self.names}
-        embeds = prefix.embeds
-        if embeds is not None:
-            embeds = torch.cat([embeds[:, :first], self.embed(ids[:, first:])], dim=1)
-        return TargetOutput(logits, features, self.visual, embeds, inputs["position_ids"], first)
+    def _output(
+        self, logits: Tensor, features: dict[Feature, Tensor], embeds: Tensor | None, positions: Tensor | None
+    ) -> TargetOutput:
+        read = {name: features[name] for name in self.names if features}
+        return TargetOutput(logits, read, self.visual, embeds, positions, prompt=self.prompt)
 
     def _partly(self, call: dict[str, Any], kept: Tensor) -> TargetOutput:
         """Prefill only the kept positions; dropped positions have no states. Features are left-padded.
@@ -119,9 +103,7 @@ class Prefill:
         features = self.decoder.forward({**part, "attention_mask": mask}, self.cache, self.names)
         self.cache.commit_prompt(order.shape[1], mask, len(order))
         logits = self.head(features["last"][:, -1:])
-        return TargetOutput(
-            logits, {name: features[name] for name in self.names}, self.visual, part["inputs_embeds"], positions
-        )
+        return self._output(logits, features, part["inputs_embeds"], positions)
 
     def _positions(self) -> Tensor | None:
         """``position_ids`` of the prompt, (batch, length) or (axes, batch, length); None if the model computes them."""
@@ -136,11 +118,15 @@ class Prefill:
         return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
 
     def _passes(
-        self, inputs: dict[str, Any], first: int
+        self, inputs: dict[str, Any], state: State | None
     ) -> Generator[None, None, tuple[dict[Feature, Tensor], Tensor]]:
-        """Prefill the tokens from ``first`` on, ``chunk`` tokens per pass; returns features and last logits."""
+        """Prefill the tokens after ``state``, ``chunk`` tokens per pass; returns features and last logits."""
         length, passes = self.prompt.input_ids.shape[1], []
-        chunk = self.chunk or length
+        first, chunk = 0 if state is None else state.length, self.chunk or length
+        if first == length:
+            assert state is not None
+            assert state.logits is not None
+            return {}, state.logits
         for start in range(first, length, chunk):
             if start > first:
                 yield
@@ -177,11 +163,9 @@ class VerifyRunner(ABC):
 
     Attributes:
         static_shapes: whether shapes and addresses of tensors are static.
-        adapter: active LoRA adapter; graphs are captured per adapter.
     """
 
     static_shapes: ClassVar[bool]
-    adapter: Hashable = None
 
     def __init__(self, decoder: Decoder, head: Head) -> None:
         self._decoder, self._head = decoder, head
@@ -217,20 +201,19 @@ class VerifyRunner(ABC):
     def adopts(self) -> bool:
         """Whether ``join`` may take over the cache of a prefill instead of copying its rows."""
 
-    def join(self, prompts: TreeCache, reserve: int, copy: bool, position: Tensor, last_position: Tensor) -> None:
+    def join(self, prompts: TreeCache, reserve: int, position: Tensor, last_position: Tensor) -> None:
         """Add the rows of a prefilled cache.
 
         Args:
             reserve: KV slots that the longest row may need.
-            copy: leave the prefilled cache unchanged.
             position, last_position: (rows,) position of the next token, and last position within the context limit.
         """
-        self._add(prompts, reserve, copy)
+        self._add(prompts, reserve)
         self._position.append(position)
         self._last_position.append(last_position)
 
     @abstractmethod
-    def _add(self, prompts: TreeCache, reserve: int, copy: bool) -> None:
+    def _add(self, prompts: TreeCache, reserve: int) -> None:
         """Add the rows to the cache; arguments as for ``join``."""
 
     def select(self, rows: Sequence[int]) -> None:
@@ -241,11 +224,12 @@ class VerifyRunner(ABC):
                 part.select(rows)
 
     @abstractmethod
-    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature]) -> TargetOutput:
+    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature], adapter: Hashable) -> TargetOutput:
         """Logits and the named features at every node.
 
         Args:
             width: minimum number of nodes after padding.
+            adapter: key of the active LoRA adapter; graphs are captured per adapter.
         """
 
     def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor, name: Feature = "last") -> Tensor:
@@ -305,14 +289,14 @@ class EagerRunner(VerifyRunner):
     def adopts(self) -> bool:
         return not self.rows
 
-    def _add(self, prompts: TreeCache, reserve: int, copy: bool) -> None:
+    def _add(self, prompts: TreeCache, reserve: int) -> None:
         if not self.rows:
             self._position, self._last_position = RowTensor(), RowTensor()
-            self._cache = self._decoder.new_cache(reserve, False) if copy else prompts
-        if self._cache is not prompts:
+            self._cache = prompts
+        else:
             self.cache.append(prompts, reserve)
 
-    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature]) -> TargetOutput:
+    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature], adapter: Hashable) -> TargetOutput:
         nodes = tree.nodes
         if width == nodes:
             states = self._forward(tree.tokens, None if nodes == 1 else tree.depth, tree.ancestors, names)
@@ -354,16 +338,16 @@ class StaticRunner(VerifyRunner):
         """Number of captured CUDA graphs of verify passes and of commits."""
         return self._graphed_pass.captured, self._graphed_commit.captured
 
-    def _add(self, prompts: TreeCache, reserve: int, copy: bool) -> None:
+    def _add(self, prompts: TreeCache, reserve: int) -> None:
         if self._cache is None:
             self._cache = self._decoder.new_cache(reserve, True)
         self._cache.append(prompts, reserve)
 
-    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature]) -> TargetOutput:
+    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature], adapter: Hashable) -> TargetOutput:
         nodes, batch = tree.nodes, tree.batch
         width, rows = node_bucket(width), batch_bucket(batch)
         self.cache.reserve_nodes(width)
-        settings = {"names": tuple(names), "adapter": self.adapter}
+        settings = {"names": tuple(names), "adapter": adapter}
         logits, *states = self._graphed_pass(*_padded(tree, width, rows), version=self.version, **settings)
         features = {name: state[:batch, :nodes] for name, state in zip(names, states, strict=True)}
         return TargetOutput(logits[:batch, :nodes], features)

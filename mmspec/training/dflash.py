@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import exp
 from typing import Any, Literal
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.checks import FLAG, POSITIVE, Checked, inherited, inherited_optional, option, whole, with_fields_of
 from mmspec.core.target import Target
 from mmspec.drafters.dflash import (
     DFlash,
@@ -38,6 +37,7 @@ from mmspec.training.tasks import (
     mask_token,
     output_rows,
 )
+from mmspec.validation import inherited, option, options, part, with_fields_of
 
 _BASE = 0.6  # weight of the loss of XPress' uncorrected logits (vllm-project/speculators)
 _OWN = re.compile(  # modules that targets do not have
@@ -46,23 +46,23 @@ _OWN = re.compile(  # modules that targets do not have
 _OPTIONAL = ("q_norm.weight", "k_norm.weight")
 
 
-@dataclass(frozen=True)
-class BlockLoss(Checked):
+@options
+class BlockLoss:
     """Settings of DFlash's objective."""
 
-    anchors: int = option(24, whole(1), "Blocks per conversation.")
-    gamma: float = option(4.0, POSITIVE, "Slots have weights exp(-(k-1)/gamma).")
+    anchors: int = option(24, "Blocks per conversation.", ge=1)
+    gamma: float = option(4.0, "Slots have weights exp(-(k-1)/gamma).", gt=0)
     loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 @with_fields_of(DFlashConfig)
 class DFlashOptions(BlockLoss, NetworkOptions):
     """Options of ``mmspec train dflash``."""
 
     depth: int = inherited(TreeOptions, "depth", default=15)
-    layers: int | None = inherited_optional(DFlashConfig, "layers", "Decoder layers.", default_text="2")
-    from_target: bool = option(False, FLAG, "Start as the target's last layers, if they are like its own.")
+    layers: int | None = inherited(DFlashConfig, "layers", "Decoder layers.", default_text="2", default=None)
+    from_target: bool = option(False, "Start as the target's last layers, if they are like its own.")
 
 
 def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
@@ -88,13 +88,13 @@ def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> D
         load_shared_weights(start, network, options.start)
     elif options.from_target:
         copy_last_layers(network, target)
-    chosen = options.part(DFlashObjective.__dataclass_fields__)
+    chosen = part(options, DFlashObjective.__dataclass_fields__)
     layers = config.features(target.config.num_hidden_layers)
-    return DrafterSetup(network, DFlashObjective(**chosen), DFlash, draft_ids, options.part(TREE), layers=layers)
+    return DrafterSetup(network, DFlashObjective(**chosen), DFlash, draft_ids, part(options, TREE), layers=layers)
 
 
 def _network_config(options: DFlashOptions, pipe: Pipeline, start: DFlash | None, drafts: int) -> DFlashConfig:
-    given, decoder = options.part(DFlashConfig.__dataclass_fields__), pipe.target.config
+    given, decoder = part(options, DFlashConfig.__dataclass_fields__), pipe.target.config
     if "selector_rank" in given:
         given["selector_tokens"] = decoder.vocab_size * (given["selector_rank"] > 0)
     if "markov_rank" in given:
@@ -134,7 +134,7 @@ def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
     network.fc.weight.zero_()[:, -network.config.hidden_size :].fill_diagonal_(1.0)
 
 
-@dataclass(frozen=True)
+@options
 class DFlashObjective(BlockLoss):
     """Loss of blocks against the target's next-token distributions (arXiv 2602.06036, section 4).
 

@@ -5,14 +5,13 @@ Entry j of a drafter's sequence reads token j + 1 and the target's states at tok
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.checks import FLAG, SHARE, inherited, option, settable, with_fields_of
 from mmspec.core.target import Target
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
 from mmspec.drafters.hidden_state import packing
@@ -31,19 +30,20 @@ from mmspec.training.tasks import (
     mask_token,
     output_rows,
 )
+from mmspec.validation import inherited, option, options, part, with_fields_of
 
 
-@dataclass(frozen=True)
+@options
 class Eagle3Passes(Passes):
     """Settings of EAGLE-3's objective."""
 
     passes: int = inherited(Passes, "passes", "Levels of a tree that are trained, a forward pass each.", default=5)
     keep: float = option(
-        1.0, SHARE, "Share of the chains that each further pass keeps (conditional drop-token, arXiv 2602.01469)."
+        1.0, "Share of the chains that each further pass keeps (conditional drop-token, arXiv 2602.01469).", ge=0, le=1
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 @with_fields_of(Eagle3Config)
 class Eagle3Options(Eagle3Passes, HeadOptions):
     """Options of ``mmspec train eagle3``."""
@@ -51,10 +51,9 @@ class Eagle3Options(Eagle3Passes, HeadOptions):
     depth: int = inherited(TreeOptions, "depth", default=8)
     parallel: bool | None = option(
         None,
-        settable(FLAG),
         "Draft all levels in one pass (P-EAGLE): further levels have a mask token and a learnt state.",
         default_text="one pass per level",
-        declared=("--parallel/--sequential",),
+        names=("--parallel/--sequential",),
     )
 
 
@@ -76,16 +75,16 @@ def setup(options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None) -> D
     else:
         with torch.no_grad():
             network.lm_head.weight.copy_(head_weight(target, draft_ids))
-    chosen = options.part(Eagle3Objective.__dataclass_fields__)
+    chosen = part(options, Eagle3Objective.__dataclass_fields__)
     layers = config.features(target.config.num_hidden_layers)
-    tree = options.part(TREE)
+    tree = part(options, TREE)
     return DrafterSetup(network, Eagle3Objective(**chosen), Eagle3, draft_ids, tree, layers=layers)
 
 
 def _network_config(
     options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None, start: Eagle3 | None
 ) -> Eagle3Config:
-    given: dict[str, Any] = options.part(Eagle3Config.__dataclass_fields__)
+    given: dict[str, Any] = part(options, Eagle3Config.__dataclass_fields__)
     given |= {"states": len(given["reads"])} if "reads" in given else {}
     before = None if start is None else start.network.config
     mask = None if before is None else before.mask_token_id
@@ -98,7 +97,7 @@ def _network_config(
     return Eagle3Config.like(pipe.target.config, **new, head=head, mask_token_id=mask)
 
 
-@dataclass(frozen=True)
+@options
 class Eagle3Objective(Eagle3Passes):
     """Loss against the target's next-token distribution over several passes (training-time test, arXiv 2503.01840,
     section 3.2).

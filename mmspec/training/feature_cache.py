@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Prompt, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -229,7 +229,7 @@ class Recorder(Drafter):
             self.finished[tuple(tokens)] = torch.cat(hidden)[: len(tokens) - 1].cpu()
         self._rows = [self._rows[row] for row in rows]
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
         return TokenTree.root(token)
 
     @torch.inference_mode()

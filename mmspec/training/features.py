@@ -299,10 +299,10 @@ class Extractor:
         if any(_TOKEN_TYPES in one.inputs for one in batch):
             inputs[_TOKEN_TYPES] = self._token_types(ids).to(device)
         prompt = Prompt(ids.to(device), mask.to(device) if any(pads) else None, inputs)
-        self.target.features = ("last", *self.layers)
-        self.target.select([])
-        output = self.target.prefill(prompt, max_new_tokens=1)
-        self.target.select([])
+        self.target.keep([])
+        *_, output = self.target.prefill([prompt], [1] * len(batch), ("last", *self.layers))
+        assert output is not None
+        self.target.keep([])
         rows = []
         for index, (one, pad) in enumerate(zip(batch, pads, strict=True)):
             visual = one.visual.to(device)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmspec.checks import inherited
 from mmspec.core.target import Target, output_of
 from mmspec.drafters.early_exit import FirstLayers
 from mmspec.drafters.kangaroo import Kangaroo, KangarooConfig, KangarooNetwork
@@ -18,16 +16,17 @@ from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput, causal_pass, next_token_loss
 from mmspec.training.options import NextTokenLoss, TreeOptions
 from mmspec.training.tasks import DrafterSetup, DrafterTraining
+from mmspec.validation import inherited, options, part
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class KangarooOptions(NextTokenLoss, TreeOptions):
     """Options of ``mmspec train kangaroo``."""
 
     exit_layer: int = inherited(KangarooConfig, "exit_layer", "The target's first layers that draft.")
 
 
-@dataclass(frozen=True)
+@options
 class KangarooObjective(NextTokenLoss):
     """Loss against the target's next-token distributions at the same positions (arXiv 2404.18911, formula 2).
 
@@ -54,7 +53,7 @@ def setup(options: KangarooOptions, pipe: Pipeline, draft_ids: Tensor | None) ->
     network = KangarooNetwork(config).to(target.device, torch.float32)
     layers = (output_of(options.exit_layer - 1),)
     objective = KangarooObjective(options.loss)
-    return DrafterSetup(network, objective, Kangaroo, draft_ids, options.part(TREE), layers=layers)
+    return DrafterSetup(network, objective, Kangaroo, draft_ids, part(options, TREE), layers=layers)
 
 
 TRAINING = DrafterTraining(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from mmspec.checks import FLAG, Checked, inherited, option
 from mmspec.core.target import Target
 from mmspec.drafters.medusa import Hydra, Medusa, MedusaConfig, MedusaNetwork
 from mmspec.drafters.shape import TREE, RotaryShape
@@ -18,30 +17,28 @@ from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput, TokenLosses, causal_pass
 from mmspec.training.options import Passes, TreeOptions
 from mmspec.training.tasks import DrafterSetup, DrafterTraining, OnlineLearner, head_weight
+from mmspec.validation import inherited, option, options, part
 
 
-@dataclass(frozen=True)
-class HeadLoss(Checked):
+@options
+class HeadLoss:
     """Settings of the objective of Medusa and Hydra."""
 
     decay: float = inherited(Passes, "decay", "Weight of a head to the one before.")
     loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class MedusaOptions(HeadLoss, TreeOptions):
     """Options of ``mmspec train medusa``, including Hydra."""
 
     heads: int = inherited(MedusaConfig, "heads", "Heads, one per drafted token.", default=4)
     layers: int = inherited(MedusaConfig, "layers", "Residual layers per head.")
     own_outputs: bool = option(
-        True,
-        FLAG,
-        "Separate output layers, initialised from the target's.",
-        declared=("--own-outputs/--shared-output",),
+        True, "Separate output layers, initialised from the target's.", names=("--own-outputs/--shared-output",)
     )
     grounded: bool = inherited(MedusaConfig, "grounded", "Heads also read previously drafted tokens (Hydra).")
-    prefix: bool = option(False, FLAG, "A decoder layer between the target's states and the heads (Hydra++).")
+    prefix: bool = option(False, "A decoder layer between the target's states and the heads (Hydra++).")
 
 
 def setup(options: MedusaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
@@ -53,15 +50,15 @@ def setup(options: MedusaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> D
         head=len(head) * options.own_outputs,
         head_bias=options.own_outputs and options.grounded,  # like published heads
         prefix=asdict(RotaryShape.like(target.config)) if options.prefix else {},
-        **options.part(("heads", "layers", "grounded")),
+        **part(options, ("heads", "layers", "grounded")),
     )
     network = MedusaNetwork(config).to(target.device, torch.float32)
     network.start(head)
-    objective = MedusaObjective(**options.part(MedusaObjective.__dataclass_fields__))
-    return DrafterSetup(network, objective, Hydra if options.grounded else Medusa, draft_ids, options.part(TREE))
+    objective = MedusaObjective(**part(options, MedusaObjective.__dataclass_fields__))
+    return DrafterSetup(network, objective, Hydra if options.grounded else Medusa, draft_ids, part(options, TREE))
 
 
-@dataclass(frozen=True)
+@options
 class MedusaObjective(HeadLoss):
     """Loss of heads against the target's next-token distributions: the sum of ``decay ** i`` times the loss of head i
     (arXiv 2401.10774, section 2.2.1, which trains on tokens; arXiv 2402.05109, section 3.1).

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mmspec.checks import (
-    FILE,
-    FLAG,
-    FOLDER,
-    NOT_NEGATIVE,
-    OUT_FOLDER,
-    POSITIVE,
-    SHARE,
-    TEXT,
-    Checked,
-    choice,
-    inherited,
-    option,
-    required,
-    settable,
-    several,
-    whole,
-    with_fields_of,
-)
+from pydantic import DirectoryPath, FilePath
+
 from mmspec.drafters.shape import LayerShape, TreeShape
 from mmspec.errors import UserError
 from mmspec.plugins import DEFAULT_MODEL, default_model
+from mmspec.validation import Many, inherited, option, options, with_fields_of
 
 
-@dataclass(frozen=True)
-class Schedule(Checked):
+@options
+class Schedule:
     """Length, learning-rate schedule and intervals of a training run.
 
     Attributes:
@@ -42,16 +25,16 @@ class Schedule(Checked):
         checkpoint_minutes: interval between checkpoints, the most that a killed run loses.
     """
 
-    steps: int | None = option(None, settable(whole(1)), "Length of the run in optimiser steps.")
-    minutes: float | None = option(None, settable(POSITIVE), "Or in minutes of wall clock.")
-    warmup: int = option(50, whole(1), "Steps of linear warm-up.")
-    hold: float = option(0.4, SHARE, "Share of the run before decay.")
-    seed: int = option(0, whole(0, 2**22), "Seed of the order of examples, initial weights and noise.")
-    checkpoint_minutes: float = option(5.0, NOT_NEGATIVE, "Between checkpoints.")
-    report_minutes: float = option(5.0, NOT_NEGATIVE, "Minutes between evaluations on held-out examples.")
+    steps: int | None = option(None, "Length of the run in optimiser steps.", ge=1)
+    minutes: float | None = option(None, "Or in minutes of wall clock.", gt=0)
+    warmup: int = option(50, "Steps of linear warm-up.", ge=1)
+    hold: float = option(0.4, "Share of the run before decay.", ge=0, le=1)
+    seed: int = option(0, "Seed of the order of examples, initial weights and noise.", ge=0, le=2**22)
+    checkpoint_minutes: float = option(5.0, "Between checkpoints.", ge=0)
+    report_minutes: float = option(5.0, "Minutes between evaluations on held-out examples.", ge=0)
 
 
-@dataclass(frozen=True)
+@options
 class TrainingPlan(Schedule):
     """A ``Schedule`` with exactly one of ``steps`` and ``minutes``.
 
@@ -60,92 +43,82 @@ class TrainingPlan(Schedule):
     """
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if (self.steps is None) == (self.minutes is None):
             raise UserError(f"give one of steps and minutes: received steps={self.steps}, minutes={self.minutes}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class RunOptions(Schedule):
     """Options common to all training commands."""
 
-    target: str = option(
-        default_model, TEXT, "Target model.", declared=("--model", "--target"), default_text=DEFAULT_MODEL
+    target: str = option(default_model, "Target model.", names=("--model", "--target"), default_text=DEFAULT_MODEL)
+    text: Many[FilePath] = option((), "Conversations without media (stage 1); repeatable.")
+    data: Many[FilePath] = option((), "Conversations with images or videos; repeatable.")
+    images: DirectoryPath | None = option(None, "Folder of the media; by default the folder of each file.")
+    out: Path = option(..., "Folder of the run.")
+    held_out: float = option(0.02, "Held-out conversations: share or number.", ge=0)
+    recorded: Many[DirectoryPath] = option((), "Features that `make-data --record` wrote; repeatable.")
+    cache: Path | None = option(None, "Cache the target's features in this folder.")
+    device: str = option("auto", "auto, cpu or cuda.")
+    dtype: str = option("auto", "Dtype of the target, as in `mmspec generate`.")
+    epochs: float | None = option(None, "Or in passes over all data.", default_text="1", gt=0)
+    text_share: float = option(0.3, "Share of stage 1 in the run.", ge=0, le=1)
+    batch: int = option(16, "Over all processes.", ge=1)
+    optimiser: Literal["muon", "adamw"] = option("muon", "Trains the network.")
+    rate: float | None = option(None, "Learning rate.", default_text="3e-3 with muon, 5e-5 with adamw", gt=0)
+    precision: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", "Dtype of the drafter's forward passes; auto: bfloat16 on GPUs that support it, else float32."
     )
-    text: tuple[Path, ...] = option((), several(FILE), "Conversations without media (stage 1); repeatable.")
-    data: tuple[Path, ...] = option((), several(FILE), "Conversations with images or videos; repeatable.")
-    images: Path | None = option(None, settable(FOLDER), "Folder of the media; by default the folder of each file.")
-    out: Path = required(OUT_FOLDER, "Folder of the run.")
-    held_out: float = option(0.02, NOT_NEGATIVE, "Held-out conversations: share or number.")
-    recorded: tuple[Path, ...] = option((), several(FOLDER), "Features that `make-data --record` wrote; repeatable.")
-    cache: Path | None = option(None, settable(OUT_FOLDER), "Cache the target's features in this folder.")
-    device: str = option("auto", TEXT, "auto, cpu or cuda.")
-    dtype: str = option("auto", TEXT, "Dtype of the target, as in `mmspec generate`.")
-    epochs: float | None = option(None, settable(POSITIVE), "Or in passes over all data.", default_text="1")
-    text_share: float = option(0.3, SHARE, "Share of stage 1 in the run.")
-    batch: int = option(16, whole(1), "Over all processes.")
-    optimiser: Literal["muon", "adamw"] = option("muon", choice("muon", "adamw"), "Trains the network.")
-    rate: float | None = option(
-        None, settable(POSITIVE), "Learning rate.", default_text="3e-3 with muon, 5e-5 with adamw"
-    )
-    precision: str = option(
-        "auto",
-        choice("auto", "float32", "bfloat16"),
-        "Dtype of the drafter's forward passes; auto: bfloat16 on GPUs that support it, else float32.",
-    )
-    threads: int = option(1, whole(1), "CPU threads.")
-    prompts: int = option(8, whole(0), "Decoded per evaluation.")
-    max_new_tokens: int = option(96, whole(2), "Per decoded prompt.")
-    tensorboard: bool = option(False, FLAG, "Log to OUT/tensorboard too.")
+    threads: int = option(1, "CPU threads.", ge=1)
+    prompts: int = option(8, "Decoded per evaluation.", ge=0)
+    max_new_tokens: int = option(96, "Per decoded prompt.", ge=2)
+    tensorboard: bool = option(False, "Log to OUT/tensorboard too.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class TreeOptions(RunOptions):
     """``RunOptions`` with the draft vocabulary and tree limits to save with a drafter."""
 
-    draft_vocabulary: int | None = option(None, settable(whole(1)), "Draft only this number of most frequent tokens.")
+    draft_vocabulary: int | None = option(None, "Draft only this number of most frequent tokens.", ge=1)
     top_k: int = inherited(TreeShape, "top_k", "Saved: nodes per tree level.", default=10)
     depth: int = inherited(TreeShape, "depth", "Saved: tree depth.", default=6)
     total_tokens: int = inherited(TreeShape, "total_tokens", "Saved: maximum tree nodes.", default=59)
 
 
-@dataclass(frozen=True)
-class Passes(Checked):
+@options
+class Passes:
     """Settings of an objective over several passes.
 
     Attributes:
         loss: token loss, see ``token_loss``.
     """
 
-    passes: int = option(3, whole(1), "Forward passes over a batch, each fed with the previous predictions.")
-    decay: float = option(0.8, POSITIVE, "Weight of a pass to the one before.")
+    passes: int = option(3, "Forward passes over a batch, each fed with the previous predictions.", ge=1)
+    decay: float = option(0.8, "Weight of a pass to the one before.", gt=0)
     loss: Literal["kl", "lk", "tv"] = option(
         "kl",
-        choice("kl", "lk", "tv"),
         "Token loss: cross-entropy, or mixed with the expected acceptance (LK, arXiv 2602.23881) or the total "
         "variation (DSpark, arXiv 2607.05147).",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 @with_fields_of(LayerShape)
 class NetworkOptions(TreeOptions):
     """Options of drafters that read the target's hidden states; None keeps the network's default."""
 
-    start: Path | None = option(
-        None,
-        settable(FOLDER),
-        "Initialise from this drafter: its settings, draft vocabulary and weights, unless options differ.",
+    start: DirectoryPath | None = option(
+        None, "Initialise from this drafter: its settings, draft vocabulary and weights, unless options differ."
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class HeadOptions(Passes, NetworkOptions):
     """Options of drafters that are trained over several passes."""
 
 
-@dataclass(frozen=True)
-class NextTokenLoss(Checked):
+@options
+class NextTokenLoss:
     """Settings of a next-token objective."""
 
     loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
-from mmspec.checks import FLAG, option, settable, whole
 from mmspec.core.target import Target
 from mmspec.drafters.hidden_state import plain_embedding
 from mmspec.drafters.small import Small
@@ -29,22 +27,24 @@ from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput, TokenLoss, next_token_loss
 from mmspec.training.options import NextTokenLoss, RunOptions
 from mmspec.training.tasks import DrafterSetup, DrafterTraining, decoder_weights, head_weight
+from mmspec.validation import option, options
 
 _HEAD_DIM = 64
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class SmallOptions(NextTokenLoss, RunOptions):
     """Options of ``mmspec train small``."""
 
-    layers: int = option(4, whole(1, 256), "Decoder layers of the draft model.")
+    layers: int = option(4, "Decoder layers of the draft model.", ge=1, le=256)
     hidden: int | None = option(
         None,
-        settable(whole(2, 2**16)),
         "Hidden size; if it equals the target's, embeddings start as the target's.",
         default_text="the target's",
+        ge=2,
+        le=2**16,
     )
-    from_target: bool = option(False, FLAG, "Initialise from the target's first layers, embeddings and output layer.")
+    from_target: bool = option(False, "Initialise from the target's first layers, embeddings and output layer.")
 
 
 class DraftModel(Small):

@@ -7,7 +7,7 @@ state, computed from its parent's state.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
-from mmspec.checks import Checked, option, required, whole, within
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -31,10 +30,11 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
 from mmspec.targets.support import lay_out_for_few_rows
+from mmspec.validation import option, options
 
 
-@dataclass(frozen=True)
-class MambaConfig(Checked):
+@options
+class MambaConfig:
     """Configuration of a ``MambaNetwork``.
 
     Attributes:
@@ -47,14 +47,14 @@ class MambaConfig(Checked):
         norm_eps: epsilon of all norms.
     """
 
-    vocab_size: int = required(whole(1, 2**24))
-    hidden_size: int = option(128, whole(1, 2**16))
-    layers: int = option(1, whole(1, 2**8))
-    heads: int = option(8, whole(1, 2**10))
-    head_dim: int = option(32, whole(1, 2**12))
-    state: int = option(32, whole(1, 2**12))
-    window: int = option(4, whole(1, 2**8))
-    norm_eps: float = option(1e-5, within(1e-12, 1))
+    vocab_size: int = option(..., ge=1, le=2**24)
+    hidden_size: int = option(128, ge=1, le=2**16)
+    layers: int = option(1, ge=1, le=2**8)
+    heads: int = option(8, ge=1, le=2**10)
+    head_dim: int = option(32, ge=1, le=2**12)
+    state: int = option(32, ge=1, le=2**12)
+    window: int = option(4, ge=1, le=2**8)
+    norm_eps: float = option(1e-5, ge=1e-12, le=1)
 
     @property
     def inner(self) -> int:
@@ -355,7 +355,7 @@ class Mamba(TrainedDrafter):
                 part.write(value)
         write_last(self._output, hidden, length)
 
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+    def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         rows, width, levels = len(token), 1, 0
         state = self._first(rows)
         if not self.static_shapes and (not self._buffers or len(self._buffers[0][0]) < rows * self.top_k):
@@ -379,7 +379,7 @@ class Mamba(TrainedDrafter):
             return tokens.view(*beam.shape, -1), scores.view(*beam.shape, -1)
 
         first = self._children(self._output.data[:rows])
-        return grow_tree(token, first, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
+        return grow_tree(token, first, extend, plan, self.top_k, depth=self.depth, nodes=self.total_tokens)
 
     def _first(self, rows: int) -> State:
         return tuple((window.data[:rows], s.data[:rows]) for window, s in self._state)

@@ -15,8 +15,8 @@ from mmspec.demos.models import ModelCache
 from mmspec.demos.racing import Race
 from mmspec.demos.server import API
 from tests.demos.serving import SHORT, TIMEOUT, demo_server, upload
-from tests.serve_process import KEY
-from tests.served import eventually
+from tests.testkit.serve_process import KEY
+from tests.testkit.served import eventually
 
 RACED = []
 

@@ -31,8 +31,8 @@ from mmspec.demos.server import API, SharedSlots
 from mmspec.serving.errors import APIError
 from tests.demos.serving import SHORT, TIMEOUT, demo_server, stored_path, upload
 from tests.process import ROOT
-from tests.serve_process import KEY, gone
-from tests.served import CLIP, LONG, QUESTION, SCENE, data_uri, eventually, question
+from tests.testkit.serve_process import KEY, gone
+from tests.testkit.served import CLIP, LONG, QUESTION, SCENE, data_uri, eventually, question
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IMAGE, VIDEO = str(SCENE), str(CLIP)

@@ -36,7 +36,7 @@ from tests.eval.llama_server import PROMPT_STEP, STEP, install
 from tests.mmspec.targets.packed import model_of, target_of
 from tests.model_folders import save_gguf, save_text_model
 
-SECONDS = {"prefill": 100.0, "begin": 20.0, "propose": 5.0, "forward_tree": 3.0, "commit": 1.0}
+SECONDS = {"prefill": 100.0, "begin": 20.0, "propose": 5.0, "verify": 3.0, "commit": 1.0}
 REQUESTS = [{"prompt": "Describe the image."}, {"prompt": "A red circle"}]
 
 
@@ -182,13 +182,13 @@ def test_a_wrong_answer_is_counted(folder, monkeypatch):
 def test_a_run_over_batch_sizes(folder, tmp_path, monkeypatch):
     """Each batch size decodes as many sequences at once; a file's first requests warm up."""
     widest: dict[Any, int] = {}
-    forward = TransformersTarget.forward_tree
+    verify = TransformersTarget.verify
 
-    def counted(target, tree):
+    def counted(target, tree, *rest, **more):
         widest[target] = max(widest.get(target, 0), len(tree.tokens))
-        return forward(target, tree)
+        return verify(target, tree, *rest, **more)
 
-    monkeypatch.setattr(TransformersTarget, "forward_tree", counted)
+    monkeypatch.setattr(TransformersTarget, "verify", counted)
     (tmp_path / "prompts.txt").write_text("".join(f"one two {number} two\n" for number in range(5)))
     options = ["--requests", tmp_path / "prompts.txt", "--warm-up", 1, "--rounds", 1, "--max-new-tokens", 12]
     options += ["--batch-sizes", "1,3", "--methods", "generate,ngram@2,ngram", "--out", tmp_path / "out.json"]

@@ -19,7 +19,7 @@ import mmspec
 from mmspec.eval import tools
 from mmspec.eval.harness import tool_requests
 from mmspec.eval.harness.tool_requests import REQUESTS, Call, ToolRequest
-from tests.served import Served, served
+from tests.testkit.served import Served, served
 
 CALLING = [request for request in REQUESTS if request.calls]
 

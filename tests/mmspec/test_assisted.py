@@ -21,7 +21,7 @@ OPTIONS = dict(do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_
 
 
 def drafted(model, inputs, **asked):
-    """The registered name of the drafter that the arguments choose; its tokens must be those of plain decoding."""
+    """The registered name of the drafter that the arguments choose; its tokens must equal plain decoding."""
     expected = model.generate(**inputs, **OPTIONS)
     names = []
     given = {name: value for name, value in asked.items() if name not in ("tokenizer", "assistant_tokenizer")}

@@ -283,7 +283,7 @@ def test_drafters_of_a_model(run: Run) -> None:
         (["generate", ""], ["TEXT must not be empty"]),
         (["generate", "\udcff"], ["UTF-8"]),
         (["generate", "A", "--max-tokens", "3"], ["--max-tokens", "Did you mean", "'--max-new-tokens'"]),
-        (["generate", "A", "--top-p", "2"], ["--top-p", "must be in [0, 1]: got 2.0"]),
+        (["generate", "A", "--top-p", "2"], ["--top-p", "2.0 is not in the range 0<=x<=1."]),
         (["generate", "A", "--temperature", "nan"], ["--temperature", "nan"]),
         (["generate", "A", "--max-new-tokens", "many"], ["--max-new-tokens", "'many'"]),
         (["generate", "A", "--nodes", "-1"], ["--num-draft-tokens"]),
@@ -335,11 +335,11 @@ def test_a_drafter_of_another_model_is_noted_once(generate: Run, model: str, tmp
 
 
 class Other:
-    """What a pickle may hold besides tensors."""
+    """Contents of a pickle besides tensors."""
 
 
 def damaged(folder: Path, how: str) -> list[str]:
-    """Damage a model; returns what the message has, besides the folder or a weight's name."""
+    """Damage a model; returns the message, except for the folder or a weight's name."""
     weights, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
     kind, _, part = how.partition(" ")
     if kind == "pickle":
@@ -408,7 +408,7 @@ def test_internal_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_closed_pipe_ends_quietly(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "w") as stdout:  # whose end writes what is left
+    with os.fdopen(writer, "w") as stdout:  # its end writes the remaining rows
         monkeypatch.setattr(sys, "stdout", stdout)
         status, _, err = generate("A", "--max-new-tokens", "20")
         print("more", file=stdout)

@@ -74,7 +74,7 @@ def test_embedded_models(model: str, drafter: str, options: dict[str, Any]) -> N
     pipe = mmspec.load(model, drafter, device="cpu", **options)
     check_copies(pipe)
     if "prefix_cache" in options:
-        copied = WAYS["pickle"](pipe).target.prefix_cache
+        copied = WAYS["pickle"](pipe).engine.prefixes
         assert (copied.limit, len(copied)) == (2**26, 0)
 
 

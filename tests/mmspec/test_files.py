@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import signal
 import subprocess
@@ -205,21 +204,6 @@ def test_an_output_has_one_run(tmp_path: Path) -> None:
     with alone(tmp_path / ".lock", tmp_path / "out"):
         pass
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_lock_that_its_owner_removes_meanwhile_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the opening of the file and its lock, the owner ends and a third process begins."""
-    flock, file = fcntl.flock, tmp_path / ".lock"
-
-    def late(opened: IO[bytes], how: int) -> None:
-        file.unlink()
-        file.touch()
-        flock(opened, how)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with pytest.raises(UserError, match="another process is writing"), alone(file, tmp_path / "out"):
-        pytest.fail("written twice")
-    assert file.exists()
 
 
 def test_a_full_disk_is_told_and_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

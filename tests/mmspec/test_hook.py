@@ -38,7 +38,7 @@ def reference_and_oracle(model, inputs, **options):
 
 
 def same_tokens(model, inputs, **options):
-    """What generate gives; ``decode`` and ``mmspec.generate`` must give the same."""
+    """Output of generate; ``decode`` and ``mmspec.generate`` must give the same."""
     options = {**GREEDY, **options}
     reference, oracle = reference_and_oracle(model, inputs, **options)
     hooked = model.generate(**inputs, **options, custom_generate=mmspec.decode, drafter=oracle, nodes=10)
@@ -431,7 +431,7 @@ def test_another_custom_function_gets_what_transformers_passes():
 
 
 class Order:
-    """A streamer that writes down what it is given, and when the end comes."""
+    """A streamer that records its inputs and the end."""
 
     def __init__(self):
         self.calls = []
@@ -568,8 +568,8 @@ def test_a_pipeline_keeps_all_that_it_prepared(tmp_path, monkeypatch):
             "^an early exit must be after a layer before the last: expected 1 to 1, got 2$",
         ),
         ({"assistant_ensemble_weight": 0.5}, "^assistant_ensemble_weight changes the output, which drafters do not"),
-        ({"nodes": -1}, "^num_draft_tokens must be None or a whole number >= 0: got -1$"),
-        ({"nodes": "8"}, "^num_draft_tokens must be None or a whole number >= 0: got '8'$"),
+        ({"nodes": -1}, "^num_draft_tokens must be >= 0: got -1$"),
+        ({"nodes": "8"}, "^num_draft_tokens must be a whole number: got '8'$"),
         (
             {"output_attentions": True, "return_dict_in_generate": True},
             "sequences, scores, logits and stats are returned: output_attentions cannot be",
@@ -577,7 +577,7 @@ def test_a_pipeline_keeps_all_that_it_prepared(tmp_path, monkeypatch):
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor does not, use model.generate for it"),
         ({"encoder_no_repeat_ngram_size": 2}, "EncoderNoRepeatNGramLogitsProcessor does not"),
         ({"drafter": "nobody"}, "unknown drafter: expected one of .*, got 'nobody'"),
-        ({"drafter": 5}, "drafter must be a name, a folder, a Drafter or None: got int"),
+        ({"drafter": 5}, "drafter must be a name, a folder, None or derive from mmspec.Drafter: got int"),
         ({"stop_strings": ["x"]}, "stop_strings need the tokenizer: none was given"),
     ],
 )
@@ -619,7 +619,7 @@ def embedded(model, batch):
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mamba2"])
 def test_prompts_of_embeddings(name):
-    """With token ids beside them, processors see these."""
+    """With token ids as well, processors see the token ids."""
     model = shared_model(name)
     embeds, ids, mask = embedded(model, 3)
     for given in ({"inputs_embeds": embeds}, {"inputs_embeds": embeds, "input_ids": ids}):

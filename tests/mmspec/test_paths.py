@@ -48,7 +48,7 @@ def parts(tmp_path_factory):
 
 @pytest.fixture
 def put(parts, tmp_path, monkeypatch):
-    """Copy a part to a name in the working directory; what was there is removed."""
+    """Copy a part to a name in the working directory, replacing an existing file."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path.with_name("cache")))
 

@@ -246,7 +246,7 @@ def test_chat_messages(tmp_path):
         ({"prompt": ""}, "^the prompt must not be empty$"),
         ({"prompt": []}, "^the prompt must not be empty$"),
         ({"prompt": [{"role": "user", "content": "hi"}]}, "chat messages need a chat template: the tokenizer has none"),
-        ({"nodes": -1}, "num_draft_tokens must be None or a whole number >= 0: got -1"),
+        ({"nodes": -1}, "num_draft_tokens must be >= 0: got -1"),
         ({"images": ["a.png"]}, "the model reads text only: images or videos were given"),
         ({"frames": 3}, "unknown option for this model: got frames$"),
         ({"tempreature": 3}, "unknown option for this model: got tempreature; did you mean temperature"),
@@ -379,7 +379,7 @@ def test_the_blank_that_a_chat_template_puts_before_an_answer_is_not_part_of_it(
 
 
 def test_a_second_pipeline_shares_the_engine_of_a_target():
-    """It never takes slots from the first; each drafts with its own drafter, beside the other or after it has gone."""
+    """It never takes slots from the first; each drafts with its own drafter, at the same time or after the other."""
     target, tokenizer = TransformersTarget(byte_model()), byte_tokenizer()
     first = Pipeline(target, Processor(tokenizer), Ngram(), max_num_seqs=2)
     assert first.engine.max_num_seqs == 2

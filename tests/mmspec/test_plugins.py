@@ -1,4 +1,4 @@
-"""Plug-ins: those of the package's table, and entry points of other packages."""
+"""Plug-ins of the package's table, and entry points of other packages."""
 
 import importlib
 import shutil

@@ -22,7 +22,7 @@ from tests.tiny import byte_model, byte_tokenizer
 FILES = 46  # two of them where an earlier test has loaded the C++ kernels
 CHECKS = 53
 
-CHECKING = {"checks.py", "engine/request.py", "sampling/params.py", "sampling/syntax.py"}
+CHECKING = {"validation.py", "engine/request.py", "sampling/params.py", "sampling/syntax.py"}
 """Files whose functions check values of requests."""
 
 ROOT = Path(mmspec.__file__).parent
@@ -56,7 +56,7 @@ def calls(pipe: Pipeline, **keywords: Any) -> Counter[str]:
 
 
 def test_files_of_a_request(pipe: Pipeline) -> None:
-    """Those of every request: what else runs now and then depends on the machine's load."""
+    """Files of every request; further files depend on the machine's load."""
     files = set.intersection(*(set(calls(pipe, max_new_tokens=16)) for _ in range(3)))
     assert "engine/core.py" in files, "the worker thread was not counted"
     assert len(files) <= FILES, " ".join(sorted(files))

@@ -13,7 +13,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.ssm.cache import StateCache
 from mmspec.ssm.drafters import mamba as networks
 from tests.half import check_decoding, half_model, long_inputs
-from tests.targets import prompt_of
+from tests.targets import prefilled, prompt_of
 from tests.tiny import random_tree
 from tests.tiny.configs import MIXER_CONFIGS, VOCAB
 from tests.tiny.models import mamba_network
@@ -41,9 +41,9 @@ def test_step_sizes_are_computed_in_float32(name, nodes, monkeypatch):
 
     monkeypatch.setattr(StateCache, "scan", noted)
     target = plugins.target_class(model.config)(model)
-    target.prefill(prompt_of(long_inputs(name, 3)), 8)
+    prefilled(target, prompt_of(long_inputs(name, 3)), 8)
     tree = random_tree(torch.Generator().manual_seed(0), 1, nodes, 90, ragged=False)
-    target.forward_tree(TokenTree(tree.tokens, tree.parents))
+    target.verify(TokenTree(tree.tokens, tree.parents))
     assert len(given) == target.runner.cache._scans.state.data.shape[1]
     for raw, kept in given:
         assert raw.abs().max() > 0.5

@@ -31,6 +31,7 @@ from mmspec.ssm.layers import (
     _place,
 )
 from mmspec.targets.transformers_target import TransformersTarget
+from tests.targets import prefilled
 from tests.tiny import random_tree, shared_model
 from tests.tiny.configs import HYBRID_CONFIGS
 
@@ -170,8 +171,8 @@ def test_mixers_that_go_another_way_are_noticed(name, function, expected, receiv
     functions = dict(RECURRENT[name].replaced())
     del functions[list(functions)[function]]
     monkeypatch.setattr(RECURRENT[name], "replaced", lambda *_: functions)
-    target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 8)
-    target.forward_tree(random_tree(torch.Generator().manual_seed(0), 1, 4, 90, ragged=False))
+    prefilled(target, Prompt(torch.tensor([[5, 6, 7]])), 8)
+    target.verify(random_tree(torch.Generator().manual_seed(0), 1, 4, 90, ragged=False))
     with pytest.raises(RuntimeError, match=f"once per verify pass: expected {expected} calls, received {received}$"):
         target.runner.commit_nodes(torch.tensor([[0]]), lambda: [[0]])
 

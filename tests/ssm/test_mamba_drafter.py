@@ -7,13 +7,13 @@ import torch
 from torch.nn import functional as F
 
 from mmspec import SamplingParams, UserError
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.registry import make_drafter
 from mmspec.ssm.drafters import mamba as networks
 from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.draft_checks import check_drafts
-from tests.targets import prompt_of
+from tests.targets import prefilled, prompt_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
 from tests.tiny.models import mamba_network, text_inputs, vision_inputs
@@ -194,13 +194,13 @@ def test_drafting_leaves_the_committed_state_alone():
     target, drafter = TransformersTarget(model), Mamba(mamba_network(), top_k=5, depth=3, total_tokens=9)
     drafter.attach(target)
     prompt = prompt_of(text_inputs(2))
-    output = target.prefill(prompt, 32)
+    output = prefilled(target, prompt, 32)
     history = [[*row, 7] for row in prompt.histories()]
     drafter.begin(prompt, output, history)
     token = torch.tensor([7, 7])
-    first = drafter.propose(token, Budget(64))
+    first = drafter.propose(token, StepPlan(64))
     before = [part.data.clone() for part in drafter.parts]
-    again = drafter.propose(token, Budget(64))
+    again = drafter.propose(token, StepPlan(64))
     assert torch.equal(first.tokens, again.tokens)
     assert all(torch.equal(a, part.data) for a, part in zip(before, drafter.parts, strict=True))
     assert first.nodes == 10

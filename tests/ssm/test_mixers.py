@@ -8,7 +8,7 @@ import mmspec
 from mmspec import UserError
 from mmspec.core.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.targets import assert_trees_equal_paths, plain_logits
+from tests.targets import assert_trees_equal_paths, plain_logits, prefilled
 from tests.tiny import random_tree, root_path, shared_model
 from tests.tiny.configs import MIXER_CONFIGS
 from tests.tiny.models import text_inputs, text_model
@@ -66,13 +66,13 @@ def test_plain_decoding_goes_on_between_passes(name):
     target, g = TransformersTarget(model), torch.Generator().manual_seed(0)
 
     def interrupt():
-        target.prefill(Prompt(torch.randint(3, 90, (1, 7), generator=g)), 16)
+        prefilled(target, Prompt(torch.randint(3, 90, (1, 7), generator=g)), 16)
         tree = random_tree(g, 1, 6, 90, ragged=False)
-        target.forward_tree(tree)
+        target.verify(tree)
         path = root_path(tree, 0, 5)
         with torch.inference_mode():
             target.runner.commit_nodes(torch.tensor([path]), lambda: [path])
-        target.select([])
+        target.keep([])
         said.append(path)
 
     options = dict(max_new_tokens=10, do_sample=False, eos_token_id=None)
@@ -88,11 +88,11 @@ def test_plain_decoding_goes_on_between_passes(name):
 def test_a_prompt_in_chunks(name):
     model, ids = shared_model(name), text_inputs(1, 23)["input_ids"]
     target = TransformersTarget(model)
-    *waiting, output = target.prefill_chunks(Prompt(ids), 32, 6)
+    *waiting, output = target.prefill([Prompt(ids)], [32] * len(ids), ("last",), 6)
     assert len(waiting) == 3
     torch.testing.assert_close(output.logits[0], plain_logits(model, {"input_ids": ids}, [])[-1:], atol=2e-4, rtol=2e-4)
     tree = random_tree(torch.Generator().manual_seed(0), 1, 8, 90, ragged=False)
-    logits, path = target.forward_tree(tree).logits[0], root_path(tree, 0, 7)
+    logits, path = target.verify(tree).logits[0], root_path(tree, 0, 7)
     expected = plain_logits(model, {"input_ids": ids}, tree.tokens[0, path].tolist())
     torch.testing.assert_close(logits[path], expected[1:], atol=2e-4, rtol=2e-4)
 

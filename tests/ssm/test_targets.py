@@ -13,7 +13,7 @@ from mmspec.eval.decoding.small_configs import random_model, small_config
 from mmspec.ops import kernels
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.decoding import assert_threads_share
-from tests.targets import assert_trees_equal_paths, prompt_of, row_of
+from tests.targets import assert_trees_equal_paths, prefilled, prompt_of, row_of
 from tests.tiny import byte_tokenizer, random_tree, root_path, shared_model, valid_nodes
 from tests.tiny.cases import Case, compare_case
 from tests.tiny.configs import (
@@ -110,9 +110,9 @@ def test_padding_is_in_no_window(name):
     """Prompts shorter than a convolution, padded with tokens whose embeddings are not 0."""
     model, target = shared_model(name), TransformersTarget(shared_model(name))
     ids, mask = torch.tensor([[7, 8, 9, 5], [5, 6, 8, 9]]), torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1]])
-    target.prefill(Prompt(ids, mask), 16)
+    prefilled(target, Prompt(ids, mask), 16)
     tree = random_tree(torch.Generator().manual_seed(0), 2, 6, 90, ragged=False)
-    logits = target.forward_tree(tree).logits[0]
+    logits = target.verify(tree).logits[0]
     for node in range(6):
         path = root_path(tree, 0, node)
         torch.testing.assert_close(logits[path], decoded(model, ids[:1, 3:], tree.tokens[0, path].tolist())[0], **CLOSE)
@@ -167,18 +167,18 @@ def test_commit_at_every_node_is_the_sequential_state(name):
     target = TransformersTarget(model)
     for node in range(9):
         path = root_path(tree, 0, node)
-        target.prefill(Prompt(ids), 32)
-        target.forward_tree(tree)
+        prefilled(target, Prompt(ids), 32)
+        target.verify(tree)
         commit(target, [path])
         tokens = tree.tokens[0, path].tolist()
         expected, cache = decoded(model, ids, [*tokens, 11, 12])
         # Attention and states must go on together from there, without drafts after several were accepted.
         for token, logits in zip((11, 12), expected[-2:], strict=True):
-            found = target.forward_tree(TokenTree.root(torch.tensor([token]))).logits[0, 0]
+            found = target.verify(TokenTree.root(torch.tensor([token]))).logits[0, 0]
             torch.testing.assert_close(found, logits, **CLOSE)
             commit(target, [[0]])
         assert_same_states(target, 0, cache)
-        target.select([])
+        target.keep([])
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_sequences_join_and_leave(name, static, monkeypatch):
 
     def step(idle):
         tree = random_tree(g, len(rows), 6, 90)
-        logits = target.forward_tree(tree).logits
+        logits = target.verify(tree).logits
         paths = [root_path(tree, b, valid_nodes(tree, b)[-1]) for b in range(len(rows))]
         paths[:idle] = [[]] * idle
         for b, ((prompt, said), path) in enumerate(zip(rows, paths, strict=True)):
@@ -211,13 +211,13 @@ def test_sequences_join_and_leave(name, static, monkeypatch):
     for joining, kept in ((2, [0, 1]), (1, [2, 1, 0]), (3, [5, 1, 3]), (0, [1]), (2, [0, 2]), (0, []), (1, [0])):
         if joining:
             inputs = text_inputs(joining, 4 + len(rows), seed=joining)
-            target.prefill(prompt_of(inputs), 64)
+            prefilled(target, prompt_of(inputs), 64)
             rows += [(row_of(inputs, b)["input_ids"], []) for b in range(joining)]
         step(0)
         step(int(len(rows) > 1))
         for b, (prompt, said) in enumerate(rows):
             assert_same_states(target, b, decoded(model, prompt, said)[1])
-        target.select(kept)
+        target.keep(kept)
         rows = [rows[row] for row in kept]
 
 
@@ -228,12 +228,12 @@ def test_layers_are_committed_alike_one_by_one_and_together(name, monkeypatch):
     target, kept = TransformersTarget(shared_model(name)), []
     for entries in (1, 1 << 10, 1 << 30):
         monkeypatch.setattr("mmspec.ssm.cache._COMMIT_ELEMENTS", entries)
-        target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 32)
+        prefilled(target, Prompt(torch.tensor([[5, 6, 7]])), 32)
         tree = random_tree(torch.Generator().manual_seed(2), 1, 8, 90, ragged=False)
-        target.forward_tree(tree)
+        target.verify(tree)
         commit(target, [root_path(tree, 0, 7)])
         kept.append([tensor.clone() for tensor in states_of(target)])
-        target.select([])
+        target.keep([])
     for other in kept[1:]:
         for a, b in zip(kept[0], other, strict=True):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
@@ -242,7 +242,7 @@ def test_layers_are_committed_alike_one_by_one_and_together(name, monkeypatch):
 @torch.inference_mode()
 def test_nodes_behind_uncommitted_ones_are_refused():
     target = TransformersTarget(shared_model("bamba"))
-    target.prefill(Prompt(torch.tensor([[5, 6]])), 8)
+    prefilled(target, Prompt(torch.tensor([[5, 6]])), 8)
     one = torch.tensor([[7]])
     target.runner.forward_nodes(one, None, torch.ones(1, 1, 1, dtype=torch.bool))
     target.runner.keep_nodes(torch.zeros_like(one))

@@ -186,7 +186,7 @@ def test_errors_equal_in_process_errors(tmp_path, decoder):
             assert not isinstance(received.value, DecodeError)
     with pytest.raises(UserError, match=r"^holiday: expected a video, received a PNG image; pass it as an image$"):
         decoder.load(tmp_path / "a.png", "video", name="holiday")
-    with pytest.raises(UserError, match=r"^frames must be None or a whole number in \[1, 512\]: got 0$"):
+    with pytest.raises(UserError, match=r"^frames must be >= 1: got 0$"):
         decoder.load(CLIP, frames=0)
     assert len(children()) == 1
 

@@ -10,8 +10,7 @@ import torch
 
 import mmspec
 from mmspec import SamplingParams, plugins
-from mmspec.core.budget import Budget
-from mmspec.core.drafter import fork
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters import layer
 from mmspec.drafters.eagle import Eagle
@@ -21,7 +20,7 @@ from mmspec.errors import UserError
 from mmspec.vision.drafters.msd import MSD, Flash, find_images
 from tests.compiled import needs_kernels
 from tests.drafting import check, network_for
-from tests.targets import prompt_of
+from tests.targets import prefilled, prompt_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VISION_CONFIGS
 from tests.tiny.models import eagle_network, text_inputs, vision_inputs
@@ -160,10 +159,10 @@ def test_rows_with_unequal_numbers_of_images():
     drafter.attach(target)
 
     def tree(prompt):
-        output = target.prefill(prompt, 32)
+        output = prefilled(target, prompt, 32)
         drafter.begin(prompt, output, [[*row, 7] for row in prompt.histories()])
-        found = drafter.propose(torch.tensor([7] * len(prompt.input_ids)), Budget(20, 5))
-        target.select([])
+        found = drafter.propose(torch.tensor([7] * len(prompt.input_ids)), StepPlan(20, 5))
+        target.keep([])
         drafter.select([])
         return found
 
@@ -208,7 +207,7 @@ def test_a_budget_stops_between_passes_too():
     for slots in (1, 2, 5):
         drafter = Flash(network_for(model, slots=slots), top_k=4, depth=8)
         drafter.attach(target)
-        drafter.begin(prompt, target.prefill(prompt, 32), [[7]])
+        drafter.begin(prompt, prefilled(target, prompt, 32), [[7]])
         assert drafter.propose(torch.tensor([7]), Shy(60)).max_depth == 3
 
 
@@ -220,7 +219,7 @@ def test_the_cache_holds_latents_only():
     for latents in (0, 2):
         drafter = Flash(network_for(model, latents=latents, span=16))
         drafter.attach(target)
-        drafter.begin(prompt, target.prefill(prompt, 32), [[7]])
+        drafter.begin(prompt, prefilled(target, prompt, 32), [[7]])
         lengths.append(drafter.cache.length)
     assert lengths[0] - lengths[1] == 3 * 16 - 1 - 3 * 2  # the first token of the row has no entry
 
@@ -244,7 +243,7 @@ def test_a_fork_shares_what_is_looked_up_and_not_what_is_cached():
     pipe = mmspec.load("tiny-llava", dtype="float32")
     pipe.generate("What is it?", max_new_tokens=4)
     drafter = pipe.drafter
-    copied = fork(drafter, pipe.target)
+    copied = drafter.fork(pipe.target)
     assert copied.node_inputs is drafter.node_inputs
     assert copied.cell_input is drafter.cell_input
     assert copied.network is drafter.network

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from mmspec import accept_path, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.layer import Rotary, rotary_frequencies
 from mmspec.vision.drafters.msd import MSD, Flash
 from tests.drafting import network_for, plain_gain
 from tests.half import check_decoding, half_model, in_dtype, long_inputs
-from tests.targets import prompt_of
+from tests.targets import prefilled, prompt_of
 from tests.tiny import root_path, valid_nodes
 
 
@@ -42,13 +42,13 @@ def test_drafting(kind, name):
     exact_drafter.network.load_state_dict(in_dtype(drafter.network.state_dict(), torch.float32))
 
     prompt, said = prompt_of(long_inputs(name)), [7]
-    prefill = output = target.prefill(prompt, 32)
+    prefill = output = prefilled(target, prompt, 32)
     assert output.features["last"].shape[1] > 256
     history = [[*row, *said] for row in prompt.histories()]
     drafter.begin(prompt, output, history)
     hidden = [output.features["last"][0]]
     for _ in range(2):
-        tree = drafter.propose(torch.tensor(said[-1:]), Budget(5, 2))
+        tree = drafter.propose(torch.tensor(said[-1:]), StepPlan(5, 2))
         nodes = valid_nodes(tree, 0)[1:]
         embeds = torch.cat([prefill.embeds[0], target.embed(torch.tensor(said))]).float()
         visual = torch.nn.functional.pad(prefill.visual[0], (0, len(said)))
@@ -59,7 +59,7 @@ def test_drafting(kind, name):
         ]
         assert tree.path_probs[0] == pytest.approx(expected, abs=0.06)
         # The first child is accepted; the tree's states are those of the target.
-        output = target.forward_tree(tree)
+        output = target.verify(tree)
         verdict = accept_path(tree, tree.tokens[:, 1:2].expand_as(tree.tokens))
         target.commit(verdict)
         drafter.observe(tree, verdict, output)

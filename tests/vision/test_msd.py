@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from mmspec import SamplingParams, UserError, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.eagle import Eagle
 from mmspec.drafters.registry import make_drafter
 from mmspec.vision.drafters.msd import MSD, MSDConfig, MSDNetwork
 from tests.drafting import check, network_for, plain_layer, states_of
-from tests.targets import prompt_of, row_of
+from tests.targets import prefilled, prompt_of, row_of
 from tests.tiny import shared_model
 from tests.tiny.models import eagle_network, vision_inputs
 
@@ -82,9 +82,9 @@ def test_a_tree_is_bounded_by_the_drafters_own_limits():
     drafter = MSD(network_for(model), top_k=5, depth=2, total_tokens=9)
     drafter.attach(target)
     prompt = prompt_of(vision_inputs("llava"))
-    output = target.prefill(prompt, 32)
+    output = prefilled(target, prompt, 32)
     drafter.begin(prompt, output, [[*prompt.input_ids[0].tolist(), 7]])
-    tree = drafter.propose(torch.tensor([7]), Budget(64))
+    tree = drafter.propose(torch.tensor([7]), StepPlan(64))
     assert (tree.nodes, tree.max_depth) == (10, 2)
 
 

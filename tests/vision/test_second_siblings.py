@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmspec import plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.eagle import Eagle
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import kernels
@@ -58,7 +58,7 @@ def drafted(network, fixed, patch):
 
     drafter.propose = noted
     target.commit = lambda verdict: paths.append(verdict.host[0][0]) or commit(verdict)
-    *_, (row,) = decode(target, drafter, prompt_of(vision_inputs("llava")), Sampler(), Stopper(NEW), Budget(12, 3))
+    *_, (row,) = decode(target, drafter, prompt_of(vision_inputs("llava")), Sampler(), Stopper(NEW), StepPlan(12, 3))
     return row.token_ids, trees, paths[: len(trees)]
 
 

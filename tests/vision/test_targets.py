@@ -10,7 +10,7 @@ from mmspec.core.target import Prompt
 from mmspec.drafters.small import Small
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling.sampler import Sampled
-from tests.targets import assert_trees_equal_paths, prompt_of
+from tests.targets import assert_trees_equal_paths, prefilled, prompt_of
 from tests.tiny import shared_model
 from tests.tiny.cases import Case, compare_case
 from tests.tiny.configs import IMAGE, TINY_SIZES, VIDEO, VISION_CONFIGS
@@ -106,7 +106,7 @@ def test_text_after_a_video_of_many_frames(name):
 def test_visual_positions_and_what_was_fed_there(name):
     inputs = vision_inputs(name, 2, 1)
     target = plugins.target_class(shared_model(name).config)(shared_model(name))
-    output = target.prefill(prompt_of(inputs), 8)
+    output = prefilled(target, prompt_of(inputs), 8)
     ids = inputs["input_ids"]
     assert torch.equal(output.visual, (ids == IMAGE) | (ids == VIDEO))
     assert output.embeds.shape == (*ids.shape, 48)
@@ -121,8 +121,8 @@ def test_visual_positions_and_what_was_fed_there(name):
 def test_prompts_with_images_are_prefilled_in_chunks(name):
     model = shared_model(name)
     prompt = prompt_of(vision_inputs(name, 1))
-    *_, whole = plugins.target_class(model.config)(model).prefill_chunks(prompt, 8, None)
-    *earlier, last = plugins.target_class(model.config)(model).prefill_chunks(prompt, 8, 7)
+    *_, whole = plugins.target_class(model.config)(model).prefill([prompt], [8], ("last",))
+    *earlier, last = plugins.target_class(model.config)(model).prefill([prompt], [8], ("last",), 7)
     assert len(earlier) == -(-prompt.input_ids.shape[1] // 7) - 1
     torch.testing.assert_close(last.logits, whole.logits, atol=2e-4, rtol=2e-4)
     torch.testing.assert_close(last.features["last"], whole.features["last"], atol=2e-4, rtol=2e-4)
@@ -152,7 +152,9 @@ def test_images_with_attention_in_both_directions_are_prefilled_whole(caplog):
     with torch.no_grad():
         expected = model(input_ids=ids, **inputs).logits[:, -1:]
     for chunk in (None, 7):
-        *earlier, last = plugins.target_class(model.config)(model).prefill_chunks(Prompt(ids, None, inputs), 8, chunk)
+        *earlier, last = plugins.target_class(model.config)(model).prefill(
+            [Prompt(ids, None, inputs)], [8], ("last",), chunk
+        )
         assert not earlier
         torch.testing.assert_close(last.logits, expected, atol=2e-4, rtol=2e-4)
     draft = Small(model, share=0.5)

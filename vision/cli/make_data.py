@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmspec.checks import POSITIVE, SHARE, shown
 from mmspec.cli.commands import Command
-from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, Value, derived, device_options
-from mmspec.errors import UserError
+from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, Finite, derived, device_options
+from mmspec.errors import UserError, shown
 from mmspec.files import alone, append_text, check_settings, read_json, read_rows, write_text
 from mmspec.sampling.params import SamplingParams
 from mmspec.training import data
@@ -27,22 +26,23 @@ if TYPE_CHECKING:
 
     from mmspec.training.answering import AnswerGenerator, PendingConversation
 
+OF_PROMPTS = "Of --self-prompts."
 DATA, SETTINGS, FEATURES = "data.jsonl", "settings.json", "features"
 
 
 @click.command("make-data", cls=Command)
-@derived(RunOptions, "target", text="Target model that generates the answers.")
+@derived(RunOptions, "target", help="Target model that generates the answers.")
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
 @click.option("--prompts", type=FILE, help="Conversations (JSON or JSON Lines) whose answers are replaced.")
 @click.option("--images", type=FOLDER, help="Folder of the media in --prompts.")
 @click.option("--self-prompts", type=click.IntRange(1), help="Draw this many prompts from the target (text models).")
-@derived(SamplingParams, "temperature", prefix="prompt_", rule=POSITIVE, default=0.8, text="Of --self-prompts.")
-@derived(SamplingParams, "top_p", prefix="prompt_", default=0.95, text="Of --self-prompts.")
+@derived(SamplingParams, "temperature", prefix="prompt_", type=Finite(0, min_open=True), default=0.8, help=OF_PROMPTS)
+@derived(SamplingParams, "top_p", prefix="prompt_", default=0.95, help=OF_PROMPTS)
 @click.option("--batch", type=click.IntRange(1), default=32, show_default=True, help="Batch size.")
-@derived(SamplingParams, "max_new_tokens", default=256, text="Per answer.")
+@derived(SamplingParams, "max_new_tokens", default=256, help="Per answer.")
 @derived(SamplingParams, "temperature", default=0.0)
-@click.option("--greedy", type=Value(SHARE), default=0.0, show_default=True, help="Share answered greedily.")
-@derived(SamplingParams, "seed", default=0)
+@click.option("--greedy", type=Finite(0, 1), default=0.0, show_default=True, help="Share answered greedily.")
+@derived(SamplingParams, "seed", type=int, default=0)
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="Index of the first self-prompt.")
 @click.option("--resume/--no-resume", default=True, show_default=True, help="Add to the conversations in --out.")
 @click.option("--record", is_flag=True, help="With --self-prompts: keep hidden states for training, in OUT/features.")

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.checks import FLAG, option, whole
 from mmspec.drafters.eagle import Eagle, EagleConfig, EagleNetwork, Entries
 from mmspec.drafters.hidden_state import packing
 from mmspec.drafters.layer import take
 from mmspec.drafters.layouts import REFUSED, recogniser
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
+from mmspec.validation import option, options
 
 
-@dataclass(frozen=True)
+@options
 class MSDConfig(EagleConfig):
     """Configuration of an ``MSDNetwork``: an ``EagleConfig``, and
 
@@ -37,13 +37,13 @@ class MSDConfig(EagleConfig):
         hide_visual: drop visual positions (HiViS, arXiv 2509.23928).
     """
 
-    decoupled: bool = option(True, FLAG, "Off: plain EAGLE.")
+    decoupled: bool = option(True, "Off: plain EAGLE.")
     visual_states: bool = option(
-        False, FLAG, "Visual positions also read the target's hidden states, with a separate projection."
+        False, "Visual positions also read the target's hidden states, with a separate projection."
     )
-    latents: int = option(0, whole(0, 2**12))
-    span: int = option(0, whole(0, 2**20))
-    hide_visual: bool = option(False, FLAG, "Visual positions are not read at all.")
+    latents: int = option(0, ge=0, le=2**12)
+    span: int = option(0, ge=0, le=2**20)
+    hide_visual: bool = option(False, "Visual positions are not read at all.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

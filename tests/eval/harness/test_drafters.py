@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import mmspec
-from mmspec.core.drafter import fork, lend
 from mmspec.drafters.recycle import Recycle
 from mmspec.eval.harness.timing import ProfiledDrafter
 from mmspec.pipeline import Pipeline
@@ -20,14 +19,13 @@ def pipe(tmp_path_factory):
 
 def test_a_fork_learns_separately_and_shares_weights(pipe):
     table, drafter = Recycle(), MSD(msd_network(pipe.model), torch.arange(90))
-    copied = fork(table, pipe.target)
+    copied = table.fork(pipe.target)
     Pipeline(pipe.target, pipe.processor, copied).generate("Describe the image.", max_new_tokens=8, nodes=5)
     assert table.entries == 0 < copied.entries
-    assert fork(drafter, pipe.target) is not drafter
-    assert fork(drafter, pipe.target).network is drafter.network
-    assert lend(drafter, pipe.target) is drafter
-    assert lend(table, pipe.target) is not table
-    assert fork(None, pipe.target) is lend(None, pipe.target) is None
+    assert drafter.fork(pipe.target) is not drafter
+    assert drafter.fork(pipe.target).network is drafter.network
+    assert drafter.lend(pipe.target) is drafter
+    assert table.lend(pipe.target) is not table
 
 
 def test_attaching_the_same_target_again_changes_nothing(pipe):

@@ -1,9 +1,10 @@
-"""Prompts that begin like earlier ones compute only the rest, and are answered as if they computed everything."""
+"""Prompts with a cached prefix compute only the rest, with equal answers."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
+from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ import torch
 import mmspec
 from mmspec import SamplingParams, plugins
 from mmspec.cache.prefix_cache import Prefix, PrefixCache, media_key
-from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.budget import Budget
-from mmspec.core.target import Prompt
+from mmspec.core.plan import StepPlan
+from mmspec.core.target import Prompt, State
 from mmspec.drafters.ngram import Ngram
+from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.eval.decoding.oracle import Oracle
@@ -24,89 +25,82 @@ from tests.decoding import SteppedEngine, decode
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VIDEO, VOCAB
-from tests.tiny.drafters import tiny_drafter
 from tests.tiny.models import text_inputs, video_inputs, vision_inputs
 
 BYTES = 1 << 24
 
 
-def prefix(tokens, key="", size=16, **changes):
-    cache = TreeCache(1, reserve=1)
-    states = torch.zeros(1, 1, len(tokens), size)
-    cache.update(states, states, 0)
-    cache.commit_prompt(len(tokens), None, 1)
-    values = {"logits": torch.zeros(1, 1, 4), "features": {"last": torch.zeros(1, len(tokens), size)}}
-    return Prefix(list(tokens), key, cache, **{**values, "embeds": None, "positions": None, **changes})
+def prefix(tokens, key="", cuts=True, logits=True, least=0, names=("last",)):
+    state = State(None, len(tokens), 64 * len(tokens), cuts, torch.zeros(1, 1, 4) if logits else None)
+    return Prefix(list(tokens), key, state, {name: torch.zeros(1, len(tokens), 16) for name in names}, least=least)
+
+
+def cache_of(*prefixes, limit=BYTES):
+    cache = PrefixCache(limit)
+    for one in prefixes:
+        cache.add(one)
+    return cache
+
+
+def known(cache, tokens, key="", names=("last",)):
+    """Tokens of the prefix found, and the number of tokens in common."""
+    found = cache.find(list(tokens), key, names)
+    return found and (found[0].tokens, found[1])
 
 
 # ---------------------------------------------------------------------- the cache
 
 
 def test_the_prefix_with_most_tokens_in_common_is_found():
-    cache = PrefixCache(BYTES)
-    for tokens in (range(20), range(10, 40), [*range(15), 99, *range(30)]):
-        cache.add(prefix(tokens), whole=False)
-    found, common = cache.find([*range(18), 7, 7], "", ["last"], 0, whole=False)
-    assert (found.tokens, common) == (list(range(20)), 18)
-    assert cache.find([*range(18), 7, 7], "", ["last"], 0, whole=True) is None
-    assert cache.find(range(25), "", ["last"], 0, whole=True)[1] == 20
-    assert cache.find(range(25), "", ["last"], 21, whole=False) is None  # an image ends later
-    assert cache.find(range(7), "", ["last"], 0, whole=False) is None  # too short to pay
-    assert cache.find(range(25), "another image", ["last"], 0, whole=False) is None
-    assert cache.find(range(25), "", ["last", 2], 0, whole=False) is None
+    several = (range(20), range(10, 40), [*range(15), 99, *range(30)])
+    cache = cache_of(*map(prefix, several))
+    assert known(cache, [*range(18), 7, 7]) == (list(range(20)), 18)
+    assert known(cache, range(7)) is None  # too short to pay
+    assert known(cache, range(25), "another image") is None
+    assert known(cache, range(25), "", ["last", 2]) is None
+    cache = cache_of(*(prefix(one, cuts=False) for one in several))
+    assert known(cache, [*range(18), 7, 7]) is None
+    assert known(cache, range(25)) == (list(range(20)), 20)
+    # Where images end before the last common token.
+    assert known(cache_of(prefix(range(20), least=18)), [*range(18), 7, 7]) == (list(range(20)), 18)
+    assert known(cache_of(prefix(range(20), least=19)), [*range(18), 7, 7]) is None
 
 
-SIZES = [7, 8, 9, 15, 16, 17]  # around the shortest prefix and twice that
-
-
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("length", SIZES)
-def test_prefixes_count_from_8_tokens_on(length, whole):
+@pytest.mark.parametrize("cuts", [True, False])
+@pytest.mark.parametrize("length", [7, 8, 9, 15, 16, 17])  # around the shortest prefix and twice that
+def test_prefixes_count_from_8_tokens_on(length, cuts):
     """Of a longer prompt, of one that differs later, and of the same prompt with and without known logits."""
-    cache = PrefixCache(BYTES)
-    cache.add(prefix(range(length)), whole)
+    cache, same = cache_of(prefix(range(length), cuts=cuts)), list(range(length))
     for more in ([50], [50, 51, 52], []):
-        found = cache.find([*range(length), *more], "", ["last"], 0, whole)
-        assert (found and found[1]) == (length if length >= 8 else None)
-    cache = PrefixCache(BYTES)
-    cache.add(prefix(range(length), logits=None), whole)
-    found = cache.find(range(length), "", ["last"], 0, whole)
-    assert (found and found[1]) == (length - 1 if length >= 9 and not whole else None)
-    cache = PrefixCache(BYTES)
-    cache.add(prefix(range(40)), whole)
-    found = cache.find([*range(length), 50, 51], "", ["last"], 0, whole)
-    assert (found and found[1]) == (length if length >= 8 and not whole else None)
+        assert known(cache, [*same, *more]) == ((same, length) if length >= 8 else None)
+    cache = cache_of(prefix(range(length), cuts=cuts, logits=False))
+    assert known(cache, same) == ((same, length - 1) if length >= 9 and cuts else None)
+    cache = cache_of(prefix(range(40), cuts=cuts))
+    assert known(cache, [*same, 50, 51]) == ((list(range(40)), length) if length >= 8 and cuts else None)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_prefix_replaces_what_can_be_cut_from_it(whole):
-    cache = PrefixCache(BYTES)
-    for tokens in (range(10), range(30), range(30), range(40, 60)):
-        cache.add(prefix(tokens), whole)
-    assert len(cache) == (3 if whole else 2)
-    cache.add(prefix(range(50), "another"), whole)
-    assert len(cache) == (4 if whole else 3)
-
-
-def test_a_prefix_with_features_that_a_longer_one_lacks_is_kept():
-    cache, states = PrefixCache(BYTES), torch.zeros(1, 30, 16)
-    cache.add(prefix(range(30), features={"last": states, 2: states}), whole=False)
-    cache.add(prefix(range(40)), whole=False)
-    assert len(cache) == 2
-    assert cache.find(range(50), "", ["last", 2], 0, whole=False)[1] == 30
+def test_a_prefix_replaces_what_can_be_cut_from_it():
+    for cuts, count in ((True, 2), (False, 3)):
+        several = (range(10), range(30), range(30), range(40, 60))
+        cache = cache_of(*(prefix(tokens, cuts=cuts) for tokens in several))
+        assert len(cache) == count
+        cache.add(prefix(range(50), "another", cuts))
+        assert len(cache) == count + 1
+    # Features that a longer prefix lacks are kept.
+    cache = cache_of(prefix(range(30), names=("last", 2)), prefix(range(40)))
+    assert known(cache, range(50), "", ["last", 2]) == (list(range(30)), 30)
 
 
 def test_the_least_recently_used_prefixes_leave_first():
     size = prefix(range(20)).nbytes
-    cache = PrefixCache(3 * size)
-    for first in (0, 100, 200):
-        cache.add(prefix(range(first, first + 20)), whole=False)
+    assert size == 20 * 64 + 4 * 4 + 20 * 16 * 4
+    cache = cache_of(*(prefix(range(first, first + 20)) for first in (0, 100, 200)), limit=3 * size)
     assert cache.nbytes == 3 * size
-    assert cache.find(range(20), "", ["last"], 0, whole=False) is not None
-    cache.add(prefix(range(300, 320)), whole=False)
-    assert cache.find(range(100, 120), "", ["last"], 0, whole=False) is None
-    assert cache.find(range(20), "", ["last"], 0, whole=False) is not None
-    cache.add(prefix(range(400, 500)), whole=False)  # larger than the limit: nothing leaves for it
+    assert known(cache, range(20)) is not None
+    cache.add(prefix(range(300, 320)))
+    assert known(cache, range(100, 120)) is None
+    assert known(cache, range(20)) is not None
+    cache.add(prefix(range(400, 500)))  # larger than the limit: nothing leaves for it
     assert (len(cache), cache.nbytes) == (3, 3 * size)
     cache.clear()
     assert (len(cache), cache.nbytes) == (0, 0)
@@ -124,7 +118,7 @@ def test_keys_tell_media_apart():
         Prompt(ids, inputs={"pixel_values_videos": image}),
     ]
     assert len({media_key(prompt) for prompt in prompts}) == len(prompts)
-    # What has a value per token follows from the tokens; a longer prompt has more of them.
+    # Inputs with a value per token follow from the tokens; a longer prompt has more tokens.
     typed = Prompt(ids, inputs={"pixel_values": image, "mm_token_type_ids": torch.zeros_like(ids)})
     assert media_key(typed) == media_key(prompts[1])
 
@@ -132,17 +126,15 @@ def test_keys_tell_media_apart():
 # ---------------------------------------------------------------------- answers
 
 
-def targets_of(model):
-    """A target that computes every prompt, and one that keeps their states."""
-    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
-    target.prefix_cache = PrefixCache(BYTES)
-    return plain, target
+def new_target(model):
+    return plugins.target_class(model.config)(model)
 
 
-def answered(target, drafter, prompt, sampling=None, nodes=6, new=8):
+def answered(target, prefixes, prompt, drafter=None, nodes=6, new=8):
     """Tokens of a prompt's answer, and how many of the prompt's states were known."""
-    sampler = defaults.sampler(SamplingParams(seed=3, **(sampling or {})))
-    *_, (row,) = decode(target, drafter, prompt, sampler, Stopper(new, criteria=[]), Budget(nodes, 3))
+    sampler = defaults.sampler(SamplingParams(seed=3))
+    budget = StepPlan(nodes, 3)
+    *_, (row,) = decode(target, drafter, prompt, sampler, Stopper(new, criteria=[]), budget, prefixes=prefixes)
     return row.token_ids, row.stats.num_cached_tokens
 
 
@@ -163,7 +155,7 @@ def prompts_of(name, turns=3):
     vision = hasattr(model.config, "vision_config")
     prompt = prompt_of(vision_inputs(name, 1, 2) if vision else text_inputs(1, 20))
     prompt.attention_mask = None
-    target, found = plugins.target_class(model.config)(model), []
+    target, found = new_target(model), []
     for _ in range(turns):
         answer, known = answered(target, None, prompt)
         assert known == 0
@@ -179,112 +171,108 @@ RECURRENT = ["bamba", "mamba2", "qwen3_next", "llava_bamba", "qwen3_5"]
 @pytest.mark.parametrize("name", [*ATTENTION, *RECURRENT])
 def test_conversations_go_on_from_known_states(name):
     model, turns = prompts_of(name)
-    _, target = targets_of(model)
-    before = 0
+    target, prefixes, before = new_target(model), PrefixCache(BYTES), 0
     for prompt, expected in turns:
-        answer, known = answered(target, None, prompt)
+        answer, known = answered(target, prefixes, prompt)
         assert (answer, known) == (expected, before)
         before = prompt.input_ids.shape[1] + len(answer) - 1  # the last token has not been in a pass
     # The same prompt again needs no pass, or one over its last token, if its state is cut from that after the answer.
     length = turns[-1][0].input_ids.shape[1]
-    assert answered(target, None, turns[-1][0]) == (turns[-1][1], length - (name not in RECURRENT))
+    assert answered(target, prefixes, turns[-1][0]) == (turns[-1][1], length - (name not in RECURRENT))
 
 
-@pytest.mark.parametrize("name", ["llama", "bamba", "llava", "qwen2_vl", "qwen3_vl", "qwen3_5"])
-def test_prefill_steps_are_those_of_a_whole_prompt(name):
-    """Everything that a drafter may read, of a follow-up and of the same prompt again."""
+class Reader(Ngram):
+    """Records what a drafter may read of each prompt."""
+
+    features = "last", 1
+
+    def __init__(self):
+        super().__init__()
+        self.read = []
+
+    def begin(self, prompt, output, history):
+        super().begin(prompt, output, history)
+        parts = output.logits, output.visual, output.embeds, output.positions, *map(output.features.get, self.features)
+        self.read.append([None if part is None else part.clone() for part in parts])
+
+
+@pytest.mark.parametrize(
+    ("name", "fixed"),
+    [("llama", True), *((name, False) for name in ("llama", "bamba", "llava", "qwen2_vl", "qwen3_vl", "qwen3_5"))],
+)
+def test_drafters_read_what_they_read_of_a_whole_prompt(name, fixed, monkeypatch):
+    """Of a follow-up, which reads the states of the answer's steps, and of the same prompt again."""
+    if fixed:
+        monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
     model, turns = prompts_of(name, 2)
-    plain, target = targets_of(model)
-    plain.features = target.features = ["last", 1]
-    prompts = [prompt for prompt, _ in turns]
-    for prompt, known in zip((*prompts, prompts[1]), (0, *(one.input_ids.shape[1] for one in prompts)), strict=True):
-        expected, found = plain.prefill(prompt, 8), target.prefill(prompt, 8)
-        assert (expected.cached_tokens, found.cached_tokens) == (0, known)
-        pairs = [
-            (getattr(expected, part), getattr(found, part)) for part in ("logits", "visual", "embeds", "positions")
-        ]
-        pairs += [(expected.features[feature], found.features[feature]) for feature in target.features]
-        for theirs, ours in pairs:
-            assert (theirs is None) == (ours is None)
-            if ours is not None:
-                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    target, prefixes = new_target(model), PrefixCache(BYTES)
+    found, expected = Reader(), Reader()
+    prompts = [turns[0][0], turns[1][0], turns[1][0]]
+    for prompt in prompts:
+        given = answered(target, prefixes, prompt, found)
+        assert given[0] == answered(new_target(model), None, prompt, expected)[0]
+        assert (given[1] > 0) == (len(found.read) > 1)
+    for theirs, ours in zip(chain(*expected.read), chain(*found.read), strict=True):
+        assert (theirs is None) == (ours is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
 def test_prompts_that_share_a_video_of_many_frames(name):
     """Up to text after it, whose positions may be below those of its last frames, or up to its own last token."""
     model = shared_model(name)
-    plain, target = targets_of(model)
+    target, prefixes = new_target(model), PrefixCache(BYTES)
     prompt = prompt_of(video_inputs(name))
     length, end = prompt.input_ids.shape[1], int((prompt.input_ids[0] == VIDEO).nonzero().max()) + 1
     for keep, known in ((length, 0), (length - 1, length - 1), (end, 0)):
         ids = prompt.input_ids.clone()
         ids[:, keep:] = 50
         one = Prompt(ids, None, prompt.inputs)
-        assert answered(target, None, one) == (answered(plain, None, one)[0], known)
+        assert answered(target, prefixes, one) == (answered(target, None, one)[0], known)
 
 
 @pytest.mark.parametrize("name", ["llama", "llava", "qwen3_vl", "bamba"])
 def test_answers_that_stop_inside_a_draft_are_kept_up_to_the_stop(name):
     model, turns = prompts_of(name, 1)
     (prompt, answer), length = turns[0], turns[0][0].input_ids.shape[1]
-    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
+    target = new_target(model)
     for stop in range(2, 6):
-        target.prefix_cache = PrefixCache(BYTES)
+        prefixes = PrefixCache(BYTES)
         exact = Oracle([answer], vocab=VOCAB, spoil=0.0)
         exact._with_decoys = lambda truth, *_, answer=answer: [(token, at) for at, token in enumerate(answer[1:7])]
         stopper = Stopper(30, criteria=[lambda ids, *_, end=length + stop: torch.tensor([ids.shape[1] >= end])])
-        *_, (row,) = decode(target, exact, prompt, defaults.sampler(SamplingParams()), stopper, Budget(6, 6))
+        greedy = defaults.sampler(SamplingParams())
+        *_, (row,) = decode(target, exact, prompt, greedy, stopper, StepPlan(6, 6), prefixes=prefixes)
         assert (row.token_ids, row.stats.accept_lengths) == (answer[:stop], [stop - 1])
         again = followed(prompt, row.token_ids)
-        expected, _ = answered(plain, None, again)
+        expected, _ = answered(target, None, again)
         # A recurrent state after the stop contains the draft.
-        assert answered(target, None, again) == (expected, length + (0 if name in RECURRENT else stop))
-
-
-@pytest.mark.parametrize("fixed", [False, True])
-def test_a_drafter_reads_the_states_of_an_answer(fixed, monkeypatch):
-    """Of its last step, too, whose accepted tokens the host reads late."""
-    monkeypatch.setattr(kernels, "static_shapes", lambda device: fixed)
-    model, ((prompt, answer),) = prompts_of("llama", 1)
-    plain, target = targets_of(model)
-    drafter = copy.deepcopy(tiny_drafter("eagle3", model))
-    drafter.attach(target)
-    sampler = defaults.sampler(SamplingParams())
-    *_, (row,) = decode(target, drafter, prompt, sampler, Stopper(6, criteria=[]), Budget(3, 2))
-    assert row.token_ids == answer[:6]
-    plain.features = target.features = drafter.features
-    again = followed(prompt, row.token_ids)
-    expected, found = plain.prefill(again, 8), target.prefill(again, 8)
-    assert found.cached_tokens > prompt.input_ids.shape[1]
-    assert expected.features
-    for name, states in expected.features.items():
-        torch.testing.assert_close(found.features[name], states, atol=1e-4, rtol=1e-4)
+        assert answered(target, prefixes, again) == (expected, length + (0 if name in RECURRENT else stop))
 
 
 def test_another_image_computes_everything(monkeypatch):
     model = shared_model("llava")
-    plain, target = targets_of(model)
+    target, prefixes = new_target(model), PrefixCache(BYTES)
     first, second = (prompt_of(vision_inputs("llava", 1, 1)) for _ in range(2))
     first.attention_mask = second.attention_mask = None
     second.inputs = {"pixel_values": -first.inputs["pixel_values"]}
-    answer, _ = answered(target, None, first)
-    assert answered(target, None, second) == (answered(plain, None, second)[0], 0)
+    answer, _ = answered(target, prefixes, first)
+    assert answered(target, prefixes, second) == (answered(target, None, second)[0], 0)
     # The tower does not see a known image again.
     tower = model.base_model.vision_tower
     monkeypatch.setattr(tower, "forward", lambda *args, **options: pytest.fail("the image is known"))
-    assert answered(target, None, followed(first, answer))[1] == first.input_ids.shape[1] + len(answer) - 1
+    assert answered(target, prefixes, followed(first, answer))[1] == first.input_ids.shape[1] + len(answer) - 1
 
 
 def test_long_rest_in_chunks_beside_other_sequences():
     """A follow-up joins while another sequence decodes, its new tokens in several chunks."""
-    model = shared_model("llama")
-    plain, target = targets_of(model)
+    target, prefixes = new_target(shared_model("llama")), PrefixCache(BYTES)
     prompts = [Prompt(text_inputs(1, 20, seed)["input_ids"]) for seed in range(3)]
     prompts.append(followed(prompts[0], [], tuple(text_inputs(1, 40, 9)["input_ids"][0].tolist())))
-    expected = [answered(plain, None, prompt, new=30)[0] for prompt in prompts]
-    answered(target, None, prompts[0])
-    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), max_num_seqs=8, chunk=7)
+    expected = [answered(target, None, prompt, new=30)[0] for prompt in prompts]
+    answered(target, prefixes, prompts[0])
+    engine = SteppedEngine(target, None, StepPlan(0), prefixes, max_num_seqs=8, chunk=7)
     sampler, stopper = defaults.sampler(SamplingParams()), Stopper(30, criteria=[])
     rows = [row for prompt in prompts for row in engine.add(prompt, sampler, stopper)]
     engine.wait(lambda: all(row.done for row in rows))
@@ -296,8 +284,8 @@ def test_long_rest_in_chunks_beside_other_sequences():
 def test_answers_of_a_batch_are_kept_of_cancelled_rows_too(name):
     """Rows of several lengths leave at different times, with draft tokens after their limits."""
     model, turns = prompts_of(name, 1)
-    plain, target = targets_of(model)
-    engine = SteppedEngine(target, Ngram(), lambda batch, nodes: Budget(6, 3), max_num_seqs=8)
+    target, prefixes = new_target(model), PrefixCache(BYTES)
+    engine = SteppedEngine(target, Ngram(), StepPlan(6, 3), prefixes, max_num_seqs=8)
     prompts = [turns[0][0], *(followed(turns[0][0], [], (n, 5, n, 5, n)) for n in (3, 9))]
     sampler = defaults.sampler(SamplingParams())
     rows = [
@@ -307,8 +295,8 @@ def test_answers_of_a_batch_are_kept_of_cancelled_rows_too(name):
     engine.remove(rows)
     for prompt, row in zip(prompts, rows, strict=True):
         again = followed(prompt, row.token_ids)
-        expected, _ = answered(plain, None, again)
-        found, known = answered(target, None, again)
+        expected, _ = answered(target, None, again)
+        found, known = answered(target, prefixes, again)
         assert found == expected
         least = prompt.input_ids.shape[1]
         assert known >= least + (0 if name in RECURRENT else len(row.token_ids) - 1)
@@ -318,43 +306,38 @@ def test_answers_of_a_batch_are_kept_of_cancelled_rows_too(name):
 def test_prompts_without_a_prefix_are_prefilled_together(name, monkeypatch):
     """Different prompts are stacked, a copy of one is not; follow-ups go on from the answers."""
     model, turns = prompts_of(name, 1)
-    plain, target = targets_of(model)
-    prefill, batches = target.prefill_chunks, []
+    target, prefixes, batches = new_target(model), PrefixCache(BYTES), []
+    prefill, restore = target.prefill, target.restore
 
-    def counted(prompt, *args):
-        batches.append(len(prompt.input_ids))
-        return prefill(prompt, *args)
+    def counted(call):
+        return lambda first, *rest: (
+            batches.append(1 if call is restore else len(first[0].input_ids)) or call(first, *rest)
+        )
 
-    monkeypatch.setattr(target, "prefill_chunks", counted)
+    monkeypatch.setattr(target, "prefill", counted(prefill))
+    monkeypatch.setattr(target, "restore", counted(restore))
     prompts = [turns[0][0], *(Prompt(text_inputs(1, length, length)["input_ids"]) for length in (12, 17))]
     if hasattr(model.config, "vision_config"):
         prompts = [turns[0][0], replace(prompt_of(vision_inputs(name, 1, 2)), attention_mask=None)]
         prompts[1].inputs["pixel_values"] = prompts[1].inputs["pixel_values"] * 0.5
     prompts.append(prompts[0])
-    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), max_num_seqs=8)
+    engine = SteppedEngine(target, None, StepPlan(0), prefixes, max_num_seqs=8)
     sampler, stopper = defaults.sampler(SamplingParams()), Stopper(9, criteria=[])
     rows = [row for prompt in prompts for row in engine.add(prompt, sampler, stopper)]
     engine.wait(lambda: all(row.done for row in rows))
     assert batches == [len(prompts) - 1, 1]
     for prompt, row in zip(prompts, rows, strict=True):
-        assert row.token_ids == answered(plain, None, prompt, new=9)[0]
+        assert row.token_ids == answered(target, None, prompt, new=9)[0]
         again = followed(prompt, row.token_ids)
-        found, known = answered(target, None, again)
-        assert found == answered(plain, None, again)[0]
+        found, known = answered(target, prefixes, again)
+        assert found == answered(target, None, again)[0]
         assert known >= again.input_ids.shape[1] - 5  # the last token of the answer and the question are new
 
 
 def test_pipelines_check_the_option():
-    model = shared_model("llama")
-    target = plugins.target_class(model.config)(model)
+    target = new_target(shared_model("llama"))
     with pytest.raises(UserError, match="prefix_cache must be a whole number >= 0: got -1"):
         mmspec.Pipeline(target, prefix_cache=-1)
-    assert mmspec.Pipeline(target).target.prefix_cache is None
-
-    class Other:
-        """Keeps no states."""
-
-        context_limit = None
-
-    with pytest.raises(UserError, match="prefix_cache needs a target that keeps states: Other does not"):
-        mmspec.Pipeline(Other(), prefix_cache=1)
+    assert mmspec.Pipeline(target).engine.prefixes is None
+    with pytest.raises(UserError, match="prefix_cache needs a target that keeps states: SimpleNamespace does not"):
+        Engine(SimpleNamespace(device=torch.device("cpu"))).use_prefixes(PrefixCache(1))

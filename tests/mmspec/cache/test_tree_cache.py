@@ -1,4 +1,4 @@
-"""The cache as bookkeeping: what a row attends to is what plain lists say, whatever was accepted, whoever left."""
+"""The cache against plain lists: tokens that each row attends to after any accepted paths and removed rows."""
 
 import copy
 import gc
@@ -41,7 +41,7 @@ def write(cache, ids):
 
 
 def indexed(cache, ids, layer):
-    """The keys of the layer's indexer, if it has one: the first of those of head 0."""
+    """Keys of the layer's indexer, or None: the first keys of head 0."""
     return [
         cache.update_indexer(entries(ids, layer)[0][:, 0, :, :width], layer) for width in WIDTHS["in use"][layer][2:]
     ]
@@ -128,7 +128,7 @@ def test_sequences_join_and_leave(static_shapes, seed):
             rows += [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
         elif action == "leave":
             kept = rnd.sample(range(len(rows)), rnd.randint(0, len(rows)))
-            if rnd.random() < 0.5:  # the last ones move into free rows
+            if rnd.random() < 0.5:  # the last rows move into free rows
                 kept.sort()
             cache.select(kept)
             rows = [rows[row] for row in kept]
@@ -138,7 +138,7 @@ def test_sequences_join_and_leave(static_shapes, seed):
             idle = batch_bucket(len(rows)) if static_shapes else len(rows)
             write(cache, pad_rows(ids, idle))
             paths = [root_path(tree, b, rnd.choice(valid_nodes(tree, b))) for b in range(len(rows))]
-            paths[1:] = [path if rnd.random() < 0.8 else [] for path in paths[1:]]  # as a drafter's rows now and then
+            paths[1:] = [path if rnd.random() < 0.8 else [] for path in paths[1:]]  # as with a drafter's rows
             commit(cache, paths)
             rows = [row + new[path].tolist() for row, new, path in zip(rows, ids, paths, strict=True)]
         if rows:
@@ -162,7 +162,7 @@ def test_a_cache_without_attention_has_lengths_only():
 
 
 def test_a_moved_model_begins_anew():
-    """Its keys have another precision; nothing decodes meanwhile."""
+    """Its keys have another precision; no sequence decodes at the same time."""
     for static_shapes in (False, True):
         cache = TreeCache(1, static_shapes=static_shapes)
         for dtype in (torch.float32, torch.float64):
@@ -204,7 +204,7 @@ def test_nothing_is_copied_at_most_steps():
 
 
 def test_large_buffers_grow_by_what_is_needed(monkeypatch):
-    """Rows of other lengths that join, and further ones: twice the memory would be half a gigabyte for long prompts."""
+    """Rows of other lengths that join: twice the memory would be half a gigabyte for long prompts."""
     monkeypatch.setattr(buffers, "_LARGE_BYTES", 1)
     cache, (first, rows) = TreeCache(LAYERS, reserve=8), start(2, 100)
     cache.append(first)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import mmspec
+from mmspec.cache import prefix_cache
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.checking import cases
 from mmspec.checking.run import run_case
@@ -23,7 +24,6 @@ from mmspec.engine.stopping import Stopper
 from mmspec.pipeline import Pipeline
 from mmspec.sampling import defaults
 from mmspec.sampling.defaults import ModelDefaults
-from mmspec.targets import transformers_target
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.checking import trial_of
 
@@ -86,7 +86,7 @@ def keep_first_nodes(patch: Patch) -> None:
 
 def forget_accepted_drafts_in_plain_steps(patch: Patch) -> None:
     """A step without drafts after one with accepted drafts reads the token before the last one."""
-    forward, commit = TransformersTarget.forward_tree, TransformersTarget.commit
+    forward, commit = TransformersTarget.verify, TransformersTarget.commit
     accepted = [0]
 
     def committing(self: Any, verdict: Verdict) -> None:
@@ -94,13 +94,13 @@ def forget_accepted_drafts_in_plain_steps(patch: Patch) -> None:
         committing.token = verdict.tokens[:, :1]  # type: ignore[attr-defined]
         commit(self, verdict)
 
-    def reading(self: Any, tree: TokenTree) -> Any:
+    def reading(self: Any, tree: TokenTree, *rest: Any) -> Any:
         if tree.nodes == 1 and accepted[0] > 0 and len(tree.tokens) == len(committing.token):  # type: ignore[attr-defined]
             tree = TokenTree.root(committing.token[:, 0])  # type: ignore[attr-defined]
-        return forward(self, tree)
+        return forward(self, tree, *rest)
 
     patch.setattr(TransformersTarget, "commit", committing)
-    patch.setattr(TransformersTarget, "forward_tree", reading)
+    patch.setattr(TransformersTarget, "verify", reading)
 
 
 def drop_deep_drafts_of_large_trees(patch: Patch) -> None:
@@ -114,7 +114,7 @@ def drop_deep_drafts_of_large_trees(patch: Patch) -> None:
 
 def ignore_images_in_prefixes(patch: Patch) -> None:
     """The prefix of another image serves where the words are the same: the image of the second turn is dropped."""
-    patch.setattr(transformers_target, "media_key", lambda prompt: "")
+    patch.setattr(prefix_cache, "media_key", lambda prompt: "")
 
 
 def stop_at_ends_of_steps(patch: Patch) -> None:
@@ -133,8 +133,8 @@ def stop_at_ends_of_steps(patch: Patch) -> None:
 
 def mix_rows(patch: Patch) -> None:
     """When a sequence leaves a batch, the last one does not move to its row."""
-    select = TransformersTarget.select
-    patch.setattr(TransformersTarget, "select", lambda self, rows: select(self, sorted(rows)))
+    keep = TransformersTarget.keep
+    patch.setattr(TransformersTarget, "keep", lambda self, rows: keep(self, sorted(rows)))
 
 
 def use_other_prefixes(patch: Patch) -> None:
@@ -209,11 +209,11 @@ def sample_at_another_temperature(patch: Patch) -> None:
 
 def ignore_adapters(patch: Patch) -> None:
     """All requests are those of the model without an adapter."""
-    prefill = TransformersTarget.prefill_chunks
+    prefill = TransformersTarget.prefill
     patch.setattr(
         TransformersTarget,
-        "prefill_chunks",
-        lambda self, prompt, *rest: prefill(self, replace(prompt, adapter=None), *rest),
+        "prefill",
+        lambda self, prompts, *rest: prefill(self, [replace(one, adapter=None) for one in prompts], *rest),
     )
 
 

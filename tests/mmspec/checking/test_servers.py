@@ -27,7 +27,7 @@ from mmspec.cli import main
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from tests.mmspec.targets.test_lora import saved
-from tests.served import Served, served
+from tests.testkit.served import Served, served
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 FEW = ("prose", "sessions", "markers", "logprobs")

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 from mmspec import plugins
 from mmspec.cli import main
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.medusa import Medusa
 from mmspec.drafters.registry import make_drafter
 from tests import dflash
 from tests.eagle3 import DRAFT, GEMMA4, LLAMA3, PEAGLE, QWEN3_VL, cut, head_tensors, write_head
-from tests.targets import prompt_of
+from tests.targets import prefilled, prompt_of
 from tests.tiny import shared_model
 from tests.tiny.drafters import tiny_drafter
 from tests.tiny.models import medusa_network, text_inputs
@@ -80,9 +80,8 @@ def tree_of(folder):
     drafter.top_k, drafter.depth, drafter.total_tokens = 4, 5, 24
     drafter.attach(target)
     prompt = prompt_of(text_inputs())
-    target.features = drafter.features
-    drafter.begin(prompt, target.prefill(prompt, 16), [[*prompt.input_ids[0].tolist(), 7]])
-    return drafter.propose(torch.tensor([7]), Budget(24, 5))
+    drafter.begin(prompt, prefilled(target, prompt, 16, drafter.features), [[*prompt.input_ids[0].tolist(), 7]])
+    return drafter.propose(torch.tensor([7]), StepPlan(24, 5))
 
 
 def check_same(folder, tensors):

@@ -222,7 +222,7 @@ def test_what_cannot_be_merged_is_refused():
 
 
 def test_each_row_gets_the_chain_of_most_expected_tokens():
-    """Not the longer one, nor that of the most probable first token; of three, one has drafted nothing."""
+    """Not the longer path, nor the path of the most probable first token; one of three rows has no drafts."""
     long, short, nothing = (
         build_tree(torch.tensor([1, 2, 3]), [(tokens, [0, 1, 2][: len(tokens)]) for tokens in rows], probs)
         for rows, probs in (

@@ -110,7 +110,7 @@ def prescribed(tree, chances, drawn_from):
 
 
 def choices_of(verifier, tree, probs, chances):
-    """What the verifier puts after each node, (batch, nodes), and the distribution behind the undecided ones."""
+    """Token that the verifier chooses after each node, (batch, nodes), and the distribution at undecided nodes."""
     seen, drawn_from = [], []
     with prescribed(tree, chances, drawn_from), pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "accept_path", lambda _, choices: seen.append(choices))
@@ -125,7 +125,7 @@ def choice_distribution(verifier, tree, probs):
     if tree.draft_probs is not None:
         counts = (tree.parents[:, :, None] == torch.arange(nodes)).sum(1)
         ranks = int(counts.max())
-    # An infinite number accepts nothing, so that what is accepted was accepted at the rank on trial.
+    # An infinite number accepts nothing, so every acceptance happens at the tested rank.
     chances = [torch.full((batch, nodes), torch.inf, dtype=probs.dtype) for _ in range(max(ranks, 1))]
     total = torch.zeros_like(probs)
     left = torch.ones(batch, nodes, dtype=probs.dtype)
@@ -148,7 +148,7 @@ def choice_distribution(verifier, tree, probs):
 
 
 def emitted_distribution(verifier, trees, weights, bigram):
-    """(vocab,) * 3: the probability of the next three tokens, the ones behind the step's following the target.
+    """(vocab,) * 3: the probability of the next three tokens, tokens after the step's tokens follow the target.
 
     Args:
         trees: a batch of trees with one root token, every way in which the draft may turn out.

@@ -17,8 +17,7 @@ import torch
 
 import mmspec
 from mmspec import Pipeline, TokenTree, UserError, accept_path, plugins
-from mmspec.core.budget import Budget
-from mmspec.core.drafter import features, fork
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters.lookup import LookUps
 from mmspec.drafters.ngram import Ngram, Trust
@@ -27,7 +26,7 @@ from mmspec.drafters.recycle import DeviceTable, Recycle
 from mmspec.drafters.registry import drafter_specs, make_drafter, registered_name
 from mmspec.training.small import DraftModel
 from tests import matrix
-from tests.targets import prompt_of
+from tests.targets import prefilled, prompt_of
 from tests.tiny import byte_tokenizer, root_path, shared_model, valid_nodes
 from tests.tiny.drafters import VARIANTS, drafter_class, tiny_drafter
 from tests.tiny.models import text_model, vision_inputs
@@ -58,7 +57,7 @@ def test_copies_of_a_drafter_in_use_draft_the_same(kind):
     pipe = Pipeline(plugins.target_class(model.config)(model), None, tiny_drafter(kind, model))
     target, drafter = pipe.target, pipe.drafter
     answer(model, drafter)
-    for copied in (fork(drafter, target), fork(fork(drafter, target), target.fork())):
+    for copied in (drafter.fork(target), drafter.fork(target).fork(target.fork())):
         assert copied is not drafter
         answer(model, copied)
     answer(model, pickle.loads(pickle.dumps(pipe)).drafter)
@@ -180,12 +179,12 @@ class Batch:
         self.target = plugins.target_class(model.config)(model)
         self.drafter = make(kind, model)
         self.drafter.attach(self.target)
-        self.target.features = features(self.drafter)
+        self.reads = tuple(self.drafter.features) if self.drafter else ()
         self.rows: list[Drafted] = []
 
     def join(self, new):
         prompt = new[0].prompt if len(new) == 1 else Prompt.stack([one.prompt for one in new])
-        output = self.target.prefill(prompt, 200)
+        output = prefilled(self.target, prompt, 200, self.reads)
         for one, history in zip(new, prompt.histories(), strict=True):
             one.history += [*history, one.number]
         self.drafter.begin(prompt, output, [one.history for one in new])
@@ -193,7 +192,7 @@ class Batch:
 
     def leave(self, kept):
         """Keep these rows, in this order."""
-        self.target.select(kept)
+        self.target.keep(kept)
         self.drafter.select(kept)
         self.rows = [self.rows[row] for row in kept]
 
@@ -201,7 +200,7 @@ class Batch:
         """Any node may be accepted, and any token follow it: as the sequence and its step say."""
         token = torch.tensor([row.history[-1] for row in self.rows])
         tree = self.drafter.propose(token, budget()) if draft else TokenTree.root(token)
-        output = self.target.forward_tree(tree)
+        output = self.target.verify(tree, self.reads)
         choices = torch.full_like(tree.tokens, -1)
         for number, row in enumerate(self.rows):
             rnd = random.Random(f"{row.number}, {len(row.trees)}")
@@ -221,7 +220,7 @@ class Batch:
 
 
 def budget():
-    ample = Budget(12, 4)
+    ample = StepPlan(12, 4)
     ample.remaining = 99
     return ample
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mmspec.core.budget import Budget
-from mmspec.core.drafter import Wrapper, continuations
+from mmspec.core.drafter import Wrapper
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.per_sequence import PerSequence
@@ -12,6 +12,7 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.targets.transformers_target import TransformersTarget
+from tests.targets import prefilled
 from tests.tiny import shared_model
 
 TEXT = [5, 6, 7, 8, 5, 6, 9, 8, 5, 6, 7, 5]
@@ -22,14 +23,14 @@ def begun(drafter, history):
     target = TransformersTarget(shared_model("llama"))
     drafter.attach(target)
     prompt = Prompt(torch.tensor([history[:-1]]))
-    output = target.prefill(prompt, 8)
+    output = prefilled(target, prompt, 8)
     drafter.begin(prompt, output, [list(history)])
     return drafter
 
 
 def first_level(drafter, history):
     """Children of the root of the drafter's tree: tokens and probabilities."""
-    budget = Budget(nodes=64, depth=1)
+    budget = StepPlan(nodes=64, depth=1)
     budget.floor = 0.0
     tree = drafter.propose(torch.tensor([history[-1]]), budget)
     if tree.nodes == 1:
@@ -86,8 +87,7 @@ def test_ensembles():
 
 
 def test_others_expect_nothing():
-    assert continuations(None, 0, ()) == ()
-    assert continuations(Small(shared_model("llama")), 0, (5,)) == ()
+    assert Small(shared_model("llama")).continuations(0, (5,)) == ()
 
 
 def test_inputs_are_left_alone():

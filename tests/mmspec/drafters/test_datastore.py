@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmspec import UserError
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.drafters import datastore
 from mmspec.drafters.datastore import DEPTH, Datastore, SuffixIndex, build_store
 from mmspec.plugins import target_class
@@ -70,7 +70,7 @@ def test_nodes_have_the_share_of_occurrences_that_pass_through_them(tmp_path):
     build_store(texts, VOCAB, "tiny", tmp_path / "store")
     drafter = Datastore(str(tmp_path / "store"))
     drafter.rows = [[7, 1, 2]]
-    tree = drafter.propose(torch.tensor([2]), Budget(8, 3))
+    tree = drafter.propose(torch.tensor([2]), StepPlan(8, 3))
     found = {}
     for node, children in enumerate(tree.children[0]):
         for token, child in children.items():
@@ -111,7 +111,7 @@ def test_a_store_that_is_cut_while_in_use_is_an_error(tmp_path, name):
     os.truncate(tmp_path / "store" / name, 4)
     drafter.rows = [[1, 2]]
     with pytest.raises(UserError, match=rf"{name}: expected \d+ bytes at \d+, received \d"):
-        drafter.propose(torch.tensor([2]), Budget(8, 3))
+        drafter.propose(torch.tensor([2]), StepPlan(8, 3))
 
 
 def test_a_store_that_is_replaced_while_in_use_stays_as_it_was(tmp_path):
@@ -120,7 +120,7 @@ def test_a_store_that_is_replaced_while_in_use_stays_as_it_was(tmp_path):
     (tmp_path / "store").rename(tmp_path / "before")
     build_store([[1, 2, 4]], VOCAB, "tiny", tmp_path / "store")
     drafter.rows = [[1, 2]]
-    assert drafter.propose(torch.tensor([2]), Budget(1, 1)).tokens.tolist() == [[2, 3]]
+    assert drafter.propose(torch.tensor([2]), StepPlan(1, 1)).tokens.tolist() == [[2, 3]]
 
 
 def test_ids_beyond_the_vocabulary_are_not_drafted(tmp_path):
@@ -129,7 +129,7 @@ def test_ids_beyond_the_vocabulary_are_not_drafted(tmp_path):
     file.write_bytes(file.read_bytes().replace(b"\0\3", b"\xff\3"))
     drafter = Datastore(tmp_path / "store")
     drafter.rows = [[1, 2]]
-    assert drafter.propose(torch.tensor([2]), Budget(8, 3)).nodes == 1
+    assert drafter.propose(torch.tensor([2]), StepPlan(8, 3)).nodes == 1
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_errors(tmp_path):
     with pytest.raises(UserError, match="tokens: expected 40 bytes, received 1"):
         Datastore(tmp_path / "store")
     (tmp_path / "store" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="expected format, received none"):
+    with pytest.raises(UserError, match="format is required"):
         Datastore(tmp_path / "store")
     with pytest.raises(UserError, match="expected a JSON object"):
         Datastore(tmp_path / "none")

@@ -13,7 +13,7 @@ from transformers.models.muse_glimmer_assistant import modeling_muse_glimmer_ass
 
 import mmspec
 from mmspec import SamplingParams, UserError, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.dflash import DFlash, default_layer_ids
 from mmspec.drafters.growth import grow_levels, grow_slots
 from mmspec.drafters.hidden_state import plain_embedding
@@ -172,7 +172,7 @@ def test_trees_are_the_most_probable_paths_on_the_host_and_with_static_shapes(sp
     g = torch.Generator().manual_seed(nodes)
     log_probs = (spread * torch.randn(2, 4, 5, generator=g)).log_softmax(-1).sort(descending=True).values
     tokens = torch.stack([torch.randperm(50, generator=g)[:5] for _ in range(8)]).view(2, 4, 5)
-    roots, budget = torch.tensor([3, 4]), Budget(nodes, 4)
+    roots, budget = torch.tensor([3, 4]), StepPlan(nodes, 4)
     host = grow_slots(roots, tokens, log_probs, budget, 64)
     monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
     static = grow_slots(roots, tokens, log_probs, budget, 64)
@@ -224,7 +224,7 @@ def test_levels_give_the_most_probable_paths(nodes):
             yield gain + float(shares[level, last, child])
             yield from every(child, level + 1, gain + float(shares[level, last, child]))
 
-    tree = grow_levels(torch.tensor([2, 5]), children, Budget(nodes, 4), 6**3, depth=4, nodes=64)
+    tree = grow_levels(torch.tensor([2, 5]), children, StepPlan(nodes, 4), 6**3, depth=4, nodes=64)
     for row, root in enumerate((2, 5)):
         best = sorted(every(root, 0, 0.0), reverse=True)[:nodes]
         assert tree.log_probs[row, 1:].tolist() == pytest.approx(best, abs=1e-4)

@@ -13,8 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmspec
 from mmspec import TokenTree, UserError, plugins
-from mmspec.core.budget import Budget
-from mmspec.core.drafter import fork
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import build_tree
 from mmspec.core.verify import accept_path
@@ -99,7 +98,7 @@ def test_best_first_lists_the_likeliest_nodes(nodes, depth, width):
 def test_grown_trees_hold_the_likeliest_of_what_was_seen(nodes, depth, top_k):
     """A bigram drafter, two rows; a wide beam sees everything, so that the result is the best overall."""
     log_p = torch.randn(6, 6, generator=torch.Generator().manual_seed(depth)).log_softmax(-1)
-    budget = Budget(nodes, depth)
+    budget = StepPlan(nodes, depth)
     budget.remaining = 99
     token = torch.tensor([0, 3])
     scores, ids = log_p.topk(top_k, dim=-1)
@@ -130,9 +129,9 @@ def test_levels_and_beams_that_cannot_be_kept_are_left_out(nodes, levels):
         return torch.arange(2).expand(1, beam.shape[1], 2), log_p.expand(1, beam.shape[1], 2)
 
     grow = lambda budget: grow_tree(torch.tensor([0]), (torch.arange(2)[None], log_p), extend, budget, 8)  # noqa: E731
-    whole = grow(Budget(1000, 6)).first(1 + nodes)
+    whole = grow(StepPlan(1000, 6)).first(1 + nodes)
     widths.clear()
-    budget = Budget(nodes, 6)
+    budget = StepPlan(nodes, 6)
     tree = grow(budget)
     assert torch.equal(tree.tokens, whole.tokens)
     assert torch.equal(tree.parents, whole.parents)
@@ -141,7 +140,7 @@ def test_levels_and_beams_that_cannot_be_kept_are_left_out(nodes, levels):
 
 
 def test_an_empty_grant_is_plain_decoding():
-    budget = Budget(0, depth=1)
+    budget = StepPlan(0, depth=1)
     tree = grow_tree(torch.tensor([1]), (torch.tensor([[2]]), torch.tensor([[-0.1]])), lambda *_: None, budget, 1)
     assert tree.nodes == 1
 
@@ -206,7 +205,7 @@ def test_fed_nodes_reach_their_ancestors_and_no_one_else(stride):
 def test_ngram_continues_the_longest_known_suffix():
     drafter = Ngram()
     begun(drafter, [[1, 2, 3, 4, 9, 8, 2, 3, 7, 1, 2, 3]])
-    tree = drafter.propose(torch.tensor([3]), Budget(8, 3))
+    tree = drafter.propose(torch.tensor([3]), StepPlan(8, 3))
     assert_well_formed(tree)
     assert paths(tree)[0] == [4]  # after 1 2 3, which is longer than 2 3
     assert [4, 9, 8] in paths(tree)
@@ -214,7 +213,7 @@ def test_ngram_continues_the_longest_known_suffix():
     assert tree.max_depth <= 3
     chained = Ngram(width=1)
     begun(chained, [[1, 2, 3, 4, 9, 8, 2, 3, 7, 1, 2, 3]])
-    assert chained.propose(torch.tensor([3]), Budget(8, 3)).tokens.tolist() == [[3, 4, 9, 8]]
+    assert chained.propose(torch.tensor([3]), StepPlan(8, 3)).tokens.tolist() == [[3, 4, 9, 8]]
 
 
 def test_ngram_goes_by_the_latest_occurrences():
@@ -222,26 +221,26 @@ def test_ngram_goes_by_the_latest_occurrences():
     old, new = [1, 2, 3] * 20, [1, 2, 4] * 12
     drafter = Ngram(longest=2)
     begun(drafter, [[*old, *new, 1, 2]])
-    assert {path[0] for path in paths(drafter.propose(torch.tensor([2]), Budget(30, 2)))} == {4}
+    assert {path[0] for path in paths(drafter.propose(torch.tensor([2]), StepPlan(30, 2)))} == {4}
     drafter = Ngram(longest=2, memory=1000)
     begun(drafter, [old])
     drafter.select([])
     begun(drafter, [[*new, 1, 2]])
-    assert {path[0] for path in paths(drafter.propose(torch.tensor([2]), Budget(30, 2)))} == {4}
+    assert {path[0] for path in paths(drafter.propose(torch.tensor([2]), StepPlan(30, 2)))} == {4}
 
 
 def test_ngram_without_a_match_decodes_plainly():
     drafter = Ngram()
     begun(drafter, [[1, 2, 3]])
-    assert drafter.propose(torch.tensor([3]), Budget(8)).nodes == 1
+    assert drafter.propose(torch.tensor([3]), StepPlan(8)).nodes == 1
 
 
 def test_ngram_follows_the_history_that_the_engine_keeps():
     drafter, history = Ngram(), [[5, 6, 7]]
     begun(drafter, history)
-    assert drafter.propose(torch.tensor([7]), Budget(4)).nodes == 1
+    assert drafter.propose(torch.tensor([7]), StepPlan(4)).nodes == 1
     history[0] += [8, 5, 6]
-    assert paths(drafter.propose(torch.tensor([6]), Budget(4)))[0] == [7]
+    assert paths(drafter.propose(torch.tensor([6]), StepPlan(4)))[0] == [7]
 
 
 def test_ngram_remembers_as_much_as_it_is_told_to():
@@ -251,7 +250,7 @@ def test_ngram_remembers_as_much_as_it_is_told_to():
         begun(drafter, [[5, 6, 7, 8]])
         drafter.select([])
         begun(drafter, [[1, 5, 6]])
-        assert (drafter.propose(torch.tensor([6]), Budget(4)).nodes > 1) == (kept == 4)
+        assert (drafter.propose(torch.tensor([6]), StepPlan(4)).nodes > 1) == (kept == 4)
         assert drafter._past.text == [5, 6, 7, 8][4 - kept :]
 
 
@@ -260,24 +259,24 @@ def test_ngram_remembers_the_sequences_that_left():
     begun(drafter, [[5, 6, 7]])
     begun(drafter, [running])
     running += [5, 6]
-    assert drafter.propose(torch.tensor([7, 6]), Budget(4)).nodes == 1
+    assert drafter.propose(torch.tensor([7, 6]), StepPlan(4)).nodes == 1
     drafter.select([1])
     assert drafter._past.text == [5, 6, 7]
-    assert paths(drafter.propose(torch.tensor([6]), Budget(4))) == [[7]]
+    assert paths(drafter.propose(torch.tensor([6]), StepPlan(4))) == [[7]]
     drafter.select([])
     assert drafter._past.text == [3, 4, 5, 6]
     begun(drafter, [[9, 4]])
-    assert paths(drafter.propose(torch.tensor([4]), Budget(4)))[0] == [5]
+    assert paths(drafter.propose(torch.tensor([4]), StepPlan(4)))[0] == [5]
 
 
 def test_recycle_proposes_what_the_target_ranked():
     drafter = Recycle(top_k=2)
     logits = begun(drafter, [[1, 2, 3], [4, 5, 3]], vocab=9)
     best = logits[:, 0].topk(2).indices
-    tree = drafter.propose(torch.tensor([3, 3]), Budget(8, 1))
+    tree = drafter.propose(torch.tensor([3, 3]), StepPlan(8, 1))
     # The rows end alike with 3 but differ before it; their last two tokens tell them apart.
     drafter.rows = [(2, 3), (5, 3)]
-    tree = drafter.propose(torch.tensor([3, 3]), Budget(8, 1))
+    tree = drafter.propose(torch.tensor([3, 3]), StepPlan(8, 1))
     assert_well_formed(tree)
     for b in range(2):
         assert set(map(tuple, paths(tree, b))) <= {(int(t),) for t in best[b]}
@@ -293,9 +292,9 @@ def test_recycle_learns_from_every_node():
     drafter.observe(tree, accept_path(tree, torch.tensor([[5, 7, 8]])), TargetOutput(logits, {}))
     for token, successor in ((2, 5), (4, 7), (6, 8)):
         drafter.rows = [(0, token)]
-        assert paths(drafter.propose(torch.tensor([token]), Budget(1, 1))) == [[successor]]
+        assert paths(drafter.propose(torch.tensor([token]), StepPlan(1, 1))) == [[successor]]
     drafter.reset()
-    assert drafter.propose(torch.tensor([2]), Budget(4)).nodes == 1
+    assert drafter.propose(torch.tensor([2]), StepPlan(4)).nodes == 1
 
 
 def test_recycle_averages_what_the_target_ranked():
@@ -315,7 +314,7 @@ def test_copies_of_a_table_learn_apart():
     drafter.attach(target)
     begun(drafter, [[1, 2, 3]], vocab=4)
     before = copy.deepcopy(drafter._table)
-    first, second = (fork(drafter, target) for _ in range(2))
+    first, second = (drafter.fork(target) for _ in range(2))
     for one, row in ((first, [1, 2, 3]), (second, [2, 1, 0])):
         one.begin(Prompt(torch.tensor([row])), TargetOutput(torch.tensor([[[9.0, 0, 0, 0]]]), {}), [[*row, 0]])
     assert drafter._table == before
@@ -430,7 +429,7 @@ def test_recycle_forgets_another_vocabulary():
     begun(drafter, [[1, 2]], vocab=30)
     begun(drafter, [[1, 2]], vocab=4)
     drafter.rows = [(1, 2)]
-    assert int(drafter.propose(torch.tensor([2]), Budget(50)).tokens.max()) < 4
+    assert int(drafter.propose(torch.tensor([2]), StepPlan(50)).tokens.max()) < 4
 
 
 # ---------------------------------------------------------------------- a small model
@@ -480,7 +479,10 @@ def test_registered_names():
         ),
         (lambda: make_drafter("tests"), "tests: expected a drafter's config.json with mmspec_drafter, received none"),
         (lambda: make_drafter("nobody"), "unknown drafter: expected one of .*ngram.*, got 'nobody'"),
-        (lambda: make_drafter(object()), "drafter must be a name, a folder, a Drafter or None: got object"),
+        (
+            lambda: make_drafter(object()),
+            "drafter must be a name, a folder, None or derive from mmspec.Drafter: got object",
+        ),
     ],
 )
 def test_mistakes_are_named(make, message):

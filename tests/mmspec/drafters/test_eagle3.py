@@ -10,7 +10,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 
 import mmspec
 from mmspec import SamplingParams, UserError, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import output_of
 from mmspec.drafters.checkpoint import load_network
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
@@ -37,7 +37,7 @@ from tests.eagle3 import (
     states_read,
 )
 from tests.published import write
-from tests.targets import prompt_of, row_of
+from tests.targets import prefilled, prompt_of, row_of
 from tests.tiny import shared_model
 from tests.tiny.models import eagle3_network, text_inputs, vision_inputs
 
@@ -183,8 +183,8 @@ def test_an_output_is_read_before_visual_features_are_added_to_it():
     """Qwen3-VL adds them between its first layers."""
     model, inputs = shared_model("qwen3_vl"), vision_inputs("qwen3_vl")
     target = plugins.target_class(model.config)(model)
-    target.features = (output_of(0), 1, output_of(1), 0, "last")
-    output = target.prefill(prompt_of(inputs), 4)
+    reads = (output_of(0), 1, output_of(1), 0, "last")
+    output = prefilled(target, prompt_of(inputs), 4, reads)
     before, after = output.features[output_of(0)], output.features[1]
     at = output.visual[0]
     assert torch.equal(before[0, ~at], after[0, ~at])
@@ -247,13 +247,13 @@ def test_rows_that_join_leave_the_positions_of_others_in_the_table(monkeypatch):
     target = plugins.target_class(model.config)(model)
     drafter = Eagle3(eagle3_network(model), torch.arange(40), top_k=3, depth=3, total_tokens=9)
     drafter.attach(target)
-    target.features = drafter.features
-    ample = Budget(9, 3)
+    reads = drafter.features
+    ample = StepPlan(9, 3)
     ample.remaining = 99
     token = torch.tensor([5, 6])
     for number, last in ((0, 1022), (1, 11)):
         prompt = prompt_of(text_inputs(1, 12, number))
-        output = target.prefill(prompt, 64)
+        output = prefilled(target, prompt, 64, reads)
         output.positions = torch.arange(12).expand(3, 1, 12).clone()
         output.positions[..., 6:] += last - 11
         drafter.begin(prompt, output, [[*prompt.input_ids[0].tolist(), int(token[number])]])

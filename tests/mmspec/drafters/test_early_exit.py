@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from mmspec import UserError, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters.early_exit import EarlyExit
 from mmspec.drafters.registry import make_drafter
@@ -19,7 +19,7 @@ from mmspec.targets.decoder import Decoder
 from mmspec.targets.packing import pack_model
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.draft_checks import check_logits
-from tests.targets import plain_logits, row_of
+from tests.targets import plain_logits, prefilled, row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import TINY_SIZES
 from tests.tiny.models import text_inputs, vision_inputs
@@ -57,13 +57,13 @@ def test_chains_are_the_candidates_of_transformers(layers, monkeypatch):
     drafter.attach(target)
     longest = 0
     for ids, expected in asked:
-        output = target.prefill(Prompt(ids[:, :-1]), 32)
+        output = prefilled(target, Prompt(ids[:, :-1]), 32)
         drafter.begin(Prompt(ids[:, :-1]), output, ids.tolist())
         if expected:
-            tree = drafter.propose(ids[:, -1], Budget(len(expected), len(expected)))
+            tree = drafter.propose(ids[:, -1], StepPlan(len(expected), len(expected)))
             assert tree.tokens[0, 1:].tolist() == expected
         longest = max(longest, len(expected))
-        target.select([])
+        target.keep([])
         drafter.select([])
     assert longest > 4
 
@@ -87,13 +87,13 @@ def test_packed_targets_run_the_first_layers_alone(monkeypatch):
     target, drafter, counts = TransformersTarget(model), EarlyExit(2, top_k=1), []
     drafter.attach(target)
     prompt, history = Prompt(torch.arange(3, 12)[None]), [*range(3, 12), 7]
-    drafter.begin(prompt, target.prefill(prompt, 32), [history])
+    drafter.begin(prompt, prefilled(target, prompt, 32), [history])
     decode = cpu.decode
     monkeypatch.setattr(cpu, "decode", lambda weights, *rest: counts.append(len(weights)) or decode(weights, *rest))
-    tree = drafter.propose(torch.tensor([7]), Budget(3, 3))
+    tree = drafter.propose(torch.tensor([7]), StepPlan(3, 3))
     assert len(counts) >= 3
     assert set(counts) == {2}
-    target.forward_tree(tree)
+    target.verify(tree)
     assert counts[-1] == 4
     path = tree.tokens[0].tolist()
     with torch.no_grad():

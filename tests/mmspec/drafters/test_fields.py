@@ -22,7 +22,7 @@ from mmspec.drafters.registry import drafter_specs, make_drafter
 from mmspec.drafters.shape import RotaryShape
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.drafters.msd import MSDConfig
-from tests.targets import prompt_of
+from tests.targets import prefilled, prompt_of
 from tests.tiny import shared_model
 from tests.tiny.drafters import NETWORKS, tiny_drafter
 from tests.tiny.models import text_inputs
@@ -34,7 +34,7 @@ _ROOM = 200_000_000  # bytes that a refusal may take at most
 
 def _recycle(target):
     drafter = Recycle(top_k=3)
-    output = target.prefill(prompt_of(text_inputs(1, 9)), 8)
+    output = prefilled(target, prompt_of(text_inputs(1, 9)), 8)
     drafter.begin(prompt_of(text_inputs(1, 9)), output, [[5]])
     return drafter
 
@@ -104,7 +104,7 @@ def test_every_field_with_every_wrong_value(saved, tmp_path):
         line = _refused(folder, read)
         assert len(line.splitlines()) <= 1
         optional = path[0] == "network" and path[-1] not in ("hidden_size", "heads", "kv_heads", "head_dim", "mlp")
-        named = re.search(rf"expected (a )?{path[-1]}, received none", line)
+        named = re.search(rf"{path[-1]} is required|expected a {path[-1]}, received none", line)
         assert value != "missing" or path[0] == "network" or not line or named, line
         harmless = (value == "missing" and optional) or type(value) in (bool, int, float, str)
         harmless = harmless or (path[-1], value) in _HARMLESS

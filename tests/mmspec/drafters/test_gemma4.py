@@ -12,13 +12,13 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 
 import mmspec
 from mmspec import UserError, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.gemma4 import Gemma4, sharing_allowed
 from mmspec.drafters.registry import make_drafter, registered_name
 from tests.draft_checks import check_drafts
 from tests.gemma4 import CENTROIDS, assistant_of, target_model
 from tests.mtp import dense
-from tests.targets import prompt_of, row_of
+from tests.targets import prefilled, prompt_of, row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
 from tests.tiny.models import gemma4_assistant, text_inputs
@@ -99,11 +99,10 @@ def test_of_the_tokens_of_the_nearest_centroids():
     drafter = Gemma4(copy.deepcopy(assistant), top_k=30)
     target = plugins.target_class(model.config)(model)
     drafter.attach(target)
-    target.features = drafter.features
     inputs = text_inputs(1, 9)
     history = [*inputs["input_ids"][0].tolist(), 7]
-    drafter.begin(prompt_of(inputs), target.prefill(prompt_of(inputs), 8), [history])
-    tree = drafter.propose(torch.tensor([7]), Budget(40, 1))
+    drafter.begin(prompt_of(inputs), prefilled(target, prompt_of(inputs), reads=drafter.features), [history])
+    tree = drafter.propose(torch.tensor([7]), StepPlan(40, 1))
     logits = proposals(assistant, model, history, 1)[1][0]
     near = logits > logits.min()
     assert sorted(tree.tokens[0, 1:].tolist()) == near.nonzero()[:, 0].tolist()

@@ -16,7 +16,7 @@ from mmspec.targets.packing import pack_model
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.draft_checks import check_logits
 from tests.kangaroo import adapter, logits, published
-from tests.targets import row_of
+from tests.targets import prefilled, row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import TINY_SIZES
 from tests.tiny.models import kangaroo_network, text_inputs, vision_inputs
@@ -53,8 +53,7 @@ def test_states_of_packed_targets_are_those_of_their_verify_passes():
     pack_model(model, "bfloat16")
     target, drafter = TransformersTarget(model), Kangaroo(kangaroo_network(model, exit_layer=2))
     drafter.attach(target)
-    target.features = drafter.features
-    target.prefill(Prompt(torch.arange(3, 12)[None]), 32)
+    prefilled(target, Prompt(torch.arange(3, 12)[None]), 32)
     tokens, first = torch.tensor([[7, 5, 9]]), FirstLayers(target, 2)
     passes = first.passes(drafter.features[0])
     target.runner.cache.reserve_nodes(3)
@@ -62,4 +61,4 @@ def test_states_of_packed_targets_are_those_of_their_verify_passes():
     states = [passes(tokens[:, place : place + 1], origin) for place in range(3)]
     passes.end()
     chain = TokenTree(tokens, torch.tensor([[-1, 0, 1]]))
-    assert torch.equal(torch.cat(states, dim=1), target.forward_tree(chain).features[drafter.features[0]])
+    assert torch.equal(torch.cat(states, dim=1), target.verify(chain, drafter.features).features[drafter.features[0]])

@@ -5,8 +5,8 @@ import torch
 
 import mmspec
 from mmspec import UserError
-from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter, Wrapper
+from mmspec.core.plan import StepPlan
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.lookup import LookUpDrafter, LookUps
@@ -49,7 +49,7 @@ def together(*parts, rows=1):
 
 
 def tree_of(look_ups, rows=1, **sizes):
-    budget = Budget(**{"nodes": 30, "depth": 3, **sizes})
+    budget = StepPlan(**{"nodes": 30, "depth": 3, **sizes})
     budget.floor = 0.0
     return look_ups.propose(torch.ones(rows, dtype=torch.long), budget)
 
@@ -187,7 +187,7 @@ def test_an_error_names_the_drafters():
 
     union = Union([Recycle(), Broken()])
     begun(union, [[5, 6, 5]])
-    assert union.propose(torch.tensor([5]), Budget(4)).nodes == 1
+    assert union.propose(torch.tensor([5]), StepPlan(4)).nodes == 1
     assert union.failure(0) == "Recycle+Broken: RuntimeError: in start"
 
 
@@ -227,7 +227,7 @@ def test_chains_stay_chains_where_a_table_is_on_a_device(static, monkeypatch):
     monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
     drafter = make_drafter("recycle+ngram@chain4")
     begun(drafter, [[5, 6, 7, 8, 5, 6, 9, 5, 6], [5, 7, 8, 9, 10, 11, 12, 13, 6]])
-    budget = Budget(8, 4)
+    budget = StepPlan(8, 4)
     budget.floor = 0.0
     tree = drafter.propose(torch.tensor([6, 6]), budget)
     tree.check_values()

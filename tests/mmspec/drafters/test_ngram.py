@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from mmspec.core.budget import Budget
-from mmspec.core.drafter import fork
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.sampler import Sampler
@@ -22,7 +21,7 @@ def saying(drafter, prompt, *said):
     history = list(prompt)
     begun(drafter, [history])
     for tokens in said:
-        drafter.propose(torch.tensor([history[-1]]), Budget(1))
+        drafter.propose(torch.tensor([history[-1]]), StepPlan(1))
         history += tokens
     return drafter
 
@@ -32,7 +31,7 @@ def first_level(drafter):
 
 
 def tree_of(drafter, nodes=16, depth=16, floor=0.1):
-    budget = Budget(nodes, depth)
+    budget = StepPlan(nodes, depth)
     budget.remaining, budget.floor = depth, floor
     return drafter.propose(torch.tensor([drafter.rows[0].own.text[-1]]), budget)
 
@@ -147,7 +146,7 @@ def test_a_copy_of_an_earlier_request_is_resumed_after_a_difference():
     drafter.select([])
     begun(drafter, [history])
     for token in (*SOURCE[30:40], 5):
-        drafter.propose(torch.tensor([history[-1]]), Budget(1))
+        drafter.propose(torch.tensor([history[-1]]), StepPlan(1))
         history.append(token)
     assert first_level(drafter) == {SOURCE[41]: pytest.approx(0.4)}
 
@@ -156,12 +155,12 @@ def test_rows_that_leave_in_the_middle_of_a_batch_are_remembered():
     drafter = Ngram()
     texts = [[*SHORT[:10], 1], [*SHORT[10:20], 2], [*SHORT[20:30], 3]]
     begun(drafter, texts, vocab=VOCAB)
-    drafter.propose(torch.tensor([1, 2, 3]), Budget(4))
+    drafter.propose(torch.tensor([1, 2, 3]), StepPlan(4))
     texts[0] += [SHORT[10], SHORT[11]]
     texts[2] += [SHORT[20], SHORT[21]]
     drafter.select([2, 0])
     assert [row.own.text for row in drafter.rows] == [texts[2], texts[0]]
-    tree = drafter.propose(torch.tensor([SHORT[21], SHORT[11]]), Budget(4))
+    tree = drafter.propose(torch.tensor([SHORT[21], SHORT[11]]), StepPlan(4))
     assert paths(tree, 0)[0] == [SHORT[22]]  # of its own text
     assert paths(tree, 1)[0] == [SHORT[12]]  # of the row that has left
 
@@ -177,7 +176,7 @@ def test_long_matches_of_earlier_requests_come_before_chance():
 
 def test_what_an_aborted_request_said_is_remembered():
     drafter = Ngram()
-    engine = SteppedEngine(TableTarget(table_model(VOCAB, 0)), drafter, lambda batch, nodes: Budget(6, 4))
+    engine = SteppedEngine(TableTarget(table_model(VOCAB, 0)), drafter, StepPlan(6, 4))
     rows = [engine.add(prompt_of([prompt]), Sampler(), Stopper(30))[0] for prompt in ([1, 2, 3], [4, 5, 6])]
     for _ in range(4):
         engine._has_work()
@@ -198,7 +197,7 @@ def test_copies_do_not_remember_running_requests():
     begun(drafter, [SOURCE])
     drafter.select([])
     begun(drafter, [SHORT])
-    copied = fork(drafter, target)
+    copied = drafter.fork(target)
     begun(copied, [[1, *SHORT[:3]], [1, *SOURCE[:3]]])
     assert copied.continuations(0, ()) == []
     assert copied.continuations(1, ()) == [(SOURCE[3], pytest.approx(0.45))]

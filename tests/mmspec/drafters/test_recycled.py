@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmspec import TokenTree, accept_path
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.drafters import recycle as recycled
 from mmspec.drafters.recycle import Rankings, Recycle
@@ -74,10 +74,10 @@ def test_it_learns_what_the_table_of_the_host_learns(batch, pairs, monkeypatch):
         verdict = accept_path(tree, said)
         for drafter in turns():
             if drafter._on_device is not None:
-                drafter.propose(tree.tokens[:, 0], Budget(5, 3))  # updates with the step before
+                drafter.propose(tree.tokens[:, 0], StepPlan(5, 3))  # updates with the step before
             drafter.observe(tree, verdict, TargetOutput(logits, {}))
     host, device = turns()
-    device.propose(tree.tokens[:, 0], Budget(5, 3))
+    device.propose(tree.tokens[:, 0], StepPlan(5, 3))
     same_rankings(host, device)
     last = device._on_device.last
     assert last.data[: last.rows].tolist() == [list(last) for last in host.rows]
@@ -109,7 +109,7 @@ def test_it_drafts_the_likeliest_paths(width, monkeypatch):
         drafter._table[int(ids[0, -1]), 5] = {11: 0.7, 12: 0.2}
         drafter._vocab = VOCAB
         drafter.begin(Prompt(ids), TargetOutput(logits, {}), history)
-        trees.append(drafter.propose(torch.tensor([5, 5]), Budget(9, 4)))
+        trees.append(drafter.propose(torch.tensor([5, 5]), StepPlan(9, 4)))
     for b in range(2):
         paths = [
             {tuple(int(tree.tokens[b, i]) for i in root_path(tree, b, node)) for node in range(tree.nodes)}
@@ -166,7 +166,7 @@ def test_steps_without_a_request_for_drafts_teach_new_tokens_only():
     first = step(1, 5, 4)
     assert (4, 5) in first
     assert step(2, 4, 4) == first  # 4 is known since the prompt
-    drafter.propose(torch.tensor([4]), Budget())
+    drafter.propose(torch.tensor([4]), StepPlan())
     asked = step(3, 4, 5)
     assert asked != first
     assert step(4, 5, 6) == asked

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mmspec import UserError
-from mmspec.core.budget import Budget, CostTable
-from mmspec.core.drafter import Drafter, learns, lend, members
+from mmspec.core.drafter import Drafter
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import accept_path
@@ -28,7 +28,7 @@ def test_every_member_sees_every_step_and_proposes():
     union = Union([ngram, recycle])
     logits = begun(union, row)
     row[0].append(4)
-    budget = Budget(1000, depth=3)
+    budget = StepPlan(1000, depth=3)
     budget.floor = 0.0
     tree = union.propose(torch.tensor([4]), budget)
     alone = [path for drafter in (ngram, recycle) for path in paths(drafter.propose(torch.tensor([4]), budget))]
@@ -48,10 +48,10 @@ def test_names_joined_by_plus():
     union = make_drafter("ngram+recycle")
     assert isinstance(union, Union)
     assert [type(member) for member in union.drafters] == [Ngram, Recycle]
-    assert members(union) == union.drafters
-    assert learns(union)
-    assert learns(Union([Ngram(memory=0), Frozen()]))  # how far to trust what it finds
-    assert not learns(Union([Frozen(), Frozen()]))
+    assert union.members == union.drafters
+    assert union.learns
+    assert Union([Ngram(memory=0), Frozen()]).learns  # how far to trust what it finds
+    assert not Union([Frozen(), Frozen()]).learns
     for name, message in (
         ("ngram+none", "^names joined by + must each be a drafter's: got 'ngram+none'$"),
         ("ngram+nonsense", "nonsense"),
@@ -67,7 +67,7 @@ def test_a_lent_union_shares_weights_and_forgets():
     target = TransformersTarget(shared_model("llama"))
     union = Union([Small(shared_model("qwen3")), Recycle()])
     union.attach(target)
-    lent = lend(union, target)
+    lent = union.lend(target)
     assert lent is not union
     assert lent.drafters[0].model is union.drafters[0].model
     lent.drafters[1]._table[1, 2] = {3: 1.0}
@@ -131,7 +131,7 @@ def test_a_member_that_costs_more_than_it_adds_rests_alone(now):
 
 def test_no_member_rests_where_sizes_are_fixed(now):
     slow = Fixed(8, 0.002, now)
-    steps(Union([Fixed(7, 0.0, now), slow]), now, Budget(4), 40, right=7)
+    steps(Union([Fixed(7, 0.0, now), slow]), now, StepPlan(4), 40, right=7)
     assert slow.asked == 40
 
 

@@ -8,7 +8,7 @@ import torch
 from mmspec import UserError, plugins
 from mmspec.core.target import TargetOutput
 from mmspec.drafters.prompt_share import VisualShare, attended, evenly
-from tests.targets import prompt_of, row_of
+from tests.targets import prefilled, prompt_of, row_of
 from tests.tiny import shared_model
 from tests.tiny.models import vision_inputs
 
@@ -48,15 +48,15 @@ def test_a_row_does_not_depend_on_the_others():
     target = plugins.target_class(model.config)(model)
     share = VisualShare(0.4)
     share.attach(target)
-    target.features = share.features
+    reads = share.features
     first = 0
-    together = target.prefill(prompt_of(inputs), 8)
+    together = prefilled(target, prompt_of(inputs), reads=reads)
     found = share.selected(together.visual, together, first)
     for row in range(3):
         first += [3, 1, 1][row]
         alone = {**row_of(inputs, row)}
         alone["attention_mask"] = torch.ones_like(alone["input_ids"])
-        output = target.prefill(prompt_of(alone), 8)
+        output = prefilled(target, prompt_of(alone), reads=reads)
         length = alone["input_ids"].shape[1]
         chosen = share.selected(output.visual, output, first)
         assert torch.equal(chosen[0], found[row, -length:])

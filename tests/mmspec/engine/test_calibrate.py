@@ -114,18 +114,18 @@ def test_other_machines_and_versions_are_measured_apart(target, measured, monkey
 def test_a_measurement_is_the_shortest_pass_of_each_size(target, monkeypatch):
     """Three rounds; a pass over n nodes takes n seconds, in the first two rounds ten times that, but after another size
     half of it."""
-    now, forward, passes = [0.0], target.forward_tree, []
+    now, forward, passes = [0.0], target.verify, []
 
-    def timed(tree):
+    def timed(tree, *rest):
         now[0] += tree.nodes * (10.0 if len(passes) < 8 * len(calibrate.SIZES) else 1.0)
         if passes[-1:] != [tree.nodes]:
             now[0] -= tree.nodes / 2
         passes.append(tree.nodes)
-        return forward(tree)
+        return forward(tree, *rest)
 
     monkeypatch.setattr(calibrate, "clock", lambda: now[0])
     monkeypatch.setattr(calibrate, "process_time", lambda: now[0])
-    monkeypatch.setattr(target, "forward_tree", timed)
+    monkeypatch.setattr(target, "verify", timed)
     table = calibrate.measure(target, prefix=8, seconds=1.0)
     assert passes == [size for size in calibrate.SIZES for _ in range(4)] * 3
     assert table == CostTable(calibrate.SIZES, tuple(map(float, calibrate.SIZES)))
@@ -252,11 +252,11 @@ def test_passes_are_compared_with_those_of_as_many_rows(target, measured, kind, 
 
 def test_time_of_other_processes_is_not_measured(target, monkeypatch):
     """Passes of more than one node wait for a processor."""
-    forward = target.forward_tree
+    forward = target.verify
 
-    def waits(tree):
+    def waits(tree, *rest):
         time.sleep(0.05 * (tree.nodes > 1))
-        return forward(tree)
+        return forward(tree, *rest)
 
-    monkeypatch.setattr(target, "forward_tree", waits)
+    monkeypatch.setattr(target, "verify", waits)
     assert max(calibrate.measure(target, prefix=8, seconds=0.01).seconds) < 0.05

@@ -10,7 +10,8 @@ pytest.importorskip("llguidance")
 
 import mmspec
 from mmspec import SamplingParams, TokenTree
-from mmspec.core.budget import Budget
+from mmspec.core.drafter import Drafter
+from mmspec.core.plan import StepPlan
 from mmspec.core.tree import build_tree
 from mmspec.engine.constrain import constrain
 from mmspec.engine.request_state import RequestState
@@ -88,7 +89,7 @@ def test_trees_contain_what_the_grammar_allows(said, seed):
             nodes.append((path, tree_paths[above]))
     tokens, parents = [path[-1] for path, _ in nodes[1:]], [parent for _, parent in nodes[1:]]
     tree = build_tree(torch.tensor([9]), [(tokens, parents)])
-    result = constrain([row(said)], tree, Budget(nodes=64, depth=12))
+    result = constrain([row(said)], tree, StepPlan(nodes=64, depth=12))
     expected = {one for path in tree_paths for one in fitted(said, path)}
     assert set(paths_of(result, 0)) == expected
     TokenTree(result.tokens, result.parents, result.valid)  # validates
@@ -99,11 +100,11 @@ def test_probabilities():
     a, b, c, x = (ids_of(letter)[0] for letter in "abcx")
     #        x 0.5, a 0.2, c 0.1; below a: b 0.15; below x: a
     tree = build_tree(torch.tensor([9]), [([x, a, b, c, a], [0, 0, 2, 0, 1])], [[0.5, 0.2, 0.15, 0.1, 0.05]])
-    result = constrain([row()], tree, Budget(nodes=64, depth=12))
+    result = constrain([row()], tree, StepPlan(nodes=64, depth=12))
     assert paths_of(result, 0) == pytest.approx({(a,): 0.4, (a, b): 0.4, (c,): 0.2})
     assert result.path_probs[0] == sorted(result.path_probs[0], reverse=True)
     # After "b", four more are forced, which the draft does not contain.
-    result = constrain([row("b")], TokenTree.root(torch.tensor([b])), Budget(nodes=64, depth=12))
+    result = constrain([row("b")], TokenTree.root(torch.tensor([b])), StepPlan(nodes=64, depth=12))
     assert paths_of(result, 0) == {(b,) * n: 1.0 for n in (1, 2, 3, 4)}
 
 
@@ -112,7 +113,7 @@ def test_probabilities():
     [(3, 12, 12, 3), (64, 2, 12, 2), (64, 12, 1, 1), (0, 12, 12, 0), (64, 12, 0, 0)],
 )
 def test_forced_tokens_keep_to_the_budget(nodes, depth, remaining, expected):
-    budget = Budget(nodes, depth)
+    budget = StepPlan(nodes, depth)
     budget.remaining = remaining
     result = constrain([row("b")], TokenTree.root(torch.tensor([9])), budget)
     assert result.nodes == 1 + expected
@@ -122,16 +123,16 @@ def test_a_branch_does_not_escape_through_another():
     """A token that is allowed at one node is cut at another where it is forbidden."""
     a, b, c, e = (ids_of(letter)[0] for letter in "abce")
     tree = build_tree(torch.tensor([9]), [([a, b, c, c, c, EOS, c], [0, 0, 1, 2, 0, 5, 6])])
-    result = constrain([row()], tree, Budget(nodes=64, depth=12))
+    result = constrain([row()], tree, StepPlan(nodes=64, depth=12))
     assert set(paths_of(result, 0)) == {(a,), (a, b), (b,), *((b,) * n for n in (2, 3, 4, 5)), (c,)}
     assert e not in result.tokens
 
 
 def test_trees_that_are_left_alone():
     tree = build_tree(torch.tensor([9]), [([4, 5], [0, 1])], [[0.5, 0.4]])
-    assert constrain([row(constrained=False)], tree, Budget()) is tree
+    assert constrain([row(constrained=False)], tree, StepPlan()) is tree
     drawn = TokenTree(tree.tokens, tree.parents, draft_probs=torch.full((1, 3, VOCAB), 1 / VOCAB))
-    assert constrain([row()], drawn, Budget()) is drawn
+    assert constrain([row()], drawn, StepPlan()) is drawn
 
 
 def test_rows_without_a_grammar_keep_their_drafts():
@@ -139,7 +140,7 @@ def test_rows_without_a_grammar_keep_their_drafts():
     drafts = ([x, a, x], [0, 0, 1])
     for probs in ([[0.5, 0.3, 0.2]] * 2, None):
         tree = build_tree(torch.tensor([9, 9]), [drafts, drafts], probs)
-        result = constrain([row(constrained=False), row()], tree, Budget(nodes=64, depth=12))
+        result = constrain([row(constrained=False), row()], tree, StepPlan(nodes=64, depth=12))
         assert set(paths_of(result, 0)) == set(paths_of(tree, 0))
         assert set(paths_of(result, 1)) == {(a,), (a, ids_of("b")[0])}
         if probs:
@@ -150,15 +151,12 @@ def test_rows_without_a_grammar_keep_their_drafts():
 # ---------------------------------------------------------------------- distributions
 
 
-class Branches:
+class Branches(Drafter):
     """Drafts the words, wrong ones too, as one random tree."""
 
     def __init__(self):
         self._random = torch.Generator().manual_seed(0)
         self._rows = 0
-
-    def attach(self, target):
-        """Serves any."""
 
     def begin(self, prompt, output, history):
         self._rows += len(history)

@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import mmspec
 from mmspec import TokenTree, plugins
 from mmspec.cli import session
-from mmspec.core.budget import Budget
 from mmspec.core.drafter import Guard, Wrapper
+from mmspec.core.plan import StepPlan
 from mmspec.core.tree import build_tree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
@@ -90,7 +90,7 @@ def decoded(engine, prompts, lengths):
 
 
 def on_table(drafter, rows, lengths, seed=0):
-    engine = SteppedEngine(TableTarget(table_model(VOCAB, seed)), drafter, lambda batch, nodes: Budget(6, 4))
+    engine = SteppedEngine(TableTarget(table_model(VOCAB, seed)), drafter, StepPlan(6, 4))
     return engine, decoded(engine, [prompt_of([row]) for row in rows], lengths)
 
 
@@ -140,7 +140,7 @@ def test_every_drafter_may_fail_at_every_point(kind):
 
 
 def _engine(target, drafter):
-    return SteppedEngine(target, drafter, lambda batch, nodes: Budget(6, 3))
+    return SteppedEngine(target, drafter, StepPlan(6, 3))
 
 
 def _tree(tokens, parents, **more):
@@ -202,7 +202,7 @@ def test_values_of_trees_are_not_read_on_a_device(static, nodes, read, monkeypat
             return tree
 
     with waiting() as waits:
-        assert Guard(Ready()).propose(token, Budget(6, 4)) is tree
+        assert Guard(Ready()).propose(token, StepPlan(6, 4)) is tree
     assert bool(waits) == read
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import LogitsProcessor
 
 from mmspec.cache.prefix_cache import PrefixCache
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
@@ -104,7 +104,7 @@ def cancelled_in_prefill(engine, prompt, patch):
     step(engine)
     rows = engine.add(prompt, Sampler(), Stopper(NEW))
     step(engine)
-    assert not rows[0].token_ids or engine.target.prefix_cache
+    assert not rows[0].token_ids or engine.prefixes
     engine.remove(rows)
     step(engine)
     engine.remove([first])
@@ -133,7 +133,7 @@ def broken(engine, prompt, patch, owner, name, kind=FailError):
     (first,) = engine.add(prompt, Sampler(), Stopper(40))
     step(engine)
     (second,) = engine.add(prompt, Sampler(), Stopper(NEW))
-    if not engine.target.prefix_cache:
+    if not engine.prefixes:
         step(engine)
         assert engine.core._prefilling is not None
     (third,) = engine.add(prompt, Sampler(), Stopper(NEW))
@@ -148,7 +148,7 @@ def broken(engine, prompt, patch, owner, name, kind=FailError):
         except KeyboardInterrupt:
             assert kind is KeyboardInterrupt
     assert (first.error is None) == (owner is engine.drafter)
-    assert second.done or owner is engine.drafter or engine.target.prefix_cache
+    assert second.done or owner is engine.drafter or engine.prefixes
     engine.wait(lambda: first.done and second.done and third.done)
     if third.error is None:
         assert len(third.token_ids) == NEW
@@ -156,7 +156,7 @@ def broken(engine, prompt, patch, owner, name, kind=FailError):
 
 
 def broken_verification(engine, prompt, patch):
-    return broken(engine, prompt, patch, engine.target, "forward_tree")
+    return broken(engine, prompt, patch, engine.target, "verify")
 
 
 def broken_commit(engine, prompt, patch):
@@ -176,12 +176,13 @@ def broken_drafter(engine, prompt, patch):
 
 
 def interrupted(engine, prompt, patch):
-    return broken(engine, prompt, patch, engine.target, "forward_tree", KeyboardInterrupt)
+    return broken(engine, prompt, patch, engine.target, "verify", KeyboardInterrupt)
 
 
 def broken_prefill(engine, prompt, patch):
     with patch.context() as broken_by:
-        broken_by.setattr(engine.target, "prefill_chunks", fail)
+        broken_by.setattr(engine.target, "prefill", fail)
+        broken_by.setattr(engine.target, "restore", fail)
         (row,) = engine.add(prompt, Sampler(), Stopper(NEW))
         engine.wait(lambda: row.done)
     assert isinstance(row.error, FailError)
@@ -211,12 +212,10 @@ def test_the_next_requests_are_answered(name, drafter, kind, monkeypatch):
     if kind == "static":
         monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
     target = matrix.new_target(name)
+    budget = StepPlan(9, 4)
+    engine = SteppedEngine(target, matrix.drafter_of(drafter, target.model), budget, max_num_seqs=4, chunk=8)
     if kind == "cached":
-        target.prefix_cache = PrefixCache(1 << 24)
-    budget = Budget(9, 4)
-    engine = SteppedEngine(
-        target, matrix.drafter_of(drafter, target.model), lambda batch, asked: budget, max_num_seqs=4, chunk=8
-    )
+        engine.use_prefixes(PrefixCache(1 << 24))
     (prompts, expected), ended = zip(*requests(name), strict=True), []
     for ending in ENDINGS:
         ended += ending(engine, prompts[0], monkeypatch)
@@ -235,7 +234,7 @@ def test_the_next_requests_are_answered(name, drafter, kind, monkeypatch):
 def test_clients_hear_of_first_tokens_and_ends_of_prompts_of_several_chunks(limit):
     """In the step that has computed the last chunk, while other requests decode."""
     target = matrix.new_target("llama")
-    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), max_num_seqs=4, chunk=8)
+    engine = SteppedEngine(target, None, StepPlan(0), max_num_seqs=4, chunk=8)
     (prompt, expected), (other, _) = requests("llama")
     assert other.input_ids.shape[1] > 16
     (running,) = engine.add(prompt, Sampler(), Stopper(40))
@@ -254,7 +253,7 @@ def test_clients_hear_of_first_tokens_and_ends_of_prompts_of_several_chunks(limi
 
 def test_clients_hear_of_errors_in_later_chunks(monkeypatch):
     target = matrix.new_target("llama")
-    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), max_num_seqs=4, chunk=8)
+    engine = SteppedEngine(target, None, StepPlan(0), max_num_seqs=4, chunk=8)
     (prompt, _), (other, _) = requests("llama")
     (running,) = engine.add(prompt, Sampler(), Stopper(40))
     step(engine)
@@ -263,7 +262,7 @@ def test_clients_hear_of_errors_in_later_chunks(monkeypatch):
         yield None
         raise FailError
 
-    monkeypatch.setattr(target, "prefill_chunks", breaking)
+    monkeypatch.setattr(target, "prefill", breaking)
     told: list[bool] = []
     (late,) = engine.add(other, Sampler(), Stopper(4), on_change=lambda: told.append(late.done))
     while not late.done:

@@ -8,8 +8,8 @@ import torch
 from transformers import StoppingCriteria
 
 from mmspec import TokenTree
-from mmspec.core.budget import Budget, CostTable
 from mmspec.core.drafter import Drafter
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
@@ -34,23 +34,22 @@ class TableTarget:
     def __init__(self, table):
         self.table = table
         self.rows = []  # tokens that each row has cached
-        self.features = ()
         self.passes = []  # (rows, nodes) of every verify pass
 
     def batch_key(self, prompt):
         return None
 
-    def prefill_chunks(self, prompt, max_new_tokens, chunk):
-        new = [list(row) for row in prompt.histories()]
+    def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
+        new = [list(row) for prompt in prompts for row in prompt.histories()]
         for _ in range(chunk or len(new[0]), len(new[0]), chunk or 1):
             yield None
         self.rows += new
         yield self._step(torch.tensor([[row[-2:]] for row in new]))
 
-    def select(self, rows):
+    def keep(self, rows):
         self.rows = [self.rows[row] for row in rows]
 
-    def forward_tree(self, tree):
+    def verify(self, tree, reads=(), width=None):
         self.tree = tree
         self.passes.append(tuple(tree.tokens.shape))
         up = tree.tokens.gather(1, tree.parents.clamp(min=0))
@@ -88,7 +87,7 @@ def said_plainly(table, row, count, eos=()):
 def run(table, rows, drafter, stopper, sampler=None, budget=None):
     """All steps: the rows at the end, and what each step emitted for each row."""
     target, steps, result = TableTarget(table), [], []
-    for result in decode(target, drafter, prompt_of(rows), sampler or Sampler(), stopper, budget or Budget(10, 6)):
+    for result in decode(target, drafter, prompt_of(rows), sampler or Sampler(), stopper, budget or StepPlan(10, 6)):
         steps.append([list(row.emitted) for row in result])
         alive = [row for row in result if not row.done]
         # The target has cached everything but the last token of each row, and holds no other rows after a step.
@@ -194,14 +193,12 @@ def test_drafts_behind_a_stop_are_not_counted():
     assert row.stats.num_draft_tokens == 6
 
 
-class Fixed:
+class Fixed(Drafter):
     """Proposes given trees: per step, per row (tokens, parents)."""
 
     def __init__(self, *trees):
         self.trees = list(trees)
         self.observed = []
-
-    def attach(self, target): ...
 
     def begin(self, prompt, output, history):
         self.history = history
@@ -264,7 +261,7 @@ def test_drafts_beyond_the_vocabulary_never_reach_the_target():
 def test_any_budget_says_the_same(nodes):
     table, rows = table_model(VOCAB), [[1, 2], [3, 4]]
     for name, drafter in drafters(table, rows, 40, 0).items():
-        for budget in (Budget(nodes), AdaptiveBudget(CostTable((1, 64), (1e-3, 2e-3)), nodes=nodes, batch=2)):
+        for budget in (StepPlan(nodes), AdaptiveBudget(CostTable((1, 64), (1e-3, 2e-3)), nodes=nodes, batch=2)):
             result, _ = run(table, rows, drafter, Stopper(30), budget=budget)
             assert [row.token_ids for row in result] == [said_plainly(table, row, 30) for row in rows], name
 
@@ -272,7 +269,7 @@ def test_any_budget_says_the_same(nodes):
 def sampled(table, rows, drafter, seed=5):
     """150 tokens per row, more than one block of random numbers has."""
     sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed))
-    result, steps = run(table, rows, drafter, Stopper(150), sampler, Budget(20, 8))
+    result, steps = run(table, rows, drafter, Stopper(150), sampler, StepPlan(20, 8))
     return [row.token_ids for row in result], steps
 
 
@@ -298,13 +295,11 @@ def test_no_random_number_is_used_twice():
         assert float((first[shift:] == first[:-shift]).float().mean()) < 0.35
 
 
-class Drawn:
+class Drawn(Drafter):
     """Draws children from its own distribution after each token, in draw order: root -> (a, b), a -> c."""
 
     def __init__(self, q, seed):
         self.q, self.g = q, torch.Generator().manual_seed(seed)
-
-    def attach(self, target): ...
 
     def begin(self, prompt, output, history): ...
 
@@ -333,7 +328,7 @@ def test_samples_are_distributed_as_plain_ones(name):
         "drawn": lambda: Drawn(torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(9)).softmax(-1), 3),
     }[name]()
     sampler = Sampler(defaults.processors(params), do_sample=True, generator=torch.Generator().manual_seed(11))
-    result, _ = run(table, [[1, 2]] * batch, drafter, Stopper(new), sampler, Budget(5, 3))
+    result, _ = run(table, [[1, 2]] * batch, drafter, Stopper(new), sampler, StepPlan(5, 3))
 
     probs = (table / 0.8).masked_fill(table < table.topk(3).values[..., -1:], -torch.inf).softmax(-1).double()
     seen: dict[tuple[int, ...], int] = {}
@@ -363,9 +358,9 @@ class Counting(TableTarget):
 
     prefilled = 0
 
-    def prefill_chunks(self, prompt, max_new_tokens, chunk):
-        left = prompt.input_ids.numel()
-        for step in super().prefill_chunks(prompt, max_new_tokens, chunk):
+    def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
+        left = sum(prompt.input_ids.numel() for prompt in prompts)
+        for step in super().prefill(prompts, max_new_tokens, reads, chunk):
             self.prefilled += min(left, chunk or left)
             left -= min(left, chunk or left)
             yield step
@@ -375,7 +370,7 @@ class Counting(TableTarget):
 def test_joining_prompts_delay_a_step_by_one_chunk_at_most(lengths):
     table = table_model(VOCAB)
     target = Counting(table)
-    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), chunk=16)
+    engine = SteppedEngine(target, None, StepPlan(0), chunk=16)
     (first,) = engine.add(prompt_of([[1, 2]]), Sampler(), Stopper(60))
     engine.core.step()
     prompts = [[1, *(token % VOCAB for token in range(length))] for length in lengths]
@@ -403,9 +398,9 @@ class Stacking(TableTarget):
     def batch_key(self, prompt):
         return None if self.kinds is None else self.kinds.pop(0)
 
-    def prefill_chunks(self, prompt, max_new_tokens, chunk):
-        self.prefills.append((prompt.input_ids.shape, list(max_new_tokens), chunk))
-        return super().prefill_chunks(prompt, max_new_tokens, chunk)
+    def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
+        self.prefills.append((prompts[0].input_ids.shape, list(max_new_tokens), chunk))
+        return super().prefill(prompts, max_new_tokens, reads, chunk)
 
 
 def scheduled(engine, prompts, stoppers=None, nodes=None):
@@ -419,7 +414,7 @@ def scheduled(engine, prompts, stoppers=None, nodes=None):
 
 def stacking(slots=8, chunk=8):
     target = Stacking(table_model(VOCAB))
-    return target, SteppedEngine(target, None, lambda batch, nodes: Budget(0), max_num_seqs=slots, chunk=chunk)
+    return target, SteppedEngine(target, None, StepPlan(0), max_num_seqs=slots, chunk=chunk)
 
 
 def finished(engine, rows, prompts, count=4):
@@ -480,7 +475,7 @@ def test_plain_sequences_decode_beside_drafted_ones(drawn):
     probs = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(9)).softmax(-1)
     drafter = Drawn(probs, 3) if drawn else Oracle(truth, vocab=VOCAB, spoil=0.2)
     budget = Watching(5)
-    engine = SteppedEngine(target, drafter, lambda batch, nodes: budget, max_num_seqs=8)
+    engine = SteppedEngine(target, drafter, budget, max_num_seqs=8)
     stoppers = [Stopper(count) for count in counts]
     rows = scheduled(engine, prompts[:2], stoppers[:2], asked[:2])
     engine.core.step()
@@ -517,10 +512,10 @@ def test_drafts_for_plain_sequences_alone_are_dropped(kind, chain, monkeypatch):
     monkeypatch.setattr("mmspec.engine.budget._TRIAL_INTERVALS", (1, 1) if chain else (256, 256))
     cost = CostTable((1, 64), (1e-3, 1.001e-3))
     budget = (
-        Budget(chain=chain) if kind is Budget else kind(cost, *([DraftShape(3, chain, 3)],) * (kind is SteadyBudget))
+        StepPlan(chain=chain) if kind is Budget else kind(cost, *([DraftShape(3, chain, 3)],) * (kind is SteadyBudget))
     )
     target, prompts = TableTarget(table_model(VOCAB)), [[1, 2], [3, 4], [5, 6]]
-    engine = SteppedEngine(target, FirstAlone(), lambda batch, nodes: budget)
+    engine = SteppedEngine(target, FirstAlone(), budget)
     rows = scheduled(engine, prompts, [Stopper(count) for count in (12, 9, 15)], [0, None, None])
     engine.wait(lambda: all(row.done for row in rows))
     assert [row.error for row in rows] == [None] * 3
@@ -530,7 +525,7 @@ def test_drafts_for_plain_sequences_alone_are_dropped(kind, chain, monkeypatch):
 
 
 def test_plain_sequences_need_no_calibration():
-    engine, asked = SteppedEngine(TableTarget(table_model(VOCAB)), Ngram(), lambda *_: Budget(2)), []
+    engine, asked = SteppedEngine(TableTarget(table_model(VOCAB)), Ngram(), lambda *_: StepPlan(2)), []
     engine.speculation.budgets.calibrate = lambda adaptive: asked.append(adaptive)
     for nodes in (0, None):
         (row,) = scheduled(engine, [[1, 2]], nodes=[nodes])
@@ -575,13 +570,13 @@ def test_a_failed_step_reaches_the_client_of_a_prompt_in_chunked_prefill():
     """It waits to be told, as its sequence is in no row yet."""
 
     class Fails(TableTarget):
-        def forward_tree(self, tree):
+        def verify(self, tree, reads=(), width=None):
             if len(self.passes) == 3:
                 raise RuntimeError("a failed pass")
-            return super().forward_tree(tree)
+            return super().verify(tree, reads, width)
 
     told = []
-    engine = SteppedEngine(Fails(table_model(VOCAB)), None, lambda batch, nodes: Budget(0), chunk=2)
+    engine = SteppedEngine(Fails(table_model(VOCAB)), None, StepPlan(0), chunk=2)
     engine.add(prompt_of([[1, 2]]), Sampler(), Stopper(6), on_change=lambda: told.append("decoding"))
     for _ in range(2):
         assert engine._has_work()
@@ -602,12 +597,12 @@ def test_a_failed_step_reaches_the_client_of_a_prompt_in_chunked_prefill():
 
 def test_a_prompt_that_fails_does_not_end_those_stacked_with_it():
     class Refuses(TableTarget):
-        def prefill_chunks(self, prompt, max_new_tokens, chunk):
-            if bool((prompt.input_ids == 6).any()):
+        def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
+            if any(bool((prompt.input_ids == 6).any()) for prompt in prompts):
                 raise ValueError("six")
-            yield from super().prefill_chunks(prompt, max_new_tokens, chunk)
+            yield from super().prefill(prompts, max_new_tokens, reads, chunk)
 
-    engine = SteppedEngine(Refuses(table_model(VOCAB)), None, lambda batch, nodes: Budget(0))
+    engine = SteppedEngine(Refuses(table_model(VOCAB)), None, StepPlan(0))
     prompts = [[1, 2], [6, 2], [3, 4]]
     rows = [row for prompt in prompts for row in engine.add(prompt_of([prompt]), Sampler(), Stopper(5))]
     engine.wait(lambda: all(row.done for row in rows))
@@ -630,7 +625,7 @@ def test_each_answer_has_its_own_room():
             remaining.append(budget.remaining)
             return super().propose(token, budget)
 
-    engine = SteppedEngine(Stacking(target.table), Spy(), lambda batch, nodes: Budget(6, 4))
+    engine = SteppedEngine(Stacking(target.table), Spy(), StepPlan(6, 4))
     rows = scheduled(engine, prompts, limits)
     engine.core.step()
     while engine.core.running:
@@ -667,7 +662,7 @@ def test_budgets_learn_beside_plain_sequences() -> None:
     target = Stacking(table_model(VOCAB))
     truth = [said_plainly(target.table, one, 40) for one in ([1, 2], [3, 3])]
     budget = Watching(5)
-    engine = SteppedEngine(target, Oracle(truth, vocab=VOCAB), lambda batch, nodes: budget, max_num_seqs=8)
+    engine = SteppedEngine(target, Oracle(truth, vocab=VOCAB), budget, max_num_seqs=8)
     rows = scheduled(engine, [[1, 2], [3, 3]], [Stopper(12), Stopper(12)], [None, 0])
     together = 0
     while not rows[0].done:
@@ -703,12 +698,12 @@ def test_drafts_that_come_ahead_are_those_of_the_rows_that_run():
     """Rows end while others wait, so that as many run in the next step, but not the same."""
     table, prompts = table_model(VOCAB), [[1, 2], [5, 4], [3, 3], [2, 5]]
     target, drafter, passes = TableTarget(table), Ahead(), []
-    forward = target.forward_tree
-    target.forward_tree = lambda tree: (
-        passes.append((tree.tokens[:, 0].tolist(), drafter.proposed[-1])) or forward(tree)
+    forward = target.verify
+    target.verify = lambda tree, *rest: (
+        passes.append((tree.tokens[:, 0].tolist(), drafter.proposed[-1])) or forward(tree, *rest)
     )
-    budget = Budget(3, 2)
-    engine = SteppedEngine(target, drafter, lambda batch, nodes: budget, max_num_seqs=2)
+    budget = StepPlan(3, 2)
+    engine = SteppedEngine(target, drafter, budget, max_num_seqs=2)
     counts = (4, 9, 6, 5)
     rows = [
         row

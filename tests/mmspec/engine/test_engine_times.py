@@ -2,7 +2,6 @@
 
 import pytest
 
-from mmspec.core.budget import Budget
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.sampler import Sampler
@@ -11,11 +10,11 @@ from tests.mmspec.engine.test_engine import VOCAB, Fixed, TableTarget, prompt_of
 from tests.tiny import table_model
 
 SECONDS = {  # powers of two: any sum tells its parts
-    "prefill_chunks": 256.0,
+    "prefill": 256.0,
     "begin": 64.0,
     "drafts": 32.0,
     "propose": 16.0,
-    "forward_tree": 8.0,
+    "verify": 8.0,
     "choose": 4.0,
     "commit": 2.0,
     "observe": 1.0,
@@ -69,7 +68,7 @@ def test_every_second_in_its_place(now, monkeypatch):
         [([wrong[0], truth[0][4]], [0, 0]), ([wrong[1]], [0])],  # the first row accepts its second sibling
     )
     target, sampler, budget = TableTarget(table), Sampler(), Observed()
-    take_time(now, target, "prefill_chunks", "forward_tree", "commit")
+    take_time(now, target, "prefill", "verify", "commit")
     take_time(now, drafter, "begin", "propose", "observe")
     choose = BatchSampler.choose
 
@@ -83,7 +82,7 @@ def test_every_second_in_its_place(now, monkeypatch):
     *_, rows = decode(target, drafter, prompt_of(prompts), sampler, Stopper(9), budget)
     assert [row.token_ids for row in rows] == truth
     s = SECONDS
-    drafted, verified = s["drafts"] + s["propose"], s["forward_tree"] + s["choose"]
+    drafted, verified = s["drafts"] + s["propose"], s["verify"] + s["choose"]
     assert budget.calls[:3] == [
         (3, [[0, 1, 2], [0, 1, 2]], drafted, verified),
         (3, [[0, 2], [0]], drafted, verified),
@@ -94,8 +93,8 @@ def test_every_second_in_its_place(now, monkeypatch):
     for row, steps in zip(rows, (5, 6), strict=True):
         stats = row.stats
         assert stats.num_spec_steps == steps
-        assert stats.prefill_seconds == s["prefill_chunks"]
-        assert stats.time_to_first_token == s["prefill_chunks"] + s["choose"]
+        assert stats.prefill_seconds == s["prefill"]
+        assert stats.time_to_first_token == s["prefill"] + s["choose"]
         assert stats.draft_seconds == s["begin"] + steps * drafted - s["propose"]
         assert stats.verify_seconds == steps * verified
         assert stats.commit_seconds == steps * (s["commit"] + s["observe"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmspec import SamplingParams, TokenTree, accept_path, ops, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.engine import speculation
 from mmspec.engine.stopping import Stopper
@@ -50,7 +50,7 @@ def test_an_answer(name, kind, batch, params, monkeypatch):
             drafter.attach(target)
         inputs = {name: on_fake_cuda(value) for name, value in inputs.items() if name != "attention_mask"}
         ids = inputs.pop("input_ids")
-        running = decode(target, drafter, Prompt(ids, None, inputs), sampler, Stopper(12, criteria=[]), Budget(5, 3))
+        running = decode(target, drafter, Prompt(ids, None, inputs), sampler, Stopper(12, criteria=[]), StepPlan(5, 3))
         next(running)
         for _ in range(6):
             device.reads.clear()
@@ -70,7 +70,7 @@ def test_answers_with_and_without_drafts(name, kind, monkeypatch):
         to_cuda(model)
         target = plugins.target_class(model.config)(model)
         drafter.attach(target)
-        engine = SteppedEngine(target, drafter, lambda batch, nodes: Budget(5, 3))
+        engine = SteppedEngine(target, drafter, StepPlan(5, 3))
         prompt = Prompt(on_fake_cuda(text_inputs(3)["input_ids"]))
         rows = engine.add(prompt, Sampler(), Stopper(12))
         rows[1].drafts = False
@@ -93,11 +93,11 @@ def test_an_answer_after_the_warm_up(name, kind, monkeypatch):
         to_cuda(model)
         target = plugins.target_class(model.config)(model)
         drafter.attach(target)
-        speculation.warm_up(target, drafter, 1, 64, [Budget(7)])
+        speculation.warm_up(target, drafter, 1, 64, [StepPlan(7)])
         captured = device.captured
         assert captured
         prompt = Prompt(on_fake_cuda(text_inputs(1)["input_ids"]))
-        running = decode(target, drafter, prompt, Sampler(), Stopper(12, criteria=[]), Budget(7))
+        running = decode(target, drafter, prompt, Sampler(), Stopper(12, criteria=[]), StepPlan(7))
         for _ in range(6):
             next(running)
         assert device.captured == captured

@@ -11,7 +11,7 @@ from mmspec.engine import engine as engines
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.ranks import alone
-from tests.served import TIMEOUT, eventually
+from tests.testkit.served import TIMEOUT, eventually
 from tests.tiny import byte_model, byte_tokenizer
 
 

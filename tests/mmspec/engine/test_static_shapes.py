@@ -5,12 +5,12 @@ import torch
 
 from mmspec import TokenTree, accept_path, plugins
 from mmspec.cache.rows import batch_bucket
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.ops import kernels
 from mmspec.targets.runner import node_bucket
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.targets import assert_trees_equal_paths, prompt_of
+from tests.targets import assert_trees_equal_paths, prefilled, prompt_of
 from tests.tiny import random_tree, shared_model
 from tests.tiny.drafters import tiny_drafter
 from tests.tiny.models import text_inputs, vision_inputs
@@ -64,31 +64,31 @@ def test_padding_within_a_prompt_is_dropped():
     inputs = text_inputs(1, 9)
     inputs["attention_mask"][0, 2:5] = 0
     ids = inputs["input_ids"][:, [0, 1, 5, 6, 7, 8]]
-    steps = target.prefill(prompt_of(inputs), 8), fresh.prefill(Prompt(ids), 8)
+    steps = prefilled(target, prompt_of(inputs), 8), prefilled(fresh, Prompt(ids), 8)
     torch.testing.assert_close(steps[0].logits, steps[1].logits)
     assert target.runner.static_shapes
     assert target.runner.cache.lengths == [6]
     tree = random_tree(torch.Generator().manual_seed(1), 1, 6, 90)
-    torch.testing.assert_close(target.forward_tree(tree).logits, fresh.forward_tree(tree).logits)
+    torch.testing.assert_close(target.verify(tree).logits, fresh.verify(tree).logits)
 
 
 def test_further_prompts_find_everything_where_it_was():
     target, kept = TransformersTarget(shared_model("bamba")), []
     for length in (20, 2, 9):
         prompt = prompt_of(text_inputs(2, length, seed=length))
-        first = target.prefill(prompt, 30)
+        first = prefilled(target, prompt, 30)
         tree = random_tree(torch.Generator().manual_seed(length), 2, 6, 90)
         verdict = accept_path(tree, tree.tokens)
-        output = target.forward_tree(tree)
+        output = target.verify(tree)
         target.commit(verdict)
-        after = target.forward_tree(TokenTree.root(verdict.bonus))
+        after = target.verify(TokenTree.root(verdict.bonus))
         fresh = TransformersTarget(shared_model("bamba"))
-        torch.testing.assert_close(fresh.prefill(prompt, 30).logits, first.logits)
-        torch.testing.assert_close(fresh.forward_tree(tree).logits, output.logits)
+        torch.testing.assert_close(prefilled(fresh, prompt, 30).logits, first.logits)
+        torch.testing.assert_close(fresh.verify(tree).logits, output.logits)
         fresh.commit(verdict)
-        torch.testing.assert_close(fresh.forward_tree(TokenTree.root(verdict.bonus)).logits, after.logits)
+        torch.testing.assert_close(fresh.verify(TokenTree.root(verdict.bonus)).logits, after.logits)
         kept.append((target.runner.version, target.runner.cache.bounds))
-        target.select([])
+        target.keep([])
     assert kept[0] == kept[1] == kept[2]
 
 
@@ -106,17 +106,17 @@ def test_drafts_of_a_batch_are_grown_in_powers_of_two(kind):
         if joining:
             prompt = Prompt(torch.randint(3, 90, (joining, 6), generator=torch.Generator().manual_seed(joining)))
             histories = [[*ids, 7] for ids in prompt.input_ids.tolist()]
-            drafter.begin(prompt, target.prefill(prompt, 40), histories)
+            drafter.begin(prompt, prefilled(target, prompt, 40), histories)
             rows += histories
         if rows:
             steps = drafter._on_device if kind == "recycle" else drafter
             if not sizes:
                 steps.grow = lambda token, budget, grow=steps.grow: sizes.append(len(token)) or grow(token, budget)
-            tree = drafter.propose(torch.tensor([row[-1] for row in rows]), Budget(5, 2))
+            tree = drafter.propose(torch.tensor([row[-1] for row in rows]), StepPlan(5, 2))
             assert tree.tokens[:, 0].tolist() == [row[-1] for row in rows]
             expected.append(batch_bucket(len(rows)))
             versions.append(steps._version)
-        target.select(kept)
+        target.keep(kept)
         drafter.select(kept)
         rows = [rows[row] for row in kept]
     assert sizes == expected == [1, 4, 8, 8, 8, 2]

@@ -28,7 +28,7 @@ from mmspec.drafters.union import Union
 from mmspec.engine import speculation
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.served import eventually
+from tests.testkit.served import eventually
 from tests.tiny import byte_model, byte_tokenizer
 
 PROMPTS = ["a", "The second one, the second one", "xyz" * 9, "one, two, one, two"]
@@ -164,8 +164,8 @@ def test_threads_of_the_hook(alone):
 def test_threads_decode_together():
     """The passes of four threads are fewer than those of four requests one after the other."""
     one = target()
-    passes, forward = [], one.forward_tree
-    one.forward_tree = lambda tree: passes.append(tree.batch) or forward(tree)
+    passes, forward = [], one.verify
+    one.verify = lambda tree, *rest: passes.append(tree.batch) or forward(tree, *rest)
     pipe = Pipeline(one, PROCESSOR)
     core = pipe.engine.core
 
@@ -244,7 +244,7 @@ def test_an_error_of_one_request_leaves_the_others_alone(alone):
     assert free(pipe)
 
 
-@pytest.mark.parametrize("part", ["target.forward_tree", "threads.end_step"])
+@pytest.mark.parametrize("part", ["target.verify", "threads.end_step"])
 def test_a_failed_pass_ends_its_requests_and_no_later_ones(part, monkeypatch, alone):
     pipe = pipeline(Recycle())
     stream, _ = begun(pipe)

@@ -8,7 +8,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from mmspec import SamplingParams
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.core.verify import Verdict
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling import defaults
@@ -104,7 +104,7 @@ def test_torch_finds_no_other_waiting(name, kind, batch, sampling, monkeypatch):
     found = type(Verdict.host)(only_copy)
     found.__set_name__(Verdict, "host")
     monkeypatch.setattr(Verdict, "host", found)
-    budget = Budget(0 if kind == "plain" else 12, 4)
+    budget = StepPlan(0 if kind == "plain" else 12, 4)
     try:
         for _, rows in zip(range(12), steps(name, kind, batch, sampling, budget), strict=False):
             assert len(rows) == batch

@@ -7,8 +7,7 @@ import torch
 
 import mmspec
 from mmspec import plugins
-from mmspec.cache.prefix_cache import PrefixCache
-from mmspec.core.budget import Budget, CostTable
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters.recycle import Recycle
 from mmspec.engine import calibrate, speculation
@@ -22,6 +21,7 @@ from mmspec.serving.settings import ServerSettings
 from mmspec.targets.transformers_target import TransformersTarget
 from tests import matrix
 from tests.device import Replayed, record_captures
+from tests.targets import prefilled
 from tests.tiny import shared_model
 from tests.tiny.drafters import tiny_drafter
 
@@ -139,15 +139,15 @@ def test_nothing_is_learnt_and_nothing_kept():
     table = {(-1, 0): {5: 0.5}, (0, 0): {7: 0.25}, (-1, 9): {3: 0.75}}
     drafter._table = {context: dict(ranking) for context, ranking in table.items()}
     drafter._vocab = target.config.vocab_size
-    target.prefix_cache, target.cost = PrefixCache(1 << 20), CostTable((1, 2), (1.0, 2.0))
-    pipe = Pipeline(target, None, drafter)
+    target.cost = CostTable((1, 2), (1.0, 2.0))
+    pipe = Pipeline(target, None, drafter, prefix_cache=1 << 20)
     state = torch.get_rng_state()
     pipe.warm_up(2, 64, [7])
     assert torch.equal(torch.get_rng_state(), state)
     assert {context: pytest.approx(row) for context, row in drafter._rankings().items()} == table
     assert (target.runner.rows, drafter._on_device.rows, drafter.learned) == (0, 0, 0)
     assert drafter._on_device._pending == []
-    assert len(target.prefix_cache) == 0
+    assert len(pipe.engine.prefixes) == 0
     assert target.cost == CostTable((1, 2), (1.0, 2.0))
     assert pipe.budget is None
 
@@ -191,7 +191,7 @@ def test_memory_that_is_reserved_serves_more_rows():
 @pytest.mark.usefixtures("_recorded")
 def test_bytes_of_a_token():
     target = TransformersTarget(shared_model("llama"))
-    target.prefill(calibrate.placeholder(3, 20, target), 1)
+    prefilled(target, calibrate.placeholder(3, 20, target), 1)
     config = target.config
     size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     assert speculation._token_bytes(target.runner.cache) == size
@@ -202,10 +202,10 @@ def test_larger_steps_are_left_to_requests(monkeypatch):
     monkeypatch.setattr(speculation, "_MOST_NODES", 16)
     seen = []
     target = TransformersTarget(shared_model("llama"))
-    forward = target.forward_tree
-    monkeypatch.setattr(target, "forward_tree", lambda tree: seen.append(tree.tokens.shape) or forward(tree))
+    forward = target.verify
+    monkeypatch.setattr(target, "verify", lambda tree, *rest: seen.append(tree.tokens.shape) or forward(tree, *rest))
     # Three rows are padded to four.
-    speculation.warm_up(target, None, 3, 64, [Budget(7), Budget(4), Budget(3)])
+    speculation.warm_up(target, None, 3, 64, [StepPlan(7), StepPlan(4), StepPlan(3)])
     assert sorted({tuple(shape) for shape in seen}) == [
         *((1, 1), (1, 2), (1, 4), (1, 8)),
         *((2, 1), (2, 2), (2, 4), (2, 8)),

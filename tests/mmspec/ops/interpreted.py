@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mmspec import plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.sampler import Sampler
@@ -76,7 +76,7 @@ def main() -> None:
         inputs = vision_inputs(name, batch) if name == "llava" else text_inputs(batch)
         with torch.no_grad():
             ids = model.generate(**inputs, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
-        *_, rows = decode(target, drafter, prompt_of(inputs), Sampler(), Stopper(5), Budget(5, 3))
+        *_, rows = decode(target, drafter, prompt_of(inputs), Sampler(), Stopper(5), StepPlan(5, 3))
         said = [row.token_ids for row in rows]
         assert said == ids[:, inputs["input_ids"].shape[1] :].tolist(), (name, said)
         print(name, *(f"{kernel}={calls[kernel]}" for kernel in sorted(calls)))

@@ -33,8 +33,8 @@ class Attention:
         prefix: committed slots of the first row; later rows have fewer.
         earlier: nodes forwarded before the tree's, which only some nodes attend to.
         free: slots after the tail, as in a buffer of fixed size; ``start`` is then passed.
-        value_dim: of the values; None is that of the keys.
-        window, softcap: of the attention.
+        value_dim: head dimension of the values; None is the keys' dimension.
+        window, softcap: sliding window and logit cap of the attention.
     """
 
     nodes: int
@@ -218,7 +218,7 @@ def check_rotated(case: Rotated, device: str = "cpu") -> None:
     qkv = torch.randn(case.batch, case.nodes, width, generator=g).to(case.dtype)
     angle = torch.rand(case.batch, case.nodes, case.head_dim // 2, generator=g) * 6
     angle = angle[:1] if case.shared == "rows" else angle[:, :1] if case.shared == "nodes" else angle
-    # In the other halves there may be signed ones.
+    # The other halves may contain signed zeros.
     rotation = torch.cat([angle.cos(), angle.cos()], -1), torch.cat([-angle.sin(), angle.sin()], -1)
     weights = torch.rand(2, case.head_dim, generator=g) + 0.5
     # Views into a larger buffer, as a layer's part of the cache is.
@@ -403,7 +403,7 @@ def check_drawn(case: Tree, device: str = "cpu") -> None:
 
 def check_exact(dtype: torch.dtype, device: str = "cpu") -> None:
     """All ways of drawing two children of four, enumerated in fractions: tokens are distributed as p; and just below
-    and just above each chance and each border of what is left, the tokens are those that were enumerated."""
+    and just above each chance and each border of the rest, the tokens equal the enumeration."""
     p, q = ([Fraction(n, 12) for n in row] for row in ((1, 4, 5, 2), (8, 2, 1, 1)))
     emitted, rows, near = [Fraction(0)] * 4, [], Fraction(1, 1000)
     for order in itertools.permutations(range(4), 2):
@@ -591,7 +591,7 @@ def check_beam(case: Candidates, device: str = "cpu") -> None:
     tokens = torch.randint(999, scores.shape, generator=g)
     children = next(count for count in (5, 3, 2, 1) if case.entries % count == 0)
     for above in (None, -torch.rand(case.batch, case.entries // children, generator=g)):
-        # As those of independent slots are, in a layout of their own.
+        # A separate layout, as for independent slots.
         level = [x.unflatten(1, (-1, children)).mT.contiguous().mT.to(device) for x in (scores, tokens)]
         given = None if above is None else above.to(device)
         whole, beam = ops.next_beam(given, *level, case.kept, 7)

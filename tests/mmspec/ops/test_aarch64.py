@@ -1,4 +1,4 @@
-"""The C++ kernels compiled for AArch64, run by an emulator, against those of this processor."""
+"""C++ kernels compiled for AArch64 and run by an emulator, against this processor's kernels."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def program(request, binary) -> list[str]:
 
 
 def run(program: list[str], kernel: str, sizes: list[int], *tensors: Tensor) -> Tensor:
-    """What a kernel of the program writes, flat."""
+    """Output of a kernel of the program, flat."""
     parts = [torch.tensor(sizes), *(tensor.contiguous() for tensor in tensors)]
     given = b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
     done = subprocess.run([*program, kernel], input=given, check=True, capture_output=True)

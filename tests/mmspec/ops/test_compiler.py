@@ -170,7 +170,7 @@ def test_what_prevents_compiled_kernels_is_one_line(
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """No kernels loaded; those of other tests stay so."""
+    """No kernels loaded; kernels loaded by other tests stay loaded."""
     monkeypatch.setattr(cpu_library, "library", cache(cpu_library.library.__wrapped__))
     monkeypatch.setenv("MMSPEC_KERNELS", "auto")
     return monkeypatch

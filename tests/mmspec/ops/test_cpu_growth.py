@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.growth import grow_tree
 from mmspec.ops import cpu
 from tests.compiled import needs_kernels
@@ -39,7 +39,7 @@ def test_a_tree_of_a_cell_is_that_of_torch(batch, width, depth, least_gain, node
         states.append(norm(before + product("out", F.silu(table[beam] + product("into", before)))))
         return product("head", product("guess", states[-1])).log_softmax(-1).topk(min(width, 90))[::-1]
 
-    budget = Budget(nodes, depth)
+    budget = StepPlan(nodes, depth)
     monkeypatch.setattr(Budget, "least_gain", least_gain)
     expected = grow_tree(last, first, extend, budget, width)
     for count in THREADS:

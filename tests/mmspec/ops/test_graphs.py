@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspec import TokenTree, accept_path, plugins
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs
 from mmspec.ops.graphs import Graphed
@@ -19,7 +19,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 from tests import matrix
 from tests.decoding import decode
 from tests.device import Replayed, record_captures
-from tests.targets import prompt_of
+from tests.targets import prefilled, prompt_of
 from tests.tiny import shared_model
 from tests.tiny.models import text_inputs, vision_inputs
 
@@ -46,7 +46,7 @@ class Counter:
 
 
 def check_calls(counter, device="cpu"):
-    """The same results and the same state as by plain calls, whatever was captured meanwhile."""
+    """Results and state equal plain calls, with or without captures."""
     total = torch.zeros(2)
     for number in range(6):
         for factor in (1, 3):
@@ -69,7 +69,7 @@ def test_calls_are_replayed_from_the_third_on():
     check_calls(counter)
     assert (counter.run, counter.step.captured, Replayed.replays) == (4, 2, 10)
     assert graphs.num_captures() == before + 2
-    counter.step(torch.ones(2), version="b")  # other addresses: what was captured is of no use any more
+    counter.step(torch.ones(2), version="b")  # other addresses: the captured graph cannot be reused
     assert (counter.run, counter.step.captured) == (5, 0)
 
 
@@ -211,7 +211,7 @@ def test_what_may_not_be_captured_is_found_out(wrong):
 
 @pytest.mark.usefixtures("_recorded")
 def test_readers_of_what_passes_are_found_out():
-    """Memory taken under capture holds what it should until any graph is replayed, and no longer."""
+    """Memory allocated in a capture is valid until any graph is replayed."""
     held = {}
 
     def twice(x):
@@ -234,7 +234,7 @@ def test_readers_of_what_passes_are_found_out():
 @pytest.mark.parametrize("number", [1, 2, 3, 5])
 @pytest.mark.parametrize(("name", "kind"), [("llava", "msd"), ("llava", "early-exit"), ("bamba", "small")])
 def test_answers_after_a_failed_capture(name, kind, number, inside, monkeypatch):
-    """The step of the failed capture runs anew from the states before it, whatever was captured."""
+    """The step of the failed capture runs again from the states before it."""
     failing, model = Failing(number, inside), shared_model(name)
     monkeypatch.setattr(graphs, "_captured", failing)
     target, drafter = matrix.new_target(name), matrix.drafter_of(kind, model, "captured")
@@ -266,7 +266,7 @@ def test_drafters_in_turn_find_their_graphs(monkeypatch):
         for drafter in drafters:
             for _ in range(3):
                 prompt = prompt_of(vision_inputs("llava", 1))
-                for _ in decode(target, drafter, prompt, Sampler(), Stopper(12), Budget(12, 4)):
+                for _ in decode(target, drafter, prompt, Sampler(), Stopper(12), StepPlan(12, 4)):
                     pass
             captured.append(target.runner.captured[0])
     assert captured[0] < captured[1] == captured[2] == captured[3]
@@ -283,13 +283,13 @@ def test_a_new_prompt_may_keep_longer_paths(batch):
     for seed, tree in enumerate((star, star, chain)):
         prompt = prompt_of(text_inputs(batch, 9, seed=seed))
         for side in (target, fresh) if tree is chain else (target,):
-            side.select([])
-            side.prefill(prompt, 60)
+            side.keep([])
+            prefilled(side, prompt, 60)
             for _ in range(4):
-                side.forward_tree(tree)
+                side.verify(tree)
                 side.commit(accept_path(tree, tokens.roll(-1, 1)))
     root = TokenTree.root(tokens[:, 0])
-    torch.testing.assert_close(target.forward_tree(root).logits, fresh.forward_tree(root).logits)
+    torch.testing.assert_close(target.verify(root).logits, fresh.verify(root).logits)
 
 
 def test_numbers_of_the_host_are_found_out(monkeypatch):

@@ -98,7 +98,7 @@ def between(
     head_dim: int = 128,
     plus: float = 0.0,
 ) -> list[Callable[[], object]]:
-    """What is between the products of a layer; ``plus`` is that of Gemma 3, with all of its norms."""
+    """Operations between the matrix products of a layer; ``plus`` is that of Gemma 3, with all of its norms."""
     x, weight = torch.empty(1, 16, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
     qkv = torch.empty(1, 16, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     rotation = torch.empty(2, 1, 16, head_dim, dtype=dtype)

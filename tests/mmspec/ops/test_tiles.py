@@ -53,7 +53,7 @@ def product(library: ctypes.CDLL, layer: BlockLinear, x: Tensor, threads: int) -
 
 
 def check(library: ctypes.CDLL, shape: tuple[int, int]) -> None:
-    """Near the kernels in use, which may sum in another order; each row has the same bits beside any others."""
+    """Near the kernels in use, which may sum in another order; each row has the same bits in any batch."""
     layer = layer_of("bfloat16", *shape, bias=True)[0]
     x = torch.randn(max(ROWS), shape[1])
     whole = product(library, layer, x, 1)
@@ -84,7 +84,7 @@ def test_products_by_instructions_where_they_are_permitted(instructions: ctypes.
 @pytest.mark.parametrize("build", ["loops", "instructions"])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 32), (50, 1, 96), (4, 2, 16)])
 def test_attention(build, heads, kv_heads, head_dim, request, monkeypatch) -> None:
-    """That of torch; and a node's is the same beside any others."""
+    """Equal to torch's result; a node's result does not depend on other nodes."""
     library = request.getfixturevalue(build)
     monkeypatch.setattr(cpu_library, "functions", lambda: library)
     before = library.tile_products()

@@ -127,7 +127,7 @@ def test_other_errors_are_raised(error, monkeypatch):
 
 @pytest.mark.usefixtures("_own_cache")
 def test_errors_of_the_device_are_raised_where_a_kernel_is_loaded(monkeypatch):
-    """It is compiled by then; the error may be that of an earlier launch."""
+    """The kernel is compiled by then; an earlier launch may have caused the error."""
     device = mock.Mock(**{"utils.load_binary.side_effect": RuntimeError("CUDA error: an illegal memory access")})
     monkeypatch.setattr("triton.compiler.compiler.driver", mock.Mock(active=device))
     monkeypatch.setattr("triton.compiler.compiler.max_shared_mem", lambda _: 1 << 18)
@@ -203,7 +203,7 @@ def tensors(*values):
 
 
 def copied(values, copy):
-    """Arguments with copies of their tensors, those of trees included."""
+    """Arguments with copies of their tensors, tensors of trees included."""
     kinds = {TokenTree: ("tokens", "parents", "valid", "draft_probs"), ssm.DepthIndex: ("ancestors",)}
 
     def anew(value):

@@ -143,7 +143,7 @@ def test_biased_tokens_are_those_of_the_vocabulary(penalty: float) -> None:
 
 
 def test_mistakes() -> None:
-    for wrong in ({"a": 1.0}, {1: 101}, {-1: 1}, {1.5: 1}, {True: 1}, "1=2", [(1, 2)], ((1,),), {1: float("nan")}):
-        with pytest.raises(UserError, match="logit_bias must be None or token ids with biases"):
+    for wrong in ({"a": 1.0}, {1: 101}, {-1: 1}, {1.5: 1}, {True: 1}, "1=2", [(1, 2, 3)], ((1,),), {1: float("nan")}):
+        with pytest.raises(UserError, match="logit_bias must be token ids with biases"):
             SamplingParams(logit_bias=wrong)
     assert SamplingParams(logit_bias={"7": 1, 3: 2}).logit_bias == ((3, 2.0), (7, 1.0))

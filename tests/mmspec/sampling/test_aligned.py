@@ -116,7 +116,7 @@ def test_prompts_with_images_and_recurrent_layers_begin_anew(name: str, drafter:
         assert re.match("[A-Z][a-z]*( |$)", found[0].text)
         rejected += found[1].stats.num_rejected_outputs
     assert rejected > 0
-    plain.target.prefix_cache = None
+    plain.engine.use_prefixes(None)
 
 
 def test_rows_beside_others() -> None:

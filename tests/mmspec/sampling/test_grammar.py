@@ -226,10 +226,10 @@ def test_layout():
         ({"json_schema": {"not": {"type": "string"}}}, r'json_schema must be .*: Unimplemented keys: \["not"\]'),
         (
             {"json_schema": '{"type":'},
-            "json_schema must be None or a JSON schema, as a dict or as text: got '{\"type\":'",
+            "json_schema must be a JSON schema, as a dict or as text: got '{\"type\":'",
         ),
-        ({"json_schema": {"const": float("nan")}}, "json_schema must be None or a JSON schema"),
-        ({"json_schema": 3}, "json_schema must be None or a JSON schema, as a dict or as text: got 3"),
+        ({"json_schema": {"const": float("nan")}}, "json_schema must be a JSON schema"),
+        ({"json_schema": 3}, "json_schema must be a JSON schema, as a dict or as text: got 3"),
         ({"regex": "("}, "regex must be a regular expression that llguidance can follow: unclosed group"),
         ({"regex": "(?=a)b"}, "regex must be .*: look-around, .* is not supported"),
         ({"grammar": "start: foo"}, r'grammar must be a Lark grammar that .*: at 1\(8\): unknown name: "foo"'),
@@ -237,7 +237,7 @@ def test_layout():
         ({"grammar_trigger": "a"}, "grammar_trigger goes with one of json_schema, regex, grammar: got none of them"),
         (
             {"regex": "a", "grammar_trigger": "/(/"},
-            r"grammar_trigger must be None, text that is not empty, or /PATTERN/ of Python's re: got '/\(/'",
+            r"grammar_trigger must be text that is not empty, or /PATTERN/ of Python's re: got '/\(/'",
         ),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos does not go with regex: the end of a grammar is the output's"),
     ],
@@ -346,7 +346,7 @@ def nested(depth):
         ({"grammar": 'start: "é"\n' * 20_000}, "grammar must have at most 131072 bytes: got"),
         ({"grammar": "start: " + "(" * 50_000}, "grammar must be a Lark grammar .*: .*nested"),
         ({"json_schema": '{"items":' * 400 + "{}" + "}" * 400}, "json_schema must be .*recursion limit"),
-        ({"json_schema": nested(5000)}, "json_schema must be None or a JSON schema, as a dict or as text: got dict$"),
+        ({"json_schema": nested(5000)}, "json_schema must be a JSON schema, as a dict or as text: got dict$"),
         (
             {
                 "json_schema": {

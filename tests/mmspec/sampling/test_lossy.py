@@ -114,5 +114,5 @@ def test_grammars_and_processors_hold(pipe: Pipeline) -> None:
 def test_sampling_is_refused_in_one_line(pipe: Pipeline) -> None:
     with pytest.raises(UserError, match="lossy goes with greedy decoding, temperature 0: got lossy 2 and sampling"):
         pipe.generate("x", lossy=2.0, temperature=0.7)
-    with pytest.raises(UserError, match="lossy must be 0 or more: got -1"):
+    with pytest.raises(UserError, match="lossy must be >= 0: got -1"):
         pipe.generate("x", lossy=-1)

@@ -62,7 +62,7 @@ def pipe() -> Pipeline:
 
 
 def test_all_options_are_changed() -> None:
-    """Or have tests of overlapping calls of their own: ``targets/test_lora.py``, ``sampling/test_thoughts.py``."""
+    """Or have tests of overlapping calls of their own: ``targets/test_lora.py``, ``sampling/test_reasoning.py``."""
     assert {field.name for field in fields(DecodeOptions)} - CHANGES.keys() == {"adapter", "reasoning"}
 
 

@@ -16,7 +16,7 @@ from transformers.generation import logits_process as hf
 
 import mmspec
 from mmspec import SamplingParams, TokenTree, TreeProcessor, UserError, plugins
-from mmspec.core.budget import Budget
+from mmspec.core.plan import StepPlan
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
@@ -156,7 +156,7 @@ def engine_of(model, drafter, nodes=12):
     target = plugins.target_class(model.config)(model)
     if drafter is not None:
         drafter.attach(target)
-    return SteppedEngine(target, drafter, lambda batch, _: Budget(nodes if drafter else 0, 6))
+    return SteppedEngine(target, drafter, StepPlan(nodes if drafter else 0, 6))
 
 
 def answered(engine, prompt, sampler, stopper=None):

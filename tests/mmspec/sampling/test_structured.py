@@ -21,7 +21,6 @@ import jsonschema
 import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.compare import first_difference
-from mmspec.core.budget import Budget
 from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.vision.embedded import samples

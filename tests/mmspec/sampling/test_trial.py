@@ -12,7 +12,7 @@ from mmspec import SamplingParams, UserError
 from mmspec.sampling.syntax import KINDS, CheckedText
 from mmspec.sampling.trial import GrammarTrial
 from mmspec.workers import Stop
-from tests.served import eventually
+from tests.testkit.served import eventually
 
 SLOW = json.dumps({"type": "string", "pattern": "(?i)" + r"\p{Lu}\p{Ll}" * 7500})
 """90 KB that compile in 3 s and 300 MiB."""

@@ -12,12 +12,12 @@ import mmspec
 from mmspec.pipeline import Pipeline
 
 if TYPE_CHECKING:
-    from tests.served import Served
+    from tests.testkit.served import Served
 
 
 def pytest_pycollect_makemodule() -> None:
     """Skips this folder where what it serves with is not installed."""
-    import tests.served  # noqa: F401
+    import tests.testkit.served  # noqa: F401
 
 
 @pytest.fixture(scope="package")
@@ -27,7 +27,7 @@ def pipe() -> Pipeline:
 
 @pytest.fixture(scope="package")
 def server(pipe: Pipeline) -> Iterator[Served]:
-    from tests.served import served
+    from tests.testkit.served import served
 
     with served(pipe) as running:
         yield running

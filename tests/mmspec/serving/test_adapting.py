@@ -11,7 +11,7 @@ from mmspec.serving import command
 from mmspec.serving.limits import Limits
 from mmspec.serving.settings import ServerSettings
 from tests.model_folders import save_text_model
-from tests.served import served
+from tests.testkit.served import served
 
 LIMITS = Limits(max_running=2, max_tokens=16)
 

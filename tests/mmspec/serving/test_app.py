@@ -14,14 +14,13 @@ from transformers import GenerationConfig
 
 import mmspec
 from mmspec import UserError
-from mmspec.checks import Rule
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import Defaults
 from mmspec.sampling.params import SamplingParams
 from mmspec.serving.limits import Limits
 from mmspec.serving.metrics import _PER_REQUEST
 from mmspec.serving.tools import GENERIC, prompted
-from tests.served import CLIP, QUESTION, SCENE, TIMEOUT, Served, data_uri, events, question, served, texts
+from tests.testkit.served import CLIP, QUESTION, SCENE, TIMEOUT, Served, data_uri, events, question, served, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -113,16 +112,6 @@ def test_a_stream_is_the_whole_answer_in_pieces(server: Served) -> None:
     # Without the option, the figures are in the last chunk.
     assert "usage" not in (final := events(server.post({**body, "stream": True}))[-1])
     assert final["metrics"]["speculative_decoding"].keys() == whole["metrics"]["speculative_decoding"].keys()
-
-
-def test_values_of_a_text_request_are_checked_once(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the endpoint with the request's names, and by ``SamplingParams`` with its own; a few more by the pipeline."""
-    checked: list[str] = []
-    check = Rule.check
-    monkeypatch.setattr(Rule, "check", lambda rule, name, value: checked.append(name) or check(rule, name, value))
-    assert server.post(question()).status_code == 200
-    assert checked.count("max_tokens") == checked.count("max_new_tokens") == 1
-    assert len(checked) <= 9
 
 
 @pytest.mark.parametrize(
@@ -258,43 +247,6 @@ def figures(server: Served) -> dict[str, float]:
 USER = [{"role": "user", "content": "Hello."}]
 
 
-IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("fields", "status", "param", "message"),
-    [
-        ({"messages": [{"role": "user", "content": ""}]}, 200, None, ""),
-        ({"top_p": 1.01}, 400, "top_p", "top_p must be in [0, 1]: got 1.01"),
-        (
-            {"messages": [{"role": "user", "content": [IMAGE]}]},
-            400,
-            "messages[0].content[0].image_url.url",
-            "--allow-urls",
-        ),
-        ({"model": "gpt-4o"}, 404, "model", "unknown model: expected 'tiny-llava', got 'gpt-4o'"),
-        ({"tool_choice": "required"}, 400, "tool_choice", "tool_choice required goes with tools: got none"),
-        ({"logit_bias": {"90000": 1}}, 400, None, "below the vocabulary's size"),
-        ({"n": 9}, 400, "n", "n must be at most 8: got 9"),
-        ({"stream": False, "stream_options": {"include_usage": True}}, 400, "stream_options", "goes with stream"),
-        ({"messages": [{"role": "user", "content": "x" * 500_001}]}, 400, "messages", "at most 500000 characters"),
-        ({"messages": [{"role": "user", "content": "x " * 4000}]}, 400, None, "shorter than the model's context"),
-    ],
-)
-def test_mistakes_have_their_status(
-    server: Served, fields: dict[str, Any], status: int, param: str | None, message: str, stream: bool
-) -> None:
-    """Of streams, too; other mistakes are in ``test_mistakes``."""
-    response = server.post({**question(max_tokens=2), "stream": stream, **fields})
-    assert response.status_code == status, response.text
-    if status != 200:
-        error = response.json()["error"]
-        assert message in error["message"]
-        assert "\n" not in error["message"]
-        assert (error["param"], error["type"]) == (param, "invalid_request_error")
-
-
 def test_media_are_limited(pipe: Pipeline, tmp_path: Path) -> None:
     with served(pipe, Limits(max_images=1, max_videos=1, max_pixels=10_000, max_body=1)) as server:
 
@@ -417,16 +369,6 @@ def test_usage_and_figures_are_those_of_all_choices(server: Served, pipe: Pipeli
     assert [choice["text"] for choice in found["choices"]] == [one.text for one in alone for _ in range(2)]
 
 
-@pytest.mark.parametrize(("prompts", "n", "status"), [(4, 2, 200), (1, 8, 200), (3, 3, 400)])
-def test_choices_of_all_prompts_together_are_limited(server: Served, prompts: int, n: int, status: int) -> None:
-    body = {"model": "tiny-llava", "prompt": ["A"] * prompts, "n": n, "max_tokens": 1}
-    response = server.post(body, "completions")
-    assert response.status_code == status
-    if status == 400:
-        message = f"a request may have at most 8 choices: got {prompts * n}"
-        assert (response.json()["error"]["message"], response.json()["error"]["param"]) == (message, "prompt")
-
-
 def test_required_calls_beside_images(server: Served, pipe: Pipeline) -> None:
     """Each choice is the call that the same grammar gives in the pipeline, with the image in the prompt."""
     pytest.importorskip("llguidance")
@@ -470,20 +412,6 @@ def test_prompts_of_token_ids_and_echo(server: Served, pipe: Pipeline) -> None:
         assert completion(server, prompt=TEXT, echo=True, stream=stream) == [TEXT + said]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"prompt": [1, -1]}, "token ids must be in [0, 8191]: got -1"),
-        ({"prompt": [[1], [9_000]]}, "token ids must be in [0, 8191]: got 9000"),
-    ],
-)
-def test_mistakes_in_prompts(server: Served, pipe: Pipeline, fields: dict[str, Any], message: str) -> None:
-    response = server.post({**GREEDY, **fields}, "completions")
-    assert response.status_code == 400
-    found = response.json()["error"]["message"]
-    assert found.startswith(message.replace("8191", str(len(pipe.io.tokenizer) - 1)))
-
-
 def test_an_images_token_needs_its_image(pipe: Pipeline) -> None:
     token = pipe.io.tokenizer.convert_tokens_to_ids(pipe.hf_processor.image_token)
     with pytest.raises(UserError, match=f"images and videos need chat messages: got their token {token}"):
@@ -519,18 +447,6 @@ def test_tokens(server: Served, pipe: Pipeline) -> None:
     chat = post("tokenize", {"messages": messages})
     assert chat["count"] == pipe.generate(messages, max_new_tokens=1).stats.num_prompt_tokens
     assert post("detokenize", {"tokens": plain}) == {"prompt": TEXT}
-    for path, body, message in (
-        ("tokenize", {}, "the body: expected either prompt or messages"),
-        ("tokenize", {"prompt": "a", "model": "b"}, "unknown model: expected 'tiny-llava', got 'b'"),
-        (
-            "tokenize",
-            {"messages": question("a", data_uri(SCENE))["messages"]},
-            "tokens are those of texts: got image_url",
-        ),
-        ("detokenize", {"tokens": [1 << 40]}, f"token ids must be in [0, {len(pipe.io.tokenizer) - 1}]: got {1 << 40}"),
-        ("detokenize", {"tokens": ["a"]}, "tokens[0] must be a whole number: got 'a'"),
-    ):
-        assert post(path, body)["error"]["message"] == message
 
 
 def test_other_names_of_the_model(pipe: Pipeline) -> None:
@@ -554,19 +470,5 @@ def test_paths(server: Served) -> None:
     for endpoint in ("POST /v1/chat/completions", "DELETE /v1/responses/{name}", "GET /v1/models", "GET /livez"):
         assert endpoint in page.text
         assert endpoint in unknown
-    for path, message in (
-        ("v1/embeddings", "there is no /v1/embeddings here: the model generates text"),
-        ("chat/completions", "there is no /chat/completions here: the base URL ends with /v1"),
-        (
-            "v1/conversations/x",
-            "there is no /v1/conversations/x here: use POST /v1/responses with previous_response_id",
-        ),
-        ("v1/audio/speech", "there is no /v1/audio/speech here: the model reads no audio"),
-        ("v2", "there is no /v2 here: expected one of POST /v1/chat/completions, "),
-    ):
-        response = httpx.post(f"{server.url}/{path}", json={})
-        assert response.status_code == 404
-        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-        assert response.json()["error"]["message"].startswith(message)
     response = httpx.get(f"{server.url}/v1/chat/completions")
     assert (response.status_code, response.json()["error"]["type"]) == (405, "invalid_request_error")

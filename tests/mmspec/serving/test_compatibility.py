@@ -14,7 +14,7 @@ from mmspec.serving.limits import Limits
 from mmspec.serving.schemas import IGNORED
 from tests.mmspec.serving.test_app import figures
 from tests.model_folders import save_gguf
-from tests.served import Served, served
+from tests.testkit.served import Served, served
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.usefixtures("one_thread")

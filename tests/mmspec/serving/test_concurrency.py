@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -20,7 +21,7 @@ from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.pipeline import Piece, Pipeline
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
-from tests.served import (
+from tests.testkit.served import (
     LONG,
     QUESTION,
     SCENE,
@@ -171,6 +172,44 @@ def test_a_client_that_goes_away_during_its_request(server: Served) -> None:
             connection.sendall(head)
     assert text_of(server, question(max_tokens=2))
     assert server.idle
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{"  # the body is incomplete
+ONE = Limits(max_running=1, max_waiting=0)
+
+
+@contextmanager
+def connections(server: Served, count: int, first: bytes = b"") -> Iterator[None]:
+    """Open connections that send only these bytes."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(socket.create_connection((host, int(port)))).sendall(first)
+        yield
+
+
+def status(server: Served, path: str) -> int:
+    return httpx.get(f"{server.url}{path}", timeout=TIMEOUT).status_code
+
+
+def test_concurrent_requests_are_limited(pipe: Pipeline) -> None:
+    """Connections without a request and probes do not count."""
+    with served(pipe, ONE) as server:
+        with connections(server, ONE.requests + 10):
+            assert server.post(question(max_tokens=2)).status_code == 200
+        with connections(server, ONE.requests, HEAD):
+            assert eventually(lambda: status(server, "/v1/models") == 503)
+            busy = server.post(question())
+            assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
+            assert busy.json()["error"]["message"] == "the server is answering 65 requests: try again later"
+            assert [status(server, path) for path in ("/livez", "/health", "/readyz")] == [200] * 3
+        assert eventually(lambda: server.post(question(max_tokens=2)).status_code == 200)
+
+
+def test_requests_without_the_key_do_not_count(pipe: Pipeline) -> None:
+    with served(pipe, ONE, api_key="secret") as server, connections(server, ONE.requests + 10, HEAD):
+        headers = {"Authorization": "Bearer secret"}
+        assert server.post(question(max_tokens=2), headers=headers).status_code == 200
 
 
 class Mallinfo(ctypes.Structure):

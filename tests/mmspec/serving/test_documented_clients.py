@@ -12,7 +12,7 @@ import pytest
 
 from mmspec.pipeline import Pipeline
 from tests.process import ROOT
-from tests.served import SCENE, Served
+from tests.testkit.served import SCENE, Served
 
 WRITTEN = "http://127.0.0.1:8000"
 CLIENTS = ("curl", "openai", "langchain_openai")

@@ -16,7 +16,7 @@ from mmspec.pipeline import Pipeline
 from mmspec.serving import media
 from mmspec.serving.limits import is_loopback
 from mmspec.serving.media import download, is_public
-from tests.served import QUESTION, SCENE, data_uri, question, served
+from tests.testkit.served import QUESTION, SCENE, data_uri, question, served
 
 PRIVATE = {
     "this host": "0.0.0.0 127.0.0.1 127.255.0.1 :: ::1 ::8.8.8.8",

@@ -15,7 +15,7 @@ from mmspec.serving import formats, runner
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
 from mmspec.targets.detokenizer import AnswerReader
-from tests.served import SCENE, Served, data_uri, eventually, question
+from tests.testkit.served import SCENE, Served, data_uri, eventually, question
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,9 +45,9 @@ STAGES: dict[str, tuple[Callable[[Served], Any], str, int]] = {
     "stopping": (lambda server: Stopper, "limit", 0),
     "key of the batch": (lambda server: server.pipe.target, "batch_key", 0),
     "queue": (lambda server: server.pipe.engine, "add", 0),
-    "prefill": (lambda server: server.pipe.target, "prefill_chunks", 0),
+    "prefill": (lambda server: server.pipe.target, "prefill", 0),
     "first token": (lambda server: RequestState, "append", 0),
-    "verify pass": (lambda server: server.pipe.target, "forward_tree", 1),
+    "verify pass": (lambda server: server.pipe.target, "verify", 1),
     "commit": (lambda server: server.pipe.target, "commit", 1),
     "later token": (lambda server: RequestState, "append", 3),
     "text": (lambda server: AnswerReader, "append", 0),

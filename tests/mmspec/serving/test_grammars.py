@@ -16,7 +16,7 @@ import pytest
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.trial import GrammarTrial
 from mmspec.serving.limits import Limits
-from tests.served import TIMEOUT, Served, eventually, open_stream, question, served
+from tests.testkit.served import TIMEOUT, Served, eventually, open_stream, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,8 +15,8 @@ import pytest
 from mmspec.pipeline import Pipeline
 from mmspec.serving.limits import Limits
 from mmspec.targets.detokenizer import AnswerReader
-from tests.serve_process import process
-from tests.served import LONG, TIMEOUT, Served, eventually, open_stream, question, served
+from tests.testkit.serve_process import process
+from tests.testkit.served import LONG, TIMEOUT, Served, eventually, open_stream, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ import mmspec
 from mmspec.serving.command import serve
 from mmspec.serving.limits import Limits
 from tests.mmspec.targets.test_lora import PROMPTS, pytestmark, saved
-from tests.served import served
+from tests.testkit.served import served
 
 pytest.importorskip("peft")
 __all__ = ["pytestmark"]

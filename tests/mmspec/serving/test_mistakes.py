@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mmspec.checks import shown
+from mmspec.errors import shown
 from mmspec.serving.errors import APIError
 from mmspec.serving.schemas import ChatCompletionRequest, CompletionRequest, parse
 
@@ -25,7 +25,8 @@ def content(part: Any) -> dict[str, Any]:
 # Errors by the types of validators in the classes' schemas; None: validators without errors of their own.
 ERRORS: dict[str, set[str]] = {
     "str": {"string_type"},
-    "int": {"int_type", "greater_than_equal"},
+    "int": {"int_type", "greater_than_equal", "less_than_equal"},
+    "float": {"float_type", "greater_than", "greater_than_equal", "less_than_equal"},
     "bool": {"bool_type"},
     "list": {"list_type", "too_short", "too_long"},
     "dict": {"dict_type"},
@@ -33,29 +34,26 @@ ERRORS: dict[str, set[str]] = {
     "model": {"model_type"},
     "model-fields": {"missing"},
     "tagged-union": {"union_tag_invalid", "union_tag_not_found", "model_attributes_type"},
-    "function-before": {"value_error", "unknown_field"},
+    "function-before": {"value_error", "unsupported"},
     "function-after": {"value_error"},
+    "function-plain": {"condition"},
     **{kind: set() for kind in ("any", "default", "model-field", "no-info", "nullable")},
 }
 CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("string_type", {"model": 5}, "model", "@ must be text: got 5"),
-    ("value_error", {"stop": ["a", 5]}, "stop", "@ must be text or a list of texts: got ['a', 5]"),
+    ("condition", {"stop": ["a", 5]}, "stop", "@ must be text or a list of texts: got ['a', 5]"),
     ("string_type", content({"type": "text", "text": 5}), "messages[0].content[0].text", "@ must be text: got 5"),
     (
-        "value_error",
+        "condition",
         {"tools": [{"type": "function", "function": {"name": ""}}]},
         "tools[0].function.name",
-        "name must be 1 to 64 letters, digits, and any of _.-: got ''",
+        "@ must be 1 to 64 letters, digits, and any of _.-: got ''",
     ),
     ("int_type", {"n": 1.5}, "n", "@ must be a whole number: got 1.5"),
     ("greater_than_equal", {"n": 0}, "n", "@ must be >= 1: got 0"),
-    (
-        "value_error",
-        {"logprobs": True, "top_logprobs": 21},
-        "top_logprobs",
-        "@ must be None or a whole number in [0, 20]: got 21",
-    ),
-    ("value_error", {"temperature": "hot"}, "temperature", "@ must be >= 0: got 'hot'"),
+    ("less_than_equal", {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "@ must be <= 20: got 21"),
+    ("float_type", {"temperature": "hot"}, "temperature", "@ must be a number: got 'hot'"),
+    ("greater_than", {"repetition_penalty": 0}, "repetition_penalty", "@ must be > 0: got 0"),
     ("bool_type", {"stream": 1}, "stream", "@ must be true or false: got 1"),
     ("list_type", {"messages": 5}, "messages", "@ must be a list: got 5"),
     ("too_short", {"messages": []}, "messages", "@ must be a list of at least 1: got 0"),
@@ -75,19 +73,19 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("model_type", {"messages": [5]}, "messages[0]", "@ must be an object: got 5"),
     ("missing", {"messages": [{"role": "user"}]}, "messages[0].content", "@ is required"),
     (
-        "unknown_field",
+        "unsupported",
         {"use_beam_search": True},
         "use_beam_search",
         "@ is not supported: expected it to be left out, got True",
     ),
     (
-        "unknown_field",
+        "unsupported",
         {"response_format": {**FORMAT, "json_schema": {"schem": {}, **FORMAT["json_schema"]}}},
         "response_format.json_schema.schem",
         "@ is not supported: expected it to be left out, got {}; did you mean schema?",
     ),
     (
-        "unknown_field",
+        "unsupported",
         content({"type": "image_url", "image_url": {"url": "a", "urls": 1}}),
         "messages[0].content[0].image_url.urls",
         "@ is not supported: expected it to be left out, got 1; did you mean url?",
@@ -126,7 +124,7 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
         f"stop: expected at most 16 texts of at most 512 characters, got {shown('a' * 513)}",
     ),
     (
-        "unknown_field",
+        "unsupported",
         {"max_new_tokens": 1},
         "max_new_tokens",
         "@ is not supported: expected it to be left out, got 1; did you mean max_tokens?",
@@ -150,7 +148,7 @@ def test_messages(kind: str, fields: dict[str, Any], param: str | None, message:
         ({"prompt": [1, "a"]}, "prompt must be a text, token ids, or a list of 1 to 1024 of them: got [1, 'a']"),
         ({"prompt": ["a"] * 1025}, "prompt must be a text, token ids, or a list of 1 to 1024 of them: got list ["),
         ({"prompt": "a", "echo": True, "logprobs": 1}, "the body: echo does not go with logprobs"),
-        ({"prompt": "a", "logprobs": 21}, "logprobs must be None or a whole number in [0, 20]: got 21"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs must be <= 20: got 21"),
     ],
 )
 def test_completions(fields: dict[str, Any], message: str) -> None:

@@ -20,8 +20,8 @@ import pytest
 from mmspec.cli import main
 from mmspec.pipeline import Pipeline
 from mmspec.serving.limits import Limits
-from tests.serve_process import KEY, answers, gone, long_stream, process
-from tests.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, events, eventually, question, texts
+from tests.testkit.serve_process import KEY, answers, gone, long_stream, process
+from tests.testkit.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, events, eventually, question, texts
 
 pytest.importorskip("ray.serve", reason="needs ray: pip install -e '.[ray]'")
 

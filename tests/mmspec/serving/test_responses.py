@@ -13,7 +13,7 @@ from mmspec.pipeline import Pipeline
 from mmspec.serving.errors import APIError
 from mmspec.serving.responses import ITEMS, StoredResponses, chat_messages
 from mmspec.serving.schemas import MOST_ITEMS, conversation
-from tests.served import QUESTION, SCENE, Served, data_uri, eventually, question, served
+from tests.testkit.served import QUESTION, SCENE, Served, data_uri, eventually, question, served
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -150,30 +150,6 @@ def test_stored_conversations(server: Served, client: Any) -> None:
     with pytest.raises(openai.BadRequestError) as unknown:
         client.responses.create(**GREEDY, input="B", previous_response_id=brief.id)
     assert unknown.value.code == "previous_response_not_found"
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"input": 5}, "input must be a list: got 5"),
-        ({"max_output_tokens": 0}, "max_output_tokens must be a whole number in [1, 2147483648]: got 0"),
-        ({"response_format": {"type": "text"}}, "response_format must be left out: it is text.format here: got"),
-        ({"n": 2}, "n must be 1: got 2"),
-        ({"background": True}, "background is not supported, clients wait for their responses: expected"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type must be 'function': got 'web_search'"),
-        (
-            {"tool_choice": "any"},
-            'tool_choice must be "none", "auto", "required" or {"type": "function", "name": NAME}',
-        ),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format: schema goes with the type json_schema"),
-        ({"input": [{"role": "user"}]}, "input[0].content is required"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type must be"),
-    ],
-)
-def test_mistakes(server: Served, fields: dict[str, Any], message: str) -> None:
-    response = server.post({**GREEDY, "input": "A", **fields}, "responses")
-    assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith(message)
 
 
 def test_an_error_after_the_first_event(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:

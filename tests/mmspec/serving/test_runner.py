@@ -15,7 +15,7 @@ from mmspec.pipeline import Pipeline
 from mmspec.serving.errors import APIError
 from mmspec.serving.limits import Limits
 from mmspec.serving.runner import Deadline, Slots
-from tests.served import LONG, Served, eventually, question, served
+from tests.testkit.served import LONG, Served, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -73,7 +73,7 @@ def test_errors_of_the_work_are_its_own() -> None:
 
 
 async def turn() -> None:
-    for _ in range(3):
+    for _ in range(10):
         await asyncio.sleep(0)
 
 

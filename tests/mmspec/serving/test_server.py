@@ -21,8 +21,8 @@ from mmspec.serving.limits import Limits
 from mmspec.serving.server import listen, loading
 from mmspec.serving.settings import ServerSettings
 from tests.model_folders import save_gguf
-from tests.serve_process import KEY, answers, gone, long_stream, process
-from tests.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, question
+from tests.testkit.serve_process import KEY, answers, gone, long_stream, process
+from tests.testkit.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, question
 
 GRACE = Limits().shutdown_timeout  # seconds
 
@@ -73,7 +73,7 @@ def check_an_orderly_end(running: subprocess.Popen[str], url: str) -> None:
 
 @pytest.mark.long
 def test_sigterm_under_load(tmp_path: Path) -> None:
-    """Streams, a request that waits, one that uploads its body and one that comes too late: no traceback."""
+    """Streams, a request that waits, one that uploads its body, and one that comes too late."""
     options = ("--port", "0", "--shutdown-timeout", "10")
     with (tmp_path / "err").open("w") as err, process(*options, stderr=err) as (running, url):
         body = question(**LONG)
@@ -92,10 +92,8 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
             assert answers(url)  # on a later connection: the upload has begun
             running.send_signal(signal.SIGTERM)
             assert eventually(lambda: not answers(url))
-            late = httpx.get(f"{url}/models", timeout=TIMEOUT)
-            assert (late.status_code, late.json()["error"]["type"]) == (503, "server_error")
-            assert late.headers["Retry-After"] == "1"
-            assert httpx.get(f"{url.removesuffix('/v1')}/livez", timeout=TIMEOUT).status_code == 200
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{url}/models", timeout=TIMEOUT)
             assert running.wait(TIMEOUT) == 0
             for one in streams:
                 lines = one.result().text.split("\n\n")

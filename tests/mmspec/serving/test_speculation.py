@@ -21,7 +21,7 @@ from mmspec.serving import command
 from mmspec.serving.limits import Limits
 from mmspec.serving.metrics import Metrics, ReplicaMetrics
 from mmspec.serving.settings import ServerSettings, _label
-from tests.served import SCENE, Served, data_uri, events, eventually, question, served
+from tests.testkit.served import SCENE, Served, data_uri, events, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -143,28 +143,6 @@ def test_draft_tokens_of_a_request(running: Served, pipes: dict[str, Pipeline]) 
     assert response["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
     body = {"model": "tiny-llava", "prompt": "one two", "speculative": "recycle@chain", "max_tokens": 4}
     assert running.post(body, "completions").json()["metrics"]["speculative_decoding"]["drafter"] == "recycle@chain"
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"speculative": "eagle"},
-            "speculative must be one of true, false, 'flash', 'recycle@chain', 'none': got 'eagle'",
-        ),
-        ({"num_draft_tokens": 21}, "num_draft_tokens must be at most 20: got 21"),
-        ({"num_draft_tokens": -1}, "num_draft_tokens must be None or a whole number >= 0: got -1"),
-        (
-            {"speculative": False, "num_draft_tokens": 3},
-            "num_draft_tokens must be at most 0 beside speculative: false: got 3",
-        ),
-    ],
-)
-def test_mistakes(running: Served, fields: dict[str, Any], message: str) -> None:
-    response = running.post(asked(1, **fields))
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["message"], error["param"]) == (message, list(fields)[-1])
 
 
 def test_metrics_of_replicas_keep_the_drafter() -> None:

@@ -21,7 +21,7 @@ from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.mmspec.targets.test_detokenizer import TOKENIZERS
 from tests.mmspec.targets.test_user_text import _TOKENIZERS, _sentencepiece
-from tests.served import Served, events, served, texts
+from tests.testkit.served import Served, events, served, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

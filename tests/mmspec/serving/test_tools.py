@@ -24,7 +24,7 @@ from mmspec.eval.decoding.oracle import Oracle
 from mmspec.serving.tools import HERMES
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.served import Served, served
+from tests.testkit.served import Served, served
 from tests.tiny import byte_model, byte_tokenizer
 
 openai = pytest.importorskip("openai")
@@ -57,8 +57,6 @@ TOOL: Any = openai.pydantic_function_tool(weather)
 NOTHING: Any = {"type": "object", "properties": {}, "additionalProperties": False}
 CLOCK: Any = {"type": "function", "function": {"name": "clock", "strict": True, "parameters": NOTHING}}
 FIRST, SECOND = {"town": 'Ulm </tool_call> "<tool_call>"', "days": 3}, {"town": "Bonn", "days": 1}
-WRONG = {"type": "function", "function": {"name": "wrong", "parameters": {"type": "x"}}}
-SPACED = {"name": "a b"}
 USER: list[Any] = [{"role": "user", "content": "What will the weather be?"}]
 
 
@@ -278,53 +276,6 @@ def test_a_call_split_over_branches_of_drafts(sampled: dict[str, Any]) -> None:
     assert answer.token_ids == wanted
     assert answer.text == text
     assert answer.stats.mean_acceptance_length > 2
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"tools": [TOOL, TOOL]}, "tools", "tools must have different names: got weather, weather"),
-        (
-            {"tools": [{"type": "function", "function": SPACED}]},
-            "tools[0].function.name",
-            "name must be 1 to",
-        ),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "tool_choice",
-            "tool_choice must name one of the tools: got 'x'",
-        ),
-        (
-            {"tools": [CLOCK], "tool_choice": "required", "parallel_tool_calls": False, "min_tokens": 90},
-            "min_tokens",
-            "min_tokens must not go beyond the end of tools: expected at most ",
-        ),
-        (
-            {"tools": [CLOCK], "tool_choice": "required", "ignore_eos": True},
-            "ignore_eos",
-            "ignore_eos does not go with tools, which ends the output",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "a"}}}, "min_tokens": 9},
-            "min_tokens",
-            "min_tokens must not go beyond the end of tools or response_format: expected at most 3 here, got 9",
-        ),
-        *(
-            (
-                {"tools": [TOOL, WRONG], "tool_choice": choice},
-                "tools",
-                "tool wrong: json_schema must be a JSON schema that llguidance can follow: Invalid type: x",
-            )
-            for choice in ("auto", "required")
-        ),
-    ],
-)
-def test_mistakes(running: Served, fields: dict[str, Any], param: str | None, message: str) -> None:
-    response = running.post(asked(**fields))
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert message in error["message"]
-    assert error["param"] == param
 
 
 def test_special_tokens_in_tools_and_calls_are_text() -> None:

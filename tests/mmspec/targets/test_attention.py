@@ -13,6 +13,7 @@ from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
 from mmspec.targets.attention import NAME, PASS, TreePass, tree_attention
 from mmspec.targets.transformers_target import TransformersTarget
+from tests.targets import prefilled
 from tests.tiny import shared_model
 
 
@@ -79,10 +80,10 @@ def test_passes_run_it_and_the_model_keeps_its_own(name, monkeypatch):
         NAME,
         lambda *args, **kw: run.append(NAME) or tree_attention(*args, **kw),
     )
-    target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 8)
+    prefilled(target, Prompt(torch.tensor([[5, 6, 7]])), 8)
     layers = model.config.get_text_config().num_hidden_layers
     assert len(run) == layers
-    target.forward_tree(TokenTree.root(torch.tensor([5])))
+    target.verify(TokenTree.root(torch.tensor([5])))
     assert len(run) == 2 * layers
     assert attention_of(model) == before
 
@@ -98,6 +99,6 @@ def test_a_pass_that_fails_leaves_the_model_as_it_was(monkeypatch):
     prompt = Prompt(torch.tensor([[5, 6, 7]]))
     monkeypatch.setattr(model.get_decoder(), "forward", fails)
     with pytest.raises(RuntimeError, match="in a pass"):
-        target.prefill(prompt, 8)
+        prefilled(target, prompt, 8)
     assert attention_of(model) == before
     assert not model.get_decoder()._forward_hooks

@@ -12,6 +12,7 @@ from mmspec.ops import kernels
 from mmspec.targets import fused_layers
 from mmspec.targets.merged_layers import MergedLayer, merge_layers
 from mmspec.targets.transformers_target import TransformersTarget
+from tests.targets import prefilled
 from tests.tiny import random_tree, shared_model
 from tests.tiny.configs import _shrink
 
@@ -37,11 +38,11 @@ def ran(monkeypatch):
 def logits(target, batch=2):
     """Of a prompt of 12 tokens and a tree after it, where the rows have the same tokens."""
     ids = (torch.arange(12) * 7 % 90)[None].expand(batch, -1)
-    target.prefill(Prompt(ids.contiguous()), 20)
+    prefilled(target, Prompt(ids.contiguous()), 20)
     tree = random_tree(torch.Generator().manual_seed(1), 1, 9, 90)
     tree = TokenTree(tree.tokens.expand(batch, -1), tree.parents.expand(batch, -1), check=False)
-    found = target.forward_tree(tree).logits
-    target.select([])
+    found = target.verify(tree).logits
+    target.keep([])
     return found
 
 
@@ -92,7 +93,7 @@ def test_nodes_that_stay_are_attended_to(name, ran):
     found = []
     for change in (lambda target: target, by_the_decoder):
         target = change(TransformersTarget(shared_model(name)))
-        target.prefill(Prompt((torch.arange(12) * 7 % 90)[None]), 20)
+        prefilled(target, Prompt((torch.arange(12) * 7 % 90)[None]), 20)
         first, depth = torch.tensor([[3, 4]]), torch.zeros(1, 2, dtype=torch.long)
         target.runner.forward_nodes(first, depth, torch.eye(2, dtype=torch.bool)[None])
         target.runner.keep_nodes(depth)

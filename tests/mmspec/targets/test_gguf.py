@@ -40,6 +40,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.gguf_rows import random_rows
 from tests.model_folders import gguf_matrix, save_gguf, save_text_model
+from tests.targets import prefilled
 from tests.tiny import Script
 
 OTHERS = ("TQ1_0", "TQ2_0", "MXFP4", "NVFP4")  # of other families: held in float32
@@ -711,13 +712,12 @@ def test_mixed_formats_decode_as_generate_does(mixed: Path, cache: Path) -> None
     found = mmspec.generate(pipe.model, drafter=Ngram(), input_ids=ids, max_new_tokens=24, eos_token_id=None)
     assert found.tolist() == expected.tolist()
     target = TransformersTarget(pipe.model)
-    target.cost = None
-    target.prefill(Prompt(ids), max_new_tokens=8)
+    prefilled(target, Prompt(ids), 8)
     tokens = torch.tensor([[9, 80, 5, 6, 7]])
-    together = target.forward_tree(TokenTree(tokens, torch.arange(5)[None] - 1)).logits[0].clone()
+    together = target.verify(TokenTree(tokens, torch.arange(5)[None] - 1)).logits[0].clone()
     for token, logits in zip(tokens[0], together, strict=True):
         tree = TokenTree.root(token[None])
-        output = target.forward_tree(tree)
+        output = target.verify(tree)
         assert torch.equal(output.logits[0, 0], logits)
         target.commit(accept_path(tree, output.logits.argmax(-1)))
 

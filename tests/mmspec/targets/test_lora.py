@@ -18,6 +18,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.errors import UserError
 from mmspec.targets.lora import add_adapters
 from tests.device import record_captures
+from tests.targets import prefilled
 from tests.tiny import byte_tokenizer
 from tests.tiny.models import text_inputs, text_model
 
@@ -116,9 +117,9 @@ def test_captured_passes_are_those_of_an_adapter(loaded, monkeypatch) -> None:
     prompt, tree = loaded[0].encode([{"prompt": PROMPTS[0]}]), TokenTree.root(torch.tensor([5]))
 
     def logits(target, name):
-        target.prefill(replace(prompt, adapter=name), 8)
-        found = [target.forward_tree(tree).logits.clone() for _ in range(3)]  # as it is, captured, replayed
-        target.select([])
+        prefilled(target, replace(prompt, adapter=name), 8)
+        found = [target.verify(tree).logits.clone() for _ in range(3)]  # as it is, captured, replayed
+        target.keep([])
         return found
 
     expected = {name: logits(loaded[0].target.fork(), name)[0] for name in (None, "one", "two")}
@@ -131,11 +132,11 @@ def test_captured_passes_are_those_of_an_adapter(loaded, monkeypatch) -> None:
 
 def test_targets_of_one_model_take_turns(loaded) -> None:
     target, prompt = loaded[0].target.fork(), loaded[0].encode([{"prompt": PROMPTS[0]}])
-    target.prefill(replace(prompt, adapter="one"), 8)
+    prefilled(target, replace(prompt, adapter="one"), 8)
     tree = TokenTree.root(torch.tensor([5]))
-    expected = target.forward_tree(tree).logits
-    loaded[0].target.fork().prefill(replace(prompt, adapter="two"), 8)
-    torch.testing.assert_close(target.forward_tree(tree).logits, expected)
+    expected = target.verify(tree).logits
+    prefilled(loaded[0].target.fork(), replace(prompt, adapter="two"), 8)
+    torch.testing.assert_close(target.verify(tree).logits, expected)
 
 
 def test_a_wrapper_whose_owner_changes_it(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from mmspec.targets.merged_layers import MergedLayer, merge_layers, norm_of
 from mmspec.targets.packing import KINDS, QUANTISED, pack_model, packed, weights_kind
 from tests.compiled import needs_kernels
 from tests.mmspec.targets.packed import GEMMA3, VOCAB, layer_by_layer, model_of, target_of
-from tests.targets import CACHE
+from tests.targets import CACHE, prefilled
 
 FAMILIES = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GEMMA3]
 PACKED = ["bfloat16", *QUANTISED]
@@ -59,12 +59,12 @@ def logits_of(model, ids, trees, hook=None):
     calls = []
     target = target_of(model)
     with model.get_decoder().register_forward_hook(lambda *args: calls.append(1) or (hook(args[2]) if hook else None)):
-        target.prefill(Prompt(ids), max_new_tokens=3 * trees)
+        prefilled(target, Prompt(ids), 3 * trees)
         calls.clear()
         tree = TokenTree(torch.tensor([[3, 4, 5]]), torch.tensor([[-1, 0, 1]]))
         found = []
         for _ in range(trees):
-            found.append(target.forward_tree(tree).logits)
+            found.append(target.verify(tree).logits)
             target.commit(accept_path(tree, torch.tensor([[4, 5, 7]])))
     return torch.cat(found), len(calls)
 
@@ -141,10 +141,10 @@ def test_a_cache_of_transformers_holds_the_same_keys_and_values(kind, config_cla
     pack_model(model, kind)
     ids, token = torch.randint(120, (2, 90)), torch.tensor([[7]] * 2)
     target = target_of(model)
-    prefilled = target.prefill(Prompt(ids), max_new_tokens=9).logits.bfloat16()
-    decoded = target.forward_tree(TokenTree.root(token[:, 0])).logits.bfloat16()  # as the model rounds them
+    first = prefilled(target, Prompt(ids), 9).logits.bfloat16()
+    decoded = target.verify(TokenTree.root(token[:, 0])).logits.bfloat16()  # as the model rounds them
     usual = DynamicCache(config=model.config)
-    assert torch.equal(model(ids, **{CACHE: usual}).logits[:, -1:].bfloat16(), prefilled)
+    assert torch.equal(model(ids, **{CACHE: usual}).logits[:, -1:].bfloat16(), first)
     assert torch.equal(model(token, **{CACHE: usual}).logits.bfloat16(), decoded)
     for layer, theirs in enumerate(usual.layers):
         for mine, other in zip(target.runner.cache.kv.states(layer), (theirs.keys, theirs.values), strict=True):
@@ -180,12 +180,12 @@ def test_tokens_have_the_same_bits_in_prompts_trees_and_alone(config_class, kind
         parents += 3 * [kept[-1]]
         kept.append(len(tokens) - 1)
     target = target_of(model)
-    target.prefill(Prompt(ids[:, :60]), max_new_tokens=50)
-    found = target.forward_tree(TokenTree(torch.tensor([tokens]), torch.tensor([parents]))).logits[0, kept].clone()
+    prefilled(target, Prompt(ids[:, :60]), 50)
+    found = target.verify(TokenTree(torch.tensor([tokens]), torch.tensor([parents]))).logits[0, kept].clone()
     assert found.dtype == torch.float32
     for place in range(60, 80):
         tree = TokenTree.root(ids[:, place])
-        logits = target.forward_tree(tree).logits
+        logits = target.verify(tree).logits
         if place < 65:
             assert torch.equal(logits[0, 0], found[place - 60])
         assert torch.equal(logits.to(whole.dtype), whole[:, place : place + 1])
@@ -203,10 +203,8 @@ def test_compiled_layers_compute_what_their_parts_compute(config_class):
     ids = torch.randint(120, (2, 9))
     steps = [target_of(one) for one in (model, apart)]
     names = (1, 2, output_of(0), output_of(len(model.get_decoder().layers) - 1), "last")
-    for target in steps:
-        target.features = names
     tree = TokenTree(torch.tensor([[3, 4, 5], [6, 7, 8]]), torch.tensor([[-1, 0, 0]]).expand(2, 3))
-    found, expected = [(target.prefill(Prompt(ids), max_new_tokens=9), target.forward_tree(tree)) for target in steps]
+    found, expected = [(prefilled(target, Prompt(ids), 9, names), target.verify(tree, names)) for target in steps]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.logits, other.logits, atol=0.03, rtol=0.03)
         for name in names:
@@ -239,10 +237,10 @@ def test_passes_at_every_position_around_the_doublings_of_the_table(first):
     pack_model(model, "int8")
     targets = [target_of(one) for one in (model, layer_by_layer(copy.deepcopy(model)))]
     for target in targets:
-        target.prefill(Prompt(torch.arange(first)[None]), max_new_tokens=60)
+        prefilled(target, Prompt(torch.arange(first)[None]), 60)
     for position in range(first, 4 * first + 6):
         tree = TokenTree.root(torch.tensor([position]))
-        mine, theirs = (target.forward_tree(tree).logits for target in targets)
+        mine, theirs = (target.verify(tree).logits for target in targets)
         assert torch.equal(mine, theirs), f"position {position}"
         for target in targets:
             target.commit(accept_path(tree, torch.tensor([[position + 1]])))
@@ -290,7 +288,7 @@ def test_prompts_of_any_number_of_rows(kind, config_class, rows):
     found, _ = logits_of(model, ids, trees=1)
     expected, _ = logits_of(plain, ids, trees=1)
     torch.testing.assert_close(found, expected, atol=0.1, rtol=0.05)
-    last = [target_of(one).prefill(Prompt(ids), max_new_tokens=4).logits[:, -1] for one in (model, plain)]
+    last = [prefilled(target_of(one), Prompt(ids), 4).logits[:, -1] for one in (model, plain)]
     torch.testing.assert_close(last[0], last[1].float(), atol=0.1, rtol=0.05)
 
 
@@ -324,9 +322,9 @@ def test_a_batch_of_more_rows_than_a_chunk(kind):
     model = model_of(LlamaConfig)
     pack_model(model, kind)
     ids = torch.randint(VOCAB, (3, 50))
-    together = target_of(model).prefill(Prompt(ids), max_new_tokens=4).logits[:, -1]
+    together = prefilled(target_of(model), Prompt(ids), 4).logits[:, -1]
     for row, expected in zip(ids, together, strict=True):
-        alone = target_of(model).prefill(Prompt(row[None]), max_new_tokens=4).logits[0, -1]
+        alone = prefilled(target_of(model), Prompt(row[None]), 4).logits[0, -1]
         assert torch.equal(alone, expected)
 
 
@@ -356,11 +354,11 @@ def test_hooks_take_effect_between_passes():
     model = model_of(LlamaConfig)
     pack_model(model, "bfloat16")
     target = target_of(model)
-    target.prefill(Prompt(torch.arange(9)[None]), max_new_tokens=9)
+    prefilled(target, Prompt(torch.arange(9)[None]), 9)
 
     def logits(factor):
         with model.get_decoder().layers[1].register_forward_hook(lambda *args: factor * args[2]):
-            return target.forward_tree(TokenTree(torch.tensor([[3, 4]]), torch.tensor([[-1, 0]]))).logits
+            return target.verify(TokenTree(torch.tensor([[3, 4]]), torch.tensor([[-1, 0]]))).logits
 
     whole, halved = logits(1.0), logits(0.5)
     assert not torch.allclose(whole, halved, atol=0.01)

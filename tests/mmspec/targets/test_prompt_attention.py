@@ -11,7 +11,7 @@ from mmspec.targets.packing import pack_model
 from mmspec.targets.prompt_attention import attention_layers, prompt_attention
 from tests.compiled import needs_kernels
 from tests.mmspec.targets.packed import GEMMA3, model_of, target_of
-from tests.targets import prompt_of
+from tests.targets import prefilled, prompt_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VISION_CONFIGS
 from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
@@ -44,9 +44,9 @@ def test_weights_are_those_of_eager_attention(name):
     expected = eager_weights(model, inputs)
     target, prompt = plugins.target_class(model.config)(model), prompt_of(inputs)
     layers = attention_layers(target.config)
-    target.features, batch = layers, len(prompt.input_ids)
-    target.prefill(Prompt(torch.tensor([[7, 8, 9]])), 8)  # a row before them, of another length
-    output = target.prefill(prompt, 8)
+    batch = len(prompt.input_ids)
+    prefilled(target, Prompt(torch.tensor([[7, 8, 9]])), 8)  # a row before them, of another length
+    output = prefilled(target, prompt, reads=layers)
     if name == "gemma2":
         assert layers == [1]  # the other one has a window
         expected = expected[1:]
@@ -54,16 +54,15 @@ def test_weights_are_those_of_eager_attention(name):
         found = prompt_attention(target, layer, output, 1, QUERIES)
         assert found.shape == (batch, QUERIES, prompt.input_ids.shape[1])
         torch.testing.assert_close(found, weights, atol=1e-5, rtol=1e-4)
-    again = target.prefill(prompt, 8)  # the attention implementation is what it was
+    again = prefilled(target, prompt, 8)  # the attention implementation is what it was
     assert torch.equal(again.logits, output.logits)
 
 
 def test_a_prompt_in_chunks():
     model, inputs = shared_model("qwen2_vl"), vision_inputs("qwen2_vl", 1)
     target = plugins.target_class(model.config)(model)
-    target.features = (1,)
-    whole = target.prefill(prompt_of(inputs), 8)
-    *_, output = target.prefill_chunks(prompt_of(inputs), 8, 5)
+    whole = prefilled(target, prompt_of(inputs), reads=(1,))
+    output = prefilled(target, prompt_of(inputs), 8, (1,), 5)
     expected = prompt_attention(target, 1, whole, 0, QUERIES)
     torch.testing.assert_close(prompt_attention(target, 1, output, 1, QUERIES), expected, atol=1e-5, rtol=1e-4)
 
@@ -76,8 +75,7 @@ def test_merged_layers():
     pack_model(model, "bfloat16")
     target = target_of(model)
     assert attention_layers(target.config) == [1]
-    target.features = (1,)
-    output = target.prefill(Prompt(ids), 8)
+    output = prefilled(target, Prompt(ids), reads=(1,))
     found = prompt_attention(target, 1, output, 0, QUERIES)
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0.05)
     assert torch.allclose(found.sum(-1), torch.ones(1, QUERIES))
@@ -87,5 +85,6 @@ def test_layers_that_are_not_read():
     assert attention_layers(text_model("mistral-window").config) == []
     model = text_model("doge")  # its layers have masks of their own
     target = target_of(model)
-    target.features = (1,)
-    assert prompt_attention(target, 1, target.prefill(Prompt(torch.tensor([[5, 6, 7, 8]])), 8), 0, 2) is None
+    assert (
+        prompt_attention(target, 1, prefilled(target, Prompt(torch.tensor([[5, 6, 7, 8]])), reads=(1,)), 0, 2) is None
+    )

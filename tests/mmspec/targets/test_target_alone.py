@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mmspec import Pipeline
-from mmspec.core.budget import CostTable
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -30,11 +29,10 @@ def scores(history: Sequence[int]) -> torch.Tensor:
 class Sums:
     """A target whose state is the list of each row's tokens."""
 
-    features: Sequence[int | str] = ("last",)
     device, dtype = torch.device("cpu"), torch.float32
     context_limit: int | None = 200
     eos_token_ids = (2,)
-    cost: CostTable | None = None
+    cost = None
 
     def __init__(self) -> None:
         self.rows: list[list[int]] = []
@@ -43,23 +41,21 @@ class Sums:
     def fork(self) -> Sums:
         return Sums()
 
-    def prefill(self, prompt: Prompt, max_new_tokens: int | Sequence[int]) -> TargetOutput:
-        (step,) = self.prefill_chunks(prompt, max_new_tokens, None)
-        assert step is not None
-        return step
-
-    def prefill_chunks(
-        self, prompt: Prompt, max_new_tokens: int | Sequence[int], chunk: int | None
+    def prefill(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: Sequence[int],
+        reads: Sequence[int | str] = (),
+        chunk: int | None = None,
     ) -> Iterator[TargetOutput | None]:
-        new = prompt.histories()
+        new = [row for prompt in prompts for row in prompt.histories()]
         self.rows += new
-        hidden = torch.zeros(*prompt.input_ids.shape, 1)
-        yield TargetOutput(torch.stack([scores(row) for row in new])[:, None], {"last": hidden})
+        yield TargetOutput(torch.stack([scores(row) for row in new])[:, None], {})
 
     def batch_key(self, prompt: Prompt) -> None:
         return None
 
-    def select(self, rows: Sequence[int]) -> None:
+    def keep(self, rows: Sequence[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
 
     def _paths(self, row: int) -> list[list[int]]:
@@ -70,11 +66,11 @@ class Sums:
             paths.append([*(paths[parent] if parent >= 0 else []), tokens[node]])
         return paths
 
-    def forward_tree(self, tree: TokenTree) -> TargetOutput:
+    def verify(self, tree: TokenTree, reads: Sequence[int | str] = (), width: int | None = None) -> TargetOutput:
         self.tree = tree
         rows = [[scores(history + path) for path in self._paths(row)] for row, history in enumerate(self.rows)]
         logits = torch.stack([torch.stack(row) for row in rows]) if rows else torch.zeros(0, tree.nodes, VOCAB)
-        return TargetOutput(logits, {"last": torch.zeros(*tree.tokens.shape, 1)})
+        return TargetOutput(logits, {})
 
     def commit(self, verdict: Verdict) -> None:
         for row, (kept, _) in enumerate(verdict.host):

@@ -26,7 +26,7 @@ from transformers import (
 
 import mmspec
 from mmspec import TokenTree, UserError, plugins
-from mmspec.core.budget import Budget, CostTable
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, output_of
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.stopping import Stopper
@@ -42,7 +42,7 @@ from mmspec.targets.support import lay_out_for_few_rows, refuse_switch, rope_sid
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.decoding import SteppedEngine, assert_threads_share
-from tests.targets import assert_trees_equal_paths, plain_logits, prompt_of, row_of
+from tests.targets import assert_trees_equal_paths, plain_logits, prefilled, prompt_of, row_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model
 from tests.tiny.configs import HYBRID_CONFIGS, TEXT_CONFIGS
 from tests.tiny.models import text_inputs, text_model
@@ -98,13 +98,10 @@ def test_grouped_heads(heads, kv_heads):
 
 def test_padding_a_pass_to_a_cheaper_width_changes_nothing():
     inputs, model = text_inputs(3, 9), shared_model("mistral-window")
-    plain, padded = TransformersTarget(model), TransformersTarget(model)
-    padded.cost = CostTable((1, 12, 48), (3.0, 2.0, 1.0))
+    target = TransformersTarget(model)
     tree = random_tree(torch.Generator().manual_seed(0), 3, 7, 90)
-    steps = []
-    for target in (plain, padded):
-        target.prefill(prompt_of(inputs), 64)
-        steps.append(target.forward_tree(tree))
+    prefilled(target, prompt_of(inputs), 64)
+    steps = [target.verify(tree, ("last",), width) for width in (None, 16)]
     assert steps[0].logits.shape == steps[1].logits.shape
     torch.testing.assert_close(steps[0].logits, steps[1].logits, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(steps[0].features, steps[1].features, atol=1e-4, rtol=1e-4)
@@ -115,10 +112,9 @@ def test_the_head_takes_no_product_in_batches():
     # As for slices of one node it would by torch's choice, which copies the head each time.
     inputs, model = text_inputs(1, 9), copy.deepcopy(shared_model("llama")).requires_grad_(False)
     target = TransformersTarget(model)
-    target.cost = CostTable((1, 4), (2.0, 1.0))  # one node is padded to four, three are cut off again
     with torch.profiler.profile(record_shapes=True, acc_events=True) as profile:
-        target.prefill(prompt_of(inputs), 8)
-        target.forward_tree(TokenTree.root(inputs["input_ids"][:, -1]))
+        prefilled(target, prompt_of(inputs), 8)
+        target.verify(TokenTree.root(inputs["input_ids"][:, -1]), width=4)  # three nodes are cut off again
     batched = [event.input_shapes for event in profile.events() if event.name == "aten::bmm"]
     assert not any(model.config.vocab_size in shape for shapes in batched for shape in shapes)
 
@@ -148,9 +144,8 @@ def test_inputs_and_outputs_of_layers_are_the_models_own(name):
     assert not torch.allclose(expected[output_of(len(layers) - 1)], last)
     for chunk in (None, 4):
         target = plugins.target_class(model.config)(model)
-        target.features = names
-        *_, output = target.prefill_chunks(Prompt(ids[:, :7]), 8, chunk)
-        tree = target.forward_tree(TokenTree(ids[:, 7:], torch.arange(-1, 3)[None]))
+        output = prefilled(target, Prompt(ids[:, :7]), 8, names, chunk)
+        tree = target.verify(TokenTree(ids[:, 7:], torch.arange(-1, 3)[None]), names)
         for one in names:
             got = torch.cat([output.features[one], tree.features[one]], dim=1)
             torch.testing.assert_close(got, expected[one], atol=1e-4, rtol=1e-4)
@@ -182,8 +177,8 @@ def test_attention_that_takes_no_trees_is_replaced_during_passes(name, model_nam
     assert targets[0].decoder.attention.name == ("eager" if eager else "mmspec_tree")
     tree = random_tree(torch.Generator().manual_seed(0), 1, 9, 90)
     for run in (
-        lambda target: target.prefill(prompt_of(text_inputs(1, 5)), 9),
-        lambda target: target.forward_tree(tree),
+        lambda target: prefilled(target, prompt_of(text_inputs(1, 5)), 9),
+        lambda target: target.verify(tree),
     ):
         torch.testing.assert_close(*(run(target).logits for target in targets), atol=1e-4, rtol=1e-4)
     assert model.config._attn_implementation == name
@@ -294,7 +289,7 @@ def test_a_padded_row_is_prefilled_the_same_in_chunks():
     steps = []
     for chunk in (None, 4):
         target = TransformersTarget(shared_model("llama"))
-        *_, step = target.prefill_chunks(Prompt(**inputs), 8, chunk)
+        step = prefilled(target, Prompt(**inputs), chunk=chunk)
         assert target.runner.cache.lengths == [9]
         steps.append(step)
     assert torch.equal(steps[0].logits, steps[1].logits)
@@ -339,13 +334,13 @@ def test_a_head_that_does_more_than_is_known_is_refused(dtype):
     torch.manual_seed(0)
     model = random_model(small_config(BertConfig, is_decoder=True, initializer_range=0.5)).to(dtype)
     with pytest.raises(UserError, match="BertLMHeadModel transforms its logits after the output layer"):
-        TransformersTarget(model.eval()).prefill(Prompt(torch.tensor([[5, 6]])), 4)
+        prefilled(TransformersTarget(model.eval()), Prompt(torch.tensor([[5, 6]])), 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_head_that_is_known_is_taken_in_half_precision(name, dtype):
-    TransformersTarget(text_model(name).to(dtype)).prefill(Prompt(torch.tensor([[5, 6]])), 4)
+    prefilled(TransformersTarget(text_model(name).to(dtype)), Prompt(torch.tensor([[5, 6]])), 4)
 
 
 def test_no_adapter():
@@ -413,11 +408,11 @@ def test_prompts_and_answers_are_on_one_side_of_what_changes_with_the_length(sai
 def test_rotary_embeddings_that_change_within_an_answer_are_refused(kind, limit):
     mask = (torch.arange(20)[None] >= 20 - torch.tensor([4, 12])[:, None]).long()
     target, prompt = TransformersTarget(_rope(kind, limit)), Prompt(torch.ones_like(mask), mask)
-    target.prefill(prompt, [12, 4])  # padding does not count
+    prefilled(target, prompt, [12, 4])  # padding does not count
     with pytest.raises(
         UserError, match=rf"^{kind} rotary embeddings change at 16 tokens: .*, got 4 and up to 13 more$"
     ):
-        target.prefill(prompt, [12, 5])
+        prefilled(target, prompt, [12, 5])
 
 
 @pytest.mark.parametrize(
@@ -440,10 +435,12 @@ def test_rotary_embeddings_on_one_side_of_the_change(kind, limit, length, new):
 def test_stacked_prompts_have_limits_of_their_own(kind, limit, lengths, new):
     """No prompt is refused because another one is longer, or its answer: stacked, their tokens are those alone."""
     target, pads = TransformersTarget(_rope(kind, limit)), [max(lengths) - length for length in lengths]
-    target.select([])
+    target.keep([])
     ids = [torch.arange(3, 3 + length)[None] for length in lengths]
-    alone = [TransformersTarget(target.model).prefill(Prompt(one), count) for one, count in zip(ids, new, strict=True)]
-    stacked = target.prefill(Prompt.stack([Prompt(one) for one in ids]), new)
+    alone = [
+        prefilled(TransformersTarget(target.model), Prompt(one), count) for one, count in zip(ids, new, strict=True)
+    ]
+    stacked = prefilled(target, Prompt.stack([Prompt(one) for one in ids]), new)
     assert min(pads) == 0 < max(pads)
     torch.testing.assert_close(stacked.logits, torch.cat([one.logits for one in alone]), atol=2e-4, rtol=2e-4)
 
@@ -452,10 +449,10 @@ def test_padding_within_a_prompt_is_no_limit_of_the_prompt_beside_it():
     target = TransformersTarget(shared_model("mistral-window"))
     mask = torch.ones(2, 4, dtype=torch.long)
     mask[0, 1] = 0
-    target.prefill(Prompt(torch.arange(8).view(2, 4), mask), [1, 30])
-    target.select([])
+    prefilled(target, Prompt(torch.arange(8).view(2, 4), mask), [1, 30])
+    target.keep([])
     with pytest.raises(UserError, match="padding before tokens only"):
-        target.prefill(Prompt(torch.arange(8).view(2, 4), mask), [30, 1])
+        prefilled(target, Prompt(torch.arange(8).view(2, 4), mask), [30, 1])
 
 
 def test_rows_ahead_of_others_stay_within_learned_positions():
@@ -477,9 +474,9 @@ def test_positions_reach_as_far_as_the_context_and_what_is_asked_for(limit, max_
     """Eight nodes in sequence: beyond what is asked for but within the context, and the other way round."""
     model, inputs = changed("llama", max_position_embeddings=limit), text_inputs(3, 9)
     target = TransformersTarget(model)
-    target.prefill(prompt_of(inputs), max_new_tokens)
+    prefilled(target, prompt_of(inputs), max_new_tokens)
     tree = random_tree(torch.Generator().manual_seed(0), 3, 8, 90, ragged=False, shape="chain")
-    logits = target.forward_tree(tree).logits
+    logits = target.verify(tree).logits
     for b in range(3):
         expected = plain_logits(model, row_of(inputs, b), tree.tokens[b].tolist())[1:]
         torch.testing.assert_close(logits[b], expected, atol=2e-4, rtol=2e-4)
@@ -557,9 +554,7 @@ def test_a_row_at_the_last_slot_of_attention_drafts_as_deep_as_the_others(order,
         for ids, count in zip(prompts, new, strict=True)
     ]
     said = [row[len(ids) :].tolist() + [5] * longest for ids, row in zip(prompts, expected, strict=True)]
-    engine = SteppedEngine(
-        plugins.target_class(model.config)(model), Oracle(said, vocab=90, seed=0), lambda batch, nodes: Budget(12)
-    )
+    engine = SteppedEngine(plugins.target_class(model.config)(model), Oracle(said, vocab=90, seed=0), StepPlan(12))
     rows = [
         row
         for ids, count in zip(prompts, new, strict=True)

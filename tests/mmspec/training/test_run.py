@@ -513,7 +513,7 @@ def test_invalid_options_are_refused(
 @pytest.mark.long
 def test_heads_that_cannot_be_started_from_are_refused(model: str, train: Callable[..., str], tmp_path: Path) -> None:
     refused = train(tmp_path / "a", "--reads", "2;3", command="eagle3")
-    assert "'--reads': must be a list of whole numbers, as 2,16,29 on the command line: got '2;3'" in refused
+    assert "'--reads': '2;3' is not a valid integer" in refused
     target = mmspec.load(model, None).target
     config = cut(QWEN3_VL, vocab_size=320, target_model_type="llava", hidden_size=target.config.hidden_size)
     head = write_head(tmp_path / "head", config, head_tensors(config))

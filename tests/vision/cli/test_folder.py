@@ -284,7 +284,7 @@ def test_note_on_limits_of_an_embedded_model(tmp_path, monkeypatch, capfd):
     [
         ([], "is a folder: expected --out FILE"),
         (["--out", "x.jsonl", "--prompt", " "], "the prompt must not be empty"),
-        (["--out", "x.jsonl", "--temperature", "-1"], "'--temperature': must be >= 0: got -1.0"),
+        (["--out", "x.jsonl", "--temperature", "-1"], "'--temperature': -1.0 is not in the range x>=0."),
         (["--out", "x.jsonl", "--compare"], "--compare and --json require a single file"),
         (["--out", "x.jsonl"], "expected images or videos, received a folder without files"),
     ],

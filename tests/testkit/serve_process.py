@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.served import LONG, TIMEOUT, eventually, question
+from tests.testkit.served import LONG, TIMEOUT, eventually, question
 
 KEY = {"Authorization": "Bearer secret"}
 COMMAND = [sys.executable, "-c", "import sys; from mmspec.cli import main; sys.exit(main())", "serve"]

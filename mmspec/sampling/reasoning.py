@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from mmspec.checks import Rule
+from mmspec.validation import condition
 
 AUTO, NONE = "auto", "none"
 MOST_BLANKS = 8
@@ -18,7 +18,7 @@ MOST_BLANKS = 8
 
 
 @dataclass(frozen=True)
-class ThoughtFormat:
+class ReasoningFormat:
     """Reasoning markers of a model family.
 
     Attributes:
@@ -34,7 +34,7 @@ class ThoughtFormat:
 
 
 FORMATS = (
-    ThoughtFormat(
+    ReasoningFormat(
         "think",
         "<think>",
         "</think>",
@@ -43,19 +43,18 @@ FORMATS = (
             *("nemotron_v3", "olmo3", "qwen3", "step3", "step3p5"),
         ),
     ),
-    ThoughtFormat("mistral", "[THINK]", "[/THINK]"),
-    ThoughtFormat("seed_oss", "<seed:think>", "</seed:think>"),
-    ThoughtFormat("kimi_vl", "◁think▷", "◁/think▷"),
-    ThoughtFormat("exaone_deep", "<thought>", "</thought>"),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+    ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+    ReasoningFormat("kimi_vl", "◁think▷", "◁/think▷"),
+    ReasoningFormat("exaone_deep", "<thought>", "</thought>"),
 )
 NAMES = (AUTO, NONE, *(name for one in FORMATS for name in (one.name, *one.aliases)))
-REASONING = Rule(
-    f"None or {' or '.join(map(repr, (AUTO, NONE, *(one.name for one in FORMATS))))}",  # and vLLM's names
-    lambda value: value is None or value in NAMES,
-)
+_KNOWN = " or ".join(map(repr, (AUTO, NONE, *(one.name for one in FORMATS))))
+ReasoningName = Annotated[str, condition(_KNOWN, lambda value: value in NAMES)]
+"""Name of a format of the reasoning, or vLLM's name of its parser."""
 
 
-def thought_format(name: str | None, template: str) -> ThoughtFormat | None:
+def reasoning_format(name: str | None, template: str) -> ReasoningFormat | None:
     """Reasoning format by name; None for no reasoning.
 
     Args:
@@ -70,10 +69,10 @@ def thought_format(name: str | None, template: str) -> ThoughtFormat | None:
 class Phase(Enum):
     """Part of an output."""
 
-    OPEN = "thoughts may begin"
-    THOUGHTS = "thoughts"
-    AFTER = "answer after thoughts"
-    PLAIN = "answer without thoughts"
+    OPEN = "reasoning may begin"
+    REASONING = "reasoning"
+    AFTER = "answer after reasoning"
+    PLAIN = "answer without reasoning"
 
 
 class Place(NamedTuple):
@@ -92,7 +91,7 @@ class Place(NamedTuple):
         return self.phase in (Phase.AFTER, Phase.PLAIN)
 
 
-class Thoughts:
+class ReasoningParser:
     """Reasoning parser of one output.
 
     Reasoning starts in the prompt, or with a start marker at the beginning of the output, after optional white space.
@@ -110,28 +109,28 @@ class Thoughts:
 
     def __init__(
         self,
-        form: ThoughtFormat,
+        form: ReasoningFormat,
         begun: bool,
         token_bytes: Callable[[int], bytes],
         special: Callable[[str], int | None],
     ) -> None:
         self.form, self.token_bytes = form, token_bytes
         self.start_id, self.end_id = special(form.start), special(form.end)
-        self.first = Place(Phase.THOUGHTS if begun else Phase.OPEN)
+        self.first = Place(Phase.REASONING if begun else Phase.OPEN)
 
     def advance(self, place: Place, token: int) -> Place:
         """The state after a token."""
         phase, text = place.phase, place.text + self.token_bytes(token)
         if phase is Phase.OPEN:
             if token == self.start_id:
-                return Place(Phase.THOUGHTS)
+                return Place(Phase.REASONING)
             if not self.opens(text):
                 return Place(Phase.PLAIN)
             start, text_after = self.form.start.encode(), text.lstrip()
             if not text_after.startswith(start):
                 return Place(Phase.OPEN, text)
-            phase, text = Phase.THOUGHTS, text_after[len(start) :]
-        if phase is not Phase.THOUGHTS:
+            phase, text = Phase.REASONING, text_after[len(start) :]
+        if phase is not Phase.REASONING:
             return place
         if self.end_id is not None:
             return Place(Phase.AFTER if token == self.end_id else phase)

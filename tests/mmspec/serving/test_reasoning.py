@@ -1,4 +1,4 @@
-"""Models that think, over HTTP with openai-python: thoughts, answers, tools, histories, variables of templates."""
+"""Models that think, over HTTP with openai-python: reasoning, answers, tools, histories, variables of templates."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.pipeline import Pipeline
-from mmspec.sampling.thoughts import FORMATS
+from mmspec.sampling.reasoning import FORMATS
 from mmspec.serving.command import serve
 from mmspec.serving.runner import effort_variables
-from tests.served import Served, served
+from tests.testkit.served import Served, served
 from tests.thinking import END, MARKERS, PROMPT, ids_of, pipeline, prompt_of, script, tokenizer
 
 openai = pytest.importorskip("openai")
@@ -25,7 +25,7 @@ FORM: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEM
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"a": "x"}}\n</tool_call>'
 DECOY = '<tool_call>\n{"name": "look", "arguments": {"a": "no"}}\n</tool_call> {"a": 1}'
-"""In thoughts: no call, and no JSON of the schema."""
+"""In reasoning: no call, and no JSON of the schema."""
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def asked(**fields: Any) -> dict[str, Any]:
 
 
 def both(client: Any, **fields: Any) -> Any:
-    """The only choice of an answer, which is the same as a stream, and its thoughts under both names."""
+    """The only choice of an answer, which is the same as a stream, and its reasoning under both names."""
     whole = client.chat.completions.create(**asked(**fields))
     choice, message = whole.choices[0], whole.choices[0].message
     chunks = list(
@@ -51,8 +51,8 @@ def both(client: Any, **fields: Any) -> Any:
     )
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     for name in ("reasoning_content", "reasoning"):
-        thoughts = "".join(getattr(delta, name, None) or "" for delta in deltas)
-        assert thoughts == (getattr(message, name, None) or "")
+        reasoning = "".join(getattr(delta, name, None) or "" for delta in deltas)
+        assert reasoning == (getattr(message, name, None) or "")
     assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
     arguments = "".join(call.function.arguments or "" for delta in deltas for call in delta.tool_calls or ())
     assert arguments == "".join(call.function.arguments for call in message.tool_calls or ())
@@ -62,16 +62,16 @@ def both(client: Any, **fields: Any) -> Any:
     return choice
 
 
-def said(spelling: str, mode: str, thoughts: str, answer: str) -> list[int]:
+def said(spelling: str, mode: str, reasoning: str, answer: str) -> list[int]:
     """Tokens of an output."""
     start, end = MARKERS[spelling]
     begun = {"begun": "", "open": f"{start}\n"}.get(mode)
-    return ids_of(spelling, answer if begun is None else f"{begun}{thoughts}\n{end}\n\n{answer}")
+    return ids_of(spelling, answer if begun is None else f"{begun}{reasoning}\n{end}\n\n{answer}")
 
 
 @pytest.mark.parametrize("mode", ["begun", "open", "closed"])
 @pytest.mark.parametrize("spelling", MARKERS)
-def test_thoughts_and_answers(spelling: str, mode: str) -> None:
+def test_reasoning_and_answers(spelling: str, mode: str) -> None:
     """Drafted across the markers; tools and formats concern the answer alone."""
     thinks = mode != "closed"
     for fields, answer in (
@@ -106,7 +106,7 @@ def running() -> Iterator[tuple[Served, Any]]:
         yield server
 
 
-def test_an_output_that_ends_in_thoughts(running: tuple[Served, Any]) -> None:
+def test_an_output_that_ends_in_reasoning(running: tuple[Served, Any]) -> None:
     script("added", "begun", said("added", "begun", DECOY, "Never."))
     choice = both(running[1], max_tokens=9, tools=[TOOL])
     assert (choice.message.content, choice.finish_reason, choice.tokens) == (None, "length", 9)
@@ -129,7 +129,7 @@ def test_the_model_wants_to_leave_the_grammar(running: tuple[Served, Any]) -> No
     assert json.loads(choice.message.content)["a"] in ("x", "y")
 
 
-def test_thoughts_that_come_back(running: tuple[Served, Any]) -> None:
+def test_reasoning_that_come_back(running: tuple[Served, Any]) -> None:
     server, client = running
     turns = [*PROMPT, {"role": "assistant", "content": "Ulm", "reasoning_content": "Hm </s>"}, *PROMPT]
     expected = len(prompt_of("added", "begun", turns))
@@ -188,7 +188,7 @@ def test_effort() -> None:
     assert effort_variables(None, both) == {}
 
 
-def test_none_takes_thoughts_for_the_answer() -> None:
+def test_none_takes_reasoning_for_the_answer() -> None:
     script("added", "begun", said("added", "begun", "Hm.", "Ulm"))
     with serving(pipeline("added"), "begun", reasoning_parser="none") as (_, client):
         choice = both(client)
@@ -224,7 +224,7 @@ def responded(client: Any, **fields: Any) -> Any:
     return whole
 
 
-def test_items_of_thoughts(running: tuple[Served, Any]) -> None:
+def test_items_of_reasoning(running: tuple[Served, Any]) -> None:
     _, client = running
     item = ("output_item.added", "content_part.added")
     done = ("content_part.done", "output_item.done")
@@ -234,8 +234,8 @@ def test_items_of_thoughts(running: tuple[Served, Any]) -> None:
         *("created", "in_progress", *item, "reasoning_text.done", *done),
         *(*item, "output_text.done", *done, "completed"),
     ]
-    thoughts, message = found.output
-    assert (thoughts.type, thoughts.content[0].text, message.content[0].text) == ("reasoning", DECOY, "Ulm.")
+    reasoning, message = found.output
+    assert (reasoning.type, reasoning.content[0].text, message.content[0].text) == ("reasoning", DECOY, "Ulm.")
     assert "".join(one.token for one in message.content[0].logprobs).strip() == "Ulm.</s>"
     assert found.usage.output_tokens_details.reasoning_tokens == len(said("added", "begun", DECOY, "")) - 1
     assert found.reasoning.effort == "high"
@@ -247,8 +247,8 @@ def test_items_of_thoughts(running: tuple[Served, Any]) -> None:
     assert cut.output[0].content[0].text == DECOY[:9]
 
 
-def test_a_conversation_with_thoughts_goes_on(running: tuple[Served, Any]) -> None:
-    """By its items, or by its id: the template gets the thoughts of earlier turns."""
+def test_a_conversation_with_reasoning_goes_on(running: tuple[Served, Any]) -> None:
+    """By its items, or by its id: the template gets the reasoning of earlier turns."""
     _, client = running
     script("added", "begun", said("added", "begun", "Hm", "Ulm"))
     first = client.responses.create(model="tiny", input="Which?", temperature=0)

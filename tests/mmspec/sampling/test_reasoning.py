@@ -1,4 +1,4 @@
-"""Thoughts before an answer, end to end: grammars and stop strings begin after them, at every node of a tree.
+"""ReasoningParser before an answer, end to end: grammars and stop strings begin after them, at every node of a tree.
 
 The reference looks for the markers in the whole output each time, as text, and decodes plainly.
 """
@@ -19,7 +19,7 @@ pytest.importorskip("llguidance")
 
 from mmspec.errors import UserError
 from mmspec.eval.decoding.oracle import Oracle
-from mmspec.sampling.thoughts import FORMATS, NAMES, thought_format
+from mmspec.sampling.reasoning import FORMATS, NAMES, reasoning_format
 from mmspec.targets.detokenizer import AnswerReader
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.mmspec.sampling.plain import allowed_tokens, decode_plainly, masking, source
@@ -54,27 +54,27 @@ def bytes_of(spelling: str, token: int) -> bytes:
 
 
 def parts(spelling: str, mode: str, said: list[int]) -> tuple[str | None, list[int]]:
-    """Thoughts, None if there are none, and the tokens after them; the text of a special token is a byte of its own."""
+    """Reasoning, None without one, and the tokens after it; the text of a special token is a byte of its own."""
     start, end = (one.encode() for one in MARKERS[spelling])
     if mode == "closed":
         return None, said
-    thoughts, begun = b"", mode == "begun"
+    reasoning, begun = b"", mode == "begun"
     thought = begun
     for n in range(len(said) + 1):
         text = b"".join(bytes_of(spelling, token) for token in said[:n])
         if not begun and not re.match(rb"\s*" + re.escape(start), text):
             continue
         thought = True
-        thoughts = re.sub(rb"<s>|</s>|<pad>|\[THINK\]", b"", text.strip().removeprefix(b"" if begun else start))
-        if end in thoughts:
-            return thoughts.partition(end)[0].decode(errors="replace").strip(), said[n:]
-    return (thoughts.decode(errors="replace").strip(), []) if thought else (None, said)
+        reasoning = re.sub(rb"<s>|</s>|<pad>|\[THINK\]", b"", text.strip().removeprefix(b"" if begun else start))
+        if end in reasoning:
+            return reasoning.partition(end)[0].decode(errors="replace").strip(), said[n:]
+    return (reasoning.decode(errors="replace").strip(), []) if thought else (None, said)
 
 
-def in_thoughts(spelling: str, mode: str, said: list[int]) -> bool:
-    thoughts, _ = parts(spelling, mode, said)
+def in_reasoning(spelling: str, mode: str, said: list[int]) -> bool:
+    reasoning, _ = parts(spelling, mode, said)
     text = b"".join(bytes_of(spelling, token) for token in said)
-    return thoughts is not None and MARKERS[spelling][1].encode() not in text
+    return reasoning is not None and MARKERS[spelling][1].encode() not in text
 
 
 def allowed(spelling: str, mode: str, form: str, said: list[int]) -> list[int] | None:
@@ -82,20 +82,20 @@ def allowed(spelling: str, mode: str, form: str, said: list[int]) -> list[int] |
     start, end = (one.encode() for one in MARKERS[spelling])
     vocab = {token: bytes_of(spelling, token) for token in range(3, len(tokenizer(spelling)))}
     text = b"".join(bytes_of(spelling, token) for token in said)
-    if in_thoughts(spelling, mode, said):
+    if in_reasoning(spelling, mode, said):
         return [END, 0, 1, *(t for t, more in vocab.items() if not re.search(re.escape(end) + rb"\s*\S", text + more))]
-    thoughts, rest = parts(spelling, mode, said)
+    reasoning, rest = parts(spelling, mode, said)
     blank = [bytes_of(spelling, token) for token in rest]
     blanks = next((n for n, one in enumerate(blank) if one.strip()), len(rest)) if mode != "closed" else 0
     found = set(allowed_tokens(tokenizer(spelling), [END], form, rest[blanks:]) or ())
     after = b"".join(blank)
-    if thoughts is not None:
+    if reasoning is not None:
         after = text.partition(end)[2]
     for token, more in vocab.items():
         one = after + more
         if mode != "closed" and not one.strip() and len(one) <= BLANKS:
             found.add(token)
-        if mode == "open" and thoughts is None and len(one) - len(one.lstrip()) <= BLANKS:
+        if mode == "open" and reasoning is None and len(one) - len(one.lstrip()) <= BLANKS:
             marker = one.lstrip()
             begins = start.startswith(marker) or marker.startswith(start)
             if marker == start if spelling == "special" else begins:
@@ -112,7 +112,7 @@ def plainly(spelling: str, mode: str, kind: str, wanted: list[int], seed: int | 
 
 
 OUTPUTS = {
-    "begun": ["So {1}, no.{end}\n\n{answer}", "{{{end}{answer}", "a < b </th{end} x", "only thoughts"],
+    "begun": ["So {1}, no.{end}\n\n{answer}", "{{{end}{answer}", "a < b </th{end} x", "only reasoning"],
     "open": [
         *("{start}\nSo {1}.{end}\n\n{answer}", "\n{start}x{end}{answer}", "{start}never"),
         *("{answer}", "No.", "\n\n{answer}"),
@@ -125,7 +125,7 @@ ANSWERS = {"json_schema": json.dumps({"a": "y"}), "regex": "yes, abc", "grammar"
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", OUTPUTS)
 @pytest.mark.parametrize("spelling", MARKERS)
-def test_grammars_begin_after_thoughts(spelling: str, mode: str, kind: str) -> None:
+def test_grammars_begin_after_reasoning(spelling: str, mode: str, kind: str) -> None:
     """Whatever is drafted across the markers, and where the model wants to leave the grammar."""
     start, end = MARKERS[spelling]
     tree_sizes = []
@@ -140,9 +140,9 @@ def test_grammars_begin_after_thoughts(spelling: str, mode: str, kind: str) -> N
             options = {"chat_template_kwargs": {"mode": mode}, "reasoning": "auto", kind: KINDS[kind], **sampling}
             answer = pipe.generate(PROMPT, nodes=12, max_new_tokens=NEW, **options)
             assert answer.token_ids == expected, text
-            thoughts, rest = parts(spelling, mode, expected)
-            assert answer.reasoning == (thoughts or "")
-            assert answer.num_reasoning_tokens == (0 if thoughts is None else len(expected) - len(rest))
+            reasoning, rest = parts(spelling, mode, expected)
+            assert answer.reasoning == (reasoning or "")
+            assert answer.num_reasoning_tokens == (0 if reasoning is None else len(expected) - len(rest))
             after = tokenizer(spelling).decode([token for token in rest if token != END], skip_special_tokens=True)
             assert answer.text == (after if mode == "closed" else after.lstrip())
             if answer.finish_reason == "stop" and answer.text:
@@ -163,22 +163,24 @@ def valid(kind: str, text: str) -> bool:
 
 @pytest.mark.parametrize(("mode", "blank"), [("begun", "\n\n"), ("open", "")])
 @pytest.mark.parametrize("spelling", MARKERS)
-def test_texts_of_thoughts_and_answers(spelling: str, mode: str, blank: str) -> None:
-    """With parts of markers, and characters of several tokens, in thoughts and answer."""
+def test_texts_of_reasoning_and_answers(spelling: str, mode: str, blank: str) -> None:
+    """With parts of markers, and characters of several tokens, in reasoning and answer."""
     start, end = MARKERS[spelling]
     begun = "" if mode == "begun" else f"\n{start}"
-    thoughts, answer = f"A < b é {end[:-2]} {start}", f"{{Ulm {end} é STOP"
-    ids = ids_of(spelling, f"{begun}\n{thoughts}\n{end}{blank}{answer}")
+    reasoning, answer = f"A < b é {end[:-2]} {start}", f"{{Ulm {end} é STOP"
+    ids = ids_of(spelling, f"{begun}\n{reasoning}\n{end}{blank}{answer}")
     processor, prompt = pipeline(spelling).processor, prompt_of(spelling, mode)
 
     def read(*stop: str) -> tuple[str, str]:
-        reader = AnswerReader(processor.vocabulary, prompt, stop, processor.thoughts("auto", torch.tensor(prompt)))
-        thoughts, answers = zip(*map(reader.append, ids), reader.finish(), strict=True)
+        reader = AnswerReader(
+            processor.vocabulary, prompt, stop, processor.reasoning_parser("auto", torch.tensor(prompt))
+        )
+        reasoning, answers = zip(*map(reader.append, ids), reader.finish(), strict=True)
         assert reader.answer.length == len("".join(answers))
-        return "".join(thoughts), "".join(answers)
+        return "".join(reasoning), "".join(answers)
 
     hidden = spelling == "special"  # decoding leaves no text of special tokens
-    expected = tuple(text if not hidden else text.replace(start, "").replace(end, "") for text in (thoughts, answer))
+    expected = tuple(text if not hidden else text.replace(start, "").replace(end, "") for text in (reasoning, answer))
     expected = expected[0].strip(), expected[1]
     assert read() == expected
     assert read("STOP") == (expected[0], expected[1].removesuffix("STOP"))
@@ -186,14 +188,14 @@ def test_texts_of_thoughts_and_answers(spelling: str, mode: str, blank: str) -> 
 
 def test_what_begins_like_a_marker_is_an_answer_at_the_end() -> None:
     processor = pipeline("text").processor
-    thoughts = processor.thoughts("auto", torch.tensor(prompt_of("text", "open")))
-    reader = AnswerReader(processor.vocabulary, prompt_of("text", "open"), (), thoughts)
+    reasoning = processor.reasoning_parser("auto", torch.tensor(prompt_of("text", "open")))
+    reader = AnswerReader(processor.vocabulary, prompt_of("text", "open"), (), reasoning)
     assert {reader.append(token) for token in ids_of("text", "<thi")} == {("", "")}
     assert reader.finish() == ("", "<thi")
-    assert reader.num_thoughts == 0
+    assert reader.num_reasoning_tokens == 0
 
 
-def test_outputs_may_be_rejected_after_thoughts() -> None:
+def test_outputs_may_be_rejected_after_reasoning() -> None:
     """With rejection in place of masks; the model writes white space before its answer."""
     wanted = ids_of("added", "Hm.</think>\n\nyes, ab")
     script("added", "begun", wanted)
@@ -219,7 +221,7 @@ def test_an_end_of_sequence_that_is_white_space(monkeypatch: pytest.MonkeyPatch)
     assert re.fullmatch("yes|no", answer.text)
 
 
-def test_a_trigger_counts_after_thoughts() -> None:
+def test_a_trigger_counts_after_reasoning() -> None:
     wanted = ids_of("added", "CALL no.</think>\nNo CALL 7a")
     script("added", "begun", wanted)
     options = {"chat_template_kwargs": {"mode": "begun"}, "regex": "[ 0-9]{3}", "grammar_trigger": "CALL"}
@@ -245,15 +247,15 @@ def test_a_trigger_counts_after_thoughts() -> None:
     ],
 )
 def test_formats_of_templates(template: str, name: str | None) -> None:
-    found = thought_format("auto", template)
+    found = reasoning_format("auto", template)
     assert (found and found.name) == name
-    assert thought_format("deepseek_r1", template) is thought_format("think", template) is FORMATS[0]
-    assert thought_format("none", template) is thought_format(None, template) is None
+    assert reasoning_format("deepseek_r1", template) is reasoning_format("think", template) is FORMATS[0]
+    assert reasoning_format("none", template) is reasoning_format(None, template) is None
 
 
 def test_names() -> None:
     assert len(set(NAMES)) == len(NAMES)
-    with pytest.raises(UserError, match=r"^reasoning must be None or .auto. or .none. or .think. or .*: got 'x'$"):
+    with pytest.raises(UserError, match=r"^reasoning must be .auto. or .none. or .think. or .*: got 'x'$"):
         pipeline("text").generate("a", reasoning="x")
 
 
@@ -266,7 +268,7 @@ def test_masks_of_one_grammar_are_not_those_of_another() -> None:
 
 
 @pytest.mark.parametrize("answer", ["Ulm.", "\n\nUlm."])
-def test_a_stop_string_at_the_beginning_of_an_answer_without_thoughts(answer: str) -> None:
+def test_a_stop_string_at_the_beginning_of_an_answer_without_reasoning(answer: str) -> None:
     script("added", "open", ids_of("added", f"{answer} It is there."))
     options = {"chat_template_kwargs": {"mode": "open"}, "reasoning": "auto"}
     found = pipeline("added").generate(PROMPT, stop="Ulm", max_new_tokens=30, **options)

@@ -1,0 +1,127 @@
+"""Errors of requests by endpoint: status, field and message. Errors of single fields are in ``test_mistakes``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.testkit.served import SCENE, TIMEOUT, Served, data_uri, question
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def function(name: str, **parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **({"parameters": parameters} if parameters else {})}}
+
+
+def form(**schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+URL = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+CALL = {"tools": [function("a")], "tool_choice": "required"}
+WRONG = [function("a"), function("wrong", type="x")]
+SCHEMA = "tool wrong: json_schema must be a JSON schema that llguidance can follow: Invalid type: x"
+BODIES: dict[str, dict[str, Any]] = {
+    "v1/chat/completions": question(max_tokens=2),
+    "v1/completions": {"model": "tiny-llava", "prompt": "A", "max_tokens": 1},
+    "v1/responses": {"model": "tiny-llava", "input": "A", "max_output_tokens": 1},
+}
+Error = tuple[dict[str, Any], str | None, str]
+ERRORS: dict[str, list[Error]] = {
+    "v1/chat/completions": [
+        ({"top_p": 1.01}, "top_p", "top_p must be in [0, 1]: got 1.01"),
+        ({"messages": user([URL])}, "messages[0].content[0].image_url.url", "image_url must be a data URI"),
+        ({"model": "gpt-4o"}, "model", "unknown model: expected 'tiny-llava', got 'gpt-4o'"),
+        ({"logit_bias": {"90000": 1}}, None, "biased tokens must be below the vocabulary's size 896: got 90000"),
+        ({"n": 9}, "n", "n must be at most 8: got 9"),
+        ({"stream": False, "stream_options": {}}, "stream_options", "stream_options goes with stream: true"),
+        ({"messages": user("x" * 500_001)}, "messages", "prompts must have at most 500000 characters: got 500001"),
+        ({"messages": user("x " * 4000)}, None, "the prompt must be shorter than the model's context"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice required goes with tools: got none"),
+        ({"tools": [function("a")] * 2}, "tools", "tools must have different names: got a, a"),
+        ({"tools": [function("a b")]}, "tools[0].function.name", "name must be 1 to"),
+        ({**CALL, "tool_choice": function("x")}, "tool_choice", "tool_choice must name one of the tools: got 'x'"),
+        (
+            {**CALL, "stream": False, "min_tokens": 900, "max_tokens": 999, "parallel_tool_calls": False},
+            "min_tokens",
+            "min_tokens must not go beyond the end of tools: expected at most ",
+        ),
+        ({**CALL, "ignore_eos": True}, "ignore_eos", "ignore_eos does not go with tools, which ends the output"),
+        (
+            {"tools": CALL["tools"], **form(const="a"), "stream": False, "min_tokens": 99, "max_tokens": 999},
+            "min_tokens",
+            "min_tokens must not go beyond the end of tools or response_format: expected at most ",
+        ),
+        ({"tools": WRONG}, "tools", SCHEMA),
+        ({"tools": WRONG, "tool_choice": "required"}, "tools", SCHEMA),
+        ({"speculative": "a"}, "speculative", "speculative must be one of true, false, 'flash': got 'a'"),
+        ({"num_draft_tokens": 65}, "num_draft_tokens", "num_draft_tokens must be at most 64: got 65"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens", "num_draft_tokens must be None or a whole number >= 0: got -1"),
+        (
+            {"speculative": False, "num_draft_tokens": 3},
+            "num_draft_tokens",
+            "num_draft_tokens must be at most 0 beside speculative: false: got 3",
+        ),
+    ],
+    "v1/completions": [
+        ({"prompt": [1, -1]}, None, "token ids must be in [0, "),
+        ({"prompt": [[1], [9_000]]}, None, "token ids must be in [0, "),
+        ({"prompt": ["A"] * 3, "n": 3}, "prompt", "a request may have at most 8 choices: got 9"),
+    ],
+    "v1/responses": [
+        ({"input": 5}, "input", "input must be a list: got 5"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be a whole number in [1, 2147483648]"),
+        ({"response_format": {}}, "response_format", "response_format must be left out: it is text.format here: got"),
+        ({"n": 2}, "n", "n must be 1: got 2"),
+        ({"background": True}, "background", "background is not supported, clients wait for their responses: expected"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "tools[0].type must be 'function': got 'web_search'"),
+        (
+            {"tool_choice": "any"},
+            "tool_choice",
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "name": NAME}',
+        ),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "text.format: schema goes with the type"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "input[0].content is required"),
+        ({"input": user([{"type": "input_file"}])}, "input[0].content[0].type", "input[0].content[0].type must be"),
+    ],
+    "tokenize": [
+        ({}, None, "the body: expected either prompt or messages"),
+        ({"prompt": "a", "model": "b"}, "model", "unknown model: expected 'tiny-llava', got 'b'"),
+        (
+            {"messages": question("a", data_uri(SCENE))["messages"]},
+            "messages[0].content[0].image_url.url",
+            "tokens are those of texts: got image_url",
+        ),
+    ],
+    "detokenize": [
+        ({"tokens": [1 << 40]}, None, "token ids must be in [0, "),
+        ({"tokens": ["a"]}, "tokens[0]", "tokens[0] must be a whole number: got 'a'"),
+    ],
+    "v1/embeddings": [({}, None, "there is no /v1/embeddings here: the model generates text")],
+    "chat/completions": [({}, None, "there is no /chat/completions here: the base URL ends with /v1")],
+    "v1/conversations/x": [({}, None, "there is no /v1/conversations/x here: use POST /v1/responses with previous_")],
+    "v1/audio/speech": [({}, None, "there is no /v1/audio/speech here: the model reads no audio")],
+    "v2": [({}, None, "there is no /v2 here: expected one of POST /v1/chat/completions, ")],
+}
+
+
+@pytest.mark.parametrize(("path", "error"), [(path, one) for path, errors in ERRORS.items() for one in errors])
+def test_errors(server: Served, path: str, error: Error) -> None:
+    """Of streams, too: these errors precede the first event, unless the field ``stream`` is given."""
+    pytest.importorskip("llguidance")
+    fields, param, message = error
+    for more in ({"stream": True}, {}) if path in BODIES else ({},):
+        body = {**BODIES.get(path, {}), **more, **fields}
+        response = httpx.post(f"{server.url}/{path}", json=body, timeout=TIMEOUT)
+        found = response.json()["error"]
+        assert found["message"].startswith(message)
+        assert "\n" not in found["message"]
+        status = 404 if message.startswith(("there is no", "unknown model")) else 400
+        assert (response.status_code, found["param"], found["type"]) == (status, param, "invalid_request_error")
