@@ -41,7 +41,14 @@ from mmspec.eval.harness.output import (
     write_result,
 )
 from mmspec.eval.harness.prompts import held_out_requests
-from mmspec.eval.harness.timing import DecodingOptions, Method, peak_memory, reset_peak_memory, run_interleaved
+from mmspec.eval.harness.timing import (
+    DecodingOptions,
+    Method,
+    TimedBatch,
+    decode,
+    peak_memory,
+    reset_peak_memory,
+)
 from mmspec.eval.kernels import gpu_kernels, gpu_models
 from mmspec.ops import graphs, kernels
 from mmspec.pipeline import Pipeline
@@ -103,10 +110,8 @@ def tokens(plan: Plan) -> Iterator[Row]:
 
     def check(name: str, requests: Any, drafter: str | None) -> Row:
         got: list[Any] = []
-        for spec, device in (
-            (None, "cpu"),
-            *[(drafter, plan.device.type)] * 3,
-        ):  # the second captures, the third replays
+        runs = [(None, "cpu"), *[(drafter, plan.device.type)] * 3]  # on a GPU, the second captures, the third replays
+        for spec, device in runs:
             if len(got) < 2:
                 pipe = mmspec.load(name, drafter=spec, dtype="float32", device=device)
             results = pipe.generate_batch(requests, max_new_tokens=plan.of(48, 8), temperature=0.0, nodes=15)
@@ -146,14 +151,15 @@ def answers(name: str, plan: Plan, batch: int = 1, peers: bool = False, **sampli
     groups = [[{"prompt": drawn.choices(range(10, 150), k=length)} for _ in range(batch)] for _ in range(4)]
 
     def time(method: Method) -> Row:
-        pipe, timed, captured = Pipeline(target, processor, method.drafter, max_num_seqs=batch), [], 0
+        pipe, timed = Pipeline(target, processor, method.drafter, max_num_seqs=batch), list[TimedBatch]()
+        captured = equal = 0
         if method.generate_options is None:
             pipe.warm_up(batch, plan.of(1024, 64), [method.nodes])
         for turn, group in enumerate(groups):
             captured = graphs.num_captures() if turn == 1 else captured
-            timed += run_interleaved(pipe, group, [method], 1, options)[method.name]
+            timed.append(decode(pipe, method, group, options))
             for request, answer in zip(group, timed[-1].answers, strict=True):
-                method.equal += known.setdefault(tuple(request["prompt"]), answer) == answer
+                equal += known.setdefault(tuple(request["prompt"]), answer) == answer
         stats = [[s for s in one.stats if s.wall_seconds] for one in timed[1:]]  # empty of generate
         steps = [max((s.num_spec_steps for s in rows), default=new) for rows in stats]
         spent = [[one.seconds.get(phase, 0.0) for one in timed[1:]] for phase in ("decoding", "draft", "verify")]
@@ -163,7 +169,7 @@ def answers(name: str, plan: Plan, batch: int = 1, peers: bool = False, **sampli
             "tokens_per_step": fmean([s.mean_acceptance_length for rows in stats for s in rows] or [1.0]),
             **{"step_ms": step, "draft_ms": draft, "verify_ms": verify, "rest_ms": step - draft - verify},
             "tokens_per_second": batch * new / median(spent[0]),
-            "equal": f"{method.equal}/{4 * batch}",
+            "equal": f"{equal}/{4 * batch}",
             "captures": graphs.num_captures() - captured,
             "peak_bytes": max(one.memory or 0 for one in timed),
         }

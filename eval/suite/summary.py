@@ -47,7 +47,9 @@ def summarise(
     rows = []
     for (task, temperature, batch), group in sorted(cells.items(), key=lambda cell: cell[0][0] != ALL):
         methods = dict.fromkeys(m for record in group for m in record["turns"][0]["methods"])
-        drafting = [method for method in methods if _acceptance(_measured(group, method), method).drafted]
+        drafting = [
+            method for method in methods if _acceptance(_measured(group, method), method).total.num_draft_tokens
+        ]
         for method in methods:
             measured = _measured(group, method)
             row = {"task": task, "temperature": temperature, "batch": batch, "method": method}
@@ -144,7 +146,7 @@ def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
         "time_to_first_token": median(s["first"] for s in spent),
         "shares": shares,
         "memory": max((result["memory"] for result in results if result["memory"] is not None), default=None),
-        "acceptance": {**acceptance.to_dict(), "histogram": acceptance.histogram} if sum(acceptance.steps) else None,
+        "acceptance": acceptance.to_dict() if acceptance.total.num_spec_steps else None,
         "lossless": all(figures.get("lossless", True) for result in results for figures in result["stats"]),
         "equal": sum(compared),
         "compared": len(compared),

@@ -248,7 +248,7 @@ def test_answers_beside_a_server_and_busy_programs(tmp_path, monkeypatch):
         (["--requests", "prompt:3"], "unknown held-out set: expected one of clips, .*; did you mean prompts"),
         (["--requests", "prompts:97"], "expected at most 96 held-out prompts, got 97"),
         (["--methods", "nobody"], "unknown drafter"),
-        (["--busy", "-1"], "each a whole number >= 0"),
+        (["--busy", "-1"], "-1 is not in the range x>=0"),
     ],
 )
 def test_mistakes_are_one_line(options, message, folder):
