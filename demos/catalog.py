@@ -7,12 +7,12 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import gradio
-from PIL import Image
 
 from mmspec import plugins
-from mmspec.demos.chat_request import DEFAULT_MODELS, ChatRequest, Kind, Upload
+from mmspec.demos.chat_request import DEFAULT_MODELS, ChatRequest, Kind
 from mmspec.drafters.registry import AUTO, PLAIN, Selection, drafter_spec, drafters_for
 from mmspec.errors import UserError
 from mmspec.vision.embedded import photograph, samples
@@ -44,17 +44,6 @@ def explained(methods: Sequence[str]) -> dict[str, str]:
     return {**lines, "Chain": _CHAIN} if any(method.endswith(CHAIN) for method in methods) else lines
 
 
-def available(model: str) -> list[str]:
-    """Methods that a model can run without further checkpoints: plain decoding, its default drafter, and others.
-
-    For models outside local folders, these are ``auto`` and the drafters without weights.
-    """
-    home = Path(plugins.model_path(model))
-    drafters = drafters_for(home)
-    chains = [f"{name}{CHAIN}" for name in drafters if home.exists() and "+" not in name and drafter_spec(name).chains]
-    return [PLAIN, *drafters, *chains]
-
-
 def check_methods(methods: Sequence[str]) -> None:
     """Raise ``UserError`` unless these are two to four different methods."""
     if not FEWEST <= len(methods) <= MOST or len(set(methods)) < len(methods):
@@ -79,6 +68,21 @@ class Catalog:
     open: bool
     text_only: frozenset[str] = frozenset()
 
+    @classmethod
+    def of(
+        cls, models: Sequence[str] = (), drafters: Sequence[str] = (), texts: Iterable[str] = (), *, open: bool = True
+    ) -> Catalog:
+        """Catalog of the given models and drafters; by default the installed models and all registered drafters.
+
+        Args:
+            texts: models that take neither images nor videos, in addition to registered text models.
+            open: whether visitors may name others. If so, installed models and registered drafters are always listed.
+        """
+        listed = dict.fromkeys([*models, *(plugins.installed() if open or not models else [])])
+        named = dict.fromkeys([AUTO, *drafters, *(plugins.names("drafters") if open or not drafters else []), PLAIN])
+        text_only = frozenset({*texts, *filter(plugins.reads_text_only, listed)})
+        return cls(tuple(listed), tuple(named), models[0] if models else plugins.default_model(), open, text_only)
+
     def default_model(self, kind: Kind) -> str:
         """The default model for requests of a kind."""
         suited = self.models_for(kind)
@@ -98,11 +102,15 @@ class Catalog:
         return [name for name in self.models if kind == "text" or name not in self.text_only]
 
     def methods(self, model: str) -> list[str]:
-        """The methods listed for a model, plain decoding and the default drafter first."""
-        plain, default, *others = available(model)
-        folders = (name for name in self.drafters if name not in (AUTO, PLAIN, *plugins.names("drafters")))
-        allowed = [name for name in (*others, *folders) if self._allows(name)]
-        return list(dict.fromkeys([plain, default if self._allows(default) else AUTO, *allowed]))
+        """The methods listed for a model: plain decoding, the default drafter, then drafters that need no further
+        checkpoint, their chains, and the drafters that the server was started with."""
+        home = Path(plugins.model_path(model))
+        default, *others = drafters_for(home)
+        names = [default, *others] if home.exists() else []
+        chains = [f"{name}{CHAIN}" for name in names if "+" not in name and drafter_spec(name).chains]
+        folders = [name for name in self.drafters if name not in (AUTO, PLAIN, *plugins.names("drafters"))]
+        allowed = [name for name in (*others, *chains, *folders) if self._allows(name)]
+        return list(dict.fromkeys([PLAIN, default if self._allows(default) else AUTO, *allowed]))
 
     def _allows(self, method: str) -> bool:
         return self.open or drafter_of(method) in self.drafters
@@ -111,47 +119,20 @@ class Catalog:
         """Raise ``UserError`` if a name is not allowed."""
         for option, name, names in (("model", model, self.models), ("drafter", drafter, self.drafters)):
             if not self.open and name not in names:
-                raise UserError(
-                    f"{option} must be one that this server offers: expected {', '.join(names)}, got {name!r}"
-                )
+                offered = ", ".join(names)
+                raise UserError(f"{option} must be one that this server offers: expected {offered}, got {name!r}")
 
 
-def make_catalog(
-    models: Sequence[str] = (), drafters: Sequence[str] = (), text_only: Iterable[str] = (), *, open: bool = True
-) -> Catalog:
-    """Catalog of the given models and drafters; by default the installed models (see
-    ``plugins.installed``) and all registered drafters.
-
-    Args:
-        text_only: models that take neither images nor videos, in addition to registered text models.
-        open: whether visitors may name others. If so, installed models and registered drafters are always listed.
-    """
-    installed, registered = plugins.installed(), plugins.names("drafters")
-    all_models = [*models, *(installed if open or not models else [])]
-    all_drafters = [*drafters, *(registered if open or not drafters else [])]
-    default = models[0] if models else plugins.default_model()
-    texts = {*text_only, *filter(plugins.reads_text_only, all_models)}
-    unique, named = tuple(dict.fromkeys(all_models)), tuple(dict.fromkeys([AUTO, *all_drafters, PLAIN]))
-    return Catalog(unique, named, default, open, frozenset(texts))
-
-
+_SHAPES = {"five-shapes.png": "Five shapes", "three-shapes.png": "Three shapes"}
 _DRAWN: dict[Kind, dict[str, str]] = {
-    "image": {
-        "two-rings.png": "Two rings",
-        "scene.png": "A sign",
-        "five-shapes.png": "Five shapes",
-        "three-shapes.png": "Three shapes",
-    },
+    "image": {"two-rings.png": "Two rings", "scene.png": "A sign", **_SHAPES},
     "video": {"clip.mp4": "A clip", "another-clip.mp4": "Another clip"},
 }
 """Labels of the package's samples. A tab opens on the first, which ``tiny-llava`` describes without a mistake."""
 
-_PHOTOGRAPHS = {
-    photograph(): "A goldfish",
-    Path(gradio.__file__).parent / "media_assets" / "images" / "tower.jpg": "A tower",
-    Path(gradio.__file__).parent / "media_assets" / "images" / "lion.jpg": "A lion",
-}
-"""Of this package and of gradio; smol-llava did not see them in training."""
+_ASSETS = Path(gradio.__file__).parent / "media_assets" / "images"
+_PHOTOGRAPHS = {photograph(): "A goldfish", _ASSETS / "tower.jpg": "A tower", _ASSETS / "lion.jpg": "A lion"}
+"""Photographs of this package and of gradio; smol-llava did not see them in training."""
 
 TRAINED_TEXTS = {
     "A word problem": "Max has 24 apples. He buys 3 bags of 6 apples. How many apples does Max have now?",
@@ -170,69 +151,56 @@ TEXTS = {
     "A process": "What is photosynthesis? Explain it in three steps.",
     "A city": "What is the capital of France, and what is it known for?",
 }
-"""Example prompts for other models."""
+"""Example prompts for other models, as many."""
 
 
-@dataclass(frozen=True)
-class Example:
-    """An example on the page.
-
-    Attributes:
-        label: name on the page.
-        value: path of the image or video, or the prompt.
-        icon: path of a thumbnail; None without one.
-    """
+class Example(NamedTuple):
+    """An example on the page: its label, the prompt or the path of the file, and the path of a thumbnail."""
 
     label: str
     value: str
     icon: str | None = None
 
 
-def texts(model: str) -> list[Example]:
-    """Example prompts for a model; their number is the same for all models."""
-    prompts = TEXTS if plugins.sees_photographs(model) else TRAINED_TEXTS
-    return [Example(label, prompt) for label, prompt in prompts.items()]
+class Examples:
+    """Examples of a tab; their number is the same for all models.
+
+    Args:
+        folder: destination of copies of the package's samples.
+    """
+
+    def __init__(self, kind: Kind, folder: Path) -> None:
+        self.kind = kind
+        self._drawn = [_copied(samples() / name, label, folder) for name, label in _DRAWN.get(kind, {}).items()]
+        found = {path: label for path, label in _PHOTOGRAPHS.items() if kind == "image" and path.is_file()}
+        copied = [_copied(path, label, folder) for path, label in found.items()]
+        self._photographs = [*copied, *self._drawn][: len(self._drawn)]
+
+    def of(self, model: str) -> list[Example]:
+        """Examples that suit a model."""
+        untrained = plugins.sees_photographs(model)
+        if self.kind == "text":
+            return [Example(*entry) for entry in (TEXTS if untrained else TRAINED_TEXTS).items()]
+        return self._photographs if untrained else self._drawn
+
+    def name_of(self, upload: str, model: str) -> str | None:
+        """File name of the example that equals an upload; None without a match."""
+        try:
+            paths = (Path(example.value) for example in self.of(model))
+            return next((path.name for path in paths if filecmp.cmp(upload, path, shallow=False)), None)
+        except OSError:  # the upload was removed: the request itself reports the error
+            return None
+
+    def include(self, request: ChatRequest) -> bool:
+        """Whether a request's uploads, or its text, are all among the examples for its model."""
+        if self.kind == "text":
+            return request.prompt in [example.value for example in self.of(request.model)]
+        return all(self.name_of(upload, request.model) for upload in request.uploads)
 
 
-def media(kind: Kind, folder: Path) -> list[Example]:
-    """Example images or clips from the package, copied to ``folder``."""
-    copies = {label: shutil.copyfile(samples() / name, folder / name) for name, label in _DRAWN[kind].items()}
-    return [Example(label, str(path), str(path) if kind == "image" else _still(path)) for label, path in copies.items()]
-
-
-def photographs(drawn: Sequence[Example], folder: Path) -> list[Example]:
-    """The examples for models that know photographs: as many as ``drawn``, photographs first."""
-    found = []
-    for source, label in _PHOTOGRAPHS.items():
-        if source.is_file():
-            path = shutil.copyfile(source, folder / source.name)
-            found.append(Example(label, str(path), str(path)))
-    return [*found, *drawn][: len(drawn)]
-
-
-def example_of(request: ChatRequest, examples: Sequence[Example]) -> str | None:
-    """File name of the example that equals a request's only upload; None without a match."""
-    return _example(request.uploads[0], examples) if len(request.uploads) == 1 else None
-
-
-def is_sample(request: ChatRequest, examples: Sequence[Example]) -> bool:
-    """Whether a request's uploads, or its text, are among the examples for its model."""
-    if not request.uploads:
-        return request.prompt.strip() in [example.value for example in examples]
-    return all(_example(upload, examples) for upload in request.uploads)
-
-
-def _example(upload: Upload, examples: Sequence[Example]) -> str | None:
-    try:
-        paths = (Path(example.value) for example in examples)
-        return next((path.name for path in paths if filecmp.cmp(upload.path, path, shallow=False)), None)
-    except OSError:  # the upload was removed: the request itself reports the error
-        return None
-
-
-def _still(clip: Path) -> str:
-    """Write the first frame of a clip next to the clip; returns the frame's path."""
-    path = clip.with_suffix(".png")
-    frame = load_video(clip, frames=1).frames[0]
-    (frame if isinstance(frame, Image.Image) else Image.fromarray(frame)).save(path)
-    return str(path)
+def _copied(source: Path, label: str, folder: Path) -> Example:
+    path = icon = Path(shutil.copyfile(source, folder / source.name))
+    if source.suffix == ".mp4":
+        icon = path.with_suffix(".png")
+        load_video(path, frames=1).frames[0].save(icon)
+    return Example(label, str(path), str(icon))

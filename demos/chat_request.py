@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import field, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from mmspec import plugins
 from mmspec.errors import UserError
-from mmspec.sampling.params import SamplingParams
+from mmspec.validation import option, options
 from mmspec.vision.decoding import MediaDecoder
 
 Kind = Literal["image", "video", "text"]
@@ -22,7 +25,9 @@ DEFAULT_MODELS: dict[Kind, tuple[str, ...]] = {
     "video": ("tiny-llava",),
     "text": ("smollm2", "tiny-hybrid"),
 }
-"""The first one that is installed."""
+"""The first installed one is the default."""
+
+Name = Annotated[str, StringConstraints(strip_whitespace=True)]
 
 MAX_PROMPT_CHARS = 4000
 MAX_NEW_TOKENS = 512
@@ -33,40 +38,27 @@ MAX_VIDEO_SECONDS = 300
 MAX_UPLOAD_MIB = 32
 
 
-@dataclass(frozen=True)
-class Upload:
-    """An uploaded file.
-
-    Attributes:
-        path: path on the server.
-        name: the visitor's file name.
-    """
-
-    path: str
-    name: str
-
-
-@dataclass(frozen=True)
+@options
 class ChatRequest:
     """One prompt with its conversation history and settings.
 
     Attributes:
-        kind: kind of ``uploads``: up to ``MAX_IMAGES`` images, one video, or none.
+        uploads: paths of up to ``MAX_IMAGES`` images or of one video.
         history: earlier (prompt, answer) pairs about the same uploads.
-        frames: number of frames sampled from a video.
-        seed: sampling seed.
     """
 
     kind: Kind
-    prompt: str
-    uploads: Sequence[Upload] = ()
-    history: list[tuple[str, str]] = field(default_factory=list)
-    model: str = ""
-    drafter: str = "auto"
-    temperature: float = 0.0
-    max_new_tokens: int = 256
-    frames: int = 8
-    seed: int = 0
+    prompt: Annotated[str, StringConstraints(strip_whitespace=True, max_length=MAX_PROMPT_CHARS)] = option(
+        "", f"question or instruction, at most {MAX_PROMPT_CHARS} characters"
+    )
+    uploads: list[str] = option(list)
+    history: list[tuple[str, str]] = option(list)
+    model: Name = option("", "name of a model that the server offers; empty: its default")
+    drafter: Name = option("auto", "a drafter's name, auto (the model's default) or none (plain decoding)")
+    max_new_tokens: int = option(256, f"limit on new tokens, 1 to {MAX_NEW_TOKENS}", ge=1, le=MAX_NEW_TOKENS)
+    temperature: float = option(0.0, "0 (greedy) to 5", ge=0, le=5)
+    seed: int = option(0, "seed of sampling", ge=0, lt=2**63)
+    frames: int = option(8, f"frames sampled from the video, 1 to {MAX_FRAMES}", ge=1, le=MAX_FRAMES)
 
     def pipeline_request(self) -> dict[str, Any]:
         """``prompt``, ``images`` and ``videos`` for ``Pipeline.generate``, with media decoded.
@@ -74,44 +66,27 @@ class ChatRequest:
         Raises:
             UserError: the prompt or the upload is missing, a limit is exceeded, or the file cannot be decoded.
         """
-        prompt = self.prompt.strip()
-        if not prompt:
+        if not self.prompt:
             raise UserError("the prompt must not be empty: type a question")
-        if len(prompt) > MAX_PROMPT_CHARS:
-            raise UserError(f"the prompt must have at most {MAX_PROMPT_CHARS} characters: got {len(prompt)}")
         if len(self.history) >= MAX_TURNS:
             raise UserError(f"a conversation must have at most {MAX_TURNS} questions: start a new one")
         media = self._media()
         if not self.history:
-            return {"prompt": prompt, **media}
-        messages: list[dict[str, Any]] = []
-        for user, assistant in [*self.history, (prompt, None)]:
-            attached = [{"type": self.kind} for _ in self.uploads] if not messages else []
-            messages.append({"role": "user", "content": self._content(user, attached)})
-            if assistant is not None:
-                messages.append({"role": "assistant", "content": self._content(assistant)})
+            return {"prompt": self.prompt, **media}
+        messages = []
+        for user, assistant in self.history:
+            messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+        messages.append({"role": "user", "content": self.prompt})
+        if self.kind != "text":
+            for message in messages:
+                message["content"] = [{"type": "text", "text": message["content"]}]
+            messages[0]["content"][:0] = [{"type": self.kind} for _ in self.uploads]
         return {"prompt": messages, **media}
 
-    def _content(self, text: str, attached: Sequence[dict[str, Any]] = ()) -> Any:
-        """Content of a chat message: plain text, or a list of items if the conversation has media."""
-        return text if self.kind == "text" else [*attached, {"type": "text", "text": text}]
-
+    @property
     def generate_kwargs(self) -> dict[str, Any]:
-        """Decoding keywords of ``Pipeline.generate``.
-
-        Raises:
-            UserError: an option is out of range.
-        """
-        if not 1 <= self.max_new_tokens <= MAX_NEW_TOKENS:
-            raise UserError(f"max_new_tokens must lie in 1..{MAX_NEW_TOKENS}: got {self.max_new_tokens}")
-        if self.temperature > 5:
-            raise UserError(f"temperature must lie in 0..5: got {self.temperature}")
-        SamplingParams.rule("temperature").check("temperature", self.temperature)
-        return {
-            "max_new_tokens": int(self.max_new_tokens),
-            "temperature": float(self.temperature),
-            "seed": int(self.seed),
-        }
+        """Decoding keywords of ``Pipeline.generate``."""
+        return {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "seed")}
 
     def _media(self) -> dict[str, Any]:
         if self.kind == "text":
@@ -121,16 +96,13 @@ class ChatRequest:
         most = MAX_IMAGES if self.kind == "image" else 1
         if len(self.uploads) > most:
             raise UserError(f"a question must have at most {most} {self.kind}s: got {len(self.uploads)}")
-        for upload in self.uploads:
-            if not Path(upload.path).is_file():
-                raise UserError(f"{upload.name} was removed (uploads are kept for a limited time): upload it again")
-        if self.kind == "image":
-            return {"images": [decoder().load(upload.path, "image", name=upload.name) for upload in self.uploads]}
-        if not 1 <= self.frames <= MAX_FRAMES:
-            raise UserError(f"frames must lie in 1..{MAX_FRAMES}: got {self.frames}")
-        video: dict[str, Any] = {"frames": int(self.frames), "max_duration": MAX_VIDEO_SECONDS}
-        (upload,) = self.uploads
-        return {"videos": [decoder().load(upload.path, "video", name=upload.name, **video)]}
+        options: dict[str, Any] = {"frames": self.frames, "max_duration": MAX_VIDEO_SECONDS}
+        decoded = []
+        for path in map(Path, self.uploads):
+            if not path.is_file():
+                raise UserError(f"{path.name} was removed (uploads are kept for a limited time): upload it again")
+            decoded.append(decoder().load(path, self.kind, name=path.name, **options if self.kind == "video" else {}))
+        return {f"{self.kind}s": decoded}
 
 
 @cache
@@ -168,15 +140,14 @@ class Turn:
     """
 
     prompt: str
-    tokens: list[Token]
+    tokens: Annotated[list[Token], Field(max_length=MAX_NEW_TOKENS)]
     stopped: bool = False
 
     @staticmethod
     def of(prompt: str, tokens: Iterable[Token], stopped: bool) -> Turn:
         """Build a turn from an answer's tokens."""
         groups = groupby(tokens, key=lambda token: (token.origin, token.step))
-        joined = [Token("".join(token.text for token in group), *key) for key, group in groups]
-        return Turn(prompt, joined, stopped)
+        return Turn(prompt, [Token("".join(token.text for token in group), *key) for key, group in groups], stopped)
 
     @property
     def answer(self) -> str:
@@ -199,29 +170,15 @@ class ChatState:
     running: str = ""
     opened: bool = False
 
-    def restarted(self) -> ChatState:
-        """A new conversation that keeps the id of a running request."""
-        return ChatState(running=self.running, opened=True)
-
-    def with_turn(self, turn: Turn) -> ChatState:
-        return replace(self, turns=[*self.turns, turn])
+    @staticmethod
+    def parse(value: Any) -> ChatState:
+        """Parse the conversation sent by a page; malformed values give an empty conversation."""
+        try:
+            state = TypeAdapter(ChatState).validate_python(value)
+        except ValidationError:
+            return ChatState()
+        return replace(state, turns=state.turns[-MAX_TURNS:])
 
     @property
     def history(self) -> list[tuple[str, str]]:
         return [(turn.prompt, turn.answer) for turn in self.turns]
-
-
-def parse_conversation(value: Any) -> ChatState:
-    """Parse the conversation sent by a page; malformed values give an empty conversation."""
-    try:
-        turns = [_parse_turn(turn) for turn in value["turns"][-MAX_TURNS:]]
-        return ChatState(turns, int(value["seed"]), str(value["running"]), bool(value["opened"]))
-    except (KeyError, TypeError, ValueError):
-        return ChatState()
-
-
-def _parse_turn(turn: Any) -> Turn:
-    tokens = [Token(str(token["text"]), token["origin"], int(token["step"])) for token in turn["tokens"]]
-    if len(tokens) > MAX_NEW_TOKENS or not {token.origin for token in tokens} <= set(get_args(Origin)):
-        raise ValueError("malformed tokens")
-    return Turn(str(turn["prompt"]), tokens, bool(turn["stopped"]))

@@ -6,7 +6,6 @@ import logging
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -33,6 +32,7 @@ from mmspec.serving.limits import is_loopback
 
 _log = logging.getLogger("mmspec.demo")
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
+_NAMES: dict[str, Any] = {"multiple": True, "metavar": "NAME"}
 LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login for visitors.")
 
 
@@ -40,19 +40,13 @@ LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login 
 @click.option(
     "--model",
     "models",
-    multiple=True,
-    metavar="NAME",
-    shell_complete=complete("models"),
-    help="Embedded name, local folder or hub id; repeatable, the first one is shown first.  "
+    help="Embedded name, local folder or hub id; repeatable, the first model is shown first.  "
     f"[default: ({plugins.DEFAULT_MODEL})]",
+    shell_complete=complete("models"),
+    **_NAMES,
 )
 @click.option(
-    "--drafter",
-    "drafters",
-    multiple=True,
-    metavar="NAME",
-    shell_complete=complete("drafters"),
-    help="Selectable drafter. May be repeated.",
+    "--drafter", "drafters", help="Selectable drafter; repeatable.", shell_complete=complete("drafters"), **_NAMES
 )
 @mmproj_option
 @device_options
@@ -74,10 +68,6 @@ LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login 
 def demo(
     models: Sequence[str],
     drafters: Sequence[str],
-    mmproj: Path | None,
-    device: str,
-    dtype: str,
-    generation_config: str,
     host: str,
     port: int,
     auth: str | None,
@@ -86,7 +76,7 @@ def demo(
     api_key: str | None,
     share: bool,
     upload_space: int,
-    **adapting: Any,
+    **options: Any,
 ) -> None:
     """Serve the web demo: streamed answers, a race against plain decoding, draft trees.
 
@@ -95,64 +85,49 @@ def demo(
     and registered drafters), and --auth (with --api also --api-key) or --no-auth is required.
     """
     public = share or not is_loopback(host)
-    login = _login(auth, no_auth, public)
+    LOGIN.check(auth, no_auth, public)
+    user, _, password = (auth or "").partition(":")
+    if auth and not (user and password):
+        raise UserError("--auth must be USER:PASSWORD, neither of them empty")
     if api:
         check_api_key(api_key, no_auth, public)
     elif click.get_current_context().get_parameter_source("api_key") is ParameterSource.COMMANDLINE:
         raise UserError("--api-key goes with --api: got no --api")
-    adapt = adapt_of(adapting)
+    adapt = adapt_of(options)
     if adapt is not None and not api:
         raise UserError("--adapt goes with --api: got no --api")
     with steps_shown():
-        _import()
-        from mmspec.demos.catalog import make_catalog
+        _log.info("importing torch, transformers and gradio")
+        try:
+            import gradio  # noqa: F401
+        except ImportError:
+            raise missing("the demo", "gradio", "demo") from None
+        from mmspec.demos.catalog import Catalog
         from mmspec.demos.models import ModelCache
-        from mmspec.demos.server import run_server
+        from mmspec.demos.server import make_api, run_server
 
-        cache = ModelCache(device=device, dtype=dtype, generation_config=generation_config, mmproj=mmproj)
+        cache = ModelCache(**options)  # how models are loaded
         # Fail at startup, not at the first request, if a model is missing.
         named = reversed(models or (plugins.default_model(),))
         texts = [name for name in named if not cache.get(name).processor.reads_media]
-        catalog = make_catalog(models, drafters, texts, open=not public)
+        catalog = Catalog.of(models, drafters, texts, open=not public)
         _log.info("making the page")
-    options: dict[str, Any] = {"server_name": host, "server_port": port, "auth": login, "share": share}
+    serving: dict[str, Any] = {"auth": (user, password) if auth else None, "share": share, "upload_space": upload_space}
     if api:
-        from mmspec.demos.server import API
-
         drafter = drafters[0] if drafters else "auto"
-        served = API(models[0] if models else catalog.default, drafter, None if public else host, api_key, adapt)
-        options["api"] = served.app(cache)
+        serving["api"] = make_api(cache, catalog.default, drafter, None if public else host, api_key, adapt)
+
+    def addresses(url: str) -> str:
+        return f"{url} and {url.rstrip('/')}/v1" if api else url
+
     try:
-        with _signals_raise(), run_server(cache, catalog, upload_space=upload_space, opened=True, **options) as page:
-            click.echo(f"mmspec demo: {_addresses(str(page.local_url), api)} (Ctrl-C to stop)")
+        with _signals_raise(), run_server(cache, catalog, host=host, port=port, opened=True, **serving) as page:
+            click.echo(f"mmspec demo: {addresses(str(page.local_url))} (Ctrl-C to stop)")
             if page.share_url:
-                click.echo(f"public address: {_addresses(str(page.share_url), api)}")
+                click.echo(f"public address: {addresses(str(page.share_url))}")
             Event().wait()
     except OSError as error:
         raise UserError(f"cannot listen on {host}, port {port}: {error}") from error
-
-
-def _import() -> None:
-    _log.info("importing torch, transformers and gradio")
-    try:
-        import gradio  # noqa: F401
-    except ImportError:
-        raise missing("the demo", "gradio", "demo") from None
-
-
-def _addresses(url: str, api: bool) -> str:
-    """Address of the page and, with ``api``, of the API."""
-    return f"{url} and {url.rstrip('/')}/v1" if api else url
-
-
-def _login(auth: str | None, no_auth: bool, public: bool) -> tuple[str, str] | None:
-    LOGIN.check(auth, no_auth, public)
-    if not auth:
-        return None
-    user, colon, password = auth.partition(":")
-    if not (user and colon and password):
-        raise UserError("--auth must be USER:PASSWORD, neither of them empty")
-    return user, password
 
 
 @contextmanager

@@ -5,27 +5,18 @@ Each endpoint yields partial results, so that clients can stream and cancel; the
 
 # No postponed annotations: gradio reads the endpoints' types from them.
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any, TypedDict
 
 import gradio as gr
 
 from mmspec.demos.catalog import FEWEST, MOST
-from mmspec.demos.chat_request import (
-    DEFAULT_PROMPTS,
-    MAX_FRAMES,
-    MAX_NEW_TOKENS,
-    MAX_PROMPT_CHARS,
-    MAX_VIDEO_SECONDS,
-    ChatRequest,
-    Kind,
-    Upload,
-)
+from mmspec.demos.chat_request import DEFAULT_PROMPTS, MAX_VIDEO_SECONDS, ChatRequest
 from mmspec.demos.racing import Race, StreamedAnswer
-from mmspec.demos.service import Service, not_uploaded_error
-from mmspec.drafters.registry import AUTO
+from mmspec.demos.service import Service
 from mmspec.errors import UserError
+from mmspec.validation import check
 
 
 class AnswerJSON(TypedDict):
@@ -43,7 +34,7 @@ class AnswerJSON(TypedDict):
 
 
 class RaceJSON(TypedDict):
-    """A race: each lane is the run of median time among ``runs`` runs. The speedups are those of the fastest lane;
+    """A race: each lane is the run of median time among ``runs`` runs. The speedups are the fastest lane's;
     ``first_difference`` is -1 if all tokens are equal."""
 
     lanes: list[AnswerJSON]
@@ -59,31 +50,20 @@ class RaceJSON(TypedDict):
 _PARAMETERS = {
     "image": "image file; with gradio_client: handle_file(PATH)",
     "video": f"video file of at most {MAX_VIDEO_SECONDS} s; with gradio_client: handle_file(PATH)",
-    "prompt": f"question or instruction, at most {MAX_PROMPT_CHARS} characters",
-    "model": "name of a model that the server offers; empty: its default",
-    "drafter": "a drafter's name, auto (the model's default) or none (plain decoding)",
     "methods": (
         f"{FEWEST} to {MOST} of: none (plain decoding), a drafter, DRAFTER@chain (chains instead of trees); "
         "empty: plain decoding and the default drafter"
     ),
-    "max_new_tokens": f"limit on new tokens, 1 to {MAX_NEW_TOKENS}",
-    "temperature": "0 (greedy) to 5",
-    "seed": "seed of sampling",
-    "frames": f"frames sampled from the video, 1 to {MAX_FRAMES}",
+    **{name: info.description for name, info in ChatRequest.__pydantic_fields__.items()},  # type: ignore[attr-defined]
 }
 
 
-def add_endpoints(page: gr.Blocks, service: Service) -> None:
-    for endpoint in (*_caption_endpoints(service), *_text_endpoints(service)):
-        event = gr.api(endpoint, api_name=endpoint.__name__, concurrency_limit=None)
-        names = inspect.signature(endpoint).parameters
-        for component, name in zip(page.fns[event["id"]].inputs, names, strict=True):
-            component._api_info["additional_description"] = _PARAMETERS[name]  # type: ignore[union-attr]
-
-
 # Endpoints are generators, but gradio expects the type of one result as their return annotation.
-def _caption_endpoints(service: Service) -> tuple[Callable[..., Any], ...]:
-    def caption_image(  # type: ignore[misc]
+def add_endpoints(page: gr.Blocks, service: Service) -> None:
+    def answer(kind: str, arguments: dict[str, Any]) -> Iterator[AnswerJSON]:
+        return map(answer_result, service.answer(_request(kind, arguments)))
+
+    def caption_image(
         image: gr.FileData,
         prompt: str = DEFAULT_PROMPTS["image"],
         model: str = "",
@@ -93,9 +73,9 @@ def _caption_endpoints(service: Service) -> tuple[Callable[..., Any], ...]:
         seed: int = 0,
     ) -> AnswerJSON:
         """Describe an image, or answer a question about it."""
-        yield from _answers(service, locals() | {"kind": "image", "upload": image})
+        return answer("image", locals())  # type: ignore[return-value]
 
-    def caption_video(  # type: ignore[misc]
+    def caption_video(
         video: gr.FileData,
         prompt: str = DEFAULT_PROMPTS["video"],
         model: str = "",
@@ -106,13 +86,9 @@ def _caption_endpoints(service: Service) -> tuple[Callable[..., Any], ...]:
         frames: int = 8,
     ) -> AnswerJSON:
         """Describe a video, or answer a question about it."""
-        yield from _answers(service, locals() | {"kind": "video", "upload": video})
+        return answer("video", locals())  # type: ignore[return-value]
 
-    return caption_image, caption_video
-
-
-def _text_endpoints(service: Service) -> tuple[Callable[..., Any], ...]:
-    def generate(  # type: ignore[misc]
+    def generate(
         prompt: str,
         model: str = "",
         drafter: str = "auto",
@@ -121,9 +97,9 @@ def _text_endpoints(service: Service) -> tuple[Callable[..., Any], ...]:
         seed: int = 0,
     ) -> AnswerJSON:
         """Answer a text prompt."""
-        yield from _answers(service, locals() | {"kind": "text"})
+        return answer("text", locals())  # type: ignore[return-value]
 
-    def compare(  # type: ignore[misc]
+    def compare(
         prompt: str,
         image: gr.FileData | None = None,
         video: gr.FileData | None = None,
@@ -135,62 +111,37 @@ def _text_endpoints(service: Service) -> tuple[Callable[..., Any], ...]:
         frames: int = 8,
     ) -> RaceJSON:
         """Race two to four methods of decoding on a text prompt, or on a question about an image or a video."""
-        yield from _comparisons(service, locals())
-
-    return generate, compare
-
-
-def _answers(service: Service, arguments: dict[str, Any]) -> Iterator[AnswerJSON]:
-    for answer in _gradio_errors(lambda: service.answer(_parse_request(arguments))):
-        yield answer_result(answer)
-
-
-def _comparisons(service: Service, arguments: dict[str, Any]) -> Iterator[RaceJSON]:
-    def start() -> Iterator[Race]:
-        kinds: list[Kind] = [kind for kind in ("image", "video") if arguments[kind] is not None]
-        if len(kinds) > 1:
+        if image is not None and video is not None:
             raise UserError("a race is about one upload: expected image or video, got both")
-        methods = arguments["methods"] or None
-        if methods is not None and not (isinstance(methods, list) and all(isinstance(name, str) for name in methods)):
-            raise UserError(f"methods must be a list of names: got {methods!r}")
-        kind: Kind = kinds[0] if kinds else "text"
-        upload = arguments[kind] if kinds else None
-        chat = _parse_request({**arguments, "kind": kind, "upload": upload, "drafter": AUTO})
-        return service.race(chat, methods)
+        kind = "image" if image is not None else "video" if video is not None else "text"
+        chosen = check("methods", list[str], methods) if methods else None
+        return map(race_result, service.race(_request(kind, locals()), chosen))  # type: ignore[return-value]
 
-    for race in _gradio_errors(start):
-        yield race_result(race)
-
-
-def _gradio_errors(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """Raise ``UserError`` as ``gr.Error``."""
-    try:
-        yield from start()
-    except UserError as error:
-        raise gr.Error(str(error), print_exception=False) from None
+    for endpoint in (caption_image, caption_video, generate, compare):
+        event = gr.api(_raises_gradio_errors(endpoint), api_name=endpoint.__name__, concurrency_limit=None)
+        names = inspect.signature(endpoint).parameters
+        for component, name in zip(page.fns[event["id"]].inputs, names, strict=True):
+            component._api_info["additional_description"] = _PARAMETERS[name]  # type: ignore[union-attr]
 
 
-def _parse_request(arguments: dict[str, Any]) -> ChatRequest:
-    """Check the types of an endpoint's arguments."""
-    fields = {
-        name: arguments[name] for name in ChatRequest.__dataclass_fields__ if name in arguments and name != "uploads"
-    }
-    for name, kind in (("prompt", str), ("model", str), ("drafter", str), ("max_new_tokens", int), ("seed", int)):
-        if not isinstance(fields[name], kind) or isinstance(fields[name], bool):
-            raise UserError(f"{name} must be of type {kind.__name__}: got {fields[name]!r}")
-    for name in ("temperature", "frames"):
-        if not isinstance(fields.get(name, 0), int | float):
-            raise UserError(f"{name} must be a number: got {fields[name]!r}")
-    return ChatRequest(**fields, uploads=_parse_upload(arguments.get("upload"), arguments["kind"]))
+def _request(kind: str, arguments: dict[str, Any]) -> ChatRequest:
+    fields = {name: arguments[name] for name in ChatRequest.__dataclass_fields__ if name in arguments}
+    file = arguments.get(kind)
+    uploads = [] if file is None else [str(file.get("path") if isinstance(file, dict) else "")]
+    return ChatRequest(**{**fields, "kind": kind, "uploads": uploads})
 
 
-def _parse_upload(file: Any, kind: Kind) -> Sequence[Upload]:
-    if file is None:
-        return ()
-    path = file.get("path") if isinstance(file, dict) else None
-    if not isinstance(path, str):
-        raise not_uploaded_error(kind)
-    return (Upload(path, str(file.get("orig_name") or Path(path).name)),)
+def _raises_gradio_errors(endpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Stream an endpoint's results, and raise ``UserError`` as ``gr.Error``."""
+
+    @wraps(endpoint)
+    def streamed(*arguments: Any) -> Iterator[Any]:
+        try:
+            yield from endpoint(*arguments)
+        except UserError as error:
+            raise gr.Error(str(error), print_exception=False) from None
+
+    return streamed
 
 
 def answer_result(answer: StreamedAnswer) -> AnswerJSON:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from math import inf
 from time import perf_counter as clock
 from typing import Any
@@ -20,6 +19,14 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Piece, Pipeline
 from mmspec.targets.detokenizer import Detokenizer
 
+RUNS = 3
+"""Runs of each method in a race, which shows the run of median time."""
+
+AS_FAST = 1.05
+"""Ratio of times within which two methods are as fast as each other."""
+
+_WARM_UP = 8  # tokens
+_PAUSES = 0.05, 0.5  # seconds between updates, in the first run and later runs: updates slow the methods down
 _DIGITS = 4  # decimals of recorded probabilities
 
 
@@ -29,7 +36,6 @@ class StreamedAnswer:
 
     Attributes:
         drafter: the decoding method, see ``resolved``.
-        token_text: decodes token ids, special tokens included.
         seconds: time of image preprocessing and engine steps so far, without time spent in the consumer.
         limit: maximum number of tokens.
         steps: the verified draft trees so far.
@@ -40,7 +46,6 @@ class StreamedAnswer:
 
     model: str
     drafter: str
-    token_text: Callable[[list[int]], str] = field(default=str, repr=False)
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
@@ -61,20 +66,29 @@ class StreamedAnswer:
         """Number of passes after the prefill so far."""
         return max(len(self.pass_ends) - 1, 0)
 
+    @property
+    def speed(self) -> float:
+        """Tokens per second: of decoding for complete answers, else of the answer so far."""
+        if self.stats is not None:
+            return self.stats.tokens_per_second
+        return len(self.token_ids) / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Mean acceptance length of a complete answer; of an answer so far, with the prefill as a pass."""
+        return self.stats.mean_acceptance_length if self.stats else len(self.token_ids) / (self.passes + 1)
+
     def append(self, piece: Piece, decode: Callable[[list[int]], str]) -> None:
         """Append a piece of the pipeline's stream; ``decode`` returns the text added by further tokens."""
-        self.steps = piece.trees
         self.text += piece.text
+        self.steps, self.stats, self.finish_reason = piece.trees, piece.stats, piece.finish_reason
         origins = self._token_origins(len(self.token_ids) + len(piece.token_ids))
         for token_id in piece.token_ids:
             self.token_ids.append(token_id)
             self.tokens.append(Token(decode([token_id]), *origins[len(self.tokens)]))
-        self.stats, self.finish_reason = piece.stats, piece.finish_reason
-        self._time_passes(1 + self.tokens[-1].step if self.tokens else 0)
-
-    def _time_passes(self, count: int) -> None:
-        """Record end times of new passes; passes of one piece share its time equally."""
-        start, new = self.pass_ends[-1] if self.pass_ends else 0.0, count - len(self.pass_ends)
+        # Passes of one piece share its time equally.
+        start = self.pass_ends[-1] if self.pass_ends else 0.0
+        new = 1 + self.tokens[-1].step - len(self.pass_ends) if self.tokens else 0
         self.pass_ends += [start + (self.seconds - start) * number / new for number in range(1, new + 1)]
 
     def _token_origins(self, count: int) -> list[tuple[Origin, int]]:
@@ -96,15 +110,8 @@ def resolved(method: str, pipe: Pipeline) -> str:
 def stream_answer(
     pipe: Pipeline, method: str, request: Mapping[str, Any], keywords: Mapping[str, Any]
 ) -> Iterator[StreamedAnswer]:
-    """Answer a request; yields the same ``StreamedAnswer`` after every piece.
-
-    Args:
-        method: the pipeline's method, see ``resolved``.
-        request: ``prompt``, ``images``, ``videos``.
-        keywords: as for ``Pipeline.generate``.
-    """
-    token_text = partial(pipe.io.decode, skip_special_tokens=False)
-    answer = StreamedAnswer(pipe.name, method, token_text, limit=keywords["max_new_tokens"])
+    """Answer a request with keywords of ``Pipeline.generate``; yields the same ``StreamedAnswer`` after every piece."""
+    answer = StreamedAnswer(pipe.name, method, limit=keywords["max_new_tokens"])
     reader = Detokenizer(pipe.io.vocabulary)
     start, preprocessing = clock(), None
     for piece in pipe.stream(**request, **keywords, trace=pipe.drafter is not None):
@@ -116,28 +123,16 @@ def stream_answer(
 
 
 def recording(lanes: Sequence[StreamedAnswer], chat: ChatRequest, example: str | None) -> dict[str, Any]:
-    """Answers to one request as JSON values.
-
-    Args:
-        lanes: an answer per method, complete or stopped.
-        example: name of the uploaded example; None without one.
+    """Complete or stopped answers to one request as JSON values; ``example`` is the name of an uploaded example.
 
     Returns:
         ``settings``: contents of a link to the page. ``lanes``: for each method, its text, ``ends`` of prefill and
-        passes in seconds, ``emitted`` tokens of each, ``shares`` of drafting and verification in a pass, verified
-        ``trees``, and ``texts`` of their tokens by id.
+        passes in seconds, ``emitted`` tokens of each, ``shares`` of drafting and verification in a pass, and verified
+        ``trees`` (fields of ``TreeRecord``).
     """
-    settings = {
-        "kind": chat.kind,
-        "prompt": chat.prompt,
-        "model": chat.model,
-        "methods": [lane.drafter for lane in lanes],
-        "temperature": chat.temperature,
-        "max_new_tokens": chat.max_new_tokens,
-        "seed": chat.seed,
-        **({"frames": chat.frames} if chat.kind == "video" else {}),
-        **({"example": example} if example else {}),
-    }
+    left_out = {"uploads", "history", "drafter", *(["frames"] if chat.kind != "video" else [])}
+    settings = {name: value for name, value in asdict(chat).items() if name not in left_out}
+    settings |= {"methods": [lane.drafter for lane in lanes], **({"example": example} if example else {})}
     return {"settings": settings, "lanes": [_lane(lane) for lane in lanes]}
 
 
@@ -145,7 +140,8 @@ def _lane(lane: StreamedAnswer) -> dict[str, Any]:
     emitted = [0] * len(lane.pass_ends)
     for token in lane.tokens:
         emitted[token.step] += 1
-    seen = {token for step in lane.steps for token in (*step.tokens, step.bonus)}
+    stats = lane.stats or Stats(draft_seconds=1.0, verify_seconds=1.0)  # equal shares for stopped answers
+    total = stats.draft_seconds + stats.verify_seconds + stats.commit_seconds
     return {
         "method": lane.drafter,
         "label": label(lane.drafter),
@@ -153,41 +149,15 @@ def _lane(lane: StreamedAnswer) -> dict[str, Any]:
         "seconds": round(lane.seconds, 6),
         "ends": [round(end, 6) for end in lane.pass_ends],
         "emitted": emitted,
-        "shares": _shares(lane),
-        "trees": [_tree(step) for step in lane.steps],
-        "texts": {token: lane.token_text([token]) for token in sorted(seen)},
+        "shares": [round(part / total, 2) if total else 0.5 for part in (stats.draft_seconds, stats.verify_seconds)],
+        "trees": [{name: _rounded(value) for name, value in asdict(step).items()} for step in lane.steps],
     }
 
 
-def _shares(lane: StreamedAnswer) -> list[float]:
-    """Shares of drafting and verification in the time of the passes; equal shares for stopped answers."""
-    stats = lane.stats
-    total = stats.draft_seconds + stats.verify_seconds + stats.commit_seconds if stats else 0.0
-    if stats is None or not total:
-        return [0.5, 0.5]
-    return [round(stats.draft_seconds / total, 2), round(stats.verify_seconds / total, 2)]
-
-
-def _tree(step: TreeRecord) -> dict[str, Any]:
-    return {
-        "tokens": step.tokens,
-        "parents": step.parents,
-        "path": step.path,
-        "bonus": step.bonus,
-        "probs": [round(prob, _DIGITS) for prob in step.probs],
-        "bonus_prob": round(step.bonus_prob, _DIGITS),
-        "guesses": step.guesses and [round(guess, _DIGITS) for guess in step.guesses],
-    }
-
-
-RUNS = 3
-"""Answers of each method, of which a race shows that of median time."""
-
-AS_FAST = 1.05
-"""Ratio of times within which two methods are as fast as each other."""
-
-_WARM_UP = 8  # tokens
-_PAUSES = 0.05, 0.5  # seconds between updates, in the first run and later runs: updates slow the methods down
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return round(value, _DIGITS) if isinstance(value, float) else value
 
 
 @dataclass
@@ -196,8 +166,7 @@ class Race:
 
     Attributes:
         lanes: an answer per method, of the first run, later of the run with median time.
-        equal: whether the tokens of all lanes are equal.
-        difference: first difference of a lane from the first lane; None if all are equal.
+        equal, difference: whether the tokens of all lanes are equal, and their first difference.
         ahead: number of requests ahead in the queue; None while running.
         runs: number of complete runs to choose the lanes from.
     """
@@ -215,8 +184,7 @@ class Race:
     @property
     def baseline(self) -> StreamedAnswer:
         """Baseline lane: plain decoding if it takes part, else the slowest lane."""
-        plain = [lane for lane in self.lanes if lane.drafter == PLAIN]
-        return plain[0] if plain else max(self.lanes, key=lambda lane: lane.seconds)
+        return max(self.lanes, key=lambda lane: (lane.drafter == PLAIN, lane.seconds))
 
     @property
     def fastest(self) -> StreamedAnswer:
@@ -268,10 +236,15 @@ def race(
             lanes.append(answer)
         runs.append(lanes)
         if len(runs) % 2:  # only an odd number of runs has a median run
-            result.lanes = [_median(answers) for answers in zip(*runs, strict=True)]
+            by_time = (sorted(answers, key=lambda answer: answer.seconds) for answers in zip(*runs, strict=True))
+            result.lanes = [answers[len(answers) // 2] for answers in by_time]
             result.runs = len(runs)
         if result.equal is not False:
-            _compare(result, [lane for lanes in runs for lane in lanes], loaded.open, request, keywords)
+            first, *others = [lane.token_ids for run in runs for lane in run]
+            unequal = next((tokens for tokens in others if tokens != first), None)
+            result.equal = unequal is None
+            if unequal is not None:
+                result.difference = first_difference(loaded.open(PLAIN), request, keywords, unequal, first)
         yield result
 
 
@@ -289,24 +262,3 @@ def warmed_up(
     for pipe in pipes.values():
         pipe.generate(**request, **{**keywords, "max_new_tokens": min(_WARM_UP, keywords["max_new_tokens"])})
     return pipes
-
-
-def _median(answers: Sequence[StreamedAnswer]) -> StreamedAnswer:
-    """The answer with median time among an odd number of answers."""
-    return sorted(answers, key=lambda answer: answer.seconds)[len(answers) // 2]
-
-
-def _compare(
-    result: Race,
-    answers: Sequence[StreamedAnswer],
-    open_pipeline: Callable[[str], Pipeline],
-    request: Mapping[str, Any],
-    keywords: Mapping[str, Any],
-) -> None:
-    """Set whether the tokens of all answers, of all runs, are equal."""
-    first, *others = answers
-    unequal = next((answer for answer in others if answer.token_ids != first.token_ids), None)
-    if unequal is not None:
-        tokens = unequal.token_ids, first.token_ids
-        result.difference = first_difference(open_pipeline(PLAIN), request, keywords, *tokens)
-    result.equal = unequal is None

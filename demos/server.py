@@ -9,7 +9,6 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -32,7 +31,7 @@ from mmspec.adaptation.options import AdaptOptions
 from mmspec.demos.catalog import Catalog
 from mmspec.demos.chat_request import MAX_UPLOAD_MIB
 from mmspec.demos.models import RUNNING, WAITING, ModelCache, QueuePlace, RequestQueue
-from mmspec.demos.page import Tab, build
+from mmspec.demos.page import build
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder, running, temporary_folder
 from mmspec.errors import UserError
@@ -41,8 +40,9 @@ from mmspec.serving.errors import APIError
 from mmspec.serving.limits import Limits, host_names
 from mmspec.serving.middleware import PROBES
 
+_log = logging.getLogger("mmspec.demo")
+
 _API_PATHS = ("/v1", "/tokenize", "/detokenize", "/metrics", *PROBES)
-_POLL = 0.02  # seconds between polls of the queue: requests of the page end in other threads
 _GRADIO = "/gradio_api"
 _POST_ROUTES = ("/upload", "/queue/join", "/cancel", "/reset", "/login")
 _CALL_ROUTES = ("/call/", "/run/")  # followed by an endpoint; "/run" serves the page's unqueued events
@@ -53,35 +53,38 @@ _MAX_REQUEST_BYTES = 2**20  # maximum bytes of any other request
 
 
 class RequestFilter:
-    """ASGI middleware that rejects unneeded routes and oversized requests, and serves files of the upload folder only.
+    """ASGI middleware that rejects unneeded routes and oversized requests, serves files of the upload folder only, and
+    sends the paths of OpenAI's API to ``api``.
 
     gradio's server has further routes: one stores recordings outside of the upload folder and never removes them,
     others write state files there, or download URLs on behalf of clients.
     """
 
-    def __init__(self, app: ASGIApp, uploads: UploadFolder) -> None:
-        self.app = app
-        self.uploads = uploads
+    def __init__(self, app: ASGIApp, uploads: UploadFolder, api: ASGIApp | None = None) -> None:
+        self.app, self.uploads, self.api = app, uploads, api
         self.server = secrets.token_hex(8)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if self.api is not None and any(f"{scope['path']}/".startswith(f"{path}/") for path in _API_PATHS):
+            await self.api(scope, receive, send)
+            return
         route = (scope["path"].partition(_GRADIO)[2] or scope["path"]).rstrip("/")
-        if scope["method"] == "POST":
-            status, message = self._check_post(route, Headers(scope=scope))
-        else:
-            status, message = (200, self.server) if route == _ALIVE else self._check_get(route)
+        is_post = scope["method"] == "POST"
+        status, message = self._check_post(route, Headers(scope=scope)) if is_post else self._check_get(route)
         if status:
             await PlainTextResponse(message, status)(scope, receive, send)
-        elif scope["method"] == "POST" and route == "/upload":
+        elif is_post and route == "/upload":
             await self._upload(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
     def _check_get(self, route: str) -> tuple[int, str]:
-        """Status and message of a rejected request; 0 if it is accepted."""
+        """Status and message of a response; 0 if gradio answers."""
+        if route == _ALIVE:
+            return 200, self.server
         for fetch in ("/file=", "/file/"):
             if route.startswith(fetch) and not self.uploads.contains(route.removeprefix(fetch)):
                 return 403, "this file is not served"
@@ -118,21 +121,6 @@ class RequestFilter:
                 self.uploads.release(size)
 
 
-class Dispatcher:
-    """ASGI middleware that routes the API's paths to the API, and other paths to the page."""
-
-    def __init__(self, app: ASGIApp, api: ASGIApp) -> None:
-        self.app, self.api = app, api
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_api = scope["type"] == "http" and _is_api(scope["path"])
-        await (self.api if is_api else self.app)(scope, receive, send)
-
-
-def _is_api(path: str) -> bool:
-    return any(path == prefix or path.startswith(f"{prefix}/") for prefix in _API_PATHS)
-
-
 class SharedSlots:
     """Queues the API's choices together with the page's requests; see ``mmspec.serving.runner.Admission``.
 
@@ -161,8 +149,7 @@ class SharedSlots:
             raise APIError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"}) from None
         self.waiting += count
         try:
-            while self._turns.ahead(joined[-1]) is not None:
-                await asyncio.sleep(_POLL)
+            await asyncio.gather(*map(asyncio.wrap_future, joined))
         except asyncio.CancelledError:
             self._turns.leave(joined)
             raise
@@ -175,39 +162,35 @@ class SharedSlots:
         self._turns.leave([self._running.pop() for _ in range(count)])
 
 
-@dataclass(frozen=True)
-class API:
-    """Access settings and pipeline of the API.
+def make_api(
+    models: ModelCache,
+    model: str,
+    drafter: str = "auto",
+    host: str | None = "127.0.0.1",
+    key: str | None = None,
+    adapt: AdaptOptions | None = None,
+) -> FastAPI:
+    """Create the application of OpenAI's API; see ``mmspec.serving.app.create_app``.
 
-    Attributes:
+    Args:
         model, drafter: model and drafter of the pipeline, which stays loaded.
         host: listening address; None accepts every name in the Host header.
         key: required API key; None requires none.
         adapt: options of a drafter that learns from requests, on a pipeline separate from the page's; None disables
             learning.
+
+    Raises:
+        UserError: the model or drafter cannot be loaded.
     """
+    from mmspec.serving.app import create_app  # the page alone does not need its packages
 
-    model: str
-    drafter: str = "auto"
-    host: str | None = "127.0.0.1"
-    key: str | None = None
-    adapt: AdaptOptions | None = None
-
-    def app(self, models: ModelCache) -> FastAPI:
-        """Create the API's application; see ``mmspec.serving.app.create_app``.
-
-        Raises:
-            UserError: the model or drafter cannot be loaded.
-        """
-        from mmspec.serving.app import create_app  # the page alone does not need its packages
-
-        return create_app(
-            models.keep(self.model, self.drafter, self.adapt),
-            Limits(max_running=RUNNING, max_waiting=WAITING),
-            api_key=self.key,
-            hosts=None if self.host is None else host_names(self.host),
-            slots=SharedSlots(models.turns),
-        )
+    return create_app(
+        models.keep(model, drafter, adapt),
+        Limits(max_running=RUNNING, max_waiting=WAITING),
+        api_key=key,
+        hosts=None if host is None else host_names(host),
+        slots=SharedSlots(models.turns),
+    )
 
 
 _move_to_cache = Block.async_move_resource_to_block_cache
@@ -221,14 +204,24 @@ async def refuse_urls(block: Block, url_or_file_path: str | Path | None) -> str 
     return await _move_to_cache(block, url_or_file_path)
 
 
-_log = logging.getLogger("mmspec.demo")
-
-_PORT_ATTEMPTS = 5
 _GRACE = Limits().shutdown_timeout
-_CSS = Path(__file__).with_name("style.css")
-_SCRIPTS = Path(__file__).with_name("scripts")
-_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
-_MONO = ["ui-monospace", "Menlo", "Consolas", "monospace"]
+_HERE = Path(__file__).parent
+_SCRIPTS = ("trees", "player", "media", "connection", "page")  # in one scope
+_THEME = gr.themes.Default(
+    primary_hue="emerald",
+    neutral_hue="gray",
+    font=["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
+    font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"],
+).set(  # colours of sufficient contrast for text
+    button_primary_background_fill="*primary_700",
+    button_primary_background_fill_hover="*primary_800",
+    button_primary_background_fill_dark="*primary_700",
+    button_primary_background_fill_hover_dark="*primary_800",
+    body_text_color_subdued="*neutral_600",
+    body_text_color_subdued_dark="*neutral_400",
+    block_info_text_color="*neutral_600",
+    block_info_text_color_dark="*neutral_400",
+)
 
 
 @contextmanager
@@ -240,6 +233,8 @@ def run_server(
     upload_space: int = 2048,
     cleanup: tuple[float, float] = (60, 1800),
     opened: bool = False,
+    host: str = "127.0.0.1",
+    port: int = 0,
     **launch: Any,
 ) -> Iterator[gr.Blocks]:
     """Serve the demo until the block ends; uploads are kept in a temporary folder.
@@ -247,15 +242,34 @@ def run_server(
     Args:
         models: cache of loaded models.
         catalog: models and drafters that visitors may select.
-        api: settings of OpenAI's API; None serves only the page.
+        api: OpenAI's API; None serves only the page.
         upload_space: limit on the total size of uploads, in MiB.
         cleanup: interval of the cleanup of unused uploads, and their minimum age, in seconds.
         opened: warm up and run the first tab's opening race at startup, not for the first visitor.
-        **launch: options of gradio's ``launch``; a ``server_port`` of 0 selects a free port.
+        port: 0 selects a free port.
+        **launch: options of gradio's ``launch``.
+
+    Raises:
+        OSError: the port cannot be bound.
     """
+    address = host.strip("[]")
+    with socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET):
+        pass  # gradio's own error does not say why
+    exempt = ",".join(filter(None, (getproxies().get("no"), "localhost", "127.0.0.1", "::1", address)))
     with (
-        temporary_folder(launch.get("server_port", 0)) as folder,
-        mock.patch.dict(os.environ, _gradio_environment(folder, launch.get("server_name", "127.0.0.1"))),
+        temporary_folder(port) as folder,
+        mock.patch.dict(
+            os.environ,
+            {
+                # At startup, gradio requests its listening address, which must bypass proxies.
+                "NO_PROXY": exempt,
+                "no_proxy": exempt,
+                "GRADIO_TEMP_DIR": str(folder),
+                "GRADIO_EXAMPLES_CACHE": str(folder / "examples"),  # default: below the working directory, and served
+                # Disables analytics that gradio computes after every request for its monitoring page.
+                "GRADIO_ANALYTICS_CACHE_FREQUENCY": str(10**9),
+            },
+        ),
         mock.patch.object(Block, "async_move_resource_to_block_cache", refuse_urls),
         mock.patch("gradio.routes.DEFAULT_TEMP_DIR", str(folder), create=True),
     ):
@@ -269,14 +283,17 @@ def run_server(
             with show_steps(Console(stderr=True)), suppress(UserError):
                 _log.info("warming up")
                 service.warm_up(first.opening_request())
-        _launch(
-            demo,
-            app_kwargs=_app_options(uploads, api),
+        app = {"middleware": [Middleware(RequestFilter, uploads=uploads, api=api)]}
+        script = "\n".join((_HERE / "scripts" / f"{name}.js").read_text() for name in _SCRIPTS)
+        demo.launch(
+            server_name=host,
+            server_port=port or None,
+            app_kwargs=app if api is None else {**app, "lifespan": api.router.lifespan_context},
             prevent_thread_lock=True,
             quiet=True,
-            css_paths=_CSS,
-            head=f"<script>{_script()}</script>",
-            theme=_theme(),
+            css_paths=_HERE / "style.css",
+            head=f'<script>(() => {{\n"use strict";\n{script}}})();</script>',
+            theme=_THEME,
             max_threads=2 * (RUNNING + WAITING),
             footer_links=["api"],
             max_file_size=MAX_UPLOAD_MIB * 2**20,
@@ -288,99 +305,27 @@ def run_server(
             mcp_server=False,
             **{"share": False, **launch},
         )
+
+        def clean(ended: Event) -> None:
+            interval, age = cleanup
+            while not ended.wait(interval):
+                uploads.remove_unused(age)
+
+        def race(ended: Event) -> None:
+            with suppress(UserError), closing(service.opening(first.opening_request())) as races:  # type: ignore[type-var]
+                next((True for _ in races if ended.is_set()), None)
+
         try:
-            with uploads.periodic_cleanup(*cleanup), _opened(service, first) if opened else nullcontext():
+            with running(clean), running(race, _GRACE) if opened else nullcontext():
                 yield demo
         finally:
             uploads.remove_unused(age=0)  # first: closing waits for open pages and running requests
             _close(demo)
 
 
-@contextmanager
-def _opened(service: Service, first: Tab) -> Iterator[None]:
-    """Run the opening race of a tab in a thread, until the block ends."""
-
-    def work(ended: Event) -> None:
-        with suppress(UserError), closing(service.opening(first.opening_request())) as races:  # type: ignore[type-var]
-            for _ in races:
-                if ended.is_set():
-                    break
-
-    with running(work, _GRACE):
-        yield
-
-
-def _app_options(uploads: UploadFolder, api: FastAPI | None) -> dict[str, Any]:
-    restricted = Middleware(RequestFilter, uploads=uploads)
-    if api is None:
-        return {"middleware": [restricted]}
-    return {"middleware": [Middleware(Dispatcher, api=api), restricted], "lifespan": api.router.lifespan_context}
-
-
-def _script() -> str:
-    """The page's scripts, which share one scope."""
-    names = ("dom", "trees", "player", "media", "connection", "page")
-    parts = [(_SCRIPTS / f"{name}.js").read_text() for name in names]
-    return '(() => {\n"use strict";\n' + "\n".join(parts) + "})();"
-
-
-def _theme() -> gr.themes.Base:
-    """gradio's default theme, with colours of sufficient contrast for text."""
-    theme = gr.themes.Default(primary_hue="emerald", neutral_hue="gray", font=_FONTS, font_mono=_MONO)
-    return theme.set(
-        button_primary_background_fill="*primary_700",
-        button_primary_background_fill_hover="*primary_800",
-        button_primary_background_fill_dark="*primary_700",
-        button_primary_background_fill_hover_dark="*primary_800",
-        body_text_color_subdued="*neutral_600",
-        body_text_color_subdued_dark="*neutral_400",
-        block_info_text_color="*neutral_600",
-        block_info_text_color_dark="*neutral_400",
-    )
-
-
-def _gradio_environment(folder: Path, host: str) -> dict[str, str]:
-    own = ",".join(filter(None, (getproxies().get("no"), "localhost", "127.0.0.1", "::1", host.strip("[]"))))
-    return {
-        # At startup, gradio requests its listening address, which must bypass proxies.
-        "NO_PROXY": own,
-        "no_proxy": own,
-        "GRADIO_TEMP_DIR": str(folder),
-        "GRADIO_EXAMPLES_CACHE": str(folder / "examples"),  # default: below the working directory, and served
-        # Disables analytics that gradio computes after every request for its monitoring page.
-        "GRADIO_ANALYTICS_CACHE_FREQUENCY": str(10**9),
-    }
-
-
-def _launch(demo: gr.Blocks, *, server_name: str = "127.0.0.1", server_port: int = 0, **options: Any) -> None:
-    """Launch on a port; tries again if another process takes a free port before the server does."""
-    for attempt in range(_PORT_ATTEMPTS):
-        port = _bindable_port(server_name, server_port)
-        try:
-            demo.launch(server_name=server_name, server_port=port, **options)
-            return
-        except OSError:
-            if server_port or attempt == _PORT_ATTEMPTS - 1:
-                raise
-
-
 def _close(demo: gr.Blocks) -> None:
     """Close the server; open pages and running requests have some seconds to end."""
-    logging.getLogger("uvicorn.error").setLevel(
-        logging.CRITICAL
-    )  # it logs a traceback per connection; reset at a launch
+    # uvicorn logs a traceback per connection; the next launch resets the level.
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     demo.server.config.timeout_graceful_shutdown = _GRACE
     demo.close(verbose=False)
-
-
-def _bindable_port(host: str, port: int) -> int:
-    """Check that a port can be bound, or select a free port for 0.
-
-    Raises:
-        OSError: the port cannot be bound; more specific than gradio's error.
-    """
-    address = host.strip("[]")
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((address, port))
-        return int(probe.getsockname()[1])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from mmspec.demos.catalog import FEWEST, Catalog, check_methods, drafter_of
-from mmspec.demos.chat_request import ChatRequest, Kind, Upload
+from mmspec.demos.chat_request import ChatRequest, Kind
 from mmspec.demos.models import ModelCache
 from mmspec.demos.racing import Race, StreamedAnswer, race, resolved, stream_answer, warmed_up
 from mmspec.demos.storage import PREVIEW_SPACE, UploadFolder, write_preview
 from mmspec.errors import UserError
 
+T = TypeVar("T")
 _log = logging.getLogger("mmspec.demo")
 _OPENING_RACES = 2  # maximum runs of an opening race
 
@@ -62,68 +65,57 @@ class Service:
 
     def warm_up(self, chat: ChatRequest) -> None:
         """Load the models of a race and run each method once, so that the race starts without delay."""
-        chat, request, keywords = self._prepare(chat)
-        warmed_up(self.models.get(chat.model), self._methods(chat), request, keywords)
+        chat, request = self._prepare(chat)
+        warmed_up(self.models.get(chat.model), self._methods(chat), request, chat.generate_kwargs)
 
-    def preview(self, upload: Upload, kind: Kind) -> None:
-        """Write the preview of an upload, if it fits into the space of uploads.
-
-        Raises:
-            UserError: the file was not uploaded, or cannot be decoded.
-        """
-        if not self.uploads.contains(upload.path):
-            raise not_uploaded_error(kind)
-        if self.uploads.reserve(PREVIEW_SPACE):
-            try:
-                write_preview(upload, kind)
-            finally:
-                self.uploads.release(PREVIEW_SPACE)
+    def preview(self, upload: str, kind: Kind) -> str | None:
+        """Write the preview of an upload; returns its path, or None if it does not fit into the space of uploads."""
+        self._check_uploaded(upload, kind)
+        if not self.uploads.reserve(PREVIEW_SPACE):
+            return None
+        try:
+            return write_preview(upload, kind)
+        finally:
+            self.uploads.release(PREVIEW_SPACE)
 
     def _answer(self, chat: ChatRequest) -> Iterator[StreamedAnswer]:
-        chat, request, keywords = self._prepare(chat)
+        chat, request = self._prepare(chat)
         pipe = self.models.get(chat.model).pipeline(chat.drafter)
-        yield from stream_answer(pipe, resolved(chat.drafter, pipe), request, keywords)
+        yield from stream_answer(pipe, resolved(chat.drafter, pipe), request, chat.generate_kwargs)
 
     def _race(self, chat: ChatRequest, methods: Sequence[str] | None) -> Iterator[Race]:
-        if methods is None:
-            methods = self._methods(chat)
+        methods = self._methods(chat) if methods is None else methods
         check_methods(methods)
         for method in methods:
             self.with_defaults(replace(chat, drafter=drafter_of(method)))
-        chat, request, keywords = self._prepare(chat)
-        yield from race(self.models.get(chat.model), methods, request, keywords)
+        chat, request = self._prepare(chat)
+        yield from race(self.models.get(chat.model), methods, request, chat.generate_kwargs)
 
     def _methods(self, chat: ChatRequest) -> list[str]:
         """Default methods of a race."""
         return self.catalog.methods(self.with_defaults(chat).model)[:FEWEST]
 
     def with_defaults(self, chat: ChatRequest) -> ChatRequest:
-        """Fill in a request's default model and drafter.
+        """Fill in a request's default model and drafter, which must be in the catalog."""
+        chat = replace(chat, model=chat.model or self.catalog.default_model(chat.kind), drafter=chat.drafter or "auto")
+        self.catalog.check(chat.model, chat.drafter)
+        return chat
 
-        Raises:
-            UserError: the model or drafter is not in the catalog.
-        """
-        model = chat.model.strip() or self.catalog.default_model(chat.kind)
-        drafter = chat.drafter.strip() or "auto"
-        self.catalog.check(model, drafter)
-        return replace(chat, model=model, drafter=drafter)
-
-    def _prepare(self, chat: ChatRequest) -> tuple[ChatRequest, dict, dict]:
-        """The request with its defaults, and the pipeline's request and keywords."""
+    def _prepare(self, chat: ChatRequest) -> tuple[ChatRequest, dict[str, Any]]:
+        """The request with its defaults, and the pipeline's request."""
         chat = self.with_defaults(chat)
         for upload in chat.uploads:
-            if not self.uploads.contains(upload.path):
-                raise not_uploaded_error(chat.kind)
-            self.uploads.touch(upload.path)
-        return chat, chat.pipeline_request(), chat.generate_kwargs()
+            self._check_uploaded(upload, chat.kind)
+            with suppress(OSError):
+                os.utime(upload)  # used now
+        return chat, chat.pipeline_request()
+
+    def _check_uploaded(self, upload: str, kind: Kind) -> None:
+        if not self.uploads.contains(upload):
+            raise UserError(f"the {kind} must be uploaded: expected gradio_client's handle_file(PATH)")
 
 
-def not_uploaded_error(kind: Kind) -> UserError:
-    """The error for a file that was not uploaded to this server."""
-    return UserError(f"the {kind} must be uploaded: expected gradio_client's handle_file(PATH)")
-
-
-def _user_errors(work: Iterator) -> Generator[Any, None, None]:
+def _user_errors(work: Iterator[T]) -> Iterator[T]:
     """Log unexpected exceptions, and raise a ``UserError`` without details instead."""
     try:
         yield from work

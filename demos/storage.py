@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import av
 from PIL import Image
 
-from mmspec.demos.chat_request import MAX_VIDEO_SECONDS, Kind, Upload, decoder
+from mmspec.demos.chat_request import MAX_VIDEO_SECONDS, Kind, decoder
 from mmspec.files import atomic
 
 _PREFIX = "mmspec-demo-"
@@ -27,12 +27,8 @@ _MIN_COUNTED_BYTES = 1 << 16  # minimum bytes counted per file, to limit the num
 
 @contextmanager
 def running(work: Callable[[Event], None], patience: float | None = None) -> Iterator[None]:
-    """Run ``work`` in a daemon thread for the duration of the block.
-
-    Args:
-        work: called with an event that is set at the end of the block, and must then return.
-        patience: seconds to wait for the thread; None waits without limit.
-    """
+    """Run ``work`` in a daemon thread for the duration of the block, whose end sets the event that ``work`` is called
+    with. ``patience`` limits the wait for the thread, in seconds."""
     ended = Event()
     thread = Thread(target=work, args=(ended,), daemon=True)
     thread.start()
@@ -64,17 +60,9 @@ class UploadFolder:
         except (OSError, RuntimeError, ValueError):  # too long, a symlink loop, a null byte
             return False
 
-    def touch(self, path: str) -> None:
-        """Mark an upload as used now."""
-        with suppress(OSError):
-            os.utime(path)
-
     def reserve(self, size: int) -> bool:
-        """Reserve space for an incoming upload, evicting the least recently used uploads.
-
-        Returns:
-            Whether the space was reserved; if so, ``release`` must be called later.
-        """
+        """Reserve space for an incoming upload, evicting the least recently used uploads; returns whether there is
+        enough. If so, ``release`` must be called later."""
         with self._lock:
             files = self._files()
             wanted = sum(taken for _, taken, _ in files) + self._reserved + size - self.limit
@@ -94,21 +82,10 @@ class UploadFolder:
             self._reserved -= size
 
     def remove_unused(self, age: float) -> None:
-        """Remove uploads that were not used for ``age`` seconds."""
+        """Remove uploads that were not used for ``age`` seconds. ``os.utime`` marks an upload as used."""
         for used, _, path in self._files():
             if used <= time() - age:
                 self._remove(path)
-
-    @contextmanager
-    def periodic_cleanup(self, interval: float, age: float) -> Iterator[None]:
-        """Call ``remove_unused(age)`` every ``interval`` seconds in a thread while the block runs."""
-
-        def work(ended: Event) -> None:
-            while not ended.wait(interval):
-                self.remove_unused(age)
-
-        with running(work):
-            yield
 
     def _files(self) -> list[tuple[float, int, Path]]:
         """Time of last use, size and path of each upload, least recently used first."""
@@ -140,7 +117,13 @@ def temporary_folder(port: int = 0) -> Iterator[Path]:
         if (lock := _try_lock(stale)) is not None:
             shutil.rmtree(stale, ignore_errors=True)
             os.close(lock)
-    folder, lock = _new_folder(parent, port)
+    folder, lock = parent / f"{_PREFIX}{port}", None
+    while lock is None:  # another server removes the folder if it is not locked yet
+        try:
+            folder.mkdir(0o700)
+        except FileExistsError:
+            folder = Path(mkdtemp(prefix=_PREFIX, dir=parent))
+        lock = _try_lock(folder)
     try:
         yield folder
     finally:
@@ -148,35 +131,21 @@ def temporary_folder(port: int = 0) -> Iterator[Path]:
         os.close(lock)
 
 
-def _new_folder(parent: Path, port: int) -> tuple[Path, int]:
-    while True:
-        try:
-            folder = parent / f"{_PREFIX}{port}"
-            folder.mkdir(0o700)
-        except FileExistsError:
-            folder = Path(mkdtemp(prefix=_PREFIX, dir=parent))
-        lock = _try_lock(folder)
-        if lock is not None:
-            return folder, lock
-
-
 def _try_lock(folder: Path) -> int | None:
     """Lock a folder of this user; returns the file descriptor, or None if it is locked, missing or another user's.
 
     The folder itself is locked, without a lock file: the system releases the lock when the process exits.
     """
-    try:
+    with suppress(OSError):
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Another server may have removed the folder before it was locked.
-        if os.fstat(lock).st_uid == os.geteuid() and os.path.samestat(os.fstat(lock), os.stat(folder)):
-            return lock
-    except OSError:
-        pass
-    os.close(lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another server may have removed the folder before it was locked.
+            if os.fstat(lock).st_uid == os.geteuid() and os.path.samestat(os.fstat(lock), os.stat(folder)):
+                return lock
+        except OSError:
+            pass
+        os.close(lock)
     return None
 
 
@@ -186,11 +155,6 @@ _SIDE = 400  # pixels of the longer side, at most
 _FRAMES = 48
 
 
-def preview_of(path: str) -> str:
-    """The path of an upload's preview if it exists, else of the upload."""
-    return next((path + suffix for suffix in _SUFFIXES.values() if os.path.isfile(path + suffix)), path)
-
-
 def original_of(path: str) -> str:
     """The path of a preview's upload; other paths are returned unchanged."""
     for suffix in _SUFFIXES.values():
@@ -198,21 +162,25 @@ def original_of(path: str) -> str:
     return path
 
 
-def write_preview(upload: Upload, kind: Kind) -> None:
-    """Write the preview of an upload.
-
-    Raises:
-        UserError: the file cannot be decoded.
-    """
-    with atomic(Path(upload.path + _SUFFIXES[kind])) as part:
+def write_preview(upload: str, kind: Kind) -> str:
+    """Write the preview of an upload; returns its path. Raises ``UserError`` if the file cannot be decoded."""
+    preview = Path(upload + _SUFFIXES[kind])
+    options: dict[str, Any] = {"frames": _FRAMES, "max_duration": MAX_VIDEO_SECONDS} if kind == "video" else {}
+    decoded: Any = decoder().load(upload, kind, name=Path(upload).name, **options)
+    with atomic(preview) as part:
         if kind == "image":
-            image: Any = decoder().load(upload.path, "image", name=upload.name)
-            _small(image).save(part)
+            _small(decoded).save(part)
         else:
-            options: dict[str, Any] = {"frames": _FRAMES, "max_duration": MAX_VIDEO_SECONDS}
-            video: Any = decoder().load(upload.path, "video", name=upload.name, **options)
-            rate = Fraction(len(video.frames) / max(video.duration, 0.1)).limit_denominator(1000)
-            _write_video([_small(frame) for frame in video.frames], part, rate)
+            frames = [_small(frame) for frame in decoded.frames]
+            rate = Fraction(len(frames) / max(decoded.duration, 0.1)).limit_denominator(1000)
+            with av.open(str(part), "w", options={"movflags": "faststart"}) as container:
+                stream = container.add_stream("libx264", rate=rate)
+                stream.width, stream.height = frames[0].size
+                stream.pix_fmt = "yuv420p"
+                for frame in frames:
+                    container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+                container.mux(stream.encode())
+    return str(preview)
 
 
 def _small(image: Image.Image) -> Image.Image:
@@ -221,14 +189,3 @@ def _small(image: Image.Image) -> Image.Image:
     copy.thumbnail((_SIDE, _SIDE))
     width, height = (max(2, side - side % 2) for side in copy.size)
     return copy.resize((width, height))
-
-
-def _write_video(frames: Sequence[Image.Image], path: Path, rate: int | Fraction) -> None:
-    """Write frames of one size, of even width and height, as an H.264 video."""
-    with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
-        stream = container.add_stream("libx264", rate=rate)
-        stream.width, stream.height = frames[0].size
-        stream.pix_fmt = "yuv420p"
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
-        container.mux(stream.encode())

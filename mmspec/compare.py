@@ -180,5 +180,6 @@ def next_token_scores(
         chain = torch.tensor([list(tokens)], dtype=torch.long, device=prompt.input_ids.device)
         parents = torch.arange(-1, len(tokens) - 1, device=chain.device)[None]
         output = target.verify(TokenTree(chain, parents))
-    history = torch.tensor([prompt.histories()[0] + list(tokens)], dtype=torch.long, device=prompt.input_ids.device)
+    ids = prompt.input_ids
+    history = torch.tensor([ids[0].tolist() + list(tokens)], dtype=torch.long, device=ids.device)
     return processors(history, output.logits[:, -1].float())[0]  # type: ignore[arg-type]

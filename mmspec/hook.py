@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from mmspec.core.target import Prompt
 from mmspec.drafters.assisted import chosen_drafter
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.request import num_draft_tokens_of
-from mmspec.engine.request_state import RequestState, Wakeup
+from mmspec.engine.sequence import DecodeRequest, Delta, Sequence
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import JointCriteria, stopping_of
 from mmspec.errors import UserError, shown
@@ -49,8 +50,8 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 def decode(
     model: PreTrainedModel,
     input_ids: Tensor,
-    logits_processor: Sequence[Any],
-    stopping_criteria: Sequence[Any],
+    logits_processor: abc.Sequence[Any],
+    stopping_criteria: abc.Sequence[Any],
     generation_config: GenerationConfig,
     drafter: Any = "auto",
     num_draft_tokens: int | None = None,
@@ -101,8 +102,15 @@ def decode(
             stopping_criteria, input_ids, _padding(generation_config), scoring if scored else None
         )
         sampler = Sampler(logits_processor, do_sample=bool(generation_config.do_sample), copies=not alone)
-        pipe, options = _pipeline(model, drafter), {"num_draft_tokens": num_draft_tokens, "logits": records}
-        rows = _decode(partial(pipe.add, prompt, sampler, stopper, **options), pipe, joint, streamer)
+        options: dict[str, Any] = {"streams": joint is not None or streamer is not None, "logits": records}
+        requests = [
+            DecodeRequest(row, sampler, stopper, num_draft_tokens, index, generator, **options)
+            for index, (row, generator) in enumerate(
+                zip(prompt.rows(), sampler.generators(len(input_ids)), strict=True)
+            )
+        ]
+        pipe = _pipeline(model, drafter)
+        rows = _decode(pipe, requests, joint, streamer)
     finally:
         if streamer is not None:
             streamer.end()  # also after an error: the streamer's reader would block for ever
@@ -116,7 +124,7 @@ def decode(
     output = SpeculativeOutput(sequences=sequences, stats=[row.stats for row in rows])  # type: ignore[arg-type]
     setattr(output, next(name for name in CACHE_NAMES if hasattr(type(output), name)), past)
     if records:
-        own = [row.logits[: row.stats.num_generated_tokens] for row in rows if row.logits is not None]
+        own = [row.logits[: row.stats.num_generated_tokens] for row in rows]
         logits = logits_by_step(own, sequences.shape[1] - input_ids.shape[1])
         if generation_config.output_logits:
             output.logits = logits  # type: ignore[assignment]
@@ -132,7 +140,7 @@ def _records(config: GenerationConfig) -> tuple[bool, bool]:
 
 
 def _scores(
-    joint: JointCriteria | None, logits: Sequence[Tensor], sequences: Tensor, processors: Sequence[Any]
+    joint: JointCriteria | None, logits: abc.Sequence[Tensor], sequences: Tensor, processors: abc.Sequence[Any]
 ) -> tuple[Tensor, ...]:
     """Scores of each step, (batch, vocab), reused from the criteria if they received scores."""
     if joint is not None and joint.scores is not None:
@@ -160,46 +168,37 @@ def _fill(model: Any, input_ids: Tensor, sequences: Tensor, model_kwargs: dict[s
 
 
 def _decode(
-    add: Callable[..., list[RequestState]], pipe: Pipeline, joint: JointCriteria | None, streamer: Any
-) -> list[RequestState]:
-    """Decode all rows of a prompt until they end.
-
-    Args:
-        add: ``pipe.add`` of the prompt.
-    """
-    wakeup = Wakeup()
-    rows = add(on_change=wakeup)
+    pipe: Pipeline, requests: abc.Sequence[DecodeRequest], joint: JointCriteria | None, streamer: Any
+) -> list[Sequence]:
+    """Decode all rows of a prompt until they end."""
+    new: SimpleQueue[Delta] = SimpleQueue()
+    with pipe.engine.together():
+        rows = [pipe.submit(request, new.put) for request in requests]
     try:
         if joint is not None:
-            _decode_jointly(pipe, rows, wakeup, joint)
-            return rows
-        ended = False
-        while not ended:
-            wakeup.wait(lambda: all(row.done for row in rows) if streamer is None else rows[0].has_output)
-            ended = all(row.done for row in rows)  # read before the tokens: another thread may be adding tokens
-            for token in rows[0].take() if streamer is not None else ():
+            _decode_jointly(pipe, rows, new, joint)
+        running = len(rows) if joint is None else 0
+        while running:
+            delta = new.get()
+            for token in delta.token_ids if streamer is not None else ():
                 streamer.put(torch.tensor([token], dtype=torch.long))
+            if delta.error is not None:
+                raise delta.error
+            running -= delta.finish_reason is not None
     finally:
         pipe.engine.remove(rows)
-    for row in rows:
-        if row.error is not None:
-            raise row.error
     return rows
 
 
-def _decode_jointly(pipe: Pipeline, rows: list[RequestState], wakeup: Wakeup, joint: JointCriteria) -> None:
+def _decode_jointly(pipe: Pipeline, rows: list[Sequence], new: SimpleQueue[Delta], joint: JointCriteria) -> None:
     """Decode rows until joint criteria end them; rows may run ahead of others, and so beyond their end."""
-
-    def lacking() -> list[RequestState]:
-        return [rows[number] for number in joint.lacking([row.token_ids for row in rows])]
-
     while not joint.over:
-        wakeup.wait(lambda: all(row.done for row in lacking()))
-        for row in lacking():
-            assert row.error is not None, "rows end at their criteria"
-            raise row.error
+        new.get()
         joint.advance([row.token_ids for row in rows], [row.logits for row in rows])
         pipe.engine.remove(rows[number] for number in joint.ended)
+        for number in joint.lacking([row.token_ids for row in rows]):
+            if (error := rows[number].error) is not None:
+                raise error
     with pipe.engine.paused():  # a running step counts tokens of removed rows
         for row, length in zip(rows, joint.lengths, strict=True):
             row.stats.num_generated_tokens = length
@@ -215,8 +214,8 @@ def generate(
     nodes: int | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
-    stop_strings: str | Sequence[str] | None = None,
-    stopping_criteria: Sequence[Any] = (),
+    stop_strings: str | abc.Sequence[str] | None = None,
+    stopping_criteria: abc.Sequence[Any] = (),
     **arguments: Any,
 ) -> SpeculativeOutput | Tensor:
     """``model.generate`` with speculation.
@@ -296,7 +295,6 @@ def _prompt(input_ids: Tensor, model_kwargs: dict[str, Any], raw_inputs: dict[st
         input_ids if embeds is None else input_ids.new_zeros(embeds.shape[:2]),
         None if mask is None or bool(mask.all()) else mask,
         {name: value for name, value in model_kwargs.items() if name not in skipped and value is not None},
-        padding_in_history=True,
         media={name: x for name, x in (raw_inputs or {}).items() if isinstance(x, Tensor) and name not in own},
         history=None if embeds is None else input_ids,
     )
@@ -317,7 +315,7 @@ def _padding(config: GenerationConfig) -> int:
     return 0 if pad is None else int(pad)
 
 
-def _join(input_ids: Tensor, rows: list[RequestState], padding: int) -> Tensor:
+def _join(input_ids: Tensor, rows: list[Sequence], padding: int) -> Tensor:
     longest = max(len(row.token_ids) for row in rows)
     new = [row.token_ids + [padding] * (longest - len(row.token_ids)) for row in rows]
     return torch.cat([input_ids, torch.tensor(new, dtype=torch.long, device=input_ids.device)], dim=1)

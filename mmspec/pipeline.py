@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections import abc
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Set
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Self, Unpack, overload
+from itertools import zip_longest
+from queue import SimpleQueue
+from threading import Semaphore
+from typing import Any, Literal, Unpack, overload
 from weakref import WeakKeyDictionary
 
 from pydantic import NonNegativeInt, PositiveInt
@@ -24,17 +29,18 @@ from mmspec.engine.distributed import DistributedEngine
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
 from mmspec.engine.policy import DraftPolicy
 from mmspec.engine.request import GenerateKeywords, Request, parse, shows_keywords
-from mmspec.engine.request_state import RequestState, Wakeup
+from mmspec.engine.sequence import DecodeRequest, Delta, Sequence, Sink
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.stats import Stats, TreeRecord
 from mmspec.engine.stopping import FinishReason, Stopper
-from mmspec.errors import Attempt, UserError, raising, returning
+from mmspec.engine.warm_up import warm_up
+from mmspec.errors import UserError, raising, returning
 from mmspec.sampling.defaults import MODELS, Defaults, Source
 from mmspec.sampling.grammar import AfterReasoning, Grammars, TriggeredGrammar
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.reasoning import ReasoningParser
-from mmspec.sampling.sampler import Constraint, Sampler
+from mmspec.sampling.sampler import Constraint
 from mmspec.targets.detokenizer import AnswerReader
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.processor import Processor, is_token_ids
@@ -42,7 +48,7 @@ from mmspec.targets.transformers_target import TransformersTarget, sharded
 from mmspec.validation import check
 
 Message = Mapping[str, Any]
-PromptInput = str | Sequence[Message] | Sequence[int]
+PromptInput = str | abc.Sequence[Message] | abc.Sequence[int]
 """Text, chat messages, or token ids."""
 _GRAMMARS: WeakKeyDictionary[Processor, dict[tuple[int, ...], Grammars]] = WeakKeyDictionary()
 """Grammar compilers by processor and EOS tokens, cached as llguidance takes seconds to read a large vocabulary."""
@@ -91,71 +97,40 @@ class Piece:
     num_reasoning_tokens: int = 0
 
 
-class ActiveRequest:
-    """A request in the engine, with incremental text of its answer.
+class _PieceReader:
+    """Converts the deltas of a sequence to pieces of text, in the client's thread.
 
-    Args:
-        engine: engine that decodes the request.
-        add: queues the request, given ``on_change``.
-        reader: converts tokens to text.
+    Attributes:
+        ended: whether the last piece was returned.
     """
 
-    def __init__(self, engine: Engine, add: Callable[..., list[RequestState]], reader: AnswerReader) -> None:
-        self._engine, self._add, self._reader = engine, add, reader
-        self.started = self.ended = False
-        self._pending: list[int] = []  # tokens of the next piece
-        self._offsets: list[int] = []  # text offsets of pending tokens
-        self._sent = self._num_reasoning_tokens = 0  # tokens and reasoning tokens of earlier pieces
+    def __init__(self, reader: AnswerReader) -> None:
+        self._reader, self.ended = reader, False
+        self._token_ids: list[int] = []  # of the next piece
+        self._logprobs: list[TokenLogprob] = []
+        self._trees: list[TreeRecord] = []  # of the answer so far
+        self._num_reasoning_tokens = 0  # of earlier pieces
 
-    def start(self, on_change: Callable[[], None]) -> Self:
-        """Queue the request; returns ``self``.
-
-        Args:
-            on_change: called in another thread after each step in which the request got tokens or ended.
-        """
-        (self.sequence,) = self._add(on_change=on_change)
-        self.started = True
-        return self
-
-    @property
-    def done(self) -> bool:
-        return self.started and self.sequence.done
-
-    def whole(self) -> Generation:
-        """The complete answer of an ended sequence. Raises the sequence's error if it failed."""
-        one = self.next()
-        assert one is not None
-        assert one.finish_reason is not None
-        record = self.sequence.stats, one.trees, one.logprobs, one.reasoning, one.num_reasoning_tokens
-        return Generation(one.text, one.token_ids, one.finish_reason, *record)
-
-    def next(self) -> Piece | None:
-        """The tokens since the last call; None while a character is incomplete. Raises a failed sequence's error."""
-        sequence, parts = self.sequence, [("", "")]
-        # Read before the tokens: another thread may be adding tokens.
-        reason: FinishReason | None = (sequence.finish_reason or "length") if sequence.done else None
-        self.ended = reason is not None
-        if sequence.error is not None:
-            raise sequence.error
-        for token in sequence.take():
-            self._pending.append(token)
-            self._offsets.append(self._reader.answer.length)
-            parts.append(self._reader.append(token))
+    def next(self, *deltas: Delta) -> Piece | None:
+        """The piece of new deltas; None while a character is incomplete. Raises the error of a failed sequence."""
+        parts, last = [("", "")], deltas[-1]
+        if last.error is not None:
+            raise last.error
+        for delta in deltas:
+            self._trees += delta.trees
+            for token, logprob in zip_longest(delta.token_ids, delta.logprobs):
+                if logprob is not None:
+                    self._logprobs.append(replace(logprob, text_offset=self._reader.answer.length))
+                parts.append(self._reader.append(token))
+            self._token_ids += delta.token_ids
+        self.ended = last.finish_reason is not None
         reasoning, text = map("".join, zip(*parts, *([self._reader.finish()] if self.ended else ()), strict=True))
         if not (self.ended or reasoning or text):
             return None
-        own = zip(sequence.logprobs[self._sent : self._sent + len(self._pending)], self._offsets, strict=False)
-        logprobs = [replace(one, text_offset=offset) for one, offset in own]
-        stats, reasoned = sequence.stats if reason else None, self._reader.num_reasoning_tokens
-        record = stats, list(sequence.trees or ()), logprobs, sequence.stats.wall_seconds
-        piece = Piece(text, self._pending, reason, *record, reasoning, reasoned - self._num_reasoning_tokens)
-        self._sent += len(self._pending)
-        self._pending, self._offsets, self._num_reasoning_tokens = [], [], reasoned
-        return piece
-
-    def cancel(self) -> None:
-        """Remove the request from the engine. No effect after its end."""
-        self._engine.remove([self.sequence])
+        before, self._num_reasoning_tokens = self._num_reasoning_tokens, self._reader.num_reasoning_tokens
+        token_ids, logprobs, self._token_ids, self._logprobs = self._token_ids, self._logprobs, [], []
+        record = list(self._trees), logprobs, last.seconds, reasoning, self._num_reasoning_tokens - before
+        return Piece(text, token_ids, last.finish_reason, last.stats, *record)
 
 
 class Pipeline:
@@ -181,7 +156,7 @@ class Pipeline:
         target, processor, drafter, name, max_num_seqs, generation_config: as above.
         engine: the target's engine.
         defaults: defaults of sampling parameters.
-        context_limit: maximum length of prompt plus output; the target's limit unless lowered.
+        context_limit: maximum length of prompt plus output; None for no limit.
         policy: learned drafting policy of this drafter on this target.
         adaptation: adaptation of the drafter; None if it does not adapt. Copies of the pipeline do not adapt.
     """
@@ -262,7 +237,7 @@ class Pipeline:
         return self._speculation.adaptive
 
     def warm_up(
-        self, rows: int | None = None, tokens: int | None = None, num_draft_tokens: Sequence[int | None] = (None,)
+        self, rows: int | None = None, tokens: int | None = None, num_draft_tokens: abc.Sequence[int | None] = (None,)
     ) -> None:
         """Reserve memory for sequences and capture the CUDA graphs of their decode steps.
 
@@ -278,7 +253,7 @@ class Pipeline:
         rows = check("rows", PositiveInt, self.max_num_seqs if rows is None else rows)
         if tokens is not None:
             check("tokens", PositiveInt, tokens)
-        self.engine.warm_up(self._speculation, rows, tokens, num_draft_tokens)
+        warm_up(self.engine, self._speculation, rows, tokens, num_draft_tokens)
 
     @property
     def hf_processor(self) -> Any:
@@ -289,15 +264,7 @@ class Pipeline:
         """Deprecated name of ``processor``."""
         return self.processor
 
-    def limited(self, context_limit: int) -> Pipeline:
-        """A copy of this pipeline with at most this context limit, sharing engine and drafter."""
-        if self.context_limit is not None and self.context_limit <= context_limit:
-            return self
-        limited: Pipeline = object.__new__(type(self))
-        vars(limited).update(vars(self), context_limit=check("context_limit", PositiveInt, context_limit))
-        return limited
-
-    def encode(self, requests: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
+    def encode(self, requests: abc.Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
         """Encode requests as one left-padded batch on the target's device; see ``Processor.encode``."""
         return self.processor.encode(requests, **options).to(self.target.device, self.target.dtype)
 
@@ -315,10 +282,10 @@ class Pipeline:
         """
         if not isinstance(self.engine, DistributedEngine):
             return False
-        return self.engine.follow(self._speculation, lambda request: self._begin(request).sequence)
+        return self.engine.follow(self._speculation, lambda one: self.submit(self._prepared(one)[0], lambda _: None))
 
-    def activate(self, request: Request) -> ActiveRequest:
-        """Encode a request without starting it.
+    def _prepared(self, request: Request, streams: bool = False) -> tuple[DecodeRequest, AnswerReader]:
+        """Encode a request, and return it in the engine's terms with the reader of its output.
 
         Raises:
             UserError: the input cannot be read, or is longer than the context limit.
@@ -328,7 +295,8 @@ class Pipeline:
         rendered = options.chat_template and not is_token_ids(request.content["prompt"])
         prompt = self.encode([request.content], **request.inputs, **({} if rendered else {"chat_template": False}))
         prompt = self._with_adapter(prompt, options.adapter)
-        length, limit = prompt.input_ids.shape[1], self.context_limit
+        limits = [limit for limit in (self.context_limit, options.context_limit) if limit is not None]
+        length, limit = prompt.input_ids.shape[1], min(limits, default=None)
         if limit is not None and length >= limit:
             raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
         parser = self.processor.reasoning_parser(options.reasoning, prompt.input_ids[0])
@@ -345,11 +313,16 @@ class Pipeline:
             device=self.target.device,
             max_time=options.max_time,
         )
-        sampler = self.defaults.sampler(params, prompt.input_ids, options.logits_processor, constraint)
-        spelling = self.processor.token_bytes if options.trace and self.processor.tokenizer is not None else None
-        recording: dict[str, Any] = {"request": request, "token_bytes": spelling}
-        add = partial(self.add, prompt, sampler, stopper, options.num_draft_tokens, **recording)
-        return ActiveRequest(self.engine, add, read(prompt.input_ids[0].tolist()))
+        decode = DecodeRequest(
+            prompt,
+            self.defaults.sampler(params, prompt.input_ids, options.logits_processor, constraint),
+            stopper,
+            options.num_draft_tokens,
+            streams=streams,
+            source=request,
+            token_bytes=self.processor.token_bytes if options.trace and self.processor.tokenizer is not None else None,
+        )
+        return decode, read(prompt.input_ids[0].tolist())
 
     def _answer_reader(
         self, params: SamplingParams, parser: ReasoningParser | None, eos_token_ids: Set[int], rendered: bool
@@ -364,11 +337,9 @@ class Pipeline:
         read = partial(AnswerReader, vocabulary, stop=params.stop_strings, parser=parser, prefix=prefix)
         return partial(read, hidden=hidden, verbatim=constrained)
 
-    def add(
-        self, prompt: Prompt, sampler: Sampler, stopper: Stopper, num_draft_tokens: int | None = None, **options: Any
-    ) -> list[RequestState]:
-        """Queue encoded prompts on the engine with this pipeline's drafter; see ``Engine.add``."""
-        return self.engine.add(prompt, sampler, stopper, self._speculation, num_draft_tokens, **options)
+    def submit(self, request: DecodeRequest, sink: Sink) -> Sequence:
+        """Queue an encoded request on the engine with this pipeline's drafter; see ``Engine.submit``."""
+        return self.engine.submit(request, self._speculation, sink)
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -382,9 +353,6 @@ class Pipeline:
             raise UserError(f"adapters need a model of transformers: got {name!r} for {type(self.target).__name__}")
         self.target.adapters.check(name)
         return replace(prompt, adapter=name)
-
-    def _begin(self, request: Request, on_change: Callable[[], None] = lambda: None) -> ActiveRequest:
-        return self.activate(request).start(on_change)
 
     def grammar(self, params: SamplingParams, parser: ReasoningParser | None = None) -> Constraint | None:
         """The grammar that constrains outputs, compiled for the tokenizer; None without one.
@@ -429,7 +397,7 @@ class Pipeline:
     @overload
     def generate_batch(
         self,
-        requests: Sequence[Mapping[str, Any]],
+        requests: abc.Sequence[Mapping[str, Any]],
         *,
         on_error: Literal["raise"] = "raise",
         **keywords: Unpack[GenerateKeywords],
@@ -438,7 +406,7 @@ class Pipeline:
     @overload
     def generate_batch(
         self,
-        requests: Sequence[Mapping[str, Any]],
+        requests: abc.Sequence[Mapping[str, Any]],
         *,
         on_error: Literal["return"],
         **keywords: Unpack[GenerateKeywords],
@@ -446,8 +414,12 @@ class Pipeline:
 
     @shows_keywords
     def generate_batch(
-        self, requests: Sequence[Mapping[str, Any]], *, on_error: str = "raise", **keywords: Unpack[GenerateKeywords]
-    ) -> Sequence[Generation | UserError]:
+        self,
+        requests: abc.Sequence[Mapping[str, Any]],
+        *,
+        on_error: str = "raise",
+        **keywords: Unpack[GenerateKeywords],
+    ) -> abc.Sequence[Generation | UserError]:
         """Answer several prompts, ``max_num_seqs`` of them at a time.
 
         In float32, each answer has the same tokens as alone.
@@ -460,9 +432,37 @@ class Pipeline:
             **keywords: see ``generate``.
         """
         attempt = _ATTEMPTS[check("on_error", Literal["raise", "return"], on_error)]
-        return _answer_all(
-            self.engine, parse(requests, keywords, self.processor.options, attempt), self.activate, attempt
-        )
+        parsed = parse(requests, keywords, self.processor.options, attempt)
+        room = Semaphore(2 * self.engine.max_num_seqs)  # limits the memory for inputs of waiting requests
+        waiting: list[tuple[DecodeRequest, Sink]] = []
+        sequences: list[Sequence] = []
+
+        def encode(request: Request) -> Callable[[], Generation]:
+            decode, reader = self._prepared(request)
+            answer = Future[Delta]()
+            answer.add_done_callback(lambda _: room.release())
+            waiting.append((decode, answer.set_result))
+            return lambda: _whole(reader, answer.result())
+
+        def start() -> None:
+            with self.engine.together():
+                for one in waiting:
+                    sequences.append(self.submit(*one))
+            waiting.clear()
+
+        answers: list[Callable[[], Generation] | UserError] = []
+        try:
+            for request in parsed:
+                if not room.acquire(blocking=False):
+                    start()
+                    room.acquire()
+                answers.append(attempt(partial(encode, request)) if isinstance(request, Request) else request)
+                if isinstance(answers[-1], UserError):
+                    room.release()
+            start()
+            return [one if isinstance(one, UserError) else attempt(one) for one in answers]
+        finally:
+            self.engine.remove(sequences)
 
     @shows_keywords
     def stream(
@@ -473,107 +473,67 @@ class Pipeline:
         The request starts with the first ``next``. Closing or dropping the iterator cancels it.
         """
         (request,) = parse([{"prompt": prompt, "images": images, "videos": videos}], keywords, self.processor.options)
-        return _stream_answer(partial(self._begin, request))
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[Piece]:
+        new: SimpleQueue[Delta] = SimpleQueue()
+        sequence, pieces = self._begin(request, new.put)
+        try:
+            while not pieces.ended:
+                deltas = [new.get()]
+                while not new.empty():
+                    deltas.append(new.get())
+                if (piece := pieces.next(*deltas)) is not None:
+                    yield piece
+        finally:
+            self.engine.remove([sequence])
+
+    def _begin(self, request: Request, sink: Sink) -> tuple[Sequence, _PieceReader]:
+        decode, reader = self._prepared(request, streams=True)
+        return self.submit(decode, sink), _PieceReader(reader)
 
     @shows_keywords
     def astream(
         self, prompt: PromptInput, images: Any = None, videos: Any = None, **keywords: Unpack[GenerateKeywords]
     ) -> AsyncIterator[Piece]:
         """``stream`` for asyncio. Cancelling the task or leaving the iteration cancels the request."""
-        content = {"prompt": prompt, "images": images, "videos": videos}
+        return self._astream({"prompt": prompt, "images": images, "videos": videos}, keywords)
 
-        def begin(on_change: Callable[[], None]) -> ActiveRequest:
+    async def _astream(self, content: Mapping[str, Any], keywords: Mapping[str, Any]) -> AsyncIterator[Piece]:
+        new, loop = asyncio.Queue[Delta](), asyncio.get_running_loop()
+
+        def sink(delta: Delta) -> None:
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(new.put_nowait, delta)
+
+        def begin() -> tuple[Sequence, _PieceReader]:
             (request,) = parse([content], keywords, self.processor.options)
-            return self._begin(request, on_change)
+            return self._begin(request, sink)
 
-        return _astream_answer(begin)
-
-
-def _answer_all(
-    engine: Engine,
-    requests: Iterable[Request | UserError],
-    activate: Callable[[Request], ActiveRequest],
-    attempt: Attempt,
-) -> list[Generation | UserError]:
-    """Complete answers of several requests, with at most twice ``max_num_seqs`` requests encoded at a time.
-
-    Args:
-        requests: requests, or errors, which are returned in their places.
-        activate: encodes a request.
-        attempt: calls a function and raises or returns its ``UserError`` (``raising``, ``returning``).
-    """
-    answers: list[ActiveRequest | UserError] = []
-    wakeup = Wakeup()
-
-    def known() -> list[ActiveRequest]:
-        return [answer for answer in answers if isinstance(answer, ActiveRequest)]
-
-    def ready() -> bool:
-        return sum(not answer.done for answer in known()) < 2 * engine.max_num_seqs
-
-    def start() -> None:
-        with engine.together():
-            for answer in known():
-                if not answer.started:
-                    answer.start(wakeup)
-
-    def result(answer: ActiveRequest) -> Generation:
-        wakeup.wait(lambda: answer.sequence.done)
-        return answer.whole()
-
-    try:
-        for request in requests:
-            if not ready():  # limit the memory for inputs of waiting requests
-                start()
-                wakeup.wait(ready)
-            answers.append(attempt(partial(activate, request)) if isinstance(request, Request) else request)
-        start()
-        return [attempt(partial(result, entry)) if isinstance(entry, ActiveRequest) else entry for entry in answers]
-    finally:
-        engine.remove(answer.sequence for answer in known() if answer.started)
+        starting = asyncio.ensure_future(asyncio.to_thread(begin))
+        try:
+            sequence, pieces = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.wait({starting})  # the thread cannot be stopped
+            if starting.exception() is None:
+                self.engine.remove([starting.result()[0]])
+            raise
+        try:
+            while not pieces.ended:
+                deltas = [await new.get()]
+                while not new.empty():
+                    deltas.append(new.get_nowait())
+                if (piece := pieces.next(*deltas)) is not None:
+                    yield piece
+        finally:
+            self.engine.remove([sequence])
 
 
-def _stream_answer(begin: Callable[[Callable[[], None]], ActiveRequest]) -> Iterator[Piece]:
-    """Pieces of an answer, as tokens are accepted. Closing or dropping the iterator cancels the request.
-
-    Args:
-        begin: called at the first ``next`` to start the request; takes ``on_change`` for ``ActiveRequest.start``.
-    """
-    wakeup = Wakeup()
-    answer = begin(wakeup)
-    try:
-        while not answer.ended:
-            wakeup.wait(lambda: answer.sequence.has_output)
-            if (piece := answer.next()) is not None:
-                yield piece
-    finally:
-        answer.cancel()
-
-
-async def _astream_answer(begin: Callable[[Callable[[], None]], ActiveRequest]) -> AsyncIterator[Piece]:
-    """``_stream_answer`` for asyncio. Cancelling the task or leaving the iteration cancels the request.
-
-    ``begin`` is called in another thread.
-    """
-    changed, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def wake() -> None:
-        with suppress(RuntimeError):  # the loop was closed
-            loop.call_soon_threadsafe(changed.set)
-
-    starting = asyncio.ensure_future(asyncio.to_thread(begin, wake))
-    try:
-        answer = await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        await asyncio.wait({starting})  # the thread cannot be stopped
-        if starting.exception() is None:
-            starting.result().cancel()
-        raise
-    try:
-        while not answer.ended:
-            await changed.wait()
-            changed.clear()
-            if (piece := answer.next()) is not None:
-                yield piece
-    finally:
-        answer.cancel()
+def _whole(reader: AnswerReader, delta: Delta) -> Generation:
+    """The complete answer from its only delta. Raises the error of a failed sequence."""
+    piece = _PieceReader(reader).next(delta)
+    assert piece is not None
+    assert piece.finish_reason is not None
+    assert piece.stats is not None
+    record = piece.stats, piece.trees, piece.logprobs, piece.reasoning, piece.num_reasoning_tokens
+    return Generation(piece.text, piece.token_ids, piece.finish_reason, *record)

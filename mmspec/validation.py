@@ -47,7 +47,7 @@ _EXPECTED = {  # otherwise pydantic's message
 
 
 def _plain(value: Any) -> Any:
-    """Python's integer for that of another library, such as numpy's."""
+    """Convert another library's integer, such as numpy's."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
@@ -107,8 +107,8 @@ def option(default: Any, text: str = "", *, default_text: str = "", names: tuple
         limits: as for ``pydantic.Field``.
     """
     value = {"default_factory": default} if callable(default) else {"default": default}
-    extra = {"default_text": default_text, "names": names}
-    return Field(**value, description=text or None, json_schema_extra=extra, **limits)  # type: ignore[call-overload]
+    extra: dict[str, Any] = {"default_text": default_text, "names": names}
+    return Field(**value, description=text or None, json_schema_extra=extra, **limits)
 
 
 def inherited(
@@ -121,7 +121,7 @@ def inherited(
     names: tuple[str, ...] = (),
     **limits: Any,
 ) -> Any:
-    """A field as another class's field, except for what is given.
+    """A copy of another class's field, except for the given settings.
 
     Args:
         default: None is shown in help as the other class's default.

@@ -54,8 +54,8 @@ class WorkerError(Exception):
         self.detail = detail
 
 
-class Stop:
-    """Stops a request from another thread, by ending its worker."""
+class Cancellation:
+    """Cancels a request from another thread, by ending its worker."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -106,7 +106,7 @@ class Workers:
         body: bytes,
         seconds: float,
         read: Callable[[dict[str, Any], Read], T],
-        stop: Stop | None = None,
+        stop: Cancellation | None = None,
     ) -> T:
         """Handle a request in a worker.
 
@@ -120,7 +120,7 @@ class Workers:
             UserError: raised by the handler.
             WorkerError: the worker failed, exceeded a limit or was stopped.
         """
-        stop = stop or Stop()
+        stop = stop or Cancellation()
         header = {"request": request, "size": len(body), "seconds": seconds}
         with self._slots:
             while True:

@@ -48,7 +48,6 @@ class StateCache(TreeCache):
         recurrence: recurrence class of these layers; None for convolutions only.
         recurrent: indices of layers with a recurrent state.
         attending: indices of layers with keys and values; a layer may have both.
-        static_shapes: use static buffers, for states too.
         scans: consecutive scans per layer, whose states transformers stacks.
     """
 

@@ -30,7 +30,7 @@ from mmspec.errors import UserError
 from mmspec.ssm.cache import STATES, StateCache
 from mmspec.ssm.mixers import INKLING, INKLING2, INKLING2_BIASES, RGLRU, ZAYA, LightningAttention
 from mmspec.ssm.recurrences import CONVOLUTION, Adapter, Functions, GatedDelta, KimiDelta, Mamba1, Mamba2, Recurrence
-from mmspec.targets.layers import Place, replaced
+from mmspec.targets.tree_layers import Place, replaced
 
 _CACHE_METHODS = ("has_previous_state", "update_conv_state", "update_recurrent_state")
 _RECURRENT, _BOTH, _CONVOLVED = "linear_attention", "hybrid", "conv"

@@ -40,10 +40,6 @@ class Recurrence(Protocol):
     """The scan of one kind of layer over a tree. One object serves one ``StateCache``.
 
     The constructor takes the number of recurrent layers.
-
-    Attributes:
-        name: name of the layers in messages.
-        functions: functions to replace in transformers' modelling files.
     """
 
     name: ClassVar[str]
@@ -55,10 +51,8 @@ class Recurrence(Protocol):
         """Output of a layer's scan at every node, and its gates.
 
         Args:
-            place: index of the layer among recurrent layers.
             state: (batch, heads, ...) float32, before the tree; not modified.
             ancestors: (batch, nodes, nodes) bool, [i, j] is True if j is i or an ancestor of i.
-            args, options: arguments of the replaced function.
 
         Returns:
             The first result of the replaced function, and gates, (batch, nodes, gates): per-node values required by a

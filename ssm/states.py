@@ -161,11 +161,7 @@ class Scans:
         return 0 if self._gates is None else self._gates.shape[3] * self.per_layer
 
     def store(self, place: int, states: Tensor) -> None:
-        """Store a layer's states after a prompt, (batch, heads, ...) or (batch, scans, heads, ...).
-
-        Args:
-            place: index of the layer among layers with scans.
-        """
+        """Store a layer's states after a prompt, (batch, heads, ...) or (batch, scans, heads, ...)."""
         new = states if self.per_layer > 1 else states[:, None]
         if not self.state.rows:
             batch, _, *shape = new.shape
@@ -177,9 +173,7 @@ class Scans:
         """Outputs of a layer's next scan at tree nodes, and an empty final state; records gates for the commit.
 
         Args:
-            place: index of the layer among layers with scans.
             ancestors: (batch, nodes, nodes) bool.
-            args, options: arguments of the replaced scan.
         """
         assert self._recurrence is not None
         unit = place * self.per_layer + self.calls % self.per_layer

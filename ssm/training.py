@@ -9,13 +9,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.core.target import Target
-from mmspec.drafters.shape import TREE
 from mmspec.pipeline import Pipeline
 from mmspec.ssm.drafters.mamba import Mamba, MambaConfig, MambaNetwork
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput
 from mmspec.training.options import TreeOptions
-from mmspec.training.tasks import DrafterSetup, DrafterTraining
+from mmspec.training.tasks import DrafterTraining, TrainingTask
 from mmspec.validation import inherited, options, part
 
 
@@ -31,11 +30,10 @@ class MambaOptions(TreeOptions):
     window: int = inherited(MambaConfig, "window", "Width of its convolution.")
 
 
-def setup(options: MambaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    """Set up network, objective and drafter for ``train_drafter``."""
+def setup(options: MambaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
     chosen = part(options, MambaConfig.__dataclass_fields__)
     network = MambaNetwork(MambaConfig(pipe.target.config.vocab_size, **chosen)).to(pipe.target.device, torch.float32)
-    return DrafterSetup(network, forward_kl, Mamba, draft_ids, part(options, TREE))
+    return TrainingTask(network, forward_kl, Mamba, draft_ids)
 
 
 def forward_kl(

@@ -1,6 +1,6 @@
 """Decoding step by step, by an engine of its own."""
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -8,9 +8,29 @@ import mmspec
 from mmspec.core.plan import StepPlan
 from mmspec.engine.engine import Engine
 from mmspec.engine.policy import DraftPolicy
+from mmspec.engine.sequence import DecodeRequest
 from mmspec.engine.speculation import Speculation
 from mmspec.ops import kernels
 from tests.tiny.models import text_inputs
+
+
+def requests_of(prompt, sampler, stopper, nodes=None, **options):
+    """A request for each row of a prompt."""
+    rows = prompt.rows()
+    return [
+        DecodeRequest(row, sampler, stopper, nodes, index, generator, **options)
+        for index, (row, generator) in enumerate(zip(rows, sampler.generators(len(rows)), strict=True))
+    ]
+
+
+def answered(pipe, prompt, sampler, stopper, nodes=None):
+    """The sequences of a prompt's rows, after their ends."""
+    requests = requests_of(prompt, sampler, stopper, nodes)
+    futures = [Future() for _ in requests]
+    with pipe.engine.together():
+        rows = [pipe.submit(request, one.set_result) for request, one in zip(requests, futures, strict=True)]
+    assert [one.result(300).error for one in futures] == [None] * len(rows)
+    return rows
 
 
 class _OnePolicy(Speculation):
@@ -39,8 +59,10 @@ class SteppedEngine(Engine):
     def drafter(self):
         return self.speculation.drafter
 
-    def add(self, prompt, sampler, stopper, nodes=None, **options):
-        return super().add(prompt, sampler, stopper, self.speculation, nodes, **options)
+    def add(self, prompt, sampler, stopper, nodes=None, sink=lambda delta: None, **options):
+        """The sequences of a prompt's rows."""
+        requests = requests_of(prompt, sampler, stopper, nodes, streams=True, **options)
+        return [self.submit(request, self.speculation, sink) for request in requests]
 
     def wait(self, ready):
         while not ready():
@@ -59,14 +81,17 @@ class SteppedEngine(Engine):
 def decode(target, drafter, prompt, sampler, stopper, policy, **settings):
     """The sequences of a prompt after each step; ``emitted`` of each holds its tokens of this step."""
     engine = SteppedEngine(target, drafter, policy, **settings)
-    rows = engine.add(prompt, sampler, stopper)
+    new = []
+    rows = engine.add(prompt, sampler, stopper, sink=new.append)
+    read = [row.prompt_length for row in rows]
     try:
-        while alive := [row for row in rows if not row.done]:
-            engine.wait(lambda alive=alive: any(row.has_output for row in alive))
-            for row in rows:
+        while not all(row.done for row in rows):
+            new.clear()
+            engine.wait(lambda: new)
+            for number, row in enumerate(rows):
                 if row.error:
                     raise row.error
-                row.emitted = row.take()
+                row.emitted, read[number] = row.history[read[number] :], len(row.history)
             yield rows
     finally:
         engine.remove(rows)

@@ -6,6 +6,7 @@ References run without a cache: ``plain_pass`` the target, ``whole_pass`` a draf
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from mmspec import SamplingParams, plugins
 from mmspec.drafters.layer import Rotary, rotary_frequencies, rotary_of
 from mmspec.drafters.shape import RotaryShape
+from mmspec.engine.policy import DraftPolicy
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling import defaults
 from mmspec.sampling.sampler import Sampler
@@ -93,16 +95,17 @@ def whole_pass(network, x, positions, window=0):
     return network(x[None], rotation, attend)[0]
 
 
-class Watched(Budget):
+class Watched(DraftPolicy):
     """Some steps are not drafted at all, others are shallow."""
 
-    def __init__(self, nodes, depth, skip):
-        super().__init__(nodes, depth)
+    def __init__(self, plan, skip):
+        super().__init__(plan)
         self.skip, self.step = skip, 0
 
-    def drafts(self):
+    def plan(self, rows, remaining):
         self.step += 1
-        return super().drafts() and self.step not in self.skip
+        plan = super().plan(rows, remaining)
+        return replace(plan, nodes=0) if self.step in self.skip else plan
 
 
 class Recorded:
@@ -126,8 +129,8 @@ class Recorded:
             self._rows = [self._rows[row] for row in rows]
             select(rows)
 
-        def recorded_propose(token, budget):
-            tree = propose(token, budget)
+        def recorded_propose(token, plan):
+            tree = propose(token, plan)
             self._trees.append((tree, self._rows))
             return tree
 
@@ -153,11 +156,11 @@ def check_drafts(model, inputs, drafter, gains, *, nodes=7, depth=4, skip=(), ne
     """
     target = plugins.target_class(model.config)(model)
     drafter.attach(target)
-    budget, recorded = Watched(nodes, depth, skip), Recorded(drafter)
+    policy, recorded = Watched(StepPlan(nodes, depth), skip), Recorded(drafter)
     sampler = Sampler(defaults.processors(params or SamplingParams()), do_sample=params is not None)
     lengths: Counter[int] = Counter()
     stopper, said = Stopper(new, eos_token_ids=[]), []
-    for rows in decode(target, drafter, prompt_of(inputs), sampler, stopper, budget):
+    for rows in decode(target, drafter, prompt_of(inputs), sampler, stopper, policy):
         for tree, histories in recorded.take():
             for number, (history, length) in enumerate(histories):
                 if length > len(history):

@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 from mmspec.engine.engine import Engine
-from mmspec.engine.request_state import RequestState as Decoded
+from mmspec.engine.sequence import Sequence as Decoded
 
 
 def assert_idle(engine: Engine) -> None:

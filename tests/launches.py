@@ -124,8 +124,8 @@ def measure(name: str, nodes: int = 31, depth: int = 16) -> dict[str, Any]:
         if drafter is not None:
             drafter.attach(target)
         ids = on_fake_cuda(text_inputs(1)["input_ids"])
-        budget = StepPlan(nodes if drafter else 0, depth)
-        running = decode(target, drafter, Prompt(ids), Sampler(), Stopper(10**6, criteria=[]), budget)
+        plan = StepPlan(nodes if drafter else 0, depth)
+        running = decode(target, drafter, Prompt(ids), Sampler(), Stopper(10**6, criteria=[]), plan)
         for _ in range(6):
             next(running)
         with launches:

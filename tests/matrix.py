@@ -12,7 +12,7 @@ import random
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from mmspec.core.target import Prompt
 from mmspec.drafters.captured import CapturedDrafter
 from mmspec.drafters.registry import DEFAULT
 from mmspec.engine.policy import AdaptivePolicy, DraftPolicy
-from mmspec.engine.request_state import RequestState
+from mmspec.engine.sequence import Sequence
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import kernels
 from mmspec.sampling import defaults
@@ -124,7 +124,7 @@ def covering(whole: Collection[Cell], *fields: tuple[str, ...]) -> list[Cell]:
     return sorted(chosen, key=str)
 
 
-SHAPES = DraftShape(3, True, 3), DraftShape(3, False, 2), DraftShape(7, False, 4)
+PLANS = StepPlan(7, 4), StepPlan(3, 2), StepPlan(3, 3, chain=True)
 FIELDS = ("target", "drafter", "sampling", "schedule", "mode")
 PAIRS = [("target", "drafter"), ("drafter", "mode"), *combinations(FIELDS[2:], 2)]
 ALL = [*combinations(FIELDS, 2), FIELDS[1:4], ("drafter", "schedule", "mode"), ("sampling", "schedule", "mode")]
@@ -154,7 +154,7 @@ class Asked(NamedTuple):
     stopper: Stopper
     tokens: list[int]
 
-    def add(self, engine: Any, **options: Any) -> RequestState:
+    def add(self, engine: Any, **options: Any) -> Sequence:
         """Pass it to an engine of steps."""
         device = engine.target.device
         prompt = Prompt(
@@ -278,7 +278,7 @@ def _policy(cell: Cell, rng: random.Random) -> DraftPolicy:
     some = Some(StepPlan(12, 4), static)
     if cell.schedule != "joining":
         return some
-    return rng.choice([DraftPolicy(StepPlan(3), static), some, AdaptivePolicy(static)])
+    return rng.choice([DraftPolicy(StepPlan(3), static), some, AdaptivePolicy(static, PLANS if static else None)])
 
 
 def _waits_once(cell: Cell) -> bool:
@@ -304,7 +304,7 @@ def _steps(engine: Any, waits: bool) -> Iterator[None]:
         yield
 
 
-def _finish(steps: Iterator[None], rows: list[tuple[RequestState, Asked]]) -> None:
+def _finish(steps: Iterator[None], rows: list[tuple[Sequence, Asked]]) -> None:
     while not all(row.done for row, _ in rows):
         next(steps)
     for row, request in rows:

@@ -13,7 +13,7 @@ from mmspec.errors import CutWarning, UserError
 from mmspec.vision.images import load_image
 from mmspec.vision.media import printable
 from mmspec.vision.video import Video, kind_of, load_video
-from mmspec.workers import Cause, Read, Stop, WorkerError, Workers
+from mmspec.workers import Cancellation, Cause, Read, WorkerError, Workers
 
 
 class DecodeError(UserError):
@@ -51,7 +51,7 @@ class MediaDecoder:
         kind: Literal["image", "video"] | None = None,
         *,
         name: str | None = None,
-        stop: Stop | None = None,
+        stop: Cancellation | None = None,
         **video: Any,
     ) -> Image.Image | Video:
         """Decode an image or a video in a worker; same results as ``load_image`` and ``load_video``.

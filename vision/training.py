@@ -19,19 +19,19 @@ from torch.nn import functional as F
 from mmspec.core.target import Target
 from mmspec.drafters.hidden_state import packing
 from mmspec.drafters.layer import Rotary, rotary_frequencies, take
-from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput, PassCache, TokenLosses
 from mmspec.training.options import HeadOptions, Passes, TreeOptions
 from mmspec.training.tasks import (
-    DrafterSetup,
     DrafterTraining,
     OnlineLearner,
+    TrainingTask,
     head_weight,
     load_shared_weights,
     output_rows,
+    started,
 )
 from mmspec.validation import inherited, option, options, part, with_fields_of
 from mmspec.vision.drafters.msd import MSD, Flash, MSDConfig, MSDNetwork
@@ -112,13 +112,9 @@ class FlashOptions(SlotLosses, MSDOptions):
     )
 
 
-def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    start, target = None, pipe.target
-    if options.start is not None:
-        start = MSD.from_checkpoint(options.start)
-        start.attach(target)  # rejects drafters of other targets
-    if draft_ids is None and start is not None:
-        draft_ids = start.draft_ids
+def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
+    target = pipe.target
+    start, draft_ids = started(MSD, options.start, target, draft_ids)
     tokens = output_rows(target) if draft_ids is None else len(draft_ids)
     network = MSDNetwork(_network_config(options, target, start, tokens)).to(target.device, torch.float32)
     config = network.config
@@ -131,10 +127,9 @@ def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, draft_ids: Tens
     if config.rank and (start is None or start.network.config.rank != config.rank):
         guess = start.network.cell.guess if start is not None and not start.network.config.rank else None
         init_low_rank_head(network, head_weight(target, draft_ids), guess)
-    chosen = part(options, HiddenStateObjective.__dataclass_fields__)
+    objective = HiddenStateObjective(**part(options, HiddenStateObjective.__dataclass_fields__))
     fit = partial(fit_projection, network) if options.fit and start is None else None
-    tree = part(options, TREE)
-    return DrafterSetup(network, HiddenStateObjective(**chosen), kind, draft_ids, tree, fit, layers=config.reads)
+    return TrainingTask(network, objective, kind, draft_ids, config.reads, fit)
 
 
 @torch.no_grad()

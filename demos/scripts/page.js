@@ -1,30 +1,27 @@
 /* What the page does by itself: replays, announcements to screen readers, the view of a phone. */
 
-const live = element("div", { id: "mm-live", class: "mm-sr", role: "status", "aria-live": "polite" });
+const live = Object.assign(document.createElement("div"), { id: "mm-live", className: "mm-sr", role: "status" });
 const played = new Set(); // kinds whose opening replay has played by itself
+const visible = (selector) => [...document.querySelectorAll(selector)].find((one) => one.offsetParent);
 let following = false;
 let planned = false;
 
 function update() {
   planned = false;
-  for (const section of document.querySelectorAll(".mm-result:not([data-on])")) {
-    const recorded = section.querySelector("[data-recording]");
-    if (!recorded) continue;
-    section.dataset.on = "";
-    const read = JSON.parse(recorded.dataset.recording), replay = new Replay(section, read), { kind } = read.settings;
-    if (!read.plays || played.has(kind) || matchMedia("(prefers-reduced-motion: reduce)").matches) continue;
+  for (const recorded of document.querySelectorAll("[data-recording]:not([data-on])")) {
+    recorded.dataset.on = "";
+    const read = JSON.parse(recorded.dataset.recording), replay = new Replay(recorded.closest(".mm-result"), read);
+    const { plays, settings: { kind } } = read;
+    if (!plays || played.has(kind) || matchMedia("(prefers-reduced-motion: reduce)").matches) continue;
     played.add(kind);
     replay.toggle();
   }
-  const said = [...document.querySelectorAll(".mm-say")].filter((one) => one.parentElement.offsetParent).map((one) => one.textContent);
-  if (said.length && said[0] !== live.textContent) live.textContent = said[0];
+  const said = visible(".mm-talk")?.parentElement.querySelector(".mm-say")?.textContent;
+  if (said !== undefined && said !== live.textContent) live.textContent = said;
   follow();
 }
 
-function follow() {
-  const results = [...document.querySelectorAll(".mm-out")].find((one) => one.offsetParent);
-  if (following && results) results.scrollIntoView({ block: "start" });
-}
+const follow = () => following && visible(".mm-out")?.scrollIntoView({ block: "start" });
 
 function start() {
   document.documentElement.lang ||= "en";
@@ -40,15 +37,10 @@ function start() {
 if (document.body) start();
 else addEventListener("DOMContentLoaded", start);
 
-// On a phone, the race comes before the controls.
-document.addEventListener("click", (event) => {
-  if (!event.target.closest(".mm-jump")) return;
-  [...document.querySelectorAll(".mm-side")].find((one) => one.offsetParent).scrollIntoView({ block: "start" });
-});
-
-// On a phone, the results stay in view from the tap until the next tap or scroll.
-document.addEventListener("click", (event) => {
-  following = innerWidth <= 640 && Boolean(event.target.closest(".mm-go, .mm-ask"));
+// On a phone, the race comes before the controls, and stays in view from the tap until the next tap or scroll.
+addEventListener("click", ({ target }) => {
+  if (target.closest(".mm-jump")) visible(".mm-side").scrollIntoView({ block: "start" });
+  following = innerWidth <= 640 && Boolean(target.closest(".mm-go, .mm-ask"));
   follow();
 });
-for (const kind of ["wheel", "touchmove"]) document.addEventListener(kind, () => { following = false; }, { passive: true });
+for (const kind of ["wheel", "touchmove"]) addEventListener(kind, () => { following = false; }, { passive: true });

@@ -44,7 +44,7 @@ class Oracle(Drafter):
         self._begun = self._begun if self._rows else 0
         references = self.references[self._begun : self._begun + len(history)]
         self._begun += len(history)
-        self._rows += zip(history, map(len, prompt.histories()), references, strict=True)
+        self._rows += zip(history, [len(row) - 1 for row in history], references, strict=True)
 
     def select(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]

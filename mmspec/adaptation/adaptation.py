@@ -223,7 +223,6 @@ class HeadAdaptation:
         store: store for the weights; None does not save them.
 
     Attributes:
-        drafter: wrapper to use instead of the given drafter.
         answers, replacements, rollbacks: numbers of learned answers, replacements and rollbacks.
     """
 
@@ -304,9 +303,6 @@ class Store:
     def write(self, write: Callable[[Path], None]) -> None:
         """Write a generation.
 
-        Args:
-            write: writes the checkpoint to a folder.
-
         Raises:
             UserError: the folder cannot be written, or the disk is full.
         """
@@ -329,8 +325,7 @@ class TableAdaptation:
     """Loads and saves the table of a drafter.
 
     Args:
-        drafter: drafter whose table is replaced by the stored table, if any exists.
-        target: target that the table is learned from.
+        drafter: drafter whose table is replaced by the newest stored table.
 
     Raises:
         UserError: the stored table is damaged or belongs to another target.
@@ -360,11 +355,6 @@ class Adaptation:
     Args:
         drafter: unattached drafter that learns or has a registered learner, or a union of such drafters.
         options: folder and size limit of the saved state.
-
-    Attributes:
-        drafter: wrapper to use instead of the given drafter.
-        heads: trained drafters.
-        tables: lookup tables saved to disk.
 
     Raises:
         UserError: no drafter can adapt, files in the folder are damaged or for another target, or the limit is too

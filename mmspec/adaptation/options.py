@@ -15,7 +15,6 @@ class AdaptOptions:
     """Options of adaptation.
 
     Attributes:
-        folder: folder to save learned state to; None keeps it in memory.
         space: size limit of the folder, in MiB.
     """
 

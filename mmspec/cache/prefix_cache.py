@@ -131,12 +131,13 @@ class PrefixReuse:
         self._step: tuple[Verdict, dict[Feature, Tensor]] | None = None  # last commit, until read by the host
 
     def prefill(
-        self, prompt: Prompt, max_new_tokens: Sequence[int], reads: Sequence[Feature], chunk: int | None
+        self, prompts: Sequence[Prompt], max_new_tokens: Sequence[int], reads: Sequence[Feature], chunk: int | None
     ) -> Iterator[TargetOutput | None]:
-        """``Target.prefill`` of a prompt after its longest cached prefix."""
-        found = self._find(prompt, reads) if len(prompt.singles) == 1 else None
+        """``Target.prefill``, of a single prompt after its longest cached prefix."""
+        prompt = prompts[0]
+        found = self._find(prompt, reads) if len(prompts) == 1 and prompt.is_single else None
         if found is None or not at_text(found[0].positions, found[1] - 1):
-            yield from self._target.prefill([prompt], max_new_tokens, reads, chunk)
+            yield from self._target.prefill(prompts, max_new_tokens, reads, chunk)
             return
         (prefix, shared), ids = found, prompt.input_ids
         positions = continued(prefix.positions, shared, ids.shape[1])
@@ -155,7 +156,7 @@ class PrefixReuse:
 
     def resumes(self, prompt: Prompt, others: Sequence[Prompt]) -> bool:
         """Whether the cache holds at least half of a prompt's tokens, or will after ``others``."""
-        if len(prompt.singles) != 1:
+        if not prompt.is_single:
             return False
         ids, key = prompt.input_ids[0].tolist(), self._key(prompt)
         shared = [common(ids, other.input_ids[0].tolist()) for other in others if self._key(other) == key]
@@ -165,17 +166,11 @@ class PrefixReuse:
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[Prompt], output: TargetOutput) -> None:
-        """Record prefilled rows, and cache the states of a single prompt.
-
-        Args:
-            prompts: prompt of each row, without padding; empty if unknown.
-        """
+        """Record prefilled rows, and cache the states of a prompt that was prefilled alone."""
         self._record()
-        first, one = len(self._rows), len(prompts) == 1
-        self._rows += [self._row(row, prompt, output) for row, prompt in enumerate(prompts)] or [None] * len(
-            output.logits
-        )
-        if one:
+        first = len(self._rows)
+        self._rows += [self._row(row, one, output) if one.is_single else None for row, one in enumerate(prompts)]
+        if len(prompts) == 1 and prompts[0].is_single:
             self._add(first, prompts[0].input_ids[0].tolist(), output.logits)
 
     def _row(self, row: int, prompt: Prompt, output: TargetOutput) -> _Row:
@@ -229,7 +224,8 @@ class PrefixReuse:
                 self._add(row, history[: known.length])
 
     def _add(self, row: int, tokens: list[int], logits: Tensor | None = None) -> None:
-        known, state = self._rows[row], self._target.snapshot(row)
+        known = self._rows[row]
+        state: State | None = None if known is None else self._target.snapshot(row)
         if known is None or state is None or not (state.cuts or state.length == len(tokens)):
             return  # recurrent states include draft tokens after the stop
         length, embeds = len(tokens), known.embeds

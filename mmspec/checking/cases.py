@@ -422,7 +422,9 @@ class Outcomes:
                     longer[tokens] = probability
                     continue
                 logits = next_token_scores(pipe.target, prompt, tokens, LogitsProcessorList())
-                history = torch.tensor([prompt.histories()[0] + list(tokens)], dtype=torch.long, device=logits.device)
+                history = torch.tensor(
+                    [prompt.input_ids[0].tolist() + list(tokens)], dtype=torch.long, device=logits.device
+                )
                 scores = processors(history, logits[None].clone())[0].double().softmax(-1)  # type: ignore[arg-type]
                 kept = scores > 0
                 found = {token: float(scores[token]) for token in kept.nonzero().flatten().tolist()}

@@ -166,7 +166,7 @@ class LocalSide:
     def keywords(self, question: Question) -> dict[str, Any]:
         """Keywords of ``Pipeline.generate`` other than sampling parameters."""
         about = {"num_draft_tokens": self._size, "logprobs": question.top_logprobs, "adapter": question.adapter}
-        return {**about, **_tools(question)}
+        return {**about, "context_limit": self.limit, **_tools(question)}
 
     def ask(self, *questions: Question) -> list[list[Answer]]:
         """Return the choices of each question; all questions are sent concurrently.
@@ -213,7 +213,7 @@ class LocalSide:
         if limit is None:
             return self
         other = copy(self)
-        other.pipe, other.limit = self.pipe.limited(limit), limit
+        other.limit = limit
         return other
 
     def _use_prefixes(self) -> None:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import click
 
 from mmspec import plugins
-from mmspec.cli.options import derived
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError, missing_import, nearest
 
@@ -227,6 +226,7 @@ class Commands(click.Group):
 
 def training_command(name: str, training: Any) -> click.Command:
     """Build a drafter's ``mmspec train`` command from its ``DrafterTraining``."""
+    from mmspec.cli.options import derived  # imports pydantic, which takes 0.1 s
 
     def train(**options: Any) -> None:
         from mmspec.training.run import train_drafter

@@ -144,7 +144,7 @@ def derived(
 
     Args:
         names: field names; by default all fields with a help text.
-        settings: click's settings by field, in place of derived ones.
+        settings: click's settings by field, which replace derived settings.
         changes: click's settings of all fields.
     """
     known, own = kind.__pydantic_fields__, settings or {}

@@ -112,7 +112,8 @@ def open_pipeline(
     downloading = is_on_hub(model) and notes.is_terminal  # shows the progress bars of transformers
     if not downloading:
         transformers.logging.disable_progress_bar()
-    drafting = f"drafter {drafter}, " if drafter else ""
+    shown = drafter if isinstance(drafter, str) else registered_name(drafter)
+    drafting = f"drafter {shown}, " if shown else ""
     with nullcontext() if downloading else show_steps(notes):
         _log.info("loading %s (%sdevice %s, dtype %s)", model, drafting, device, dtype)
         pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code, **options)

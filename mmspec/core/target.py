@@ -38,10 +38,6 @@ def layer_of(feature: Feature) -> tuple[int, bool] | None:
     return (int(feature.removeprefix(_OUTPUT)), True) if feature.startswith(_OUTPUT) else None
 
 
-_ENCODED = "mm_encoder_outputs"
-"""Forward argument with encoded images and videos, set by transformers' ``generate``."""
-
-
 @dataclass
 class Prompt:
     """Encoded prompts of a batch.
@@ -50,44 +46,43 @@ class Prompt:
         input_ids: (batch, length) int64, left-padded.
         attention_mask: (batch, length), 0 at padding; None without padding.
         inputs: other arguments of the model's forward (``pixel_values``, ``image_sizes``, ...).
-        padding_in_history: pass padding to logits processors, too, like transformers' ``generate``.
-        stacked: single prompts that this batch was stacked from.
         prefill_mask: (batch, length) bool, positions to prefill, without padding and including each row's last; None
             prefills all.
         media: original image and video inputs if ``inputs`` contains their encoded form.
-        history: (batch, any) int64, tokens before the answer for logits processors if ``inputs`` contains
-            ``inputs_embeds``; ``input_ids`` are then placeholders. None means ``input_ids``.
+        history: (batch, any) int64, tokens before the answer for logits processors if they are not ``input_ids``, which
+            are placeholders if ``inputs`` contains ``inputs_embeds``.
         adapter: name of the LoRA adapter to use; None for the base model.
+        batch: prompts that this row must be prefilled with, as they share ``inputs``; None if the row has its own.
     """
 
     input_ids: Tensor
     attention_mask: Tensor | None = None
     inputs: dict[str, Any] = field(default_factory=dict)
-    padding_in_history: bool = False
-    stacked: Sequence[Prompt] = ()
     prefill_mask: Tensor | None = None
     media: dict[str, Any] = field(default_factory=dict)
     history: Tensor | None = None
     adapter: str | None = None
+    batch: Prompt | None = None
 
     @property
-    def unencoded(self) -> Prompt | None:
-        """The prompt for a model that encodes images and videos itself; None if the originals are unknown."""
-        if _ENCODED not in self.inputs:
-            return self
-        others = {name: value for name, value in self.inputs.items() if name != _ENCODED}
-        return replace(self, inputs={**others, **self.media}, media={}) if self.media else None
+    def is_single(self) -> bool:
+        """Whether this is a row of its own without padding, which ``input_ids`` describe together with ``inputs``."""
+        alone = len(self.input_ids) == 1 and self.attention_mask is None
+        return alone and self.history is None and self.batch is None
 
-    @property
-    def singles(self) -> Sequence[Prompt]:
-        """One prompt per row, without padding; empty if unknown."""
-        alone = len(self.input_ids) == 1 and self.attention_mask is None and self.history is None
-        return [self] if alone else self.stacked
+    def rows(self) -> list[Prompt]:
+        """One prompt per row. Their padding is in their history, as in transformers' ``generate``."""
+        if self.is_single:
+            return [self]
+        history = self.input_ids if self.history is None else self.history
+        masks = [None] * len(history) if self.attention_mask is None else self.attention_mask.split(1)
+        parts = zip(self.input_ids.split(1), masks, history.split(1), strict=True)
+        return [Prompt(ids, mask, history=own, adapter=self.adapter, batch=self) for ids, mask, own in parts]
 
-    def histories(self) -> list[list[int]]:
-        """Token ids of each row, without padding unless ``padding_in_history``."""
+    def unpadded(self) -> list[list[int]]:
+        """Token ids of each row, without padding."""
         rows = (self.input_ids if self.history is None else self.history).tolist()
-        if self.attention_mask is None or self.padding_in_history or self.history is not None:
+        if self.attention_mask is None or self.history is not None:
             return rows
         keep = self.attention_mask.tolist()
         return [[t for t, k in zip(row, mask, strict=True) if k] for row, mask in zip(rows, keep, strict=True)]
@@ -104,30 +99,36 @@ class Prompt:
         ids, mask = moved(self.input_ids), moved(self.attention_mask)
         return replace(self, input_ids=ids, attention_mask=mask, inputs=inputs, media=media)
 
+    @property
+    def stack_key(self) -> Hashable:
+        """Key of the form of ``inputs``: prompts with equal keys can be stacked; None if it cannot be stacked."""
+        forms = []
+        for name, value in self.inputs.items():
+            if not isinstance(value, Tensor) or not value.ndim:
+                return None
+            forms.append((name, "token" if value.shape == self.input_ids.shape else value.shape[1:]))
+        return None if self.batch else (self.adapter, *sorted(forms))
+
     @staticmethod
-    def stack(prompts: Sequence[Prompt]) -> Prompt | None:
-        """Several prompts as one batch; None if their inputs cannot be concatenated.
+    def stack(prompts: Sequence[Prompt]) -> Prompt:
+        """Several prompts as one batch: prompts with the same ``stack_key``, or the rows of a ``batch``.
 
         Inputs with the shape of ``input_ids`` are padded like ``input_ids``; image and video inputs are concatenated
         along the first axis.
         """
         first = prompts[0]
-        if any(prompt.inputs.keys() != first.inputs.keys() or prompt.padding_in_history for prompt in prompts):
-            return None
+        if len(prompts) == 1 or first.batch is not None:
+            return first.batch or first
         longest = max(prompt.input_ids.shape[1] for prompt in prompts)
 
         def padded(prompt: Prompt, values: Tensor) -> Tensor:
             return F.pad(values, (longest - prompt.input_ids.shape[1], 0))
 
         inputs = {}
-        for name in first.inputs:
+        for name, example in first.inputs.items():
             values = [prompt.inputs[name] for prompt in prompts]
-            if not all(isinstance(value, Tensor) for value in values):
-                return None
-            if all(value.shape == prompt.input_ids.shape for prompt, value in zip(prompts, values, strict=True)):
+            if example.shape == first.input_ids.shape:
                 values = [padded(prompt, value) for prompt, value in zip(prompts, values, strict=True)]
-            if any(value.shape[1:] != values[0].shape[1:] or not value.ndim for value in values):
-                return None
             inputs[name] = torch.cat(values)
         masks = [
             torch.ones_like(prompt.input_ids) if prompt.attention_mask is None else prompt.attention_mask
@@ -135,14 +136,7 @@ class Prompt:
         ]
         mask = torch.cat([padded(prompt, mask) for prompt, mask in zip(prompts, masks, strict=True)])
         ids = torch.cat([padded(prompt, prompt.input_ids) for prompt in prompts])
-        singles = [single for prompt in prompts for single in prompt.singles]
-        return Prompt(
-            ids,
-            None if bool(mask.all()) else mask,
-            inputs,
-            stacked=singles if len(singles) == len(ids) else (),
-            adapter=first.adapter,
-        )
+        return Prompt(ids, None if bool(mask.all()) else mask, inputs, adapter=first.adapter)
 
 
 @dataclass
@@ -247,6 +241,35 @@ class SharesKeysValues(Protocol):
 
     def keys_values(self, layer: int, rows: int) -> KeysValues:
         """A layer's keys and values for the first ``rows`` rows."""
+
+
+class FirstLayers(Protocol):
+    """A target's first layers, final norm and output layer, run with the target's cache.
+
+    Attributes:
+        runner: runs trees of uncommitted nodes, a ``mmspec.targets.runner.VerifyRunner``.
+        recurrent: whether the target has recurrent layers, which keep no uncommitted nodes.
+        version: changes when a buffer that captured graphs read has been reallocated.
+    """
+
+    recurrent: bool
+
+    @property
+    def runner(self) -> Any: ...
+
+    @property
+    def version(self) -> tuple[Hashable, ...]: ...
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """See ``Target.head``."""
+
+
+@runtime_checkable
+class RunsFirstLayers(Protocol):
+    """Interface of a target whose first layers drafters may run between passes."""
+
+    def first_layers(self, count: int) -> FirstLayers:
+        """The first ``count`` layers; raises ``UserError`` unless the decoder is one list of more layers."""
 
 
 @runtime_checkable

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,13 +181,15 @@ class TokenTree:
 
     def select(self, rows: Sequence[int]) -> TokenTree:
         """Trees of some rows."""
-        parts = (self.tokens, self.parents, self.valid, self.draft_probs, self.log_probs)
-        tokens, parents, valid, draft_probs, log_probs = (None if part is None else part[rows] for part in parts)
-        assert tokens is not None
-        assert parents is not None
-        tree = TokenTree(tokens, parents, valid, draft_probs, log_probs=log_probs, check=False)
+        tree = self._indexed(rows)
         tree.max_depth = self.max_depth
         return tree
+
+    def _indexed(self, index: Any) -> TokenTree:
+        valid, probs, scores = (
+            None if part is None else part[index] for part in (self.valid, self.draft_probs, self.log_probs)
+        )
+        return TokenTree(self.tokens[index], self.parents[index], valid, probs, log_probs=scores, check=False)
 
     def without(self, rows: Sequence[int]) -> TokenTree:
         """Reduce the trees of some rows to the root."""
@@ -218,17 +221,12 @@ class TokenTree:
             return self
         if nodes == 1:
             return TokenTree.root(self.tokens[:, 0])
-        parts = (self.tokens, self.parents, self.valid, self.draft_probs)
-        tokens, parents, valid, draft_probs = (None if part is None else part[:, :nodes] for part in parts)
-        log_probs = None if self.log_probs is None else self.log_probs[:, :nodes]
-        assert tokens is not None
-        assert parents is not None
-        tree = TokenTree(tokens, parents, valid, draft_probs, log_probs=log_probs, check=False)
+        tree = self._indexed((slice(None), slice(nodes)))
         if "path_probs" in vars(self):
             tree.path_probs = [row[: nodes - 1] for row in self.path_probs]
         if "drafted" in vars(self):
             tree.drafted = [min(drafted, nodes - 1) for drafted in self.drafted]
-            tree.valid = None if min(tree.drafted) == nodes - 1 else valid
+            tree.valid = None if min(tree.drafted) == nodes - 1 else tree.valid
         return tree
 
     def __repr__(self) -> str:

@@ -24,7 +24,6 @@ def chosen_drafter(drafter: Any, config: GenerationConfig, assistant: Any, token
         drafter: ``drafter`` argument of the call; ``"auto"`` if absent.
         assistant: ``assistant_model`` argument of the call.
         tokenizers: ``tokenizer`` and ``assistant_tokenizer`` arguments of the call.
-        home: the target's folder or name.
 
     Raises:
         UserError: no drafter is equivalent, or the call also names a drafter.

@@ -31,7 +31,6 @@ C = TypeVar("C")
 N = TypeVar("N", bound=nn.Module)
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-_COMPARED = ("architectures", "hidden_size", "vocab_size")
 
 
 @options
@@ -80,9 +79,6 @@ def read_network(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], Ten
     Returns:
         Configuration, tensors, draft vocabulary, (n,) int64 (None is the target's full vocabulary), and keyword
         arguments of ``TrainedDrafter``: tree shape and ``verifier``.
-
-    Raises:
-        UserError: see ``read``.
     """
     config, verifier, source = _read_config(folder)
     network = read_options(kind, config.pop("network", None), f"{source}: network")
@@ -113,10 +109,6 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
 def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path, name: str = "draft_ids") -> Tensor | None:
     """Pop the draft vocabulary from a checkpoint's tensors; None if it is the full vocabulary.
 
-    Args:
-        vocab: vocabulary size of the target.
-        folder: the checkpoint, for error messages.
-
     Raises:
         UserError: the ids are not distinct tokens of the target.
     """
@@ -131,33 +123,48 @@ def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path, name: s
 def load_network(kind: Callable[[C], N], config: C, tensors: Mapping[str, Tensor], folder: Path) -> N:
     """Build a network of class ``kind`` from exactly its tensors, which are assigned, not copied.
 
-    Args:
-        folder: the checkpoint, for error messages.
-
     Raises:
         UserError: a tensor is missing, unexpected, of the wrong shape or not floating point.
     """
     with torch.device("meta"):
         network = kind(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    received = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(expected.keys() | received.keys()):
-        if expected.get(name) != received.get(name):
-            raise UserError(
-                f"{folder}: expected {name} {expected.get(name, 'to be absent')}, received {received.get(name, 'none')}"
-            )
-        if not tensors[name].is_floating_point():
-            raise UserError(f"{folder}: {name} must be a floating point tensor: got {tensors[name].dtype}")
-    network.load_state_dict(tensors, assign=True)
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    check_tensors(tensors, shapes, "a drafter", str(folder))
+    network.load_state_dict({name: tensors[name] for name in shapes}, assign=True)
     return network
 
 
-def write(folder: Path, name: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Any) -> None:
-    """Write a drafter checkpoint; files are written atomically.
+def check_tensors(
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    what: str,
+    where: str,
+    optional: Collection[str] = (),
+) -> None:
+    """Check that there are exactly the tensors of a published layout.
 
-    Args:
-        name: registered name of the drafter.
+    Raises:
+        UserError: a tensor is missing, unknown, or has the wrong shape or dtype: ``d2t`` and ``t2d`` are integer or
+            boolean, all others floating point.
     """
+    harmless = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}  # of old releases of transformers
+    missing = sorted(shapes.keys() - tensors.keys() - set(optional))
+    unknown = sorted(tensors.keys() - shapes.keys() - harmless)
+    if missing or unknown:
+        found = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
+        raise UserError(f"{where}: expected exactly the tensors of {what}, received {'; '.join(found)}")
+    for name in sorted(shapes.keys() & tensors.keys()):
+        tensor, integers = tensors[name], name in ("d2t", "t2d")
+        if tuple(tensor.shape) != shapes[name]:
+            raise UserError(f"{where}: {name} must be {shapes[name]} by config.json: got {tuple(tensor.shape)}")
+        floating = tensor.is_floating_point() and tensor.element_size() > 1  # float8 is meaningless without its scales
+        if floating == integers:
+            wanted = "an integer or boolean" if integers else "a floating point"
+            raise UserError(f"{where}: {name} must be {wanted} tensor: got {tensor.dtype}")
+
+
+def write(folder: Path, name: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Any) -> None:
+    """Write a drafter checkpoint; files are written atomically."""
     config = {"mmspec_drafter": name, **settings, "verifier": verifier_of(target)}
     with atomic(folder / _WEIGHTS) as part:
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)
@@ -176,14 +183,26 @@ def verifier_of(target: Any) -> dict[str, Any]:
 
 def check_verifier(verifier: Mapping[str, Any], target: Any) -> None:
     """Check that a target matches a drafter's ``verifier``; raises ``UserError`` if not."""
-    actual = verifier_of(target)
-    different = [key for key in _COMPARED if verifier.get(key) != actual[key]]
-    if different:
-        expected = ", ".join(f"{key} {verifier.get(key)}" for key in different)
-        received = ", ".join(f"{key} {actual[key]}" for key in different)
+    check_same_target(verifier, verifier_of(target))
+
+
+def check_same_target(known: Mapping[str, Any], received: Mapping[str, Any]) -> None:
+    """Check that another target has the known properties of a drafter's target, see ``Verifier``.
+
+    Raises:
+        UserError: a size differs, or no class is in both lists of ``architectures``.
+    """
+
+    def differs(name: str) -> bool:
+        ours, theirs = known.get(name), received[name]
+        if name == "architectures":
+            return bool(ours and theirs) and set(ours or ()).isdisjoint(theirs)
+        return ours not in (None, theirs)
+
+    if different := [name for name in ("architectures", "hidden_size", "vocab_size") if differs(name)]:
+        expected, found = (", ".join(f"{name} {one[name]}" for name in different) for one in (known, received))
         raise UserError(
-            f"the drafter was trained for {verifier.get('name_or_path') or 'another target'} ({expected}): "
-            f"got {received}"
+            f"the drafter was trained for {known.get('name_or_path') or 'another target'} ({expected}): got {found}"
         )
 
 

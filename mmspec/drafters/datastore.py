@@ -45,7 +45,7 @@ DEPTH = 16
 """Tokens by which suffixes are sorted: the longest context that a lookup can match."""
 
 CONFIG, TOKENS, SUFFIXES = "config.json", "tokens", "suffixes"
-FORMAT = "mmspec datastore 1"
+FORMAT: Literal["mmspec datastore 1"] = "mmspec datastore 1"
 _IN_MEMORY = 1 << 14  # cached suffixes and blocks of positions: 10 MiB
 _BLOCK = 64
 
@@ -55,13 +55,10 @@ class StoreConfig:
     """Contents of ``config.json``.
 
     Attributes:
-        format: ``FORMAT``.
         model: model whose tokenizer encoded the texts.
         vocab_size: vocabulary size of this model, and the separator token.
         width: bytes per token.
-        tokens: number of tokens, separators included.
         place: bytes per position.
-        suffixes: number of positions.
     """
 
     format: Literal["mmspec datastore 1"]
@@ -182,7 +179,6 @@ def build_store(texts: Iterable[Sequence[int]], vocab_size: int, model: str, fol
     """Build a datastore atomically.
 
     Args:
-        texts: token ids of each text.
         folder: the store's folder; must not exist.
 
     Raises:
@@ -194,7 +190,7 @@ def build_store(texts: Iterable[Sequence[int]], vocab_size: int, model: str, fol
 
 
 def _write(texts: Iterable[Sequence[int]], vocab_size: int, model: str, folder: Path) -> StoreConfig:
-    width = 2 if vocab_size < 1 << 16 else 4
+    width: Literal[2, 4] = 2 if vocab_size < 1 << 16 else 4
     tokens = 0
     _log.info("encoding the texts")
     with (folder / TOKENS).open("wb") as out:
@@ -203,7 +199,7 @@ def _write(texts: Iterable[Sequence[int]], vocab_size: int, model: str, folder: 
             tokens += len(text)
     if tokens == DEPTH:
         raise UserError("a datastore needs texts: got none")
-    place = 4 if tokens < 1 << 32 else 8
+    place: Literal[4, 8] = 4 if tokens < 1 << 32 else 8
     mapped = np.memmap(folder / TOKENS, dtype=f">u{width}", mode="r")
     _log.info("sorting the suffixes of %d tokens", tokens)
     with (folder / SUFFIXES).open("wb") as out:
@@ -222,11 +218,7 @@ def _separated(texts: Iterable[Sequence[int]], separator: int) -> Iterator[Seque
 
 
 class _Sorter:
-    """Sorts the suffixes of ``tokens`` into a file.
-
-    Attributes:
-        written: number of suffixes written.
-    """
+    """Sorts the suffixes of ``tokens`` into a file."""
 
     def __init__(self, tokens: np.ndarray, separator: int, kind: str, folder: Path, out: BinaryIO) -> None:
         self._tokens, self._separator, self._kind = tokens, separator, kind
@@ -302,14 +294,7 @@ _State = tuple[list[int], ...]  # positions of the next token per context, longe
 
 
 class Datastore(LookUpDrafter):
-    """Datastore drafter. Drafts depend only on the sequence and the store.
-
-    Args:
-        folder: store written by ``mmspec datastore build``.
-
-    Raises:
-        UserError: the folder is not a valid store.
-    """
+    """Datastore drafter. Drafts depend only on the sequence and the store."""
 
     learns = False
 

@@ -221,7 +221,6 @@ class Refiner(nn.Module):
 
         Args:
             embeds: (..., rank), embedding of the previous token.
-            states: (..., hidden).
             memory: (..., its index + 1, rank flattened).
         """
         mean, *earlier = memory.unflatten(-1, (-1, embeds.shape[-1])).unbind(-2)
@@ -351,7 +350,6 @@ class DFlashNetwork(nn.Module):
 
         Args:
             x: (batch, nodes, hidden), embeddings of blocks.
-            rotation: see ``BlockLayer.keys_values``.
             attend: attention function of queries, keys, values and the layer index, ``layer``.
         """
         for number, layer in enumerate(self.layers):

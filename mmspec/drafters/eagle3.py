@@ -205,7 +205,6 @@ class Eagle3Network(nn.Module):
 
         Args:
             x: (batch, nodes, 2 * hidden) from ``combine``.
-            rotation: see ``DecoderLayer.attention``.
             attend: see ``DecoderLayer.attention``; also receives the layer index, ``layer``.
         """
         for number, layer in enumerate(self.layers):

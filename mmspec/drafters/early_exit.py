@@ -7,49 +7,30 @@ target's cache, which the verify pass overwrites. Images and videos are in the p
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from mmspec import ops
 from mmspec.core.plan import StepPlan
-from mmspec.core.target import Feature, Prompt, Target, TargetOutput
+from mmspec.core.target import FirstLayers, Prompt, RunsFirstLayers, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter
 from mmspec.drafters.growth import LevelPasses, grow_tree
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
-from mmspec.targets.decoder import Decoder
-from mmspec.targets.transformers_target import TransformersTarget
 
 
-class FirstLayers:
-    """Runs a target's first layers over draft trees with the target's cache.
-
-    Args:
-        target: a transformers model.
-        layers: number of first layers to run.
+def first_layers(target: Target, count: int) -> FirstLayers:
+    """The target's first ``count`` layers.
 
     Raises:
-        UserError: the target is not a transformers model of one decoder with more than ``layers`` layers.
+        UserError: the target is not a transformers model of one decoder with more than ``count`` layers.
     """
-
-    def __init__(self, target: Target, layers: int) -> None:
-        if not isinstance(target, TransformersTarget):
-            raise UserError("an early exit requires a target that is a model of transformers: this one is not")
-        self.target, self._layers = target, layers
-        self._decoder: Decoder | None = Decoder(target.model, layers)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_decoder": None}  # a view of the target's modules
-
-    def passes(self, read: Feature = "last") -> LevelPasses:
-        """Forward passes over the levels of a new tree, which return the feature ``read``."""
-        if self._decoder is None:
-            self._decoder = Decoder(self.target.model, self._layers)
-        runner = self.target.runner.through(self._decoder)
-        return LevelPasses(runner, self.target.decoder.layers is not None, read)
+    if not isinstance(target, RunsFirstLayers):
+        raise UserError("an early exit requires a target that is a model of transformers: this one is not")
+    return target.first_layers(count)
 
 
 class EarlyExit(CapturedDrafter):
@@ -57,10 +38,9 @@ class EarlyExit(CapturedDrafter):
 
     Args:
         layers: number of the target's first layers that draft.
-        top_k: nodes extended per level, and children per node.
 
     Raises:
-        UserError: ``layers`` is not a number, or (at ``attach``) see ``FirstLayers``.
+        UserError: ``layers`` is not a number, or (at ``attach``) see ``first_layers``.
     """
 
     learns: ClassVar[bool] = False
@@ -73,7 +53,7 @@ class EarlyExit(CapturedDrafter):
 
     def attach(self, target: Target) -> None:
         if target is not self._target:
-            self._first, self._target = FirstLayers(target, self.layers), target
+            self._first, self._target = first_layers(target, self.layers), target
             self.reset()
 
     @property
@@ -84,7 +64,7 @@ class EarlyExit(CapturedDrafter):
         self.top_k = 1
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        self.join(len(history), self._first.target.runner.static_shapes)
+        self.join(len(history), self._first.runner.static_shapes)
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """No-op: the target commits the accepted tokens to the shared cache."""
@@ -93,10 +73,11 @@ class EarlyExit(CapturedDrafter):
         """No-op, see ``observe``."""
 
     def reserve(self, width: int) -> None:
-        self._first.target.runner.cache.reserve_nodes(width + 1 + self.limits[0] * self.top_k)
+        self._first.runner.cache.reserve_nodes(width + 1 + self.limits[0] * self.top_k)
 
     def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
-        passes, head = self._first.passes(), self._first.target.head
+        first = self._first
+        passes, head = LevelPasses(first.runner, first.recurrent), first.head
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             return ops.top_log_probs(head(passes(beam, origin)), self.top_k)
@@ -107,7 +88,7 @@ class EarlyExit(CapturedDrafter):
 
     @property
     def _version(self) -> tuple[Hashable, ...]:
-        return self._first.target.version
+        return self._first.version
 
 
 SPEC = DrafterSpec(

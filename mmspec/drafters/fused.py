@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.drafters.layer import LayerParts, Norm, Rotation
 from mmspec.drafters.shape import LayerShape
-from mmspec.targets.fused_layers import (
+from mmspec.targets.static_forward import (
     AttentionMetadata,
     Buffers,
     FusedLayer,
@@ -25,11 +25,7 @@ from mmspec.targets.fused_layers import (
 
 
 class FusedLayers:
-    """Fused decoder layers over a static-shape cache; ``NativeLayers`` is the counterpart for dynamic shapes.
-
-    Args:
-        layers: decoder layers with gated MLPs.
-    """
+    """Fused decoder layers over a static-shape cache; ``NativeLayers`` is the counterpart for dynamic shapes."""
 
     def __init__(self, layers: Sequence[LayerParts], shape: LayerShape) -> None:
         self._layers = [_fused(layer, shape) for layer in layers]
@@ -57,7 +53,6 @@ class FusedLayers:
             x: (batch, nodes, any), inputs.
             rotation: cosines and sines, (batch, nodes or 1, 1, head_dim) each.
             metadata: attention metadata of each layer.
-            middle: also return the last layer's residual stream before its MLP.
             last: norm to apply to the last layer's outputs.
 
         Returns:

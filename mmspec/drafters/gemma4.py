@@ -33,16 +33,12 @@ from mmspec.drafters.trained import TreeDrafter
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.targets.attention import set_attention
-from mmspec.targets.layers import replaced
 from mmspec.targets.packing import drafter_kind, pack_drafter
 from mmspec.targets.support import read_whole, without_output_capture
 from mmspec.targets.transformers_target import sharded
+from mmspec.targets.tree_layers import replaced
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-
-
-def _recognises(folder: Path) -> bool:
-    return (read_config(folder) or {}).get("model_type") in MODEL_TYPES
 
 
 _ATTENTION = "mmspec_shared"
@@ -60,7 +56,6 @@ def shared_attention(
     """Attention function with transformers' signature, without dropout.
 
     Args:
-        query: (batch, heads, nodes, head_dim).
         key, value: (batch, kv_heads, slots, head_dim), not repeated.
         attention_mask: (batch, 1, nodes, slots) bool.
 
@@ -81,7 +76,6 @@ class Gemma4(TreeDrafter):
 
     Args:
         model: the assistant; its weights are shared, and moved to the target's device and dtype.
-        **tree: top_k, depth and total_tokens, see ``TreeDrafter``.
 
     Raises:
         UserError: the model is not a Gemma-4 assistant.
@@ -138,7 +132,9 @@ class Gemma4(TreeDrafter):
         fits = (width, vocab) == (config.hidden_size, config.vocab_size)
         expected = [f"hidden size {width} and {vocab} tokens"]
         received = [f"hidden size {config.hidden_size} and {config.vocab_size} tokens"]
-        sources = _last_layers(config)
+        own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * own
+        sources = {kind: number for number, kind in enumerate(kinds[:own])}  # the last layer of each kind
         for number, kind in enumerate(self._text.layer_types):
             wanted, found = _shape(self._text, number), None
             if kind in sources:
@@ -223,7 +219,7 @@ class Gemma4(TreeDrafter):
         return (allowed | ((lengths == 0) & (slots == 0)))[:, None, None]
 
     def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Top-k tokens and log probabilities of hidden states, limited to the nearest centroids, if any."""
+        """Top-k tokens and log probabilities of hidden states, limited to the nearest centroids of a masked embedding."""
         centroids = self.network.masked_embedding
         if centroids is None:
             return ops.top_log_probs(self.network.lm_head(hidden), self.top_k)
@@ -253,13 +249,6 @@ def sharing_allowed() -> AbstractContextManager[None]:
     return replaced({(kind, "kv_sharing_modes"): _AllShared for kind in kinds if hasattr(kind, "kv_sharing_modes")})
 
 
-def _last_layers(config: Any) -> dict[str, int]:
-    """The last layer of each kind that computes its own keys and values."""
-    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * own
-    return {kind: number for number, kind in enumerate(kinds[:own])}
-
-
 def _shape(config: Any, layer: int) -> tuple[int, int]:
     """Number and size of a layer's key heads, according to a configuration."""
     if getattr(config, "is_heterogeneous", False):
@@ -275,5 +264,5 @@ SPEC = DrafterSpec(
     "a few layers that attend to the target's own keys and values, published with Gemma 4",
     Gemma4,
     weights="published",
-    recognises=_recognises,
+    recognises=lambda folder: (read_config(folder) or {}).get("model_type") in MODEL_TYPES,
 )

@@ -10,8 +10,7 @@ are independent, all nodes of a level have the same children (DDTree, arXiv 2604
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import TypeVar
 
@@ -89,12 +88,10 @@ def grow_tree(
     the tree. With static shapes, the depth is the plan's: early exit would need a host sync per level.
 
     Args:
-        token: (batch,) int64, the roots.
         first: the root's children, ``(tokens, log_probs)``, (batch, children) each, in descending order; None calls
             ``extend`` on the roots.
         extend: given the next beam's tokens, (batch, width), and the index of each token's parent in the previous beam,
             (batch, width), initially 0, returns children as ``(tokens, log_probs)``, (batch, width, children) each.
-        top_k: beam width.
     """
     batch, kept_children = token.shape[0], 1 if plan.chain else None
     if first is None:
@@ -187,15 +184,17 @@ def grow_slots(token: Tensor, tokens: Tensor, log_probs: Tensor, plan: StepPlan,
     Best-first search on the host and growth with static shapes, without host syncs, give the same tree.
 
     Args:
-        token: (batch,) int64, the roots.
         tokens: (batch, slots, top_k) int64, candidates of each level in descending order.
         log_probs: (batch, slots, top_k), log probabilities of ``tokens``.
     """
     deepest = tokens.shape[1]
     if not kernels.static_shapes(token.device):
-        levels = zip(tokens.tolist(), log_probs.exp().tolist(), strict=True)
         limits = (deepest, min(nodes, plan.nodes), _LEAST, 1 if plan.chain else None)
-        rows = [best_first(0, partial(_children, *row), *limits) for row in levels]
+        rows = []
+        for drafted, probs in zip(tokens.tolist(), log_probs.exp().tolist(), strict=True):
+            slots = enumerate(zip(drafted, probs, strict=True), start=1)
+            levels = [[(*child, level) for child in zip(*slot, strict=True)] for level, slot in slots]
+            rows.append(best_first(0, levels.__getitem__, *limits))
         return build_tree(token, [row[:2] for row in rows], [row[2] for row in rows])
 
     def children(level: int, parents: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,20 +217,13 @@ def grow_levels(
     """Grow a tree level by level if the children of a node depend on its token; see ``grow_tree``.
 
     Args:
-        token: (batch,) int64, the roots.
         children: given a level, from 0, its parents' tokens and the index of each parent's own parent in the previous
             beam, (batch, width) int64 each, returns children as ``(tokens, log_probs)``, (batch, width, children) each,
             in descending order.
-        top_k: nodes extended per level.
     """
     levels = count()
     extend: Extend = lambda beam, origin: children(next(levels), beam, origin)  # noqa: E731
     return grow_tree(token, None, extend, plan, top_k, depth=depth, nodes=nodes)
-
-
-def _children(tokens: list[list[int]], probs: list[list[float]], level: int) -> Iterator[tuple[int, float, int]]:
-    """Children of every node of a level, see ``best_first``."""
-    return ((token, prob, level + 1) for token, prob in zip(tokens[level], probs[level], strict=True))
 
 
 class LevelPasses:
@@ -253,14 +245,17 @@ class LevelPasses:
         """Hidden states of a level, (batch, width, hidden).
 
         Args:
-            tokens: (batch, width) int64.
             origin: (batch, width) int64, see ``grow_tree``.
         """
         depth = torch.full_like(tokens, self._levels)
         nodes = tokens, depth, self._reach(origin)
         if self._recurrent:
-            nodes = self._nodes = nodes if self._nodes is None else _joined(self._nodes, nodes)
-        states = self._runner.forward_nodes(*nodes, self._read)[:, -tokens.shape[1] :]
+            if self._nodes is not None:
+                earlier, depths, reach = self._nodes
+                reach = torch.cat([F.pad(reach, (0, tokens.shape[1])), nodes[2]], dim=1)
+                nodes = torch.cat([earlier, tokens], dim=1), torch.cat([depths, depth], dim=1), reach
+            self._nodes = nodes
+        states = self._runner.forward_nodes(*nodes, (self._read,))[self._read][:, -tokens.shape[1] :]
         if not self._recurrent:
             self._runner.keep_nodes(depth)
         self._levels += 1
@@ -269,12 +264,3 @@ class LevelPasses:
     def end(self) -> None:
         """Drop the nodes."""
         self._runner.forget_nodes()
-
-
-def _joined(
-    nodes: tuple[Tensor, Tensor, Tensor], level: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Append a level to earlier nodes; arguments as for ``VerifyRunner.forward_nodes``."""
-    (tokens, depth, reach), (more, deeper, reached) = nodes, level
-    reach = torch.cat([F.pad(reach, (0, more.shape[1])), reached], dim=1)
-    return torch.cat([tokens, more], dim=1), torch.cat([depth, deeper], dim=1), reach

@@ -35,15 +35,14 @@ from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.ops import cpu_library, kernels
 from mmspec.ops.transfer import on_device
-from mmspec.targets.fused_layers import AttentionMetadata, add_product
 from mmspec.targets.packing import drafter_kind, pack_drafter
+from mmspec.targets.static_forward import AttentionMetadata, add_product
 
 
 def packing(kept: Tensor, left: bool) -> tuple[Tensor, Tensor]:
     """Gather indices that pack the kept entries of each row.
 
     Args:
-        kept: (batch, entries) bool.
         left: pad shorter rows on the left instead of the right.
 
     Returns:
@@ -106,7 +105,6 @@ def allowed_slots(cache: TreeCache, reach: Tensor, window: int = 0) -> Tensor:
 
     Args:
         reach: (batch, nodes, new) bool, new entries that each node attends to, including itself.
-        window: see ``HiddenStateDrafter.window``.
     """
     if cache.static_shapes:
         return reach[:, None]
@@ -161,9 +159,6 @@ def run(
         x: (batch, nodes, any), inputs.
         allowed: attention mask, see ``allowed_slots``; None for a prompt without padding.
         window: for static shapes, whose mask excludes the prefix; see ``HiddenStateDrafter.window``.
-
-    Returns:
-        The network's outputs, (batch, nodes, any).
     """
     if cache.static_shapes:
         cache.set_write_slots(x.shape[1])
@@ -181,12 +176,8 @@ class TreeState:
     accepted tokens; ``end`` drops them.
 
     Args:
-        cache: KV cache of the drafter.
         rotation: returns the rotation of the next positions of each row, (batch, positions, 1, head_dim) each.
         width: maximum nodes per level.
-        passes: maximum number of passes.
-        slots: entries per node.
-        window: see ``HiddenStateDrafter.window``.
 
     Attributes:
         predicted, carried: (batch, nodes, hidden), states that predict the last level's children, and the recurrent
@@ -274,7 +265,6 @@ class HiddenStateDrafter(TrainedDrafter):
 
     Args:
         network: trained network, moved to the target's device and dtype; without ``layers``, it needs no KV cache.
-        rotary: rotary position tables.
         draft_ids: (n,) int64, draft vocabulary: target token of each output row; None is the full vocabulary.
         **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
 
@@ -353,7 +343,6 @@ class HiddenStateDrafter(TrainedDrafter):
         """Network inputs of accepted tokens, (batch, width, any).
 
         Args:
-            tokens: (batch, width) int64.
             states: (batch, width, any), see ``states``, at the previous tokens.
         """
 
@@ -541,11 +530,6 @@ class PositionedDrafter(HiddenStateDrafter):
 
     Attributes:
         counts_tokens: without ``mrope_section``, replace multi-axis positions by token counts, not the largest axis.
-
-    Args:
-        network: network with a ``RotaryShape``.
-        draft_ids: see ``HiddenStateDrafter``.
-        **settings: see ``HiddenStateDrafter``.
     """
 
     counts_tokens = True

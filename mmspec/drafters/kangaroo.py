@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Target, output_of
 from mmspec.core.tree import TokenTree
-from mmspec.drafters.early_exit import FirstLayers
-from mmspec.drafters.growth import grow_tree
+from mmspec.drafters.early_exit import first_layers
+from mmspec.drafters.growth import LevelPasses, grow_tree
 from mmspec.drafters.hidden_state import PositionedDrafter
 from mmspec.drafters.layer import Attend, LlamaLayer, Norm, Rotation
 from mmspec.drafters.layouts import recogniser
@@ -62,7 +62,6 @@ class KangarooNetwork(nn.Module):
 
         Args:
             x: (batch, nodes, hidden).
-            rotation, attend: see ``DecoderLayer.attention``.
         """
         return self.norm(self.layers[0](x, rotation, attend))
 
@@ -75,22 +74,23 @@ class Kangaroo(PositionedDrafter):
 
     def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         exit_layer = self.network.config.exit_layer
-        self._first, self.features = FirstLayers(target, exit_layer), (output_of(exit_layer - 1),)
+        self._first, self.features = first_layers(target, exit_layer), (output_of(exit_layer - 1),)
         return self.target_head(target)
 
     def join(self, rows: int, static_shapes: bool) -> None:
-        super().join(rows, static_shapes and self._first.target.runner.static_shapes)
+        super().join(rows, static_shapes and self._first.runner.static_shapes)
 
     def reserve(self, width: int) -> None:
         super().reserve(width)
-        self._first.target.runner.cache.reserve_nodes(width + self.depth * self.top_k)
+        self._first.runner.cache.reserve_nodes(width + self.depth * self.top_k)
 
     @property
     def _version(self) -> tuple[Hashable, ...]:
-        return *super()._version, *self._first.target.version
+        return *super()._version, *self._first.version
 
     def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
-        passes, state = self._first.passes(self.features[0]), self._tree_state(len(token), self.depth)
+        passes = LevelPasses(self._first.runner, self._first.recurrent, self.features[0])
+        state = self._tree_state(len(token), self.depth)
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             states = state.run(self.run, passes(beam, origin), origin)

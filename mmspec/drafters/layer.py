@@ -17,7 +17,7 @@ from mmspec.core.target import Target
 from mmspec.drafters.shape import LayerShape, RotaryShape
 from mmspec.errors import explained
 from mmspec.quantisation.linear import PackedLinear
-from mmspec.targets.layer_structure import is_hooked
+from mmspec.targets.recognise import is_hooked
 from mmspec.targets.transformers_target import TransformersTarget
 
 Attend = Callable[..., Tensor]
@@ -90,7 +90,6 @@ class DecoderLayer(nn.Module):
         """Output of the attention: (batch, nodes, width) -> (batch, nodes, hidden).
 
         Args:
-            x: normed inputs.
             rotation: cosines and sines from ``Rotary``, broadcastable to (batch, nodes, heads, head_dim).
             attend: attention over queries, keys, values, (batch, heads or kv_heads, nodes, head_dim), cache and mask.
         """
@@ -138,7 +137,6 @@ class NodeInputs:
     """Concatenates embeddings of drafted tokens with the states that predicted them.
 
     Attributes:
-        embed: embedding of target tokens.
         table: module with the embedding matrix as ``weight``; None if ``embed`` is not a plain lookup.
         draft_ids: (n,) int64, draft vocabulary; None is the target's.
     """

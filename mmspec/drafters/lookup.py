@@ -22,7 +22,6 @@ class LookUpDrafter(Drafter):
     """Base class of host-side lookup drafters. Subclasses define ``begin``, which appends to ``rows``, and ``start``.
 
     Attributes:
-        rows: lookup state of each row.
         width: maximum children per node; 1 drafts chains, None trees of any width.
         reliability: initial ratio of hits to predicted probability, see ``LookUps``.
     """
@@ -73,9 +72,6 @@ class LookUps(LookUpDrafter):
     A token's odds are the sum of its odds in each drafter, after scaling the drafter's probabilities by its
     reliability: the observed frequency of its top-1 next tokens divided by their predicted probability. A drafter that
     is almost certain thus takes the nodes from less certain drafters.
-
-    Args:
-        parts: two or more lookup drafters.
     """
 
     def __init__(self, parts: Sequence[LookUpDrafter]) -> None:

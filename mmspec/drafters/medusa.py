@@ -37,9 +37,7 @@ class MedusaConfig:
     """Configuration of a ``MedusaNetwork``.
 
     Attributes:
-        hidden_size: hidden size of the target.
         heads: number of heads; head i, from 0, drafts the (i+1)-th token after the last token.
-        layers: residual layers of each head.
         bias: whether residual layers have a bias.
         grounded: whether a head reads the embeddings of previously drafted tokens (Hydra, arXiv 2402.05109).
         head: rows of each head's output layer, the draft vocabulary; 0 is the target's output layer.
@@ -117,11 +115,7 @@ class MedusaNetwork(nn.Module):
         return self.norm(output) if self.config.prefix else output
 
     def scores(self, first: int, states: Sequence[Tensor], head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Concatenated logits of heads from ``first`` on: states (..., n, hidden) each -> (..., all n, draft tokens).
-
-        Args:
-            head: the target's output layer.
-        """
+        """Concatenated logits of heads from ``first`` on: states (..., n, hidden) each -> (..., n, draft tokens)."""
         if not self.config.head:
             return head(torch.cat(list(states), dim=-2))
         own = self.outputs[first : first + len(states)]

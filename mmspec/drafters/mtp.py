@@ -97,11 +97,7 @@ def build(config: PreTrainedConfig) -> tuple[Any, Any]:
 
 
 class MTPNetwork(nn.Module):
-    """MTP layers with tree masks and caches.
-
-    Args:
-        built: from ``build``.
-    """
+    """MTP layers with tree masks and caches."""
 
     def __init__(self, built: Any) -> None:
         super().__init__()
@@ -133,7 +129,6 @@ class MTPNetwork(nn.Module):
             states: (batch, nodes, hidden), states at the previous tokens.
             positions: (batch, nodes) or (axes, batch, nodes) int64.
             mask: (batch, 1, nodes, slots); None for a causal prompt, or for a single node that attends to everything.
-            **options: additional arguments of the attention.
         """
         rotation = None
         for rotary in self._rotary:
@@ -221,12 +216,7 @@ def _own_name(name: str, layers: int) -> str | None:
 
 
 def _load(built: Any, model: Any, tensors: dict[str, Tensor], source: str) -> None:
-    """Load tensors with transformers' weight conversions.
-
-    Args:
-        built, model: see ``build``.
-        source: name of the checkpoint in error messages.
-    """
+    """Load tensors with transformers' weight conversions."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.element_size() < 2:  # float8 is meaningless without its scales
             raise UserError(f"{source}: {name} must be a floating point tensor: got {tensor.dtype}")
@@ -252,7 +242,6 @@ class MTP(TreeDrafter):
 
     Args:
         network: MTP layers, moved to the target's device and dtype.
-        **tree: top_k, depth and total_tokens, see ``TreeDrafter``.
 
     Attributes:
         published: the target if known, for ``layouts.check_target``.
@@ -398,12 +387,7 @@ class MTP(TreeDrafter):
     def _pass(
         self, number: int, embeds: Tensor, states: Tensor, depth: Tensor, tail: Tensor | None, reach: Tensor
     ) -> Tensor:
-        """Outputs of a layer at new nodes, (batch, nodes, hidden).
-
-        Args:
-            number, embeds, states: see ``MTPNetwork.forward``.
-            depth, tail, reach: see ``tree_mask``.
-        """
+        """Outputs of a layer at new nodes, (batch, nodes, hidden)."""
         cache, config, options = self.caches[number], self.network.config, {}
         if cache.static_shapes:
             cache.set_write_slots(depth.shape[1])

@@ -71,9 +71,6 @@ class NativeLayers(Native):
     ) -> Tensor:
         """Run the layers on new entries and write them to the cache; arguments as for ``hidden_state.run``.
 
-        Args:
-            middle: also return the last layer's residual stream before its MLP.
-
         Returns:
             The last layer's outputs, (batch, nodes, hidden) or, with ``middle``, (batch, nodes, 2 * hidden).
         """
@@ -137,7 +134,6 @@ class NativeCell(Native):
     """Recurrent cell in the C++ kernels, which grow a tree in one call.
 
     Args:
-        norm: norm of the cell.
         table: table of the cell's input layer, see ``TokenLinear``.
         layers: the input layer's part for states, ``cell.out``, the layer before the head, and the head.
     """
@@ -180,7 +176,6 @@ class NativeCell(Native):
 
         Args:
             carried: (batch, hidden), states that predicted the first level.
-            first: draft-vocabulary indices and log probabilities of the first level.
             draft_ids: (n,) int64, draft vocabulary; None is the target's.
             width: nodes extended per level.
         """

@@ -131,11 +131,7 @@ class Ngram(LookUpDrafter):
 
 
 class _Index:
-    """Index of n-gram end positions in a growing text.
-
-    Args:
-        lengths: n-gram lengths, descending.
-    """
+    """Index of n-gram end positions in a growing text."""
 
     def __init__(self, text: list[int], lengths: Sequence[int]) -> None:
         self.text, self.lengths = text, lengths

@@ -35,9 +35,6 @@ class VisualShare:
 
     Attributes:
         layer: layer whose attention is read; None if no attention is read.
-
-    Raises:
-        UserError: a value is not from 0 to 1.
     """
 
     def __init__(self, share: float, top_p: float = TOP_P) -> None:
@@ -67,9 +64,6 @@ class VisualShare:
             visual: (batch, length) bool.
             output: output of the target's prefill.
             first: row of the first prompt in the target's cache.
-
-        Returns:
-            (batch, length) bool.
         """
         kept = (visual.sum(1, keepdim=True).float() * self.share).round().long().clamp(min=1)
         after = visual.flip(1).cumsum(1).flip(1) == 0
@@ -123,9 +117,6 @@ def relevant(ids: Tensor, text: Tensor, share: float) -> Tensor:
         ids: (batch, length) int64.
         text: (batch, length) bool, tokens to select from, without padding and visual tokens.
         share: share of the chunks between beginning and end to keep; 0 and 1 keep all.
-
-    Returns:
-        (batch, length) bool.
     """
     kept = text.clone()
     for row in range(len(ids)) if 0 < share < 1 else ():

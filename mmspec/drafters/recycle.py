@@ -56,7 +56,6 @@ class Rankings:
 
     Args:
         slots: number of contexts; one extra slot is a write sink.
-        width: successors per context.
 
     Attributes:
         key: (slots + 1,) int64, context of each slot; -1 if empty.
@@ -77,7 +76,6 @@ class Rankings:
 
         Args:
             slot, key, counts: (contexts,); ``counts`` bool, False for idle rows.
-            tokens, probs: (contexts, k).
         """
         later = ((slot[:, None] == slot) & counts).triu(1).any(1)
         slot = slot.where(counts & ~later, len(self.key) - 1)
@@ -97,10 +95,6 @@ class DeviceTable(CapturedDrafter):
 
     Differences from the host table: two-token contexts are hashed into a fixed number of slots, where new contexts
     overwrite old contexts; and if a context occurs several times in a step, only its last node counts.
-
-    Args:
-        settings: settings of the drafter.
-        vocab: vocabulary size of the target.
 
     Attributes:
         width: maximum children per node; None keeps all.
@@ -286,11 +280,7 @@ class Recycle(LookUpDrafter):
         return drafter
 
     def restore(self, folder: Path) -> None:
-        """Replace the table by a saved table; tree shape and settings stay.
-
-        Raises:
-            UserError: see ``from_checkpoint``.
-        """
+        """Replace the table by a saved table; tree shape and settings stay."""
         saved = Recycle.from_checkpoint(folder)
         self._table, self._on_device = saved._table, None
         self._vocab, self._verifier = saved._vocab, saved._verifier
@@ -299,7 +289,6 @@ class Recycle(LookUpDrafter):
         """Write the table as a drafter checkpoint.
 
         Args:
-            target: the target that the table was learned from.
             smallest: minimum probability of a saved successor.
         """
         kept = {
@@ -418,7 +407,6 @@ class Recycle(LookUpDrafter):
         """Replace the table by the target's mean probabilities in texts.
 
         Args:
-            texts: tokens, and the target's logits after each of them, (length, vocab).
             contexts: number of contexts to keep, those that occur most often; None keeps all.
         """
         keys, ranked, probs = [], [], []

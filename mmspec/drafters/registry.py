@@ -140,7 +140,6 @@ def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) 
 
     Args:
         drafter: a specification, see the module; a folder; an object with a drafter's methods; or None.
-        home: the target's folder or name.
         trust_remote_code: allow Python code in the folder of a draft model.
 
     Raises:

@@ -11,13 +11,7 @@ from mmspec.validation import option, options
 
 @options
 class TreeShape:
-    """Tree limits of a drafter that grows trees level by level.
-
-    Attributes:
-        top_k: nodes extended per level, and children per node.
-        depth: maximum tree depth.
-        total_tokens: maximum number of drafted nodes.
-    """
+    """Tree limits of a drafter that grows trees level by level."""
 
     top_k: int = option(..., ge=1, le=64)
     depth: int = option(..., ge=1, le=64)
@@ -32,15 +26,7 @@ TREE = tuple(one.name for one in fields(TreeShape))
 
 @options
 class LayerShape:
-    """Shape of a drafter's decoder layers.
-
-    Attributes:
-        hidden_size: width of the residual stream.
-        heads, kv_heads, head_dim: attention shape.
-        mlp: intermediate size of the gated MLP.
-        rope_theta: base of the rotary frequencies.
-        norm_eps: epsilon of RMSNorm.
-    """
+    """Shape of a drafter's decoder layers."""
 
     hidden_size: int = option(..., ge=1, le=2**16)
     heads: int = option(..., "Attention heads; by default the target's.", ge=1, le=2**10)
@@ -111,7 +97,6 @@ class HeadShape(RotaryShape):
     """Shape of a network with an optional output layer and embedding: a ``RotaryShape``, and
 
     Attributes:
-        layers: number of decoder layers.
         head: rows of the network's output layer, the draft vocabulary; 0 uses the target's output layer.
         embedding: rows of the network's embedding; 0 uses the target's.
     """

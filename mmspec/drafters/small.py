@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -44,7 +45,6 @@ class Small(CapturedDrafter):
 
     Args:
         model: a causal or vision-language model, or its name or folder.
-        top_k: nodes extended per level, and children per node.
         trust_remote_code: allow Python code in the model's folder.
         tokenizers: of target and model, if they differ; if the vocabularies have other sizes, None reads them from the
             models' folders.
@@ -180,7 +180,7 @@ class Small(CapturedDrafter):
         if visual is None or self._shared is not None or not self._visual.share or not bool(visual.any()):
             return None
         own = self.lm.visual(prompt)
-        return None if own is None or not torch.equal(own, visual) else prompt.unencoded
+        return None if own is None or not torch.equal(own, visual) else _unencoded(prompt)
 
     def _begin_with_media(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         """Prefill images and videos too, and queue the first tokens."""
@@ -232,7 +232,7 @@ class Small(CapturedDrafter):
         lm.runner.forget_nodes()
         chain = causal(batch, width, tokens.device)
         depth = torch.arange(width, device=tokens.device).expand(batch, -1)
-        states, path = lm.runner.forward_nodes(self._readable(tokens), depth, chain), path_of(length, width)
+        states, path = lm.runner.forward_nodes(self._readable(tokens), depth, chain)["last"], path_of(length, width)
         if isinstance(lm.runner, StaticRunner):
             lm.runner.commit_on_device(path)
         else:
@@ -343,3 +343,12 @@ SPEC = DrafterSpec(
     trusts=True,
     train="small",
 )
+
+
+def _unencoded(prompt: Prompt) -> Prompt | None:
+    """The prompt with its original images and videos; None if these are unknown."""
+    encoded = "mm_encoder_outputs"  # set by transformers' ``generate``
+    if encoded not in prompt.inputs:
+        return prompt
+    others = {name: value for name, value in prompt.inputs.items() if name != encoded}
+    return replace(prompt, inputs={**others, **prompt.media}, media={}) if prompt.media else None

@@ -22,9 +22,6 @@ class DrafterSpec:
     """A drafter, a plug-in of the group ``drafters`` under its name.
 
     Attributes:
-        name: as registered, and in the ``config.json`` of its checkpoints.
-        label: its name for people.
-        summary: one-line description.
         implementation: its class, or the class's location ``"module:Class"``, imported when a drafter is made.
         weights: ``"none"``: the constructor takes the optional text of ``NAME:TEXT``. Otherwise the class has a
             ``from_checkpoint(folder, **settings)``, and TEXT is a folder or hub id. ``"optional"``: a checkpoint is not

@@ -18,11 +18,7 @@ from mmspec.drafters.shape import TREE, TreeShape
 
 
 class TreeDrafter(CapturedDrafter):
-    """Drafter with a network, which grows trees of a configured shape.
-
-    Args:
-        **tree: top_k, depth and total_tokens, see ``TreeShape``; they default to ``usual_tree``.
-    """
+    """Drafter with a network, which grows trees of a configured shape."""
 
     name: ClassVar[str]  # as registered
     learns: ClassVar[bool] = False
@@ -64,10 +60,8 @@ class TrainedDrafter(TreeDrafter):
         published: target of a published checkpoint, see ``layouts.check_target``.
 
     Args:
-        network: network with a dataclass as ``config``.
         draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
         verifier: target that the drafter was trained for, see ``checkpoint.Verifier``.
-        **tree: see ``TreeDrafter``.
     """
 
     config_class: ClassVar[type[Any]]
@@ -87,9 +81,6 @@ class TrainedDrafter(TreeDrafter):
 
         Args:
             changes: fields of the network's configuration that override the checkpoint.
-
-        Raises:
-            UserError: it is invalid.
         """
         keywords: dict[str, Any] = {}
         published = None
@@ -105,14 +96,12 @@ class TrainedDrafter(TreeDrafter):
     @classmethod
     def read_published(cls, folder: Path) -> Published:
         """Read and convert a published checkpoint; raises ``UserError`` if it is invalid."""
-        assert cls.layout is not None
-        return layouts.read(folder, cls.layout, cls.config_class, cls.network_class)
+        return layouts.read(folder, cls)
 
     @classmethod
     def convert(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> Published:
         """Like ``read_published``, from the contents of the files; ``where`` is the checkpoint's name in messages."""
-        assert cls.layout is not None
-        return layouts.convert(config, tensors, cls.layout, cls.config_class, cls.network_class, where)
+        return layouts.convert(config, tensors, cls, where)
 
     @property
     def checks(self) -> str:

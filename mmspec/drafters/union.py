@@ -32,12 +32,6 @@ class Union(Drafter):
     drafter with a net loss pauses on its own (``DraftingPayoff``). Payoffs are kept per class of expected tokens of the
     preceding trees, lookups first, so that no network runs while the text is copied. A failing drafter also pauses
     (``Guard``).
-
-    Args:
-        drafters: two or more drafters whose trees have ``log_probs``.
-
-    Raises:
-        UserError: fewer than two drafters.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:

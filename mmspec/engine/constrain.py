@@ -8,12 +8,14 @@ from mmspec.core.drafter import Drafter
 from mmspec.core.plan import StepPlan
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.drafters.growth import Nodes, best_first
-from mmspec.sampling.sampler import Sampled
+from mmspec.sampling.sampler import SamplingState
 
 _At = tuple[int | None, tuple[int, ...], tuple[int, ...]]  # drafted node, path to it, tokens forced after it
 
 
-def constrain(rows: Sequence[Sampled], tree: TokenTree, plan: StepPlan, drafter: Drafter | None = None) -> TokenTree:
+def constrain(
+    rows: Sequence[SamplingState], tree: TokenTree, plan: StepPlan, drafter: Drafter | None = None
+) -> TokenTree:
     """Fit a step's trees to the grammars of their sequences, before the verify pass.
 
     A forbidden draft is cut with its subtree; the probabilities of its siblings are renormalised. A forced token
@@ -44,7 +46,7 @@ def constrain(rows: Sequence[Sampled], tree: TokenTree, plan: StepPlan, drafter:
 class _Drafts:
     """Grammar-constrained drafts of one sequence, expanded by ``best_first``."""
 
-    def __init__(self, row: Sampled, tree: TokenTree, place: int, drafter: Drafter | None) -> None:
+    def __init__(self, row: SamplingState, tree: TokenTree, place: int, drafter: Drafter | None) -> None:
         self._row, self._place, self._drafter = row, place, drafter
         self._failed = False
         self._children = tree.children[place]

@@ -6,75 +6,32 @@ A sequence's tokens do not depend on the other sequences of the batch.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections import abc, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from threading import Condition
 from time import perf_counter as clock
 
 import torch
 from torch import Tensor
 
-from mmspec.cache.prefix_cache import PrefixReuse
+from mmspec.cache.prefix_cache import PrefixCache, PrefixReuse
 from mmspec.cache.rows import row_index
 from mmspec.core.drafter import Guard
 from mmspec.core.plan import StepPlan, StepTimes
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
-from mmspec.core.verify import accept_path
+from mmspec.core.verify import Verdict, accept_path
 from mmspec.engine.constrain import constrain
 from mmspec.engine.policy import DraftPolicy
-from mmspec.engine.request_state import RequestState
-from mmspec.engine.speculation import Speculation
-from mmspec.engine.stats import mark, record_tree, seconds
+from mmspec.engine.sequence import BatchKey, Sequence
+from mmspec.engine.stats import StepTimer, record_tree
 from mmspec.sampling.batch_sampler import BatchSampler
 
 _IDLE_CHUNKS = 4
 """Prefill chunks per step while no sequence decodes."""
-
-
-@dataclass(frozen=True)
-class BatchKey:
-    """Settings that sequences must share to decode in one batch.
-
-    Attributes:
-        num_draft_tokens: drafted nodes per step; None is adaptive, and also the value of sequences without drafts.
-        prompt: the target's ``batch_key`` of the prompt.
-    """
-
-    speculation: Speculation
-    num_draft_tokens: int | None
-    prompt: Hashable
-
-
-@dataclass
-class PromptBatch:
-    """Prompts that are waiting for prefill or being prefilled.
-
-    Attributes:
-        seconds: prefill time so far.
-        passes: remaining prefill chunks; None before the first.
-        parts: the batches that were stacked into this one.
-        alone: whether stacking is ruled out because a stacked prefill failed.
-    """
-
-    prompt: Prompt
-    sequences: list[RequestState]
-    key: BatchKey
-    seconds: float = 0.0
-    passes: Iterator[TargetOutput | None] | None = None
-    parts: list[PromptBatch] = field(default_factory=list)
-    alone: bool = False
-
-    @property
-    def size(self) -> int:
-        """Number of prompt tokens, padding included."""
-        return self.prompt.input_ids.numel()
-
-    @property
-    def done(self) -> bool:
-        return all(sequence.done for sequence in self.sequences)
 
 
 class Scheduler:
@@ -87,65 +44,94 @@ class Scheduler:
     def __init__(self, max_num_seqs: int, resumes: Callable[[Prompt, list[Prompt]], bool]) -> None:
         self.max_num_seqs = max_num_seqs
         self._resumes = resumes
-        self._waiting: deque[PromptBatch] = deque()
+        self._waiting: deque[Sequence] = deque()
+        self._alone: set[Sequence] = set()  # not to be stacked again, as a stacked prefill failed
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[PromptBatch]:
+    def __iter__(self) -> Iterator[Sequence]:
         return iter(self._waiting)
 
-    def add(self, batch: PromptBatch) -> None:
-        self._waiting.append(batch)
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
 
-    def add_rejected(self, sequences: Iterable[RequestState], key: BatchKey) -> None:
-        """Restart rejected sequences and queue their prompts again."""
-        for sequence in sequences:
-            sequence.restart()
-            assert sequence.prompt is not None
-            self.add(PromptBatch(sequence.prompt, [sequence], key))
+    def allow(self, max_num_seqs: int) -> None:
+        """Let at least this many sequences run."""
+        self.max_num_seqs = max(self.max_num_seqs, max_num_seqs)
 
-    def unstack(self, batch: PromptBatch) -> None:
-        """Put stacked prompts back at the head of the queue, to be prefilled one by one."""
-        for part in reversed(batch.parts):
-            part.alone = True
-            self._waiting.appendleft(part)
+    def retry_alone(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Put stacked sequences back at the head of the queue, to be prefilled one by one."""
+        self._alone.update(sequences)
+        self._waiting.extendleft(reversed(sequences))
 
     def clear(self) -> None:
         self._waiting.clear()
+        self._alone.clear()
 
-    def next(self, running: int, key: BatchKey | None, tokens: int) -> PromptBatch | None:
-        """Remove the next prompts from the queue; None if none can join the running sequences.
+    def next(self, running: int, key: BatchKey | None, tokens: int) -> list[Sequence]:
+        """Remove the next sequences to prefill together; none if none can join the running sequences.
 
         Args:
             running: number of running sequences.
             key: batch key of the running sequences.
             tokens: maximum tokens of stacked prompts, padding included.
         """
-        chosen: list[PromptBatch] = []
-        longest, rows = 0, running
+        chosen: list[Sequence] = []
+        longest = 0
         while self._waiting:
-            batch = self._waiting[0]
-            if batch.done:
-                self._waiting.popleft()
-                continue
-            rows += len(batch.sequences)
-            longest = max(longest, batch.prompt.input_ids.shape[1])
-            if running or chosen:
-                fits = not chosen or (longest * (rows - running) <= tokens and not (batch.alone or chosen[0].alone))
-                joins = batch.key == key and fits and rows <= self.max_num_seqs
-                if not joins or (chosen and self._resumes(batch.prompt, [earlier.prompt for earlier in chosen])):
+            first = self._waiting[0]
+            rows = self._head()
+            if not all(one.done for one in rows):
+                longest = max(longest, first.prompt.input_ids.shape[1])
+                new = len(chosen) + len(rows)
+                if (running or chosen) and (first.key != key or running + new > self.max_num_seqs):
                     break
-            key = batch.key
-            chosen.append(self._waiting.popleft())
-        if len(chosen) > 1:
-            prompt = Prompt.stack([batch.prompt for batch in chosen])
-            if prompt is None:
-                self._waiting.extendleft(reversed(chosen[1:]))
-            else:
-                sequences = [sequence for batch in chosen for sequence in batch.sequences]
-                return PromptBatch(prompt, sequences, chosen[0].key, parts=chosen)
-        return chosen[0] if chosen else None
+                if chosen and (longest * new > tokens or not self._stacks(chosen, first)):
+                    break
+                key = first.key
+                chosen += rows
+            for _ in rows:
+                self._waiting.popleft()
+        self._alone.difference_update(chosen)
+        return chosen
+
+    def _head(self) -> list[Sequence]:
+        """The first sequence, with the rows that must be prefilled with it."""
+        first = self._waiting[0]
+        if first.prompt.batch is None:
+            return [first]
+        return list(takewhile(lambda one: one.prompt.batch is first.prompt.batch, self._waiting))
+
+    def _stacks(self, chosen: list[Sequence], new: Sequence) -> bool:
+        """Whether a sequence may be prefilled together with others."""
+        prompts, key = [one.prompt for one in chosen], new.prompt.stack_key
+        if key is None or key != prompts[0].stack_key or not self._alone.isdisjoint((chosen[0], new)):
+            return False
+        return not self._resumes(new.prompt, prompts)
+
+
+@dataclass
+class Prefill:
+    """Sequences being prefilled.
+
+    Attributes:
+        passes: remaining chunks; None before the first.
+        seconds: prefill time so far.
+    """
+
+    sequences: list[Sequence]
+    passes: Iterator[TargetOutput | None] | None = None
+    seconds: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Number of prompt tokens, padding included."""
+        return len(self.sequences) * max(sequence.prompt.input_ids.shape[1] for sequence in self.sequences)
+
+    @property
+    def done(self) -> bool:
+        return all(sequence.done for sequence in self.sequences)
 
 
 @dataclass(frozen=True)
@@ -153,12 +139,11 @@ class Draft:
     """A drafter's proposal for one step.
 
     Attributes:
-        rows: sequences this draft was made for.
+        generation: generation of the batch that this draft was made for.
         seconds: returns the draft time spent before the step; call it after synchronising.
     """
 
-    rows: list[RequestState]
-    policy: DraftPolicy
+    generation: int
     plan: StepPlan
     tree: TokenTree
     seconds: Callable[[], float] = float
@@ -172,51 +157,56 @@ class EngineCore:
         lock: held by other threads that add to the scheduler.
 
     Attributes:
-        scheduler: queue of waiting prompts.
+        scheduler: queue of waiting sequences.
         running: decoding sequences; their indices are the rows of target and drafter.
-        touched: sequences that may have changed in this step.
+        key: batch key of the running sequences.
         prefixes: reuses states of earlier prompts; None computes every prompt in full.
     """
 
     def __init__(self, target: Target, max_num_seqs: int, chunk: int, lock: Condition) -> None:
         self.target, self.chunk = target, chunk
         self.scheduler = Scheduler(max_num_seqs, self._resumes)
-        self.running: list[RequestState] = []
+        self.running: list[Sequence] = []
         self.key: BatchKey | None = None
-        self.touched: dict[RequestState, None] = {}
         self.prefixes: PrefixReuse | None = None
         self._reads: tuple[Feature, ...] = ()  # hidden states that the drafter reads
         self._lock = lock
-        self._prefilling: PromptBatch | None = None
-        self._prefilled: list[tuple[Prompt, TargetOutput, list[RequestState]]] = []  # not yet passed to the drafter
+        self._prefilling: Prefill | None = None
+        self._prefilled: list[tuple[Prefill, TargetOutput]] = []  # not yet passed to the drafter
         self._token = torch.empty(0, dtype=torch.long)  # (rows,) last emitted tokens
+        self._generation = 0  # changes with the batch
         self._ahead: Draft | None = None  # pre-launched for the next step; dropped if the batch changes
+        self._changed: dict[Sequence, None] = {}  # sequences that may have changed in this step
         self._sampler = BatchSampler()
         self._vocab = 0  # the target's vocabulary size, known after a prefill
 
     @property
-    def queued(self) -> list[PromptBatch]:
-        """Prompts that are waiting for prefill or being prefilled."""
-        return [*self.scheduler, *([self._prefilling] if self._prefilling else [])]
+    def queued(self) -> list[Sequence]:
+        """Sequences that are waiting for prefill or being prefilled."""
+        return [*self.scheduler, *(self._prefilling.sequences if self._prefilling else ())]
 
     @property
-    def sequences(self) -> list[RequestState]:
+    def sequences(self) -> list[Sequence]:
         """All sequences that are running or queued."""
-        return [*self.running, *(sequence for batch in self.queued for sequence in batch.sequences)]
+        return [*self.running, *self.queued]
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence is unfinished."""
-        return bool(self.running) or not all(batch.done for batch in self.queued)
+        return bool(self.running) or not all(sequence.done for sequence in self.queued)
 
-    def add(self, batch: PromptBatch) -> None:
-        """Queue prompts; the caller holds the lock."""
-        self.scheduler.add(batch)
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; the caller holds the lock."""
+        self.scheduler.add(sequence)
 
-    def cancel(self, sequences: Iterable[RequestState]) -> None:
+    def use_prefixes(self, prefixes: PrefixCache | None) -> None:
+        """Set the prefix cache; there are no sequences."""
+        self.prefixes = None if prefixes is None else PrefixReuse(self.target, prefixes)
+
+    def cancel(self, sequences: Iterable[Sequence]) -> None:
         """Cancel sequences before the next step."""
         for sequence in sequences:
-            sequence.cancelled = True
+            sequence.cancel()
 
     def clear(self) -> None:
         """Clear the queue and release the drafter."""
@@ -242,83 +232,98 @@ class EngineCore:
         return self.key.speculation.guard if self.key else None
 
     def step(self) -> None:
-        """Prefill waiting prompts while rows are free, then run one decode step."""
-        start = clock()
-        running = list(self.running)
+        """Prefill waiting prompts while rows are free, run one decode step, and call the sinks."""
+        start, running = clock(), list(self.running)
+        self._changed = dict.fromkeys(running)
         self.remove_finished()
-        # Clients get the first token before the first decode step.
-        if self._prefill() and not running:
-            self.remove_finished()
-            return
+        self._prefill()
         self.remove_finished()
-        if self.running:
+        if running and self.running:  # otherwise, clients get the first token before the first decode step
             self._decode()
             self.remove_finished()
         for sequence in running:
             sequence.stats.wall_seconds += clock() - start
+        self._emit()
+
+    def _emit(self) -> None:
+        for sequence in self._changed:
+            sequence.emit()
+        self._changed = {}
 
     def _decode(self) -> None:
-        """One decode step: draft, verify, commit.
+        """One decode step: draft, verify, commit, append.
 
         The commit, and the next draft if the drafter allows it, are launched before the host synchronises to read the
         accepted tokens.
         """
-        start, rows, drafter, device = clock(), self.running, self._drafter, self._token.device
-        ahead, self._ahead = self._ahead, None
-        begun = mark(device)
-        policy = self._prepare()
-        prepared = mark(device)
-        if ahead is not None and (ahead.rows is not rows or ahead.policy is not policy or self._remaining <= 0):
-            ahead = None  # drafting again changes only the tree
-        draft = ahead or self._propose(policy, self._token)
-        tree = self._fitted(draft)
-        drafted = mark(device)
+        timer, policy = StepTimer(self._token.device), self._prepare()
+        timer.mark("prepared")
+        draft = self._pre_launched() or self._propose(policy, self._token)
+        tree = self._fitted(policy, draft)
+        timer.mark("drafted")
         output = self.target.verify(tree, self._reads)
-        verdict = accept_path(tree, self._sampler.choose(rows, tree, output.logits))
-        verified = mark(device)
-        began = clock()
+        tokens, failures = self._sampler.choose(self.running, tree, output.logits)
+        verdict = accept_path(tree, tokens)
+        timer.mark("verified")
         self.target.commit(verdict)
         if self.prefixes is not None:
             self.prefixes.commit(verdict, output.features)
-        # Trace records read the tree, whose memory the next draft reuses.
-        early = drafter is not None and drafter.drafts_ahead and all(row.trees is None for row in rows)
-        if drafter is not None and early:
-            drafter.observe(tree, verdict, output)
-            before = mark(device)
-            self._ahead = self._propose(policy, verdict.bonus)
-            self._ahead = replace(self._ahead, seconds=partial(seconds, before, mark(device)))
-        accepted = verdict.host  # synchronises
-        earlier = draft.seconds()
-        draft_seconds, verify_seconds = earlier + seconds(begun, drafted), seconds(drafted, verified)
-        proposing = earlier + seconds(prepared, drafted) if draft.plan.nodes or tree.nodes > 1 else 0.0
-        for number, row in enumerate(rows):
-            if row.trees is not None:
-                row.trees.append(record_tree(tree, number, verdict, output, row.token_bytes))
-        for number, (row, drafts, (path, tokens)) in enumerate(zip(rows, tree.drafted, accepted, strict=True)):
-            row.record(output.logits[number], path, tokens)
-            emitted = row.append(path, tokens)
+        self._draft_ahead(policy, tree, verdict, output, timer)
+        self._append(tree, verdict, output, failures)
+        self._token = verdict.bonus
+        self._record(policy, draft, tree, verdict, timer)
+
+    def _append(
+        self, tree: TokenTree, verdict: Verdict, output: TargetOutput, failures: list[dict[int, Exception]]
+    ) -> None:
+        """Append the accepted tokens to the sequences, then pass the step to the drafter."""
+        for number, (row, (path, tokens)) in enumerate(zip(self.running, verdict.host, strict=True)):  # synchronises
+            if row.traced:
+                row.trees.append(record_tree(tree, number, verdict, output, row.request.token_bytes))
+            count = row.accept(output.logits[number], path, tokens, failures[number])
             # Tokens after a stop are neither emitted nor counted as accepted.
             depth = tree.max_depth if row.drafts else 0
-            row.stats.record_step(drafts, depth, min(len(path) - 1, emitted), emitted)
-        if drafter is not None:
-            if not early:
-                drafter.observe(tree, verdict, output)
-            drafter.watch(tree, verdict)
-        self._token = verdict.bonus
-        paths = [path for path, _ in accepted]
-        if any(row.drafts for row in rows):
-            times = StepTimes(proposing, verify_seconds, clock() - began, draft.tree.levels)
-            policy.observe(draft.plan, tree, paths, times)
-        wall = clock() - start
-        for row in rows:
-            row.stats.draft_seconds += draft_seconds
-            row.stats.verify_seconds += verify_seconds
-            row.stats.commit_seconds += wall - draft_seconds - verify_seconds
+            row.stats.record_step(tree.drafted[number], depth, min(len(path) - 1, count), count)
+        if self._drafter is not None:
+            if self._ahead is None:
+                self._drafter.observe(tree, verdict, output)
+            self._drafter.watch(tree, verdict)
+
+    def _record(self, policy: DraftPolicy, draft: Draft, tree: TokenTree, verdict: Verdict, timer: StepTimer) -> None:
+        """Pass the times of the step to the policy and the statistics."""
+        earlier, verifying = draft.seconds(), timer.seconds("drafted", "verified")
+        if any(row.drafts for row in self.running):
+            drafts = draft.plan.nodes or tree.nodes > 1
+            drafting = earlier + timer.seconds("prepared", "drafted") if drafts else 0.0
+            times = StepTimes(drafting, verifying, timer.since("verified"), draft.tree.levels)
+            policy.observe(draft.plan, tree, [path for path, _ in verdict.host], times)
+        drafting, wall = earlier + timer.seconds("begin", "drafted"), timer.since("begin")
+        for row in self.running:
+            row.stats.record_times(drafting, verifying, wall)
 
     @property
     def _remaining(self) -> int:
         """Draft tokens that the longest unfinished row can still accept."""
         return max(row.remaining for row in self.running) - 1
+
+    def _pre_launched(self) -> Draft | None:
+        """The draft that the last step launched, unless the batch has changed or needs no more drafts."""
+        ahead, self._ahead = self._ahead, None
+        return ahead if ahead and ahead.generation == self._generation and self._remaining > 0 else None
+
+    def _draft_ahead(
+        self, policy: DraftPolicy, tree: TokenTree, verdict: Verdict, output: TargetOutput, timer: StepTimer
+    ) -> None:
+        """Launch the next step's draft before the host reads the verdict, if the drafter allows it."""
+        drafter = self._drafter
+        # Trace records read the tree, whose memory the next draft reuses.
+        if drafter is None or not drafter.drafts_ahead or any(row.traced for row in self.running):
+            return
+        drafter.observe(tree, verdict, output)
+        timer.mark("observed")
+        draft = self._propose(policy, verdict.bonus)
+        timer.mark("ahead")
+        self._ahead = replace(draft, seconds=partial(timer.seconds, "observed", "ahead"))
 
     def _propose(self, policy: DraftPolicy, token: Tensor) -> Draft:
         """Draft after the given tokens, (rows,); root-only trees if the drafter is not used in this step."""
@@ -326,16 +331,16 @@ class EngineCore:
         if drafter is not None and any(row.drafts for row in rows) and not drafter.rests:
             plan = policy.plan(len(rows), self._remaining)
         tree = drafter.propose(token, plan) if drafter is not None and plan.nodes else TokenTree.root(token)
-        return Draft(rows, policy, plan, tree)
+        return Draft(self._generation, plan, tree)
 
-    def _fitted(self, draft: Draft) -> TokenTree:
+    def _fitted(self, policy: DraftPolicy, draft: Draft) -> TokenTree:
         """Trees to verify: apply grammars, prune, and drop drafts of rows without speculation."""
         rows, drafter, root = self.running, self._drafter, TokenTree.root(self._token)
         plain = [number for number, row in enumerate(rows) if not row.drafts]
         if drafter is None or len(plain) == len(rows):
             return root
         tree = constrain(rows, draft.tree, draft.plan, drafter)
-        tree = draft.policy.prune(draft.plan, tree.without(plain) if plain and tree.nodes > 1 else tree)
+        tree = policy.prune(draft.plan, tree.without(plain) if plain and tree.nodes > 1 else tree)
         # Protect the target from a faulty drafter: clamp ids to the vocabulary and restore the root.
         if tree.nodes == 1:
             tree = root
@@ -350,84 +355,77 @@ class EngineCore:
         """Pass prefilled sequences to the drafter and return the step's policy."""
         assert self.key is not None
         policy = self.key.speculation.policy(self.key.num_draft_tokens)
-        if new := sum(len(sequences) for _, _, sequences in self._prefilled):
+        if new := sum(len(prefill.sequences) for prefill, _ in self._prefilled):
             policy.begin(new / len(self.running))
-        for prompt, output, sequences in self._prefilled:
+        for prefill, output in self._prefilled:
             if self._drafter is not None:
-                self._drafter.begin(prompt, output, [sequence.history for sequence in sequences])
+                prompt = output.prompt or Prompt.stack([sequence.prompt for sequence in prefill.sequences])
+                self._drafter.begin(prompt, output, [sequence.history for sequence in prefill.sequences])
         self._prefilled = []
         return policy
 
-    def _prefill(self) -> bool:
-        """Prefill waiting prompts while rows are free, at most ``chunk`` tokens if others decode.
-
-        Returns whether the prefill of any prompt is complete.
-        """
-        if not len(self.scheduler) and self._prefilling is None:
-            return False
-        busy, tokens, complete = bool(self.running), 0, False
+    def _prefill(self) -> None:
+        """Prefill waiting prompts while rows are free, at most ``chunk`` tokens if others decode."""
+        busy, tokens = bool(self.running), 0
         while not busy or tokens < self.chunk:
             batch = self._prefilling or self._schedule(self.chunk - tokens if busy else _IDLE_CHUNKS * self.chunk)
             if batch is None or (busy and tokens and tokens + batch.size > self.chunk):
                 break  # delay decode steps by at most one chunk
-            self.touched |= dict.fromkeys(batch.sequences)  # also batches scheduled in an earlier step
+            self._changed |= dict.fromkeys(batch.sequences)  # also batches scheduled in an earlier step
             if batch.done:
                 self._prefilling = None
                 continue
-            started, output = clock(), None
+            started = clock()
             try:
                 if batch.passes is None:
-                    max_new_tokens = [sequence.remaining for sequence in batch.sequences]
-                    settings = max_new_tokens, self._reads, self.chunk if busy else None
-                    if self.prefixes is not None:
-                        batch.passes = self.prefixes.prefill(batch.prompt, *settings)
-                    else:
-                        batch.passes = self.target.prefill([batch.prompt], *settings)
+                    new = [sequence.remaining for sequence in batch.sequences]
+                    prompts, chunk = [sequence.prompt for sequence in batch.sequences], self.chunk if busy else None
+                    batch.passes = (self.prefixes or self.target).prefill(prompts, new, self._reads, chunk)
                 output = next(batch.passes)
             except Exception as error:
                 self._prefilling = None
-                if batch.parts:  # a failure of one prompt must not end the others
-                    with self._lock:
-                        self.scheduler.unstack(batch)
+                if len(batch.sequences) > 1 and batch.sequences[0].prompt.batch is None:
+                    with self._lock:  # a failure of one prompt must not end the others
+                        self.scheduler.retry_alone(batch.sequences)
                     continue
                 for sequence in batch.sequences:
-                    sequence.error = error
+                    sequence.fail(error)
                 continue
             tokens += min(batch.size, self.chunk)
             batch.seconds += clock() - started
             if output is not None:
-                self._prefilling, complete = None, True
-                self._start(batch, output)
-        return complete
+                self._prefilling = None
+                self._join(batch, output)
 
-    def _schedule(self, tokens: int) -> PromptBatch | None:
+    def _schedule(self, tokens: int) -> Prefill | None:
         """Pop the next prompts to prefill; stacked prompts have at most ``tokens`` tokens."""
         if self.running and self.key and self.key.speculation.wanted:
             return None  # another engine waits for the drafter
         with self._lock:
-            batch = self._prefilling = self.scheduler.next(len(self.running), self.key, tokens)
-        if batch is not None:
-            self._hold(batch.key)
-        return batch
+            sequences = self.scheduler.next(len(self.running), self.key, tokens)
+            if not sequences:
+                return None
+            self._prefilling = Prefill(sequences)
+        self._hold(sequences[0].key)
+        return self._prefilling
 
-    def _start(self, batch: PromptBatch, output: TargetOutput) -> None:
-        """Emit the first token of each prefilled sequence and add them to the batch."""
+    def _join(self, batch: Prefill, output: TargetOutput) -> None:
+        """Append the first token of each prefilled sequence and add them to the batch."""
         sequences = batch.sequences
         if self.prefixes is not None:
-            self.prefixes.start(batch.prompt.singles, output)
+            self.prefixes.start([sequence.prompt for sequence in sequences], output)
         root = TokenTree.root(torch.zeros(len(sequences), dtype=torch.long, device=output.logits.device))
         self._vocab = output.logits.shape[-1]
-        first = BatchSampler().choose(sequences, root, output.logits)[:, 0]
+        tokens, failures = BatchSampler().choose(sequences, root, output.logits)
+        first = tokens[:, 0]
         self._token = torch.cat([self._token, first]) if self.running else first
         self.running = [*self.running, *sequences]
-        self._prefilled.append((batch.prompt, output, sequences))
+        self._generation += 1
+        self._prefilled.append((batch, output))
         now = clock()
         for row, (sequence, token) in enumerate(zip(sequences, first.tolist(), strict=True)):
-            sequence.record(output.logits[row], [0], [token])
-            sequence.stats.num_cached_tokens = output.cached_tokens
-            sequence.stats.num_generated_tokens = sequence.append([0], [token])
-            sequence.stats.prefill_seconds = batch.seconds
-            sequence.stats.time_to_first_token = sequence.stats.wall_seconds = now - sequence.added
+            emitted = sequence.accept(output.logits[row], [0], [token], failures[row])
+            sequence.stats.record_prefill(output.cached_tokens, emitted, batch.seconds, now - sequence.added)
 
     def remove_finished(self) -> None:
         """Remove finished sequences and requeue rejected sequences; the last rows move into the gaps."""
@@ -440,10 +438,11 @@ class EngineCore:
         if self.prefixes is not None:
             ended = [row for row, sequence in enumerate(self.running) if sequence.ended]
             self.prefixes.retain(ended, [self.running[row].history for row in ended])
-        if rejected := [sequence for sequence in self.running if sequence.rejected and not sequence.done]:
-            assert self.key is not None
-            with self._lock:
-                self.scheduler.add_rejected(rejected, self.key)
+        for sequence in self.running:
+            if sequence.rejected and not sequence.done:
+                sequence.restart()
+                with self._lock:
+                    self.scheduler.add(sequence)
         order = [row for row in kept if row < len(kept)]
         movers = iter(kept[len(order) :])
         present = set(order)
@@ -452,23 +451,29 @@ class EngineCore:
         self._token = self._token[row_index(order, self._token.device)]
         self._keep(order)
 
-    def abort(self, error: Exception) -> None:
-        """Fail all sequences of a broken step and reset target and drafter."""
-        for sequence in [*self.running, *(self._prefilling.sequences if self._prefilling else [])]:
-            self.touched[sequence] = None
-            if not sequence.done:
-                sequence.error = error
-        self.running, self._prefilled, self._prefilling, self._ahead = [], [], None, None
-        self._token = self._token[:0]
-        self._keep([])
-
     def _keep(self, rows: list[int]) -> None:
-        """Keep these rows, in this order, in target and drafter."""
+        """Keep these rows of target and drafter, in this order."""
+        self._generation += 1
         self.target.keep(rows)
         if self.prefixes is not None:
             self.prefixes.keep(rows)
         if self._drafter is not None:
             self._drafter.select(rows)
+
+    def abort(self, error: Exception) -> None:
+        """Fail all sequences of a broken step and reset target and drafter."""
+        broken = [*self.running, *(self._prefilling.sequences if self._prefilling else [])]
+        self._changed |= dict.fromkeys(broken)
+        self.reset()
+        for sequence in broken:
+            sequence.fail(error)
+        self._emit()
+
+    def reset(self) -> None:
+        """Drop the rows of all sequences."""
+        self.running, self._prefilled, self._prefilling, self._ahead = [], [], None, None
+        self._token = self._token[:0]
+        self._keep([])
 
     def _resumes(self, prompt: Prompt, earlier: list[Prompt]) -> bool:
         """Whether a prompt, or the first of the earlier prompts, has a cached prefix and needs its own prefill."""

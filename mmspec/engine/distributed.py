@@ -23,10 +23,10 @@ from torch import distributed
 
 from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
-from mmspec.engine.core import Draft, EngineCore, PromptBatch
+from mmspec.engine.core import Draft, EngineCore
 from mmspec.engine.engine import Engine
 from mmspec.engine.request import Request
-from mmspec.engine.request_state import RequestState
+from mmspec.engine.sequence import Sequence
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.threads import TorchThreads
 from mmspec.errors import UserError, first_line
@@ -156,9 +156,9 @@ class LockstepCore(EngineCore):
         self.leads = self._ranks.rank == 0
         self.broken: Exception | None = None
         self._speculation: Speculation | None = None  # the one pipeline that all ranks run
-        self._arrived: deque[PromptBatch] = deque()  # not yet broadcast
-        self._dropped: deque[RequestState] = deque()
-        self._numbers: dict[RequestState, int] = {}
+        self._arrived: deque[Sequence] = deque()  # not yet broadcast
+        self._dropped: deque[Sequence] = deque()
+        self._numbers: dict[Sequence, int] = {}
         self._count = 0
         self._state = 0
 
@@ -168,28 +168,28 @@ class LockstepCore(EngineCore):
             self._ranks.watch(self._fail)
         self._speculation = speculation
 
-    def add(self, batch: PromptBatch) -> None:
+    def add(self, sequence: Sequence) -> None:
         """Queue a request: on rank 0 for the next orders, on other ranks for the next step."""
         if not self.leads:
-            super().add(batch)
+            super().add(sequence)
             return
         if self.broken is not None:
             raise RankError(str(self.broken)) from self.broken
-        if batch.sequences[0].request is None or self._speculation is not batch.key.speculation:
+        if sequence.request.source is None or self._speculation is not sequence.key.speculation:
             raise UserError(
                 "a sharded model answers requests of one pipeline, after follow() was called on it on all ranks: got "
                 "one of another pipeline or before"
             )
-        self._arrived.append(batch)
+        self._arrived.append(sequence)
 
-    def cancel(self, sequences: Iterable[RequestState]) -> None:
+    def cancel(self, sequences: Iterable[Sequence]) -> None:
         """Cancel sequences with the next orders."""
         self._dropped.extend(sequences)
 
     @property
-    def sequences(self) -> list[RequestState]:
+    def sequences(self) -> list[Sequence]:
         """All sequences of this rank, broadcast or not."""
-        return [*super().sequences, *(sequence for batch in self._arrived for sequence in batch.sequences)]
+        return [*super().sequences, *self._arrived]
 
     @property
     def has_work(self) -> bool:
@@ -214,20 +214,19 @@ class LockstepCore(EngineCore):
         state = self._next_state()
         with self._lock:
             arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
-            for batch in arrived:
-                (sequence,) = batch.sequences
+            for sequence in arrived:
                 self._numbers[sequence] = self._count
                 self._count += 1
-                self.scheduler.add(batch)
+                self.scheduler.add(sequence)
         gone = [self._dropped.popleft() for _ in range(len(self._dropped))]
         gone = [sequence for sequence in gone if sequence in self._numbers and not sequence.done]
-        requests = [sequence.request for batch in arrived for sequence in batch.sequences if sequence.request]
+        requests = [sequence.request.source for sequence in arrived if sequence.request.source]
         orders = _Orders(requests, [self._numbers[sequence] for sequence in gone])
         self._ranks.agree(state, orders.pack())
         super().cancel(gone)
         self._numbers = {sequence: number for sequence, number in self._numbers.items() if not sequence.done}
 
-    def follow(self, start: Callable[[Request], RequestState]) -> None:
+    def follow(self, start: Callable[[Request], Sequence]) -> None:
         """Run rank 0's steps until it ends.
 
         Args:
@@ -237,7 +236,7 @@ class LockstepCore(EngineCore):
             RankError: rank 0 is lost, or its state differs.
         """
         self._ranks.watch(_give_up)
-        sequences: dict[int, RequestState] = {}
+        sequences: dict[int, Sequence] = {}
         try:
             while not (orders := _Orders.unpack(self._ranks.agree(self._next_state()))).end:
                 for request in orders.requests:
@@ -267,9 +266,8 @@ class LockstepCore(EngineCore):
             sequences = self.sequences
             self._arrived.clear()
         for sequence in sequences:
-            if not sequence.done:
-                sequence.error = self.broken
-                sequence.on_change()
+            sequence.fail(self.broken)
+            sequence.emit()
         return self.broken
 
     def close(self) -> None:
@@ -322,7 +320,7 @@ class DistributedEngine(Engine):
             ) from error
         return request
 
-    def follow(self, speculation: Speculation, start: Callable[[Request], RequestState]) -> bool:
+    def follow(self, speculation: Speculation, start: Callable[[Request], Sequence]) -> bool:
         """Run the steps of rank 0 on the other ranks, until it ends; see ``Pipeline.follow``.
 
         Args:

@@ -15,16 +15,14 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
-from mmspec.cache.prefix_cache import PrefixCache, PrefixReuse
-from mmspec.core.target import KeepsStates, Prompt, Target
-from mmspec.engine.core import BatchKey, EngineCore, PromptBatch
+from mmspec.cache.prefix_cache import PrefixCache
+from mmspec.core.target import KeepsStates, Target
+from mmspec.engine.core import EngineCore
 from mmspec.engine.request import Request
-from mmspec.engine.request_state import RequestState
-from mmspec.engine.speculation import Speculation, captures_steps
-from mmspec.engine.stopping import Stopper
+from mmspec.engine.sequence import BatchKey, DecodeRequest, Sequence, Sink
+from mmspec.engine.speculation import Speculation
 from mmspec.engine.threads import TorchThreads, release_threads
 from mmspec.errors import UserError
-from mmspec.sampling.sampler import Sampler
 
 MAX_NUM_SEQS = 32
 """Default maximum batch size."""
@@ -64,7 +62,7 @@ class IdleTask(Protocol):
 class Engine:
     """Continuous-batching engine of one target.
 
-    A worker thread runs steps while there are sequences. Clients add sequences and wait for them.
+    A worker thread runs steps while there are sequences. Clients submit requests, whose sinks the worker calls.
 
     Args:
         chunk: prompt tokens prefilled per step while other sequences decode.
@@ -99,30 +97,20 @@ class Engine:
             engine = _ENGINES.get(id(target))
             if engine is None:
                 engine = _ENGINES[id(target)] = cls(target, max_num_seqs=max_num_seqs)
-            engine.core.scheduler.max_num_seqs = max(engine.max_num_seqs, max_num_seqs)
+            engine.core.scheduler.allow(max_num_seqs)
             return engine
 
     @property
     def max_num_seqs(self) -> int:
         return self.core.scheduler.max_num_seqs
 
-    def add(
-        self,
-        prompt: Prompt,
-        sampler: Sampler,
-        stopper: Stopper,
-        speculation: Speculation,
-        num_draft_tokens: int | None = None,
-        **options: Any,
-    ) -> list[RequestState]:
-        """Queue prompts for decoding; prompts of one call start together.
+    def submit(self, request: DecodeRequest, speculation: Speculation, sink: Sink) -> Sequence:
+        """Queue a request for decoding.
 
         Args:
-            prompt: one or several rows.
-            speculation: drafter and policies on this target. Only sequences with the same ``speculation`` are batched.
-            num_draft_tokens: draft tokens per step; None chooses adaptively. Sequences with different values are not
-                batched together, except 0 (plain decoding) and None.
-            **options: ``request``, ``logits``, ``on_change`` and ``token_bytes`` of ``RequestState``.
+            speculation: drafter and policies on this target. Only sequences with equal ``speculation`` and number of
+                draft tokens are batched; plain decoding joins adaptive drafting.
+            sink: see ``Sequence``; must not block.
 
         Raises:
             UserError: called from a logits processor or stopping criterion of this engine.
@@ -132,21 +120,14 @@ class Engine:
         if caller is self or (held and held.speculation.shares(speculation)):
             raise UserError("a logits processor or stopping criterion cannot call its own pipeline")
         release_threads()  # the caller's threads: from now on the worker computes
-        histories = prompt.histories()
-        generators = sampler.generators(len(histories))
-        prompts: abc.Sequence[Prompt | None] = prompt.singles if sampler.aligned else [None] * len(histories)
-        options["drafts"] = drafts = num_draft_tokens != 0
-        sequences = [
-            RequestState(history, sampler, stopper, index, generator, prompt=own, **options)
-            for index, (history, generator, own) in enumerate(zip(histories, generators, prompts, strict=True))
-        ]
-        key = BatchKey(speculation, num_draft_tokens if drafts else None, self.target.batch_key(prompt))
+        key = BatchKey(speculation, request.num_draft_tokens or None, self.target.batch_key(request.prompt))
+        sequence = Sequence(request, sink, key)
         with self._changed:
             if self._closed is not None:
                 raise self._closed
-            self.core.add(PromptBatch(prompt, sequences, key))
+            self.core.add(sequence)
             self._wake()
-        return sequences
+        return sequence
 
     @property
     def prefixes(self) -> PrefixCache | None:
@@ -163,7 +144,7 @@ class Engine:
             name = type(self.target).__name__
             raise UserError(f"prefix_cache needs a target that keeps states: {name} does not")
         with self.drained():
-            self.core.prefixes = None if prefixes is None else PrefixReuse(self.target, prefixes)
+            self.core.use_prefixes(prefixes)
 
     def admit(self, request: Request) -> Request:
         """Adapt a request to this engine, before encoding.
@@ -177,15 +158,9 @@ class Engine:
         """Context manager that schedules all sequences added in it together: no step starts before its end."""
         return self._changed
 
-    def remove(self, sequences: abc.Iterable[RequestState]) -> None:
+    def remove(self, sequences: abc.Iterable[Sequence]) -> None:
         """Cancel sequences and free their rows before the next step. No effect on finished sequences."""
         self.core.cancel(sequences)
-
-    def warm_up(self, speculation: Speculation, rows: int, tokens: int | None, sizes: abc.Sequence[int | None]) -> None:
-        """After all sequences have ended, capture decode steps if the target allows it; see ``Pipeline.warm_up``."""
-        if captures_steps(self.target):
-            with self.drained():
-                speculation.warm_up(rows, tokens, sizes)
 
     def drain(self) -> None:
         """Wait until all sequences have ended and their rows are free, without waiting for idle work."""
@@ -272,12 +247,11 @@ class Engine:
         self._idle_from = clock() + (clock() - start) * (1 / IDLE_TIME_SHARE - 1)
 
     def _turn(self) -> None:
-        """Run one step and notify the clients of its sequences, or run one turn of idle work."""
+        """Run one step, or one turn of idle work."""
         if self._task is not None:
             self._idle_turn(self._task)
             return
         core = self.core
-        core.touched = dict.fromkeys(core.running)
         self.threads.start_step()
         try:
             core.step()
@@ -287,9 +261,6 @@ class Engine:
         except BaseException as error:  # SystemExit of a processor must not end the worker
             core.abort(RuntimeError(f"decoding was interrupted by {type(error).__name__}"))
         self._idle_from = clock() + IDLE_DELAY_SECONDS
-        for sequence in core.touched:
-            if sequence.has_output:
-                sequence.on_change()
 
     @contextmanager
     def paused(self, seconds: float | None = None) -> abc.Iterator[None]:
@@ -313,12 +284,13 @@ class Engine:
             return
         lost = UserError("this answer began before the process forked: expected its parent to read it")
         for sequence in self.core.sequences:
-            if not sequence.done:
-                sequence.error = lost
+            sequence.fail(lost)
+            if sequence.request.streams:  # other clients are threads of the parent, which may have held locks
+                sequence.emit()
         if self._stepping or self.target.device.type != "cpu":
             self._closed = UserError("the process forked during a step: expected a model that is loaded after the fork")
         else:
-            self.core.abort(lost)
+            self.core.reset()
         self.core.clear()
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from inspect import Parameter, signature
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from mmspec.errors import Attempt, UserError, nearest, raising, shown
@@ -71,6 +71,7 @@ class DecodeOptions:
             separately, and grammars, triggers and stop strings start after it. ``"auto"`` uses the chat template's
             format; None makes reasoning a part of the answer.
         adapter: name of a LoRA adapter of ``mmspec.load(adapters=...)``; None for the model without one.
+        context_limit: maximum length of prompt plus output if it is below the model's; None for the model's.
     """
 
     num_draft_tokens: NonNegativeInt | None = None
@@ -82,6 +83,7 @@ class DecodeOptions:
     max_time: NonNegativeFloat | None = None
     reasoning: ReasoningName | None = None
     adapter: Text | None = None
+    context_limit: PositiveInt | None = None
 
 
 class GenerateKeywords(TypedDict, total=False):
@@ -118,6 +120,7 @@ class GenerateKeywords(TypedDict, total=False):
     max_time: float | None
     reasoning: str | None
     adapter: str | None
+    context_limit: int | None
     tools: Sequence[Mapping[str, Any]] | None
     answer_start: str
     chat_template_kwargs: Mapping[str, Any] | None

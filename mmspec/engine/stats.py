@@ -17,6 +17,8 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 
 Mark = float | torch.cuda.Event
+_COUNTS = ("prompt_tokens", "cached_tokens", "generated_tokens", "spec_steps", "draft_tokens", "accepted_draft_tokens")
+_SUMMED = (*(f"num_{name}" for name in _COUNTS), "num_rejected_outputs")
 
 
 @dataclass
@@ -73,6 +75,22 @@ class Stats:
         self.acceptance_histogram[accepted] += 1
         self.accept_lengths.append(emitted)
 
+    def record_prefill(self, cached: int, emitted: int, seconds: float, waited: float) -> None:
+        """Record the prefill and the first token.
+
+        Args:
+            cached: prompt tokens found in the prefix cache.
+            waited: seconds since the submission.
+        """
+        self.num_cached_tokens, self.num_generated_tokens, self.prefill_seconds = cached, emitted, seconds
+        self.time_to_first_token = self.wall_seconds = waited
+
+    def record_times(self, draft: float, verify: float, wall: float) -> None:
+        """Record the seconds of one step."""
+        self.draft_seconds += draft
+        self.verify_seconds += verify
+        self.commit_seconds += wall - draft - verify
+
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens emitted per verify step, bonus token included."""
@@ -93,17 +111,12 @@ class Stats:
         """Sum the counts of several sequences. Times are left out, as sequences share them."""
         whole = cls()
         for part in parts:
-            whole.num_prompt_tokens += part.num_prompt_tokens
-            whole.num_cached_tokens += part.num_cached_tokens
-            whole.num_generated_tokens += part.num_generated_tokens
-            whole.num_spec_steps += part.num_spec_steps
-            whole.num_draft_tokens += part.num_draft_tokens
-            whole.num_accepted_draft_tokens += part.num_accepted_draft_tokens
+            for name in _SUMMED:
+                setattr(whole, name, getattr(whole, name) + getattr(part, name))
             whole.num_spec_tokens = max(whole.num_spec_tokens, part.num_spec_tokens)
             counts = zip_longest(whole.acceptance_histogram, part.acceptance_histogram, fillvalue=0)
             whole.acceptance_histogram = [a + b for a, b in counts]
             whole.accept_lengths += part.accept_lengths
-            whole.num_rejected_outputs += part.num_rejected_outputs
             whole.lossless = whole.lossless and part.lossless
             whole.drafter_error = whole.drafter_error or part.drafter_error
         return whole
@@ -128,6 +141,26 @@ def seconds(start: Mark, end: Mark) -> float:
     if isinstance(start, float) and isinstance(end, float):
         return end - start
     return start.elapsed_time(end) / 1000.0  # type: ignore[union-attr, arg-type]
+
+
+class StepTimer:
+    """Named marks of one step, on the device's stream and on the host's clock. The first mark is ``begin``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: dict[str, tuple[Mark, float]] = {}
+        self.mark("begin")
+
+    def mark(self, name: str) -> None:
+        self._marks[name] = mark(self._device), perf_counter()
+
+    def seconds(self, start: str, end: str) -> float:
+        """Seconds of the device between two marks, after the host has synchronised."""
+        return seconds(self._marks[start][0], self._marks[end][0])
+
+    def since(self, name: str) -> float:
+        """Seconds of the host since a mark."""
+        return perf_counter() - self._marks[name][1]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ implementation. The C++ kernels of ``mmspec.ops.cpu`` run decoder layers with pa
 """
 
 from mmspec.ops.attention import tree_attention
+from mmspec.ops.elementwise import act_and_mul, add_norm, rotate_and_cache
 from mmspec.ops.growth import (
     Beam,
     extend_reach,
@@ -15,7 +16,6 @@ from mmspec.ops.growth import (
     tree_ancestors,
     write_last,
 )
-from mmspec.ops.layers import act_and_mul, add_norm, rotate_and_cache
 from mmspec.ops.verify import accepted_path, choose_drawn, compact_kv, greedy, quantile, sample
 
 __all__ = [

@@ -6,7 +6,7 @@ installation. Other packages register entry points, ``name = "module:object"`` u
 imported before it is used. Groups:
 
 - ``targets``: target classes (see ``TransformersTarget``); the first whose ``supports(config)`` is true is used.
-- ``layers``: classes that verify trees in layers other than attention (see ``mmspec/targets/layers.py``); the
+- ``layers``: classes that verify trees in layers other than attention (see ``mmspec/targets/tree_layers.py``); the
   first whose ``supports(config)`` is true for a text configuration is used.
 - ``drafters``: ``DrafterSpec`` objects (see ``mmspec/drafters/spec.py``), or drafter classes.
 - ``processors``: functions from a logits processor to its form for trees, a ``TreeProcessor`` or an ``OnTrees``

@@ -166,43 +166,37 @@ def place_together(layers: Iterable[BlockLinear]) -> None:
     memory.written()
 
 
-class Bfloat16Blocks(BlockLinear):
+class DenseBlocks(BlockLinear):
+    """Weights that are not quantised, ``together`` adjacent features of each output feature."""
+
+    dtype: ClassVar[torch.dtype]
+    together: ClassVar[int]
+
+    def _pack(self, weight: Tensor) -> None:
+        self._store(whole_groups(weight.to(self.dtype)))
+
+    def _unpacked(self) -> Tensor:
+        return self._parts()[0][: self.out_features, : self.in_features].contiguous()
+
+    def _laid_out(self, *parts: Tensor) -> Tensor:
+        return _interleaved(parts[0], self.together).flatten(1).view(torch.uint8)
+
+    def _parts(self) -> list[Tensor]:
+        shape = self._groups, GROUP // self.together, LANES, self.together
+        return [_rows(self._blocks.view(self.dtype).unflatten(1, shape))]
+
+
+class Bfloat16Blocks(DenseBlocks):
     """bfloat16 weights; inputs are rounded to bfloat16."""
 
-    kind = "bfloat16"
-
-    def _pack(self, weight: Tensor) -> None:
-        self._store(whole_groups(weight.bfloat16()))
-
-    def _unpacked(self) -> Tensor:
-        (weight,) = self._parts()
-        return weight[: self.out_features, : self.in_features].contiguous()
-
-    def _laid_out(self, *parts: Tensor) -> Tensor:
-        return _interleaved(parts[0], 2).flatten(1).view(torch.uint8)
-
-    def _parts(self) -> list[Tensor]:
-        return [_rows(self._blocks.view(torch.bfloat16).unflatten(1, (self._groups, 16, LANES, 2)))]
+    kind, dtype, together = "bfloat16", torch.bfloat16, 2
 
 
-class Float32Blocks(BlockLinear):
+class Float32Blocks(DenseBlocks):
     """float32 weights."""
 
-    kind = "float32"
+    kind, dtype, together = "float32", torch.float32, 1
     takes = _bias_dtype = torch.float32
-
-    def _pack(self, weight: Tensor) -> None:
-        self._store(whole_groups(weight.float()))
-
-    def _unpacked(self) -> Tensor:
-        (weight,) = self._parts()
-        return weight[: self.out_features, : self.in_features].contiguous()
-
-    def _laid_out(self, *parts: Tensor) -> Tensor:
-        return _interleaved(parts[0], 1).flatten(1).view(torch.uint8)
-
-    def _parts(self) -> list[Tensor]:
-        return [_rows(self._blocks.view(torch.float32).unflatten(1, (self._groups, 32, LANES, 1)))]
 
 
 class Int8Blocks(BlockLinear):

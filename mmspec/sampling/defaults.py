@@ -111,7 +111,7 @@ def _comparable(value: Any) -> Hashable:
 
 
 class Defaults:
-    """Library defaults, without logits processors other than those of the sampling parameters.
+    """Library defaults, without logits processors beyond the sampling parameters.
 
     Args:
         eos_token_ids: tokens that end an answer.

@@ -73,7 +73,7 @@ def _is_trigger(value: Any) -> bool:
         return False
 
 
-Stop = Annotated[str | Sequence[str], PlainValidator(_stop)]
+StopStrings = Annotated[str | Sequence[str], PlainValidator(_stop)]
 SchemaText = Annotated[str | Mapping[str, Any], PlainValidator(_schema)]
 Trigger = Annotated[str, condition("text that is not empty, or /PATTERN/ of Python's re", _is_trigger)]
 
@@ -144,7 +144,7 @@ class SamplingParams:
     min_p: Share | None = _parameter("min_p", "Least probability, relative to the most probable token.")
     repetition_penalty: float | None = _parameter("repetition_penalty", "Above 1 penalises earlier tokens.", gt=0)
     max_new_tokens: MaxTokens | None = _parameter("max_new_tokens")
-    stop: Stop | None = _parameter("stop", "Stop before this text; repeatable.")
+    stop: StopStrings | None = _parameter("stop", "Stop before this text; repeatable.")
     seed: int | None = option(None, "Seed of sampling.", ge=-(1 << 63), le=(1 << 64) - 1)
     json_schema: SchemaText | None = option(None, "Answer in JSON of this schema.")
     regex: NotEmpty | None = option(None, "Answer with a match of this regular expression.")

@@ -270,7 +270,7 @@ def _allows(mask: Tensor, token: int) -> bool:
     return token < len(mask) and bool(mask[token])
 
 
-class Sampled:
+class SamplingState:
     """Sampling state of one sequence.
 
     The n-th new token uses the n-th random number of its sequence at every node of that depth. A path has one node per
@@ -285,8 +285,6 @@ class Sampled:
     Attributes:
         constraint: state of the sampler's grammar; None without a grammar.
         alignment: rejected outputs; None without ``grammar_aligned``.
-        failures: processor exceptions by node of the last tree; only exceptions on the accepted path take effect.
-        error: exception that ended the sequence.
     """
 
     def __init__(
@@ -296,8 +294,6 @@ class Sampled:
         self.generator = generator or sampler.generator
         self.prompt_length = len(history)
         self.alignment = Alignment() if sampler.aligned else None
-        self.failures: dict[int, Exception] = {}
-        self.error: Exception | None = None
         self._uniforms, self._used = torch.empty(0, dtype=torch.float32), 0  # used also by rejected outputs
         self._begin()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mmspec.errors import UserError
 from mmspec.sampling.syntax import STACK, CheckedText, check_grammar, check_size
-from mmspec.workers import Stop, WorkerError, Workers
+from mmspec.workers import Cancellation, WorkerError, Workers
 
 
 class GrammarTrial:
@@ -27,7 +27,7 @@ class GrammarTrial:
         self._workers = Workers(__name__, workers=workers, memory=memory + STACK)
         self.close = self._workers.close
 
-    def check(self, kind: str, text: str, *, stop: Stop | None = None) -> CheckedText:
+    def check(self, kind: str, text: str, *, stop: Cancellation | None = None) -> CheckedText:
         """Check a grammar in a worker.
 
         Args:

@@ -90,8 +90,6 @@ def create_app(
         slots: admission of requests; None creates slots.
     """
     pipes = dict(drafters or {registered_name(pipe.drafter) or PLAIN: pipe})
-    if limits.max_model_len:
-        pipes = {name: one.limited(limits.max_model_len) for name, one in pipes.items()}
     pipe = next(iter(pipes.values()))
     slots = slots or Slots(limits.max_running, limits.max_waiting)
     names = tuple(names) or (pipe.name,)
@@ -121,7 +119,8 @@ def create_app(
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     _add_generation(app, runner, builder, limits.body_bytes)
-    _add_models(app, pipe, (*names, *pipe.adapters), builder.check_model)
+    context_limit = limits.context_limit(pipe.context_limit)
+    _add_models(app, pipe, (*names, *pipe.adapters), builder.check_model, context_limit)
     app.get("/v1/responses/{name}")(stored.get)
     app.delete("/v1/responses/{name}")(stored.delete)
 
@@ -188,7 +187,9 @@ def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, bo
         return await parsed(request, DetokenizeRequest, builder.text)
 
 
-def _add_models(app: FastAPI, pipe: Pipeline, names: Sequence[str], check: Callable[[str], None]) -> None:
+def _add_models(
+    app: FastAPI, pipe: Pipeline, names: Sequence[str], check: Callable[[str], None], context_limit: int | None
+) -> None:
     """Add the endpoints that describe the model and the server."""
     created = int(time.time())
 
@@ -196,7 +197,7 @@ def _add_models(app: FastAPI, pipe: Pipeline, names: Sequence[str], check: Calla
     def model(name: str) -> dict[str, Any]:
         """OpenAI's model object, with vLLM's ``max_model_len``."""
         check(name)
-        limit = {"max_model_len": pipe.context_limit}
+        limit = {"max_model_len": context_limit}
         return {"id": name, "object": "model", "created": created, "owned_by": "mmspec", **limit}
 
     @app.get("/v1/models")
@@ -210,31 +211,20 @@ def _add_models(app: FastAPI, pipe: Pipeline, names: Sequence[str], check: Calla
         return HTMLResponse(f"<!doctype html><title>mmspec</title><pre>{html.escape(chr(10).join(lines))}</pre>")
 
 
-_INSTEAD = {
-    "/v1/embeddings": "the model generates text: use a server of embeddings",
-    "/v1/rerank": "the model generates text: use a server of embeddings",
-    "/v1/score": "the model generates text: use a server of embeddings",
-    "/v1/moderations": "the model generates text: ask it through POST /v1/chat/completions",
-    "/v1/audio": "the model reads no audio: use POST /v1/chat/completions with texts, images and videos",
-    "/v1/realtime": "the model reads no audio: use POST /v1/chat/completions with stream: true",
-    "/v1/images": "the model generates text only: use POST /v1/chat/completions, which reads images",
-    "/v1/videos": "the model generates text only: use POST /v1/chat/completions, which reads videos",
-    "/v1/files": "send images and videos as data URIs to POST /v1/chat/completions",
-    "/v1/uploads": "send images and videos as data URIs to POST /v1/chat/completions",
-    "/v1/batches": "send requests to POST /v1/chat/completions at the same time: they decode together",
-    "/v1/conversations": "use POST /v1/responses with previous_response_id",
-    "/v1/assistants": "use POST /v1/responses with previous_response_id",
-    "/v1/threads": "use POST /v1/responses with previous_response_id",
-    "/v1/fine_tuning": "the server does not train: see the command mmspec train",
-    "/v1/messages": "this is OpenAI's API, not Anthropic's: use POST /v1/chat/completions",
-    "/chat/completions": "the base URL ends with /v1: use POST /v1/chat/completions",
-    "/completions": "the base URL ends with /v1: use POST /v1/completions",
-    "/responses": "the base URL ends with /v1: use POST /v1/responses",
-    "/completion": "this is OpenAI's API, not llama.cpp's: use POST /v1/completions",
-    "/generate": "use POST /v1/completions",
-    "/api": "this is OpenAI's API, not Ollama's: use POST /v1/chat/completions",
+_INSTEAD: Mapping[str, Sequence[str]] = {
+    "the model generates text: use a server of embeddings": ("/v1/embeddings", "/v1/rerank", "/v1/score"),
+    "the model generates text: ask it through POST /v1/chat/completions": ("/v1/moderations",),
+    "the model reads no audio: use POST /v1/chat/completions": ("/v1/audio", "/v1/realtime"),
+    "the model generates text only: use POST /v1/chat/completions": ("/v1/images", "/v1/videos"),
+    "send images and videos as data URIs to POST /v1/chat/completions": ("/v1/files", "/v1/uploads"),
+    "send requests to POST /v1/chat/completions at the same time: they decode together": ("/v1/batches",),
+    "use POST /v1/responses with previous_response_id": ("/v1/conversations", "/v1/assistants", "/v1/threads"),
+    "the server does not train: see the command mmspec train": ("/v1/fine_tuning",),
+    "this is OpenAI's API: use POST /v1/chat/completions": ("/v1/messages", "/api"),
+    "this is OpenAI's API: use POST /v1/completions": ("/completion", "/generate"),
+    "the base URL ends with /v1": ("/chat/completions", "/completions", "/responses"),
 }
-"""What to use instead of paths of other APIs."""
+"""Paths of other APIs, by what to use in their place."""
 
 
 def _endpoints(app: FastAPI) -> list[str]:
@@ -249,7 +239,9 @@ async def _respond(request: Request, error: Exception) -> Response:
     request.scope[LOG].error = error
     if isinstance(error, HTTPException) and error.status_code == 404:
         path = request.url.path
-        known = (instead for prefix, instead in _INSTEAD.items() if path == prefix or path.startswith(f"{prefix}/"))
+        known = (
+            instead for instead, prefixes in _INSTEAD.items() for one in prefixes if f"{path}/".startswith(f"{one}/")
+        )
         expected = next(known, f"expected one of {', '.join(_endpoints(request.app))}")
         return APIError(404, f"there is no {path[:100]} here: {expected}").response()
     return as_api_error(error).response()

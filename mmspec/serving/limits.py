@@ -33,6 +33,10 @@ class Limits:
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "Of the log on standard error.")
     shutdown_timeout: int = option(3, "Seconds that running requests have to end after SIGTERM.", ge=0)
 
+    def context_limit(self, model: int | None) -> int | None:
+        """Maximum tokens of prompt and output together, for a model with this limit of its own."""
+        return min((limit for limit in (self.max_model_len, model) if limit), default=None)
+
     @property
     def body_bytes(self) -> int:
         """Maximum bytes of a request body or a downloaded file."""

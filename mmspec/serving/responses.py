@@ -286,20 +286,24 @@ class ResponsesFormat(ChatFormat):
 
     Args:
         about: response fields known before generation.
-
-    Attributes:
-        on_end: called with the whole response.
+        store: called with the whole response; None does not store it.
     """
 
     prefix, end = "resp_", b""
 
-    def __init__(self, *common: Any, about: Mapping[str, Any], **keywords: Any) -> None:
+    def __init__(
+        self,
+        *common: Any,
+        about: Mapping[str, Any],
+        store: Callable[[dict[str, Any]], None] | None,
+        **keywords: Any,
+    ) -> None:
         super().__init__(*common, **keywords)
+        self._store = store
         self._about = dict(about)
         self._output: list[dict[str, Any]] = []
         self._growing: dict[str, Any] | None = None  # the last item while it is incomplete
         self._number = 0  # sequence number of the next event
-        self.on_end: Callable[[dict[str, Any]], None] = lambda response: None
 
     def event(self, chunk: Event) -> bytes:
         return f"event: {chunk['type']}\n".encode() + super().event(chunk)
@@ -329,7 +333,8 @@ class ResponsesFormat(ChatFormat):
         response = self._response(self._status()) | self._usage()
         if response["status"] == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        self.on_end(response)
+        if self._store is not None:
+            self._store(response)
         return response
 
     def _status(self) -> str:

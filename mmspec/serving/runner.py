@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter as clock
 from typing import Any, Protocol, TypeVar
@@ -36,7 +37,7 @@ from mmspec.serving.schemas import (
     conversation,
 )
 from mmspec.serving.tools import ToolPlan, ToolPlanner
-from mmspec.workers import Stop
+from mmspec.workers import Cancellation
 
 Constraint = tuple[str, str]
 """Kind and text of a grammar."""
@@ -132,7 +133,8 @@ class JobBuilder:
         """Model name in the response, and the keywords of ``Pipeline.stream`` that it implies."""
         if name not in self._known:  # None
             raise APIError(400, f"model is required: expected {self._expected}, got none", "model")
-        return (name, {"adapter": name}) if name in self._adapters else (self._names[0], {})
+        own = {"context_limit": self._limits.max_model_len or None}
+        return (name, own | {"adapter": name}) if name in self._adapters else (self._names[0], own)
 
     def chat(self, asked: ChatCompletionRequest) -> tuple[GenerationJob, WireFormat]:
         """Job and response format of a chat request."""
@@ -144,10 +146,8 @@ class JobBuilder:
         earlier = self._stored.items(asked.previous_response_id)
         job, plan = self._chat(asked, chat_messages([*earlier, *asked.input], asked.instructions))
         about = asked.about(job.sampling)
-        form = ResponsesFormat(*self._form(asked, job, [""]), reader=plan.reader, about=about)
-        if asked.store:
-            form.on_end = lambda response: self._stored.add(response, [*earlier, *asked.input])
-        return job, form
+        store = partial(self._stored.add, asked=[*earlier, *asked.input]) if asked.store else None
+        return job, ResponsesFormat(*self._form(asked, job, [""]), reader=plan.reader, about=about, store=store)
 
     def _chat(
         self, asked: ChatCompletionRequest | ResponsesRequest, messages: Sequence[ChatMessage]
@@ -221,7 +221,7 @@ class JobBuilder:
             keywords = {**plan.keywords, **self._rendering(asked.chat_template_kwargs)}
             tokens = io.encode([{"prompt": plan.messages(messages)}], **keywords).input_ids[0].tolist()
         names = io.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
-        limit = {"max_model_len": self._pipe.context_limit}
+        limit = {"max_model_len": self._limits.context_limit(self._pipe.context_limit)}
         return {"count": len(tokens), **limit, "tokens": tokens, "token_strs": names}
 
     def text(self, asked: DetokenizeRequest) -> dict[str, Any]:
@@ -328,7 +328,7 @@ class GrammarChecker:
             UserError: see ``GrammarTrial.check``.
         """
         if (check := self._checks.pop(constraint, None)) is None:
-            stop = Stop()
+            stop = Cancellation()
             check = _Check(self._threads.submit(self._trial.check, *constraint, stop=stop), stop)
         self._checks[constraint] = check
         if len(self._checks) > _KEPT:
@@ -362,7 +362,7 @@ class _Check:
     """
 
     future: Future[CheckedText]
-    stop: Stop
+    stop: Cancellation
     waiting: int = 0
 
 

@@ -116,7 +116,7 @@ def parse(kind: type[F], body: bytes, ignored: Callable[[str], object] = str) ->
 
 
 REASONING_FIELDS = ("reasoning_content", "reasoning")
-"""Names of an assistant's reasoning in messages: DeepSeek's, and that of current versions of vLLM."""
+"""Names of an assistant's reasoning in messages: DeepSeek's name, and the name in current versions of vLLM."""
 
 CACHE_BREAKPOINT = "prompt_cache_breakpoint"
 """Field of parts that is ignored: all prefixes of prompts are kept."""

@@ -72,20 +72,19 @@ class ServerSettings:
         """
         from rich.console import Console
 
+        from mmspec import plugins
         from mmspec.cli.session import open_pipeline
         from mmspec.drafters.per_sequence import per_sequence
+        from mmspec.drafters.registry import make_drafter
         from mmspec.ops.cpu import give_back_freed_memory
-        from mmspec.pipeline import Pipeline
 
         give_back_freed_memory()
-        loading = {**self.loading, "tp_plan": "auto" if ranks() > 1 else None}
-        serving: dict[str, Any] = {"max_num_seqs": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
-        if self.adapt is not None:
-            pipe = open_pipeline(Console(stderr=True), **loading, **serving, adapt=self.adapt, warm_up=0)
-        else:
-            loaded = open_pipeline(Console(stderr=True), **loading, warm_up=0)
-            serving["generation_config"] = self.loading["generation_config"]
-            pipe = Pipeline(loaded.target, loaded.io, per_sequence(loaded.drafter), loaded.name, **serving)
+        options, home = dict(self.loading), plugins.model_path(self.loading["model"])
+        drafter = make_drafter(options["drafter"], home, options.get("trust_remote_code", False))
+        options["drafter"] = per_sequence(drafter) if self.adapt is None else drafter
+        options |= {"tp_plan": "auto" if ranks() > 1 else None, "adapt": self.adapt or False, "warm_up": 0}
+        options |= {"max_num_seqs": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
+        pipe = open_pipeline(Console(stderr=True), **options)
         self._warm_up(pipe)
         return pipe
 

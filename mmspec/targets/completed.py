@@ -33,17 +33,12 @@ LABELS = "model.vision_tower.labels"
 _FORMAT = 3  # of the folder
 
 
-def parts_of(folder: str | Path) -> Parts | None:
-    """Parts of a model with an incomplete folder; None for other models.
+class Parts:
+    """An incomplete folder with its language model's file and its vision tower.
 
     Raises:
         UserError: a part is not installed, or cannot be read.
     """
-    return Parts(Path(folder)) if (Path(folder) / PARTS).is_file() else None
-
-
-class Parts:
-    """An incomplete folder with its language model's file and its vision tower."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, parts = folder, json.loads((folder / PARTS).read_text())

@@ -19,14 +19,14 @@ from mmspec.core.target import Feature, layer_of
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.targets.attention import NAME, PASS, PassAttention
-from mmspec.targets.fused_layers import FusedDecoder
 from mmspec.targets.head import contiguous_input
-from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import slot_positions, tree_mask
-from mmspec.targets.merged_layers import first_layers
+from mmspec.targets.packed_forward import first_layers
 from mmspec.targets.placement import computing_devices, input_device, is_sharded, is_split
-from mmspec.targets.slot_attention import SlotAttention
+from mmspec.targets.slot_attention import slot_attention, slot_positions_applied, with_positions
+from mmspec.targets.static_forward import FusedDecoder
 from mmspec.targets.support import cached_layers, decoder_of, output_layer, refuse_unsupported
+from mmspec.targets.tree_layers import tree_layers
 
 _TOLERANCE, _HALF_TOLERANCE = {torch.float32: 1e-3}, 0.1
 """Relative tolerance between a fused pass and the decoder: above rounding errors, below different computations."""
@@ -65,7 +65,7 @@ class Decoder:
         self._module = decoder_of(model)
         if count is not None:
             self._module = self._beginning(count)
-        self._slots = SlotAttention(self._module) if SlotAttention.supports(self.config, self._module) else None
+        self._slots = slot_attention(self.config, self._module)
         self.has_position_axes = hasattr(model.base_model, "get_rope_index")
         self.takes_positions = "position_ids" in signature(self._module.forward).parameters
         self._cache_argument = cache_argument(self._module)
@@ -100,12 +100,12 @@ class Decoder:
         if self._slots is None or not isinstance(mask, Tensor):
             return mask
         depth = reach.new_zeros(reach.shape[:2], dtype=torch.long) if depth is None else depth
-        return self._slots.with_positions(mask, slot_positions(cache, depth, tail_depth))
+        return with_positions(mask, slot_positions(cache, depth, tail_depth))
 
     def forward(self, inputs: dict[str, Any], cache: TreeCache, names: Sequence[Feature]) -> dict[Feature, Tensor]:
         """Run one decoder pass; returns the named features and ``"last"``."""
-        by_position = self._slots.applied(inputs.get("attention_mask")) if self._slots is not None else nullcontext()
-        with self._applied(), by_position:
+        slots, mask = self._slots, inputs.get("attention_mask")
+        with self._applied(), nullcontext() if slots is None else slot_positions_applied(slots, mask):
             if (direct := self._direct_states(inputs, cache)) is not None:
                 states, last = direct
                 layers = {name: layer_of(name) for name in names}

@@ -41,7 +41,7 @@ from mmspec.errors import explained
 from mmspec.files import cache_folder, make_folder
 from mmspec.quantisation.formats import StoredRows
 from mmspec.targets.gguf import GGUFFile, GGUFTensor
-from mmspec.targets.layers import replaced
+from mmspec.targets.tree_layers import replaced
 
 _FORMAT = 6  # of the folder
 _TOKENIZER, _OPTIONS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"

@@ -28,7 +28,7 @@ from mmspec.quantisation.formats import (
     stored_layer,
 )
 from mmspec.quantisation.linear import GROUP, Bfloat16Linear, HalfLinear, Int4Linear, Int8Linear, PackedLinear
-from mmspec.targets.merged_layers import merge_layers
+from mmspec.targets.packed_forward import merge_layers
 from mmspec.targets.support import bars_on_terminals, lay_out_for_few_rows
 
 KINDS: dict[str, type[PackedLinear]] = {

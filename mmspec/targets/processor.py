@@ -358,13 +358,9 @@ class UserText:
         Raises:
             UserError: the tokenizer cannot encode them as text.
         """
-        if isinstance(prompt, str):
-            marked: Any = self._marked(prompt)
-            changed = marked != prompt
-        else:
-            marked = [self._marked_message(message) for message in prompt]
-            changed = any(new is not old for new, old in zip(marked, prompt, strict=True))
-        if not changed:
+        text = isinstance(prompt, str)
+        marked: Any = self._marked(prompt) if text else [self._marked_message(message) for message in prompt]
+        if marked == prompt if text else all(new is old for new, old in zip(marked, prompt, strict=True)):
             return prompt
         if not getattr(self.tokenizer, "is_fast", False):
             raise UserError("the prompt contains special tokens, which this tokenizer cannot encode as text")

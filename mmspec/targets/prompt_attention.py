@@ -15,9 +15,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from mmspec.core.target import TargetOutput
 from mmspec.targets.decoder import Decoder
-from mmspec.targets.layers import ATTENTION
 from mmspec.targets.masks import window_of
 from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.targets.tree_layers import ATTENTION
 
 _NAME = "mmspec_queries"
 

@@ -197,9 +197,9 @@ class VerifyRunner(ABC):
         return view
 
     @property
-    @abstractmethod
     def adopts(self) -> bool:
-        """Whether ``join`` may take over the cache of a prefill instead of copying its rows."""
+        """Whether ``join`` takes over the cache of a prefill instead of copying its rows."""
+        return not self.rows and not self.static_shapes
 
     def join(self, prompts: TreeCache, reserve: int, position: Tensor, last_position: Tensor) -> None:
         """Add the rows of a prefilled cache.
@@ -208,13 +208,14 @@ class VerifyRunner(ABC):
             reserve: KV slots that the longest row may need.
             position, last_position: (rows,) position of the next token, and last position within the context limit.
         """
-        self._add(prompts, reserve)
+        if self.adopts:
+            self._position, self._last_position, self._cache = RowTensor(), RowTensor(), prompts
+        else:
+            if self._cache is None:
+                self._cache = self._decoder.new_cache(reserve, True)
+            self._cache.append(prompts, reserve)
         self._position.append(position)
         self._last_position.append(last_position)
-
-    @abstractmethod
-    def _add(self, prompts: TreeCache, reserve: int) -> None:
-        """Add the rows to the cache; arguments as for ``join``."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, and drop the others."""
@@ -232,22 +233,17 @@ class VerifyRunner(ABC):
             adapter: key of the active LoRA adapter; graphs are captured per adapter.
         """
 
-    def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor, name: Feature = "last") -> Tensor:
-        """Hidden states of new nodes, which attend to the prefix and to uncommitted nodes.
+    @abstractmethod
+    def forward_nodes(
+        self, tokens: Tensor, depth: Tensor | None, reach: Tensor, names: Sequence[Feature] = ()
+    ) -> dict[Feature, Tensor]:
+        """The named features of new nodes, and ``"last"``. Nodes attend to the prefix and to uncommitted nodes.
 
         Args:
             tokens: (batch, nodes) int64.
             depth: (batch, nodes) int64, distance of each node to the end of the prefix; None means 0.
             reach: (batch, nodes, earlier + nodes) bool, the uncommitted nodes that each node attends to.
-            name: the feature to return.
         """
-        return self._forward(tokens, depth, reach, (name,))[name]
-
-    @abstractmethod
-    def _forward(
-        self, tokens: Tensor, depth: Tensor | None, reach: Tensor, names: Sequence[Feature]
-    ) -> dict[Feature, Tensor]:
-        """The named features of new nodes, and ``"last"``; arguments as for ``forward_nodes``."""
 
     def _inputs(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> dict[str, Any]:
         """Inputs of the decoder, without the mask."""
@@ -267,17 +263,12 @@ class VerifyRunner(ABC):
         """Drop all uncommitted nodes."""
         self.cache.offset, self._tail_depth = 0, None
 
+    @abstractmethod
     def commit_nodes(self, path: Tensor, rows: Callable[[], list[list[int]]]) -> None:
         """Commit one path of nodes per row, (batch, depth) padded with -1 and as lists; drop all other nodes.
 
         With static shapes, the lists are read when a row's length is needed.
         """
-        self._tail_depth = None
-        self._commit(path, rows)
-
-    @abstractmethod
-    def _commit(self, path: Tensor, rows: Callable[[], list[list[int]]]) -> None:
-        """Move the path's states to the prefix, and advance the positions."""
 
 
 class EagerRunner(VerifyRunner):
@@ -285,35 +276,24 @@ class EagerRunner(VerifyRunner):
 
     static_shapes = False
 
-    @property
-    def adopts(self) -> bool:
-        return not self.rows
-
-    def _add(self, prompts: TreeCache, reserve: int) -> None:
-        if not self.rows:
-            self._position, self._last_position = RowTensor(), RowTensor()
-            self._cache = prompts
-        else:
-            self.cache.append(prompts, reserve)
-
     def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature], adapter: Hashable) -> TargetOutput:
         nodes = tree.nodes
         if width == nodes:
-            states = self._forward(tree.tokens, None if nodes == 1 else tree.depth, tree.ancestors, names)
+            states = self.forward_nodes(tree.tokens, None if nodes == 1 else tree.depth, tree.ancestors, names)
         else:
-            states = self._forward(*_padded(tree, width, tree.batch), names)
+            states = self.forward_nodes(*_padded(tree, width, tree.batch), names)
             states = {name: state[:, :nodes] for name, state in states.items()}
         return TargetOutput(self._head(states["last"]), {name: states[name] for name in names})
 
-    def _forward(
-        self, tokens: Tensor, depth: Tensor | None, reach: Tensor, names: Sequence[Feature]
+    def forward_nodes(
+        self, tokens: Tensor, depth: Tensor | None, reach: Tensor, names: Sequence[Feature] = ()
     ) -> dict[Feature, Tensor]:
         inputs = self._inputs(tokens, depth, reach)
         inputs["attention_mask"] = self._decoder.mask(self.cache, depth, self._tail_depth, reach)
         return self._decoder.forward(inputs, self.cache, names)
 
-    def _commit(self, path: Tensor, rows: Callable[[], list[list[int]]]) -> None:
-        paths = rows()
+    def commit_nodes(self, path: Tensor, rows: Callable[[], list[list[int]]]) -> None:
+        self._tail_depth, paths = None, rows()
         self.cache.commit(path, paths)
         position, accepted = self._position.data, [len(row) for row in paths]
         position += accepted[0] if len(set(accepted)) == 1 else on_device(accepted, position.device)
@@ -330,18 +310,9 @@ class StaticRunner(VerifyRunner):
         self._graphed_commit = Graphed(self.commit_on_device)
 
     @property
-    def adopts(self) -> bool:
-        return False
-
-    @property
     def captured(self) -> tuple[int, int]:
         """Number of captured CUDA graphs of verify passes and of commits."""
         return self._graphed_pass.captured, self._graphed_commit.captured
-
-    def _add(self, prompts: TreeCache, reserve: int) -> None:
-        if self._cache is None:
-            self._cache = self._decoder.new_cache(reserve, True)
-        self._cache.append(prompts, reserve)
 
     def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature], adapter: Hashable) -> TargetOutput:
         nodes, batch = tree.nodes, tree.batch
@@ -356,11 +327,11 @@ class StaticRunner(VerifyRunner):
         self, tokens: Tensor, depth: Tensor, reach: Tensor, names: tuple[Feature, ...], adapter: Hashable
     ) -> tuple[Tensor, ...]:
         """Logits and features of a whole tree; captured."""
-        states = self._forward(tokens, depth, reach, names)
+        states = self.forward_nodes(tokens, depth, reach, names)
         return self._head(states["last"]), *[states[name] for name in names]
 
-    def _forward(
-        self, tokens: Tensor, depth: Tensor | None, reach: Tensor, names: Sequence[Feature]
+    def forward_nodes(
+        self, tokens: Tensor, depth: Tensor | None, reach: Tensor, names: Sequence[Feature] = ()
     ) -> dict[Feature, Tensor]:
         cache, inputs = self.cache, self._inputs(tokens, depth, reach)
         depth = torch.zeros_like(tokens) if depth is None else depth
@@ -373,8 +344,8 @@ class StaticRunner(VerifyRunner):
             inputs[PASS] = TreePass(self._decoder.config, cache.bounds.first(len(tokens)), depth)
         return self._decoder.forward(inputs, cache, names)
 
-    def _commit(self, path: Tensor, rows: Callable[[], list[list[int]]]) -> None:
-        batch, depth = path.shape
+    def commit_nodes(self, path: Tensor, rows: Callable[[], list[list[int]]]) -> None:
+        self._tail_depth, (batch, depth) = None, path.shape
         idle = (0, node_bucket(depth) - depth, 0, batch_bucket(batch) - batch)
         self._graphed_commit(F.pad(path, idle, value=-1) if any(idle) else path, version=self.version)
         self.cache.advance(lambda: [len(row) for row in rows()])

@@ -20,51 +20,22 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.cache.tree_cache import cache_in
-from mmspec.targets.layers import Place, replaced
+from mmspec.targets.tree_layers import Place, replaced
 
 _ATTRIBUTE = "slot_positions"
 _POSITIONS: ContextVar[Tensor | None] = ContextVar("_POSITIONS", default=None)
 """Positions of the slots in this thread's pass, (batch, slots) int64."""
 
 
-class SlotAttention:
-    """Patches the attention of a decoder during its passes.
-
-    Args:
-        decoder: decoder of a model whose attention uses slot indices.
-    """
-
-    def __init__(self, decoder: nn.Module) -> None:
-        replacement = _replacement(decoder)
-        assert replacement is not None
-        self._replacement = replacement
-
-    @classmethod
-    def supports(cls, config: Any, decoder: nn.Module) -> bool:
-        """Whether a model's attention uses slot indices; Falcon may have rotary embeddings instead."""
-        return _replacement(decoder) is not None and getattr(config, "alibi", True) is not False
-
-    @staticmethod
-    def with_positions(mask: Tensor, positions: Tensor) -> Tensor:
-        """Attach slot positions, (batch, slots) int64, to the mask of a pass."""
-        setattr(mask, _ATTRIBUTE, positions)
-        return mask
-
-    @contextmanager
-    def applied(self, mask: Tensor | None) -> Iterator[None]:
-        """Replace the function during a pass with a mask of ``with_positions``. Other threads still call transformers'
-        function."""
-        with replaced(self._replacement):
-            token = _POSITIONS.set(getattr(mask, _ATTRIBUTE, None))
-            try:
-                yield
-            finally:
-                _POSITIONS.reset(token)
+Replacement = Mapping[Place, Callable[[Any], Any]]
+"""Function of a modelling file that uses slot indices, and what it is replaced by; see ``replaced``."""
 
 
-def _replacement(decoder: nn.Module) -> Mapping[Place, Callable[[Any], Any]] | None:
-    """The function to replace, and its replacement; None for a decoder whose attention does not use slot indices."""
+def slot_attention(config: Any, decoder: nn.Module) -> Replacement | None:
+    """The function to replace in passes of a decoder; None if its attention does not use slot indices."""
     module = sys.modules[type(decoder).__module__]
+    if getattr(config, "alibi", True) is False:  # Falcon may have rotary embeddings instead
+        return None
     if hasattr(module, "build_alibi_tensor"):
         return {(module, "build_alibi_tensor"): _biases}
     if hasattr(module, "MptAttention"):
@@ -72,6 +43,24 @@ def _replacement(decoder: nn.Module) -> Mapping[Place, Callable[[Any], Any]] | N
     if hasattr(module, "GPTNeoSelfAttention"):
         return {(module.GPTNeoSelfAttention, "_attn"): _gpt_neo_attention}
     return None
+
+
+def with_positions(mask: Tensor, positions: Tensor) -> Tensor:
+    """Attach slot positions, (batch, slots) int64, to the mask of a pass."""
+    setattr(mask, _ATTRIBUTE, positions)
+    return mask
+
+
+@contextmanager
+def slot_positions_applied(replacement: Replacement, mask: Tensor | None) -> Iterator[None]:
+    """Replace the function during a pass with a mask of ``with_positions``. Other threads still call transformers'
+    function."""
+    with replaced(replacement):
+        token = _POSITIONS.set(getattr(mask, _ATTRIBUTE, None))
+        try:
+            yield
+        finally:
+            _POSITIONS.reset(token)
 
 
 @cache

@@ -158,7 +158,8 @@ def find(name: str, mmproj: str | PathLike[str] | None = None) -> Source:
         return GGUFSource(path)
     if mmproj is not None:
         raise UserError(f"mmproj goes with the GGUF file of a language model: got the model {name!r}")
-    if (parts := completed.parts_of(name)) is not None:
+    if (Path(name) / completed.PARTS).is_file():
+        parts = completed.Parts(Path(name))
         return LazySource(str(parts.index()), name, parts.weights, parts.language)
     return Source(name)
 

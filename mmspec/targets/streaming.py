@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from mmspec.errors import UserError
 from mmspec.ops import cpu
 from mmspec.quantisation.formats import StoredRows
-from mmspec.targets.layers import replaced
+from mmspec.targets.tree_layers import replaced
 
 NAME = "mmspec"
 

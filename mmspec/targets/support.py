@@ -20,10 +20,10 @@ from transformers.utils import logging
 from mmspec import plugins
 from mmspec.cache.tree_cache import cache_argument
 from mmspec.errors import UserError
-from mmspec.targets.layer_structure import CAPTURE
-from mmspec.targets.layers import ATTENTION, TreeLayers
 from mmspec.targets.masks import slot_limit
-from mmspec.targets.slot_attention import SlotAttention
+from mmspec.targets.recognise import CAPTURE
+from mmspec.targets.slot_attention import slot_attention
+from mmspec.targets.tree_layers import ATTENTION, TreeLayers
 
 
 def from_pretrained(auto_class: Any, name: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
@@ -214,15 +214,28 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
     Raises:
         UserError: an encoder-decoder, unsupported layers, or a decoder whose forward takes no positions or no cache.
     """
-    name = type(model).__name__
-    if reason := _NEVER_EXACT.get(model.config.model_type):
-        raise UserError(f"the target must be one that trees can reproduce: {name} {reason}")
-    if model.config.return_dict is False:  # transformers' models read named fields of the decoder's output
-        raise UserError(f"the target must return fields by name: config.return_dict of {name} is False")
-    if output_layer(model) is None:
-        raise UserError(f"the target must have an output layer: {name} has none")
-    if model.config.is_encoder_decoder:
-        raise UserError(f"the target must be a decoder-only model: {name} is an encoder-decoder")
+    name, whole = type(model).__name__, model.config
+    reason, recurrent = _NEVER_EXACT.get(whole.model_type), getattr(config, "n_recurrent_layers", 0)
+    shared = getattr(config, "recurrent_kv_cache_mode", None) == "last_loop" and config.n_recurrent_loops > 1
+    loops = "loops over layers must have"
+    for wrong, message in (
+        (reason, f"the target must be one that trees can reproduce: {name} {reason}"),
+        # transformers' models read named fields of the decoder's output.
+        (whole.return_dict is False, f"the target must return fields by name: config.return_dict of {name} is False"),
+        (output_layer(model) is None, f"the target must have an output layer: {name} has none"),
+        (whole.is_encoder_decoder, f"the target must be a decoder-only model: {name} is an encoder-decoder"),
+        (
+            shared,
+            f"{loops} keys and values of their own: expected recurrent_kv_cache_mode 'per_loop' in {name}, received "
+            "'last_loop'",
+        ),
+        (
+            recurrent < 0,
+            f"{loops} layers: expected at least 0 n_recurrent_layers in {name}, received {recurrent}",
+        ),
+    ):
+        if wrong:
+            raise UserError(message)
     kinds: set[str] = set(getattr(config, "layer_types", None) or ())
     if other := sorted(kinds - (ATTENTION if layers is None else layers.kinds)):
         supported = ", ".join(plugins.names("layers"))
@@ -230,22 +243,10 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
             f"layers must be full or sliding-window attention{supported and f', or {supported}'}: "
             f"{name} has {', '.join(other)} of another kind"
         )
-    if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop" and config.n_recurrent_loops > 1:
-        raise UserError(
-            f"loops over layers must have keys and values of their own: expected recurrent_kv_cache_mode 'per_loop' in "
-            f"{name}, received 'last_loop'"
-        )
-    if (looped := getattr(config, "n_recurrent_layers", 0)) < 0:
-        raise UserError(
-            f"loops over layers must have layers: expected at least 0 n_recurrent_layers in {name}, received {looped}"
-        )
     decoder = decoder_of(model)
     attends = layers is None or layers.attends
-    positions = (
-        not attends
-        or SlotAttention.supports(config, decoder)
-        or "position_ids" in signature(decoder.forward).parameters
-    )
+    positions = not attends or slot_attention(config, decoder) is not None
+    positions = positions or "position_ids" in signature(decoder.forward).parameters
     lacking = [what for what, taken in (("position_ids", positions), ("a cache", cache_argument(decoder))) if not taken]
     if lacking:
         raise UserError(f"forward must take {', '.join(lacking)}: that of {type(decoder).__name__} in {name} does not")

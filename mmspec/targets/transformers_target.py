@@ -21,7 +21,7 @@ from mmspec.targets.head import Head
 from mmspec.targets.lora import Adapters
 from mmspec.targets.placement import input_device, is_sharded
 from mmspec.targets.processor import Processor
-from mmspec.targets.runner import Prefill, new_runner, next_position
+from mmspec.targets.runner import Prefill, VerifyRunner, new_runner, next_position
 from mmspec.targets.support import refuse_inner_padding, refuse_switch, rope_side, without_output_capture
 
 RESERVED_NODES = 64
@@ -33,7 +33,7 @@ class TransformersTarget:
 
     A tree is verified with a 4D attention mask over (prefix, tree), ``position_ids = prefix + depth`` and a
     ``TreeCache``. Sliding windows are part of the mask. Layers other than attention need a plug-in
-    (``mmspec/targets/layers.py``).
+    (``mmspec/targets/tree_layers.py``).
 
     Args:
         model: any causal language model; subclasses support multimodal models.
@@ -115,9 +115,7 @@ class TransformersTarget:
         reads: Sequence[Feature] = (),
         chunk: int | None = None,
     ) -> Iterator[TargetOutput | None]:
-        prompt = prompts[0] if len(prompts) == 1 else Prompt.stack(prompts)
-        assert prompt is not None, "prompts must have inputs that can be stacked"
-        return self._prefill(prompt, max_new_tokens, reads, chunk, None)
+        return self._prefill(Prompt.stack(prompts), max_new_tokens, reads, chunk, None)
 
     def restore(
         self, state: State, prompt: Prompt, max_new_tokens: int, reads: Sequence[Feature] = (), chunk: int | None = None
@@ -191,9 +189,34 @@ class TransformersTarget:
     def keys_values(self, layer: int, rows: int) -> KeysValues:
         return self.runner.cache.keys_values(layer, rows).to(self.device)
 
+    def first_layers(self, count: int) -> FirstLayers:
+        return FirstLayers(self, count)
+
     def visual(self, prompt: Prompt) -> Tensor | None:
         """(batch, length) bool, positions of image or video features; None for text models."""
         return None
+
+
+class FirstLayers:
+    """See ``mmspec.core.target.FirstLayers``."""
+
+    def __init__(self, target: TransformersTarget, count: int) -> None:
+        self._target, self._count = target, count
+        self._decoder: Decoder | None = Decoder(target.model, count)
+        self.recurrent, self.head = target.decoder.layers is not None, target.head
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_decoder": None}  # a view of the target's modules
+
+    @property
+    def runner(self) -> VerifyRunner:
+        if self._decoder is None:
+            self._decoder = Decoder(self._target.model, self._count)
+        return self._target.runner.through(self._decoder)
+
+    @property
+    def version(self) -> tuple[Hashable, ...]:
+        return self._target.version
 
 
 def sharded(target: Target) -> bool:

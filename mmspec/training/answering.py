@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from mmspec.core.target import Prompt
-from mmspec.engine.request_state import Wakeup
+from mmspec.engine.sequence import DecodeRequest, Delta
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
@@ -33,7 +34,6 @@ class PendingConversation:
     """A conversation whose answers are being generated.
 
     Attributes:
-        questions: content of each user message, as in ``data.Conversation``.
         expected: estimated length of each answer, in characters.
     """
 
@@ -91,12 +91,10 @@ class AnswerGenerator:
     """Generates answers with a pipeline, batching questions of similar cost.
 
     Args:
-        pipe: pipeline of the target; its ``max_num_seqs`` is the batch size.
         params: sampling parameters; each answer gets its own seed.
         greedy: share of conversations that are answered greedily regardless of ``params``.
 
     Attributes:
-        answers, tokens: numbers generated so far.
         failures: errors that ended conversations early, one line each.
     """
 
@@ -151,10 +149,7 @@ def draw_prompts(
     """Sample prompts and yield them as conversations to answer, without duplicates and unusable prompts.
 
     Args:
-        pipe: pipeline of a target with a chat template.
         numbers: numbers of the prompts; a number and ``params`` determine the prompt.
-        done: ids of existing conversations, which are skipped.
-        chunk: number of prompts to sample at a time.
     """
     opening = user_opening(pipe.processor.tokenizer)
     seen: set[str] = set()
@@ -192,20 +187,22 @@ def _draw(pipe: Pipeline, opening: list[int], numbers: Sequence[int], params: Sa
     target = pipe.target
     prompt = torch.tensor([opening], dtype=torch.long, device=target.device)
     stopper = Stopper(MAX_TOKENS, context_limit=target.context_limit, eos_token_ids=target.eos_token_ids)
-    sequences, wakeup = [], Wakeup()
     seeds = [zlib.crc32(f"prompt {params.seed} {number}".encode()) for number in numbers]
     samplers = [defaults.sampler(replace(params, seed=seed)) for seed in seeds]
+    answers = [Future[Delta]() for _ in samplers]
     with pipe.engine.together():
-        for sampler in samplers:
-            sequences += pipe.add(Prompt(prompt, None), sampler, stopper, 0, on_change=wakeup)
+        sequences = [
+            pipe.submit(DecodeRequest(Prompt(prompt), sampler, stopper, 0), answer.set_result)
+            for sampler, answer in zip(samplers, answers, strict=True)
+        ]
     try:
-        wakeup.wait(lambda: all(sequence.done for sequence in sequences))
+        ended = [answer.result() for answer in answers]
     finally:
         pipe.engine.remove(sequences)
-    for sequence in sequences:
-        if sequence.error is not None:
-            raise sequence.error
-    return [_usable(pipe.processor, s.token_ids) if s.finish_reason == "stop" else None for s in sequences]
+    for one in ended:
+        if one.error is not None:
+            raise one.error
+    return [_usable(pipe.processor, one.token_ids) if one.finish_reason == "stop" else None for one in ended]
 
 
 def _usable(processor: Processor, token_ids: list[int]) -> str | None:

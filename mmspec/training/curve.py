@@ -17,7 +17,6 @@ def draw(log: Path, out: Path) -> None:
     """Plot losses (training: thin line, held-out: points) and mean acceptance lengths of a run by step.
 
     Args:
-        log: ``log.jsonl`` of the run.
         out: file to write; the suffix determines the format.
 
     Raises:
@@ -56,11 +55,7 @@ def _line(axes: Axes, rows: list[dict[str, Any]], event: str, name: str, **style
 
 
 def write_figure(figure: Figure, out: Path) -> None:
-    """Write a figure atomically; the suffix of ``out`` determines the format, by default SVG.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write a figure atomically; the suffix of ``out`` determines the format, by default SVG."""
     kind = out.suffix.lstrip(".") or "svg"
     # Without a date and with fixed ids, the file is reproducible.
     stable = rc_context({"svg.hashsalt": "mmspec"})

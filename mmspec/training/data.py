@@ -15,9 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,6 @@ class Conversation:
     """A conversation in the format of chat templates.
 
     Attributes:
-        id: unique in its file.
         messages: ``{"role": "user" | "assistant" | "system", "content": ...}``; a user's content is a list of items
             (``{"type": "image", "path": ...}``, ``{"type": "video", "path": ...}``, ``{"type": "text", "text": ...}``),
             other roles' content is a string.
@@ -254,3 +254,79 @@ def _items(text: str, left: dict[str, list[str]]) -> list[dict[str, Any]]:
                 f"expected as many files in `{part}` as there are <{part}> placeholders, received fewer"
             )
     return items
+
+
+TEXT, MIXED = "text", "mixed"
+ExampleIndex = tuple[str, int]
+"""Kind of an example, ``TEXT`` (stage 1) or ``MIXED`` (stage 2), and its index among the examples of that kind."""
+
+POOL = 8
+"""Batches sampled together: a pool is sorted by length before it is split into batches, which saves padding."""
+
+
+class CurriculumSampler:
+    """Samples batches of examples; each kind is reshuffled every epoch.
+
+    Args:
+        lengths: length of each example by kind, in any unit.
+        text_share: progress until which all examples are ``TEXT``, if there are both kinds; then the probability of a
+            ``MIXED`` example rises linearly to 1.
+
+    Attributes:
+        info: stage and share at the last call of ``next``, for the training log.
+    """
+
+    def __init__(
+        self,
+        lengths: Mapping[str, Sequence[int]],
+        batch: int,
+        seed: int,
+        text_share: float = 0.0,
+    ) -> None:
+        self.lengths = {kind: found for kind, found in lengths.items() if len(found)}
+        if not self.lengths:
+            raise UserError("training needs at least one conversation that is not held out: received none")
+        self.batch, self.seed = batch, seed
+        self.info: dict[str, Any] = {}
+        self._text_share = text_share
+        self._drawn = dict.fromkeys(self.lengths, 0)
+        self._pools = 0
+        self._waiting: list[list[ExampleIndex]] = []
+        self._shuffled: dict[str, tuple[int, list[int]]] = {}
+
+    def next(self, progress: float) -> list[ExampleIndex]:
+        """The next batch of examples, given the run's progress from 0 to 1."""
+        share = float(MIXED in self.lengths)
+        if len(self.lengths) == 2:
+            share = 0.0 if progress <= self._text_share else (progress - self._text_share) / (1.0 - self._text_share)
+        self.info = {"stage": 1 if share == 0.0 else 2, "share": round(share, 4)}
+        if not self._waiting:
+            self._fill(share)
+        return self._waiting.pop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State from which ``load_state_dict`` continues the sequence of batches."""
+        return {"drawn": dict(self._drawn), "pools": self._pools, "waiting": [list(batch) for batch in self._waiting]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the ``state_dict()`` of a sampler of the same examples, batch size and seed."""
+        self._drawn, self._pools = dict(state["drawn"]), state["pools"]
+        self._waiting = [[(kind, index) for kind, index in batch] for batch in state["waiting"]]
+
+    def _fill(self, share: float) -> None:
+        rng = random.Random(f"{self.seed} pool {self._pools}")
+        self._pools += 1
+        pool = [self._draw(MIXED if rng.random() < share else TEXT) for _ in range(POOL * self.batch)]
+        pool.sort(key=lambda example: self.lengths[example[0]][example[1]])
+        self._waiting = [pool[start : start + self.batch] for start in range(0, len(pool), self.batch)]
+        rng.shuffle(self._waiting)
+
+    def _draw(self, kind: str) -> ExampleIndex:
+        count = len(self.lengths[kind])
+        epoch, place = divmod(self._drawn[kind], count)
+        self._drawn[kind] += 1
+        if self._shuffled.get(kind, (-1, []))[0] != epoch:
+            order = list(range(count))
+            random.Random(f"{self.seed} {kind} {epoch}").shuffle(order)
+            self._shuffled[kind] = epoch, order
+        return kind, self._shuffled[kind][1][place]

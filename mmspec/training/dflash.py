@@ -22,20 +22,21 @@ from mmspec.drafters.dflash import (
 )
 from mmspec.drafters.hidden_state import plain_embedding
 from mmspec.drafters.layer import rotary_of
-from mmspec.drafters.layouts import LAYOUTS, published_names, shapes_of, stack
-from mmspec.drafters.shape import TREE
+from mmspec.drafters.layouts.dflash import NAMES
+from mmspec.drafters.layouts.tensors import published_names, shapes_of, stack
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput, TokenLosses, token_loss
 from mmspec.training.options import NetworkOptions, Passes, TreeOptions
 from mmspec.training.tasks import (
-    DrafterSetup,
     DrafterTraining,
+    TrainingTask,
     decoder_weights,
     load_shared_weights,
     mask_token,
     output_rows,
+    started,
 )
 from mmspec.validation import inherited, option, options, part, with_fields_of
 
@@ -65,17 +66,13 @@ class DFlashOptions(BlockLoss, NetworkOptions):
     from_target: bool = option(False, "Start as the target's last layers, if they are like its own.")
 
 
-def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    """Set up network, objective and drafter for ``train_drafter``."""
-    target, start = pipe.target, None
-    if options.start is not None:
-        start = DFlash.from_checkpoint(options.start)
-        start.attach(target)  # rejects drafters of other targets
-        if start.network.config.head or rotary_of(start.network.config)[1] is not None:
-            raise UserError(
-                f"{options.start}: expected a drafter with the target's output layer and plain rotary positions"
-            )
-        draft_ids = start.draft_ids if draft_ids is None else draft_ids
+def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
+    target = pipe.target
+    start, draft_ids = started(DFlash, options.start, target, draft_ids)
+    if start is not None and (start.network.config.head or rotary_of(start.network.config)[1] is not None):
+        raise UserError(
+            f"{options.start}: expected a drafter with the target's output layer and plain rotary positions"
+        )
     config = _network_config(options, pipe, start, output_rows(target) if draft_ids is None else len(draft_ids))
     network = DFlashNetwork(config).to(target.device, torch.float32)
     if config.markov_rank:
@@ -88,9 +85,8 @@ def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> D
         load_shared_weights(start, network, options.start)
     elif options.from_target:
         copy_last_layers(network, target)
-    chosen = part(options, DFlashObjective.__dataclass_fields__)
-    layers = config.features(target.config.num_hidden_layers)
-    return DrafterSetup(network, DFlashObjective(**chosen), DFlash, draft_ids, part(options, TREE), layers=layers)
+    objective = DFlashObjective(**part(options, DFlashObjective.__dataclass_fields__))
+    return TrainingTask(network, objective, DFlash, draft_ids, config.features(target.config.num_hidden_layers))
 
 
 def _network_config(options: DFlashOptions, pipe: Pipeline, start: DFlash | None, drafts: int) -> DFlashConfig:
@@ -120,7 +116,7 @@ def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
     theirs, own = decoder_weights(target, last), network.state_dict()
     parts = {
         ours: some
-        for ours, some in published_names(own, LAYOUTS["dflash"].names).items()
+        for ours, some in published_names(own, NAMES).items()
         if not _OWN.match(ours) and (some[0] in theirs or not ours.endswith(_OPTIONAL))
     }
     for name, expected in shapes_of(own, parts, network.config).items():

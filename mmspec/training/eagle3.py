@@ -16,19 +16,19 @@ from mmspec.core.target import Target
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
 from mmspec.drafters.hidden_state import packing
 from mmspec.drafters.layer import rotary_of, take
-from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput, PassCache, TokenLosses
 from mmspec.training.options import HeadOptions, Passes, TreeOptions
 from mmspec.training.tasks import (
-    DrafterSetup,
     DrafterTraining,
+    TrainingTask,
     head_weight,
     load_shared_weights,
     mask_token,
     output_rows,
+    started,
 )
 from mmspec.validation import inherited, option, options, part, with_fields_of
 
@@ -57,15 +57,12 @@ class Eagle3Options(Eagle3Passes, HeadOptions):
     )
 
 
-def setup(options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    """Set up network, objective and drafter for ``train_drafter``."""
-    target, start = pipe.target, None
-    if options.start is not None:
-        start = Eagle3.from_checkpoint(options.start)
+def setup(options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
+    target = pipe.target
+    start, draft_ids = started(Eagle3, options.start, target, draft_ids)
+    if start is not None:
         if start.network.config.window or start.network.config.candidates:
             raise UserError(f"{options.start}: expected an EAGLE-3 head without a sliding window, received EAGLE-4's")
-        start.attach(target)  # rejects drafters of other targets
-        draft_ids = start.draft_ids if draft_ids is None else draft_ids
         if rotary_of(start.network.config)[1] is not None:
             raise UserError(f"{options.start}: expected a head with plain rotary positions, received M-RoPE")
     config = _network_config(options, pipe, draft_ids, start)
@@ -75,10 +72,8 @@ def setup(options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None) -> D
     else:
         with torch.no_grad():
             network.lm_head.weight.copy_(head_weight(target, draft_ids))
-    chosen = part(options, Eagle3Objective.__dataclass_fields__)
-    layers = config.features(target.config.num_hidden_layers)
-    tree = part(options, TREE)
-    return DrafterSetup(network, Eagle3Objective(**chosen), Eagle3, draft_ids, tree, layers=layers)
+    objective = Eagle3Objective(**part(options, Eagle3Objective.__dataclass_fields__))
+    return TrainingTask(network, objective, Eagle3, draft_ids, config.features(target.config.num_hidden_layers))
 
 
 def _network_config(

@@ -41,9 +41,7 @@ class FeatureCache:
     missing shards. A folder created with more layers also serves extractors of a subset of these layers.
 
     Args:
-        folder: created if missing.
         extractor: computes missing features. Its target and settings must match the folder; it may read fewer layers.
-        conversations: all conversations of the cache.
         shard: conversations per file. Hidden states and visual features are stored in the target's dtype.
 
     Raises:
@@ -84,7 +82,6 @@ class FeatureCache:
         """Compute the missing shards.
 
         Args:
-            batch: conversations per forward pass of the target.
             rank, processes: compute every ``processes``-th shard, starting at ``rank``.
             progress: called with the number of conversations done and their total, over the shards to compute.
         """
@@ -255,10 +252,6 @@ class Recorder(Drafter):
 
 class RecordedFeatures:
     """Features written by ``Recorder``, with the call interface of ``Extractor``.
-
-    Args:
-        folders: folders of files written by ``make-data --record``.
-        target: target that generated the conversations.
 
     Raises:
         UserError: there are no files, or a file is damaged or has another hidden size.

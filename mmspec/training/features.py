@@ -84,7 +84,6 @@ class EncodedConversation:
         tokens: (length,) int64, media placeholders expanded.
         turn: (length,) int64, index of the answer that a token belongs to, or ``CONTEXT``.
         visual: (length,) bool, positions of image and video features.
-        inputs: other arguments of the model's forward (``pixel_values``, ...), on its device.
     """
 
     tokens: Tensor
@@ -257,10 +256,6 @@ class Extractor:
     """Runs a target over conversations; calling it returns their ``Features``.
 
     Skips conversations whose first question exceeds ``max_length``. A batch of none is a row of padding.
-
-    Args:
-        max_length: as for ``Encoder``.
-        layers: additional hidden states to read.
     """
 
     def __init__(self, pipe: Pipeline, max_length: int | None = None, layers: Sequence[Feature] = ()) -> None:

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from mmspec.core.target import Target, output_of
-from mmspec.drafters.early_exit import FirstLayers
+from mmspec.drafters.early_exit import first_layers
 from mmspec.drafters.kangaroo import Kangaroo, KangarooConfig, KangarooNetwork
-from mmspec.drafters.shape import TREE
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput, causal_pass, next_token_loss
 from mmspec.training.options import NextTokenLoss, TreeOptions
-from mmspec.training.tasks import DrafterSetup, DrafterTraining
-from mmspec.validation import inherited, options, part
+from mmspec.training.tasks import DrafterTraining, TrainingTask
+from mmspec.validation import inherited, options
 
 
 @options(kw_only=True)
@@ -45,15 +44,14 @@ class KangarooObjective(NextTokenLoss):
         return next_token_loss(self.loss, target, batch, states, draft_ids)
 
 
-def setup(options: KangarooOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    """Set up network, objective and drafter for ``train_drafter``."""
+def setup(options: KangarooOptions, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
     target = pipe.target
-    FirstLayers(target, options.exit_layer)  # raises if the target has too few
+    first_layers(target, options.exit_layer)  # raises if the target has too few
     config = KangarooConfig.like(target.config, mlp=0, rope_theta=10000.0, exit_layer=options.exit_layer)
     network = KangarooNetwork(config).to(target.device, torch.float32)
-    layers = (output_of(options.exit_layer - 1),)
-    objective = KangarooObjective(options.loss)
-    return DrafterSetup(network, objective, Kangaroo, draft_ids, part(options, TREE), layers=layers)
+    return TrainingTask(
+        network, KangarooObjective(options.loss), Kangaroo, draft_ids, (output_of(options.exit_layer - 1),)
+    )
 
 
 TRAINING = DrafterTraining(

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from mmspec.core.target import Target
 from mmspec.drafters.medusa import Hydra, Medusa, MedusaConfig, MedusaNetwork
-from mmspec.drafters.shape import TREE, RotaryShape
+from mmspec.drafters.shape import RotaryShape
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput, TokenLosses, causal_pass
 from mmspec.training.options import Passes, TreeOptions
-from mmspec.training.tasks import DrafterSetup, DrafterTraining, OnlineLearner, head_weight
+from mmspec.training.tasks import DrafterTraining, OnlineLearner, TrainingTask, head_weight
 from mmspec.validation import inherited, option, options, part
 
 
@@ -41,8 +41,7 @@ class MedusaOptions(HeadLoss, TreeOptions):
     prefix: bool = option(False, "A decoder layer between the target's states and the heads (Hydra++).")
 
 
-def setup(options: MedusaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    """Set up network, objective and drafter for ``train_drafter``."""
+def setup(options: MedusaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
     target = pipe.target
     head = head_weight(target, draft_ids)
     config = MedusaConfig(
@@ -55,7 +54,7 @@ def setup(options: MedusaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> D
     network = MedusaNetwork(config).to(target.device, torch.float32)
     network.start(head)
     objective = MedusaObjective(**part(options, MedusaObjective.__dataclass_fields__))
-    return DrafterSetup(network, objective, Hydra if options.grounded else Medusa, draft_ids, part(options, TREE))
+    return TrainingTask(network, objective, Hydra if options.grounded else Medusa, draft_ids)
 
 
 @options

@@ -30,7 +30,6 @@ class LossOutput:
 
     Attributes:
         total: scalar to minimise, a mean over the batch's loss positions.
-        metrics: values to log by name: loss terms and accuracies.
     """
 
     total: Tensor
@@ -62,10 +61,8 @@ class TokenLosses:
     """Accumulates losses of drafts against the target's next-token distributions, and metrics.
 
     Args:
-        kind: see ``token_loss``.
         hidden: (batch, length, hidden), target states, inputs of its output layer.
         wanted: (batch, length) bool, positions with a loss.
-        draft_ids: (n,) int64, tokens that distributions are restricted to; None means all tokens.
         weights: weights of the losses by name, "token" for the token loss; by default 1.
 
     Attributes:
@@ -101,7 +98,6 @@ class TokenLosses:
         """Add the losses of drafts.
 
         Args:
-            ahead: suffix of the metric names.
             scores, goal: (drafts, tokens), logits and the target's distributions.
             further: additional losses of the same drafts by name, added to the token loss.
         """
@@ -127,9 +123,7 @@ def next_token_loss(
     answer token. Metrics: ``token_1`` and ``right_1``, loss and accuracy.
 
     Args:
-        kind: see ``token_loss``.
         states: returns the drafter's last hidden states, (batch, length, hidden); only called if needed.
-        draft_ids: (n,) int64, tokens that distributions are restricted to.
         output_layer: output layer of the drafter; by default the target's.
     """
     wanted = batch.answer[:, :-1] & batch.answer[:, 1:]

@@ -18,10 +18,8 @@ class Schedule:
     """Length, learning-rate schedule and intervals of a training run.
 
     Attributes:
-        steps: number of steps; the run is reproducible.
         minutes: total time, including earlier parts of a resumed run.
         hold: progress after which the learning rate decays linearly to zero.
-        seed: seed of the order of examples, initial weights and each step's loss.
         checkpoint_minutes: interval between checkpoints, the most that a killed run loses.
     """
 
@@ -87,11 +85,7 @@ class TreeOptions(RunOptions):
 
 @options
 class Passes:
-    """Settings of an objective over several passes.
-
-    Attributes:
-        loss: token loss, see ``token_loss``.
-    """
+    """Settings of an objective over several passes."""
 
     passes: int = option(3, "Forward passes over a batch, each fed with the previous predictions.", ge=1)
     decay: float = option(0.8, "Weight of a pass to the one before.", gt=0)

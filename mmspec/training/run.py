@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import random
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
@@ -17,41 +16,23 @@ import torch
 import transformers
 from accelerate import Accelerator
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmspec.errors import UserError
 from mmspec.loading import load
 from mmspec.pipeline import Pipeline
 from mmspec.progress import show_progress, show_steps
 from mmspec.training import data
-from mmspec.training.data import Conversation
+from mmspec.training.data import MIXED, TEXT, Conversation
 from mmspec.training.feature_cache import FeatureCache, RecordedFeatures
-from mmspec.training.features import Extractor, Features
-from mmspec.training.objectives import LossOutput
+from mmspec.training.features import Extractor
 from mmspec.training.options import RunOptions, TrainingPlan, TreeOptions
-from mmspec.training.tasks import DrafterSetup, Optimisers
-from mmspec.training.trainer import (
-    CHECKPOINT,
-    DRAFTER,
-    MIXED,
-    TEXT,
-    CurriculumSampler,
-    ExampleIndex,
-    Trainer,
-    linear_ramp,
-    train_with_progress,
-)
+from mmspec.training.tasks import DrafterTask, ExtractFeatures, TrainingTask
+from mmspec.training.trainer import CHECKPOINT, DRAFTER, Trainer, train_with_progress
+from mmspec.validation import part
 
 Options = TypeVar("Options", bound=RunOptions)
-ExtractFeatures = Callable[[Sequence[Conversation]], Features]
 _log = logging.getLogger("mmspec.load")
-
-MAX_HELD_OUT = 64
-"""Maximum number of held-out conversations for the loss."""
-
-RATES = {"muon": 3e-3, "adamw": 5e-5}
-"""Default learning rates; AdamW's is from arXiv 2505.14260."""
-
 
 RESUMABLE_WITH_OTHER = {"out", "threads", "cache", "recorded", "device", "tensorboard"}
 RESUMABLE_WITH_OTHER |= {"checkpoint_minutes", "report_minutes"}
@@ -63,12 +44,8 @@ _FITTED = 1024
 _KINDS = {TEXT: "text", MIXED: "data"}
 
 
-def train_drafter(options: Options, make_setup: Callable[[Options, Pipeline, Tensor | None], DrafterSetup]) -> None:
-    """Train a drafter, or resume the run in ``options.out``.
-
-    Args:
-        make_setup: creates network, objective and drafter from options, target and draft vocabulary.
-    """
+def train_drafter(options: Options, make_task: Callable[[Options, Pipeline, Tensor | None], TrainingTask]) -> None:
+    """Train a drafter, or resume the run in ``options.out``; ``make_task`` is ``DrafterTraining.setup``."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
@@ -83,19 +60,19 @@ def train_drafter(options: Options, make_setup: Callable[[Options, Pipeline, Ten
     pipe.model.requires_grad_(False)
     torch.manual_seed(options.seed)
     drafted = options.draft_vocabulary if isinstance(options, TreeOptions) else None
-    setup = make_setup(options, pipe, draft_vocabulary(drafted, pipe, examples))
+    task = make_task(options, pipe, draft_vocabulary(drafted, pipe, examples))
     extract = _feature_source(
-        options, accelerator, Extractor(pipe, layers=setup.layers), [*examples, *held_out], console
+        options, accelerator, Extractor(pipe, layers=task.layers), [*examples, *held_out], console
     )
-    if setup.fit is not None and not (options.out / CHECKPOINT).exists():
+    if task.fit is not None and not (options.out / CHECKPOINT).exists():
         some = random.Random(options.seed).sample(examples, min(len(examples), _FITTED))
-        setup.fit(extract(some[start : start + 8]) for start in range(0, len(some), 8))
+        task.fit(extract(some[start : start + 8]) for start in range(0, len(some), 8))
     bfloat16 = _uses_bfloat16(options.precision, pipe.target)
-    task = DrafterTask(pipe, setup, training, held_out, extract, options, bfloat16)
+    work = DrafterTask(pipe, task, training, held_out, extract, options, bfloat16)
     # Examples are sampled by index: a file with more conversations is another dataset.
     counts = {kind: len(found) for kind, found in training.items()} | {"held-out": len(held_out)}
     settings = _settings(options) | {"conversations": counts}
-    done = train_with_progress(Trainer(options.out, plan, task, accelerator, settings), console)
+    done = train_with_progress(Trainer(options.out, plan, work, accelerator, settings), console)
     if options.tensorboard:
         accelerator.end_training()
     for reason, count in getattr(extract, "skipped", {}).items():
@@ -120,10 +97,10 @@ def _accelerator(options: RunOptions) -> Accelerator:
 
 def _plan(options: RunOptions, examples: int) -> TrainingPlan:
     """The training plan; epochs are converted to steps."""
-    lengths = options.part(("steps", "minutes", "epochs"))
+    lengths = part(options, ("steps", "minutes", "epochs"))
     if len(lengths) > 1:
         raise UserError(f"give one of steps, minutes and epochs: received {lengths}")
-    chosen = options.part(TrainingPlan.__dataclass_fields__)
+    chosen = part(options, TrainingPlan.__dataclass_fields__)
     if "steps" not in lengths and "minutes" not in lengths:
         chosen["steps"] = math.ceil(lengths.get("epochs", 1.0) * examples / options.batch)
     return TrainingPlan(**chosen)
@@ -227,109 +204,3 @@ def frequent_tokens(answers: Iterable[Sequence[int]], count: int, always: Sequen
     seen = Counter(token for answer in answers for token in answer)
     ranked = dict.fromkeys([*always, *(token for token, _ in seen.most_common()), *range(vocab)])
     return torch.tensor(sorted(list(ranked)[:count]), dtype=torch.long)
-
-
-class DrafterTask:
-    """Trains a drafter's network to predict its target's output. Implements ``TrainingTask``.
-
-    Args:
-        pipe: pipeline of the frozen target.
-        training: conversations by kind: ``trainer.TEXT`` without and ``trainer.MIXED`` with images or videos.
-        extract: returns the target's features of conversations.
-        options: options of the run. Evaluations use the same batch size. "muon" trains matrices by Muon and the rest by
-            AdamW at half the rate; "adamw" is the setting of arXiv 2505.14260. After stage 1, on text only, the share
-            of ``MIXED`` examples rises linearly to 1 (section 3.3).
-        bfloat16: compute losses under autocast; weights stay in float32.
-    """
-
-    def __init__(
-        self,
-        pipe: Pipeline,
-        setup: DrafterSetup,
-        training: Mapping[str, Sequence[Conversation]],
-        held_out: Sequence[Conversation],
-        extract: ExtractFeatures,
-        options: RunOptions,
-        bfloat16: bool = False,
-    ) -> None:
-        self.pipe, self.setup, self.network = pipe, setup, setup.network
-        self.training, self._extract = training, extract
-        lengths = {kind: [one.size for one in found] for kind, found in training.items()}
-        self.sampler = CurriculumSampler(lengths, options.batch, options.seed, linear_ramp(options.text_share))
-        rate = options.rate or RATES[options.optimiser]
-        self.optimisers = Optimisers(self.network, options.optimiser, rate)
-        self._options, self._bfloat16 = options, bfloat16
-        prompt_messages = [first_prompt(conversation) for conversation in _spread(held_out, options.prompts)]
-        self._prompts = (
-            prompt_messages if pipe.processor.reads_media else [data.as_text(one) for one in prompt_messages]
-        )
-        self._held_out = sorted(_spread(held_out, MAX_HELD_OUT), key=lambda one: one.size)
-
-    def batch(self, examples: list[ExampleIndex]) -> Features:
-        """Features of these examples, padded to the longest."""
-        return self._extract([self.training[kind][index] for kind, index in examples])
-
-    def weight(self, batch: Features) -> int:
-        """The number of answer tokens that follow another answer token: the loss is a mean over them."""
-        return int((batch.answer[:, 2:] & batch.answer[:, 1:-1]).sum())
-
-    def loss(
-        self, network: nn.Module, batch: Features, generator: torch.Generator | None, progress: float = 1.0
-    ) -> LossOutput:
-        """The objective's loss of a batch at a progress from 0 to 1."""
-        with torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=self._bfloat16):
-            return self.setup.objective(network, self.pipe.target, batch, self.setup.draft_ids, generator, progress)
-
-    def evaluate(self) -> dict[str, float]:
-        """Mean loss and metrics on held-out conversations, and the mean acceptance length on their prompts."""
-        metrics = self._held_out_losses()
-        if self._prompts:
-            metrics |= self._acceptance()
-        return metrics
-
-    def save(self, folder: Path) -> None:
-        """Write the drafter's checkpoint."""
-        self._drafter().save(folder, self.pipe.target)
-
-    def _drafter(self) -> Any:
-        return self.setup.drafter(copy.deepcopy(self.network), self.setup.draft_ids, **self.setup.tree)
-
-    @torch.no_grad()
-    def _held_out_losses(self) -> dict[str, float]:
-        sums: dict[str, float] = defaultdict(float)
-        weights: dict[str, int] = defaultdict(int)
-        for start in range(0, len(self._held_out), self._options.batch):
-            batch = self._extract(self._held_out[start : start + self._options.batch])
-            # Same noise in every evaluation, for comparable losses.
-            output = self.loss(self.network, batch, torch.Generator(batch.hidden.device).manual_seed(0))
-            for name, value in {"loss": float(output.total), **output.metrics}.items():
-                sums[name] += value * self.weight(batch)
-                weights[name] += self.weight(batch)
-        return {name: sums[name] / weights[name] for name in sums if weights[name]}
-
-    def _acceptance(self) -> dict[str, float]:
-        """Mean acceptance length over all prompts with greedy decoding and the drafter's tree size."""
-        drafter = self._drafter()
-        pipe = Pipeline(self.pipe.target, self.pipe.processor, drafter)
-        emitted = steps = 0
-        for prompt in self._prompts:
-            try:
-                limits = {"max_new_tokens": self._options.max_new_tokens, "nodes": drafter.tree_size}
-                stats = pipe.generate(prompt, temperature=0.0, **limits).stats
-            except UserError:
-                continue  # the prompt fills the target's context
-            emitted += sum(stats.accept_lengths)
-            steps += stats.num_spec_steps
-        return {"mean_acceptance_length": emitted / steps} if steps else {}
-
-
-def first_prompt(conversation: Conversation) -> list[dict[str, Any]]:
-    """The messages before the first answer."""
-    roles = [message["role"] for message in conversation.messages]
-    return list(conversation.messages[: roles.index("assistant")])
-
-
-def _spread(conversations: Sequence[Conversation], count: int) -> list[Conversation]:
-    """Up to ``count`` conversations, evenly spaced in the list."""
-    count = min(count, len(conversations))
-    return [conversations[place * len(conversations) // count] for place in range(count)]

@@ -26,7 +26,7 @@ from mmspec.targets.head import Head
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput, TokenLoss, next_token_loss
 from mmspec.training.options import NextTokenLoss, RunOptions
-from mmspec.training.tasks import DrafterSetup, DrafterTraining, decoder_weights, head_weight
+from mmspec.training.tasks import DrafterTraining, TrainingTask, decoder_weights, head_weight
 from mmspec.validation import option, options
 
 _HEAD_DIM = 64
@@ -48,11 +48,7 @@ class SmallOptions(NextTokenLoss, RunOptions):
 
 
 class DraftModel(Small):
-    """A draft model in training, saved as a transformers checkpoint with the target's tokenizer.
-
-    Attributes:
-        tree_size: draft tokens per step of evaluations.
-    """
+    """A draft model in training, saved as a transformers checkpoint with the target's tokenizer."""
 
     tree_size = 16
 
@@ -88,14 +84,12 @@ def distillation_loss(kind: TokenLoss, network: Any, target: Target, batch: Feat
     return next_token_loss(kind, target, batch, states, output_layer=Head(network))
 
 
-def setup(options: SmallOptions, pipe: Pipeline, draft_ids: None) -> DrafterSetup:
-    """Set up network, objective and drafter for ``train_drafter``."""
+def setup(options: SmallOptions, pipe: Pipeline, draft_ids: None) -> TrainingTask:
     with torch.no_grad():
         model = (_first_layers if options.from_target else _new_model)(pipe, options.layers, options.hidden)
     network = model.to(pipe.target.device, torch.float32)
-    return DrafterSetup(
-        network, partial(distillation_loss, options.loss), partial(DraftModel, pipe.processor.tokenizer)
-    )
+    drafter = partial(DraftModel, pipe.processor.tokenizer)
+    return TrainingTask(network, partial(distillation_loss, options.loss), drafter)
 
 
 def _new_model(pipe: Pipeline, layers: int, hidden: int | None) -> Any:

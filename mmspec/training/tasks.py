@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,28 @@ from torch import Tensor, nn
 from mmspec.adaptation.adaptation import RecordedAnswer
 from mmspec.core.target import Feature, Target
 from mmspec.drafters.hidden_state import HiddenStateDrafter, plain_embedding
+from mmspec.drafters.shape import TREE
 from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.quantisation.linear import PackedLinear
-from mmspec.targets.merged_layers import MergedLayer
+from mmspec.targets.packed_forward import MergedLayer
+from mmspec.training import data
+from mmspec.training.data import Conversation, CurriculumSampler, ExampleIndex
 from mmspec.training.features import ConversationFeatures, Features, collate
 from mmspec.training.objectives import LossOutput
 from mmspec.training.options import RunOptions
+from mmspec.validation import part
+
+MAX_HELD_OUT = 64
+"""Maximum number of held-out conversations for the loss."""
+
+RATES = {"muon": 3e-3, "adamw": 5e-5}
+"""Default learning rates; AdamW's is from arXiv 2505.14260."""
+
+ExtractFeatures = Callable[[Sequence[Conversation]], Features]
+
+D = TypeVar("D", bound=TrainedDrafter)
 
 _DECAY = 0.01  # weight decay
 _ONLINE_RATE = 1e-3
@@ -45,47 +59,36 @@ class Objective(Protocol):
         """The losses on the answers of ``batch``.
 
         Args:
-            target: provides the frozen embedding and output layer.
-            batch: features of conversations, with the layers that the network reads.
             draft_ids: (n,) int64, reduced draft vocabulary that distributions are restricted to.
-            generator: random generator for sampling.
-            progress: training progress, from 0 to 1.
         """
 
 
-@dataclass(frozen=True)
-class DrafterSetup:
-    """Drafter-specific parts of training.
+class TrainingTask(NamedTuple):
+    """Network and objective of a kind of drafter.
 
     Attributes:
         network: network to train, in float32 on the target's device.
-        objective: called with network, target, features, draft ids, generator and the run's progress.
-        drafter: creates a drafter from a network, draft ids and ``tree``.
-        draft_ids: token ids of a reduced draft vocabulary, (n,) int64; None drafts all tokens.
-        tree: settings of the drafter's trees.
+        drafter: creates a drafter from a network, draft ids and tree settings.
         fit: initialises the network from features of some training conversations, before a run starts.
-        layers: additional target hidden states that the objective reads.
     """
 
     network: nn.Module
     objective: Objective
     drafter: Callable[..., Any]
     draft_ids: Tensor | None = None
-    tree: Mapping[str, int] = field(default_factory=dict)
-    fit: Callable[[Iterable[Features]], None] | None = None
     layers: Sequence[Feature] = ()
+    fit: Callable[[Iterable[Features]], None] | None = None
 
 
 class DrafterTraining(NamedTuple):
     """Plug-in of the group ``train``: a command that trains one kind of drafter.
 
     Attributes:
-        setup: creates network, objective and drafter from options, target and draft vocabulary.
-        text: help text of the command.
+        setup: creates the task from options, pipeline and draft vocabulary.
     """
 
     options: type[RunOptions]
-    setup: Callable[..., DrafterSetup]
+    setup: Callable[..., TrainingTask]
     text: str
 
 
@@ -139,9 +142,7 @@ class OnlineLearner:
     see ``mmspec.adaptation.adaptation.Learner``.
 
     Args:
-        objective: loss of a batch of features.
         drafter: unattached drafter.
-        target: provides the frozen embedding and output layer.
     """
 
     def __init__(self, objective: Objective, drafter: TrainedDrafter, target: Target) -> None:
@@ -191,6 +192,110 @@ class OnlineLearner:
         )
 
 
+class DrafterTask:
+    """Trains a drafter's network to predict its target's output.
+
+    Args:
+        training: conversations by kind: ``TEXT`` without and ``MIXED`` with images or videos.
+        options: options of the run. Evaluations use the same batch size. "muon" trains matrices by Muon and the rest by
+            AdamW at half the rate; "adamw" is the setting of arXiv 2505.14260. After stage 1, on text only, the share
+            of ``MIXED`` examples rises linearly to 1 (section 3.3).
+        bfloat16: compute losses under autocast; weights stay in float32.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        task: TrainingTask,
+        training: Mapping[str, Sequence[Conversation]],
+        held_out: Sequence[Conversation],
+        extract: ExtractFeatures,
+        options: RunOptions,
+        bfloat16: bool = False,
+    ) -> None:
+        self.pipe, self.task, self.network = pipe, task, task.network
+        self.training, self._extract = training, extract
+        lengths = {kind: [one.size for one in found] for kind, found in training.items()}
+        self.sampler = CurriculumSampler(lengths, options.batch, options.seed, options.text_share)
+        rate = options.rate or RATES[options.optimiser]
+        self.optimisers = Optimisers(self.network, options.optimiser, rate)
+        self._options, self._bfloat16 = options, bfloat16
+        prompt_messages = [first_prompt(conversation) for conversation in _spread(held_out, options.prompts)]
+        self._prompts = (
+            prompt_messages if pipe.processor.reads_media else [data.as_text(one) for one in prompt_messages]
+        )
+        self._held_out = sorted(_spread(held_out, MAX_HELD_OUT), key=lambda one: one.size)
+
+    def batch(self, examples: list[ExampleIndex]) -> Features:
+        """Features of these examples, padded to the longest."""
+        return self._extract([self.training[kind][index] for kind, index in examples])
+
+    def weight(self, batch: Features) -> int:
+        """The number of answer tokens that follow another answer token: the loss is a mean over them."""
+        return int((batch.answer[:, 2:] & batch.answer[:, 1:-1]).sum())
+
+    def loss(
+        self, network: nn.Module, batch: Features, generator: torch.Generator | None, progress: float = 1.0
+    ) -> LossOutput:
+        """The objective's loss of a batch at a progress from 0 to 1."""
+        with torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=self._bfloat16):
+            return self.task.objective(network, self.pipe.target, batch, self.task.draft_ids, generator, progress)
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean loss and metrics on held-out conversations, and the mean acceptance length on their prompts."""
+        metrics = self._held_out_losses()
+        if self._prompts:
+            metrics |= self._acceptance()
+        return metrics
+
+    def save(self, folder: Path) -> None:
+        """Write the drafter's checkpoint."""
+        self._drafter().save(folder, self.pipe.target)
+
+    def _drafter(self) -> Any:
+        return self.task.drafter(copy.deepcopy(self.network), self.task.draft_ids, **part(self._options, TREE))
+
+    @torch.no_grad()
+    def _held_out_losses(self) -> dict[str, float]:
+        sums: dict[str, float] = defaultdict(float)
+        weights: dict[str, int] = defaultdict(int)
+        for start in range(0, len(self._held_out), self._options.batch):
+            batch = self._extract(self._held_out[start : start + self._options.batch])
+            # Same noise in every evaluation, for comparable losses.
+            output = self.loss(self.network, batch, torch.Generator(batch.hidden.device).manual_seed(0))
+            for name, value in {"loss": float(output.total), **output.metrics}.items():
+                sums[name] += value * self.weight(batch)
+                weights[name] += self.weight(batch)
+        return {name: sums[name] / weights[name] for name in sums if weights[name]}
+
+    def _acceptance(self) -> dict[str, float]:
+        """Mean acceptance length over all prompts with greedy decoding and the drafter's tree size."""
+        drafter = self._drafter()
+        pipe = Pipeline(self.pipe.target, self.pipe.processor, drafter)
+        emitted = steps = 0
+        for prompt in self._prompts:
+            try:
+                limits = {"max_new_tokens": self._options.max_new_tokens, "nodes": drafter.tree_size}
+                stats = pipe.generate(prompt, temperature=0.0, **limits).stats
+            except UserError:
+                continue  # the prompt fills the target's context
+            emitted += sum(stats.accept_lengths)
+            steps += stats.num_spec_steps
+        return {"mean_acceptance_length": emitted / steps} if steps else {}
+
+
+def first_prompt(conversation: Conversation) -> list[dict[str, Any]]:
+    """The messages before the first answer."""
+    roles = [message["role"] for message in conversation.messages]
+    return list(conversation.messages[: roles.index("assistant")])
+
+
+def _spread(conversations: Sequence[Conversation], count: int) -> list[Conversation]:
+    """Up to ``count`` conversations, evenly spaced in the list."""
+    count = min(count, len(conversations))
+    return [conversations[place * len(conversations) // count] for place in range(count)]
+
+
 @torch.no_grad()
 def head_weight(target: Target, draft_ids: Tensor | None) -> Tensor:
     """Weight of the target's output layer for a draft vocabulary, (draft tokens, hidden) float32."""
@@ -206,8 +311,8 @@ def decoder_weights(target: Any, layers: Sequence[int]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
     def add(prefix: str, module: nn.Module) -> None:
-        for name, part in module.named_modules(prefix=prefix):
-            plain = part.unpacked() if isinstance(part, PackedLinear) else part
+        for name, child in module.named_modules(prefix=prefix):
+            plain = child.unpacked() if isinstance(child, PackedLinear) else child
             found.update({f"{name}.{key}": weight for key, weight in plain.named_parameters(recurse=False)})
 
     for name, module in decoder.named_children():
@@ -239,6 +344,17 @@ def mask_token(pipe: Pipeline) -> int:
         if token not in pipe.target.eos_token_ids and bool(embedding.any()):
             return int(token)
     raise UserError("expected a target with a token for masks, received one whose embeddings are all zero")
+
+
+def started(
+    kind: type[D], folder: Path | None, target: Target, draft_ids: Tensor | None
+) -> tuple[D | None, Tensor | None]:
+    """The drafter to start from, attached to ``target``, and the draft vocabulary, by default this drafter's."""
+    if folder is None:
+        return None, draft_ids
+    start = kind.from_checkpoint(folder)
+    start.attach(target)  # rejects drafters of other targets
+    return start, start.draft_ids if draft_ids is None else draft_ids
 
 
 def load_shared_weights(start: HiddenStateDrafter, network: nn.Module, folder: Path | None) -> None:

@@ -1,6 +1,6 @@
 """Drafter trainer: single- or multi-device, limited by steps or minutes, resumable.
 
-A ``TrainingTask`` provides network, optimisers, examples and loss. On the console, the trainer shows a progress bar and
+A ``DrafterTask`` provides network, optimisers, examples and loss. On the console, the trainer shows a progress bar and
 stops cleanly on SIGINT or SIGTERM.
 """
 
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import signal
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -28,9 +27,8 @@ from mmspec import files
 from mmspec.errors import UserError
 from mmspec.progress import show_progress
 from mmspec.training.curve import draw
-from mmspec.training.objectives import LossOutput
 from mmspec.training.options import TrainingPlan
-from mmspec.training.tasks import Optimisers
+from mmspec.training.tasks import DrafterTask
 
 CHECKPOINT, SETTINGS, LOG, CURVE = "checkpoint.pt", "settings.json", "log.jsonl", "curve.svg"
 DRAFTER = "drafter"
@@ -40,37 +38,6 @@ LOG_ROWS = 400
 _REPLICATED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 _STATE = ("network", "optimisers", "order", "step", "seconds", "settings")
 """Entries of a checkpoint."""
-
-
-class TrainingTask(Protocol):
-    """Network, data and loss of a training run."""
-
-    @property
-    def network(self) -> nn.Module:
-        """The network to train, in float32 on its device."""
-
-    @property
-    def optimisers(self) -> Optimisers:
-        """Optimisers of the parameters to train."""
-
-    @property
-    def sampler(self) -> CurriculumSampler:
-        """Sampler of the training examples."""
-
-    def batch(self, examples: list[Any]) -> Any:
-        """Examples as a batch of tensors."""
-
-    def weight(self, batch: Any) -> int:
-        """Number of positions that the loss of a batch is averaged over."""
-
-    def loss(self, network: nn.Module, batch: Any, generator: torch.Generator, progress: float) -> LossOutput:
-        """The loss of a batch at a progress from 0 to 1."""
-
-    def evaluate(self) -> dict[str, float]:
-        """Metrics of the current network on held-out examples."""
-
-    def save(self, folder: Path) -> None:
-        """Write the trained drafter."""
 
 
 class Trainer:
@@ -92,7 +59,7 @@ class Trainer:
         self,
         folder: Path,
         plan: TrainingPlan,
-        task: TrainingTask,
+        task: DrafterTask,
         accelerator: Accelerator,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
@@ -231,11 +198,7 @@ class Trainer:
             files.truncate_log(self.folder / LOG, self.step)
 
     def _log(self, row: dict[str, Any]) -> None:
-        """Write a row to the log and the trackers.
-
-        Raises:
-            UserError: the loss is not finite.
-        """
+        """Write a row to the log and the trackers."""
         self._logged = int(self.progress * LOG_ROWS)
         if not math.isfinite(loss := row.get("loss", 0.0)):
             raise UserError(f"the loss must stay finite: {loss} at step {self.step}; try a lower --rate")
@@ -252,98 +215,16 @@ class Trainer:
 class _LossModule(nn.Module):
     """Network and loss as one module, so that DistributedDataParallel wraps a whole step's forward pass."""
 
-    def __init__(self, task: TrainingTask) -> None:
+    def __init__(self, task: DrafterTask) -> None:
         super().__init__()
         self.network = task.network
         self._loss = task.loss
 
     def forward(self, batch: Any, generator: torch.Generator, progress: float) -> tuple[Tensor, dict[str, float]]:
         output = self._loss(self.network, batch, generator, progress)
-        # DistributedDataParallel needs gradients of all parameters, even unused ones.
+        # DistributedDataParallel needs gradients of all parameters, unused parameters included.
         unused = 0.0 * sum(parameter.sum() for parameter in self.network.parameters() if parameter.requires_grad)
         return output.total + unused, output.metrics
-
-
-TEXT, MIXED = "text", "mixed"
-ExampleIndex = tuple[str, int]
-"""Kind of an example, ``TEXT`` (stage 1) or ``MIXED`` (stage 2), and its index among the examples of that kind."""
-
-POOL = 8
-"""Batches sampled together: a pool is sorted by length before it is split into batches, which saves padding."""
-
-
-class CurriculumSampler:
-    """Samples batches of examples; each kind is reshuffled every epoch.
-
-    Args:
-        lengths: length of each example by kind, in any unit.
-        seed: seed for shuffling.
-        mixed_share: maps progress (0 to 1) to the probability of a ``MIXED`` example, if there are both kinds.
-
-    Attributes:
-        info: stage and share at the last call of ``next``, for the training log.
-
-    Raises:
-        UserError: there are no examples.
-    """
-
-    def __init__(
-        self,
-        lengths: Mapping[str, Sequence[int]],
-        batch: int,
-        seed: int,
-        mixed_share: Callable[[float], float] = lambda progress: progress,
-    ) -> None:
-        self.lengths = {kind: found for kind, found in lengths.items() if len(found)}
-        if not self.lengths:
-            raise UserError("training needs at least one conversation that is not held out: received none")
-        self.batch, self.seed = batch, seed
-        self.info: dict[str, Any] = {}
-        self._mixed_share = mixed_share
-        self._drawn = dict.fromkeys(self.lengths, 0)
-        self._pools = 0
-        self._waiting: list[list[ExampleIndex]] = []
-        self._shuffled: dict[str, tuple[int, list[int]]] = {}
-
-    def next(self, progress: float) -> list[ExampleIndex]:
-        """The next batch of examples, given the run's progress from 0 to 1."""
-        share = self._mixed_share(progress) if len(self.lengths) == 2 else float(MIXED in self.lengths)
-        self.info = {"stage": 1 if share == 0.0 else 2, "share": round(share, 4)}
-        if not self._waiting:
-            self._fill(share)
-        return self._waiting.pop()
-
-    def state_dict(self) -> dict[str, Any]:
-        """State from which ``load_state_dict`` continues the sequence of batches."""
-        return {"drawn": dict(self._drawn), "pools": self._pools, "waiting": [list(batch) for batch in self._waiting]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the ``state_dict()`` of a sampler of the same examples, batch size and seed."""
-        self._drawn, self._pools = dict(state["drawn"]), state["pools"]
-        self._waiting = [[(kind, index) for kind, index in batch] for batch in state["waiting"]]
-
-    def _fill(self, share: float) -> None:
-        rng = random.Random(f"{self.seed} pool {self._pools}")
-        self._pools += 1
-        pool = [self._draw(MIXED if rng.random() < share else TEXT) for _ in range(POOL * self.batch)]
-        pool.sort(key=lambda example: self.lengths[example[0]][example[1]])
-        self._waiting = [pool[start : start + self.batch] for start in range(0, len(pool), self.batch)]
-        rng.shuffle(self._waiting)
-
-    def _draw(self, kind: str) -> ExampleIndex:
-        count = len(self.lengths[kind])
-        epoch, place = divmod(self._drawn[kind], count)
-        self._drawn[kind] += 1
-        if self._shuffled.get(kind, (-1, []))[0] != epoch:
-            order = list(range(count))
-            random.Random(f"{self.seed} {kind} {epoch}").shuffle(order)
-            self._shuffled[kind] = epoch, order
-        return kind, self._shuffled[kind][1][place]
-
-
-def linear_ramp(start: float) -> Callable[[float], float]:
-    """A function of progress that is 0 until ``start``, then rises linearly to 1."""
-    return lambda progress: 0.0 if progress <= start else (progress - start) / (1.0 - start)
 
 
 def lr_factor(progress: float, step: int, warmup: int, hold: float) -> float:

@@ -7,7 +7,6 @@ state, computed from its parent's state.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -38,13 +37,9 @@ class MambaConfig:
     """Configuration of a ``MambaNetwork``.
 
     Attributes:
-        vocab_size: the target's vocabulary size.
-        hidden_size: width of the residual stream.
-        layers: number of layers.
         heads, head_dim: shape of the scan; their product is the inner width.
         state: state size per channel.
         window: kernel size of the convolution.
-        norm_eps: epsilon of all norms.
     """
 
     vocab_size: int = option(..., ge=1, le=2**24)
@@ -108,7 +103,6 @@ class MambaLayer(nn.Module):
         """Process a sequence.
 
         Args:
-            projected: (batch, length, ...), see ``project``.
             keep: (batch, length) bool, False at right padding; None for no padding.
             state: initial state, see ``State``.
 
@@ -135,10 +129,6 @@ class MambaLayer(nn.Module):
 
     def step(self, projected: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Advance every row by one token.
-
-        Args:
-            projected: (rows, ...), see ``project``.
-            state: see ``State``; S is overwritten.
 
         Returns:
             Residual update, (rows, hidden), and new state.
@@ -219,7 +209,6 @@ class MambaNetwork(nn.Module):
         """Process sequences.
 
         Args:
-            tokens: (batch, length) int64.
             keep: (batch, length) bool, False at right padding; None for no padding.
             state: state to continue from; None is the initial state.
 
@@ -237,10 +226,6 @@ class MambaNetwork(nn.Module):
 
     def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         """Advance every row by one token.
-
-        Args:
-            tokens: (rows,) int64.
-            state: see ``State``; S is overwritten.
 
         Returns:
             Hidden states for the head, (rows, hidden), and new state.
@@ -280,7 +265,6 @@ class Mamba(TrainedDrafter):
     Args:
         network: trained network, moved to the target's device; in the target's dtype on a GPU, which is bound by weight
             reads, else float32.
-        draft_ids, **settings: see ``TrainedDrafter``.
     """
 
     name: ClassVar[str] = "mamba"  # as registered
@@ -328,8 +312,7 @@ class Mamba(TrainedDrafter):
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         device = self._head.device
         self.join(len(history), kernels.static_shapes(device))
-        prompts = replace(prompt, padding_in_history=False).histories()
-        rows = [[*row, tokens[-1]] for row, tokens in zip(prompts, history, strict=True)]
+        rows = [[*row, tokens[-1]] for row, tokens in zip(prompt.unpadded(), history, strict=True)]
         lengths = [len(row) for row in rows]
         longest = max(lengths)
         tokens = on_device([row + [0] * (longest - len(row)) for row in rows], device)

@@ -1,4 +1,4 @@
-"""Helpers of the browser tests: sizes, steps of a visitor, screenshots, axe."""
+"""Steps of a visitor, screenshots and checks for the browser tests."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from mmspec.vision.embedded import samples
-
 PATIENCE = 1000 * int(os.environ.get("MMSPEC_BROWSER_PATIENCE", "120"))  # milliseconds
-IMAGE, VIDEO = str(samples() / "scene.png"), str(samples() / "clip.mp4")
-CHOSEN_VIDEO = "video:visible:not(.gallery-item video)"  # the thumbnails are videos, too
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+
+
+def see(page, selector, text=None):
+    """The visible elements of a selector with a text; waits for the first."""
+    found = page.locator(f"{selector}:visible", has_text=text)
+    found.first.wait_for()
+    return found
+
+
+def open_tab(page, name):
+    page.get_by_role("tab", name=name).click()
 
 
 def save_screenshot(page, name):
@@ -23,30 +30,37 @@ def save_screenshot(page, name):
         page.screenshot(path=Path(folder, f"{name}.png"), full_page=True)
 
 
-def upload(page, path):
-    if page.get_by_label("Clear").locator("visible=true").count():
-        page.locator("[aria-label='Clear']:visible").first.click()
-    page.locator("input[type=file]").first.set_input_files(path)
+def upload(page, paths):
+    page.locator(".mm-media:visible [aria-label='Clear']").first.click()
+    page.locator(".mm-media:visible input[type=file]").first.set_input_files(paths)
 
 
 def choose(page, number=0):
     """Select an example."""
     page.locator(".mm-example:visible").nth(number).click()
-    page.locator(".mm-out:visible .mm-empty").wait_for()
+    see(page, ".mm-out .mm-empty")
 
 
-def ask(page):
-    page.locator(".mm-ask:visible").click()
-    page.locator(".mm-out:visible h2", has_text=re.compile("^Answer$")).wait_for()
-    page.locator(".mm-play:visible").wait_for()
+def ask(page, prompt=None, follow_up=False):
+    """Ask, wait for the answer, and return its text."""
+    if prompt is not None:
+        page.locator(".mm-prompt:visible textarea").fill(prompt)
+    if follow_up:
+        page.locator(".mm-follow:visible input").check()
+    _press(page, ".mm-ask", re.compile("^Answer$"))
+    return page.locator(".mm-out:visible .mm-text").last.inner_text()
 
 
 def race(page):
+    _press(page, ".mm-go", "equal tokens")
+
+
+def _press(page, button, heading):
     page.evaluate("document.querySelectorAll('.mm-result').forEach((one) => one.classList.add('earlier'))")
-    page.locator(".mm-go:visible").click()
+    page.locator(f"{button}:visible").click()
     page.locator(".earlier:visible").wait_for(state="detached")
-    page.locator(".mm-out:visible h2", has_text="equal tokens").wait_for()
-    page.locator(".mm-play:visible").wait_for()
+    see(page, ".mm-out h2", heading)
+    see(page, ".mm-play")
 
 
 def violations(page):

@@ -4,8 +4,6 @@ import shutil
 
 import pytest
 
-from tests.demos.browsing import PATIENCE, PHONE, WIDE
-
 FLAGS = [
     "--no-sandbox",
     "--disable-dev-shm-usage",
@@ -15,7 +13,7 @@ FLAGS = [
 
 
 def pytest_pycollect_makemodule():
-    """Skips this folder where what the demo needs is not installed."""
+    """Skip this folder if a package of the demo is missing."""
     import tests.demos.serving  # noqa: F401
 
 
@@ -40,22 +38,20 @@ def browser():
 
 
 @pytest.fixture
-def visit(browser, address):
+def visit(browser, request):
     """Open the page as a new visitor; fails on JavaScript errors."""
+    from tests.demos.browsing import PATIENCE, PHONE, WIDE
+
     contexts, errors = [], []
 
-    def opened(size=WIDE, theme="light", query="", motion="reduce"):
-        context = browser.new_context(
-            viewport=size,
-            permissions=["clipboard-read", "clipboard-write"],
-            has_touch=size == PHONE,
-            reduced_motion=motion,
-        )
-        contexts.append(context)
-        page = context.new_page()
+    def opened(size=WIDE, theme="light", query="", motion="reduce", address=None):
+        permissions = ["clipboard-read", "clipboard-write"]
+        options = {"viewport": size, "has_touch": size == PHONE, "reduced_motion": motion, "permissions": permissions}
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
         page.set_default_timeout(PATIENCE)
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(f"{address}?__theme={theme}&{query}")
+        page.goto(f"{address or request.getfixturevalue('address')}?__theme={theme}&{query}")
         page.locator(".mm-ask:visible").wait_for()
         if not query:
             page.locator(".mm-play:visible").wait_for()

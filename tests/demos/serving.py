@@ -20,7 +20,7 @@ pytest.importorskip("gradio")
 import av
 
 from mmspec import plugins
-from mmspec.demos.catalog import Catalog, make_catalog
+from mmspec.demos.catalog import Catalog
 from mmspec.demos.models import ModelCache
 from mmspec.demos.server import run_server
 
@@ -30,14 +30,14 @@ TIMEOUT = 600  # seconds; reached only if something hangs
 
 def embedded_catalog() -> Catalog:
     """The catalog without the models that take long to load."""
-    made = make_catalog(["tiny-llava"])
+    made = Catalog.of(["tiny-llava"])
     return replace(made, models=tuple(name for name in made.models if not plugins.sees_photographs(name)))
 
 
 @contextmanager
 def demo_server(**options: Any) -> Iterator[str]:
     """Run a demo server; yields its address."""
-    given = {"models": ModelCache(device="cpu"), "catalog": embedded_catalog(), "server_port": 0, **options}
+    given = {"models": ModelCache(device="cpu"), "catalog": embedded_catalog(), **options}
     with run_server(**given) as page:
         yield page.local_url
 

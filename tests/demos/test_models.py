@@ -1,56 +1,64 @@
-"""Tests of the model cache, of requests that decode together and of races."""
+"""Model cache, requests that decode together, races, and opening races."""
 
+from __future__ import annotations
+
+import asyncio
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import islice, permutations
 from threading import Barrier
+from types import SimpleNamespace
 
 import pytest
 
 from mmspec import Pipeline, UserError
 from mmspec.adaptation.options import AdaptOptions
-from mmspec.core.budget import CostTable
+from mmspec.compare import Difference
 from mmspec.demos import models as models_module
-from mmspec.demos.models import LoadedModel, ModelCache
-from mmspec.demos.racing import race, resolved, stream_answer
-from mmspec.drafters.recycle import Recycle
+from mmspec.demos import racing
+from mmspec.demos.catalog import Catalog
+from mmspec.demos.chat_request import ChatRequest
+from mmspec.demos.models import LoadedModel, ModelCache, RequestQueue
+from mmspec.demos.racing import Race, StreamedAnswer, race, resolved, stream_answer
+from mmspec.demos.server import SharedSlots
+from mmspec.demos.service import Service
+from mmspec.demos.storage import UploadFolder
+from mmspec.engine.stats import Stats
+from mmspec.pipeline import Piece
+from mmspec.serving.errors import APIError
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
-COST = CostTable((1, 64), (0.01, 0.012))
 REQUEST = {"prompt": "abcabcabd"}
 KEYWORDS = {"max_new_tokens": 40, "temperature": 0.0, "seed": 0}
 
 
-def parts():
-    """A target and its processor."""
-    made = TransformersTarget(byte_model())
-    made.cost = COST
-    return made, Processor(byte_tokenizer())
+def opened(name="bytes"):
+    target = TransformersTarget(byte_model())
+    return Pipeline(target, Processor(byte_tokenizer()), None, name)
 
 
 @pytest.fixture
 def models(monkeypatch):
-    opened = []
+    loaded = []
 
     def open_pipeline(views, model, drafter, device, dtype, generation_config, warm_up, mmproj):
         assert mmproj is None
         if model == "nobody/nothing":
             raise UserError("cannot load model 'nobody/nothing'")
-        opened.append(model)
-        return Pipeline(*parts(), None, model)
+        loaded.append(model)
+        return opened(model)
 
     monkeypatch.setattr(models_module, "open_pipeline", open_pipeline)
-    monkeypatch.setattr(models_module, "cost_table", lambda target: COST)
     monkeypatch.setattr(models_module, "_POLL", 0.01)
     made = ModelCache(capacity=2)
-    made.opened = opened
+    made.loaded = loaded
     return made
 
 
-def test_least_recently_used_model_is_evicted(models):
+def test_least_recently_used_models_are_evicted(models):
     first = models.get("a")
     assert models.get("b") is not first
     assert models.get("a") is first
@@ -59,61 +67,42 @@ def test_least_recently_used_model_is_evicted(models):
     models.get("c")
     gc.collect()
     assert gone() is None
-    assert len(models) == 2
-    assert models.opened == ["a", "b", "c"]
+    assert (len(models), models.loaded) == (2, ["a", "b", "c"])
     with pytest.raises(UserError, match="nobody"):
         models.get("nobody/nothing")
     with pytest.raises(UserError, match="choose a model"):
         models.get("")
-
-
-def test_what_is_kept_is_not_evicted(models):
-    kept = models.keep("a", "recycle")
-    for name in "bcd":
+    kept = models.keep("c", "recycle")
+    for name in "de":
         models.get(name)
-    assert len(models) == 2
     for drafter in ("none", *(f"recycle{'+ngram' * count}" for count in range(1, 9))):
-        models.get("a").pipeline(drafter)
-    assert models.get("a").pipeline("recycle") is kept
-    assert models.opened == ["a", "b", "c", "d"]
-
-
-def test_an_adapting_pipeline_is_not_the_pages(models):
-    adapting, own = models.keep("a", "recycle", AdaptOptions()), models.get("a").pipeline("recycle")
-    assert own is not adapting
-    assert (adapting.adaptation is None, own.adaptation is None) == (False, True)
-    assert own.target.model is adapting.target.model
+        models.get("c").pipeline(drafter)
+    assert models.get("c").pipeline("recycle") is kept
+    assert models.loaded == ["a", "b", "c", "d", "e"]
+    adapting = models.keep("c", "recycle", AdaptOptions())
+    assert adapting is not kept
+    assert (adapting.adaptation is None, kept.adaptation is None) == (False, True)
+    assert kept.target.model is adapting.target.model
 
 
 def test_requests_do_not_share_learned_drafts():
-    loaded = LoadedModel(*parts(), "bytes")
+    loaded = LoadedModel(opened())
     for name in ("recycle", "auto"):
         pipe = loaded.pipeline(name)
         assert loaded.pipeline(name) is pipe
         first, again = (pipe.generate(**REQUEST, **KEYWORDS, nodes=6, trace=True) for _ in range(2))
         assert first.trees == again.trees
         assert first.stats.num_draft_tokens > 0
-        table, *ngram = pipe.drafter.members
-        assert isinstance(table, Recycle)
-        assert table.entries == 0
-        assert [one._past.text for one in ngram] == [[]] * (name == "auto")
     assert loaded.pipeline("none").drafter is None
-    assert [resolved("auto", loaded.pipeline(name)) for name in ("auto", "none", "recycle+ngram")] == [
-        "recycle+ngram",
-        "none",
-        "recycle+ngram",
-    ]
+    names = [resolved("auto", loaded.pipeline(name)) for name in ("auto", "none", "recycle+ngram")]
+    assert names == ["recycle+ngram", "none", "recycle+ngram"]
     with pytest.raises(UserError, match="drafter"):
         loaded.pipeline("nonsense")
 
 
 def test_visitors_decode_together_and_get_the_answers_that_they_would_get_alone(models):
     """Streams in two threads, one of them dropped half-way; the slots are free afterwards."""
-    pipe, batches = models.get("a").pipeline("recycle"), []
-    budgets = pipe._speculation.budgets
-    budget = budgets.of
-    budgets.of = lambda batch, nodes: batches.append(batch) or budget(batch, nodes)
-    both = Barrier(2)
+    both, pipe, prompts = Barrier(2), models.get("a").pipeline("recycle"), ("abcabcabd", "one, two, one, two")
 
     def visit(prompt, pieces=None):
         work = stream_answer(models.get("a").pipeline("recycle"), "recycle", {"prompt": prompt}, KEYWORDS)
@@ -126,45 +115,33 @@ def test_visitors_decode_together_and_get_the_answers_that_they_would_get_alone(
         return last
 
     with ThreadPoolExecutor(2) as pool:
-        visits = [pool.submit(visit, "abcabcabd"), pool.submit(visit, "one, two, one, two", 2)]
+        visits = [pool.submit(visit, prompts[0]), pool.submit(visit, prompts[1], 2)]
         whole, part = (one.result(timeout=300) for one in visits)
-    alone = [Pipeline(*parts()).generate(prompt, **KEYWORDS) for prompt in ("abcabcabd", "one, two, one, two")]
-    assert whole.token_ids == alone[0].token_ids
-    assert whole.finish_reason == "length"
+    alone = [opened().generate(prompt, **KEYWORDS).token_ids for prompt in prompts]
+    assert (whole.token_ids, whole.finish_reason) == (alone[0], "length")
     assert 0 < len(part.token_ids) < 40
-    assert part.token_ids == alone[1].token_ids[: len(part.token_ids)]
-    assert max(batches) == 2
+    assert part.token_ids == alone[1][: len(part.token_ids)]
     assert pipe.engine.core.running == []
 
 
-def test_a_race_runs_alone(models):
-    """It waits for earlier requests, and later ones for it."""
-    done = []
-
-    def work(name):
-        for step in range(2):
-            done.append((name, step))
-            yield step
-
-    requests = {
-        name: models.turns.run(work(name), lambda _: "waiting", alone=name == "race")
+def test_a_race_runs_alone_and_the_queue_has_an_end(models, monkeypatch):
+    """It waits for earlier requests, and later requests wait for it."""
+    started = {
+        name: models.turns.run(iter("xy"), lambda ahead: ahead, alone=name == "race")
         for name in ("a", "b", "race", "c")
     }
-    assert [next(requests[name]) for name in ("a", "b", "race", "c")] == [0, 0, "waiting", "waiting"]
-    assert list(requests["a"]) == [1]
-    assert next(requests["race"]) == "waiting"
-    requests["b"].close()
-    assert [next(requests["race"]), next(requests["c"])] == [0, "waiting"]
-    assert list(requests["race"]) == [1]
-    assert list(requests["c"]) == [0, 1]
-    assert done == [("a", 0), ("b", 0), ("a", 1), ("race", 0), ("race", 1), ("c", 0), ("c", 1)]
+    assert [next(started[name]) for name in ("a", "b", "race", "c")] == ["x", "x", 2, 3]
+    assert list(started["a"]) == ["y"]
+    assert next(started["race"]) == 1
+    started["b"].close()
+    assert [next(started["race"]), next(started["c"])] == ["x", 1]
+    assert list(started["race"]) == ["y"]
+    assert list(started["c"]) == ["x", "y"]
     requests = [models.turns.run(iter("ab"), lambda _: "waiting", alone=alone) for alone in (False, True, False)]
     assert [next(request) for request in requests] == ["a", "waiting", "waiting"]
     requests[1].close()  # it has been cancelled
     assert list(requests[2]) == ["a", "b"]
-
-
-def test_places_in_the_queue_and_a_full_queue(models, monkeypatch):
+    requests[0].close()
     monkeypatch.setattr(models_module, "RUNNING", 2)
     monkeypatch.setattr(models_module, "WAITING", 1)
     running, other, third, fourth = (models.turns.run(iter("ab"), lambda ahead: ahead) for _ in range(4))
@@ -175,22 +152,173 @@ def test_places_in_the_queue_and_a_full_queue(models, monkeypatch):
     assert list(third) == ["a", "b"]
 
 
+def test_the_api_shares_the_queue_in_order(monkeypatch):
+    monkeypatch.setattr(models_module, "RUNNING", 3)
+    monkeypatch.setattr(models_module, "WAITING", 3)
+
+    async def scenario():
+        turns, order = RequestQueue(), []
+        slots = SharedSlots(turns)
+
+        async def ask(name, count):
+            await slots.acquire(count)
+            order.append(name)
+
+        page, tasks = turns.join(), []
+        for name, count in (("a", 2), ("b", 2), ("c", 1)):
+            tasks.append(asyncio.ensure_future(ask(name, count)))
+            await asyncio.sleep(0.01)
+        assert (order, slots.running, slots.waiting) == (["a"], 2, 3)
+        with pytest.raises(APIError) as full:
+            await slots.acquire(1)
+        assert (full.value.status, full.value.headers) == (429, {"Retry-After": "1"})
+        tasks[1].cancel()
+        turns.leave(page)
+        await asyncio.wait_for(tasks[2], 60)
+        assert (order, slots.running, slots.waiting) == (["a", "c"], 3, 0)
+        race = turns.join(alone=True)
+        later = asyncio.ensure_future(ask("later", 1))
+        await asyncio.sleep(0.01)
+        slots.release(2)
+        assert not race[0].done()
+        slots.release()
+        assert race[0].done()
+        await asyncio.sleep(0.05)
+        assert (order, slots.running, slots.waiting) == (["a", "c"], 0, 1)
+        turns.leave(race)
+        await asyncio.wait_for(later, 60)
+        assert (order[-1], slots.running) == ("later", 1)
+
+    asyncio.run(scenario())
+
+
 def test_race_tokens_equal_separate_runs():
-    loaded = LoadedModel(*parts(), "bytes")
-    methods = ["none", "ngram", "recycle@chain", "ngram@chain"]
+    loaded, methods = LoadedModel(opened()), ["none", "ngram", "recycle@chain", "ngram@chain"]
     *_, end = race(loaded, methods, REQUEST, KEYWORDS)
-    alone = Pipeline(*parts()).generate(**REQUEST, **KEYWORDS)
-    assert end.finished
-    assert end.equal
-    assert end.difference is None
+    alone = opened().generate(**REQUEST, **KEYWORDS)
+    assert (end.finished, end.equal, end.difference) == (True, True, None)
     assert [lane.drafter for lane in end.lanes] == methods
     for lane in end.lanes:
-        assert lane.token_ids == alone.token_ids
-        assert lane.text == alone.text
+        assert (lane.token_ids, lane.text, lane.model, lane.limit) == (alone.token_ids, alone.text, "bytes", 40)
         assert lane.passes == lane.stats.num_spec_steps
         assert lane.pass_ends == sorted(lane.pass_ends)
-    assert end.baseline is end.lanes[0]
-    assert end.speedup(end.fastest) == pytest.approx(end.baseline.seconds / min(x.seconds for x in end.lanes[1:]))
     assert all(tree.parents == list(range(-1, len(tree.parents) - 1)) for lane in end.lanes[2:] for tree in lane.steps)
     with pytest.raises(UserError, match="got recycle\\+ngram twice"):
         next(race(loaded, ["recycle+ngram", "auto"], REQUEST, KEYWORDS))
+
+
+METHODS = {"none": 3.0, "ngram": 4.0, "recycle": 1.0, "msd": 2.0}
+
+
+def lane(method, seconds=None, tokens=9):
+    """An answer that took ``seconds``, of which a tenth was prefill."""
+    seconds = METHODS[method] if seconds is None else seconds
+    stats = Stats(wall_seconds=seconds, time_to_first_token=seconds / 10, prefill_seconds=seconds / 10)
+    for _ in range(tokens - 1):
+        stats.record_step(0, 0, 0, 1)
+    return StreamedAnswer("tiny", method, seconds=seconds, stats=stats)
+
+
+def test_lanes_are_compared_with_plain_decoding_or_else_the_slowest():
+    for methods in (*permutations(METHODS, 3), *permutations(METHODS, 2)):
+        race = Race([lane(method) for method in methods])
+        baseline = "none" if "none" in methods else max(methods, key=METHODS.__getitem__)
+        assert race.baseline.drafter == baseline
+        assert race.fastest.drafter == min(set(methods) - {baseline}, key=METHODS.__getitem__)
+        for one in race.lanes:
+            speedup = pytest.approx(METHODS[baseline] / METHODS[one.drafter])
+            assert (race.speedup(one), race.decode_speedup(one)) == (speedup, speedup)
+    race = Race([lane("ngram", 2.0), lane("recycle", 2.0)])
+    assert race.baseline is not race.fastest
+    for tokens in (1, 2):  # answers of one token have no decoding speed
+        race = Race([lane("none", tokens=tokens), lane("msd", tokens=tokens)])
+        assert (race.decode_speedup(race.fastest) is None) == (tokens == 1)
+
+
+@pytest.mark.parametrize(("last", "difference", "limit"), [(2, None, 5), (3, Difference(1, 3, 2, 0.5), 64)])
+def test_a_race_shows_median_runs_after_a_warm_up(monkeypatch, last, difference, limit):
+    times = {"none": [9.0, 2.0, 4.0], "msd": [1.0, 8.0, 2.0]}
+    warmed, running, tokens = [], set(), iter([2] * 5 + [last])
+
+    def pipeline(name):
+        return SimpleNamespace(
+            generate=lambda **given: warmed.append((name, given["max_new_tokens"])), left=iter(times[name])
+        )
+
+    def answers(pipe, name, *_):
+        assert not running  # each answers alone
+        running.add(name)
+        yield StreamedAnswer("tiny", name)
+        answer = lane(name, next(pipe.left))
+        answer.token_ids = [1, next(tokens)]
+        yield answer
+        running.remove(name)
+
+    monkeypatch.setattr(racing, "resolved", lambda method, pipe: method)
+    monkeypatch.setattr(racing, "stream_answer", answers)
+    monkeypatch.setattr(racing, "first_difference", lambda *given: Difference(1, given[3][-1], given[4][-1], 0.5))
+    loaded = SimpleNamespace(name="tiny", pipeline=pipeline, open=lambda _: None)
+    states = []
+    for end in race(loaded, list(times), {}, {"max_new_tokens": limit}):
+        states.append((end.runs, end.equal))
+    assert warmed == [("none", min(limit, 8)), ("msd", min(limit, 8))]
+    assert (1, True) in states  # complete after the first run
+    assert states[-1] == (3, difference is None)
+    assert ([one.seconds for one in end.lanes], end.difference) == ([4.0, 2.0], difference)
+
+
+def test_seconds_are_those_of_preprocessing_and_of_the_engine(monkeypatch):
+    """Of 2 s until the first piece, the engine took 0.5; a consumer that takes hours does not count."""
+    now = [100.0]
+    monkeypatch.setattr(racing, "clock", lambda: now[0])
+
+    def stream(**_):
+        now[0] += 2.0
+        yield Piece("A", [65], seconds=0.5)
+        yield Piece("B", [66], "stop", Stats(), seconds=0.75)
+
+    pipe = SimpleNamespace(name="tiny", io=Processor(byte_tokenizer()), drafter=None, stream=stream)
+    for answer in stream_answer(pipe, "none", {}, {"max_new_tokens": 9}):
+        now[0] += 3600 * answer.limit
+    assert (answer.seconds, answer.pass_ends, answer.limit) == (2.25, [2.0, 2.25], 9)
+
+
+class Timed(Service):
+    """Races of two lanes whose speedups are given."""
+
+    def __init__(self, folder, speedups):
+        queue = SimpleNamespace(turns=RequestQueue())
+        super().__init__(queue, Catalog.of(["tiny-llava"]), UploadFolder(folder, 2**20))
+        self.speedups = iter([*speedups, 2.0])
+
+    def _race(self, chat, methods):
+        lanes = [StreamedAnswer("tiny", name, seconds=1.0) for name in ("none", "msd")]
+        yield Race(lanes)
+        lanes[0].seconds = next(self.speedups)
+        yield Race(lanes, equal=True, runs=3)
+
+
+@pytest.mark.parametrize(
+    ("speedups", "shown"), [([1.5], 1.5), ([1.02, 1.5], 1.5), ([1.05, 1.5], 1.5), ([0.5, 0.9], 0.9)]
+)
+def test_opening_race_that_does_not_pay_is_repeated_once(tmp_path, speedups, shown):
+    service = Timed(tmp_path, speedups)
+    first, second = (service.opening(ChatRequest("text", "Hello")) for _ in range(2))
+    next(first)
+    assert next(second).ahead == 1
+    list(first)
+    for visit in (second, service.opening(ChatRequest("text", "Hello"))):  # later visitors get the same race
+        *_, race = visit
+        assert race.speedup(race.fastest) == shown
+    *_, other = service.opening(ChatRequest("image", "Describe the image."))
+    assert other.speedup(other.fastest) == 2.0  # each kind has its own
+
+
+def test_a_race_begins_at_once_after_a_warm_up(tmp_path, monkeypatch):
+    models = ModelCache(device="cpu")
+    service = Service(models, Catalog.of(["tiny-hybrid"]), UploadFolder(tmp_path, 2**20))
+    chat = ChatRequest("text", "Describe the room.", max_new_tokens=4)
+    service.warm_up(chat)
+    monkeypatch.setattr(LoadedModel, "open", None)  # pipelines exist
+    *_, race = service.opening(chat)
+    assert [len(lane.token_ids) for lane in race.lanes] == [4, 4]

@@ -33,7 +33,7 @@ from mmspec.targets.packing import pack_model
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.eval.llama_server import PROMPT_STEP, STEP, install
-from tests.mmspec.targets.packed import model_of, target_of
+from tests.mmspec.targets.packed import model_of
 from tests.model_folders import save_gguf, save_text_model
 
 SECONDS = {"prefill": 100.0, "begin": 20.0, "propose": 5.0, "verify": 3.0, "commit": 1.0}
@@ -61,7 +61,7 @@ def run(*options, status=0):
 
 def test_every_second_is_attributed_to_a_phase(folder, monkeypatch):
     now = [0.0]
-    for module in ("engine.core", "engine.request_state", "eval.harness.timing"):
+    for module in ("engine.core", "engine.sequence", "eval.harness.timing"):
         monkeypatch.setattr(f"mmspec.{module}.clock", lambda: now[0])
     monkeypatch.setattr("mmspec.engine.stats.perf_counter", lambda: now[0])
 
@@ -340,12 +340,12 @@ def test_a_read_takes_all_packed_weights(monkeypatch):
     pack_model(model, "bfloat16")
     functions = SimpleNamespace(read_bytes=lambda _, count, threads: counts.append(count))
     monkeypatch.setattr(cpu_library, "functions", lambda: functions)
-    read = passes.read_weights(target_of(model))
+    read = passes.read_weights(TransformersTarget(model))
     assert read is not None
     assert read() > 0
     layer = 64 * (128 + 64 + 64) + 128 * 64 + 3 * 64 * 96
     assert sum(counts) == 2 * (3 * layer + 64 * 2000)
-    assert passes.read_weights(target_of(model_of(LlamaConfig))) is None
+    assert passes.read_weights(TransformersTarget(model_of(LlamaConfig))) is None
 
 
 @needs_kernels

@@ -544,7 +544,7 @@ def test_a_pipeline_keeps_all_that_it_prepared(tmp_path, monkeypatch):
     pipe = mmspec.Pipeline(mmspec.plugins.target_class(model.config)(model), drafter=make_drafter("recycle"))
     for _ in range(2):
         assert torch.equal(model.generate(**inputs, **GREEDY, custom_generate=mmspec.decode, drafter=pipe), reference)
-    assert pipe.budget is not None
+    assert pipe.policy is not None
     assert pipe.drafter.entries > 0  # it was this drafter that drafted
     with pytest.raises(UserError, match="a pipeline as drafter must hold the model that generates: it holds Llama"):
         mmspec.generate(text_model("llama"), drafter=pipe, **inputs, **GREEDY)

@@ -11,6 +11,7 @@ import mmspec
 from mmspec import Generation, Piece, Pipeline, UserError
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
+from mmspec.engine.policy import AdaptivePolicy
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.loading import pick_device
 from mmspec.targets.packing import pack_model
@@ -157,17 +158,16 @@ def test_a_seed_gives_the_same_tokens_whatever_is_drafted():
         assert [row.token_ids for row in rows] == plain
 
 
-def test_what_a_budget_learnt_stays_with_the_pipeline():
+def test_the_policy_learns_from_all_requests_but_those_with_a_fixed_number_of_drafts(monkeypatch):
+    seen, observe = [], AdaptivePolicy.observe
+    monkeypatch.setattr(AdaptivePolicy, "observe", lambda policy, *step: seen.append(policy) or observe(policy, *step))
     pipe = pipeline(Ngram())
-    pipe.generate(PROMPT, max_new_tokens=5)
-    first = pipe.budget
-    pipe.generate(PROMPT, max_new_tokens=5)
-    pipe.generate_batch([{"prompt": "a"}, {"prompt": "b"}], max_new_tokens=5)
-    assert pipe.budget is first
-    learnt = first._time
-    assert learnt != 1.0
+    for requests in (["a"], ["a", "b"]):
+        pipe.generate_batch([{"prompt": prompt} for prompt in requests], max_new_tokens=5)
+        assert set(seen) == {pipe.policy}
+    count = len(seen)
     pipe.generate(PROMPT, max_new_tokens=5, nodes=3)
-    assert pipe.budget._time == learnt
+    assert len(seen) == count
 
 
 def test_sampling_without_choice_is_greedy():

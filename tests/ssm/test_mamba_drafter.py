@@ -195,7 +195,7 @@ def test_drafting_leaves_the_committed_state_alone():
     drafter.attach(target)
     prompt = prompt_of(text_inputs(2))
     output = prefilled(target, prompt, 32)
-    history = [[*row, 7] for row in prompt.histories()]
+    history = [[*row, 7] for row in prompt.unpadded()]
     drafter.begin(prompt, output, history)
     token = torch.tensor([7, 7])
     first = drafter.propose(token, StepPlan(64))

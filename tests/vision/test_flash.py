@@ -160,7 +160,7 @@ def test_rows_with_unequal_numbers_of_images():
 
     def tree(prompt):
         output = prefilled(target, prompt, 32)
-        drafter.begin(prompt, output, [[*row, 7] for row in prompt.histories()])
+        drafter.begin(prompt, output, [[*row, 7] for row in prompt.unpadded()])
         found = drafter.propose(torch.tensor([7] * len(prompt.input_ids)), StepPlan(20, 5))
         target.keep([])
         drafter.select([])
@@ -192,9 +192,11 @@ def test_draft_vocabularies_that_are_looked_up_and_not(slots, widest, monkeypatc
     check(model, vision_inputs("llava", 2), drafter, new=8)
 
 
-def test_a_budget_stops_between_passes_too():
-    class Shy(Budget):
-        asked = 0
+def test_a_plan_stops_between_passes_too():
+    class Shy:
+        """Two levels after the first may add any number of tokens, the next one none."""
+
+        nodes, depth, chain, asked = 60, 12, False, 0
 
         @property
         def least_gain(self):
@@ -208,7 +210,7 @@ def test_a_budget_stops_between_passes_too():
         drafter = Flash(network_for(model, slots=slots), top_k=4, depth=8)
         drafter.attach(target)
         drafter.begin(prompt, prefilled(target, prompt, 32), [[7]])
-        assert drafter.propose(torch.tensor([7]), Shy(60)).max_depth == 3
+        assert drafter.propose(torch.tensor([7]), Shy()).max_depth == 3
 
 
 def test_the_cache_holds_latents_only():

@@ -44,7 +44,7 @@ def test_drafting(kind, name):
     prompt, said = prompt_of(long_inputs(name)), [7]
     prefill = output = prefilled(target, prompt, 32)
     assert output.features["last"].shape[1] > 256
-    history = [[*row, *said] for row in prompt.histories()]
+    history = [[*row, *said] for row in prompt.unpadded()]
     drafter.begin(prompt, output, history)
     hidden = [output.features["last"][0]]
     for _ in range(2):

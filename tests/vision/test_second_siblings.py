@@ -50,9 +50,9 @@ def drafted(network, fixed, patch):
     drafter.attach(target)
     propose, commit = drafter.propose, target.commit
 
-    def noted(token, budget):
-        tree = propose(token, budget)
-        if budget.remaining >= budget.depth:
+    def noted(token, plan):
+        tree = propose(token, plan)
+        if plan.depth == 3:
             trees.append((tree.tokens.tolist(), tree.parents.tolist()))
         return tree
 

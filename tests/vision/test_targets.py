@@ -9,7 +9,7 @@ from mmspec import UserError, plugins
 from mmspec.core.target import Prompt
 from mmspec.drafters.small import Small
 from mmspec.eval.decoding.oracle import Oracle
-from mmspec.sampling.sampler import Sampled
+from mmspec.sampling.sampler import SamplingState
 from tests.targets import assert_trees_equal_paths, prefilled, prompt_of
 from tests.tiny import shared_model
 from tests.tiny.cases import Case, compare_case
@@ -64,12 +64,12 @@ def test_sampled_outputs_differ_by_setting_and_a_changed_draw_is_noticed(monkeyp
     answers = [compare_case(shared_model("llava"), case, 12)[0] for case in (*cases, cases[1])]
     assert len({tuple(answer[0].tolist()) for answer in answers}) == 3
     assert torch.equal(answers[1], answers[3])
-    uniforms = Sampled.uniforms
+    uniforms = SamplingState.uniforms
 
     def rolled(self, count, device):
         return uniforms(self, count, device).roll(1) if count > 1 else uniforms(self, count, device)
 
-    monkeypatch.setattr(Sampled, "uniforms", rolled)
+    monkeypatch.setattr(SamplingState, "uniforms", rolled)
     assert compare_case(shared_model("llava"), cases[1], 12)[1] is not None
 
 

@@ -16,12 +16,12 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
 from mmspec.engine import engine as engines
-from mmspec.engine.request_state import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.plugins import target_class
 from mmspec.sampling import defaults
 from mmspec.training import tasks
 from mmspec.training.features import ConversationFeatures, collate
+from tests.decoding import answered
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.drafters import tiny_drafter
@@ -55,10 +55,7 @@ def inputs_of(name, seed, **more):
 
 def tokens(pipe, inputs, params=None, length=10):
     sampler = defaults.sampler(params or SamplingParams())
-    wakeup = Wakeup()
-    rows = pipe.add(prompt_of(inputs), sampler, Stopper(length, eos_token_ids=[3]), 8, on_change=wakeup)
-    wakeup.wait(lambda: all(row.done for row in rows))
-    assert [row.error for row in rows] == [None] * len(rows)
+    rows = answered(pipe, prompt_of(inputs), sampler, Stopper(length, eos_token_ids=[3]), 8)
     return [row.token_ids for row in rows]
 
 
@@ -74,7 +71,7 @@ def test_states_are_those_of_a_forward_pass_over_the_sequence(name, kind):
     pipe = adapting(name, kind)
     recorder = pipe.adaptation.heads[0].drafter
     pipe.engine.idle.clear()  # nothing is taken in
-    rows = pipe.add(prompt_of(inputs), defaults.sampler(SamplingParams()), Stopper(9, eos_token_ids=[]), 8)
+    rows = answered(pipe, prompt_of(inputs), defaults.sampler(SamplingParams()), Stopper(9, eos_token_ids=[]), 8)
     pipe.engine.drain()
     assert len(recorder.ended) == len(rows)
     for ended in recorder.ended:
@@ -246,7 +243,7 @@ def test_an_answer_that_stops_inside_a_path_is_recorded_up_to_the_stop(place):
     class Right(type(tiny_drafter("medusa", model))):
         """Drafts the answer."""
 
-        def propose(self, token, budget):
+        def propose(self, token, plan):
             at = 1 + max(n for n in range(len(said)) if said[n] == int(token[0]) and n <= self.said)
             chain = said[at : at + 4]
             self.said = at + len(chain)
@@ -256,13 +253,8 @@ def test_an_answer_that_stops_inside_a_path_is_recorded_up_to_the_stop(place):
     drafter.__class__, drafter.said = Right, 0
     pipe = pipeline("llama", drafter, AdaptOptions(None))
     found = pipe.adaptation.heads[0].drafter
-    wakeup = Wakeup()
-    with pipe.engine.paused():
-        (row,) = pipe.add(
-            prompt_of(inputs), defaults.sampler(SamplingParams()), Stopper(12, eos_token_ids=[end]), 8, on_change=wakeup
-        )
-        pipe.engine.idle.clear()
-    wakeup.wait(lambda: row.done)
+    pipe.engine.idle.clear()
+    (row,) = answered(pipe, prompt_of(inputs), defaults.sampler(SamplingParams()), Stopper(12, eos_token_ids=[end]), 8)
     pipe.engine.drain()
     (one,) = found.ended
     assert row.token_ids == said[:length]

@@ -17,9 +17,8 @@ from mmspec.checking import cases
 from mmspec.checking.run import run_case
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict, accept_path
-from mmspec.engine import core
+from mmspec.engine import core, sequence
 from mmspec.engine.core import EngineCore
-from mmspec.engine.request_state import RequestState
 from mmspec.engine.stopping import Stopper
 from mmspec.pipeline import Pipeline
 from mmspec.sampling import defaults
@@ -163,10 +162,8 @@ def ignore_least_length(patch: Patch) -> None:
 
 def record_logprobs_of_roots(patch: Patch) -> None:
     """All log probabilities are taken at the root."""
-    record = RequestState.record
-    patch.setattr(
-        RequestState, "record", lambda self, logits, path, tokens: record(self, logits, [0] * len(path), tokens)
-    )
+    found = sequence.token_logprobs
+    patch.setattr(sequence, "token_logprobs", lambda logits, *rest: found(logits[:1].expand_as(logits), *rest))
 
 
 def keep_states_of_aborted_requests(patch: Patch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
 
@@ -63,19 +63,18 @@ def test_copies_of_a_drafter_in_use_draft_the_same(kind):
     answer(model, pickle.loads(pickle.dumps(pipe)).drafter)
 
 
-@pytest.mark.parametrize("by", ["drafter", "budget"])
+@pytest.mark.parametrize("by", ["drafter", "plan"])
 @pytest.mark.parametrize("kind", [*[spec.name for spec in drafter_specs() if spec.chains], *VARIANTS])
 def test_chains(kind, by):
-    """By a setting of the drafter, or as the budget of a step has it."""
+    """By a setting of the drafter, or as the plan of a step has it."""
     model = shared_model("llava")
     drafter = tiny_drafter(kind, model)
     trees, propose = [], drafter.propose
     if by == "drafter":
         drafter.draft_chains(3)
 
-    def recorded(token, budget):
-        budget.chain = by == "budget"
-        trees.append(propose(token, budget))
+    def recorded(token, plan):
+        trees.append(propose(token, replace(plan, chain=by == "plan")))
         return trees[-1]
 
     drafter.propose = recorded
@@ -185,7 +184,7 @@ class Batch:
     def join(self, new):
         prompt = new[0].prompt if len(new) == 1 else Prompt.stack([one.prompt for one in new])
         output = prefilled(self.target, prompt, 200, self.reads)
-        for one, history in zip(new, prompt.histories(), strict=True):
+        for one, history in zip(new, prompt.unpadded(), strict=True):
             one.history += [*history, one.number]
         self.drafter.begin(prompt, output, [one.history for one in new])
         self.rows += new
@@ -199,7 +198,7 @@ class Batch:
     def step(self, draft):
         """Any node may be accepted, and any token follow it: as the sequence and its step say."""
         token = torch.tensor([row.history[-1] for row in self.rows])
-        tree = self.drafter.propose(token, budget()) if draft else TokenTree.root(token)
+        tree = self.drafter.propose(token, StepPlan(12, 4)) if draft else TokenTree.root(token)
         output = self.target.verify(tree, self.reads)
         choices = torch.full_like(tree.tokens, -1)
         for number, row in enumerate(self.rows):
@@ -217,12 +216,6 @@ class Batch:
         for row, (_, tokens) in zip(self.rows, verdict.host, strict=True):
             row.history += tokens
         self.drafter.observe(tree, verdict, output)
-
-
-def budget():
-    ample = StepPlan(12, 4)
-    ample.remaining = 99
-    return ample
 
 
 def path_of(tree, row, node):

@@ -30,9 +30,7 @@ def begun(drafter, history):
 
 def first_level(drafter, history):
     """Children of the root of the drafter's tree: tokens and probabilities."""
-    budget = StepPlan(nodes=64, depth=1)
-    budget.floor = 0.0
-    tree = drafter.propose(torch.tensor([history[-1]]), budget)
+    tree = drafter.propose(torch.tensor([history[-1]]), StepPlan(nodes=64, depth=1, floor=0.0))
     if tree.nodes == 1:
         return {}
     return dict(zip(tree.tokens[0, 1:].tolist(), tree.path_probs[0], strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -172,10 +173,10 @@ def test_trees_are_the_most_probable_paths_on_the_host_and_with_static_shapes(sp
     g = torch.Generator().manual_seed(nodes)
     log_probs = (spread * torch.randn(2, 4, 5, generator=g)).log_softmax(-1).sort(descending=True).values
     tokens = torch.stack([torch.randperm(50, generator=g)[:5] for _ in range(8)]).view(2, 4, 5)
-    roots, budget = torch.tensor([3, 4]), StepPlan(nodes, 4)
-    host = grow_slots(roots, tokens, log_probs, budget, 64)
+    roots, plan = torch.tensor([3, 4]), StepPlan(nodes, 4)
+    host = grow_slots(roots, tokens, log_probs, plan, 64)
     monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
-    static = grow_slots(roots, tokens, log_probs, budget, 64)
+    static = grow_slots(roots, tokens, log_probs, plan, 64)
     assert torch.equal(host.tokens, static.tokens)
     assert torch.equal(host.parents, static.parents)
     torch.testing.assert_close(host.log_probs, static.log_probs)
@@ -243,10 +244,10 @@ def test_trees_beside_quantised_weights(kind, confidence):
     drafter = DFlash(_network(model, kind, confidence=confidence), top_k=3, total_tokens=12)
     trees = []
 
-    def propose(token, budget):
-        trees.append([grow(token, budget)])
+    def propose(token, plan):
+        trees.append([grow(token, plan)])
         native, drafter._markov = drafter._markov, None
-        trees[-1].append(grow(token, budget))
+        trees[-1].append(grow(token, plan))
         drafter._markov = native
         return trees[-1][0]
 
@@ -268,9 +269,8 @@ def test_chains_beside_quantised_weights():
     drafter = DFlash(_network(model, "vanilla"), top_k=3, total_tokens=12)
     trees, grow = [], drafter.grow
 
-    def grown(token, budget):
-        budget.chain = True
-        trees.append(grow(token, budget))
+    def grown(token, plan):
+        trees.append(grow(token, replace(plan, chain=True)))
         return trees[-1]
 
     drafter.grow = grown

@@ -98,11 +98,10 @@ def test_best_first_lists_the_likeliest_nodes(nodes, depth, width):
 def test_grown_trees_hold_the_likeliest_of_what_was_seen(nodes, depth, top_k):
     """A bigram drafter, two rows; a wide beam sees everything, so that the result is the best overall."""
     log_p = torch.randn(6, 6, generator=torch.Generator().manual_seed(depth)).log_softmax(-1)
-    budget = StepPlan(nodes, depth)
-    budget.remaining = 99
+    plan = StepPlan(nodes, depth)
     token = torch.tensor([0, 3])
     scores, ids = log_p.topk(top_k, dim=-1)
-    tree = grow_tree(token, (ids[token], scores[token]), lambda beam, origin: (ids[beam], scores[beam]), budget, top_k)
+    tree = grow_tree(token, (ids[token], scores[token]), lambda beam, origin: (ids[beam], scores[beam]), plan, top_k)
     assert_well_formed(tree)
     assert tree.max_depth <= depth
     for b in range(2):
@@ -128,31 +127,20 @@ def test_levels_and_beams_that_cannot_be_kept_are_left_out(nodes, levels):
         widths.append(beam.shape[1])
         return torch.arange(2).expand(1, beam.shape[1], 2), log_p.expand(1, beam.shape[1], 2)
 
-    grow = lambda budget: grow_tree(torch.tensor([0]), (torch.arange(2)[None], log_p), extend, budget, 8)  # noqa: E731
+    grow = lambda plan: grow_tree(torch.tensor([0]), (torch.arange(2)[None], log_p), extend, plan, 8)  # noqa: E731
     whole = grow(StepPlan(1000, 6)).first(1 + nodes)
     widths.clear()
-    budget = StepPlan(nodes, 6)
-    tree = grow(budget)
+    tree = grow(StepPlan(nodes, 6))
     assert torch.equal(tree.tokens, whole.tokens)
     assert torch.equal(tree.parents, whole.parents)
-    assert budget.levels == 1 + len(widths) == levels
+    assert tree.levels == 1 + len(widths) == levels
     assert max(widths, default=0) <= nodes
 
 
 def test_an_empty_grant_is_plain_decoding():
-    budget = StepPlan(0, depth=1)
-    tree = grow_tree(torch.tensor([1]), (torch.tensor([[2]]), torch.tensor([[-0.1]])), lambda *_: None, budget, 1)
+    plan = StepPlan(0, depth=1)
+    tree = grow_tree(torch.tensor([1]), (torch.tensor([[2]]), torch.tensor([[-0.1]])), lambda *_: None, plan, 1)
     assert tree.nodes == 1
-
-
-class Priced(Budget):
-    """Levels must add more than ``least_gain``."""
-
-    least_gain = 0.0
-
-    def __init__(self, least_gain):
-        super().__init__(64, 5)
-        self.least_gain = least_gain
 
 
 @pytest.mark.parametrize(("least_gain", "levels"), [(0.0, 5), (0.06, 5), (0.07, 4), (0.2, 3), (0.25, 2), (0.5, 1)])
@@ -161,9 +149,9 @@ def test_a_level_must_add_enough_tokens(least_gain, levels):
     half = torch.tensor([[0.5, 0.5]]).log()
     children = torch.tensor([[1, 2]])
     extend = lambda beam, origin: (children[None], half[None])  # noqa: E731
-    budget = Priced(least_gain)
-    tree = grow_tree(torch.tensor([0]), (children, half), extend, budget, 1)
-    assert tree.max_depth == budget.levels == levels
+    plan = StepPlan(64, 5, least_gain=least_gain)
+    tree = grow_tree(torch.tensor([0]), (children, half), extend, plan, 1)
+    assert tree.max_depth == tree.levels == levels
 
 
 @pytest.mark.parametrize("batch", [2, 5])
@@ -174,9 +162,9 @@ def test_a_level_is_judged_by_what_it_adds_to_each_row(batch):
     first = token[:, None], chance.log()
     for level in (1, 2, 3):
         for factor in (0.999, 1.001):
-            budget = Priced(float((chance**level).mean()) * factor)
-            grow_tree(token, first, lambda beam, _: (beam[:, :, None], chance.log()[:, None]), budget, 1)
-            assert budget.levels == level + (factor < 1)
+            plan = StepPlan(64, 5, least_gain=float((chance**level).mean()) * factor)
+            tree = grow_tree(token, first, lambda beam, _: (beam[:, :, None], chance.log()[:, None]), plan, 1)
+            assert tree.levels == level + (factor < 1)
 
 
 @pytest.mark.parametrize("stride", [1, 3])

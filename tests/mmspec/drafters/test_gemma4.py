@@ -64,8 +64,8 @@ def test_chains_are_those_of_transformers(centroids, length):
     begin, propose = drafter.begin, drafter.propose
     drafter.begin = lambda prompt, output, rows: (history.extend(rows), begin(prompt, output, rows))
 
-    def proposed(token, budget):
-        tree = propose(token, budget)
+    def proposed(token, plan):
+        tree = propose(token, plan)
         trees.append((list(history[0]), tree.tokens[0, 1:].tolist()))
         return tree
 

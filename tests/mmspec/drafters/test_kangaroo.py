@@ -8,7 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmspec import TokenTree, UserError
 from mmspec.core.target import Prompt
-from mmspec.drafters.early_exit import FirstLayers
+from mmspec.drafters.early_exit import first_layers
+from mmspec.drafters.growth import LevelPasses
 from mmspec.drafters.kangaroo import Kangaroo
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import cpu_library
@@ -54,8 +55,8 @@ def test_states_of_packed_targets_are_those_of_their_verify_passes():
     target, drafter = TransformersTarget(model), Kangaroo(kangaroo_network(model, exit_layer=2))
     drafter.attach(target)
     prefilled(target, Prompt(torch.arange(3, 12)[None]), 32)
-    tokens, first = torch.tensor([[7, 5, 9]]), FirstLayers(target, 2)
-    passes = first.passes(drafter.features[0])
+    tokens, first = torch.tensor([[7, 5, 9]]), first_layers(target, 2)
+    passes = LevelPasses(first.runner, first.recurrent, drafter.features[0])
     target.runner.cache.reserve_nodes(3)
     origin = torch.zeros(1, 1, dtype=torch.long)
     states = [passes(tokens[:, place : place + 1], origin) for place in range(3)]

@@ -49,9 +49,8 @@ def together(*parts, rows=1):
 
 
 def tree_of(look_ups, rows=1, **sizes):
-    budget = StepPlan(**{"nodes": 30, "depth": 3, **sizes})
-    budget.floor = 0.0
-    return look_ups.propose(torch.ones(rows, dtype=torch.long), budget)
+    plan = StepPlan(**{"nodes": 30, "depth": 3, "floor": 0.0, **sizes})
+    return look_ups.propose(torch.ones(rows, dtype=torch.long), plan)
 
 
 def probs(tree, row=0):
@@ -164,7 +163,7 @@ def test_nothing_is_expected_of_rows_that_have_left():
 
 def test_of_a_table_on_a_device_trees_are_merged():
     device = Table({}, on_host=False)
-    device.propose = lambda token, budget: tree_of(together(Table({(): {9: 0.25}})))
+    device.propose = lambda token, plan: tree_of(together(Table({(): {9: 0.25}})))
     look_ups = together(Table({(): {5: 0.5}}), device)
     assert probs(tree_of(look_ups)) == {(5,): 0.5, (9,): 0.25}
     assert look_ups.continuations(0, ()) == [(5, pytest.approx(0.5))]
@@ -198,7 +197,7 @@ def test_chains(name, static, monkeypatch):
     model, inputs = shared_model("llama"), text_inputs(2, 9)
     union, drafted = make_drafter(name), []
     propose = union.propose
-    union.propose = lambda token, budget: drafted.append(propose(token, budget)) or drafted[-1]
+    union.propose = lambda token, plan: drafted.append(propose(token, plan)) or drafted[-1]
     options = dict(max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
     found = mmspec.generate(model, drafter=union, nodes=6, **inputs, **options)
     assert torch.equal(found, model.generate(**inputs, **options))
@@ -227,9 +226,7 @@ def test_chains_stay_chains_where_a_table_is_on_a_device(static, monkeypatch):
     monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
     drafter = make_drafter("recycle+ngram@chain4")
     begun(drafter, [[5, 6, 7, 8, 5, 6, 9, 5, 6], [5, 7, 8, 9, 10, 11, 12, 13, 6]])
-    budget = StepPlan(8, 4)
-    budget.floor = 0.0
-    tree = drafter.propose(torch.tensor([6, 6]), budget)
+    tree = drafter.propose(torch.tensor([6, 6]), StepPlan(8, 4, floor=0.0))
     tree.check_values()
     for row in range(2):
         alive = tree.alive[row].tolist()

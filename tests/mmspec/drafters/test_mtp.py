@@ -87,8 +87,8 @@ def test_chains_are_those_of_generate(tmp_path, monkeypatch):
         drafter.seen = history[0]
         begin(prompt, output, history)
 
-    def proposed(token, budget):
-        tree = propose(token, budget)
+    def proposed(token, plan):
+        tree = propose(token, plan)
         ours[tuple(drafter.seen)] = tree.tokens[0, 1:].tolist()
         return tree
 

@@ -31,9 +31,7 @@ def first_level(drafter):
 
 
 def tree_of(drafter, nodes=16, depth=16, floor=0.1):
-    budget = StepPlan(nodes, depth)
-    budget.remaining, budget.floor = depth, floor
-    return drafter.propose(torch.tensor([drafter.rows[0].own.text[-1]]), budget)
+    return drafter.propose(torch.tensor([drafter.rows[0].own.text[-1]]), StepPlan(nodes, depth, floor=floor))
 
 
 # ---------------------------------------------------------------------- trust

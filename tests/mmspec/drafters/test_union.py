@@ -15,10 +15,11 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
-from mmspec.engine.budget import AdaptiveBudget
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.mmspec.drafters.test_drafters import begun, paths
 from tests.tiny import shared_model
+
+ADAPTIVE = StepPlan(adaptive=True)
 
 
 def test_every_member_sees_every_step_and_proposes():
@@ -28,10 +29,9 @@ def test_every_member_sees_every_step_and_proposes():
     union = Union([ngram, recycle])
     logits = begun(union, row)
     row[0].append(4)
-    budget = StepPlan(1000, depth=3)
-    budget.floor = 0.0
-    tree = union.propose(torch.tensor([4]), budget)
-    alone = [path for drafter in (ngram, recycle) for path in paths(drafter.propose(torch.tensor([4]), budget))]
+    plan = StepPlan(1000, depth=3, floor=0.0)
+    tree = union.propose(torch.tensor([4]), plan)
+    alone = [path for drafter in (ngram, recycle) for path in paths(drafter.propose(torch.tensor([4]), plan))]
     assert sorted(paths(tree)) == sorted({tuple(path): path for path in alone}.values())
     assert [5, 6] in paths(tree)
     known = recycle.entries
@@ -101,7 +101,7 @@ class Fixed(Drafter):
     def select(self, rows):
         pass
 
-    def propose(self, token, budget):
+    def propose(self, token, plan):
         self.asked += 1
         self.now[0] += self.seconds
         return build_tree(token, [([self.token], [0])] * len(token), [[0.5]] * len(token))
@@ -110,10 +110,10 @@ class Fixed(Drafter):
         pass
 
 
-def steps(union: Union, now: list[float], budget: Budget, count: int, right: int) -> None:
+def steps(union: Union, now: list[float], plan: StepPlan, count: int, right: int) -> None:
     """Verify passes of 4 ms, in which the draft ``right`` would be accepted."""
     for _ in range(count):
-        tree = union.propose(torch.tensor([3]), budget)
+        tree = union.propose(torch.tensor([3]), plan)
         now[0] += 0.004
         chosen = torch.full((1, tree.nodes), 99)
         chosen[0, 0] = right
@@ -121,9 +121,8 @@ def steps(union: Union, now: list[float], budget: Budget, count: int, right: int
 
 
 def test_a_member_that_costs_more_than_it_adds_rests_alone(now):
-    budget = AdaptiveBudget(CostTable((1, 64), (1.0, 1.0)))
     useful, slow, same = Fixed(7, 0.0, now), Fixed(8, 0.002, now), Fixed(7, 0.003, now)
-    steps(Union([useful, slow, same]), now, budget, 80, right=7)
+    steps(Union([useful, slow, same]), now, ADAPTIVE, 80, right=7)
     assert useful.asked == 80
     assert slow.asked < 40  # never right
     assert same.asked < 40  # right, where another one is too
@@ -137,7 +136,7 @@ def test_no_member_rests_where_sizes_are_fixed(now):
 
 def test_rows_that_have_finished_count_for_no_member(now):
     union = Union([Fixed(7, 0.0, now), Fixed(8, 0.0, now)])
-    tree = union.propose(torch.tensor([3, 3]), AdaptiveBudget(CostTable((1, 64), (1.0, 1.0))))
+    tree = union.propose(torch.tensor([3, 3]), ADAPTIVE)
     verdict = accept_path(tree, torch.tensor([[7, 99, 99], [7, 99, 99]]))
     verdict.packed[1, 0] = 0
     now[0] += 0.05
@@ -149,7 +148,7 @@ def test_rows_that_have_finished_count_for_no_member(now):
 def test_steps_that_do_not_draft_count_for_no_member(now, broken):
     """Nor one that was broken off after the draft."""
     union = Union([Fixed(7, 0.0, now), Fixed(8, 0.001, now)])
-    tree = union.propose(torch.tensor([3]), AdaptiveBudget(CostTable((1, 64), (1.0, 1.0))))
+    tree = union.propose(torch.tensor([3]), ADAPTIVE)
     if broken:
         union.select([])
     else:
@@ -162,7 +161,7 @@ def test_steps_that_do_not_draft_count_for_no_member(now, broken):
 class Sure(Fixed):
     """Drafts a chain of three tokens, which it is sure of in every other step."""
 
-    def propose(self, token, budget):
+    def propose(self, token, plan):
         self.asked += 1
         sure = self.asked % 2 == 0
         return build_tree(token, [([self.token] * 3, [0, 1, 2])], [[0.9] * 3 if sure else [0.1] * 3])
@@ -170,12 +169,11 @@ class Sure(Fixed):
 
 def test_a_member_rests_only_where_the_trees_before_it_expect_so_many_tokens(now):
     """The slow one is right where the first one is not sure, and adds nothing where it is."""
-    budget = AdaptiveBudget(CostTable((1, 64), (1.0, 1.0)))
     first, slow = Sure(7, 0.0, now), Fixed(8, 0.001, now)
     union, asked = Union([first, slow]), {True: 0, False: 0}
     for _ in range(120):
         before = slow.asked
-        tree = union.propose(torch.tensor([3]), budget)
+        tree = union.propose(torch.tensor([3]), ADAPTIVE)
         now[0] += 0.004
         sure = first.asked % 2 == 0
         asked[sure] += slow.asked - before
@@ -200,7 +198,7 @@ def test_look_ups_are_charged_together_beside_another_drafter(now, right, second
     other = Fixed(8, seconds[1], now)
     union = Union([Counted(memory=0), other, Ngram()])
     begun(union, [[3, 7, 4, 3, 7, 5, 3]])
-    steps(union, now, AdaptiveBudget(CostTable((1, 64), (1.0, 1.0))), 80, right)
+    steps(union, now, ADAPTIVE, 80, right)
     rests, drafts = (other.asked, asked[0]) if right == 7 else (asked[0], other.asked)
     assert rests < 40
     assert drafts == 80
@@ -213,20 +211,20 @@ class PerRow(Fixed):
         super().__init__(7, 0.0, now)
         self.probs = probs
 
-    def propose(self, token, budget):
+    def propose(self, token, plan):
         return build_tree(token, [([7] * 3, [0, 1, 2])] * len(self.probs), [[p, p * p, p**3] for p in self.probs])
 
 
 @pytest.mark.parametrize("probs", [(0.95, 0.05), (0.05, 0.95)])
 def test_what_is_expected_of_a_batch_is_its_mean(now, probs):
     union = Union([PerRow(now, probs), Fixed(8, 0.001, now)])
-    union.propose(torch.tensor([3, 3]), AdaptiveBudget(CostTable((1, 64), (1.0, 1.0))))
+    union.propose(torch.tensor([3, 3]), ADAPTIVE)
     assert union._drafts[1][2] == 1
 
 
 def test_a_step_of_several_rows_is_paid_by_the_tokens_of_one(now):
     union = Union([Fixed(7, 0.0, now), Fixed(8, 0.002, now)])
-    tree = union.propose(torch.tensor([3, 3]), AdaptiveBudget(CostTable((1, 64), (1.0, 1.0))))
+    tree = union.propose(torch.tensor([3, 3]), ADAPTIVE)
     now[0] += 0.008
     union.observe(tree, accept_path(tree, torch.tensor([[7, 99, 99], [7, 99, 99]])), None)
     assert union._payoffs[1][0]._gains[0] == pytest.approx(-0.002 / 0.005)  # 10 ms for two tokens of each row

@@ -14,11 +14,9 @@ from mmspec.core.drafter import Drafter
 from mmspec.core.plan import StepPlan
 from mmspec.core.tree import build_tree
 from mmspec.engine.constrain import constrain
-from mmspec.engine.request_state import RequestState
-from mmspec.engine.stopping import Stopper
 from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.grammar import Grammars
-from mmspec.sampling.sampler import Sampled, Sampler
+from mmspec.sampling.sampler import Sampler, SamplingState
 from tests.tiny import byte_model, byte_tokenizer
 
 EOS, VOCAB = 2, 259
@@ -38,7 +36,7 @@ def grammar():
 
 
 def row(said="", constrained=True):
-    sampled = Sampled([9], Sampler(constraint=grammar() if constrained else None))
+    sampled = SamplingState([9], Sampler(constraint=grammar() if constrained else None))
     sampled.history.extend(ids_of(said))
     return sampled
 
@@ -109,13 +107,13 @@ def test_probabilities():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "depth", "remaining", "expected"),
-    [(3, 12, 12, 3), (64, 2, 12, 2), (64, 12, 1, 1), (0, 12, 12, 0), (64, 12, 0, 0)],
+    ("nodes", "depth", "adaptive", "expected"),
+    [(3, 12, False, 3), (64, 2, False, 2), (0, 12, False, 0), (64, 0, False, 0), (0, 12, True, 4), (0, 3, True, 3)],
 )
-def test_forced_tokens_keep_to_the_budget(nodes, depth, remaining, expected):
-    budget = StepPlan(nodes, depth)
-    budget.remaining = remaining
-    result = constrain([row("b")], TokenTree.root(torch.tensor([9])), budget)
+def test_forced_tokens_keep_to_the_plan(nodes, depth, adaptive, expected):
+    """Plain steps of an adaptive policy verify forced tokens, too."""
+    plan = StepPlan(nodes, depth, adaptive=adaptive)
+    result = constrain([row("b")], TokenTree.root(torch.tensor([9])), plan)
     assert result.nodes == 1 + expected
 
 
@@ -164,7 +162,7 @@ class Branches(Drafter):
     def select(self, rows):
         self._rows = len(rows)
 
-    def propose(self, token, budget):
+    def propose(self, token, plan):
         def chain():
             return torch.randint(3, 9, (3,), generator=self._random) + ids_of("a")[0] - 3
 
@@ -228,18 +226,13 @@ def test_drawn_trees_under_a_grammar():
         draft_probs=q.expand(total, 4, VOCAB),
     )
     sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(1), constraint=grammar())
-    rows = [Sampled([9], sampler) for _ in range(total)]
-    chosen = BatchSampler().choose(rows, tree, logits.expand(total, 4, VOCAB))[:, 0]
+    rows = [SamplingState([9], sampler) for _ in range(total)]
+    choices = BatchSampler().choose(rows, tree, logits.expand(total, 4, VOCAB))
+    chosen = choices.tokens[:, 0]
     allowed = sorted(after(()))
     expected = dict(zip(allowed, logits[allowed].softmax(-1).tolist(), strict=True))
     seen = Counter(chosen.tolist())
     assert set(seen) <= set(allowed)
     found, limit = chi_square(seen, expected, total)
     assert found < limit
-    assert not any(row.failures.get(0) for row in rows)
-
-
-def test_a_sequence_holds_the_state():
-    one = RequestState([9], Sampler(constraint=grammar()), Stopper(1))
-    assert one.constraint is not None
-    assert RequestState([9], Sampler(), Stopper(1)).constraint is None
+    assert not any(choices.failures)

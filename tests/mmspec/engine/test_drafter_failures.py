@@ -62,8 +62,8 @@ class Failing(Wrapper):
     def begin(self, prompt, output, history):
         return self._called("begin", super().begin(prompt, output, history))
 
-    def propose(self, token, budget):
-        return self._called("propose", super().propose(token, budget))
+    def propose(self, token, plan):
+        return self._called("propose", super().propose(token, plan))
 
     def observe(self, tree, verdict, output):
         return self._called("observe", super().observe(tree, verdict, output))
@@ -181,7 +181,7 @@ RECEIVED = {
 @pytest.mark.parametrize("what", TREES)
 def test_trees_that_are_none_are_not_verified(what):
     class Wrong(Ngram):
-        def propose(self, token, budget):
+        def propose(self, token, plan):
             return TREES[what](token)
 
     engine, ended = on_table(Wrong(), ROWS, (9, 9, 9))
@@ -198,7 +198,7 @@ def test_values_of_trees_are_not_read_on_a_device(static, nodes, read, monkeypat
     token, tree = torch.tensor([1]), _tree([[1, 2][:nodes]], [[-1, 0][:nodes]])
 
     class Ready(Ngram):
-        def propose(self, token, budget):
+        def propose(self, token, plan):
             return tree
 
     with waiting() as waits:
@@ -208,7 +208,7 @@ def test_values_of_trees_are_not_read_on_a_device(static, nodes, read, monkeypat
 
 def test_another_root_does_not_change_the_output():
     class Rooted(Ngram):
-        def propose(self, token, budget):
+        def propose(self, token, plan):
             return build_tree((token + 1) % VOCAB, [([1, 2], [0, 0])] * len(token))
 
     engine, ended = on_table(Rooted(), ROWS, (9, 9, 9))

@@ -212,8 +212,7 @@ def test_the_next_requests_are_answered(name, drafter, kind, monkeypatch):
     if kind == "static":
         monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
     target = matrix.new_target(name)
-    budget = StepPlan(9, 4)
-    engine = SteppedEngine(target, matrix.drafter_of(drafter, target.model), budget, max_num_seqs=4, chunk=8)
+    engine = SteppedEngine(target, matrix.drafter_of(drafter, target.model), StepPlan(9, 4), max_num_seqs=4, chunk=8)
     if kind == "cached":
         engine.use_prefixes(PrefixCache(1 << 24))
     (prompts, expected), ended = zip(*requests(name), strict=True), []
@@ -240,7 +239,7 @@ def test_clients_hear_of_first_tokens_and_ends_of_prompts_of_several_chunks(limi
     (running,) = engine.add(prompt, Sampler(), Stopper(40))
     step(engine)
     told = []
-    (late,) = engine.add(other, Sampler(), Stopper(limit), on_change=lambda: told.append(len(late.token_ids)))
+    (late,) = engine.add(other, Sampler(), Stopper(limit), sink=lambda delta: told.append(len(late.token_ids)))
     while not late.token_ids:
         assert not running.done
         assert not any(told)
@@ -264,7 +263,7 @@ def test_clients_hear_of_errors_in_later_chunks(monkeypatch):
 
     monkeypatch.setattr(target, "prefill", breaking)
     told: list[bool] = []
-    (late,) = engine.add(other, Sampler(), Stopper(4), on_change=lambda: told.append(late.done))
+    (late,) = engine.add(other, Sampler(), Stopper(4), sink=lambda delta: told.append(late.done))
     while not late.done:
         step(engine)
     assert isinstance(late.error, FailError)

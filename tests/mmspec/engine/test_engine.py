@@ -14,7 +14,7 @@ from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
-from mmspec.engine.budget import AdaptiveBudget, DraftShape, SteadyBudget
+from mmspec.engine.policy import AdaptivePolicy, DraftPolicy
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling import defaults
@@ -40,7 +40,7 @@ class TableTarget:
         return None
 
     def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
-        new = [list(row) for prompt in prompts for row in prompt.histories()]
+        new = [list(row) for prompt in prompts for row in prompt.unpadded()]
         for _ in range(chunk or len(new[0]), len(new[0]), chunk or 1):
             yield None
         self.rows += new
@@ -84,10 +84,10 @@ def said_plainly(table, row, count, eos=()):
     return tokens[len(row) :]
 
 
-def run(table, rows, drafter, stopper, sampler=None, budget=None):
+def run(table, rows, drafter, stopper, sampler=None, policy=None):
     """All steps: the rows at the end, and what each step emitted for each row."""
     target, steps, result = TableTarget(table), [], []
-    for result in decode(target, drafter, prompt_of(rows), sampler or Sampler(), stopper, budget or StepPlan(10, 6)):
+    for result in decode(target, drafter, prompt_of(rows), sampler or Sampler(), stopper, policy or StepPlan(10, 6)):
         steps.append([list(row.emitted) for row in result])
         alive = [row for row in result if not row.done]
         # The target has cached everything but the last token of each row, and holds no other rows after a step.
@@ -206,7 +206,7 @@ class Fixed(Drafter):
     def select(self, rows):
         self.history = [self.history[row] for row in rows]
 
-    def propose(self, token, budget):
+    def propose(self, token, plan):
         assert token.tolist() == [row[-1] for row in self.history]
         return build_tree(token, self.trees.pop(0)) if self.trees else TokenTree.root(token)
 
@@ -228,13 +228,13 @@ def test_padding_is_not_counted_as_drafts():
 
 
 def test_no_draft_reaches_beyond_the_limit():
-    """``remaining`` bounds the depth, so that the last steps do not draft in vain."""
+    """So that the last steps do not draft in vain."""
     table, depths = table_model(VOCAB), []
 
     class Spy(Oracle):
-        def propose(self, token, budget):
-            tree = super().propose(token, budget)
-            assert tree.max_depth <= budget.max_depth <= budget.remaining
+        def propose(self, token, plan):
+            tree = super().propose(token, plan)
+            assert tree.max_depth <= plan.depth
             depths.append((len(self._rows[0][0]), tree.max_depth))
             return tree
 
@@ -247,7 +247,7 @@ def test_no_draft_reaches_beyond_the_limit():
 class Foreign(Ngram):
     """Drafts ids beyond the vocabulary, and below it."""
 
-    def propose(self, token, budget):
+    def propose(self, token, plan):
         return build_tree(token, [([VOCAB, -1, 1 << 40, 3], [0, 0, 1, 1])] * len(token))
 
 
@@ -258,11 +258,11 @@ def test_drafts_beyond_the_vocabulary_never_reach_the_target():
 
 
 @pytest.mark.parametrize("nodes", [0, 1, 2, 30])
-def test_any_budget_says_the_same(nodes):
+def test_any_policy_says_the_same(nodes):
     table, rows = table_model(VOCAB), [[1, 2], [3, 4]]
     for name, drafter in drafters(table, rows, 40, 0).items():
-        for budget in (StepPlan(nodes), AdaptiveBudget(CostTable((1, 64), (1e-3, 2e-3)), nodes=nodes, batch=2)):
-            result, _ = run(table, rows, drafter, Stopper(30), budget=budget)
+        for policy in (StepPlan(nodes), AdaptivePolicy(plans=[StepPlan(nodes, adaptive=True)])):
+            result, _ = run(table, rows, drafter, Stopper(30), policy=policy)
             assert [row.token_ids for row in result] == [said_plainly(table, row, 30) for row in rows], name
 
 
@@ -305,7 +305,7 @@ class Drawn(Drafter):
 
     def select(self, rows): ...
 
-    def propose(self, token, budget):
+    def propose(self, token, plan):
         first = torch.multinomial(self.q[token], 2, generator=self.g)
         below = torch.multinomial(self.q[first[:, 0]], 1, generator=self.g)
         tokens = torch.cat([token[:, None], first, below], dim=1)
@@ -463,19 +463,19 @@ def test_sequences_that_differ_wait_for_each_other(by):
 
 @pytest.mark.parametrize("drawn", [False, True])
 def test_plain_sequences_decode_beside_drafted_ones(drawn):
-    """In one batch, also where they join later; without drafts of their own, and without an effect on budgets."""
+    """In one batch, also where they join later; without drafts of their own, and without an effect on policies."""
     target, seen = Stacking(table_model(VOCAB)), []
 
-    class Watching(Budget):
-        def observe(self, nodes, *rest):
-            seen.append(nodes)
+    class Watching(DraftPolicy):
+        def observe(self, plan, tree, paths, times):
+            seen.append(tree.nodes)
 
     prompts, asked, counts = [[1, 2], [3, 3], [4, 5], [6, 6]], [None, 0, None, 0], [6, 14, 9, 20]
     truth = [said_plainly(target.table, one, 40) for one in prompts]
     probs = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(9)).softmax(-1)
     drafter = Drawn(probs, 3) if drawn else Oracle(truth, vocab=VOCAB, spoil=0.2)
-    budget = Watching(5)
-    engine = SteppedEngine(target, drafter, budget, max_num_seqs=8)
+    policy = Watching(StepPlan(5))
+    engine = SteppedEngine(target, drafter, policy, max_num_seqs=8)
     stoppers = [Stopper(count) for count in counts]
     rows = scheduled(engine, prompts[:2], stoppers[:2], asked[:2])
     engine.core.step()
@@ -498,7 +498,7 @@ def test_plain_sequences_decode_beside_drafted_ones(drawn):
 class FirstAlone(Fixed):
     """Drafts for the first row, and nothing for others."""
 
-    def propose(self, token, budget):
+    def propose(self, token, plan):
         none = len(token) - 1
         return build_tree(token, [([3, 4, 5], [0, 0, 2]), *[([], [])] * none], [[0.5, 0.4, 0.3], *[[]] * none])
 
@@ -506,16 +506,13 @@ class FirstAlone(Fixed):
 
 
 @pytest.mark.parametrize("chain", [False, True])
-@pytest.mark.parametrize("kind", [Budget, AdaptiveBudget, SteadyBudget])
-def test_drafts_for_plain_sequences_alone_are_dropped(kind, chain, monkeypatch):
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_drafts_for_plain_sequences_alone_are_dropped(adaptive, chain):
     """No draft is left of the step's trees, nor of their best chains."""
-    monkeypatch.setattr("mmspec.engine.budget._TRIAL_INTERVALS", (1, 1) if chain else (256, 256))
-    cost = CostTable((1, 64), (1e-3, 1.001e-3))
-    budget = (
-        StepPlan(chain=chain) if kind is Budget else kind(cost, *([DraftShape(3, chain, 3)],) * (kind is SteadyBudget))
-    )
+    plan = StepPlan(3, 3, chain, adaptive=adaptive)
+    policy = AdaptivePolicy(plans=[plan]) if adaptive else DraftPolicy(plan)
     target, prompts = TableTarget(table_model(VOCAB)), [[1, 2], [3, 4], [5, 6]]
-    engine = SteppedEngine(target, FirstAlone(), budget)
+    engine = SteppedEngine(target, FirstAlone(), policy)
     rows = scheduled(engine, prompts, [Stopper(count) for count in (12, 9, 15)], [0, None, None])
     engine.wait(lambda: all(row.done for row in rows))
     assert [row.error for row in rows] == [None] * 3
@@ -524,20 +521,16 @@ def test_drafts_for_plain_sequences_alone_are_dropped(kind, chain, monkeypatch):
     ]
 
 
-def test_plain_sequences_need_no_calibration():
-    engine, asked = SteppedEngine(TableTarget(table_model(VOCAB)), Ngram(), lambda *_: StepPlan(2)), []
-    engine.speculation.budgets.calibrate = lambda adaptive: asked.append(adaptive)
-    for nodes in (0, None):
-        (row,) = scheduled(engine, [[1, 2]], nodes=[nodes])
-        engine.wait(lambda row=row: row.done)
-    assert asked == [False, True]
-
-
-def test_prompts_that_cannot_be_stacked_are_prefilled_in_their_order(monkeypatch):
-    monkeypatch.setattr(Prompt, "stack", staticmethod(lambda prompts: None))
+def test_prompts_that_cannot_be_stacked_are_prefilled_in_their_order():
     target, engine = stacking()
     prompts = [[n, 6 - n] for n in range(4)]
-    rows = scheduled(engine, prompts)
+    rows = [
+        row
+        for n, prompt in enumerate(prompts)
+        for row in engine.add(
+            Prompt(torch.tensor([prompt]), inputs={"pixels": torch.zeros(1, n)}), Sampler(), Stopper(4)
+        )
+    ]
     engine.remove([rows[2]])
     started = []
     while not all(row.done for row in rows):
@@ -547,17 +540,18 @@ def test_prompts_that_cannot_be_stacked_are_prefilled_in_their_order(monkeypatch
     assert [shape[0] for shape, *_ in target.prefills] == [1, 1, 1]
 
 
-def test_budgets_are_given_the_batch_and_the_share_of_new_rows():
+def test_policies_are_given_the_batch_and_the_share_of_new_rows():
     shares, sizes = [], []
 
-    class Told(Budget):
-        def begin(self, share=1.0):
+    class Told(DraftPolicy):
+        def begin(self, share):
             shares.append(share)
 
-    budget = Told(0)
-    engine = SteppedEngine(
-        TableTarget(table_model(VOCAB)), None, lambda batch, nodes: sizes.append(batch) or budget, max_num_seqs=4
-    )
+        def plan(self, rows, remaining):
+            sizes.append(rows)
+            return StepPlan(0)
+
+    engine = SteppedEngine(TableTarget(table_model(VOCAB)), Ngram(), Told(), max_num_seqs=4)
     rows = [row for prompt in ([1, 2], [3, 4]) for row in engine.add(prompt_of([prompt]), Sampler(), Stopper(6))]
     engine.wait(lambda: len(rows[0].token_ids) == 3)
     rows += engine.add(prompt_of([[5, 6]]), Sampler(), Stopper(6))
@@ -577,11 +571,11 @@ def test_a_failed_step_reaches_the_client_of_a_prompt_in_chunked_prefill():
 
     told = []
     engine = SteppedEngine(Fails(table_model(VOCAB)), None, StepPlan(0), chunk=2)
-    engine.add(prompt_of([[1, 2]]), Sampler(), Stopper(6), on_change=lambda: told.append("decoding"))
+    engine.add(prompt_of([[1, 2]]), Sampler(), Stopper(6), sink=lambda delta: told.append("decoding"))
     for _ in range(2):
         assert engine._has_work()
         engine._turn()
-    (late,) = engine.add(prompt_of([[1] * 20]), Sampler(), Stopper(6), on_change=lambda: told.append("in prefill"))
+    (late,) = engine.add(prompt_of([[1] * 20]), Sampler(), Stopper(6), sink=lambda delta: told.append("in prefill"))
     for _ in range(2):
         engine._turn()
     assert (told.count("in prefill"), len(engine.core.queued)) == (0, 1)
@@ -621,17 +615,17 @@ def test_each_answer_has_its_own_room():
     remaining = []
 
     class Spy(Ngram):
-        def propose(self, token, budget):
-            remaining.append(budget.remaining)
-            return super().propose(token, budget)
+        def propose(self, token, plan):
+            remaining.append(plan.depth)
+            return super().propose(token, plan)
 
-    engine = SteppedEngine(Stacking(target.table), Spy(), StepPlan(6, 4))
+    engine = SteppedEngine(Stacking(target.table), Spy(), StepPlan(6, 99))
     rows = scheduled(engine, prompts, limits)
     engine.core.step()
     while engine.core.running:
         left = max(row.remaining for row in rows if not row.done) - 1
         engine.core.step()
-        assert remaining[-1] == left  # a short answer does not cut the drafts of a long one
+        assert left == 0 or remaining[-1] == left  # a short answer does not cut the drafts of a long one
 
 
 @pytest.mark.parametrize("length", [7, 8, 9, 15, 16, 17])
@@ -652,17 +646,17 @@ def test_prompts_of_any_number_of_chunks(length, busy):
     engine.remove(other)
 
 
-def test_budgets_learn_beside_plain_sequences() -> None:
+def test_policies_learn_beside_plain_sequences() -> None:
     seen: list[int] = []
 
-    class Watching(Budget):
-        def observe(self, nodes, *rest) -> None:
-            seen.append(nodes)
+    class Watching(DraftPolicy):
+        def observe(self, plan, tree, paths, times) -> None:
+            seen.append(tree.nodes)
 
     target = Stacking(table_model(VOCAB))
     truth = [said_plainly(target.table, one, 40) for one in ([1, 2], [3, 3])]
-    budget = Watching(5)
-    engine = SteppedEngine(target, Oracle(truth, vocab=VOCAB), budget, max_num_seqs=8)
+    policy = Watching(StepPlan(5))
+    engine = SteppedEngine(target, Oracle(truth, vocab=VOCAB), policy, max_num_seqs=8)
     rows = scheduled(engine, [[1, 2], [3, 3]], [Stopper(12), Stopper(12)], [None, 0])
     together = 0
     while not rows[0].done:
@@ -686,7 +680,7 @@ class Ahead(Drafter):
     def select(self, rows):
         self.history = [self.history[row] for row in rows]
 
-    def propose(self, token, budget):
+    def propose(self, token, plan):
         self.proposed.append(token.tolist())
         self.early.append(token.tolist() != [row[-1] for row in self.history])
         return TokenTree.root(token)
@@ -702,8 +696,7 @@ def test_drafts_that_come_ahead_are_those_of_the_rows_that_run():
     target.verify = lambda tree, *rest: (
         passes.append((tree.tokens[:, 0].tolist(), drafter.proposed[-1])) or forward(tree, *rest)
     )
-    budget = StepPlan(3, 2)
-    engine = SteppedEngine(target, drafter, budget, max_num_seqs=2)
+    engine = SteppedEngine(target, drafter, StepPlan(3, 2), max_num_seqs=2)
     counts = (4, 9, 6, 5)
     rows = [
         row

@@ -1,7 +1,9 @@
-"""Each second of a step is counted once, in its place, and the budget is given what the step measured."""
+"""Each second of a step is counted once, in its place, and the policy is given what the step measured."""
 
 import pytest
 
+from mmspec.core.plan import StepPlan
+from mmspec.engine.policy import DraftPolicy
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.sampler import Sampler
@@ -12,7 +14,7 @@ from tests.tiny import table_model
 SECONDS = {  # powers of two: any sum tells its parts
     "prefill": 256.0,
     "begin": 64.0,
-    "drafts": 32.0,
+    "plan": 32.0,
     "propose": 16.0,
     "verify": 8.0,
     "choose": 4.0,
@@ -25,7 +27,7 @@ SECONDS = {  # powers of two: any sum tells its parts
 def now(monkeypatch):
     """The time, a list of one number, as the engine reads it."""
     time = [0.0]
-    for name in ("core.clock", "core.mark", "request_state.clock"):
+    for name in ("core.clock", "stats.perf_counter", "sequence.clock"):
         monkeypatch.setattr(f"mmspec.engine.{name}", lambda *device: time[0])
     return time
 
@@ -44,19 +46,19 @@ def take_time(now, part, *methods):
         setattr(part, name, timed(name, getattr(part, name)))
 
 
-class Observed(Budget):
+class Observed(DraftPolicy):
     """The third step is not drafted."""
 
     def __init__(self):
-        super().__init__(9, 5)
+        super().__init__(StepPlan(9, 5))
         self.calls, self.asked = [], 0
 
-    def drafts(self):
+    def plan(self, rows, remaining):
         self.asked += 1
-        return self.asked != 3
+        return StepPlan(0) if self.asked == 3 else super().plan(rows, remaining)
 
-    def observe(self, nodes, paths, draft_seconds, verify_seconds, commit_seconds, shape):
-        self.calls.append((nodes, paths, draft_seconds, verify_seconds))
+    def observe(self, plan, tree, paths, times):
+        self.calls.append((tree.nodes, paths, times.draft, times.verify))
 
 
 def test_every_second_in_its_place(now, monkeypatch):
@@ -67,7 +69,7 @@ def test_every_second_in_its_place(now, monkeypatch):
         [(truth[0][1:3], [0, 1]), (truth[1][1:3], [0, 1])],  # both accept two drafts, and end at four tokens
         [([wrong[0], truth[0][4]], [0, 0]), ([wrong[1]], [0])],  # the first row accepts its second sibling
     )
-    target, sampler, budget = TableTarget(table), Sampler(), Observed()
+    target, sampler, policy = TableTarget(table), Sampler(), Observed()
     take_time(now, target, "prefill", "verify", "commit")
     take_time(now, drafter, "begin", "propose", "observe")
     choose = BatchSampler.choose
@@ -77,19 +79,19 @@ def test_every_second_in_its_place(now, monkeypatch):
         return choose(*arguments)
 
     monkeypatch.setattr(BatchSampler, "choose", chosen)
-    take_time(now, budget, "drafts")
+    take_time(now, policy, "plan")
 
-    *_, rows = decode(target, drafter, prompt_of(prompts), sampler, Stopper(9), budget)
+    *_, rows = decode(target, drafter, prompt_of(prompts), sampler, Stopper(9), policy)
     assert [row.token_ids for row in rows] == truth
     s = SECONDS
-    drafted, verified = s["drafts"] + s["propose"], s["verify"] + s["choose"]
-    assert budget.calls[:3] == [
+    drafted, verified = s["plan"] + s["propose"], s["verify"] + s["choose"]
+    assert policy.calls[:3] == [
         (3, [[0, 1, 2], [0, 1, 2]], drafted, verified),
         (3, [[0, 2], [0]], drafted, verified),
         (1, [[0], [0]], 0.0, verified),
     ]
     # Beyond the last tree, the drafter proposes roots.
-    assert budget.calls[3:] == [(1, [[0], [0]], drafted, verified)] * 2 + [(1, [[0]], drafted, verified)]
+    assert policy.calls[3:] == [(1, [[0], [0]], drafted, verified)] * 2 + [(1, [[0]], drafted, verified)]
     for row, steps in zip(rows, (5, 6), strict=True):
         stats = row.stats
         assert stats.num_spec_steps == steps

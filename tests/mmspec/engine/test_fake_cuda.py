@@ -8,13 +8,13 @@ import torch
 from mmspec import SamplingParams, TokenTree, accept_path, ops, plugins
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
-from mmspec.engine import speculation
+from mmspec.engine import warm_up
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs
 from mmspec.ops.graphs import Graphed
 from mmspec.sampling import defaults
 from mmspec.sampling.batch_sampler import BatchSampler
-from mmspec.sampling.sampler import Sampled, Sampler
+from mmspec.sampling.sampler import Sampler, SamplingState
 from tests import matrix
 from tests.decoding import SteppedEngine, decode
 from tests.tiny import byte_tokenizer, shared_model
@@ -88,12 +88,12 @@ def test_answers_with_and_without_drafts(name, kind, monkeypatch):
 def test_an_answer_after_the_warm_up(name, kind, monkeypatch):
     model = copy.deepcopy(shared_model(name))
     drafter = matrix.drafter_of(kind, model, "captured")
-    monkeypatch.setattr(speculation, "_free_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr(warm_up, "_free_bytes", lambda device: 1 << 30)
     with fake_cuda(monkeypatch) as device:
         to_cuda(model)
         target = plugins.target_class(model.config)(model)
         drafter.attach(target)
-        speculation.warm_up(target, drafter, 1, 64, [StepPlan(7)])
+        warm_up.reserve_and_capture(target, drafter, 1, 64, [StepPlan(7)])
         captured = device.captured
         assert captured
         prompt = Prompt(on_fake_cuda(text_inputs(1)["input_ids"]))
@@ -128,8 +128,8 @@ def test_tokens_are_drawn_at_few_nodes_without_the_host(batch, nodes, vocab, top
         logits, probs = (torch.zeros(batch, nodes, vocab, device="cuda") for _ in range(2))
         tree = TokenTree(tokens, parents, draft_probs=probs if drawn else None, check=False)
         tree.max_depth = 5
-        sequences = [Sampled([5], sampler, generator=torch.Generator()) for _ in range(batch)]
-        verdict = accept_path(tree, BatchSampler().choose(sequences, tree, logits))
+        sequences = [SamplingState([5], sampler, generator=torch.Generator()) for _ in range(batch)]
+        verdict = accept_path(tree, BatchSampler().choose(sequences, tree, logits).tokens)
         assert verdict.packed.shape == (batch, 14)
         assert (sum(warped), device.reads, device.copies) == (rows, {}, 0)
 
@@ -143,10 +143,11 @@ def test_grammar_masks_are_copied_from_pinned_memory(aligned, monkeypatch):
     history = byte_tokenizer()("Say it: ").input_ids
     with fake_cuda(monkeypatch, strict=False) as device:
         sampler = Sampler(constraint=grammar, do_sample=aligned, aligned=aligned)
-        sequences = [Sampled(list(history), sampler, generator=torch.Generator()) for _ in range(3)]
+        sequences = [SamplingState(list(history), sampler, generator=torch.Generator()) for _ in range(3)]
         tree = TokenTree.root(torch.zeros(3, dtype=torch.long, device="cuda"))
-        assert BatchSampler().choose(sequences, tree, torch.zeros(3, 1, 259, device="cuda")).shape == (3, 1)
-        assert not any(row.failures for row in sequences)
+        choices = BatchSampler().choose(sequences, tree, torch.zeros(3, 1, 259, device="cuda"))
+        assert choices.tokens.shape == (3, 1)
+        assert not any(choices.failures)
         assert device.copies == 0
 
 

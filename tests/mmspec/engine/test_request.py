@@ -1,4 +1,4 @@
-"""Mistakes in a call's keywords and requests: one line with the rule and what was received, before anything runs."""
+"""Mistakes in keywords and requests: one line with the rule and the received value, before anything runs."""
 
 from inspect import signature
 from typing import Unpack, get_type_hints

@@ -111,7 +111,7 @@ def test_drafts_of_a_batch_are_grown_in_powers_of_two(kind):
         if rows:
             steps = drafter._on_device if kind == "recycle" else drafter
             if not sizes:
-                steps.grow = lambda token, budget, grow=steps.grow: sizes.append(len(token)) or grow(token, budget)
+                steps.grow = lambda token, plan, grow=steps.grow: sizes.append(len(token)) or grow(token, plan)
             tree = drafter.propose(torch.tensor([row[-1] for row in rows]), StepPlan(5, 2))
             assert tree.tokens[:, 0].tolist() == [row[-1] for row in rows]
             expected.append(batch_bucket(len(rows)))

@@ -346,9 +346,9 @@ def test_a_drafter_follows_the_pipeline_that_uses_it():
         def attach(self, target):
             self.target = target
 
-        def propose(self, token, budget):
+        def propose(self, token, plan):
             assert self.target is using.target
-            return super().propose(token, budget)
+            return super().propose(token, plan)
 
     drafter = Loyal()
     pipes = [pipeline(drafter), pipeline(drafter)]

@@ -3,7 +3,7 @@ import torch
 
 from mmspec import Pipeline
 from mmspec.drafters.ngram import Ngram
-from mmspec.engine import core, stats
+from mmspec.engine import stats
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
@@ -41,7 +41,8 @@ def test_the_host_has_its_own_clock(monkeypatch):
 def test_drafting_and_verification_are_timed_on_the_device(monkeypatch):
     """By the host's clock, launches would be nothing and the first copy to the host the whole step."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(core, "mark", lambda device: stats.mark(torch.device("cuda")))
+    mark = stats.mark
+    monkeypatch.setattr(stats, "mark", lambda device: mark(torch.device("cuda")))
     pipe = Pipeline(TransformersTarget(byte_model()), Processor(byte_tokenizer()), Ngram())
     found = pipe.generate("Say: ", max_new_tokens=6, nodes=3).stats
     assert found.num_spec_steps > 0

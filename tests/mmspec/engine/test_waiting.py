@@ -37,7 +37,7 @@ SAMPLING = {
 }
 
 
-def steps(name, kind, batch, sampling, budget):
+def steps(name, kind, batch, sampling, plan):
     """An answer step by step on a GPU; the first of the rows ends early."""
     target = matrix.new_target(name, "cuda")
     drafter = matrix.drafter_of(kind, target.model, "captured")
@@ -45,7 +45,7 @@ def steps(name, kind, batch, sampling, budget):
         drafter.attach(target)
     inputs = on_a_gpu(matrix.inputs_of(name, 2, batch), "cuda")
     stopper = Stopper(60, criteria=[])
-    for rows in decode(target, drafter, prompt_of(inputs), SAMPLING[sampling](), stopper, budget):
+    for rows in decode(target, drafter, prompt_of(inputs), SAMPLING[sampling](), stopper, plan):
         if batch > 1 and len(rows[0].token_ids) > 8:
             rows[0].finish_reason = "stop"
         yield rows
@@ -104,9 +104,9 @@ def test_torch_finds_no_other_waiting(name, kind, batch, sampling, monkeypatch):
     found = type(Verdict.host)(only_copy)
     found.__set_name__(Verdict, "host")
     monkeypatch.setattr(Verdict, "host", found)
-    budget = StepPlan(0 if kind == "plain" else 12, 4)
+    plan = StepPlan(0 if kind == "plain" else 12, 4)
     try:
-        for _, rows in zip(range(12), steps(name, kind, batch, sampling, budget), strict=False):
+        for _, rows in zip(range(12), steps(name, kind, batch, sampling, plan), strict=False):
             assert len(rows) == batch
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -10,8 +10,9 @@ from mmspec import plugins
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters.recycle import Recycle
-from mmspec.engine import calibrate, speculation
-from mmspec.engine.engine import Engine
+from mmspec.engine import warm_up
+from mmspec.engine.policy import STEADY_PLANS
+from mmspec.engine.sequence import DecodeRequest
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs
 from mmspec.pipeline import Pipeline
@@ -23,7 +24,6 @@ from tests import matrix
 from tests.device import Replayed, record_captures
 from tests.targets import prefilled
 from tests.tiny import shared_model
-from tests.tiny.drafters import tiny_drafter
 
 MEMORY = 1 << 30
 
@@ -31,7 +31,7 @@ MEMORY = 1 << 30
 @pytest.fixture
 def _recorded(monkeypatch, tmp_path):
     record_captures(monkeypatch)
-    monkeypatch.setattr(speculation, "_free_bytes", lambda device: MEMORY)
+    monkeypatch.setattr(warm_up, "_free_bytes", lambda device: MEMORY)
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
 
 
@@ -55,7 +55,10 @@ def check_answers(pipe, lengths, new, size=None):
     """
     given = [Prompt(torch.tensor([ids], device=pipe.target.device)) for ids in prompts(lengths)]
     with pipe.engine.together():
-        rows = [pipe.add(prompt, Sampler(), Stopper(count), size)[0] for prompt, count in zip(given, new, strict=True)]
+        rows = [
+            pipe.submit(DecodeRequest(prompt, Sampler(), Stopper(count), size), lambda _: None)
+            for prompt, count in zip(given, new, strict=True)
+        ]
     pipe.engine.drain()
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.no_grad():
@@ -105,17 +108,11 @@ def test_answers_on_a_gpu_capture_nothing(name, kind, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_recorded")
-def test_adaptive_drafts_are_calibrated_on_captured_passes(monkeypatch):
+def test_adaptive_drafts_use_captured_steps():
     pipe = pipeline("llava", "msd")
-    measured = []
-    measure = calibrate.measure
-    monkeypatch.setattr(calibrate, "measure", lambda target, prefix: measured.append(target) or measure(target))
     pipe.warm_up(1, 128)
-    assert measured == [pipe.target]
-    assert isinstance(pipe.target.cost, CostTable)
     captures = Replayed.captures
     check_answers(pipe, (9,), (60,))
-    assert pipe.budget is not None
     assert Replayed.captures == captures
 
 
@@ -139,7 +136,6 @@ def test_nothing_is_learnt_and_nothing_kept():
     table = {(-1, 0): {5: 0.5}, (0, 0): {7: 0.25}, (-1, 9): {3: 0.75}}
     drafter._table = {context: dict(ranking) for context, ranking in table.items()}
     drafter._vocab = target.config.vocab_size
-    target.cost = CostTable((1, 2), (1.0, 2.0))
     pipe = Pipeline(target, None, drafter, prefix_cache=1 << 20)
     state = torch.get_rng_state()
     pipe.warm_up(2, 64, [7])
@@ -148,8 +144,6 @@ def test_nothing_is_learnt_and_nothing_kept():
     assert (target.runner.rows, drafter._on_device.rows, drafter.learned) == (0, 0, 0)
     assert drafter._on_device._pending == []
     assert len(pipe.engine.prefixes) == 0
-    assert target.cost == CostTable((1, 2), (1.0, 2.0))
-    assert pipe.budget is None
 
 
 @pytest.mark.parametrize(
@@ -165,13 +159,13 @@ def test_nothing_is_learnt_and_nothing_kept():
 )
 def test_memory_that_is_reserved(free, rows, tokens, expected, monkeypatch):
     """Half of the free memory, with a byte per token."""
-    monkeypatch.setattr(speculation, "_token_bytes", lambda cache: 1)
-    monkeypatch.setattr(speculation, "_free_bytes", lambda device: free)
+    monkeypatch.setattr(warm_up, "_token_bytes", lambda cache: 1)
+    monkeypatch.setattr(warm_up, "_free_bytes", lambda device: free)
     target = TransformersTarget(shared_model("llama"))
     target.context_limit = 1 << 20
-    assert speculation._reservation(target, rows, tokens) == expected
+    assert warm_up._reservation(target, rows, tokens) == expected
     target.context_limit = 300
-    assert speculation._reservation(target, 1, tokens)[1] <= 300
+    assert warm_up._reservation(target, 1, tokens)[1] <= 300
 
 
 @pytest.mark.usefixtures("_recorded")
@@ -191,21 +185,21 @@ def test_memory_that_is_reserved_serves_more_rows():
 @pytest.mark.usefixtures("_recorded")
 def test_bytes_of_a_token():
     target = TransformersTarget(shared_model("llama"))
-    prefilled(target, calibrate.placeholder(3, 20, target), 1)
+    prefilled(target, warm_up.placeholder(3, 20, target), 1)
     config = target.config
     size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    assert speculation._token_bytes(target.runner.cache) == size
+    assert warm_up._token_bytes(target.runner.cache) == size
 
 
 @pytest.mark.usefixtures("_recorded")
 def test_larger_steps_are_left_to_requests(monkeypatch):
-    monkeypatch.setattr(speculation, "_MOST_NODES", 16)
+    monkeypatch.setattr(warm_up, "_MOST_NODES", 16)
     seen = []
     target = TransformersTarget(shared_model("llama"))
     forward = target.verify
     monkeypatch.setattr(target, "verify", lambda tree, *rest: seen.append(tree.tokens.shape) or forward(tree, *rest))
     # Three rows are padded to four.
-    speculation.warm_up(target, None, 3, 64, [StepPlan(7), StepPlan(4), StepPlan(3)])
+    warm_up.reserve_and_capture(target, None, 3, 64, [StepPlan(7), StepPlan(4), StepPlan(3)])
     assert sorted({tuple(shape) for shape in seen}) == [
         *((1, 1), (1, 2), (1, 4), (1, 8)),
         *((2, 1), (2, 2), (2, 4), (2, 8)),
@@ -213,20 +207,15 @@ def test_larger_steps_are_left_to_requests(monkeypatch):
     ]
 
 
-def test_every_shape_of_adaptive_drafts_is_captured(monkeypatch):
-    captured = []
-    monkeypatch.setattr(
-        speculation, "warm_up", lambda *known: captured.extend((b.nodes, b.chain, b.depth) for b in known[-1])
-    )
-    model = shared_model("llama")
-    found = speculation.Speculation(plugins.target_class(model.config)(model), tiny_drafter("dflash", model))
-    monkeypatch.setattr(found.budgets, "calibrate", lambda adaptive: None)
-    found.warm_up(1)
-    trees = [(nodes, False, depth) for nodes in (63, 31, 15, 7) for depth in (12, 4)]
-    assert captured == [*trees[:6], (7, True, 7), *trees[6:], (3, True, 3)]
-    captured.clear()
-    found.warm_up(1, sizes=(12, 0))
-    assert captured == [(12, False, 12)]
+@pytest.mark.usefixtures("_recorded")
+@pytest.mark.parametrize("sizes", [(None,), (12, 0)])
+def test_every_plan_that_is_asked_for_is_captured(sizes, monkeypatch):
+    """Largest first, so that smaller steps share the memory of larger ones."""
+    plans = []
+    monkeypatch.setattr(warm_up, "reserve_and_capture", lambda *known: plans.extend(known[-1]))
+    pipeline("llama", "dflash").warm_up(1, num_draft_tokens=sizes)
+    assert set(plans) == (set(STEADY_PLANS) if None in sizes else {StepPlan(12)})
+    assert [plan.nodes for plan in plans] == sorted((plan.nodes for plan in plans), reverse=True)
 
 
 @pytest.mark.usefixtures("_recorded")
@@ -235,7 +224,7 @@ def test_a_lack_of_memory_is_a_warning(monkeypatch):
         raise torch.OutOfMemoryError("out of memory")
 
     pipe = pipeline("llama", "plain")
-    monkeypatch.setattr(speculation, "_reservation", fails)
+    monkeypatch.setattr(warm_up, "_reservation", fails)
     with pytest.warns(RuntimeWarning, match="CUDA graphs could not be captured beforehand: out of memory"):
         pipe.warm_up(1)
     check_answers(pipe, (9,), (12,))
@@ -245,12 +234,11 @@ def test_on_a_cpu_nothing_is_done(monkeypatch):
     pipe = mmspec.load(shared_model("llama"), drafter="recycle", processor=object())
     pipe.warm_up(4)
     assert pipe.target.runner._cache is None
-    assert pipe.target.cost is None
 
 
 def test_how_many_sequences_are_warmed_up(monkeypatch):
     asked = []
-    monkeypatch.setattr(Engine, "warm_up", lambda engine, speculation, *asking: asked.append(asking))
+    monkeypatch.setattr("mmspec.pipeline.warm_up", lambda engine, speculation, *asking: asked.append(asking))
     mmspec.load("tiny-llava", drafter=None)
     mmspec.load("tiny-llava", drafter=None, warm_up=0)
     mmspec.load("tiny-llava", drafter=None, warm_up=3)

@@ -28,7 +28,7 @@ from tests.tiny.models import text_inputs, vision_inputs
 
 KERNELS = {
     "mmspec.ops.triton_attention": ("tree_attention",),
-    "mmspec.ops.triton_layers": ("act_and_mul", "add_norm", "rotate_and_cache"),
+    "mmspec.ops.triton_elementwise": ("act_and_mul", "add_norm", "rotate_and_cache"),
     "mmspec.ops.triton_verify": ("accepted_path", "compact_kv"),
     "mmspec.ops.triton_growth": (
         "extend_reach",

@@ -39,15 +39,13 @@ def test_a_tree_of_a_cell_is_that_of_torch(batch, width, depth, least_gain, node
         states.append(norm(before + product("out", F.silu(table[beam] + product("into", before)))))
         return product("head", product("guess", states[-1])).log_softmax(-1).topk(min(width, 90))[::-1]
 
-    budget = StepPlan(nodes, depth)
-    monkeypatch.setattr(Budget, "least_gain", least_gain)
-    expected = grow_tree(last, first, extend, budget, width)
+    expected = grow_tree(last, first, extend, StepPlan(nodes, depth, least_gain=least_gain), width)
     for count in THREADS:
         torch.set_num_threads(count)
         found, levels = cpu.draft_cells(
             weights, carried, first, last, ids if mapped else None, width, depth, least_gain, nodes
         )
-        assert levels == budget.levels
+        assert levels == expected.levels
         tokens = torch.cat([last[:, None], ids[expected.tokens[:, 1:]]], dim=1) if mapped else expected.tokens
         assert torch.equal(found[0], tokens)
         assert torch.equal(found[1], expected.parents)

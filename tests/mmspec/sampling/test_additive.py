@@ -133,7 +133,7 @@ def test_no_end_of_several_comes_early(source: str, end: int, monkeypatch: pytes
 
 @pytest.mark.parametrize("penalty", [0.0, 0.5])
 def test_biased_tokens_are_those_of_the_vocabulary(penalty: float) -> None:
-    """The last one is, the next one is the first that is not."""
+    """The last token id of the vocabulary is allowed, the next id is an error."""
     pipe = pipeline(Ngram())
     vocab = pipe.model.config.vocab_size
     options = {"nodes": 4, "max_new_tokens": 3, "frequency_penalty": penalty}

@@ -120,7 +120,7 @@ def test_prompts_with_images_and_recurrent_layers_begin_anew(name: str, drafter:
 
 
 def test_rows_beside_others() -> None:
-    """Masked and free rows of the batch are not affected; nor are rejected ones by them."""
+    """Masked, free and rejected rows of a batch do not affect each other."""
     pipe = mmspec.load(byte_model(), Branches(), processor=byte_tokenizer())
     kinds = [params(seed=3), params(seed=3, grammar_aligned=False), params(seed=3, regex=None), params(seed=4)]
     alone = [pipe.generate(PROMPT, params=one, nodes=6).token_ids for one in kinds]

@@ -1,4 +1,4 @@
-"""Sampling parameters are declared once: names, limits and errors of Python, command line and server are the same."""
+"""Sampling parameters are declared once: Python, command line and server share names, limits and errors."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_masks_allow_what_the_language_contains(name):
 
 @pytest.mark.parametrize("size", [0, 1 << 20])
 def test_the_stack_size_of_other_threads_stays(size):
-    """It is global: with that of the compiler, each later thread of the process would map 256 MiB."""
+    """The size is global: with the compiler's size, each later thread of the process would map 256 MiB."""
     before = threading.stack_size(size)
     try:
         compiled("regex", "a+")
@@ -250,7 +250,7 @@ def test_mistakes_are_one_line(keywords, message):
 
 
 def test_added_tokens_that_are_not_special_are_text():
-    """Such as Qwen's ``<tool_call>``: a grammar's text is this token, or its bytes. Special ones are no text."""
+    """Such as Qwen's ``<tool_call>``: a grammar's text is this token, or its bytes. Special tokens are not text."""
     tokenizer = copy.deepcopy(byte_tokenizer())
     tokenizer.add_tokens([AddedToken("<call>", normalized=False), AddedToken("<eat>", normalized=False, special=True)])
     call, (less, c, e, a, x) = VOCAB, ids_of("<ceax")
@@ -294,7 +294,7 @@ def test_without_the_package(monkeypatch):
 
 
 def test_a_grammar_is_compiled_once(monkeypatch):
-    """For its choices and later requests, by threads at the same time; the last ones are kept."""
+    """For its choices and later requests, by concurrent threads; the most recent grammars are kept."""
     calls, slowly = [], module.compiled
 
     def compiled_slowly(kind, tokenizer, form):
@@ -316,7 +316,7 @@ def test_a_grammar_is_compiled_once(monkeypatch):
 
 
 def test_a_grammar_that_compiles_slowly_is_not_compiled_in_a_step(monkeypatch):
-    """Where its lexer reaches a limit, the sequence ends, and the next request has a new one."""
+    """Where its lexer reaches a limit, the sequence ends, and the next request has a new lexer."""
     monkeypatch.setitem(LIMITS, "max_lexer_states", 60)
     monkeypatch.setattr(module, "_QUICK", 0.0)
     grammars = Grammars(byte_tokenizer(), [EOS])
@@ -401,9 +401,9 @@ def test_a_vocabulary_is_read_once_for_all_drafters(monkeypatch):
 
 
 def test_a_limit_depends_on_the_tokens_alone(monkeypatch):
-    """A matcher whose drafts have needed more states than the limit goes on where a new one does, and ends likewise.
+    """A matcher whose drafts needed more states than the limit continues and ends like a new matcher.
 
-    Numbers of states vary by compilation: those of a short path are far below the limit, of all together far beyond it.
+    Numbers of states vary by compilation: a short path needs far fewer states than the limit, all paths far more.
     """
     monkeypatch.setitem(LIMITS, "max_lexer_states", 60)
     grammar = compiled("regex", STATES)

@@ -10,7 +10,8 @@ import torch
 import mmspec
 from mmspec.errors import UserError
 from mmspec.pipeline import Generation, Pipeline
-from mmspec.sampling.logprobs import MOST_LOGPROBS, token_logprobs
+from mmspec.sampling.logprobs import token_logprobs
+from mmspec.sampling.params import MOST_LOGPROBS
 from mmspec.vision.embedded import samples
 
 REQUEST = {"prompt": "Describe the image.", "images": str(samples() / "scene.png")}

@@ -27,7 +27,7 @@ from mmspec.sampling import defaults
 from mmspec.sampling import sampler as sampler_module
 from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.processors import NOTHING, Histories, NodeHistories, tree_form
-from mmspec.sampling.sampler import Sampled, Sampler
+from mmspec.sampling.sampler import Sampler, SamplingState
 from tests.decoding import SteppedEngine
 from tests.mmspec.sampling.plain import decode_plainly
 from tests.targets import prompt_of
@@ -51,7 +51,7 @@ class Alternating(LogitsProcessor):
 
 
 class Drifting(LogitsProcessor):
-    """Adds noise of its own generator, and what it has seen of the scores before."""
+    """Adds noise of its own generator, and a moving average of earlier scores."""
 
     def __init__(self):
         self.random, self.seen = torch.Generator().manual_seed(3), 0.0
@@ -86,7 +86,7 @@ class Grammar:
 
 
 class Plainly(LogitsProcessor):
-    """``Grammar`` for ``generate``: everything after the prompt is looked at anew."""
+    """``Grammar`` for ``generate``: recomputes the state from the whole output."""
 
     def __init__(self, prompt_length):
         self.prompt_length = prompt_length
@@ -351,19 +351,19 @@ def test_a_warning_names_the_processor_once():
 def test_what_cannot_be_copied():
     processor = Alternating()
     processor.lines = (line for line in ())
-    row = Sampled([5], Sampler([processor]))
-    BatchSampler().choose([row], TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB))
-    assert "must be copyable, once per sequence: Alternating is not (cannot pickle 'generator'" in str(row.failures[0])
-    assert isinstance(row.failures[0], UserError)
+    row = SamplingState([5], Sampler([processor]))
+    failures = BatchSampler().choose([row], TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB)).failures
+    assert "must be copyable, once per sequence: Alternating is not (cannot pickle 'generator'" in str(failures[0][0])
+    assert isinstance(failures[0][0], UserError)
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_failures_outlast_another_grammars_success(first, monkeypatch):
     broken, error = Grammar(), ValueError("no mask")
     monkeypatch.setattr(broken, "mask", mock.Mock(side_effect=error))
-    row = Sampled([5], Sampler([broken, Grammar()] if first else [Grammar(), broken]))
-    BatchSampler().choose([row], TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB))
-    assert row.failures == {0: error}
+    row = SamplingState([5], Sampler([broken, Grammar()] if first else [Grammar(), broken]))
+    choices = BatchSampler().choose([row], TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB))
+    assert choices.failures == [{0: error}]
 
 
 def test_copies_share_models_and_tokenizers():
@@ -379,8 +379,8 @@ def test_a_later_sampler_at_the_same_address_is_another():
     """Groups outlive the step; a sampler that begins where one has been freed must not be taken for it."""
     batch, tree, logits = BatchSampler(), TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB)
     for token in range(3, 40):
-        row = Sampled([5], Sampler([Only(only(token))]))
-        assert batch.choose([row], tree, logits).tolist() == [[token]]
+        row = SamplingState([5], Sampler([Only(only(token))]))
+        assert batch.choose([row], tree, logits).tokens.tolist() == [[token]]
         del row
 
 
@@ -401,14 +401,14 @@ def test_drawn_trees_path_by_path(seed):
     for made in (Warmer, hf.TemperatureLogitsWarper):
         sampler = Sampler([made(0.7)], do_sample=True, generator=torch.Generator().manual_seed(seed))
         assert sampler.by_path == (made is Warmer)
-        rows = [Sampled([5, 6], sampler) for _ in range(3)]
-        found.append(mmspec.accept_path(tree, BatchSampler().choose(rows, tree, logits)).host)
+        rows = [SamplingState([5, 6], sampler) for _ in range(3)]
+        found.append(mmspec.accept_path(tree, BatchSampler().choose(rows, tree, logits).tokens).host)
     assert found[0] == found[1]
     assert max(len(path) for path, _ in found[0]) > 1
 
 
 def test_padding_and_prefixes_belong_to_rows_of_the_request():
-    """Rows of a request leave at different times; what is known by their number must stay with them."""
+    """Rows of a request end at different times: settings by row number must follow the row."""
     model, inputs = shared_model("llama"), text_inputs(3, 9)
     padding = (inputs["attention_mask"] != 0).int().argmax(1)
     assert len(set(padding.tolist())) == 3
@@ -496,11 +496,11 @@ class Visited:
 def test_every_node_whose_path_is_allowed_is_asked_once(in_place, seed):
     g = torch.Generator().manual_seed(seed)
     tree, histories, processor = random_tree(g, 3, 20, 7), [[3, 4, 5], [9], [11, 2]], Visited(in_place)
-    rows = [Sampled(history, Sampler([processor])) for history in histories]
+    rows = [SamplingState(history, Sampler([processor])) for history in histories]
     batch, expected = BatchSampler(), []
     for step in range(3):
         logits = torch.randn(3, 20, VOCAB, generator=g)
-        choices = batch.choose(rows, tree, logits)
+        choices = batch.choose(rows, tree, logits).tokens
         expected = []
         for b, row in enumerate(rows):
             paths = {0: tuple(row.history)}
@@ -555,10 +555,10 @@ def only(*tokens, size=VOCAB):
     ],
 )
 def test_masks_that_are_none(mask, message):
-    row = Sampled([5], Sampler([Only(mask)]))
-    BatchSampler().choose([row], TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB))
+    row = SamplingState([5], Sampler([Only(mask)]))
+    choices = BatchSampler().choose([row], TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB))
     with pytest.raises(UserError, match=message):
-        raise row.failures[0]
+        raise choices.failures[0][0]
 
 
 def test_tokens_beyond_a_mask_are_forbidden():
@@ -571,7 +571,7 @@ def test_tokens_beyond_a_mask_are_forbidden():
 @pytest.mark.parametrize("drafter", ["plain", "oracle"])
 @pytest.mark.parametrize("forced", ["end", "unknown"])
 def test_a_forbidden_token_that_is_forced_is_an_error(forced, drafter):
-    """Forced at the end of the answer, it ends it all the same; before that, the processors contradict each other."""
+    """A token forced at the last position ends the answer; an earlier one is a contradiction between processors."""
     model, inputs = shared_model("llama"), text_inputs(1, 9)
     references = [[7, 7, 8, 8] + [7] * NEW]
     for length, error in (

@@ -78,7 +78,7 @@ def in_reasoning(spelling: str, mode: str, said: list[int]) -> bool:
 
 
 def allowed(spelling: str, mode: str, form: str, said: list[int]) -> list[int] | None:
-    """What may come after some tokens: a grammar that does not begin with white space."""
+    """Allowed next tokens, for a grammar whose text never starts with white space."""
     start, end = (one.encode() for one in MARKERS[spelling])
     vocab = {token: bytes_of(spelling, token) for token in range(3, len(tokenizer(spelling)))}
     text = b"".join(bytes_of(spelling, token) for token in said)

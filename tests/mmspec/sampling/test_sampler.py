@@ -8,7 +8,7 @@ from transformers.generation import logits_process as hf
 from mmspec import SamplingParams, TokenTree, UserError, accept_path, ops, verify
 from mmspec.sampling import defaults
 from mmspec.sampling.batch_sampler import BatchSampler
-from mmspec.sampling.sampler import Sampled, Sampler
+from mmspec.sampling.sampler import Sampler, SamplingState
 from tests.tiny import random_tree, root_path, shared_model, valid_nodes
 
 pytestmark = pytest.mark.usefixtures("at_every_node")
@@ -30,11 +30,11 @@ def unrolled(history, tree, row, node):
 
 
 def rows_of(sampler, history=HISTORIES):
-    return [Sampled(list(tokens), sampler, index) for index, tokens in enumerate(history)]
+    return [SamplingState(list(tokens), sampler, index) for index, tokens in enumerate(history)]
 
 
 def verdict_of(sampler, history, tree, logits):
-    return accept_path(tree, BatchSampler().choose(rows_of(sampler, history), tree, logits))
+    return accept_path(tree, BatchSampler().choose(rows_of(sampler, history), tree, logits).tokens)
 
 
 def processed(monkeypatch, processors, history, tree, logits):
@@ -49,9 +49,8 @@ def processed(monkeypatch, processors, history, tree, logits):
     for b, i in nodes:  # the walk is led to each node
         led = [int(tree.tokens[b, node]) for node in root_path(tree, b, i)[1:]] + [VOCAB - 1]
         seen = recorded(monkeypatch, (torch.tensor([[token]]) for token in led))
-        row = Sampled(list(history[b]), sampler, b)
-        BatchSampler().choose([row], tree.select([b]), logits[b : b + 1])
-        assert not row.failures
+        row = SamplingState(list(history[b]), sampler, b)
+        assert BatchSampler().choose([row], tree.select([b]), logits[b : b + 1]).failures == [{}]
         found[b, i] = seen[-1][0, 0]
     return found
 
@@ -161,7 +160,7 @@ def test_greedy_takes_the_first_of_equals(dtype):
     torch.manual_seed(0)
     logits = torch.randn(1, 9, 1000).round().to(dtype)
     tree = random_tree(torch.Generator().manual_seed(0), 1, 9, 90, ragged=False)
-    chosen = BatchSampler().choose([Sampled([5], Sampler())], tree, logits)
+    chosen = BatchSampler().choose([SamplingState([5], Sampler())], tree, logits).tokens
     assert chosen.tolist() == [[int((row == row.max()).nonzero()[0]) for row in logits[0]]]
 
 
@@ -176,7 +175,9 @@ def test_half_precision_is_sampled_in_float32():
     logits = torch.randn(1, 60, 3000, generator=torch.Generator().manual_seed(0)).bfloat16()
     tree = random_tree(torch.Generator().manual_seed(0), 1, 60, 90, ragged=False)
     half, full = (
-        BatchSampler().choose([Sampled([5], defaults.sampler(SamplingParams(temperature=1.0, seed=7)))], tree, scores)
+        BatchSampler()
+        .choose([SamplingState([5], defaults.sampler(SamplingParams(temperature=1.0, seed=7)))], tree, scores)
+        .tokens
         for scores in (logits, logits.float())
     )
     assert torch.equal(half, full)
@@ -205,7 +206,7 @@ def test_no_processor_is_called_after_the_last_token(limit):
         lengths.append(input_ids.shape[1])
         return scores
 
-    class Limited(Sampled):
+    class Limited(SamplingState):
         def ends(self, token, length):
             return length >= self.prompt_length + limit
 
@@ -234,8 +235,8 @@ def test_reached_nodes_get_the_tokens_that_all_nodes_at_once_get(monkeypatch, pa
             op = getattr(ops, name)
             count = lambda x, *rest, op=op, counts=counts: counts.append(x.shape[:-1].numel()) or op(x, *rest)  # noqa: E731
             monkeypatch.setattr(ops, name, count)
-        rows = [Sampled(list(row), defaults.sampler(SamplingParams(**params, seed=seed))) for row in history]
-        found.append(accept_path(tree, BatchSampler().choose(rows, tree, logits)))
+        rows = [SamplingState(list(row), defaults.sampler(SamplingParams(**params, seed=seed))) for row in history]
+        found.append(accept_path(tree, BatchSampler().choose(rows, tree, logits).tokens))
         counted.append(sum(counts))
         monkeypatch.undo()
     assert found[0].host == found[1].host == found[2].host

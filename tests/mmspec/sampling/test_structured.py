@@ -7,11 +7,14 @@ import itertools
 import json
 import pickle
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from transformers.generation import logits_process as hf
+
+from mmspec.engine.policy import DraftPolicy
 
 pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
@@ -236,7 +239,13 @@ def test_the_margin_of_a_difference_is_of_allowed_tokens():
 def test_forced_tokens_in_steps_without_a_draft(name, drafter, monkeypatch):
     """The drafter proposes at every third step only, and observes all trees."""
     steps = itertools.count()
-    monkeypatch.setattr(Budget, "drafts", lambda budget: budget.remaining > 0 and next(steps) % 3 == 0)
+    plan = DraftPolicy.plan
+
+    def planned(policy, rows, remaining):
+        chosen = plan(policy, rows, remaining)
+        return chosen if next(steps) % 3 == 0 else replace(chosen, nodes=0, adaptive=True)
+
+    monkeypatch.setattr(DraftPolicy, "plan", planned)
     pipe = pipeline(name, drafter)
     for kind in CONSTRAINTS:
         r = pipe.generate(**REQUESTS[name], **keywords(kind, SAMPLING[name]), nodes=8)

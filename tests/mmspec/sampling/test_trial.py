@@ -11,7 +11,7 @@ pytest.importorskip("llguidance")
 from mmspec import SamplingParams, UserError
 from mmspec.sampling.syntax import KINDS, CheckedText
 from mmspec.sampling.trial import GrammarTrial
-from mmspec.workers import Stop
+from mmspec.workers import Cancellation
 from tests.testkit.served import eventually
 
 SLOW = json.dumps({"type": "string", "pattern": "(?i)" + r"\p{Lu}\p{Ll}" * 7500})
@@ -80,7 +80,7 @@ def test_memory_limit():
 
 def test_a_stopped_check_ends_its_worker(trial):
     trial.seconds = 600
-    stop = Stop()
+    stop = Cancellation()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(trial.check, "json_schema", SLOW, stop=stop)
         assert eventually(lambda: any(one.cpu_times().user > 0.2 for one in workers()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import socket
 import threading
@@ -197,6 +196,8 @@ def test_concurrent_requests_are_limited(pipe: Pipeline) -> None:
     with served(pipe, ONE) as server:
         with connections(server, ONE.requests + 10):
             assert server.post(question(max_tokens=2)).status_code == 200
+        with connections(server, ONE.requests + 256):
+            assert eventually(lambda: status(server, "/livez") == 503)
         with connections(server, ONE.requests, HEAD):
             assert eventually(lambda: status(server, "/v1/models") == 503)
             busy = server.post(question())
@@ -210,22 +211,6 @@ def test_requests_without_the_key_do_not_count(pipe: Pipeline) -> None:
     with served(pipe, ONE, api_key="secret") as server, connections(server, ONE.requests + 10, HEAD):
         headers = {"Authorization": "Bearer secret"}
         assert server.post(question(max_tokens=2), headers=headers).status_code == 200
-
-
-class Mallinfo(ctypes.Structure):
-    """glibc's ``struct mallinfo2``."""
-
-    _fields_ = (("figures", ctypes.c_size_t * 10),)
-
-
-def live_mebibytes() -> int:
-    """What is allocated and not freed, where the C library is glibc; else 0. Freed memory may stay in its arenas."""
-    found = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if found is None:
-        return 0
-    found.restype = Mallinfo
-    figures = found().figures
-    return (figures[4] + figures[7]) >> 20  # hblkhd: by mmap; uordblks: in arenas
 
 
 @pytest.mark.slow
@@ -246,17 +231,15 @@ def test_soak(pipe: Pipeline) -> None:
         if found.status_code == 200 and not body["stream"]:
             answers[with_image].update(texts(found))
 
-    live, objects = [], []
+    objects = []
     with served(pipe, Limits(max_running=8, max_waiting=8)) as server:
         for _ in range(20):
             with ThreadPoolExecutor(12) as threads:
                 list(threads.map(request, range(100)))
             assert eventually(lambda: server.idle)
             gc.collect()
-            live.append(live_mebibytes())
             objects.append(len(gc.get_objects()))
     assert set(statuses) <= {200, 400, 429}
     assert (statuses[200] > 1200, statuses[400]) == (True, 200)
     assert list(map(len, answers)) == [1, 1]
-    assert max(live[10:]) <= live[9] + 6, live
     assert max(objects[10:]) <= objects[9] + 1000, objects

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mmspec.engine.request_state import RequestState
+from mmspec.engine.sequence import Sequence
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.defaults import Defaults
 from mmspec.serving import formats, runner
@@ -44,12 +44,12 @@ STAGES: dict[str, tuple[Callable[[Served], Any], str, int]] = {
     "defaults": (lambda server: Defaults, "complete", 0),
     "stopping": (lambda server: Stopper, "limit", 0),
     "key of the batch": (lambda server: server.pipe.target, "batch_key", 0),
-    "queue": (lambda server: server.pipe.engine, "add", 0),
+    "queue": (lambda server: server.pipe.engine, "submit", 0),
     "prefill": (lambda server: server.pipe.target, "prefill", 0),
-    "first token": (lambda server: RequestState, "append", 0),
+    "first token": (lambda server: Sequence, "accept", 0),
     "verify pass": (lambda server: server.pipe.target, "verify", 1),
     "commit": (lambda server: server.pipe.target, "commit", 1),
-    "later token": (lambda server: RequestState, "append", 3),
+    "later token": (lambda server: Sequence, "accept", 3),
     "text": (lambda server: AnswerReader, "append", 0),
     "later text": (lambda server: AnswerReader, "append", 2),
     "figures of the first token": (lambda server: server.app.state.metrics.first_token, "observe", 0),

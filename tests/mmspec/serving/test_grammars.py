@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Event
@@ -13,9 +15,12 @@ import httpx
 import psutil
 import pytest
 
+from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.sampling.syntax import CheckedText
 from mmspec.sampling.trial import GrammarTrial
 from mmspec.serving.limits import Limits
+from mmspec.serving.runner import GrammarChecker
 from tests.testkit.served import TIMEOUT, Served, eventually, open_stream, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -113,6 +118,38 @@ def test_a_grammar_is_checked_once(server: Served, monkeypatch: pytest.MonkeyPat
     found.append(server.post(bodies[-1]))
     assert [one.status_code for one in found] == [200] * 3 + [400] * 3 + [200, 400]
     assert sorted(texts) == [json.dumps({"const": "blue"}), json.dumps({"type": "thing"})]
+
+
+def test_results_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last 64 results, errors of grammars included; other errors are not kept."""
+    checked: Counter[str] = Counter()
+
+    def check(trial: GrammarTrial, kind: str, text: str, **options: Any) -> CheckedText:
+        checked[text] += 1
+        if text == "wrong":
+            raise UserError("a wrong grammar")
+        if text == "broken":
+            raise RuntimeError("no worker")
+        return CheckedText(text)
+
+    async def scenario() -> None:
+        checker = GrammarChecker()
+        for _ in range(2):
+            assert await checker.check(("regex", "right")) == "right"
+            with pytest.raises(UserError, match=r"^a wrong grammar$"):
+                await checker.check(("regex", "wrong"))
+            with pytest.raises(RuntimeError, match="no worker"):
+                await checker.check(("regex", "broken"))
+        assert checked == {"right": 1, "wrong": 1, "broken": 2}
+        for number in range(63):
+            await checker.check(("regex", str(number)))
+        for text in ("right", "0", "62"):
+            await checker.check(("regex", text))
+        checker.close()
+
+    monkeypatch.setattr(GrammarTrial, "check", check)
+    asyncio.run(scenario())
+    assert (checked["right"], checked["0"], checked["62"]) == (2, 1, 1)
 
 
 def test_millions_of_values(server: Served) -> None:

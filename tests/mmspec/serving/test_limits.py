@@ -54,16 +54,6 @@ def test_a_body_that_says_to_be_too_large_is_not_read() -> None:
         read([], b"%d" % (MOST + 1))  # receiving would raise IndexError
 
 
-@pytest.mark.parametrize(("lengths", "fits"), [([500_000], True), ([499_999, 1], True), ([500_000, 1], False)])
-def test_characters_of_all_prompts_together(lengths: list[int], fits: bool) -> None:
-    texts = ["x" * length for length in lengths]
-    if fits:
-        builder(Limits())._check_characters(texts, "prompt")
-    else:
-        with pytest.raises(APIError, match="prompts must have at most 500000 characters: got 500001"):
-            builder(Limits())._check_characters(texts, "prompt")
-
-
 _LONG = "x" * 100
 _CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
 
@@ -85,7 +75,7 @@ _CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
 def test_all_texts_of_a_message_count(message: dict[str, Any]) -> None:
     asked = parse(ChatCompletionRequest, json.dumps({"model": "tiny", "messages": [message]}).encode())
     with pytest.raises(APIError, match=r"at most 99 characters: got 1\d\d"):
-        builder(Limits(max_characters=99))._conversation(asked.messages, [])
+        builder(Limits(max_characters=99)).chat(asked)
 
 
 def test_limits_reach_the_decoder() -> None:

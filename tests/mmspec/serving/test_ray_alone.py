@@ -130,26 +130,45 @@ def running(found: Ray, replicas: int = 2, host: str = "127.0.0.1", gpus: int = 
         yield
 
 
-@pytest.mark.parametrize(("replicas", "cpus"), [(1, 7), (3, 2), (9, 1)])
-def test_a_ray_of_its_own_has_the_processors_of_its_replicas(ray: Any, replicas: int, cpus: int) -> None:
-    found = ray()
-    with running(found, replicas):
+@pytest.mark.parametrize(
+    ("address", "resources", "replicas", "gpus", "options"),
+    [
+        ("", {}, 1, 1, {"num_cpus": 7, "num_gpus": 0}),
+        ("", {}, 3, 1, {"num_cpus": 2, "num_gpus": 0}),
+        ("", {}, 9, 1, {"num_cpus": 1, "num_gpus": 0}),
+        ("head:6379", {"GPU": 8.0}, 2, 1, {"num_cpus": 1, "num_gpus": 1}),
+        ("head:6379", {"GPU": 8.0}, 2, 4, {"num_cpus": 1, "num_gpus": 4}),
+    ],
+)
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_settings_of_the_deployment(
+    ray: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    host: str,
+    address: str,
+    resources: dict[str, float],
+    replicas: int,
+    gpus: int,
+    options: dict[str, int],
+) -> None:
+    """A Ray started here has the processors of its replicas; a cluster has its own."""
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    found = ray(**resources)
+    with running(found, replicas, host, gpus):
         pass
     assert found.log[4:] == ENDS
-    assert (found.given["init"]["num_cpus"], found.given["init"]["include_dashboard"]) == (cpus * replicas, False)
+    init = found.given["init"]
+    assert init["runtime_env"] == {"env_vars": on_ray._PROXY}
+    expected = (None, None) if address else (options["num_cpus"] * replicas, False)
+    assert (init.get("num_cpus"), init.get("include_dashboard")) == expected
+    assert found.given["start"]["http_options"] == {"host": host.strip("[]"), "port": 8000}
     given = found.given["deployment"]
-    assert (given["num_replicas"], given["ray_actor_options"]) == (replicas, {"num_cpus": cpus, "num_gpus": 0})
-
-
-@pytest.mark.parametrize("gpus", [1, 4])
-def test_a_cluster_has_its_own_processors(ray: Any, monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
-    """Ray places an actor, with all the GPUs that it asks for, on one machine."""
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    found = ray(GPU=8.0)
-    with running(found, gpus=gpus):
-        pass
-    assert not {"num_cpus", "include_dashboard"} & set(found.given["init"])
-    assert found.given["deployment"]["ray_actor_options"] == {"num_cpus": 1, "num_gpus": gpus}
+    assert (given["num_replicas"], given["ray_actor_options"]) == (replicas, options)
+    assert given["max_ongoing_requests"] == 3 + 5 + SPARE_REQUESTS
+    assert given["graceful_shutdown_timeout_s"] == Limits().shutdown_timeout
+    assert given["request_router_config"] == {"request_router_class": on_ray._ROUTER}
+    assert found.given["run"] == {"name": "mmspec", "route_prefix": "/", "args": (("bound", SETTINGS),)}
+    assert found.given["delete"]["args"] == ("mmspec",)
 
 
 @pytest.mark.parametrize(("gpus", "present", "needed"), [(4, 6.0, 8), (1, 1.0, 2), (2, 0.0, 4)])
@@ -159,22 +178,6 @@ def test_more_gpus_than_there_are_is_a_mistake(ray: Any, gpus: int, present: flo
     with pytest.raises(UserError, match=message), running(found, gpus=gpus):
         raise AssertionError
     assert found.log == ["init", "start", *ENDS]
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-def test_settings_of_the_deployment(ray: Any, host: str) -> None:
-    """A replica holds the requests that run and wait, and some that are refused."""
-    found = ray()
-    with running(found, host=host):
-        pass
-    assert found.given["start"]["http_options"] == {"host": host.strip("[]"), "port": 8000}
-    assert found.given["init"]["runtime_env"] == {"env_vars": on_ray._PROXY}
-    given = found.given["deployment"]
-    assert given["max_ongoing_requests"] == 3 + 5 + SPARE_REQUESTS
-    assert given["graceful_shutdown_timeout_s"] == Limits().shutdown_timeout
-    assert given["request_router_config"] == {"request_router_class": on_ray._ROUTER}
-    assert found.given["run"] == {"name": "mmspec", "route_prefix": "/", "args": (("bound", SETTINGS),)}
-    assert found.given["delete"]["args"] == ("mmspec",)
 
 
 @pytest.mark.parametrize(

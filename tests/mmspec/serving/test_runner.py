@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -36,7 +35,6 @@ def test_a_time_of_the_answer(server: Served, slow: Callable[[float], None]) -> 
 @pytest.fixture
 def brief(pipe: Pipeline, slow: Callable[[float], None]) -> Iterator[Served]:
     """A server whose answers take longer than a request may."""
-    pipe.calibrate()  # otherwise the first request does
     slow(0.05)
     with served(pipe, Limits(max_running=1, request_timeout=5)) as running:
         yield running
@@ -72,85 +70,51 @@ def test_errors_of_the_work_are_its_own() -> None:
     asyncio.run(scenario())
 
 
-async def turn() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
+@pytest.mark.parametrize(
+    ("events", "order", "refused"),
+    [
+        ("+a3 +b1 +c2 -a", "abc", ""),  # c waits for a
+        ("+a3 +b2 +c1 -a", "abc", ""),  # c would fit, but b comes first
+        ("+a4 +b3 +c2 +d1 -b -a", "acd", ""),  # b is cancelled while it waits
+        ("+a4 +b3 +c1 -a -b", "abc", ""),
+        ("+a4 +b3 +c3 +d1 -b +e1 -a", "ace", "d"),
+        ("+a5 +b1 +c1 -a", "b", "c"),  # the queue is full, then its head is cancelled
+    ],
+)
+def test_slots_are_given_in_order(events: str, order: str, refused: str) -> None:
+    """Requests of some slots come (+) and end or are cancelled (-); there are 4 slots, and at most 6 may wait."""
+    granted: list[str] = []
+    denied: list[tuple[str, int, Any]] = []
 
+    async def scenario() -> None:
+        slots, tasks = Slots(4, 6), dict[str, asyncio.Task[None]]()
 
-class PlainSlots:
-    """Slots as lists of what holds and waits for them, each as (number of its request, slots)."""
-
-    def __init__(self, size: int, longest: int) -> None:
-        self.size, self.longest = size, longest
-        self.held: list[tuple[int, int]] = []
-        self.queue: list[tuple[int, int]] = []
-
-    def acquire(self, request: int, count: int) -> bool:
-        """Whether the request is not refused."""
-        fits = not self.queue and count_of(self.held) + count <= self.size
-        if not fits and count_of(self.queue) + count > self.longest:
-            return False
-        self.queue.append((request, count))
-        self.grant()
-        return True
-
-    def end(self, request: int) -> None:
-        """It gives its slots back, or waits no longer."""
-        self.held = [one for one in self.held if one[0] != request]
-        self.queue = [one for one in self.queue if one[0] != request]
-        self.grant()
-
-    def grant(self) -> None:
-        while self.queue and count_of(self.held) + self.queue[0][1] <= self.size:
-            self.held.append(self.queue.pop(0))
-
-
-def count_of(entries: list[tuple[int, int]]) -> int:
-    return sum(count for _, count in entries)
-
-
-@pytest.mark.parametrize("longest", [0, 6])
-def test_slots_are_given_in_order(longest: int) -> None:
-    """Requests come and are cancelled in random order, several in one turn of the loop, too."""
-
-    async def scenario(seed: int) -> None:
-        chance, slots, plain = random.Random(seed), Slots(4, longest), PlainSlots(4, longest)
-        tasks: dict[int, asyncio.Task[None]] = {}
-        granted: list[int] = []
-        refused: list[Any] = []
-
-        async def ask(request: int, count: int) -> None:
+        async def ask(name: str, count: int) -> None:
             try:
                 await slots.acquire(count)
             except APIError as error:
-                refused.append((request, error.status, error.headers))
+                denied.append((name, error.status, error.headers))
                 return
-            granted.append(request)
+            granted.append(name)
             try:
                 await asyncio.Event().wait()
             finally:
                 slots.release(count)
 
-        expected: list[Any] = []
-        for request in range(60):
-            count = chance.randint(1, 3)
-            tasks[request] = asyncio.ensure_future(ask(request, count))
-            await asyncio.sleep(0)
-            if not plain.acquire(request, count):
-                expected.append((request, 429, {"Retry-After": "1"}))
-            for ended in chance.sample(sorted(tasks), k=min(len(tasks), chance.randint(0, 2))):
-                tasks.pop(ended).cancel()
-                for _ in range(chance.choice((0, 1, 3))):
-                    await asyncio.sleep(0)
-                plain.end(ended)
-            await turn()
-            assert (slots.running, slots.waiting) == (count_of(plain.held), count_of(plain.queue))
-            assert [one for one, _ in plain.held] == [one for one in granted if one in dict(plain.held)]
-        assert refused == expected
+        for event in events.split():
+            if event[0] == "+":
+                tasks[event[1]] = asyncio.ensure_future(ask(event[1], int(event[2:])))
+            else:
+                tasks[event[1]].cancel()
+            for _ in range(9):
+                await asyncio.sleep(0)
+            assert slots.running <= 4
+            assert slots.waiting <= 6
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         assert (slots.running, slots.waiting) == (0, 0)
 
-    for seed in range(30):
-        asyncio.run(scenario(seed))
+    asyncio.run(scenario())
+    assert "".join(granted) == order
+    assert denied == [(name, 429, {"Retry-After": "1"}) for name in refused]

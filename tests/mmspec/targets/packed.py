@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-from mmspec.targets.transformers_target import TransformersTarget
-
 VOCAB = 120
 SIZES = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, head_dim=32, max_position_embeddings=128)
@@ -38,9 +36,3 @@ def layer_by_layer(model: Any) -> Any:
     for layer in model.get_decoder().layers:
         layer.stack = None
     return model
-
-
-def target_of(model: Any) -> TransformersTarget:
-    """A target that does not measure the cost of its passes."""
-    target = TransformersTarget(model)
-    return target

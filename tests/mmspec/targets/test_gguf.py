@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
 import pickle
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,14 +26,12 @@ from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.small import Small
 from mmspec.loading import load_processor
-from mmspec.plugins import PackagedModel
 from mmspec.quantisation.blocks import BlockLinear, Int4Blocks, Int8Blocks
 from mmspec.quantisation.formats import StoredEmbedding
 from mmspec.quantisation.linear import GROUP
 from mmspec.targets import gguf, gguf_model, packing, sources
-from mmspec.targets.merged_layers import merge_layers
+from mmspec.targets.packed_forward import merge_layers
 from mmspec.targets.packing import drafter_kind, pack_drafter, pack_model, weights_kind
-from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.gguf_rows import random_rows
@@ -43,9 +39,12 @@ from tests.model_folders import gguf_matrix, save_gguf, save_text_model
 from tests.targets import prefilled
 from tests.tiny import Script
 
+package = pytest.importorskip("gguf", reason="the package gguf is not installed")
+
 OTHERS = ("TQ1_0", "TQ2_0", "MXFP4", "NVFP4")  # of other families: held in float32
 WIDTH = 256  # a block of the K formats
 READ = ("attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")  # queries and keys are reordered
+SIZES = {"embedding_length": WIDTH, "feed_forward_length": WIDTH, "rope.dimension_count": WIDTH // 4}
 PLACES = {"attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj"}
 PLACES |= {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 
@@ -62,6 +61,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+def load(file: Path, dtype: str = "auto", drafter: Any = None) -> mmspec.Pipeline:
+    return mmspec.load(str(file), drafter, dtype=dtype)
+
+
+def model_in(file: Path, dtype: str = "auto") -> Any:
+    return load(file, dtype).target.model
+
+
 def source_of(file: Path) -> Any:
     found = sources.find(str(file))
     assert isinstance(found, sources.GGUFSource)
@@ -71,7 +78,7 @@ def source_of(file: Path) -> Any:
 def test_weights_and_tokens_are_those_that_transformers_reads(file: Path, cache: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     for name in (file, file.parent):  # a folder with one file
-        pipe = mmspec.load(str(name), drafter=None, dtype="float32")
+        pipe = load(name, "float32")
         expected, found = plain.state_dict(), pipe.target.model.state_dict()
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -94,24 +101,22 @@ def test_weights_that_are_not_finite_are_refused(form, damaged, dtype, cache: Pa
     """The last scale of a tensor; also where an embedding stays in its file, whose rows are also the head's."""
 
     def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
-        module = pytest.importorskip("gguf", reason="the package gguf is not installed")
-        kind = module.GGMLQuantizationType[form]
+        kind = package.GGMLQuantizationType[form]
         if dense := {"F16": np.float16, "F32": np.float32}.get(form):
             rows = np.random.default_rng(block + 1).standard_normal(shape).astype(dense)
         else:
             rows = random_rows(form, shape, block + 1)
         if damaged == (name if block < 0 else f"blk.{block}.{name}"):
             numbers = rows.view(np.float32 if form == "F32" else np.float16)
-            size = 2 if form in ("F16", "F32") else module.GGML_QUANT_SIZES[kind][1]
+            size = 2 if form in ("F16", "F32") else package.GGML_QUANT_SIZES[kind][1]
             numbers[-1, -1 if form in ("F16", "F32", "Q6_K") else -size // 2] = np.nan
         return rows, kind
 
-    sizes = {"embedding_length": WIDTH, "feed_forward_length": WIDTH, "rope.dimension_count": WIDTH // 4}
-    path = save_gguf(tmp_path / "damaged.gguf", matrix, **sizes)
+    path = save_gguf(tmp_path / "damaged.gguf", matrix, **SIZES)
     with pytest.raises(
         mmspec.UserError, match=r"weights must be finite: .* contains NaN or infinite numbers"
     ) as raised:
-        mmspec.load(str(path), drafter=None, dtype=dtype)
+        load(path, dtype)
     names = {"blk.0.attn_q": "layers.0.self_attn.q_proj", "blk.1.ffn_down": "layers.1.mlp.down_proj"}  # dense ones
     assert damaged in str(raised.value) or names.get(damaged, "embed_tokens") in str(raised.value)
 
@@ -130,7 +135,7 @@ def test_weights_that_are_not_finite_are_refused(form, damaged, dtype, cache: Pa
 def test_texts_of_sentencepiece_files(said, keywords, expected, offsets, cache: Path, tmp_path: Path) -> None:
     """Answers begin with their first word's blank, whole and streamed."""
     path = save_gguf(tmp_path / "pieces.gguf", pieces=["▁", *"theai", "th", "the", "▁the", "▁a"])
-    pipe = mmspec.load(str(path), drafter=None, dtype="float32")
+    pipe = load(path, "float32")
     tokenizer = pipe.processor.tokenizer
     prompt, tokens = tokenizer("hi").input_ids, tokenizer.convert_tokens_to_ids(said.split())
     options = {"logits_processor": [Script(tokens, len(prompt))], "max_new_tokens": len(tokens), "logprobs": 0}
@@ -154,7 +159,7 @@ def test_texts_of_sentencepiece_files(said, keywords, expected, offsets, cache: 
 )
 def test_answers_end_at_the_ends_of_turns_and_messages_too(ends, expected, cache: Path, tmp_path: Path) -> None:
     """Those that the file names, within the vocabulary, beside the end of a text."""
-    pipe = mmspec.load(str(save_gguf(tmp_path / "chat.gguf", ends=ends)), drafter=None, dtype="float32")
+    pipe = load(save_gguf(tmp_path / "chat.gguf", ends=ends), "float32")
     assert pipe.target.eos_token_ids == expected
     for end in expected:
         answer = pipe.generate([258, 5], max_new_tokens=4, logit_bias={end: 100.0})
@@ -182,8 +187,6 @@ def test_the_index_is_that_of_a_header_and_nothing_else_stays(file: Path, cache:
 
 def test_a_file_that_was_cut_short_is_named_so(file: Path, cache: Path, tmp_path: Path) -> None:
     """At every byte of the start, then in metadata, tensor infos and data."""
-    import gguf as package
-
     whole, part = file.read_bytes(), tmp_path / "part.gguf"
     data = package.GGUFReader(str(file)).data_offset
     sizes = [*range(40), *range(40, data, 97), data - 1, data, data + 1, (data + len(whole)) // 2]
@@ -197,7 +200,7 @@ def test_a_file_that_was_cut_short_is_named_so(file: Path, cache: Path, tmp_path
     end = max(one.data_offset + one.n_bytes for one in package.GGUFReader(str(file)).tensors)
     part.write_bytes(whole[: end - 1])
     with pytest.raises(mmspec.UserError, match=f"expected {end} bytes, found {end - 1}$"):
-        mmspec.load(str(part), drafter=None)
+        load(part)
     part.write_bytes(whole[:end])
     gguf.GGUFFile(part)
     assert not list((cache / "gguf").glob("*/*"))
@@ -215,9 +218,8 @@ def test_headers_longer_than_the_first_read_are_read_whole(file: Path, monkeypat
 
 
 def test_metadata_and_tensors_are_those_of_the_package(mixed: Path) -> None:
-    import gguf as package
-
     reader, found = package.GGUFReader(str(mixed)), gguf.GGUFFile(mixed)
+    assert reader.alignment == 512
     given = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     assert found.metadata == given
     assert list(found.tensors) == [one.name for one in reader.tensors]
@@ -226,16 +228,6 @@ def test_metadata_and_tensors_are_those_of_the_package(mixed: Path) -> None:
         assert (tensor.format, tensor.shape) == (one.tensor_type.name, tuple(reversed(one.shape.tolist())))
         expected = torch.tensor(package.dequantize(one.data, one.tensor_type))
         assert torch.equal(tensor[...], expected), one.name
-
-
-def test_tensors_lie_where_the_alignment_says(tmp_path: Path) -> None:
-    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
-    path = save_gguf(tmp_path / "a.gguf", alignment=512)
-    reader, found = module.GGUFReader(str(path)), gguf.GGUFFile(path)
-    assert reader.alignment == 512
-    for one in reader.tensors:
-        expected = torch.tensor(module.dequantize(one.data, one.tensor_type))
-        assert torch.equal(found.tensors[one.name][...], expected), one.name
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "int8"])
@@ -247,7 +239,7 @@ def test_matrices_of_other_shapes_are_refused(dtype: str, cache: Path, tmp_path:
     with pytest.raises(
         mmspec.UserError, match=r"expected exactly the weights of .*up_proj\.weight has shape"
     ) as caught:
-        mmspec.load(str(file), drafter=None, dtype=dtype)
+        load(file, dtype)
     assert str(file) in str(caught.value)
 
 
@@ -256,28 +248,27 @@ def test_weights_are_the_same_beside_a_progress_bar(
     file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Which they are read for in parts."""
-    plain = mmspec.load(str(file), drafter=None).target.model.state_dict()
+    plain = model_in(file).state_dict()
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     for count in (1, 3, packing._AT_ONCE):
         monkeypatch.setattr(packing, "_AT_ONCE", count)
-        found = mmspec.load(str(file), drafter=None).target.model.state_dict()
+        found = model_in(file).state_dict()
         assert all(torch.equal(found[name], value) for name, value in plain.items()), count
 
 
 @needs_kernels
 def test_layers_with_rows_of_the_kernels_formats_and_others(cache: Path, tmp_path: Path) -> None:
     """Those of the joined layer are quantised again."""
-    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
     def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
         if name != "attn_k":
             return gguf_matrix(name, block, shape)
         weight = np.random.default_rng(3).standard_normal(shape) * 0.2
-        return weight.astype(np.float16), module.GGMLQuantizationType.F16
+        return weight.astype(np.float16), package.GGMLQuantizationType.F16
 
     file = save_gguf(tmp_path / "a.gguf", matrix)
-    exact = mmspec.load(str(file), drafter=None, dtype="float32").target.model
-    model = mmspec.load(str(file), drafter=None).target.model
+    exact = model_in(file, "float32")
+    model = model_in(file)
     merge_layers(exact.model)
     for layer, plain in zip(model.model.layers, exact.model.layers, strict=True):
         assert layer.qkv.weight.shape == plain.qkv.weight.shape
@@ -291,9 +282,9 @@ def test_draft_models_keep_the_formats_of_their_file(
     """Whatever they draft for; without the kernels they are dense."""
     drafter = Small(str(file))
     assert weights_kind(drafter.model) == "Int4Blocks"
-    exact = mmspec.load(str(file), drafter=None, dtype="float32").target
-    expected = mmspec.load(str(file), drafter=None).target.model.state_dict()
-    for target in (exact, mmspec.load(str(file), drafter=None).target):
+    exact = load(file, "float32").target
+    expected = model_in(file).state_dict()
+    for target in (exact, load(file).target):
         drafter.attach(target)
         assert weights_kind(drafter.model) == "Int4Blocks"
         assert all(torch.equal(drafter.model.state_dict()[name], value) for name, value in expected.items())
@@ -302,29 +293,32 @@ def test_draft_models_keep_the_formats_of_their_file(
     assert (weights_kind(dense), dense.dtype) == (None, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("start", "expected"),
-    [
-        (b"PK\3\4" + bytes(60), "expected a GGUF file, found one that begins with b'PK"),
-        (b"GGUF" + (4).to_bytes(4, "little") + bytes(60), "of version 2 or 3, found version 4$"),
-        (b"GGUF" + (3).to_bytes(4, "big") + bytes(60), "found version 3 of a big-endian machine$"),
-    ],
-)
-def test_foreign_and_newer_files_are_errors(start: bytes, expected: str, cache: Path, tmp_path: Path) -> None:
-    (tmp_path / "other.gguf").write_bytes(start)
-    with pytest.raises(mmspec.UserError, match=expected):
-        mmspec.load(str(tmp_path / "other.gguf"), drafter=None)
+def patched(file: Path, old: bytes, new: bytes, skip: int = 0) -> Path:
+    """The file with the bytes at ``skip`` after ``old`` replaced."""
+    whole = file.read_bytes()
+    at = whole.index(old) + (len(old) + skip if skip else 0)
+    file.write_bytes(whole[:at] + new + whole[at + len(new) :])
+    return file
 
 
-def test_an_unknown_architecture_or_type_is_named(cache: Path, tmp_path: Path) -> None:
-    whole = save_gguf(tmp_path / "a.gguf").read_bytes()
-    (tmp_path / "b.gguf").write_bytes(whole.replace(b"llama", b"lemma"))
-    with pytest.raises(mmspec.UserError, match=r"expected the architecture of a supported model: .*lemma"):
-        mmspec.load(str(tmp_path / "b.gguf"), drafter=None)
-    at = whole.index(b"output_norm.weight") + len(b"output_norm.weight") + 12
-    (tmp_path / "c.gguf").write_bytes(whole[:at] + (77).to_bytes(4, "little") + whole[at + 4 :])
-    with pytest.raises(mmspec.UserError, match=r"the tensor output_norm\.weight of type 77: expected a type up to"):
-        mmspec.load(str(tmp_path / "c.gguf"), drafter=None)
+ERRORS: dict[str, Callable[[Path], Any]] = {
+    "expected a GGUF file, found one that begins with b'PK": lambda file: patched(file, b"GGUF", b"PK\3\4"),
+    "of version 2 or 3, found version 4$": lambda file: patched(file, b"GGUF\3", b"GGUF\4"),
+    "found version 3 of a big-endian machine$": lambda file: patched(file, b"GGUF\3\0\0\0", b"GGUF\0\0\0\3"),
+    "expected the architecture of a supported model: .*lemma": lambda file: patched(file, b"llama", b"lemma"),
+    r"the tensor output_norm\.weight of type 77: expected a type up to": lambda file: patched(
+        file, b"output_norm.weight", (77).to_bytes(4, "little"), skip=12
+    ),
+    "is one of 3 parts: expected a whole file": lambda file: save_gguf(file, entries={"split.count": 3}),
+    "expected one GGUF file, found 2": lambda file: shutil.copy(file, file.with_name("second.gguf")).parent,
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_mistakes_are_named(message: str, file: Path, cache: Path, tmp_path: Path) -> None:
+    changed = ERRORS[message](Path(shutil.copy(file, tmp_path / "a.gguf")))
+    with pytest.raises(mmspec.UserError, match=message):
+        load(changed)
 
 
 def test_damaged_headers_are_errors_of_the_file(file: Path, cache: Path, tmp_path: Path) -> None:
@@ -334,7 +328,7 @@ def test_damaged_headers_are_errors_of_the_file(file: Path, cache: Path, tmp_pat
         damaged[at] ^= 0xFF
         (tmp_path / "damaged.gguf").write_bytes(damaged)
         with pytest.raises(mmspec.UserError) as caught:
-            mmspec.load(str(tmp_path / "damaged.gguf"), drafter=None)
+            load(tmp_path / "damaged.gguf")
         assert "damaged.gguf" in str(caught.value), at
         assert "folder" not in str(caught.value)
 
@@ -353,7 +347,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(dtype: str, cache: Path
 def test_a_file_may_be_replaced_while_it_is_read_and_later(mixed: Path, cache: Path, tmp_path: Path) -> None:
     """What was opened is read."""
     moved, ids = Path(shutil.copy(mixed, tmp_path / "moved.gguf")), [70, 71, 72, 70, 71]
-    expected = mmspec.load(str(mixed), drafter=None).generate(ids, max_new_tokens=8, ignore_eos=True).token_ids
+    expected = load(mixed).generate(ids, max_new_tokens=8, ignore_eos=True).token_ids
     source = source_of(moved)
     save_gguf(tmp_path / "new.gguf").replace(moved)
     model, kind = source.model(AutoModelForCausalLM, source.config(), "auto", True)
@@ -368,7 +362,7 @@ def test_a_file_may_be_replaced_while_it_is_read_and_later(mixed: Path, cache: P
 @needs_kernels
 def test_a_file_that_is_cut_in_use_fails_requests_and_not_the_process(mixed: Path, cache: Path, tmp_path: Path) -> None:
     copied = Path(shutil.copy(mixed, tmp_path / "used.gguf"))
-    pipe = mmspec.load(str(copied), drafter="ngram")
+    pipe = load(copied, drafter="ngram")
     whole, size = copied.read_bytes(), copied.stat().st_size
     expected = pipe.generate([70, 71, 72], max_new_tokens=8, ignore_eos=True).token_ids
     os.truncate(copied, 64)
@@ -381,36 +375,13 @@ def test_a_file_that_is_cut_in_use_fails_requests_and_not_the_process(mixed: Pat
     assert pipe.generate([70, 71, 72], max_new_tokens=8, ignore_eos=True).token_ids == expected
 
 
-def load_index(path: str) -> str:
-    source = sources.find(path)
-    source.processor(Processor)
-    return source.folder
-
-
-def test_a_killed_load_leaves_nothing_once_the_file_is_loaded(file: Path, cache: Path, monkeypatch) -> None:
-    def killed(*args: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    monkeypatch.setattr(gguf_model, "save_tokenizer", killed)
-    process = multiprocessing.get_context("fork").Process(target=load_index, args=(str(file),))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    monkeypatch.undo()
-    monkeypatch.setenv("MMSPEC_CACHE", str(cache))
-    (left,) = cache.glob("gguf/*/*")
-    assert left.name != file.stem
-    folder = Path(load_index(str(file)))
-    assert list(left.parent.iterdir()) == [folder]
-
-
 def test_a_full_disk_is_an_error_with_the_path(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(gguf_model, "save_tokenizer", refuse)
     with pytest.raises(mmspec.UserError, match=r"No space left on device.*MMSPEC_CACHE") as caught:
-        mmspec.load(str(file), drafter=None)
+        load(file)
     assert str(caught.value).startswith(f"cannot write {cache}/gguf/")
     assert not list((cache / "gguf").glob("*/*"))
 
@@ -422,26 +393,10 @@ def test_progress_is_shown_on_a_terminal_only(
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     monkeypatch.setattr(logging, "_tqdm_active", True)
-    mmspec.load(str(file), drafter=None)
+    load(file)
     shown = capsys.readouterr().err
     assert "Reading weights" in shown if terminal else not shown
     assert logging.is_progress_bar_enabled()
-
-
-def test_two_processes_may_load_at_the_same_time(file: Path, cache: Path) -> None:
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        folders = pool.map(load_index, [str(file)] * 2, chunksize=1)
-    assert folders[0] == folders[1]
-    assert {path.name for path in (cache / "gguf").glob("*/*")} == {"tiny"}
-
-
-def test_several_files_and_a_missing_package_are_errors(tmp_path: Path) -> None:
-    for name in ("a.gguf", "b.gguf"):
-        (tmp_path / name).touch()
-    with pytest.raises(mmspec.UserError, match="expected one GGUF file, found 2"):
-        sources.find(str(tmp_path))
-    with pytest.raises(mmspec.UserError, match="is not installed: run pip install x"):
-        PackagedModel("no_such_package", "pip install x")()
 
 
 def test_files_of_a_folder_are_told_apart_by_their_names(tmp_path: Path) -> None:
@@ -461,11 +416,11 @@ def test_large_models_keep_their_dtype_on_a_cpu(
     expected = {"F16": torch.float16, "BF16": torch.bfloat16}
     for kind, dtype in expected.items():
         file = save_gguf(tmp_path / f"{kind}.gguf", of_format(kind))
-        model: Any = mmspec.load(str(file), drafter=None).target.model
+        model = model_in(file)
         assert model.dtype == (dtype if large else torch.float32)
     folder = save_text_model(tmp_path / "text")
     AutoModelForCausalLM.from_pretrained(folder).half().save_pretrained(folder)
-    model = mmspec.load(str(folder), drafter=None).target.model
+    model = model_in(folder)
     assert model.dtype == (torch.float16 if large else torch.float32)
 
 
@@ -485,7 +440,7 @@ def test_frequencies_of_llama_3_are_those_of_its_configuration(cache: Path, tmp_
     factors = (frequencies[0] / frequencies[1]).numpy()
     assert factors.max() > 4
     file = save_gguf(tmp_path / "a.gguf", factors={"rope_freqs": factors})
-    model: Any = mmspec.load(str(file), drafter=None, dtype="float32").target.model
+    model = model_in(file, "float32")
     config = copy.deepcopy(model.config)
     config.rope_parameters = parameters
     expected = AutoModelForCausalLM.from_config(config).eval()
@@ -494,37 +449,35 @@ def test_frequencies_of_llama_3_are_those_of_its_configuration(cache: Path, tmp_
     torch.testing.assert_close(model(ids).logits, expected(ids).logits, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["linear", "yarn", "none"])
-def test_scaled_positions_are_those_of_the_file(kind: str, cache: Path, tmp_path: Path) -> None:
-    entries = {"scaling.type": kind, "scaling.factor": 4.0, "scaling.original_context_length": 16}
-    entries = {f"llama.rope.{name}": value for name, value in entries.items()}
-    file = save_gguf(tmp_path / "a.gguf", entries=entries, base=1e6)
-    found = source_of(file).config().rope_parameters
-    wanted = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e6}
-    assert found == (wanted if kind != "none" else {"rope_type": "default", "rope_theta": 1e6})
+FACTORS = {"rope_factors_long": np.arange(1, 9), "rope_factors_short": np.ones(8)}
 
 
-def test_factors_for_long_and_short_texts_are_those_of_the_file(cache: Path, tmp_path: Path) -> None:
-    factors = {"rope_factors_long": np.arange(1, 9), "rope_factors_short": np.ones(8)}
-    entries = {"llama.rope.scaling.original_context_length": 16}
-    found = source_of(save_gguf(tmp_path / "a.gguf", entries=entries, factors=factors)).config().rope_parameters
-    assert found["rope_type"] == "longrope"
-    assert [found["long_factor"], found["short_factor"]] == [list(range(1, 9)), [1.0] * 8]
-    assert found["original_max_position_embeddings"] == 16
-
-
-def test_a_part_of_a_file_is_named_so(tmp_path: Path) -> None:
-    file = save_gguf(tmp_path / "a-00001-of-00003.gguf", entries={"split.count": 3})
-    with pytest.raises(mmspec.UserError, match="is one of 3 parts: expected a whole file"):
-        sources.find(str(file))
-    source_of(save_gguf(tmp_path / "a-00001-of-00001.gguf", entries={"split.count": 1}))
+@pytest.mark.parametrize(
+    ("scaling", "factors", "expected"),
+    [
+        ("linear", {}, {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 16}),
+        ("yarn", {}, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}),
+        ("none", {}, {"rope_type": "default"}),
+        (
+            "none",
+            FACTORS,
+            {"rope_type": "longrope", "long_factor": [*range(1, 9)], "short_factor": [1.0] * 8}
+            | {"original_max_position_embeddings": 16},
+        ),
+    ],
+)
+def test_scaled_positions_are_those_of_the_file(scaling, factors, expected, cache: Path, tmp_path: Path) -> None:
+    entries = {"scaling.type": scaling, "scaling.factor": 4.0, "scaling.original_context_length": 16}
+    entries = {f"llama.rope.{name}": value for name, value in entries.items()} | {"split.count": 1}
+    file = save_gguf(tmp_path / "a.gguf", entries=entries, factors=factors, base=1e6)
+    assert source_of(file).config().rope_parameters == {**expected, "rope_theta": 1e6}
 
 
 @needs_kernels
 def test_by_default_the_weights_are_those_of_the_file(file: Path, cache: Path) -> None:
     """Without a second rounding: codes and scales of Q4_1, Q4_0 and, for the output layer, Q8_0."""
-    exact = mmspec.load(str(file), drafter=None, dtype="float32").target.model
-    layers = mmspec.load(str(file), drafter=None).target.model.model.layers
+    exact = model_in(file, "float32")
+    layers = model_in(file).model.layers
     for layer, plain in zip(layers, exact.model.layers, strict=True):
         assert type(layer.down) is Int4Blocks
         codes, scale, low = (part.float() for part in layer.down._parts())
@@ -532,16 +485,10 @@ def test_by_default_the_weights_are_those_of_the_file(file: Path, cache: Path) -
         assert torch.equal(weight.flatten(1), plain.mlp.down_proj.weight)
 
 
-def test_without_the_kernels_small_files_are_float32(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MMSPEC_KERNELS", "reference")
-    assert mmspec.load(str(file), drafter=None).target.model.dtype == torch.float32
-
-
 def of_format(kind: str) -> Callable[..., tuple[np.ndarray, Any]]:
     """For ``save_gguf``: matrices of the layers of random bytes in a format."""
-    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
-    one = module.GGMLQuantizationType[kind]
-    count, size = module.GGML_QUANT_SIZES[one]
+    one = package.GGMLQuantizationType[kind]
+    count, size = package.GGML_QUANT_SIZES[one]
 
     def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
         if block < 0:
@@ -571,8 +518,7 @@ def test_the_form_is_that_of_most_weights_of_the_layers() -> None:
 
 def test_every_format_of_the_package_has_a_form() -> None:
     """At most 5 bits per weight, scales included, are held in 4 bits; numbers as they are."""
-    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
-    for kind, (block, size) in module.GGML_QUANT_SIZES.items():
+    for kind, (block, size) in package.GGML_QUANT_SIZES.items():
         quantised = block > 1 and kind.name not in OTHERS
         plain = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind.name, torch.float32)
         expected = ("int4" if 8 * size / block <= 5 else "int8") if quantised else plain
@@ -582,11 +528,10 @@ def test_every_format_of_the_package_has_a_form() -> None:
 
 def formats() -> list[Any]:
     """The formats that the package can read."""
-    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
     found = []
-    for kind, (block, size) in module.GGML_QUANT_SIZES.items():
+    for kind, (block, size) in package.GGML_QUANT_SIZES.items():
         try:
-            module.dequantize(np.zeros((1, WIDTH // block * size), np.uint8), kind)
+            package.dequantize(np.zeros((1, WIDTH // block * size), np.uint8), kind)
         except NotImplementedError:
             continue
         found.append(kind)
@@ -596,23 +541,21 @@ def formats() -> list[Any]:
 def test_the_weights_of_every_format_are_those_of_the_package(tmp_path: Path, cache: Path) -> None:
     """One file, a matrix of its layers for each format, of random bytes without infinite scales."""
     kinds, written, random = formats(), {}, np.random.default_rng(0)
-    import gguf as module
 
     def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
         place = block * len(READ) + READ.index(name) if name in READ else -1
-        kind = kinds[place % len(kinds)] if place >= 0 else module.GGMLQuantizationType.F32
-        count, size = module.GGML_QUANT_SIZES[kind]
+        kind = kinds[place % len(kinds)] if place >= 0 else package.GGMLQuantizationType.F32
+        count, size = package.GGML_QUANT_SIZES[kind]
         data = random.integers(0, 64, (shape[0], shape[1] // count * size), dtype=np.uint8)
-        weight = module.dequantize(data, kind)
+        weight = package.dequantize(data, kind)
         if name in READ:
             written[f"model.layers.{block}.{PLACES[name]}.weight"] = kind.name, torch.tensor(weight)
         plain = {"F32": np.float32, "F16": np.float16}.get(kind.name)
         return (data.view(plain) if plain else data), kind
 
     layers = -(-len(kinds) // len(READ))
-    sizes = {"embedding_length": WIDTH, "feed_forward_length": WIDTH, "rope.dimension_count": WIDTH // 4}
-    file = save_gguf(tmp_path / "all.gguf", matrix, block_count=layers, **sizes)
-    found = mmspec.load(str(file), drafter=None, dtype="float32").target.model.state_dict()
+    file = save_gguf(tmp_path / "all.gguf", matrix, block_count=layers, **SIZES)
+    found = model_in(file, "float32").state_dict()
     assert {kind for kind, _ in written.values()} == {kind.name for kind in kinds}
     for name, (kind, weight) in written.items():
         assert torch.equal(found[name], weight), kind
@@ -621,7 +564,7 @@ def test_the_weights_of_every_format_are_those_of_the_package(tmp_path: Path, ca
 @needs_kernels
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "IQ4_NL", "F16"])
 def test_the_default_dtype_is_that_of_the_file(kind: str, tmp_path: Path, cache: Path) -> None:
-    model: Any = mmspec.load(str(save_gguf(tmp_path / "one.gguf", of_format(kind))), drafter=None).target.model
+    model = model_in(save_gguf(tmp_path / "one.gguf", of_format(kind)))
     expected = {"Q8_0": "Int8Blocks", "Q5_1": "Q5Blocks", "IQ4_NL": "Int4Blocks", "F16": None}[kind]
     assert weights_kind(model) == expected
     assert model.dtype == (torch.float32 if expected is None else torch.bfloat16)
@@ -631,8 +574,7 @@ def test_the_default_dtype_is_that_of_the_file(kind: str, tmp_path: Path, cache:
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "Q4_K", "Q6_K"])
 def test_drafters_are_packed_beside_weights_of_every_format(kind: str, tmp_path: Path, cache: Path) -> None:
     """As int8, as beside int4: a draft model that is read by its name, and a trained drafter's network."""
-    sizes = {"embedding_length": WIDTH, "feed_forward_length": WIDTH, "rope.dimension_count": WIDTH // 4}
-    target = mmspec.load(str(save_gguf(tmp_path / "one.gguf", of_format(kind), **sizes)), drafter=None).target
+    target = load(save_gguf(tmp_path / "one.gguf", of_format(kind), **SIZES)).target
     drafter = Small(str(save_text_model(tmp_path / "draft", vocab=260)))
     drafter.attach(target)
     assert weights_kind(drafter.model) == "Int8Blocks"
@@ -660,17 +602,16 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
         form = "Q8_0" if block < 0 else MIXED[block].get(name, "Q4_K")
         scale = 2e-4 if form.endswith("K") else 2e-3
-        return random_rows(form, shape, block + 1, scale=scale), module.GGMLQuantizationType[form]
+        return random_rows(form, shape, block + 1, scale=scale), package.GGMLQuantizationType[form]
 
-    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
-    sizes = {"embedding_length": WIDTH, "feed_forward_length": 2 * WIDTH, "rope.dimension_count": WIDTH // 4}
+    sizes = {**SIZES, "feed_forward_length": 2 * WIDTH, "alignment": 512}
     return save_gguf(tmp_path_factory.mktemp("mixed") / "mixed.gguf", matrix, **sizes)
 
 
 @needs_kernels
 def test_layers_have_the_formats_and_weights_of_the_file(mixed: Path, cache: Path) -> None:
-    exact = mmspec.load(str(mixed), drafter=None, dtype="float32").target.model
-    model = mmspec.load(str(mixed), drafter=None).target.model
+    exact = model_in(mixed, "float32")
+    model = model_in(mixed)
     merge_layers(exact.model)
     for layer, plain, classes in zip(model.model.layers, exact.model.layers, CLASSES, strict=True):
         assert layer.native is not None
@@ -685,8 +626,8 @@ def test_layers_have_the_formats_and_weights_of_the_file(mixed: Path, cache: Pat
 @needs_kernels
 def test_embeddings_stay_in_the_file_and_count_as_weights(mixed: Path, cache: Path) -> None:
     """transformers finds a model's dtype by its first parameter, in every pass."""
-    exact = mmspec.load(str(mixed), drafter=None, dtype="float32").target.model
-    model: Any = mmspec.load(str(mixed), drafter=None).target.model
+    exact = model_in(mixed, "float32")
+    model = model_in(mixed)
     table, weight = model.get_input_embeddings(), exact.get_input_embeddings().weight.bfloat16()
     assert isinstance(table, StoredEmbedding)
     assert table.stored.in_file
@@ -705,7 +646,7 @@ def test_embeddings_stay_in_the_file_and_count_as_weights(mixed: Path, cache: Pa
 @needs_kernels
 def test_mixed_formats_decode_as_generate_does(mixed: Path, cache: Path) -> None:
     """Nodes of a chain have the bits of single steps, which the layers compute in one call."""
-    pipe = mmspec.load(str(mixed), drafter="ngram")
+    pipe = load(mixed, drafter="ngram")
     ids = torch.tensor([[70, 71, 72, 70, 71, 72, 70, 71]])
     mask = torch.ones_like(ids)
     expected = pipe.model.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False, eos_token_id=None)
@@ -724,7 +665,7 @@ def test_mixed_formats_decode_as_generate_does(mixed: Path, cache: Path) -> None
 
 @needs_kernels
 def test_a_dtype_of_the_user_s_is_that_of_all_layers(mixed: Path, cache: Path) -> None:
-    model = mmspec.load(str(mixed), drafter=None, dtype="int8").target.model
+    model = model_in(mixed, "int8")
     assert {type(part) for part in model.modules() if isinstance(part, BlockLinear)} == {Int8Blocks}
 
 
@@ -751,14 +692,13 @@ def test_the_package_reads_by_itself_again(
     fails: bool, file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the configuration is refused; its reader, slow for vocabularies, is not called."""
-    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
-    reader = module.GGUFReader
+    reader = package.GGUFReader
 
     class Reader(reader):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any) -> None:
             raise AssertionError
 
-    monkeypatch.setattr(module, "GGUFReader", Reader)
+    monkeypatch.setattr(package, "GGUFReader", Reader)
     found = gguf.GGUFFile(file)
     if fails:
         del found.metadata["llama.block_count"]
@@ -767,4 +707,4 @@ def test_the_package_reads_by_itself_again(
             gguf_model.config(found)
     else:
         assert gguf_model.config(found).num_hidden_layers == 2
-    assert module.GGUFReader is Reader
+    assert package.GGUFReader is Reader

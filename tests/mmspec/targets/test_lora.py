@@ -130,15 +130,6 @@ def test_captured_passes_are_those_of_an_adapter(loaded, monkeypatch) -> None:
             torch.testing.assert_close(found, expected[name], atol=1e-4, rtol=1e-4)
 
 
-def test_targets_of_one_model_take_turns(loaded) -> None:
-    target, prompt = loaded[0].target.fork(), loaded[0].encode([{"prompt": PROMPTS[0]}])
-    prefilled(target, replace(prompt, adapter="one"), 8)
-    tree = TokenTree.root(torch.tensor([5]))
-    expected = target.verify(tree).logits
-    prefilled(loaded[0].target.fork(), replace(prompt, adapter="two"), 8)
-    torch.testing.assert_close(target.verify(tree).logits, expected)
-
-
 def test_a_wrapper_whose_owner_changes_it(tmp_path: Path) -> None:
     """States of prompts are not those of another adapter, of a merged one, or of none."""
     name = "tiny-llava"

@@ -21,7 +21,7 @@ from mmspec.eval.suite.run import is_visual
 from mmspec.ops import cpu_library
 from mmspec.quantisation.blocks import BlockLinear
 from mmspec.targets.gguf import file_in
-from mmspec.targets.merged_layers import MergedLayer
+from mmspec.targets.packed_forward import MergedLayer
 from tests.compiled import needs_kernels
 
 pytestmark = pytest.mark.long

@@ -9,8 +9,9 @@ from mmspec import plugins
 from mmspec.core.target import Prompt
 from mmspec.targets.packing import pack_model
 from mmspec.targets.prompt_attention import attention_layers, prompt_attention
+from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
-from tests.mmspec.targets.packed import GEMMA3, model_of, target_of
+from tests.mmspec.targets.packed import GEMMA3, model_of
 from tests.targets import prefilled, prompt_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VISION_CONFIGS
@@ -68,12 +69,12 @@ def test_a_prompt_in_chunks():
 
 
 @needs_kernels
-def test_merged_layers():
+def test_packed_forward():
     """Whose queries and keys have their features in another order, and keys are bfloat16."""
     model, ids = model_of(GEMMA3), torch.arange(5, 25)[None]
     expected = eager_weights(model, {"input_ids": ids})[1]
     pack_model(model, "bfloat16")
-    target = target_of(model)
+    target = TransformersTarget(model)
     assert attention_layers(target.config) == [1]
     output = prefilled(target, Prompt(ids), reads=(1,))
     found = prompt_attention(target, 1, output, 0, QUERIES)
@@ -84,7 +85,7 @@ def test_merged_layers():
 def test_layers_that_are_not_read():
     assert attention_layers(text_model("mistral-window").config) == []
     model = text_model("doge")  # its layers have masks of their own
-    target = target_of(model)
+    target = TransformersTarget(model)
     assert (
         prompt_attention(target, 1, prefilled(target, Prompt(torch.tensor([[5, 6, 7, 8]])), reads=(1,)), 0, 2) is None
     )

@@ -32,7 +32,6 @@ class Sums:
     device, dtype = torch.device("cpu"), torch.float32
     context_limit: int | None = 200
     eos_token_ids = (2,)
-    cost = None
 
     def __init__(self) -> None:
         self.rows: list[list[int]] = []
@@ -48,7 +47,7 @@ class Sums:
         reads: Sequence[int | str] = (),
         chunk: int | None = None,
     ) -> Iterator[TargetOutput | None]:
-        new = [row for prompt in prompts for row in prompt.histories()]
+        new = [row for prompt in prompts for row in prompt.unpadded()]
         self.rows += new
         yield TargetOutput(torch.stack([scores(row) for row in new])[:, None], {})
 

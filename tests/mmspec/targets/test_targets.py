@@ -35,11 +35,11 @@ from mmspec.eval.decoding.small_configs import random_model, small_config
 from mmspec.quantisation.linear import PackedLinear
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.decoder import Decoder
-from mmspec.targets.layers import tree_layers
 from mmspec.targets.packing import pack_model
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import lay_out_for_few_rows, refuse_switch, rope_side
 from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.targets.tree_layers import tree_layers
 from tests.compiled import needs_kernels
 from tests.decoding import SteppedEngine, assert_threads_share
 from tests.targets import assert_trees_equal_paths, plain_logits, prefilled, prompt_of, row_of
@@ -78,22 +78,26 @@ def test_every_node_equals_its_path(name, batch, length):
     assert_trees_equal_paths(shared_model(name), text_inputs(batch, length), steps=3, seed=length)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-window", "gemma3"])
-def test_eager_attention(name):
+def eager(name):
     model = text_model(name)
     model.set_attn_implementation("eager")
-    assert_trees_equal_paths(model, text_inputs(3, 9), steps=2)
+    return model
 
 
-@pytest.mark.parametrize("shape", ["chain", "star"])
-def test_a_big_tree_behind_one_token(shape):
-    assert_trees_equal_paths(shared_model("llama"), text_inputs(1, 1), nodes=63, steps=1, shape=shape)
+def grouped(heads, kv_heads):
+    return changed("llama", num_attention_heads=heads, num_key_value_heads=kv_heads)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (5, 1), (4, 4), (6, 3)])
-def test_grouped_heads(heads, kv_heads):
-    sizes = dict(num_attention_heads=heads, num_key_value_heads=kv_heads)
-    assert_trees_equal_paths(changed("llama", **sizes), text_inputs(2, 7))
+@pytest.mark.parametrize(
+    ("model", "sizes", "options"),
+    [
+        *((partial(eager, name), (3, 9), {}) for name in ("llama", "mistral-window", "qwen2-window", "gemma3")),
+        *((partial(shared_model, "llama"), (1, 1), {"nodes": 63, "shape": shape}) for shape in ("chain", "star")),
+        *((partial(grouped, *heads), (2, 7), {}) for heads in ((6, 2), (5, 1), (4, 4), (6, 3))),
+    ],
+)
+def test_nodes_of_other_attention_and_shapes_equal_their_paths(model, sizes, options):
+    assert_trees_equal_paths(model(), text_inputs(*sizes), steps=2, **options)
 
 
 def test_padding_a_pass_to_a_cheaper_width_changes_nothing():
@@ -227,6 +231,7 @@ def test_masks_of_doge_are_exact_up_to_its_window():
     )
 
 
+WINDOWED = ["mistral-window", "qwen2-window", "gemma2", "gemma3", "lfm3", "zaya", "inkling_text"]
 _PADDED = {"right": ((0, 0), (11, 14)), "hole": ((0, 0), (5, 8)), "left": ((0, 4), (0, 0))}
 """Padding at the slots from one number to another, of two rows."""
 
@@ -235,16 +240,18 @@ _PADDED = {"right": ((0, 0), (11, 14)), "hole": ((0, 0), (5, 8)), "left": ((0, 4
 @pytest.mark.parametrize(
     "name",
     [
-        "mistral-window",
-        "qwen2-window",
-        "gemma2",
-        "gemma3",
-        "lfm3",
-        "zaya",
-        "inkling_text",
-        "llama4",
-        "gpt_neo",
-        "llama",
+        *[
+            "mistral-window",
+            "qwen2-window",
+            "gemma2",
+            "gemma3",
+            "lfm3",
+            "zaya",
+            "inkling_text",
+            "llama4",
+            "gpt_neo",
+            "llama",
+        ]
     ],
 )
 def test_padding_within_a_window_gives_the_same_tokens_or_is_refused(name, padding):
@@ -295,7 +302,9 @@ def test_a_padded_row_is_prefilled_the_same_in_chunks():
     assert torch.equal(steps[0].logits, steps[1].logits)
 
 
-def test_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):
+def test_models_and_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):
+    with pytest.raises(UserError, match="no target adapter supports T5Config: registered are text, vision"):
+        mmspec.plugins.target_class(T5Config())
     monkeypatch.setattr(mmspec.plugins, "registered", lambda group: ())
     expected = (
         r"^layers must be full or sliding-window attention: BambaForCausalLM has linear_attention of another kind$"
@@ -336,16 +345,8 @@ def test_a_head_that_does_more_than_is_known_is_refused(dtype):
     with pytest.raises(UserError, match="BertLMHeadModel transforms its logits after the output layer"):
         prefilled(TransformersTarget(model.eval()), Prompt(torch.tensor([[5, 6]])), 4)
 
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_head_that_is_known_is_taken_in_half_precision(name, dtype):
-    prefilled(TransformersTarget(text_model(name).to(dtype)), Prompt(torch.tensor([[5, 6]])), 4)
-
-
-def test_no_adapter():
-    with pytest.raises(UserError, match="no target adapter supports T5Config: registered are text, vision"):
-        mmspec.plugins.target_class(T5Config())
+    for name in ("llama", "gemma2"):  # whose heads are known
+        prefilled(TransformersTarget(text_model(name).to(dtype)), Prompt(torch.tensor([[5, 6]])))
 
 
 def _rope(kind, limit):

@@ -33,16 +33,15 @@ from mmspec.drafters.registry import make_drafter
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.pipeline import Generation
-from mmspec.targets.merged_layers import MergedLayer, merge_layers
-from mmspec.training import run
-from mmspec.training.data import Conversation
+from mmspec.targets.packed_forward import MergedLayer, merge_layers
+from mmspec.training.data import TEXT, Conversation
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput
 from mmspec.training.options import RunOptions
-from mmspec.training.run import DrafterTask, frequent_tokens
+from mmspec.training.run import frequent_tokens
 from mmspec.training.small import _first_layers
-from mmspec.training.tasks import DrafterSetup, decoder_weights
-from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, TEXT
+from mmspec.training.tasks import DrafterTask, TrainingTask, decoder_weights
+from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG
 from mmspec.vision.drafters.msd import MSDConfig, MSDNetwork
 from mmspec.vision.training import fit_projection
 from tests.eagle3 import EAGLE4, QWEN3_VL, cut, head_tensors, write_head
@@ -70,14 +69,14 @@ def saved(out: Path) -> dict[str, Tensor]:
 
 
 def assert_same(out: Path, other: Path, atol: float = 1e-6, rtol: float = 0.0) -> None:
-    """The weights of two runs, those that the first one has."""
+    """Weights of two runs, by the first run's names."""
     theirs = saved(other)
     for name, value in saved(out).items():
         torch.testing.assert_close(theirs[name], value, atol=atol, rtol=rtol)
 
 
 def easy(folder: Path, kind: Any, scale: float) -> str:
-    """Make a random target's next token depend mostly on the last one: easy to learn."""
+    """Make a random target's next token depend mostly on the last token: easy to learn."""
     target = kind.from_pretrained(folder)
     for layer in target.get_decoder().layers:
         layer.self_attn.o_proj.weight.data *= 0.05
@@ -190,7 +189,7 @@ LEARNING = [  # command, options, fields of the saved drafter or of its network'
     ("kangaroo", f"--exit-layer 1 --total-tokens 12 {NARROW}", "name=kangaroo exit_layer=1", "right_1"),
 ]
 LOSS = {"mamba": 0.6, "msd": 0.7, "medusa": 0.95, "kangaroo": 0.95}
-"""The loss after training is below this share of the first one."""
+"""The loss after training is below this share of the first loss."""
 
 
 @pytest.mark.parametrize(
@@ -423,7 +422,7 @@ def test_a_draft_model_starts_as_the_targets_first_layers(
 
 
 def test_a_target_with_images_has_a_draft_model_of_text(tmp_path: Path) -> None:
-    """Its layers are those of the language model inside."""
+    """The decoder's layers belong to the language model inside."""
     pipe = mmspec.load(str(save_llava(tmp_path)), None)
     ids = torch.randint(4, 300, (1, 9))
     with torch.no_grad():
@@ -567,10 +566,10 @@ def test_acceptance_counts_verify_steps_only(monkeypatch: pytest.MonkeyPatch) ->
                 stats.record_step(4, 3, count, count + 1)
             return Generation("", [0] * stats.num_generated_tokens, "length", stats)
 
-    monkeypatch.setattr(run, "Pipeline", Scripted)
+    monkeypatch.setattr("mmspec.training.tasks.Pipeline", Scripted)
     held_out = [conversation(name) for name in ("a", "long", "b", "c")]
     pipe = SimpleNamespace(target=None, processor=SimpleNamespace(reads_media=False))
-    setup = DrafterSetup(torch.nn.Linear(1, 1), None, SevenNodes)  # type: ignore[arg-type]
+    setup = TrainingTask(torch.nn.Linear(1, 1), None, SevenNodes)  # type: ignore[arg-type]
     options = RunOptions(out=Path("unused"), prompts=4, max_new_tokens=5)
     task = DrafterTask(pipe, setup, {TEXT: held_out}, held_out, None, options)  # type: ignore[arg-type]
     assert task._acceptance() == {"mean_acceptance_length": (3 + 1 + 2 + 1) / 4}
@@ -593,7 +592,7 @@ def test_held_out_losses_are_means_over_answer_tokens() -> None:
         mean = (count * count).sum() / count.sum()  # of a token: the length of its answer
         return LossOutput(mean, {"long": 3.0} if float(count.max()) > 2 else {})
 
-    setup = DrafterSetup(torch.nn.Linear(1, 1), objective, SevenNodes)  # type: ignore[arg-type]
+    setup = TrainingTask(torch.nn.Linear(1, 1), objective, SevenNodes)  # type: ignore[arg-type]
     held_out = [conversation(name) for name in counts]
     pipe = SimpleNamespace(target=None, processor=SimpleNamespace(reads_media=False))
     for batch in (1, 2, 3):
@@ -619,7 +618,7 @@ def _launched(options: list[str], *launcher: str) -> subprocess.Popen:
 def test_processes_launched_by_accelerate_and_killed(model: str, answered: Callable[..., Path], tmp_path: Path) -> None:
     shared = ["--target", model, "--text", str(answered(model)), "--prompts", "0"]
     shared += ["--data", str(answered(model, True))]
-    # One pass without noise: what a step computes is then the same however its examples are spread.
+    # One pass without noise: a step's result does not depend on the distribution of its examples.
     shared += ["--steps", "40", "--batch", "5", "--passes", "1", "--noise", "0", "--checkpoint-minutes", "0"]
     for out in ("alone", "killed"):
         process = _launched([*shared, "--out", str(tmp_path / out)])

@@ -23,6 +23,7 @@ from accelerate.state import AcceleratorState
 from mmspec import files
 from mmspec.errors import UserError
 from mmspec.training.curve import draw
+from mmspec.training.data import MIXED, POOL, TEXT, CurriculumSampler
 from mmspec.training.objectives import LossOutput
 from mmspec.training.options import TrainingPlan
 from mmspec.training.tasks import Optimisers
@@ -31,13 +32,8 @@ from mmspec.training.trainer import (
     CURVE,
     DRAFTER,
     LOG,
-    MIXED,
-    POOL,
-    TEXT,
-    CurriculumSampler,
     RunningMeans,
     Trainer,
-    linear_ramp,
     lr_factor,
 )
 
@@ -52,7 +48,7 @@ class Toy:
         self.network: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
         self.lengths = {kind: [1 + index % 5 for index in range(EXAMPLES)] for kind in (TEXT, MIXED)}
         self.optimisers = Optimisers(self.network, optimiser, rate)
-        self.sampler = CurriculumSampler(self.lengths, batch, seed, linear_ramp(0.3))
+        self.sampler = CurriculumSampler(self.lengths, batch, seed, 0.3)
         self.progress: list[float] = []
 
     def batch(self, examples: list[tuple[str, int]]) -> tuple[Tensor, Tensor]:
@@ -143,7 +139,7 @@ def test_the_loss_falls_and_all_files_are_written(tmp_path: Path) -> None:
 
 def test_stages_follow_the_schedule() -> None:
     """The share of mixed examples grows from 0 to 1: a quarter in the first half of stage 2, three quarters after."""
-    sampler, drawn, stages = CurriculumSampler({TEXT: [1] * 9, MIXED: [1] * 9}, 4, 1, linear_ramp(0.4)), [], []
+    sampler, drawn, stages = CurriculumSampler({TEXT: [1] * 9, MIXED: [1] * 9}, 4, 1, 0.4), [], []
     for step in range(200):
         drawn.append([kind == MIXED for kind, _ in sampler.next(step / 200)])
         stages.append(sampler.info["stage"])
@@ -196,7 +192,7 @@ def test_stopped_and_killed_runs_equal_an_uninterrupted_one_when_resumed(tmp_pat
     with pytest.raises(KilledError):
         killed.train(stop=kill)
     resumed = trainer(tmp_path / "parts", steps=16)
-    assert resumed.step == 7  # what the killed run did after its last checkpoint is done again
+    assert resumed.step == 7  # steps after the killed run's last checkpoint are repeated
     resumed.train()
     for name, value in weights(whole).items():
         assert torch.equal(value, weights(resumed)[name]), name
@@ -292,7 +288,7 @@ def test_minutes_end_a_run_that_was_resumed(tmp_path: Path, clock: list[float]) 
 
 @pytest.mark.usefixtures("clock")
 def test_checkpoints_and_reports_at_their_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """12 steps of 10 s; a step's time counts from the next one on."""
+    """12 steps of 10 s; a step's time counts from the next step on."""
     events: list[tuple[str, int]] = []
 
     def told(name: str) -> Callable[[Trainer], None]:
@@ -363,7 +359,7 @@ def _process(rank: int, port: int, folder: Path, stop_at: int | None) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
     torch.set_num_threads(1)
-    AcceleratorState._reset_state(reset_partial_state=True)  # what the parent process knew
+    AcceleratorState._reset_state(reset_partial_state=True)  # from the parent process
     run = trainer(folder, steps=8, batch=5)
     assert run.accelerator.num_processes == 2
     # One process alone is asked to stop; both must.

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, SmolLM3Config
 from mmspec import TokenTree
 from mmspec.core.target import Prompt
 from mmspec.ops import kernels
-from mmspec.targets import fused_layers
-from mmspec.targets.merged_layers import MergedLayer, merge_layers
+from mmspec.targets import static_forward
+from mmspec.targets.packed_forward import MergedLayer, merge_layers
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.targets import prefilled
 from tests.tiny import random_tree, shared_model
@@ -28,9 +28,9 @@ def _fixed(monkeypatch):
 @pytest.fixture
 def ran(monkeypatch):
     """Passes that ran the layers in few launches."""
-    calls, states = [], fused_layers.FusedDecoder.states
+    calls, states = [], static_forward.FusedDecoder.states
     monkeypatch.setattr(
-        fused_layers.FusedDecoder, "states", lambda self, *given: calls.append(self) or states(self, *given)
+        static_forward.FusedDecoder, "states", lambda self, *given: calls.append(self) or states(self, *given)
     )
     return calls
 
@@ -98,7 +98,7 @@ def test_nodes_that_stay_are_attended_to(name, ran):
         target.runner.forward_nodes(first, depth, torch.eye(2, dtype=torch.bool)[None])
         target.runner.keep_nodes(depth)
         reach = torch.tensor([[[True, False, True, False], [False, True, False, True]]])
-        found.append(target.runner.forward_nodes(torch.tensor([[7, 8]]), depth + 1, reach))
+        found.append(target.runner.forward_nodes(torch.tensor([[7, 8]]), depth + 1, reach)["last"])
     assert ran
     torch.testing.assert_close(*found, atol=2e-5, rtol=1e-4)
 

@@ -1,4 +1,4 @@
-"""Triton kernels of ``mmspec.ops.layers``.
+"""Triton kernels of ``mmspec.ops.elementwise``.
 
 Prefixes in kernels: ``i_`` index, ``b_`` block in registers, ``m_`` mask. Norms use one program per row; rotation uses
 one program per node and head, which also writes keys and values to the cache.

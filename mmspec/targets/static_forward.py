@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from mmspec import ops
 from mmspec.cache.buffers import SlotBounds
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.targets.attention import TreePass
-from mmspec.targets.layer_structure import (
+from mmspec.targets.masks import window_of
+from mmspec.targets.recognise import (
     HEAD_NORMS,
     PROJECTIONS,
     Rotation,
@@ -30,7 +32,6 @@ from mmspec.targets.layer_structure import (
     reproducible,
     rotation_of,
 )
-from mmspec.targets.masks import window_of
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -214,7 +215,8 @@ class FusedDecoder:
     def current(self) -> bool:
         """Whether the decoder's modules are unchanged since ``of``, and none has a hook."""
         parts = _parts(self._decoder)
-        return not any(map(is_hooked, parts)) and len(parts) == len(self._parts) and all(map(_is, parts, self._parts))
+        same = len(parts) == len(self._parts) and all(map(is_, parts, self._parts))
+        return same and not any(map(is_hooked, parts))
 
     def states(
         self, tokens: Tensor, positions: Tensor, masks: Any, tree: TreePass, cache: TreeCache
@@ -243,10 +245,6 @@ class FusedDecoder:
         return [*streams, whole], normed
 
 
-def _is(one: Any, other: Any) -> bool:
-    return one is other
-
-
 def _parts(decoder: Any) -> list[Any]:
     return [part for layer in decoder.layers for part in layer.modules()]
 
@@ -257,7 +255,7 @@ def _norm(norm: Any) -> FusedNorm:
 
 
 def _fused(layer: Any) -> FusedLayer:
-    """Convert a layer with the structure checked in ``layer_structure``."""
+    """Convert a layer with the structure checked in ``recognise``."""
     attention, mlp = layer.self_attn, layer.mlp
     heads = dict(zip(("query", "key"), HEAD_NORMS, strict=True)) if hasattr(attention, HEAD_NORMS[0]) else {}
     norms = {**norms_of(layer), **{name: getattr(attention, module) for name, module in heads.items()}}

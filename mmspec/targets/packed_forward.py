@@ -24,7 +24,7 @@ from mmspec.quantisation.blocks import BlockLinear, JoinedLinear
 from mmspec.quantisation.formats import StoredRows, concatenated
 from mmspec.quantisation.linear import GROUP, PackedLinear
 from mmspec.targets.attention import NAME, PASS
-from mmspec.targets.layer_structure import (
+from mmspec.targets.recognise import (
     PROJECTIONS,
     epsilon_of,
     gain_of,

@@ -28,11 +28,12 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from mmspec.quantisation.linear import HalfLinear
-from mmspec.targets import merged_layers
-from mmspec.targets.merged_layers import MergedLayer, merge_layers, norm_of
+from mmspec.targets import packed_forward
+from mmspec.targets.packed_forward import MergedLayer, merge_layers, norm_of
 from mmspec.targets.packing import KINDS, QUANTISED, pack_model, packed, weights_kind
+from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
-from tests.mmspec.targets.packed import GEMMA3, VOCAB, layer_by_layer, model_of, target_of
+from tests.mmspec.targets.packed import GEMMA3, VOCAB, layer_by_layer, model_of
 from tests.targets import CACHE, prefilled
 
 FAMILIES = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GEMMA3]
@@ -57,7 +58,7 @@ CHANGING = ("dynamic", "longrope")  # with the greatest position of a pass
 def logits_of(model, ids, trees, hook=None):
     """Logits of verify passes of chains of 3 after a prompt, and how often the decoder's forward ran in them."""
     calls = []
-    target = target_of(model)
+    target = TransformersTarget(model)
     with model.get_decoder().register_forward_hook(lambda *args: calls.append(1) or (hook(args[2]) if hook else None)):
         prefilled(target, Prompt(ids), 3 * trees)
         calls.clear()
@@ -84,7 +85,7 @@ def dequantised(model):
 
 
 @pytest.mark.parametrize("config_class", FAMILIES)
-def test_merged_layers_give_the_models_logits(config_class):
+def test_packed_forward_give_the_models_logits(config_class):
     model = model_of(config_class)
     merged = copy.deepcopy(model)
     merge_layers(merged.get_decoder())
@@ -140,7 +141,7 @@ def test_a_cache_of_transformers_holds_the_same_keys_and_values(kind, config_cla
     model = model_of(config_class)
     pack_model(model, kind)
     ids, token = torch.randint(120, (2, 90)), torch.tensor([[7]] * 2)
-    target = target_of(model)
+    target = TransformersTarget(model)
     first = prefilled(target, Prompt(ids), 9).logits.bfloat16()
     decoded = target.verify(TokenTree.root(token[:, 0])).logits.bfloat16()  # as the model rounds them
     usual = DynamicCache(config=model.config)
@@ -179,7 +180,7 @@ def test_tokens_have_the_same_bits_in_prompts_trees_and_alone(config_class, kind
         tokens += [(token + 1) % VOCAB, (token + 2) % VOCAB, token]
         parents += 3 * [kept[-1]]
         kept.append(len(tokens) - 1)
-    target = target_of(model)
+    target = TransformersTarget(model)
     prefilled(target, Prompt(ids[:, :60]), 50)
     found = target.verify(TokenTree(torch.tensor([tokens]), torch.tensor([parents]))).logits[0, kept].clone()
     assert found.dtype == torch.float32
@@ -201,7 +202,7 @@ def test_compiled_layers_compute_what_their_parts_compute(config_class):
     for layer in apart.get_decoder().layers:
         layer.__dict__["native"] = layer.stack = None
     ids = torch.randint(120, (2, 9))
-    steps = [target_of(one) for one in (model, apart)]
+    steps = [TransformersTarget(one) for one in (model, apart)]
     names = (1, 2, output_of(0), output_of(len(model.get_decoder().layers) - 1), "last")
     tree = TokenTree(torch.tensor([[3, 4, 5], [6, 7, 8]]), torch.tensor([[-1, 0, 0]]).expand(2, 3))
     found, expected = [(prefilled(target, Prompt(ids), 9, names), target.verify(tree, names)) for target in steps]
@@ -235,7 +236,7 @@ def test_passes_at_every_position_around_the_doublings_of_the_table(first):
     """One token at a time, the first of them at ``first``: the table of rotations grows twice."""
     model = model_of(LlamaConfig)
     pack_model(model, "int8")
-    targets = [target_of(one) for one in (model, layer_by_layer(copy.deepcopy(model)))]
+    targets = [TransformersTarget(one) for one in (model, layer_by_layer(copy.deepcopy(model)))]
     for target in targets:
         prefilled(target, Prompt(torch.arange(first)[None]), 60)
     for position in range(first, 4 * first + 6):
@@ -280,7 +281,7 @@ ROWS = [127, 128, 129, 255, 256, 257]  # the kernels compute 128 rows at a time
 @kinds
 def test_prompts_of_any_number_of_rows(kind, config_class, rows):
     """Prefill, and a verify pass after it, against the same weights in a usual float32 model."""
-    assert merged_layers._MAX_ROWS == 1024
+    assert packed_forward._MAX_ROWS == 1024
     model = model_of(config_class, max_position_embeddings=1200)
     pack_model(model, kind)
     plain = dequantised(model)
@@ -288,7 +289,7 @@ def test_prompts_of_any_number_of_rows(kind, config_class, rows):
     found, _ = logits_of(model, ids, trees=1)
     expected, _ = logits_of(plain, ids, trees=1)
     torch.testing.assert_close(found, expected, atol=0.1, rtol=0.05)
-    last = [prefilled(target_of(one), Prompt(ids), 4).logits[:, -1] for one in (model, plain)]
+    last = [prefilled(TransformersTarget(one), Prompt(ids), 4).logits[:, -1] for one in (model, plain)]
     torch.testing.assert_close(last[0], last[1].float(), atol=0.1, rtol=0.05)
 
 
@@ -322,9 +323,9 @@ def test_a_batch_of_more_rows_than_a_chunk(kind):
     model = model_of(LlamaConfig)
     pack_model(model, kind)
     ids = torch.randint(VOCAB, (3, 50))
-    together = prefilled(target_of(model), Prompt(ids), 4).logits[:, -1]
+    together = prefilled(TransformersTarget(model), Prompt(ids), 4).logits[:, -1]
     for row, expected in zip(ids, together, strict=True):
-        alone = prefilled(target_of(model), Prompt(row[None]), 4).logits[0, -1]
+        alone = prefilled(TransformersTarget(model), Prompt(row[None]), 4).logits[0, -1]
         assert torch.equal(alone, expected)
 
 
@@ -353,7 +354,7 @@ def test_hooks_take_effect_between_passes():
     """Layers are computed by one call; a layer that is given something else computes its own output."""
     model = model_of(LlamaConfig)
     pack_model(model, "bfloat16")
-    target = target_of(model)
+    target = TransformersTarget(model)
     prefilled(target, Prompt(torch.arange(9)[None]), 9)
 
     def logits(factor):
