@@ -38,7 +38,7 @@ def reference_and_oracle(model, inputs, **options):
 
 
 def same_tokens(model, inputs, **options):
-    """Output of generate; ``decode`` and ``mmspec.generate`` must give the same."""
+    """Output of generate, which ``decode`` and ``mmspec.generate`` must equal."""
     options = {**GREEDY, **options}
     reference, oracle = reference_and_oracle(model, inputs, **options)
     hooked = model.generate(**inputs, **options, custom_generate=mmspec.decode, drafter=oracle, nodes=10)
