@@ -99,6 +99,7 @@ class Sequence(SamplingState):
     Attributes:
         finish_reason: set when the sequence has finished.
         error: exception that ended the sequence.
+        cancelled: whether the client has dropped the sequence.
         added: time of submission, ``perf_counter`` seconds.
         trees: verified trees, one per step; empty if not recorded.
         logprobs: log probabilities of all generated tokens, and possibly of some after a stop; empty if not recorded.
@@ -119,7 +120,7 @@ class Sequence(SamplingState):
         self.added = clock()
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
-        self._cancelled = self._closed = False
+        self.cancelled = self._closed = False
         self._start(Stats(num_prompt_tokens=len(history), lossless=not self.sampler.lossy))
 
     def _start(self, stats: Stats) -> None:
@@ -146,7 +147,7 @@ class Sequence(SamplingState):
 
     @property
     def done(self) -> bool:
-        return self.finish_reason is not None or self.error is not None or self._cancelled
+        return self.finish_reason is not None or self.error is not None or self.cancelled
 
     @property
     def ended(self) -> bool:
@@ -155,7 +156,7 @@ class Sequence(SamplingState):
 
     def cancel(self) -> None:
         """End the sequence before its next step."""
-        self._cancelled = True
+        self.cancelled = True
 
     def fail(self, error: Exception) -> None:
         """End the sequence with an error, unless it has ended."""

@@ -174,12 +174,12 @@ def keep_states_of_aborted_requests(patch: Patch) -> None:
         if not (len(self.running) > 1 and any(one.cancelled for one in self.running)):
             remove(self)
             return
-        select = self.target.select
-        self.target.select = lambda rows: select(list(range(len(rows))))  # type: ignore[method-assign]
+        keep = self.target.keep
+        self.target.keep = lambda rows: keep(list(range(len(rows))))  # type: ignore[method-assign]
         try:
             remove(self)
         finally:
-            del self.target.select
+            del self.target.keep
 
     patch.setattr(EngineCore, "remove_finished", removing)
 
