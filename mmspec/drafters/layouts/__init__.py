@@ -272,15 +272,11 @@ def write(drafter: Any, target: Any, folder: Path, name: str, tokens: int = 3) -
     Raises:
         UserError: the drafter was trained for another target, or the format cannot describe it.
     """
-    network, decoder, form = drafter.network.config, target.get_text_config()
-    named = {
-        "name_or_path": target.name_or_path,
-        "architectures": target.architectures,
-        "vocab_size": decoder.vocab_size,
-    }
+    network, decoder = drafter.network.config, target.get_text_config()
     known = {"hidden_size": getattr(network, "source", network.hidden_size)}
+    received = {name: getattr(decoder, name) for name in ("hidden_size", "vocab_size")}
     check_same_target(
-        known | (drafter.verifier or drafter.published or {}), {**named, "hidden_size": decoder.hidden_size}
+        known | (drafter.verifier or drafter.published or {}), {**received, "architectures": target.architectures}
     )
     form = FORMATS[drafter.layout][name](network, target, tokens)
     if hasattr(network, "features"):

@@ -133,8 +133,8 @@ def new_target(model):
 def answered(target, prefixes, prompt, drafter=None, nodes=6, new=8):
     """Tokens of a prompt's answer, and how many of the prompt's states were known."""
     sampler = defaults.sampler(SamplingParams(seed=3))
-    budget = StepPlan(nodes, 3)
-    *_, (row,) = decode(target, drafter, prompt, sampler, Stopper(new, criteria=[]), budget, prefixes=prefixes)
+    plan = StepPlan(nodes, 3)
+    *_, (row,) = decode(target, drafter, prompt, sampler, Stopper(new, criteria=[]), plan, prefixes=prefixes)
     return row.token_ids, row.stats.num_cached_tokens
 
 
