@@ -35,7 +35,7 @@ class Speculation:
 
     def __init__(self, target: Target, drafter: Drafter | None, adaptive: DraftPolicy | None = None) -> None:
         self.target = target
-        self.drafter = as_drafter(drafter)
+        self.drafter = None if drafter is None else as_drafter(drafter)
         self.guard = None if self.drafter is None else Guard(self.drafter)
         self._static_shapes = kernels.static_shapes(target.device)
         fixed = drafter is None or sharded(target)
