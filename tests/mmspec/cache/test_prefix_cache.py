@@ -220,7 +220,7 @@ def test_drafters_read_what_they_read_of_a_whole_prompt(name, fixed, monkeypatch
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
 def test_prompts_that_share_a_video_of_many_frames(name):
-    """The shared prefix ends on text after the video, at positions below the last frames, or on the video's last token."""
+    """The prefix ends on text after the video, at positions below the last frames, or on the last video token."""
     model = shared_model(name)
     target, prefixes = new_target(model), PrefixCache(BYTES)
     prompt = prompt_of(video_inputs(name))
