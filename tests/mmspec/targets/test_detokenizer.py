@@ -107,7 +107,7 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
 
 
 def characters(tokenizer: Any, ids: Sequence[int]) -> list[int]:
-    """Tokens with U+FFFD in place of each ``<0xE2>`` that starts no character: the decoder would replace its neighbours."""
+    """Tokens with U+FFFD in place of each ``<0xE2>`` outside a character: the decoder would replace its neighbours."""
     names, found = tokenizer.convert_ids_to_tokens(list(ids)), []
     unknown = tokenizer.get_vocab().get(UNKNOWN)
     for is_byte, run in groupby(zip(ids, names, strict=True), lambda one: one[1].startswith("<0x")):
