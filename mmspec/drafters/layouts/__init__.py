@@ -244,13 +244,13 @@ def check_target(verifier: Mapping[str, Any], target: Any) -> None:
         verifier: ``hidden_size``, ``vocab_size``, and if known ``name_or_path``, ``architectures`` and ``model_type``.
     """
     width, vocab, here = verifier["hidden_size"], verifier["vocab_size"], target.config
-    model, expected = type(target.model).__name__, [f"hidden size {width}" + (f" and {vocab} tokens" if vocab else "")]
-    types = {here.model_type, target.model.config.model_type}
+    model, expected = target.architecture, [f"hidden size {width}" + (f" and {vocab} tokens" if vocab else "")]
+    types = {here.model_type, target.model_config.model_type}
     received = [f"hidden size {here.hidden_size} and {here.vocab_size} tokens"]
     fits = width == here.hidden_size and (vocab is None or here.vocab_size / 2 < vocab <= here.vocab_size)
     if (kind := verifier.get("model_type")) and kind not in types:
         fits, expected = False, [*expected, f"of type {kind}"]
-        received = [*received, f"of type {target.model.config.model_type}"]
+        received = [*received, f"of type {target.model_config.model_type}"]
     if (classes := verifier.get("architectures")) and model not in classes:
         fits, expected = False, [*expected, f"of class {', '.join(classes)}"]
     if not fits:
