@@ -1,56 +1,55 @@
-"""Whether drafting pays."""
+"""Whether a drafter pays, and what the search for a better choice may cost."""
 
 from __future__ import annotations
 
-from collections import deque
-from math import sqrt
-from operator import mul
-from statistics import fmean
-
-_RECENT_STEPS = 32  # window of the mean gain
-_FEWEST_STEPS = 12  # minimum steps for the significance test of a loss
-_STAKE = 3.0  # maximum total loss in fewer steps
-_HOPE = 1.0  # prior: the gain of one additional step
-_REST = 28, 84  # minimum and maximum cooldown, in steps
-_STANDARD_ERRORS = 2.0  # threshold of a significant mean loss
-_LOSS_SHARE = 0.03  # maximum share of time lost to draft steps between cooldowns
+_SHARE = 0.02  # share of the decode time that exploration may lose
+_MOST = 2.0  # maximum credit, in plain decode steps
+_RESUME = 0.5  # credit that starts another exploration
+_GAIN_DECAY = 0.05  # weight of a step in the mean gain
 
 
-class DraftingPayoff:
-    """Decides whether drafting pays: drafting pauses for a cooldown after a significant loss, then is tried again.
+class Exploration:
+    """Time that exploration may still lose, in plain decode steps.
 
-    The gain of a draft step is its tokens minus its time, both in units of plain decode steps or of tokens. A mean gain
-    of recent steps that is significantly below zero starts a cooldown, which is longer for larger losses.
+    The one rule of exploration: steps of a choice that is not expected to be the fastest may lose 2 % of the decode
+    time in total. Credit accumulates up to two steps; exploration starts with half a step and ends without credit.
     """
 
     def __init__(self) -> None:
-        self._gains: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self.rest = 0
+        self.credit = _MOST
+        self._running = True
+
+    def elapse(self, time: float, loss: float = 0.0) -> None:
+        """Add a step's time, and the time it lost to the best choice; a negative loss is a gain."""
+        self.credit = min(self.credit + _SHARE * time - loss, _MOST)
+
+    def renew(self, share: float) -> None:
+        """Allow an exploration for new requests, which make up ``share`` of the batch."""
+        self.credit = max(self.credit, _RESUME * share)
+
+    @property
+    def allowed(self) -> bool:
+        self._running = self.credit > 0.0 if self._running else self.credit >= _RESUME
+        return self._running
+
+
+class Payoff:
+    """Pauses a drafter after a loss: it drafts if its recent mean gain is positive, or as exploration.
+
+    The gain of a draft is its tokens minus its time, both in units of plain decode steps.
+    """
+
+    def __init__(self) -> None:
+        self._exploration, self._mean = Exploration(), 0.0
 
     def rests(self) -> bool:
-        """Whether drafting is paused in this step; called once per step."""
-        if not self.rest and self._loses():
-            fewest, most = _REST
-            self.rest = min(max(fewest, int(_FEWEST_STEPS * -fmean(self._gains) / _LOSS_SHARE)), most)
-            self._gains.clear()
-        if not self.rest:
+        """Whether the drafter is paused in this step; called once per step."""
+        if self._mean >= 0.0 or self._exploration.allowed:
             return False
-        self.rest -= 1
+        self._exploration.elapse(1.0)
         return True
 
     def add(self, gain: float) -> None:
-        """Add a draft step; the loss of a single slow step is limited."""
-        self._gains.append(max(gain, 1 - _STAKE))
-
-    def restart(self) -> None:
-        """Reset all statistics."""
-        self._gains.clear()
-        self.rest = 0
-
-    def _loses(self) -> bool:
-        if len(self._gains) < _FEWEST_STEPS:
-            return sum(self._gains) < -_STAKE
-        count = len(self._gains) + 1  # including the prior; statistics.stdev would be a hundred times slower
-        mean = (sum(self._gains) + _HOPE) / count
-        variance = (sum(map(mul, self._gains, self._gains)) + _HOPE**2) / count - mean**2
-        return mean + _STANDARD_ERRORS * sqrt(max(variance, 0.0) / (count - 1)) < 0.0
+        """Add a draft."""
+        self._mean += _GAIN_DECAY * (gain - self._mean)
+        self._exploration.elapse(1.0, -gain)

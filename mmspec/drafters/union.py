@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.core.drafter import Drafter, Guard, as_drafter
-from mmspec.core.payoff import DraftingPayoff
+from mmspec.core.payoff import Payoff
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree, best_chains, merge
@@ -29,7 +29,7 @@ class Union(Drafter):
     grow one tree together (``LookUps``).
 
     If the plan is adaptive, each tree is charged its own time and credited the tokens that no other tree drafted; a
-    drafter with a net loss pauses on its own (``DraftingPayoff``). Payoffs are kept per class of expected tokens of the
+    drafter with a net loss pauses on its own (``Payoff``). Payoffs are kept per class of expected tokens of the
     preceding trees, lookups first, so that no network runs while the text is copied. A failing drafter also pauses
     (``Guard``).
     """
@@ -38,7 +38,7 @@ class Union(Drafter):
         if len(drafters) < 2:
             raise UserError(f"drafters joined by + must be at least two: got {len(drafters)}")
         self.drafters, self._chains = drafters, False
-        self._payoffs = [[DraftingPayoff() for _ in range(len(_EXPECTED) + 1)] for _ in self._guards]
+        self._payoffs = [[Payoff() for _ in range(len(_EXPECTED) + 1)] for _ in self._guards]
         self._drafts: dict[int, tuple[TokenTree, float, int]] = {}  # tree, seconds and payoff index by drafter
         self._began = 0.0  # start time of this step's proposal
         self._recent: deque[tuple[float, float]] = deque(maxlen=_STEPS)  # seconds per step, and tokens per row
@@ -49,7 +49,7 @@ class Union(Drafter):
 
     @drafters.setter
     def drafters(self, drafters: Sequence[Drafter]) -> None:
-        self._drafters = [as_drafter(drafter) for drafter in drafters]
+        self._drafters = [made for drafter in drafters if (made := as_drafter(drafter)) is not None]
         look_ups = [drafter for drafter in self._drafters if isinstance(drafter, LookUpDrafter)]
         others: list[Drafter] = [drafter for drafter in self._drafters if drafter not in look_ups]
         together: list[Drafter] = [LookUps(look_ups)] if len(look_ups) > 1 else [*look_ups]

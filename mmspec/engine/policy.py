@@ -1,18 +1,19 @@
 """Drafting policy: whether to draft, and number, depth and shape of draft tokens per step.
 
-A tree of n drafted nodes with path probabilities g_1 >= g_2 >= ... emits ``1 + sum(g_1..g_n)`` expected tokens. The time
-of its step is learned from the steps themselves, in units of plain decode steps. Plain decoding is one of the arms.
+A tree of n drafted nodes with path probabilities g_1 >= g_2 >= ... emits ``1 + sum(g_1..g_n)`` expected tokens. The
+time of its step is learned from the steps themselves, in units of plain decode steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from math import exp, log, log2, sqrt
 from statistics import fmean
 
 import numpy as np
 
+from mmspec.core.payoff import Exploration
 from mmspec.core.plan import StepPlan, StepTimes
 from mmspec.core.tree import TokenTree
 
@@ -69,98 +70,114 @@ class DraftPolicy:
         return plan if self._static_shapes or remaining >= plan.depth else replace(plan, depth=remaining)
 
 
-_KNOTS = 11  # powers of two from 1
-_OPTIMISM = 0.5
+_KNOTS = 13  # powers of two from 1
+_KNEE_PRIOR = 0.7  # standard deviation of log ``free_tokens``
+_CURVE_PRIOR, _CURVE_DRIFT, _CURVE_DOUBT = 0.1, 0.003, 0.1  # per octave: prior, change per step, after surprises
 _LOAD_DRIFT = 0.03  # standard deviation of the change of log load, per step
-_PRIOR_KNEE = 0.7
-_CURVE_PRIOR, _CURVE_DRIFT = 0.1, 0.003  # standard deviations per octave, of the prior and of the change per step
 _NOISE = 0.08  # standard deviation of a step's log time
-_CURVE_DOUBT = 0.1
-_OUTLIER = 2.5  # standard deviations to which residuals are clipped
+_SURPRISE = 2.5  # standard deviations beyond which a residual is a surprise
+_OPTIMISM = 0.5  # standard deviations below the expected ratios, so that uncertain sizes are tried
 
 
 class StepTimeModel:
-    """Kalman filter of the log time of verify and commit by the number of tokens in the pass.
+    """Kalman filter of a step's log time (verify pass and commit) by the number of tokens in the pass.
 
-    The state is the log time of a step of one token, which follows other load on the machine, and the log ratio to it at
-    powers of two.
+    The state is the log time of a step of one token, which follows other load on the machine, and the log ratios to it
+    at powers of two. The prior of the ratios is the roofline: reading the weights takes as long as the products of
+    ``free_tokens`` tokens.
 
     Args:
-        free_tokens: prior of the number of tokens whose products take as long as reading the weights.
+        free_tokens: see above.
     """
 
     def __init__(self, free_tokens: float) -> None:
-        tokens = 2.0 ** np.arange(_KNOTS)
-        cubes = (tokens / free_tokens) ** 3
-        times = np.log(1.0 + cubes) / 3
-        slopes = cubes / (1.0 + cubes) - cubes[0] / (1.0 + cubes[0])  # of log time by log free_tokens, negative
+        products = (2.0 ** np.arange(_KNOTS) / free_tokens) ** 3  # cubes: a smooth maximum of reading and products
+        steepness = products / (1.0 + products)  # derivative of the log time by the negative log of ``free_tokens``
         octaves = np.minimum.outer(np.arange(_KNOTS), np.arange(_KNOTS)).astype(float)
-        self._state = times - times[0]
-        self._covariance = _PRIOR_KNEE**2 * np.outer(slopes, slopes) + _CURVE_PRIOR**2 * octaves
-        self._drift = _CURVE_DRIFT**2 * octaves
+        self._state = (np.log(1.0 + products) - np.log(1.0 + products[0])) / 3
+        self._covariance = _CURVE_PRIOR**2 * octaves
+        self._covariance += _KNEE_PRIOR**2 * np.outer(steepness - steepness[0], steepness - steepness[0])
+        self._drift, self._doubt = _CURVE_DRIFT**2 * octaves, _CURVE_DOUBT**2 * octaves
         self._drift[0, 0] = _LOAD_DRIFT**2
-        self._doubt = _CURVE_DOUBT**2 * octaves
-        self._known, self._last = False, 1
-
-    def ratio(self, tokens: int, optimism: float = 0.0) -> float:
-        """Time of a step in steps of one token, less some standard deviations."""
-        at, share = self._place(tokens)
-        low, high = (
-            float(self._state[k] - optimism * sqrt(self._covariance[k, k])) if k else 0.0 for k in (at, at + 1)
-        )
-        return exp(low + share * (high - low))
+        self._last = 0  # tokens of the last step
 
     @property
     def seconds(self) -> float:
         """Current time of a step of one token."""
         return exp(self._state[0])
 
-    def add(self, tokens: int, seconds: float) -> bool:
-        at, share = self._place(tokens)
-        read = np.zeros(_KNOTS)
-        read[at + 1] = share
-        read[at] += (1.0 - share) if at else 0.0
-        read[0] = 1.0
-        if not self._known:
-            self._state[0] = log(seconds) - float(read[1:] @ self._state[1:])
-            self._covariance[0, 0], self._known = 1.0, True
-            self._last = tokens
-            return False
-        covariance = self._covariance + self._drift
-        residual = log(max(seconds, 1e-9)) - float(read @ self._state)
-        column = covariance @ read
-        variance = float(read @ column) + _NOISE**2
-        surprising = residual**2 > _OUTLIER**2 * variance
-        if surprising:  # the load has changed, or the curve is wrong if the size has
-            covariance[0, 0] += residual**2
-            if abs(log2(tokens / self._last)) >= 1:
-                covariance += residual**2 * self._doubt
-            column = covariance @ read
-            variance = float(read @ column) + _NOISE**2
-        self._last = tokens
-        self._state = self._state + column * (residual / variance)
-        self._covariance = covariance - np.outer(column, column) / variance
-        return surprising
+    def ratios(self, tokens: Sequence[int] | np.ndarray, optimism: float = 0.0) -> np.ndarray:
+        """Times of steps with these numbers of tokens, in steps of the first, less ``optimism`` standard deviations."""
+        log_ratios = self._state - optimism * np.sqrt(np.diagonal(self._covariance))
+        log_ratios[0] = 0.0
+        found = np.exp(np.interp(np.log2(tokens), np.arange(_KNOTS), log_ratios))
+        return np.maximum(found / found[0], 1.0)
 
-    def _place(self, tokens: int) -> tuple[int, float]:
+    def add(self, tokens: int, seconds: float) -> bool:
+        """Add a step. Returns whether its time was a surprise."""
         position = log2(tokens)
         at = min(int(position), _KNOTS - 2)
-        return at, position - at
+        read = np.zeros(_KNOTS)
+        read[at : at + 2] = 1.0 + at - position, position - at
+        read[0] = 1.0
+        residual = log(max(seconds, 1e-9)) - float(read @ self._state)
+        before, self._last = self._last, tokens
+        if not before:  # the first step may also compile kernels
+            self._state[0] += residual
+            self._covariance[0, 0] = 1.0
+            return False
+        covariance = self._covariance + self._drift
+        surprise = residual**2 > _SURPRISE**2 * (float(read @ covariance @ read) + _NOISE**2)
+        if surprise:  # the load has changed; or the ratio is wrong, if the size has changed
+            covariance[0, 0] += residual**2
+            if abs(log2(tokens / before)) >= 1.0:
+                covariance += residual**2 * self._doubt
+        column = covariance @ read
+        variance = float(read @ column) + _NOISE**2
+        self._state += column * (residual / variance)
+        self._covariance = covariance - np.outer(column, column) / variance
+        return surprise
 
 
-_BINS = 16  # number of bins of path probabilities
+_LEVELS_DECAY, _SLOPE_PRIOR = 0.98, 2.0
+
+
+class DraftTimeModel:
+    """Linear regression of the draft time, in plain steps, by number of levels."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)  # of weights, levels, times, squared levels, and levels times times
+
+    def add(self, levels: int, time: float) -> None:
+        self._sums = _LEVELS_DECAY * self._sums + (1.0, levels, time, levels * levels, levels * time)
+
+    @property
+    def slope(self) -> float:
+        """Time per level; before levels have varied, the draft's other costs count as one level. 0 without drafts."""
+        weight, levels, time, levels2, product = map(float, self._sums)
+        if not weight:
+            return 0.0
+        spread, common = levels2 - levels**2 / weight, product - levels * time / weight
+        return max(common + _SLOPE_PRIOR * time / (weight + levels), 0.0) / (spread + _SLOPE_PRIOR)
+
+    def __call__(self, levels: int) -> float:
+        """Time of a draft."""
+        weight, drafted, time, *_ = map(float, self._sums)
+        return max(time + self.slope * (weight * levels - drafted), 0.0) / weight if weight else 0.0
+
+
+_BINS = 16  # bins of path probabilities: half octaves, 1, 0.7, 0.5, 0.35, ...
 _BIN_PRIOR = 6.0  # weight of the drafter's own probability, in observations
 _BIN_DECAY = 0.995  # decay of a bin's observations, per observation
 
 
 class Acceptance:
-    """Observed acceptance of drafted nodes by their path probability, in bins of half octaves."""
+    """Observed acceptance rate of drafted nodes by their path probability."""
 
     def __init__(self) -> None:
         self._accepted, self._seen = [0.0] * _BINS, [0.0] * _BINS
 
     def __call__(self, prob: float) -> float:
-        """Acceptance rate of nodes with this path probability."""
         b = self._bin(prob)
         return (self._accepted[b] + _BIN_PRIOR * prob) / (self._seen[b] + _BIN_PRIOR)
 
@@ -174,71 +191,53 @@ class Acceptance:
         return min(int(-2.0 * log2(prob)), _BINS - 1) if prob > 0.0 else _BINS - 1
 
 
-_RATE_DECAY = 0.98
-_AGE = 0.995
-_PRIOR_STEPS = 4.0
-_PRIOR_RATE = 1.05
-_PRIOR_DEVIATION = 1.0
+_STEP_DECAY, _AGE_DECAY = 0.98, 0.995  # decay of an arm's steps, per step of this arm and per step of any arm
+_PRIOR_STEPS, _PRIOR_RATE = 4.0, 1.05  # steps of an untried arm, and their tokens per time
+_PRIOR_DEVIATION = 1.0  # standard deviation of their tokens
 
 
 class DecodingRate:
-    """Tokens per time of an arm, from decaying sums, with a prior of a few steps."""
+    """Tokens per time of an arm's recent steps, in plain steps."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros(5)  # tokens, times, and their products
-
-    def age(self, factor: float | None = None) -> None:
-        self._sums *= _AGE if factor is None else factor
+        self._sums = np.zeros(5)  # of tokens, times, and their products
 
     def add(self, tokens: float, time: float) -> None:
-        self._sums = _RATE_DECAY * self._sums + (tokens, time, tokens * tokens, tokens * time, time * time)
+        self._sums = _STEP_DECAY * self._sums + (tokens, time, tokens * tokens, tokens * time, time * time)
 
-    def mean(self, prior: float | None = None) -> float:
-        prior = _PRIOR_RATE if prior is None else prior
-        return float((self._sums[0] + prior * _PRIOR_STEPS) / (self._sums[1] + _PRIOR_STEPS))
+    def age(self, factor: float = _AGE_DECAY) -> None:
+        self._sums *= factor
 
-    def bound(self, prior: float, errors: float = 1.0) -> float:
-        """Upper confidence bound, by the delta method."""
+    def mean(self, prior: float = _PRIOR_RATE) -> float:
+        return float(self._sums[0] + prior * _PRIOR_STEPS) / float(self._sums[1] + _PRIOR_STEPS)
+
+    def bound(self, prior: float) -> float:
+        """The mean plus a standard error (delta method)."""
         mean = self.mean(prior)
-        _, time, tokens2, product, time2 = self._sums
-        squares = tokens2 - 2 * mean * product + mean**2 * time2 + _PRIOR_STEPS * _PRIOR_DEVIATION**2
-        return float(mean + errors * sqrt(max(squares, 0.0)) / (time + _PRIOR_STEPS))
+        _, time, tokens2, product, time2 = map(float, self._sums)
+        squares = tokens2 - 2.0 * mean * product + mean**2 * time2 + _PRIOR_STEPS * _PRIOR_DEVIATION**2
+        return mean + sqrt(max(squares, 0.0)) / (time + _PRIOR_STEPS)
 
 
-_EXPLORATION = 0.03
-_CREDIT = 3.0
-_RESUME = 1.0
-_RUN = 4
-
-
-class LevelTime:
-    """Draft time by number of levels, from decaying sums, in steps of one token."""
-
-    def __init__(self) -> None:
-        self._sums = np.zeros(5)  # weight, levels, times, levels squared, product
-
-    def add(self, levels: int, time: float) -> None:
-        self._sums = 0.98 * self._sums + (1.0, levels, time, levels * levels, levels * time)
-
-    @property
-    def slope(self) -> float:
-        """Time per level; before levels have varied, the time is spread over them and one pass more."""
-        weight, levels, time, levels2, product = self._sums
-        if not weight:
-            return 0.0
-        guess = time / (weight + levels)
-        spread = levels2 - levels**2 / weight
-        return float(max(product - levels * time / weight + 2.0 * guess, 0.0) / (spread + 2.0))
-
-    @property
-    def known(self) -> bool:
-        return bool(self._sums[0])
+_RUN = 4  # successive steps of an explored arm
+_FIRST_NODES, _NODES_WEIGHT = 8.0, 0.2  # mean pruned size: initial value, weight of a step
+_PLAIN_INTERVALS = 2, 64  # draft steps between plain steps: at first, doubling up to
 
 
 class AdaptivePolicy(DraftPolicy):
-    """Maximises tokens per time by discounted upper confidence bounds over plain decoding and plans.
+    """Maximises tokens per second, by discounted upper confidence bounds over plain decoding and a few plans.
 
-    Exploration: steps of other arms than the best arm may lose at most 3 % of the decode time.
+    Times are in plain steps of the batch, tokens per row. The best arm has the highest recent rate; plain decoding has
+    the rate 1. Other arms whose rate may be higher are explored within the limit of ``Exploration``, and so are plain
+    steps, from which the unit of time is learned. What was learned persists between requests.
+
+    Without static shapes, the plans limit trees and chains, which ``prune`` cuts to the size with the most expected
+    tokens less the time at the recent rate. With static shapes, each plan is an arm of its own, as the host does not
+    read probabilities; a step also teaches arms whose trees are parts of its tree.
+
+    Args:
+        plans: arms other than plain decoding, the first to be tried first; None is ``PLANS`` or ``STEADY_PLANS``.
+        free_tokens: see ``StepTimeModel``.
     """
 
     def __init__(
@@ -247,59 +246,33 @@ class AdaptivePolicy(DraftPolicy):
         super().__init__(static_shapes=static_shapes)
         self._plans = plans or (STEADY_PLANS if static_shapes else PLANS)
         self._time = StepTimeModel(free_tokens)
-        self._acceptance = {False: Acceptance(), True: Acceptance()}
-        self._levels = {False: LevelTime(), True: LevelTime()}
-        self._rates: dict[int, list[DecodingRate]] = {}
-        self._credit = _CREDIT
-        self._run: tuple[int | None, int] = (None, 0)
-        self._since_plain, self._anchors = 0, 2
-        self._usual = 8.0
-        self._price = 1.0
+        self._acceptance = {chain: Acceptance() for chain in (False, True)}
+        self._draft_time = {chain: DraftTimeModel() for chain in (False, True)}
+        self._rates: dict[int, list[DecodingRate]] = {}  # of all plans, by bits of the batch size
+        self._exploration = Exploration()
+        self._explored, self._left = 0, 0  # the explored arm, and its remaining steps
+        self._interval, self._since_plain = _PLAIN_INTERVALS[0], 0
+        self._usual = _FIRST_NODES
 
     def begin(self, share: float) -> None:
         for rates in self._rates.values():
             for rate in rates:
                 rate.age(1.0 - 0.5 * share)
-        self._credit = max(self._credit, _RESUME * share)
+        self._exploration.renew(share)
 
     def plan(self, rows: int, remaining: int) -> StepPlan:
-        arm = self._choose(self._arms(rows))
+        rates = self._of(rows)
+        best, rate = self._best(rates)
+        arm = self._choose(rates, best, rate)
+        plan = self._plans[arm or 0]
         if arm is None:
-            return self._limited(replace(self._plans[0], nodes=0, chain=False), remaining)
-        plan = self._plans[arm]
-        if not self._static_shapes:
-            levels = self._levels[plan.chain]
+            plan = replace(plan, nodes=0)
+        elif not self._static_shapes:
+            # Candidates cost draft time: request only somewhat more than was used lately.
             nodes = min(plan.nodes, 3 + int(1.5 * self._usual))
-            plan = replace(plan, nodes=nodes, least_gain=levels.slope * self._price if levels.known else 1.0)
+            level = self._draft_time[plan.chain].slope
+            plan = replace(plan, nodes=nodes, least_gain=level * rate if level else 1.0)
         return self._limited(plan, remaining)
-
-    def _arms(self, rows: int) -> list[DecodingRate]:
-        return self._rates.setdefault(rows.bit_length(), [DecodingRate() for _ in self._plans])
-
-    def _choose(self, arms: list[DecodingRate]) -> int | None:
-        """The arm of a step; None is plain decoding."""
-        best = self._best(arms)
-        if best is not None and self._since_plain >= self._anchors and self._credit > 0:
-            return None
-        arm, left = self._run
-        if left > 0 and self._credit > 0:
-            self._run = arm, left - 1
-            return arm
-        if self._credit >= _RESUME:
-            rate = 1.0 if best is None else arms[best].mean()
-            others = [number for number in range(len(arms)) if number != best]
-            if others:
-                bounds = {number: arms[number].bound(rate) for number in others}
-                other = max(bounds, key=lambda number: bounds[number])
-                if bounds[other] > rate:
-                    self._run = other, _RUN - 1
-                    return other
-        return best
-
-    def _best(self, arms: list[DecodingRate]) -> int | None:
-        means = [arm.mean() for arm in arms]
-        best = max(range(len(arms)), key=lambda number: means[number])
-        return best if means[best] >= 1.0 else None
 
     def prune(self, plan: StepPlan, tree: TokenTree) -> TokenTree:
         if self._static_shapes or not tree.prunable:
@@ -307,76 +280,87 @@ class AdaptivePolicy(DraftPolicy):
         tree = tree.best_chain() if plan.chain else tree
         size = self._size(plan, tree.path_probs)
         if plan.nodes:
-            self._usual += 0.2 * (size - self._usual)
+            self._usual += _NODES_WEIGHT * (size - self._usual)
         return tree.first(1 + size)
 
-    def _size(self, plan: StepPlan, probs: Sequence[Sequence[float]]) -> int:
-        """Number of drafted nodes per row with the most expected tokens, less the time at the recent rate."""
-        rows, accepted = len(probs), self._acceptance[plan.chain]
-        widest = min(plan.most_nodes, max(map(len, probs)))
-        plain = self._time.ratio(rows)
-        best, gain, most = 0, 0.0, 0.0
-        for nodes in range(1, widest + 1):
-            gain += sum(accepted(row[nodes - 1]) for row in probs if len(row) >= nodes) / rows
-            profit = gain - self._price * (max(self._time.ratio(rows * (nodes + 1), _OPTIMISM) / plain, 1.0) - 1.0)
-            if profit > most:
-                best, most = nodes, profit
-        return best
-
     def observe(self, plan: StepPlan, tree: TokenTree, paths: list[list[int]], times: StepTimes) -> None:
-        rows, alive = tree.batch, [path for path in paths if path]
-        expected = self._time.seconds * self._time.ratio(rows * tree.nodes)
-        surprising = self._time.add(rows * tree.nodes, times.verify + times.commit)
-        plain = self._time.seconds * self._time.ratio(rows)
-        arms = self._arms(rows)
-        for rate in arms:
-            rate.age()
-        time = min(times.total, 3.0 * expected + times.draft) / plain
-        tokens = fmean(map(len, alive)) if alive else 1.0
-        best = self._best(arms)
-        self._price += 0.05 * ((1.0 if best is None else arms[best].mean()) - self._price)
-        self._credit = min(self._credit + _EXPLORATION * time, _CREDIT)
+        rows, rest = tree.batch, times.verify + times.commit
+        rates = self._of(rows)
+        best, rate = self._best(rates)
+        surprise = self._time.add(rows * tree.nodes, rest)
+        plain = self._time.seconds * float(self._time.ratios((1, rows))[1])
+        expected = float(self._time.ratios((rows, rows * tree.nodes))[1])
+        time = min(rest / plain, 3.0 * expected) + times.draft / plain  # other load is not a shape's
+        for each in rates:
+            each.age()
         if not plan.nodes:
+            if tree.nodes == 1 and best is not None:
+                first, most = _PLAIN_INTERVALS
+                self._interval = first if surprise else min(2 * self._interval, most)
             self._since_plain = 0
-            if best is not None and tree.nodes == 1:
-                self._credit -= time * (1.0 - 1.0 / arms[best].mean())
-                self._anchors = 2 if surprising else min(2 * self._anchors, 64)
+            self._exploration.elapse(time, time * (1.0 - 1.0 / rate))
             return
         self._since_plain += 1
-        arm = self._arm(plan)
-        if times.draft > 0:
-            self._levels[plan.chain].add(times.levels, times.draft / plain)
-        if arm != best:
-            self._credit -= time - tokens / (1.0 if best is None else arms[best].mean())
-        for number, share in self._taught(arm, alive):
-            cost = time if number == arm else self._predicted(number, rows)
-            arms[number].add(share, cost)
-        if tree.prunable and not self._static_shapes:
+        alive = [path for path in paths if path]
+        arm = next(number for number, other in enumerate(self._plans) if self._key(other) == self._key(plan))
+        tokens = fmean(map(len, alive)) if alive else 1.0
+        self._exploration.elapse(time, 0.0 if arm == best else time - tokens / rate)
+        if times.draft > 0.0:
+            levels = plan.depth if self._static_shapes else times.levels
+            self._draft_time[plan.chain].add(levels, times.draft / plain)
+        rates[arm].add(tokens, time)
+        if self._static_shapes:
+            self._teach_parts(rates, arm, alive, rows)
+        elif tree.prunable:
             accepted = self._acceptance[plan.chain]
-            for probs, path in zip(tree.path_probs, paths, strict=True):
-                kept = set(path)
-                for node, prob in enumerate(probs, start=1):
-                    if path:
-                        accepted.add(prob, node in kept)
+            for path, probs in zip(paths, tree.path_probs, strict=True):
+                for node, prob in enumerate(probs if path else (), start=1):
+                    accepted.add(prob, node in path)
 
-    def _arm(self, plan: StepPlan) -> int:
-        return next(
-            number
-            for number, other in enumerate(self._plans)
-            if other.chain == plan.chain
-            and (not self._static_shapes or (other.nodes, other.depth) == (plan.nodes, plan.depth))
-        )
+    def _of(self, rows: int) -> list[DecodingRate]:
+        return self._rates.setdefault(rows.bit_length(), [DecodingRate() for _ in self._plans])
 
-    def _taught(self, arm: int, paths: list[list[int]]) -> Iterator[tuple[int, float]]:
-        """Arms whose trees are parts of the drafted tree, and the tokens that they would have emitted."""
-        drafted = self._plans[arm]
-        for number, plan in enumerate(self._plans):
-            within = plan.chain == drafted.chain and plan.nodes <= drafted.nodes and plan.depth <= drafted.depth
-            if within and paths:
-                yield number, fmean(1 + sum(node <= plan.nodes for node in path[1 : 1 + plan.depth]) for path in paths)
+    def _best(self, rates: list[DecodingRate]) -> tuple[int | None, float]:
+        """The arm with the highest rate, None for plain decoding, and its rate."""
+        rate, arm = max((rate.mean(), -arm) for arm, rate in enumerate(rates))
+        return (-arm, rate) if rate >= 1.0 else (None, 1.0)
 
-    def _predicted(self, arm: int, rows: int) -> float:
-        plan = self._plans[arm]
-        levels = self._levels[plan.chain]
-        passes = self._time.ratio(rows * (plan.nodes + 1)) / self._time.ratio(rows)
-        return passes + levels.slope * plan.depth
+    def _choose(self, rates: list[DecodingRate], best: int | None, rate: float) -> int | None:
+        """The arm of the next step; None is plain decoding."""
+        allowed = self._exploration.allowed
+        self._left = self._left - 1 if allowed else 0
+        if best is not None and allowed and self._since_plain >= self._interval:
+            return None
+        if self._left > 0:
+            return self._explored
+        others = [(other.bound(rate), -arm) for arm, other in enumerate(rates) if arm != best]
+        if not allowed or not others or max(others)[0] <= rate:
+            return best
+        self._explored, self._left = -max(others)[1], _RUN
+        return self._explored
+
+    def _size(self, plan: StepPlan, probs: Sequence[Sequence[float]]) -> int:
+        """Number of drafted nodes per row with the most expected tokens, less their time at the recent rate."""
+        rows, accepted = len(probs), self._acceptance[plan.chain]
+        widest = min(plan.most_nodes, max(map(len, probs)))
+        _, rate = self._best(self._of(rows))
+        times = self._time.ratios(rows * np.arange(1, 2 + widest), _OPTIMISM).tolist()
+        size, tokens, profit = 0, 0.0, 0.0
+        for nodes in range(1, 1 + widest):
+            tokens += sum(accepted(row[nodes - 1]) for row in probs if len(row) >= nodes) / rows
+            if tokens - rate * (times[nodes] - 1.0) > profit:
+                size, profit = nodes, tokens - rate * (times[nodes] - 1.0)
+        return size
+
+    def _key(self, plan: StepPlan) -> Hashable:
+        return (plan.nodes, plan.depth, plan.chain) if self._static_shapes else plan.chain
+
+    def _teach_parts(self, rates: list[DecodingRate], drafted: int, paths: list[list[int]], rows: int) -> None:
+        """Add the step to the arms whose trees are parts of the drafted tree: nodes are in descending order."""
+        whole = self._plans[drafted]
+        for arm, plan in enumerate(self._plans):
+            part = plan.chain == whole.chain and plan.nodes <= whole.nodes and plan.depth <= whole.depth
+            if part and arm != drafted and paths:
+                tokens = fmean(1 + sum(node <= plan.nodes for node in path[1 : 1 + plan.depth]) for path in paths)
+                verify = float(self._time.ratios((rows, rows * (1 + plan.nodes)))[1])
+                rates[arm].add(tokens, verify + self._draft_time[plan.chain](plan.depth))

@@ -8,8 +8,9 @@ from mmspec.core.drafter import Drafter, Guard, as_drafter
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Target
 from mmspec.engine.policy import AdaptivePolicy, DraftPolicy
-from mmspec.ops import kernels
-from mmspec.targets.transformers_target import sharded
+from mmspec.ops import cpu_library, kernels
+from mmspec.targets.packing import weights_kind
+from mmspec.targets.transformers_target import TransformersTarget, sharded
 
 _RELEASED = threading.Condition()
 _OWNERS: dict[int, Speculation] = {}  # owner by drafter id, while it drafts for running sequences
@@ -38,7 +39,10 @@ class Speculation:
         self.guard = None if self.drafter is None else Guard(self.drafter)
         self._static_shapes = kernels.static_shapes(target.device)
         fixed = drafter is None or sharded(target)
-        self.adaptive = adaptive or (DraftPolicy if fixed else AdaptivePolicy)(static_shapes=self._static_shapes)
+        if adaptive is None:
+            static = self._static_shapes
+            adaptive = DraftPolicy(static_shapes=static) if fixed else AdaptivePolicy(static, None, _free_tokens(target))
+        self.adaptive = adaptive
         self._fixed: dict[int, DraftPolicy] = {}  # by draft tokens per step
         self._parts = self.drafter.members if self.drafter else []
         self.acquire()
@@ -91,3 +95,12 @@ class Speculation:
     def shares(self, other: Speculation) -> bool:
         """Whether the two have a drafter in common."""
         return any(part is candidate for part in self._parts for candidate in other._parts)
+
+
+def _free_tokens(target: Target) -> float:
+    """Prior of ``StepTimeModel``: tokens whose products take as long as reading the weights, by the kernels' rates."""
+    if target.device.type != "cpu":
+        return 128.0
+    if not isinstance(target, TransformersTarget) or weights_kind(target.model) is None:
+        return 16.0  # Python and torch's kernels take a time that hardly depends on the tokens
+    return {"AVX-512 VNNI": 5.0, "AVX-VNNI": 2.4}.get(cpu_library.functions().instructions().decode(), 2.0)
