@@ -34,7 +34,7 @@ def test_a_small_run_decodes_as_many_sequences_as_each_method_is_named_for(folde
     monkeypatch.setattr(TransformersTarget, "verify", counted)
     done = CliRunner().invoke(batching.main, ["--model", folder, *SMALL, "--max-new-tokens", "12"])
     assert done.exit_code == 0, done.output
-    assert sorted(widest.values()) == [1, 1, 3]  # calibration and the expected answers; a fork for each batch size
+    assert sorted(widest.values()) == [1, 1, 3]  # the expected answers; a fork for each batch size
     rows = json.loads(done.stdout.splitlines()[-1])["methods"]
     assert [(row["batch"], row["method"]) for row in rows] == [(size, name) for size in (1, 3) for name in METHODS]
     for plain, fixed, adaptive in (rows[:3], rows[3:]):
