@@ -253,8 +253,9 @@ def run_server(
         OSError: the port cannot be bound.
     """
     address = host.strip("[]")
-    with socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET):
-        pass  # gradio's own error does not say why
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, port), family=family) as probe:  # gradio's own error does not say why
+        free = probe.getsockname()[1]
     exempt = ",".join(filter(None, (getproxies().get("no"), "localhost", "127.0.0.1", "::1", address)))
     with (
         temporary_folder(port) as folder,
@@ -287,7 +288,7 @@ def run_server(
         script = "\n".join((_HERE / "scripts" / f"{name}.js").read_text() for name in _SCRIPTS)
         demo.launch(
             server_name=host,
-            server_port=port or None,
+            server_port=free,
             app_kwargs=app if api is None else {**app, "lifespan": api.router.lifespan_context},
             prevent_thread_lock=True,
             quiet=True,

@@ -152,9 +152,6 @@ class Outcome:
     inputs: tuple[str, ...] = ()
     note: str = ""
 
-    def row(self, model: Model) -> dict[str, Any]:
-        return {"kind": model.kind, "name": model.label, **asdict(self)}
-
 
 def check(model: Model, progress: Callable[[str], None] = lambda phase: None) -> Outcome:
     """Build a class and compare its tokens.
@@ -169,13 +166,16 @@ def check(model: Model, progress: Callable[[str], None] = lambda phase: None) ->
         return Outcome(NOT_BUILT, _one_line(error))
     name, compared, missing = type(network).__name__, [], []
     worst = Outcome(NOT_GENERATED, model_class=name)
-    for label, make in _inputs(network).items():
+    makers: dict[str, Any] = {label: partial(_text_inputs, lengths) for label, lengths in _PROMPTS.items()}
+    if type(network.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        makers |= {label: partial(image_inputs, network, lengths) for label, lengths in _IMAGE_PROMPTS.items()}
+    for label, make in makers.items():
         progress(NOT_GENERATED)
         try:
             inputs = make()
             if inputs["input_ids"].numel() * network.num_parameters() > _MOST_WORK:
                 raise ValueError(f"too slow at these widths: {inputs['input_ids'].numel()} tokens")
-            reference = _generate(network, inputs)
+            reference = network.generate(**inputs, **_options(network))
         except Exception as error:
             missing.append(f"{label}: {_one_line(error)}")
             continue
@@ -191,14 +191,6 @@ def check(model: Model, progress: Callable[[str], None] = lambda phase: None) ->
     return Outcome(worst.outcome, worst.reason, name, tuple(compared), note)
 
 
-def _inputs(network: PreTrainedModel) -> dict[str, Callable[[], dict[str, Tensor]]]:
-    """Functions that make the inputs, by name."""
-    makers: dict[str, Any] = {label: partial(_text_inputs, lengths) for label, lengths in _PROMPTS.items()}
-    if type(network.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        makers |= {label: partial(image_inputs, network, lengths) for label, lengths in _IMAGE_PROMPTS.items()}
-    return makers
-
-
 def _text_inputs(lengths: list[int]) -> dict[str, Tensor]:
     generator, longest = torch.Generator().manual_seed(len(lengths)), max(lengths)
     ids = torch.randint(5, WORDS, (len(lengths), longest), generator=generator)
@@ -212,12 +204,6 @@ def _options(network: PreTrainedModel) -> dict[str, Any]:
     return {"max_new_tokens": new_tokens, "do_sample": False, "suppress_tokens": special}
 
 
-def _generate(network: Any, inputs: dict[str, Any]) -> Tensor:
-    """Plain decoding by transformers, (rows, length)."""
-    tokens: Tensor = network.generate(**inputs, **_options(network))
-    return tokens
-
-
 def _compared(network: PreTrainedModel, inputs: dict[str, Any], reference: Tensor) -> tuple[str, str]:
     """Outcome and reason for one input."""
     start = inputs["input_ids"].shape[1]
@@ -227,7 +213,8 @@ def _compared(network: PreTrainedModel, inputs: dict[str, Any], reference: Tenso
         except UserError as error:
             return REFUSED, str(error)
         except Exception as error:
-            return FAULTY, f"{_one_line(error)} ({_place(error)})"
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            return FAULTY, f"{_one_line(error)} ({Path(place.filename).name}:{place.lineno})"
         assert isinstance(tokens, Tensor)
         if not torch.equal(tokens, reference):
             return FAULTY, _difference(network, inputs, tokens, reference)
@@ -250,11 +237,6 @@ def _difference(network: Any, inputs: dict[str, Any], tokens: Tensor, reference:
 
 def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-
-
-def _place(error: BaseException) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
 def image_inputs(network: PreTrainedModel, lengths: list[int]) -> dict[str, Tensor]:
@@ -354,22 +336,19 @@ def main(configs: Path | None, only: str | None, limit: int, log: Path, docs: Pa
             continue
         start = clock()
         outcome = check_apart(model, limit)
-        about = {"seconds": round(clock() - start, 1), "transformers": transformers.__version__}
-        rows[key] = {**outcome.row(model), **about}
+        used = {"seconds": round(clock() - start, 1), "transformers": transformers.__version__}
+        rows[key] = {"kind": model.kind, "name": model.label, **asdict(outcome), **used}
         append_row(log, rows[key])
         click.echo(f"{model.label:32} {outcome.outcome:16} {outcome.reason[:200]}")
-    result = {"environment": environment(), "counts": counts(list(rows.values())), "models": list(rows.values())}
+    about = {"transformers": transformers.__version__, "torch": torch.__version__}
+    about["torchvision"] = version("torchvision") if is_torchvision_available() else "none"
+    about |= {"commit": git_commit(), "dtype": "float32", "new_tokens": NEW_TOKENS}
+    result = {"environment": about, "counts": counts(list(rows.values())), "models": list(rows.values())}
     if only is None:
         write_text(docs, page(result))
         print_result(result, out)
     else:
         click.echo(json.dumps(result["counts"]))
-
-
-def environment() -> dict[str, Any]:
-    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    versions["torchvision"] = version("torchvision") if is_torchvision_available() else "none"
-    return {**versions, "commit": git_commit(), "dtype": "float32", "new_tokens": NEW_TOKENS}
 
 
 def check_apart(model: Model, limit: float) -> Outcome:
@@ -418,16 +397,14 @@ def page(result: dict[str, Any]) -> str:
     for kind in result["counts"]:
         group = sorted((row for row in rows if row["kind"] == kind), key=lambda row: row["name"])
         first = "configuration" if kind == PUBLISHED else "model type"
-        cells = [
-            (row["name"], row["model_class"], row["outcome"], _remark(row, about["transformers"])) for row in group
-        ]
+        cells = []
+        for row in group:
+            used = row["transformers"]
+            notes = [row["reason"], row["note"] and f"not compared: {row['note']}"]
+            notes.append("" if used == about["transformers"] else f"with transformers {used}")
+            cells.append((row["name"], row["model_class"], row["outcome"], "; ".join(filter(None, notes))))
         text += [f"## {kind.capitalize()}\n", _table((first, "class", "outcome", "reason"), cells)]
     return "\n".join(text)
-
-
-def _remark(row: dict[str, Any], used: str) -> str:
-    other = row["transformers"] != used and f"with transformers {row['transformers']}"
-    return "; ".join(part for part in (row["reason"], row["note"] and f"not compared: {row['note']}", other) if part)
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
@@ -454,5 +431,6 @@ that name another transformers were not measured again.
 - **not built**: transformers cannot build it at this size, or here.
 
 Decoders of encoder-decoder families and classes that are encoders by default (BERT) are left out. Doge is equal up
-to its window, 2048 tokens by default: beyond, it picks among equal scores by their order, and prompts are refused.
+to its window, 2048 tokens by default. Beyond the window, Doge chooses among equal scores by their order, so longer
+prompts are refused.
 """

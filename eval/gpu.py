@@ -1,9 +1,9 @@
 """GPU benchmark: ``python -m mmspec.eval gpu --out FILE.json``, at most ten minutes.
 
-Embedded models show whether tokens are those of a CPU. All else is timed on random weights in published shapes, with
+Embedded models show whether tokens equal a CPU's. Everything else is timed on random weights in published shapes, with
 drafters that run at their cost and drafts that are accepted at a set rate (``--acceptance``). Each part is a process of
-its own, the most important ones first: one that fails or hangs costs that part only. The file is written after every
-part. ``--quick --device cpu`` rehearses on tiny shapes; its times mean nothing.
+its own, the most important parts first: a part that fails or hangs costs that part only. The file is written after
+every part. ``--quick --device cpu`` rehearses on tiny shapes; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -40,8 +40,15 @@ from mmspec.eval.harness.output import (
     wide_console,
     write_result,
 )
-from mmspec.eval.harness.prompts import held_out_requests, held_out_texts
-from mmspec.eval.harness.timing import DecodingOptions, Method, peak_memory, reset_peak_memory, run_interleaved
+from mmspec.eval.harness.prompts import held_out_requests
+from mmspec.eval.harness.timing import (
+    DecodingOptions,
+    Method,
+    TimedBatch,
+    decode,
+    peak_memory,
+    reset_peak_memory,
+)
 from mmspec.eval.kernels import gpu_kernels, gpu_models
 from mmspec.ops import graphs, kernels
 from mmspec.pipeline import Pipeline
@@ -55,7 +62,7 @@ GENERATE |= {"compiled": {"cache_implementation": "static"}}
 
 @dataclass(frozen=True)
 class Plan:
-    """How to measure: ``acceptance`` is the probability that a draft is accepted after accepted ones."""
+    """How to measure: ``acceptance`` is the probability that a draft is accepted after accepted drafts."""
 
     device: torch.device
     quick: bool
@@ -99,14 +106,12 @@ def machine(plan: Plan) -> Iterator[Row]:
 
 
 def tokens(plan: Plan) -> Iterator[Row]:
-    """Whether answers of the embedded models in float32 are on the device what plain ones are on a CPU."""
+    """Whether answers of the embedded models in float32 on the device equal plain decoding on a CPU."""
 
     def check(name: str, requests: Any, drafter: str | None) -> Row:
         got: list[Any] = []
-        for spec, device in (
-            (None, "cpu"),
-            *[(drafter, plan.device.type)] * 3,
-        ):  # the second captures, the third replays
+        runs = [(None, "cpu"), *[(drafter, plan.device.type)] * 3]  # on a GPU, the second captures, the third replays
+        for spec, device in runs:
             if len(got) < 2:
                 pipe = mmspec.load(name, drafter=spec, dtype="float32", device=device)
             results = pipe.generate_batch(requests, max_new_tokens=plan.of(48, 8), temperature=0.0, nodes=15)
@@ -114,8 +119,8 @@ def tokens(plan: Plan) -> Iterator[Row]:
         assert got == got[:1] * 4, f"answers must be the CPU's: expected {got[0]}, got {got[1:]}"
         return {"equal": len(got[0])}
 
-    llava = "tiny-llava", held_out_requests(1, 1)
-    hybrid = "tiny-hybrid", held_out_texts(2)
+    llava = "tiny-llava", held_out_requests("images", 1) + held_out_requests("clips", 1)
+    hybrid = "tiny-hybrid", held_out_requests("prompts", 2)
     both = *product([llava], (None, "msd", "flash", "recycle")), *product([hybrid], (None, "flash", "mamba"))
     for (name, requests), drafter in both:
         yield from attempt(partial(check, name, requests, drafter), model=name, drafter=drafter)
@@ -136,7 +141,7 @@ def passes(name: str, plan: Plan) -> Iterator[Row]:
 def answers(name: str, plan: Plan, batch: int = 1, peers: bool = False, **sampling: Any) -> Iterator[Row]:
     """Whole answers, plain and of each drafter with trees, chains and adaptive trees; or of ``generate`` (``peers``).
 
-    Figures are of decoding after the first token, medians over groups of prompts after one that warms up.
+    Results are of decoding after the first token, medians over groups of prompts after a warm-up group.
     """
     target, few = plan.target(name), batch > 1 or bool(sampling)
     known: dict[Any, list[int]] = {}
@@ -146,14 +151,15 @@ def answers(name: str, plan: Plan, batch: int = 1, peers: bool = False, **sampli
     groups = [[{"prompt": drawn.choices(range(10, 150), k=length)} for _ in range(batch)] for _ in range(4)]
 
     def time(method: Method) -> Row:
-        pipe, timed, captured = Pipeline(target, processor, method.drafter, max_num_seqs=batch), [], 0
+        pipe, timed = Pipeline(target, processor, method.drafter, max_num_seqs=batch), list[TimedBatch]()
+        captured = equal = 0
         if method.generate_options is None:
             pipe.warm_up(batch, plan.of(1024, 64), [method.nodes])
         for turn, group in enumerate(groups):
             captured = graphs.num_captures() if turn == 1 else captured
-            timed += run_interleaved(pipe, group, [method], 1, options)[method.name]
+            timed.append(decode(pipe, method, group, options))
             for request, answer in zip(group, timed[-1].answers, strict=True):
-                method.equal += known.setdefault(tuple(request["prompt"]), answer) == answer
+                equal += known.setdefault(tuple(request["prompt"]), answer) == answer
         stats = [[s for s in one.stats if s.wall_seconds] for one in timed[1:]]  # empty of generate
         steps = [max((s.num_spec_steps for s in rows), default=new) for rows in stats]
         spent = [[one.seconds.get(phase, 0.0) for one in timed[1:]] for phase in ("decoding", "draft", "verify")]
@@ -163,7 +169,7 @@ def answers(name: str, plan: Plan, batch: int = 1, peers: bool = False, **sampli
             "tokens_per_step": fmean([s.mean_acceptance_length for rows in stats for s in rows] or [1.0]),
             **{"step_ms": step, "draft_ms": draft, "verify_ms": verify, "rest_ms": step - draft - verify},
             "tokens_per_second": batch * new / median(spent[0]),
-            "equal": f"{method.equal}/{4 * batch}",
+            "equal": f"{equal}/{4 * batch}",
             "captures": graphs.num_captures() - captured,
             "peak_bytes": max(one.memory or 0 for one in timed),
         }

@@ -2,7 +2,7 @@
 
 ``mmspec serve`` runs in a process of its own. Captions and questions about held-out scenes, every fourth of them
 without its image (texts for a text model), are sent by 1, 4, 8 and 16 clients, each of which sends its next request
-when its last has been answered; one client is the same requests one after the other. Loads are interleaved for several
+when its last has been answered; one client sends the requests one after another. Loads are interleaved for several
 rounds; a load's throughput is its median, and its other metrics are over the requests of all rounds. Every answer must
 equal plain decoding's.
 
@@ -12,17 +12,18 @@ latency is the time between chunks of text: a decode step may emit several token
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import json
 import re
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
+from itertools import pairwise
+from statistics import median
 from time import perf_counter as clock
 from typing import Any
 
@@ -32,12 +33,11 @@ import numpy as np
 
 import mmspec
 from mmspec.errors import UserError
-from mmspec.eval.harness.output import SIZES, Column, benchmark, make_table, milliseconds, wide_console
-from mmspec.eval.harness.passes import describe
-from mmspec.eval.harness.prompts import held_out_texts, mixed_requests
-from mmspec.eval.harness.timing import peak_memory_of, reset_peak_memory_of
-
-_TIMEOUT = 600.0  # seconds, for each request
+from mmspec.eval.harness.output import Column, benchmark, describe, make_table, milliseconds, wide_console
+from mmspec.eval.harness.prompts import held_out_requests
+from mmspec.eval.harness.timing import memory_of, reset_peak_memory_of
+from mmspec.eval.suite.settings import SIZES
+from mmspec.http_client import open_client, stream_json
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ def serving(**options: Any) -> Iterator[RunningServer]:
     Raises:
         UserError: the server does not start; contains the server's message.
     """
-    given = {name.replace("_", "-"): value for name, value in options.items() if value is not None}
     program = [sys.executable, "-m", "mmspec", "serve", "--port=0"]
-    for name, value in given.items():
-        program += [f"--{name}={one}" for one in (value if isinstance(value, tuple) else (value,))]
+    for name, value in options.items():
+        values = value if isinstance(value, tuple) else (value,)
+        program += [f"--{name.replace('_', '-')}={one}" for one in values if one is not None]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -91,7 +91,7 @@ class StreamedRequest:
         first: seconds until the first text.
         gaps: seconds between later chunks of text; a chunk has the tokens of a decode step.
         seconds: seconds until the end.
-        figures: the server's speculative decoding metrics.
+        metrics: the server's speculative decoding metrics.
     """
 
     text: str = ""
@@ -99,12 +99,7 @@ class StreamedRequest:
     first: float = 0.0
     gaps: list[float] = field(default_factory=list)
     seconds: float = 0.0
-    figures: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def token_seconds(self) -> float | None:
-        """Seconds per token after the first; None for answers of one token."""
-        return (self.seconds - self.first) / (self.tokens - 1) if self.tokens > 1 else None
+    metrics: dict[str, Any] = field(default_factory=dict)
 
 
 def chat_body(model: str, request: Mapping[str, Any], max_new_tokens: int) -> dict[str, Any]:
@@ -128,54 +123,28 @@ def load(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> tuple[list
         The measured requests, in the order of ``bodies``, and the total seconds.
 
     Raises:
-        RuntimeError: the server refused a request.
+        httpx.HTTPStatusError: the server refused a request.
     """
-    return asyncio.run(_load(url, bodies, clients))
-
-
-async def _load(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> tuple[list[StreamedRequest], float]:
-    seen: dict[int, StreamedRequest] = {}
-    left = iter(enumerate(bodies))
-    limits = httpx.Limits(max_connections=clients)
-
-    async def client(http: httpx.AsyncClient) -> None:
-        for number, body in left:
-            seen[number] = await _stream(http, f"{url}/chat/completions", body)
-
-    async with httpx.AsyncClient(timeout=_TIMEOUT, limits=limits) as http:
+    with open_client(url) as http, ThreadPoolExecutor(clients) as pool:
         started = clock()
-        await asyncio.gather(*(client(http) for _ in range(clients)))
-        seconds = clock() - started
-    return [seen[number] for number in range(len(bodies))], seconds
+        seen = list(pool.map(partial(_stream, http), bodies))
+        return seen, clock() - started
 
 
-async def _stream(http: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> StreamedRequest:
-    request, started, before = StreamedRequest(), clock(), None
-    async with http.stream("POST", url, json=body) as response:
-        if response.status_code != 200:
-            raise RuntimeError(f"status {response.status_code}: {(await response.aread()).decode()}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            for choice in chunk["choices"]:
-                text = choice["delta"]["content"]
-                if text:
-                    now = clock()
-                    if before is None:
-                        request.first = now - started
-                    else:
-                        request.gaps.append(now - before)
-                    before = now
-                request.text += text
-            if chunk.get("usage"):
-                request.tokens = chunk["usage"]["completion_tokens"]
-                request.figures = chunk["metrics"]["speculative_decoding"]
+def _stream(http: httpx.Client, body: Mapping[str, Any]) -> StreamedRequest:
+    request, started, times = StreamedRequest(), clock(), list[float]()
+    for chunk in stream_json(http, "/chat/completions", body):
+        text = "".join(choice["delta"]["content"] for choice in chunk["choices"])
+        if text:
+            times.append(clock() - started)
+        request.text += text
+        if chunk.get("usage"):
+            request.tokens = chunk["usage"]["completion_tokens"]
+            request.metrics = chunk["metrics"]["speculative_decoding"]
     request.seconds = clock() - started
+    request.first = times[0] if times else 0.0
+    request.gaps = [after - before for before, after in pairwise(times)]
     return request
-
-
-_WARM_UP = 4  # requests
 
 
 @benchmark
@@ -199,7 +168,7 @@ def main(
 ) -> dict[str, Any]:
     """Measure throughput and latency of the server under load: a table, then one JSON line."""
     plain = mmspec.load(model, drafter=None, dtype=dtype)
-    requests = mixed_requests(count) if plain.processor.reads_media else held_out_texts(count)
+    requests = held_out_requests("mixed" if plain.processor.reads_media else "prompts", count)
     for number, request in enumerate(requests):
         if number % 4 == 3:
             request["images"] = None
@@ -208,10 +177,12 @@ def main(
     options = {"model": model, "drafter": drafter, "dtype": dtype, "max_running": max_running}
     loads: dict[int, list[tuple[list[StreamedRequest], float, int | None]]] = {size: [] for size in clients}
     with serving(**options, max_waiting=max(clients), max_tokens=max_new_tokens) as server:
-        load(server.url, bodies[:_WARM_UP], 2)
+        load(server.url, bodies[:4], 2)  # warms up
         for _ in range(rounds):
             for size in clients:
-                loads[size].append(_measured(server, bodies, size))
+                reset_peak_memory_of(server.pid)
+                seen, seconds = load(server.url, bodies, size)
+                loads[size].append((seen, seconds, memory_of(server.pid, "VmHWM")))
     rows = [_row(size, measured, expected) for size, measured in loads.items()]
     for row in rows:
         row["over_one"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
@@ -232,39 +203,27 @@ def main(
     return {**options, **describe(plain.target), "requests": count, "rounds": rounds, "loads": rows}
 
 
-def _measured(
-    server: RunningServer, bodies: Sequence[dict[str, Any]], clients: int
-) -> tuple[list[StreamedRequest], float, int | None]:
-    """Measured requests of one load, total seconds, and the server's peak memory in bytes."""
-    reset_peak_memory_of(server.pid)
-    seen, seconds = load(server.url, bodies, clients)
-    return seen, seconds, peak_memory_of(server.pid)
-
-
 def _row(
-    clients: int, found: Sequence[tuple[list[StreamedRequest], float, int | None]], expected: Sequence[str]
+    clients: int, rounds: Sequence[tuple[list[StreamedRequest], float, int | None]], expected: Sequence[str]
 ) -> dict[str, Any]:
-    seen = [request for requests, _, _ in found for request in requests]
-    gaps = [gap for request in seen for gap in request.gaps]
+    """Results of a load from its rounds: measured requests, total seconds, and the server's peak memory in bytes."""
+    seen = [request for requests, _, _ in rounds for request in requests]
+    gaps, first = [gap for request in seen for gap in request.gaps], [request.first for request in seen]
     accepted, steps = (
-        sum(request.figures[name] for request in seen) for name in ("num_accepted_draft_tokens", "num_spec_steps")
+        sum(request.metrics[name] for request in seen) for name in ("num_accepted_draft_tokens", "num_spec_steps")
     )
-    peaks = [peak for _, _, peak in found if peak is not None]
-    answers = [request.text for request in seen]
+    later = [(one.seconds - one.first) / (one.tokens - 1) for one in seen if one.tokens > 1]
+    peaks = [peak for _, _, peak in rounds if peak is not None]
     return {
         "clients": clients,
-        "tokens_per_second": statistics.median(
-            sum(request.tokens for request in part) / spent for part, spent, _ in found
-        ),
-        "first_token_seconds": statistics.median(request.first for request in seen),
-        "first_token_seconds_90": float(np.percentile([request.first for request in seen], 90)),
-        "inter_token_seconds": statistics.median(gaps) if gaps else None,
+        "tokens_per_second": median(sum(one.tokens for one in part) / spent for part, spent, _ in rounds),
+        "first_token_seconds": median(first),
+        "first_token_seconds_90": float(np.percentile(first, 90)),
+        "inter_token_seconds": median(gaps) if gaps else None,
         "inter_token_seconds_90": float(np.percentile(gaps, 90)) if gaps else None,
-        "token_seconds": statistics.median(
-            request.token_seconds for request in seen if request.token_seconds is not None
-        ),
+        "token_seconds": median(later) if later else None,
         "mean_acceptance_length": 1 + accepted / steps if steps else None,
         "peak_mebibytes": max(peaks) / 2**20 if peaks else None,
-        "answers": len(answers),
-        "equal": sum(a == b for a, b in zip(answers, [*expected] * len(found), strict=True)),
+        "answers": len(seen),
+        "equal": sum(one.text == text for one, text in zip(seen, [*expected] * len(rounds), strict=True)),
     }

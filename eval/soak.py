@@ -9,21 +9,20 @@ is that since it began.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import click
-import httpx
 
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
-from mmspec.eval.harness.prompts import mixed_requests
-from mmspec.eval.harness.timing import peak_memory_of, reset_peak_memory_of, resident_memory_of
+from mmspec.eval.harness.prompts import held_out_requests
+from mmspec.eval.harness.timing import memory_of, reset_peak_memory_of
 from mmspec.eval.serving import chat_body, serving
+from mmspec.http_client import open_client
 
-_TIMEOUT = 3600.0  # seconds, for each request
 _LEFT_AFTER = 3  # lines after which a client leaves its stream
 _PAUSE = 2.0  # seconds between the last answer and the memory reading
 _TOOL = {
@@ -74,25 +73,20 @@ def load_bodies(
     return bodies
 
 
-async def send(url: str, bodies: Sequence[Any], clients: int) -> int:
+def send(url: str, bodies: Sequence[Any], clients: int) -> int:
     """Send the requests of a load; returns the number of responses with a status other than 200."""
-    left, wrong = iter(bodies), 0
 
-    async def client(http: httpx.AsyncClient) -> None:
-        nonlocal wrong
-        for body in left:
-            if body.get("stream"):
-                async with http.stream("POST", f"{url}/chat/completions", json=body) as response:
-                    lines = response.aiter_lines()
-                    for _ in range(_LEFT_AFTER):
-                        await anext(lines, None)
-            else:
-                response = await http.post(f"{url}/chat/completions", json=body)
-            wrong += response.status_code != 200
+    def is_wrong(body: Any) -> bool:
+        if not body.get("stream"):
+            return http.post("/chat/completions", json=body).status_code != 200
+        with http.stream("POST", "/chat/completions", json=body) as response:
+            lines = response.iter_lines()
+            for _ in range(_LEFT_AFTER):
+                next(lines, None)
+            return response.status_code != 200
 
-    async with httpx.AsyncClient(timeout=_TIMEOUT, limits=httpx.Limits(max_connections=clients)) as http:
-        await asyncio.gather(*(client(http) for _ in range(clients)))
-    return wrong
+    with open_client(url) as http, ThreadPoolExecutor(clients) as pool:
+        return sum(pool.map(is_wrong, bodies))
 
 
 def compare_settled(rows: Sequence[dict[str, Any]], settled: float) -> float:
@@ -136,16 +130,17 @@ def main(
     rows: list[dict[str, Any]] = []
     with serving(**options, max_waiting=clients * 4) as server:
         started = time.monotonic()
-        (about,) = httpx.get(f"{server.url}/models").json()["data"]
-        pictures = [one["images"][0] for one in mixed_requests(images) if one["images"]]
-        refused = asyncio.run(send(server.url, load_bodies(about["id"], 0, (), 1, pictures[:1]), 1))
+        with open_client(server.url) as http:
+            (about,) = http.get("/models").json()["data"]
+        pictures = [one["images"][0] for one in held_out_requests("mixed", images) if one["images"]]
+        refused = send(server.url, load_bodies(about["id"], 0, (), 1, pictures[:1]), 1)
         pictures = [] if refused else pictures  # a text-only model
         while (now := (time.monotonic() - started) / 60) < minutes or len(rows) < 2:
             reset_peak_memory_of(server.pid)
             bodies = load_bodies(about["id"], len(rows), lengths, max_new_tokens, pictures, options["drafter"][1:])
-            wrong = asyncio.run(send(server.url, bodies, clients))
+            wrong = send(server.url, bodies, clients)
             time.sleep(_PAUSE)
-            resident, peak = resident_memory_of(server.pid), peak_memory_of(server.pid)
+            resident, peak = (memory_of(server.pid, name) for name in ("VmRSS", "VmHWM"))
             if resident is None or peak is None:
                 raise UserError("the memory of a process is read from /proc: this system has none")
             rows.append({"minutes": now, "resident": resident, "peak": peak, "requests": len(bodies), "wrong": wrong})

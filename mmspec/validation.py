@@ -177,18 +177,19 @@ def part(given: Any, names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(given).items() if name in names and value is not None}
 
 
-def check(name: str, kind: Any, value: Any, tags: Collection[str] = ()) -> Any:
+def check(name: str, kind: Any, value: Any, tags: Collection[str] = (), strict: bool = True) -> Any:
     """Validate a value, and return it as a value of the type.
 
     Args:
         kind: type, possibly ``Annotated`` with limits.
         tags: as for ``explain``.
+        strict: whether mappings and sequences must be dicts and lists.
 
     Raises:
         UserError: the value is not valid.
     """
     try:
-        return _adapter(kind).validate_python(_plain(value))
+        return _adapter(kind).validate_python(_plain(value), strict=strict)
     except ValidationError as error:
         raise UserError(explain(error, name, root=name, tags=tags)[1]) from None
 

@@ -23,7 +23,7 @@ PACKAGES = {
 
 LAYERS = [
     {"errors", "version"},
-    {"files", "progress", "validation", "workers"},
+    {"files", "http_client", "progress", "validation", "workers"},
     {"jobs", "ops", "plugins"},
     {"core"},
     {"cache", "quantisation", "sampling"},

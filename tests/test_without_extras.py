@@ -152,8 +152,9 @@ def captions() -> list[str]:
     import mmspec
     from mmspec.eval.harness.prompts import held_out_requests
 
+    requests = held_out_requests("images", 1) + held_out_requests("clips", 1)
     pipe = mmspec.load("tiny-llava", device="cpu", dtype="float32")
-    return [answer.text for answer in pipe.generate_batch(held_out_requests(1, 1), max_new_tokens=24)]
+    return [answer.text for answer in pipe.generate_batch(requests, max_new_tokens=24)]
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def _latents(options: MSDOptions, target: Any) -> dict[str, int]:
     if not isinstance(options, FlashOptions):
         return {}
     # LLaVA's configurations contain the number of tokens per image; in other families it varies.
-    span = options.span or getattr(target.model.config, "image_seq_length", None) or _DEFAULT_SPAN
+    span = options.span or getattr(target.model_config, "image_seq_length", None) or _DEFAULT_SPAN
     latents = max(1, round(span / options.ratio)) if options.latents is None else options.latents
     if options.hide_visual:
         latents = 0

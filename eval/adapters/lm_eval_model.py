@@ -1,7 +1,7 @@
 """mmspec as a model of EleutherAI's lm-evaluation-harness, registered by an entry point.
 
-Only decoding is replaced: the harness prepares prompts, batches and transformers' ``generate``, whose decoding method
-is ours, and the harness computes likelihoods by plain passes of the same model.
+Only decoding is replaced: the harness prepares prompts, batches and transformers' ``generate``, which calls mmspec's
+decoding, and the harness computes likelihoods by plain passes of the same model.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ _SIZES = {
     2: r"(\w+_)?(key_value|kv)_heads|num_experts_per_tok(en)?|moe_(topk|k|top_k)|num_experts_per_token|top_k_experts",
     1: r"n_groups?|topk_group|num_expert_group|first_k_dense_replace|mamba_n_groups|mamba_ngroups",
 }
-"""Names of sizes, by what a default configuration is cut to: 4 heads of 16 in 2 groups. The last that fits counts.
+"""Names of sizes, by the size in a cut default configuration: 4 heads of 16 in 2 groups. The last matching
+pattern counts.
 
 An indexer keeps its heads: with few of them many of its scores are 0 in all heads, and top-k picks among equals. Doge
 keeps its window, beyond which it picks among equals too."""

@@ -92,56 +92,45 @@ class AcceptanceStats:
     Attributes:
         groups: the resampling group of each request. Requests of one group (the turns of a conversation, one prompt
             with several seeds) are not independent.
-        tokens, steps: by request, tokens emitted by verify steps and the number of these steps.
-        histogram: number of steps by number of accepted draft tokens.
-        drafted, accepted: draft tokens over all requests.
+        requests: statistics of each request.
         equal: number of requests whose output equals plain decoding's.
     """
 
     groups: list[Hashable] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    histogram: list[int] = field(default_factory=list)
-    drafted: int = 0
-    accepted: int = 0
+    requests: list[Stats] = field(default_factory=list)
     equal: int = 0
 
     def add(self, group: Hashable, stats: Stats, equal: bool) -> None:
         self.groups.append(group)
-        self.tokens.append(sum(stats.accept_lengths))
-        self.steps.append(stats.num_spec_steps)
-        self.histogram += [0] * (len(stats.acceptance_histogram) - len(self.histogram))
-        for accepted, count in enumerate(stats.acceptance_histogram):
-            self.histogram[accepted] += count
-        self.drafted += stats.num_draft_tokens
-        self.accepted += stats.num_accepted_draft_tokens
+        self.requests.append(stats)
         self.equal += equal
 
     @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens per verify step, bonus token included; the prefill's token belongs to no step."""
-        return sum(self.tokens) / max(sum(self.steps), 1)
-
-    @property
-    def by_position(self) -> list[float]:
-        """Share of steps that accepted at least 1, 2, ... draft tokens."""
-        at_least = np.cumsum(self.histogram[::-1])[::-1]
-        return [float(count) / sum(self.histogram) for count in at_least[1:]]
+    def total(self) -> Stats:
+        """Statistics over all requests."""
+        return Stats.combined(self.requests)
 
     def log_line(self) -> str:
         """Mean acceptance length as one line for a log."""
-        length, requests = self.mean_acceptance_length, len(self.tokens)
-        return f"mmspec: {length:.2f} tokens per verify step over {requests} requests"
+        length = self.total.mean_acceptance_length
+        return f"mmspec: {length:.2f} tokens per verify step over {len(self.requests)} requests"
 
     def to_dict(self) -> dict[str, Any]:
-        """All statistics as plain JSON values."""
+        """All statistics as plain JSON values.
+
+        ``acceptance_by_position`` is the share of steps that accepted at least 1, 2, ... draft tokens. The prefill's
+        token of each request is generated in no step.
+        """
+        total = self.total
+        at_least = np.cumsum(total.acceptance_histogram[::-1])[::-1]
         return {
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "draft_acceptance_rate": self.accepted / max(self.drafted, 1),
-            "acceptance_by_position": [round(share, 4) for share in self.by_position],
-            "num_spec_steps": sum(self.steps),
-            "num_generated_tokens": sum(self.tokens) + len(self.tokens),
-            "requests": len(self.tokens),
+            "mean_acceptance_length": total.mean_acceptance_length,
+            "draft_acceptance_rate": total.draft_acceptance_rate,
+            "acceptance_by_position": [round(float(count / at_least[0]), 4) for count in at_least[1:]],
+            "histogram": total.acceptance_histogram,
+            "num_spec_steps": total.num_spec_steps,
+            "num_generated_tokens": sum(total.accept_lengths) + len(self.requests),
+            "requests": len(self.requests),
             "equal": self.equal,
         }
 
@@ -163,12 +152,13 @@ def acceptance_difference(
         )
     indices = {group: index for index, group in enumerate(dict.fromkeys(first.groups))}
     of_request = [indices[group] for group in first.groups]
-    columns = (first.tokens, first.steps, second.tokens, second.steps)
+    counts = [[sum(row.accept_lengths), row.num_spec_steps] for side in (first, second) for row in side.requests]
+    columns = np.array(counts).reshape(2, -1, 2).transpose(0, 2, 1).reshape(4, -1)  # tokens and steps of both
     sums = np.stack([np.bincount(of_request, column, len(indices)) for column in columns], axis=1)  # (groups, 4)
     weights = np.full(len(indices), 1 / len(indices))
     drawn = np.random.default_rng(seed).multinomial(len(indices), weights, resamples)  # (resamples, groups)
     a_tokens, a_steps, b_tokens, b_steps = (drawn @ sums).T
     return {
-        "difference": first.mean_acceptance_length - second.mean_acceptance_length,
+        "difference": first.total.mean_acceptance_length - second.total.mean_acceptance_length,
         **percentile_interval(a_tokens / np.maximum(a_steps, 1) - b_tokens / np.maximum(b_steps, 1)),
     }

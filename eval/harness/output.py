@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import string
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +22,14 @@ from rich.table import Table
 
 from mmspec.cli.app import sigterm_exits
 from mmspec.cli.commands import ModuleCommand
-from mmspec.cli.options import OUT_FILE, Listed
+from mmspec.cli.options import OUT_FILE
 from mmspec.files import write_text
+from mmspec.ops.cpu_library import build
+from mmspec.targets.packing import weights_kind
+from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.version import __version__
 
 WIDTH = 120
-SIZES = Listed(click.IntRange(1))
-"""Type of an option that lists whole numbers above 0."""
-
 Column = tuple[str, str | Callable[[Mapping[str, Any]], str]]
 """Header and cell of a table's column: a format string over the row's fields, or a function of the row."""
 
@@ -81,23 +85,50 @@ def make_table(
         sections: fields at whose changes a rule is drawn.
         **options: of ``rich.table.Table``, e.g. ``title`` and ``caption``.
     """
+
+    def text(cell: str | Callable[[Mapping[str, Any]], str], row: Mapping[str, Any]) -> str:
+        if not isinstance(cell, str):
+            return cell(row)
+        fields = [name for _, name, _, _ in string.Formatter().parse(cell) if name]
+        return "" if any(row.get(name) is None for name in fields) else cell.format_map(row)
+
     table = Table(*(header for header, _ in columns), **options)
     for row, following in zip(rows, [*rows[1:], None], strict=False):
         end = following is not None and any(row[name] != following[name] for name in sections)
-        table.add_row(
-            *(_format(cell, row) if isinstance(cell, str) else cell(row) for _, cell in columns), end_section=end
-        )
+        table.add_row(*(text(cell, row) for _, cell in columns), end_section=end)
     return table
-
-
-def _format(template: str, row: Mapping[str, Any]) -> str:
-    fields = [name for _, name, _, _ in string.Formatter().parse(template) if name]
-    return "" if any(row.get(name) is None for name in fields) else template.format_map(row)
 
 
 def milliseconds(field: str, digits: int = 2) -> Callable[[Mapping[str, Any]], str]:
     """Cell of a field in seconds, shown in milliseconds."""
     return lambda row: f"{1000 * row[field]:.{digits}f}"
+
+
+def processor() -> str:
+    """CPU model name, or its architecture if unknown."""
+    try:
+        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()
+
+
+def describe(target: TransformersTarget) -> dict[str, Any]:
+    """Model shape, form of the weights, device and software versions."""
+    model, device = target.model, target.device
+    on_cpu = device.type == "cpu"
+    names = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
+    return {
+        "architecture": type(model).__name__,
+        **{name: getattr(target.config, name, None) for name in names},
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "weights": weights_kind(model),
+        "device": processor() if on_cpu else torch.cuda.get_device_name(device),
+        "threads": torch.get_num_threads() if on_cpu else None,
+        "build": build() if on_cpu else None,
+        "mmspec": __version__,
+        **{name: version(name) for name in ("torch", "transformers")},
+    }
 
 
 def git_commit() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shlex
 import socket
@@ -13,13 +12,14 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
 from typing import Any, Protocol
 
+import httpx
 import numpy as np
 
 from mmspec import plugins
 from mmspec.errors import UserError, explained
+from mmspec.http_client import TIMEOUT, open_client
 from mmspec.targets.gguf import file_in
 
 CONTEXT = 8192
@@ -27,7 +27,6 @@ CONTEXT = 8192
 
 _HOST = "127.0.0.1"
 _COMPLAINT = re.compile(r"^(?!.* exiting ).*(error|fail|couldn't)", re.IGNORECASE)
-_TIMEOUT = 600.0  # seconds, for loading the model and for each request
 
 
 @dataclass(frozen=True)
@@ -91,21 +90,28 @@ class LlamaServer:
         file = gguf_file("llama.cpp", model)
         with socket.socket() as unused:
             unused.bind((_HOST, 0))
-            self._port = unused.getsockname()[1]
-        options: dict[str, Any] = {"host": _HOST, "port": self._port, "model": file, "ctx-size": CONTEXT}
+            port = unused.getsockname()[1]
+        options: dict[str, Any] = {"host": _HOST, "port": port, "model": file, "ctx-size": CONTEXT}
         options |= {"parallel": 1, "threads": threads, "threads-batch": threads, "cache-ram": 0}
         command = [program, *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
         with explained(f"cannot read the options of llama.cpp:{speculation}", ValueError):
             command += ["--spec-type", *shlex.split(speculation)] if speculation else []
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the process)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed at the end of the process)
         weakref.finalize(self, self._log.close)
         with explained(f"cannot run {program}", OSError):
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
             )
-        self.close = weakref.finalize(self, _end, self._process)
+        self._client = open_client(f"http://{_HOST}:{port}")
+        self.close = weakref.finalize(self, _end, self._process, self._client)
         self.pid = self._process.pid
-        self._wait_until_loaded()
+        deadline = time.monotonic() + TIMEOUT
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with contextlib.suppress(httpx.HTTPError):  # not listening yet
+                if self._client.get("/health").is_success:
+                    return
+            time.sleep(0.05)
+        raise self._failure("did not load the model")
 
     def complete(self, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool = False) -> Completion:
         """Decode a prompt of token ids.
@@ -116,46 +122,29 @@ class LlamaServer:
         request: dict[str, Any] = {"prompt": list(prompt), "n_predict": max_new_tokens, "ignore_eos": ignore_eos}
         request |= {"samplers": ["top_k"], "top_k": 1, "cache_prompt": False, "return_tokens": True}
         try:
-            status, reply = self._ask("/completion", request)
-        except (OSError, HTTPException) as error:
+            response = self._client.post("/completion", json=request)
+        except httpx.HTTPError as error:
             raise self._failure("did not answer") from error
-        if status != 200:
+        reply = response.json()
+        if response.is_error:
             raise UserError(f"llama-server refused a request of {len(prompt)} tokens: {reply['error']['message']}")
         times = reply["timings"]
         return Completion(reply["tokens"], times["predicted_ms"] / 1000, times["prompt_ms"] / 1000)
-
-    def _wait_until_loaded(self) -> None:
-        deadline = time.monotonic() + _TIMEOUT
-        while time.monotonic() < deadline and self._process.poll() is None:
-            with contextlib.suppress(OSError, HTTPException):  # not listening yet
-                if self._ask("/health")[0] == 200:
-                    return
-            time.sleep(0.05)
-        raise self._failure("did not load the model")
-
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-        """Status and JSON value of a reply; sends POST if there is a body."""
-        connection = HTTPConnection(_HOST, self._port, timeout=_TIMEOUT)
-        try:
-            content = None if body is None else json.dumps(body)
-            connection.request("GET" if body is None else "POST", path, content, {"Content-Type": "application/json"})
-            reply = connection.getresponse()
-            return reply.status, json.loads(reply.read())
-        finally:
-            connection.close()
 
     def _failure(self, what: str) -> UserError:
         """The error for a server that does not answer, with the last error in its log."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)  # for the status of a process that is ending
-        _end(self._process)
+        self._process.kill()
+        self._process.wait()
         self._log.seek(0)
         lines = list(filter(None, map(str.strip, self._log.read().decode(errors="replace").split("\n"))))
         complaints = [line for line in lines if _COMPLAINT.search(line)] or lines or ["no message"]
         return UserError(f"llama-server {what} and ended with status {self._process.returncode}: {complaints[-1]}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], client: httpx.Client) -> None:
+    client.close()
     process.kill()
     process.wait()
 

@@ -23,14 +23,14 @@ from typing import Any
 
 from PIL import Image
 
-from mmspec.errors import UserError
+from mmspec.errors import UserError, nearest
 from mmspec.files import read_rows
 from mmspec.vision.video import Video
 
 _HELD_OUT = Path(__file__).parents[1] / "heldout"
 _TILE, _COLUMNS = 96, 32
-_CLIPS = (8, 16)
-"""Numbers of frames in which each clip of ``clips`` is there."""
+_FRAMES = 8
+"""Frames of a clip to caption; the set has each clip with 16 frames, too."""
 
 
 @dataclass(frozen=True)
@@ -70,51 +70,37 @@ def held_out(name: str) -> Iterator[tuple[dict[str, Any], Questions]]:
     for _, row in read_rows(_HELD_OUT / f"{name}.jsonl"):
         images = tuple(islice(tiles, row.get("images", 0)))
         frames = list(islice(tiles, row.get("frames", 0)))
-        yield row, Questions(tuple(row["turns"]), images, (_video(frames),) if frames else ())
+        times = [float(second) for second in range(len(frames))]
+        clips = (Video(frames, times, float(len(frames)), "clip"),) if frames else ()
+        yield row, Questions(tuple(row["turns"]), images, clips)
 
 
-def held_out_texts(count: int) -> list[dict[str, Any]]:
-    """Requests of all kinds of text that the embedded hybrid model was trained on."""
-    return _first(_requests("prompts"), count, "texts")
+def held_out_requests(name: str, count: int) -> list[dict[str, Any]]:
+    """The first questions of a held-out set's conversations, each with its media.
 
+    ``images`` and ``clips`` are to be captioned, ``mixed`` has captions and questions, ``prompts`` has texts of all
+    kinds that the embedded hybrid model was trained on; ``warm-up-images`` and ``warm-up-prompts`` have others.
 
-def held_out_requests(images: int, videos: int, frames: int = 8) -> list[dict[str, Any]]:
-    """Captioning requests on held-out scenes and clips, with one fixed prompt each.
-
-    Args:
-        frames: of each clip, at most 16.
+    Raises:
+        UserError: an unknown or too small set.
     """
-    longest = next((length for length in _CLIPS if frames <= length), None)
-    if longest is None:
-        raise UserError(f"expected at most {_CLIPS[-1]} frames of a held-out clip, got {frames}")
-    clips = [conversation for row, conversation in held_out("clips") if row["frames"] == longest]
-    return _first(_requests("images"), images, "images") + [
-        {"prompt": clip.questions[0], "videos": [_video(_spread(clip.videos[0].frames, frames))]}
-        for clip in _first(clips, videos, "clips")
+    known = sorted(file.stem for file in _HELD_OUT.glob("*.jsonl"))
+    if name not in known:
+        raise UserError(f"unknown held-out set: expected one of {', '.join(known)}, got {name!r}{nearest(name, known)}")
+    found = [one for row, one in held_out(name) if row.get("frames", _FRAMES) == _FRAMES]
+    if count > len(found):
+        raise UserError(f"expected at most {len(found)} held-out {name}, got {count}")
+    media = [{"images": list(one.images), "videos": list(one.videos)} for one in found[:count]]
+    return [
+        {"prompt": one.questions[0], **{kind: parts for kind, parts in own.items() if parts}}
+        for one, own in zip(found, media, strict=False)
     ]
-
-
-def mixed_requests(count: int) -> list[dict[str, Any]]:
-    """Captioning requests on held-out scenes; every second one asks a conversation's first question instead."""
-    return _first(_requests("mixed"), count, "requests")
 
 
 def warm_up_requests(count: int, visual: bool) -> list[dict[str, Any]]:
-    """Requests like ``held_out_requests`` or, if not visual, ``held_out_texts``; repeated to reach ``count``."""
-    return list(islice(cycle(_requests("warm-up-images" if visual else "warm-up-prompts")), count))
-
-
-def _requests(name: str) -> list[dict[str, Any]]:
-    """First questions of a set, with their images."""
-    return [
-        {"prompt": one.questions[0]} | ({"images": list(one.images)} if one.images else {}) for _, one in held_out(name)
-    ]
-
-
-def _first(found: list[Any], count: int, noun: str) -> list[Any]:
-    if count > len(found):
-        raise UserError(f"expected at most {len(found)} held-out {noun}, got {count}")
-    return found[:count]
+    """Captioning requests or, if not visual, texts that no other set has; repeated to reach ``count``."""
+    name = "warm-up-images" if visual else "warm-up-prompts"
+    return list(islice(cycle(held_out_requests(name, 8)), count))
 
 
 def _tiles(sheet: Path) -> Iterator[Image.Image]:
@@ -123,13 +109,3 @@ def _tiles(sheet: Path) -> Iterator[Image.Image]:
     for top in range(0, image.height, _TILE):
         for left in range(0, _COLUMNS * _TILE, _TILE):
             yield image.crop((left, top, left + _TILE, top + _TILE))
-
-
-def _spread(frames: list[Image.Image], count: int) -> list[Image.Image]:
-    """Select evenly spaced frames, including the first and the last."""
-    step = (len(frames) - 1) / max(count - 1, 1)
-    return [frames[round(k * step)] for k in range(count)]
-
-
-def _video(frames: list[Image.Image]) -> Video:
-    return Video(frames, [float(k) for k in range(len(frames))], float(len(frames)), "clip")

@@ -8,28 +8,28 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter as clock
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from mmspec.core.drafter import Drafter
+from mmspec.core.drafter import Drafter, Wrapper
+from mmspec.core.plan import StepPlan
+from mmspec.core.tree import TokenTree
 from mmspec.engine.engine import MAX_NUM_SEQS
 from mmspec.engine.policy import DraftPolicy
 from mmspec.engine.stats import Stats
-from mmspec.eval.harness.drafters import ProfiledDrafter, tree_sizes
 from mmspec.eval.harness.peers import Peer
 from mmspec.ops import cpu
 from mmspec.pipeline import Pipeline
 from mmspec.targets.transformers_target import TransformersTarget
 
 T = TypeVar("T")
-TRANSFORMERS, PLAIN = "transformers generate", "mmspec, no drafter"
 
 PHASES = ("prefill", "draft", "verify", "commit")
 """Timed phases of a request; the rest is preprocessing, stopping rules and detokenisation."""
@@ -62,11 +62,11 @@ class TimedBatch:
 
     Attributes:
         answers: new tokens of each row.
-        stats: statistics of each row. For transformers, acceptance lengths only; None for its batches and for other
+        stats: statistics of each row. For transformers, acceptance lengths only; empty for its batches and for other
             engines.
         seconds: ``total``; ``decoding`` (after the first token); ``PHASES`` where known; ``tree`` and ``pass``, the
             mean times to draft one tree and to verify it.
-        memory: peak memory in bytes, see ``mmspec.eval.harness.timing``; None for other engines.
+        memory: peak memory in bytes, see ``peak_memory``; None for other engines.
     """
 
     answers: list[list[int]]
@@ -97,7 +97,7 @@ class TimedBatch:
 
 @dataclass
 class Method:
-    """A decoding method and its measurements.
+    """A decoding method.
 
     Attributes:
         name: name in tables and results.
@@ -108,11 +108,6 @@ class Method:
         peer: another engine that decodes instead.
         policy: drafting policy with its learned state.
         lossy: as for ``SamplingParams``.
-        seconds: by prompt, medians over the rounds, with the keys of ``TimedBatch.seconds``.
-        lengths: by prompt, mean acceptance length.
-        answers: by prompt, new tokens.
-        tokens: by prompt, number of new tokens.
-        equal: number of prompts whose answer equals the reference method's.
     """
 
     name: str
@@ -124,93 +119,39 @@ class Method:
     peer: Peer | None = None
     policy: DraftPolicy | None = None
     lossy: float = 0.0
-    seconds: list[dict[str, float]] = field(default_factory=list)
-    lengths: list[float] = field(default_factory=list)
-    answers: list[list[int]] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    equal: int = 0
-
-    def __post_init__(self) -> None:
-        if self.name == TRANSFORMERS and self.generate_options is None:
-            self.generate_options = {}
 
     def fork(self, target: TransformersTarget) -> Method:
-        """An unmeasured copy with its own copy of the learned state of drafter and policy."""
-        drafter, policy = self.drafter and self.drafter.lend(target), copy.deepcopy(self.policy)
-        own = replace(self, drafter=drafter, policy=policy)
-        own.clear()
-        return own
-
-    def clear(self) -> None:
-        """Drop the measurements; drafter and policy keep their learned state."""
-        self.seconds, self.lengths, self.answers, self.tokens, self.equal = [], [], [], [], 0
-
-    def column(self, name: str) -> list[float]:
-        """One of the times, by prompt."""
-        return [seconds[name] for seconds in self.seconds]
+        """A copy with its own copy of the learned state of drafter and policy."""
+        return replace(self, drafter=self.drafter and self.drafter.lend(target), policy=copy.deepcopy(self.policy))
 
 
-def drafter_methods(drafters: Mapping[str, Drafter], nodes: str, target: TransformersTarget) -> list[Method]:
-    """For each drafter, a method per fixed tree size of a ``--nodes`` option and an adaptive one."""
-    methods = []
-    for label, drafter in drafters.items():
-        for size in dict.fromkeys(tree_sizes(drafter, nodes).values()):
-            methods.append(Method(f"{label}, {size} nodes", drafter.fork(target), size))
-        methods.append(Method(f"{label}, adaptive", drafter, None))
-    return methods
+class ProfiledDrafter(Wrapper):
+    """A drafter wrapper that counts and times ``propose``.
 
-
-def time_ratios(slow: Method, fast: Method, name: str) -> list[float]:
-    """Speedup of ``fast`` over ``slow`` in seconds per token, by prompt.
-
-    Args:
-        name: ``total`` for all new tokens, or ``decoding`` for tokens after the first. Prompts whose answers have no
-            such tokens are left out.
+    Attributes:
+        proposals, seconds: drafted trees and the time they took, ``begin`` left out.
     """
-    first = 0 if name == "total" else 1
-    spent = [zip(method.column(name), (n - first for n in method.tokens), strict=True) for method in (slow, fast)]
-    return [a * n / (b * m) for (a, m), (b, n) in zip(*spent, strict=True) if min(m, n) > 0]
 
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.proposals = 0
+        self.seconds = 0.0
 
-def warm_up_methods(
-    pipe: Pipeline,
-    requests: Sequence[dict[str, Any]],
-    methods: Sequence[Method],
-    max_new_tokens: int,
-    temperature: float = 0.0,
-) -> None:
-    """Decode other prompts once, unmeasured, to train drafters and policies and to compile everything."""
-    compare_methods(pipe, requests, methods, 1, max_new_tokens, temperature)
-    for method in methods:
-        method.clear()
+    @property
+    def learns(self) -> bool:
+        return self.drafter.learns
 
+    @property
+    def drafts_ahead(self) -> bool:
+        return self.drafter.drafts_ahead
 
-def compare_methods(
-    pipe: Pipeline,
-    requests: Sequence[dict[str, Any]],
-    methods: Sequence[Method],
-    rounds: int,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-) -> None:
-    """Decode every request with every method, interleaved, and append medians over the rounds to ``methods``.
-
-    Answers are compared with the first method's; sampled answers with our engine's first method, since transformers
-    draws other random numbers from the same seed.
-    """
-    options = DecodingOptions(max_new_tokens, temperature)
-    reference = methods[0] if temperature == 0 else next(m for m in methods if m.generate_options is None)
-    for request in requests:
-        batches = run_interleaved(pipe, [request], methods, rounds, options)
-        expected = batches[reference.name][0].answers[0]
-        for method in methods:
-            first = batches[method.name][0]
-            method.equal += first.answers[0] == expected
-            method.lengths.append(first.mean_acceptance_length)
-            method.answers.append(first.answers[0])
-            method.tokens.append(len(first.answers[0]))
-            each = [batch.seconds for batch in batches[method.name]]
-            method.seconds.append({name: statistics.median(s[name] for s in each) for name in each[0]})
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
+        start = clock()
+        try:
+            return self.drafter.propose(token, plan)
+        finally:
+            self.seconds += clock() - start
+            self.proposals += 1
 
 
 def run_interleaved(
@@ -226,18 +167,22 @@ def run_interleaved(
     batches: dict[str, list[TimedBatch]] = {method.name: [] for method in methods}
     for turn in range(rounds):
         for method in rotated(methods, turn):
-            batches[method.name].append(_decode(pipe, method, requests, options, turn == rounds - 1))
+            batches[method.name].append(decode(pipe, method, requests, options, turn == rounds - 1))
     return batches
 
 
-def _decode(
-    pipe: Pipeline, method: Method, requests: Sequence[dict[str, Any]], options: DecodingOptions, learn: bool
+def decode(
+    pipe: Pipeline, method: Method, requests: Sequence[dict[str, Any]], options: DecodingOptions, learn: bool = True
 ) -> TimedBatch:
+    """Decode a batch of requests; if ``learn``, drafter and policy of the method keep their new state."""
     reset_peak_memory(pipe.target.device)
     if method.generate_options is not None:
         return _generate(pipe, method.generate_options, requests, options)
     if method.peer is not None:
-        return _complete(pipe, method.peer, requests, options)
+        start = clock()
+        (prompt,) = pipe.encode(requests).input_ids.tolist()
+        answer = method.peer.complete(prompt, options.max_new_tokens)
+        return TimedBatch([answer.tokens], [], {"total": clock() - start, "decoding": answer.seconds})
     target = pipe.target if method.target is None else method.target
     drafter = method.drafter if learn or method.drafter is None else method.drafter.lend(target)
     profiled = None if drafter is None else ProfiledDrafter(drafter)
@@ -248,22 +193,16 @@ def _decode(
     total = clock() - start
     if learn:
         method.policy = own.policy
-    longest, decoding = shared_times([result.stats for result in results])
+    stats = [result.stats for result in results]
+    longest = max(stats, key=lambda row: row.num_spec_steps)  # its steps cover the batch
     seconds = {
         "total": total,
-        "decoding": decoding,
+        "decoding": max(row.wall_seconds for row in stats) - longest.time_to_first_token,
         **{phase: getattr(longest, f"{phase}_seconds") for phase in PHASES},
         "tree": 0.0 if profiled is None else profiled.seconds / max(profiled.proposals, 1),
         "pass": longest.verify_seconds / max(longest.num_spec_steps, 1),
     }
-    answers = [result.token_ids for result in results]
-    return TimedBatch(answers, [result.stats for result in results], seconds, peak_memory(target.device))
-
-
-def shared_times(rows: Sequence[Stats]) -> tuple[Stats, float]:
-    """Statistics of the row with most steps, which cover the batch, and the seconds after the first tokens."""
-    longest = max(rows, key=lambda stats: stats.num_spec_steps)
-    return longest, max(stats.wall_seconds for stats in rows) - longest.time_to_first_token
+    return TimedBatch([result.token_ids for result in results], stats, seconds, peak_memory(target.device))
 
 
 def _generate(
@@ -282,23 +221,13 @@ def _generate(
     inputs = {"input_ids": ids, "attention_mask": mask, **prompt.inputs, **sampling, **generate_options}
     out = pipe.model.generate(**inputs, max_new_tokens=options.max_new_tokens, streamer=streamer)
     end = clock()
-    answers = [_without_padding(row, pipe.target.eos_token_ids) for row in out[:, ids.shape[1] :].tolist()]
+    answers = out[:, ids.shape[1] :].tolist()
+    for row in answers:  # up to the first end-of-sequence token; then padding
+        ends = [place for place, token in enumerate(row) if token in pipe.target.eos_token_ids]
+        del row[ends[0] + 1 if ends else len(row) :]
     stats = [streamer.stats] if len(answers) == 1 else []
     seconds = {"total": end - start, "decoding": end - streamer.first_token_at}
     return TimedBatch(answers, stats, seconds, peak_memory(ids.device))
-
-
-def _complete(pipe: Pipeline, peer: Peer, requests: Sequence[dict[str, Any]], options: DecodingOptions) -> TimedBatch:
-    """Decode one request greedily by another engine, from the same prompt tokens."""
-    start = clock()
-    (prompt,) = pipe.encode(requests).input_ids.tolist()
-    answer = peer.complete(prompt, options.max_new_tokens)
-    return TimedBatch([answer.tokens], [], {"total": clock() - start, "decoding": answer.seconds})
-
-
-def _without_padding(tokens: list[int], eos: Sequence[int]) -> list[int]:
-    """A row up to its first end-of-sequence token, included."""
-    return next((tokens[: index + 1] for index, token in enumerate(tokens) if token in eos), tokens)
 
 
 class _TimingStreamer:
@@ -309,7 +238,7 @@ class _TimingStreamer:
         self.stats = Stats()
         self._calls = 0
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: Tensor) -> None:
         self._calls += 1
         if self._calls == 2:  # the first call is for the prompt
             self.first_token_at = clock()
@@ -355,9 +284,7 @@ def peak_memory(device: torch.device) -> int | None:
 
     On a GPU it counts torch's allocations; on a CPU the resident set of the process, weights and libraries included.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_memory_of("self")
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory_of("self", "VmHWM")
 
 
 def reset_peak_memory_of(process: int | str) -> None:
@@ -366,20 +293,11 @@ def reset_peak_memory_of(process: int | str) -> None:
         Path(f"/proc/{process}/clear_refs").write_text("5")
 
 
-def peak_memory_of(process: int | str) -> int | None:
-    """Peak resident set of a process in bytes; None without Linux's /proc."""
-    return _status(process, "VmHWM")
-
-
-def resident_memory_of(process: int | str) -> int | None:
-    """Resident set of a process in bytes; None without Linux's /proc."""
-    return _status(process, "VmRSS")
-
-
-def _status(process: int | str, name: str) -> int | None:
+def memory_of(process: int | str, name: str) -> int | None:
+    """Resident set (``VmRSS``) of a process in bytes, or its peak (``VmHWM``); None without Linux's /proc."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
-        match = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
     except OSError:
         return None
-    return 1024 * int(match.group(1)) if match else None
+    match = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
+    return 1024 * int(match[1]) if match else None

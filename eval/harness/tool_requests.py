@@ -98,7 +98,7 @@ class ToolRequest:
             return str(error)
 
     def outcome(self, message: Any) -> str:
-        """``ok``, or what is wrong with an answer."""
+        """``ok``, or the first mistake of an answer."""
         if isinstance(message, str):
             return message
         calls = message.tool_calls or []

@@ -21,8 +21,8 @@ from mmspec.engine.stats import mark, seconds
 from mmspec.ssm import ops as mamba_ops
 
 Kernel = tuple[str, Callable[..., Tensor], list[Any], int, float]
-"""Name; call; sizes of its tensors: of random numbers (tuples), or in float32 of positive ones that nearly add up to 1
-along the last axis (lists); bytes that it must read and write; tolerance (``measure``)."""
+"""Name; call; sizes of its tensors: random numbers (tuples), or positive float32 numbers that nearly add up to 1 along
+the last axis (lists); bytes that it must read and write; tolerance (``measure``)."""
 
 _BUFFER_BYTES = 6 << 30  # most memory of the inputs of a graph's calls
 
@@ -61,7 +61,7 @@ def call_seconds(calls: list[Callable[[], Any]], device: torch.device) -> float:
 
 
 def measure(kernel: Kernel, device: torch.device, dtype: torch.dtype, bandwidth: float, calls: int) -> dict[str, Any]:
-    """Compare a kernel with its torch reference in float32, and time it by so many calls.
+    """Compare a kernel with its torch reference in float32, and time it by ``calls`` calls.
 
     Raises:
         AssertionError: floats differ by more than the tolerance (norm of the difference over the reference's), or more
@@ -91,8 +91,8 @@ def measure(kernel: Kernel, device: torch.device, dtype: torch.dtype, bandwidth:
 
 
 def kernels(config: Any, batch: int, prefix: int, nodes: int, device: torch.device, size: int) -> Iterator[Kernel]:
-    """Kernels of a step over binary trees after a prefix, with numbers of ``size`` bytes; of a model with Mamba-2
-    layers, its attention and those of these layers."""
+    """Kernels of a step over binary trees after a prefix, with numbers of ``size`` bytes; for a model with Mamba-2
+    layers, of attention and of these layers."""
     heads, kv_heads, vocab = config.num_attention_heads, config.num_key_value_heads, config.vocab_size
     head_dim, slots, count = config.hidden_size // heads, prefix + nodes, batch * nodes
     index = torch.arange(nodes, device=device).repeat(batch, 1)

@@ -96,7 +96,7 @@ class SetAcceptance(Wrapper):
 
     Args:
         answers: plain decoding's new tokens, by prompt.
-        rate: probability that a draft is right, after right ones.
+        rate: probability that a draft is right, after right drafts.
         vocab: number of tokens.
     """
 

@@ -42,7 +42,7 @@ Answered = tuple[Sample, Sequence[str]]
 """A sample and the answers to its turns."""
 
 Scorer = Callable[[Sequence[Answered]], dict[str, float]]
-"""Scores by name over all answers, from 0 to 1 or as the benchmark defines them; the first one is the main score."""
+"""Scores by name over all answers, from 0 to 1 or as the benchmark defines them; the first is the main score."""
 
 
 _IDS = ("id", "question_id", "questionId", "task_id", "prompt_id", "image_id", "img_id")

@@ -1,6 +1,6 @@
 """Decodes a task's conversations with every method, interleaved.
 
-Every conversation starts from the state of drafters and policies after the warm-up. So results do not depend on other
+Every conversation starts from the state of drafters and budgets after the warm-up. So results do not depend on other
 conversations, and a run can be resumed or split over several machines.
 """
 
@@ -18,7 +18,8 @@ import mmspec
 from mmspec.compare import first_difference
 from mmspec.errors import first_line
 from mmspec.eval.harness.acceptance import copy_lengths
-from mmspec.eval.harness.passes import describe, measure_passes
+from mmspec.eval.harness.output import describe
+from mmspec.eval.harness.passes import pass_costs
 from mmspec.eval.harness.peers import LlamaServer, OpenVino, Peer
 from mmspec.eval.harness.prompts import warm_up_requests
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
@@ -103,7 +104,7 @@ class Evaluator:
             "categories": [sample.category for sample in samples],
             "refused": {name: why for (name, *key), why in self.refused.items() if key == [temperature, size]},
             "turns": turns,
-            "about": {"model": self.settings.model, **describe(self.pipe.target), "cost": vars(self._pass_times)},
+            "about": {"model": self.settings.model, **describe(self.pipe.target), "cost": self._cost},
             "tstamp": time.time(),
         }
 
@@ -112,7 +113,7 @@ class Evaluator:
 
     def _warm_up(self) -> None:
         """Decode prompts outside the tasks with every method, and record what baselines cannot decode."""
-        self._pass_times = measure_passes(self.pipe.target)
+        self._cost = pass_costs(self.pipe.target)
         count = self.settings.warm_up
         for size in self.settings.batch_sizes:
             number = max(count, 1) * size

@@ -16,8 +16,9 @@ from typing import Any
 
 from mmspec.errors import UserError
 from mmspec.eval.harness.acceptance import median_interval
-from mmspec.eval.harness.timing import PLAIN, DecodingOptions, Method, TimedBatch, rotated, run_interleaved
+from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, decode, rotated
 from mmspec.eval.suite.data import rows_of
+from mmspec.eval.suite.methods import PLAIN
 from mmspec.files import read_lines
 from mmspec.pipeline import Pipeline
 
@@ -141,7 +142,7 @@ def race(
         for method in rotated([plain, *(contender.method for contender in left)], turn):
             if clock() - start > seconds:
                 return {}
-            found |= {name: one for name, (one,) in run_interleaved(pipe, [request], [method], 1, limits).items()}
+            found[method.name] = decode(pipe, method, [request], limits)
         return found
 
     for request in warm_up:

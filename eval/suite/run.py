@@ -135,13 +135,6 @@ def run_suite(settings: SuiteSettings, out: Path, engine: str = "local", workers
     return summary
 
 
-def answer_file_name(about: dict[str, Any], method: str, temperature: float, batch: int) -> str:
-    """The file name in Spec-Bench's scheme: model, method, dtype, temperature."""
-    model = Path(about["model"]).name
-    words = f"{model}-{method}-{about['dtype']}-temp-{temperature}" + (f"-batch-{batch}" if batch > 1 else "")
-    return re.sub(r"[^\w.@+-]+", "_", words) + ".jsonl"
-
-
 def answer_lines(record: dict[str, Any], method: str) -> list[dict[str, Any]]:
     """One method's answers to a batch of conversations, a JSON object per conversation."""
     model_id = f"{Path(record['about']['model']).name}-{method}"
@@ -169,11 +162,13 @@ def answer_lines(record: dict[str, Any], method: str) -> list[dict[str, Any]]:
 
 
 def write_answers(records: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Write all answer files of a run; returns their paths."""
+    """Write all answer files of a run, named in Spec-Bench's scheme; returns their paths."""
     files: dict[str, list[str]] = {}
     for record in records:
+        about, batch = record["about"], f"-batch-{record['batch']}" if record["batch"] > 1 else ""
         for method in record["turns"][0]["methods"]:
-            name = answer_file_name(record["about"], method, record["temperature"], record["batch"])
+            name = f"{Path(about['model']).name}-{method}-{about['dtype']}-temp-{record['temperature']}{batch}"
+            name = re.sub(r"[^\w.@+-]+", "_", name) + ".jsonl"
             files.setdefault(name, []).extend(json.dumps(line) for line in answer_lines(record, method))
     for name, lines in files.items():
         write_text(folder / name, "".join(f"{line}\n" for line in lines))

@@ -133,7 +133,7 @@ last_number = _mean_over_turns("exact match", _last_number)
 
 
 def mentioned(answered: Sequence[Answered]) -> dict[str, float]:
-    """Share of required items that answers mention, and share of answers that mention all of theirs.
+    """Share of required items that answers mention, and share of answers that mention all required items.
 
     ``metadata`` has the accepted wordings of each thing to mention; samples without any are not counted.
     """

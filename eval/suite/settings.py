@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 import click
 from pydantic import PositiveInt
 
+from mmspec.cli.options import Listed
 from mmspec.sampling.params import SamplingParams, Temperature
 from mmspec.validation import Many, inherited, option, options
 
 if TYPE_CHECKING:
     from mmspec.eval.suite.data import Sample
+
+SIZES = Listed(click.IntRange(1))
+"""Type of an option that lists whole numbers above 0."""
 
 llama_server_option = click.option(
     "--llama-server",

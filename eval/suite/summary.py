@@ -15,7 +15,6 @@ import numpy as np
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.eval.harness.acceptance import AcceptanceStats, acceptance_difference, copy_oracle, median_interval
-from mmspec.eval.harness.passes import PassTimes
 from mmspec.eval.harness.timing import PHASES
 from mmspec.eval.suite.data import Sample, Scorer
 from mmspec.eval.suite.methods import BASELINE, LLAMA, PLAIN
@@ -48,7 +47,9 @@ def summarise(
     rows = []
     for (task, temperature, batch), group in sorted(cells.items(), key=lambda cell: cell[0][0] != ALL):
         methods = dict.fromkeys(m for record in group for m in record["turns"][0]["methods"])
-        drafting = [method for method in methods if _acceptance(_measured(group, method), method).drafted]
+        drafting = [
+            method for method in methods if _acceptance(_measured(group, method), method).total.num_draft_tokens
+        ]
         for method in methods:
             measured = _measured(group, method)
             row = {"task": task, "temperature": temperature, "batch": batch, "method": method}
@@ -91,13 +92,6 @@ def _ratio(records: Sequence[Record], method: str, other: str, seconds: str, tok
     return median_interval(ratios) if ratios else None
 
 
-def _draft_cost(records: Sequence[Record], method: str) -> float | None:
-    """Ratio of the time to draft a tree to a one-node pass, median over the conversations; None without drafts."""
-    both = [(_spent(record, method).get("tree"), _spent(record, PLAIN).get("pass")) for record in records]
-    costs = [tree / one for tree, one in both if tree and one]
-    return median(costs) if costs else None
-
-
 def _measured(records: Sequence[Record], method: str) -> list[Record]:
     return [record for record in records if method in record["turns"][0]["methods"]]
 
@@ -121,7 +115,10 @@ def _difference(records: Sequence[Record], method: str, other: str) -> dict[str,
 
 def _copy_oracle(records: Sequence[Record]) -> dict[str, Any] | None:
     found = [turn["copy_lengths"] for record in records for turn in record["turns"] if "copy_lengths" in turn]
-    return copy_oracle(found, PassTimes(**records[0]["about"]["cost"])) if found else None
+    if not found:
+        return None
+    cost = records[0]["about"]["cost"]
+    return copy_oracle(found, lambda nodes: float(np.interp(nodes, cost["tokens"], cost["seconds"])))
 
 
 def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
@@ -129,6 +126,8 @@ def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
     spent = [_spent(record, method) for record in records]
     results = [result["methods"][method] for record in records for result in record["turns"]]
     acceptance = _acceptance(records, method)
+    passes = [(own.get("tree"), _spent(record, PLAIN).get("pass")) for own, record in zip(spent, records, strict=True)]
+    costs = [tree / one for tree, one in passes if tree and one]
     shares = {part: sum(s[part] for s in spent) / sum(s["total"] for s in spent) for part in PHASES if part in spent[0]}
     if shares:
         shares["rest"] = 1 - sum(shares.values())
@@ -142,12 +141,12 @@ def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
         "end_to_end_llama": _ratio(records, method, LLAMA, "total", "tokens"),
         "decoding": _ratio(records, method, base, "decoding", "later_tokens"),
         "decoding_plain": _ratio(records, method, PLAIN, "decoding", "later_tokens"),
-        "draft_cost": _draft_cost(records, method),
+        "draft_cost": median(costs) if costs else None,
         "tokens_per_second": median(s["tokens"] / s["total"] for s in spent),
         "time_to_first_token": median(s["first"] for s in spent),
         "shares": shares,
         "memory": max((result["memory"] for result in results if result["memory"] is not None), default=None),
-        "acceptance": {**acceptance.to_dict(), "histogram": acceptance.histogram} if sum(acceptance.steps) else None,
+        "acceptance": acceptance.to_dict() if acceptance.total.num_spec_steps else None,
         "lossless": all(figures.get("lossless", True) for result in results for figures in result["stats"]),
         "equal": sum(compared),
         "compared": len(compared),

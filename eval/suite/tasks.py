@@ -3,7 +3,7 @@
 The embedded suite is held-out scenes, clips and texts of the kinds that the embedded models were trained on. Edits of
 code are for larger models; ``code-edits-tuning`` is to choose settings on. The others are published benchmarks of
 images and videos (captions, short answers, choices, yes or no, open-ended) and of texts, read from ``--data FOLDER`` or
-from the hub through ``datasets`` (``mmspec.eval.suite.data``). The official scores of the open-ended ones come from
+from the hub through ``datasets`` (``mmspec.eval.suite.data``). Open-ended benchmarks have official scores from
 large judge models. Here their score is the overlap with the reference, which shows whether methods differ, not how good
 a model is.
 """
@@ -42,13 +42,33 @@ def _references(row: DatasetRow, field: str) -> list[str]:
 
 
 def _answer_task(
-    name: str, description: str, score: Scorer, hub: HubDataset, field: str = "answer", category: str = ""
+    name: str,
+    description: str,
+    score: Scorer,
+    hub: HubDataset,
+    field: str = "answer",
+    category: str = "",
+    *,
+    fields: str = "",
+    instruction: str = _SHORT_ANSWER,
+    max_new_tokens: int = 32,
 ) -> EvalTask:
+    """A task with one question per row; ``fields`` describes the fields of a row."""
+
     def read(row: DatasetRow) -> Sample:
-        question = str(row["question"]) + _SHORT_ANSWER
+        question = str(row["question"]) + instruction
         return single_turn(row, question, _references(row, field), str(row.get(category, "")))
 
-    return EvalTask(name, f"{description}; image, question, {field}", True, score, 32, read, hub)
+    fields = fields or f"image, question, {field}"
+    return EvalTask(name, f"{description}; {fields}", True, score, max_new_tokens, read, hub)
+
+
+def _free_task(
+    name: str, description: str, hub: HubDataset, field: str, category: str, max_new_tokens: int
+) -> EvalTask:
+    """A task with open-ended answers."""
+    options = {"fields": f"image, question, {field}, {category}", "instruction": "", "max_new_tokens": max_new_tokens}
+    return _answer_task(name, description, scoring.rouge_l, hub, field, category, **options)  # type: ignore[arg-type]
 
 
 def _video_sample(row: DatasetRow) -> Sample:
@@ -97,22 +117,10 @@ def _mmmu(row: DatasetRow) -> Sample:
     return Sample(row.id, Questions((question,), images), str(row.get("subfield", "")), (references,), options)
 
 
-def _pope(row: DatasetRow) -> Sample:
-    return single_turn(row, f"{row['question']}{_SHORT_ANSWER}", [str(row["answer"])], str(row.get("category", "")))
-
-
 def _mme(row: DatasetRow) -> Sample:
     # MME asks two questions per image, and also scores both together.
     question = str(row["question"]).replace(" Please answer yes or no.", "") + _SHORT_ANSWER
     return single_turn(row, question, [str(row["answer"])], str(row.get("category", "")), metadata=row.id)
-
-
-def _mmvet(row: DatasetRow) -> Sample:
-    return single_turn(row, str(row["question"]), [str(row["answer"])], str(row.get("capability", "")))
-
-
-def _llava_bench(row: DatasetRow) -> Sample:
-    return single_turn(row, str(row["question"]), [str(row["gpt_answer"])], str(row.get("category", "")))
 
 
 def _video_detail(row: DatasetRow) -> Sample:
@@ -138,7 +146,7 @@ def _turns(row: DatasetRow) -> Sample:
 
 
 def _page(row: DatasetRow) -> Sample:
-    return Sample(row.id, Questions((_TRANSCRIBE,), row.images("image")), str(row["category"]))
+    return single_turn(row, _TRANSCRIBE, (), str(row["category"]))
 
 
 def _gsm8k(row: DatasetRow) -> Sample:
@@ -170,9 +178,7 @@ _AI2D = "AI2D; image, question, options, answer (index)"
 _MMMU = "MMMU; image_1 .. image_7, question, options, answer (letter or text)"
 _YES_NO = "image, question, answer (yes or no), category"
 _MMSPEC = "The MMSpec benchmark (arXiv 2603.14989), unrelated to this package; id, image, turns, category, topic"
-_LLAVA_BENCH = "LLaVA-Bench (in the wild); image, question, gpt_answer, category"
 _LLAVA_BENCH_HUB = lmms_lab("llava-bench-in-the-wild", "train")
-_MM_VET = "MM-Vet; image, question, answer, capability"
 _VIDEO_DETAIL = "VideoDetailCaption; video_name, question, answer"
 _TURNS = "question_id, category, turns (list)"
 _GSM8K = "GSM8K; question, answer (ends with #### NUMBER)"
@@ -194,10 +200,12 @@ _BENCHMARKS = (
     EvalTask("ai2d", _AI2D, True, scoring.choice_accuracy, 16, _ai2d, lmms_lab("ai2d", "test")),
     EvalTask("scienceqa", _SCIENCEQA, True, scoring.choice_accuracy, 16, _scienceqa, _SCIENCEQA_HUB),
     EvalTask("mmmu", _MMMU, True, scoring.choice_accuracy, 32, _mmmu, lmms_lab("MMMU", "validation")),
-    EvalTask("pope", f"POPE; {_YES_NO}", True, scoring.pope, 16, _pope, lmms_lab("POPE", "test")),
+    _answer_task(
+        "pope", "POPE", scoring.pope, lmms_lab("POPE", "test"), "answer", "category", fields=_YES_NO, max_new_tokens=16
+    ),
     EvalTask("mme", f"MME; {_YES_NO}", True, scoring.mme, 16, _mme, lmms_lab("MME", "test")),
-    EvalTask("mm-vet", _MM_VET, True, scoring.rouge_l, 256, _mmvet, lmms_lab("MMVet", "test")),
-    EvalTask("llava-bench", _LLAVA_BENCH, True, scoring.rouge_l, 512, _llava_bench, _LLAVA_BENCH_HUB),
+    _free_task("mm-vet", "MM-Vet", lmms_lab("MMVet", "test"), "answer", "capability", 256),
+    _free_task("llava-bench", "LLaVA-Bench (in the wild)", _LLAVA_BENCH_HUB, "gpt_answer", "category", 512),
     EvalTask("video-detail", _VIDEO_DETAIL, True, scoring.rouge_l, 512, _video_detail),
     EvalTask("mmspec-benchmark", _MMSPEC, True, None, 512, _benchmark),
     EvalTask("mt-bench", "MT-Bench, speed only; turns (list), category", False, None, 512, _turns, _MT_BENCH_HUB),
@@ -229,7 +237,7 @@ _EDITS = (
 TASKS: dict[str, EvalTask] = {task.name: task for task in (*_EMBEDDED, *_EDITS, *_BENCHMARKS)}
 
 GROUPS: dict[str, tuple[str, ...]] = {"embedded": tuple(task.name for task in _EMBEDDED)}
-"""Groups of tasks by name; a text model gets the text tasks of a group, a vision-language model the visual ones."""
+"""Groups of tasks by name; a text model gets the text tasks of a group, a vision-language model the visual tasks."""
 
 
 def select_tasks(names: str, visual: bool) -> list[EvalTask]:

@@ -13,6 +13,7 @@ import click
 from mmspec.cli.commands import Command
 from mmspec.cli.options import FILE, derived, json_option, model_options, trust_option
 from mmspec.errors import UserError
+from mmspec.eval.suite.settings import SIZES
 from mmspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 @click.option(
     "--drafters", default="auto", show_default=True, help="Names or folders, separated by commas; auto: all that fit."
 )
-@click.option("--sizes", default="2,4,8", show_default=True, help="Draft tokens per step, beside the adaptive number.")
+@click.option("--sizes", type=SIZES, default="2,4,8", show_default=True, help="Draft tokens per step, or adaptive.")
 @derived(SamplingParams, "max_new_tokens", default=128)
 @derived(SamplingParams, "temperature", default=0.0)
 @trust_option
@@ -44,14 +45,14 @@ def tune(
     prompts: Path,
     minutes: float,
     drafters: str,
-    sizes: str,
+    sizes: Sequence[int],
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Find the fastest drafter for MODEL, or that of --model, and your prompts on this machine.
+    """Find the fastest drafter for MODEL (or --model) and your prompts on this machine.
 
-    Drafters and tree sizes decode the same prompts, interleaved with plain decoding; slow ones drop out. Prints the
-    fastest with its 95 % interval, and the options to use it; or that there is no winner, where intervals overlap.
+    Drafters and tree sizes decode the same prompts, interleaved with plain decoding; slow methods drop out. Prints the
+    fastest with its 95 % interval, and the options to use it; or "no winner" if intervals overlap.
     """
     from time import perf_counter as clock
 
@@ -85,31 +86,32 @@ def tune(
     click.echo(f"mmspec {'caption FILE' if pipe.processor.reads_media else 'generate PROMPT'} {chosen}")
 
 
-def _methods(pipe: Pipeline, drafters: str, sizes: str) -> tuple[list[Any], list[str]]:
+def _methods(pipe: Pipeline, drafters: str, sizes: Sequence[int]) -> tuple[list[Any], list[str]]:
     """Methods of the drafters that fit the model, and a line about each that does not."""
     from mmspec.drafters.registry import drafters_for, make_drafter, split
-    from mmspec.eval.harness.timing import drafter_methods
+    from mmspec.eval.harness.timing import Method
 
     home = pipe.model.config.name_or_path or ""
     listed = [part.strip() for part in split(drafters, ",") if part.strip()]
     names = list(
         dict.fromkeys(name for part in listed for name in (drafters_for(Path(home)) if part == "auto" else [part]))
     )
-    fit, unfit = {}, []
+    fit, unfit = list[Method](), []
     for name in names:
         try:
             drafter = make_drafter(name, home)
             if drafter is None:
                 continue
             drafter.attach(pipe.target)
-            fit[name] = drafter
+            fit += [Method(f"{name}, {size} nodes", drafter.fork(pipe.target), size) for size in sizes]
+            fit.append(Method(f"{name}, adaptive", drafter, None))
         except UserError as error:
             if name in listed:
                 raise
             unfit.append(f"{name} does not fit: {error}")
     if not fit:
         raise UserError(f"expected a drafter, received {drafters!r}: plain decoding is always measured")
-    return drafter_methods(fit, sizes, pipe.target), unfit
+    return fit, unfit
 
 
 def _race(

@@ -453,7 +453,7 @@ def _compare_samples(trial: Trial, question: Question) -> None:
 
 
 def _report(trial: Trial, question: Question, p: float, power: dict[str, float], tokens: int) -> None:
-    trial.record.figures, trial.record.power = {"p": p, "alpha": ALPHA, "tokens": tokens}, power
+    trial.record.sampling, trial.record.power = {"p": p, "alpha": ALPHA, "tokens": tokens}, power
     trial.record.tokens += tokens
     trial.note(f"p = {p:.3g} of {tokens} sampled tokens")
     trial.require(p >= ALPHA, question, f"p = {p:.3g} < {ALPHA:g} that answers follow the distribution")

@@ -58,7 +58,7 @@ def run_case(trial: Trial, name: str) -> dict[str, Any]:
         "differences": record.differences,
         "notes": list(record.notes),
         "power": record.power,
-        **({"sampling": record.figures} if record.figures else {}),
+        **({"sampling": record.sampling} if record.sampling else {}),
     }
 
 

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ import torch
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.compare import first_difference
 from mmspec.errors import UserError, first_line
+from mmspec.http_client import open_client, stream_json
 from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling.params import SamplingParams
 
@@ -27,7 +28,6 @@ Token = int | bytes
 
 _ALTERNATIVES = 5
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-_SECONDS = 600.0  # timeout of a server's answer
 
 
 class SkippedError(Exception):
@@ -294,9 +294,7 @@ class ServerSide:
     def __init__(self, name: str, url: str, model: str | None, key: str | None, scored: bool = False) -> None:
         self.name, self._scored = name, scored
         base = url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        fresh = httpx.Limits(max_keepalive_connections=0)  # some servers close a connection after an aborted stream
-        self._client = httpx.Client(base_url=base, headers=headers, timeout=_SECONDS, limits=fresh)
+        self._client = open_client(base, key)
         try:
             reply = self._client.get("/v1/models", timeout=30)
             reply.raise_for_status()
@@ -373,12 +371,9 @@ class ServerSide:
 
     def stream(self, question: Question) -> Iterator[Answer]:
         body = {**self._body(question), "stream": True}
-        with self._client.stream("POST", "/v1/chat/completions", json=body) as reply:
-            reply.raise_for_status()
-            for line in reply.iter_lines():
-                if line.startswith("data: {"):
-                    for choice in json.loads(line.removeprefix("data: ")).get("choices", ()):
-                        yield Answer(_text(choice["delta"]), choice.get("finish_reason") or "")
+        with closing(stream_json(self._client, "/v1/chat/completions", body)) as chunks:  # an abort closes it at once
+            for choice in (choice for chunk in chunks for choice in chunk.get("choices", ())):
+                yield Answer(_text(choice["delta"]), choice.get("finish_reason") or "")
 
     def count(self, question: Question) -> int:
         return int(self._post(replace(question, max_tokens=1, top_logprobs=None))["usage"]["prompt_tokens"])

@@ -35,7 +35,7 @@ class Record:
         accepted: accepted draft tokens of the tested side; None if not known.
         rehearsed: further accepted draft tokens, from known answers.
         notes: remarks for the report.
-        figures: results of a statistical test.
+        sampling: p-value, level and tokens of a test of samples.
         power: detectable sampling deviations, with the probability of detection.
     """
 
@@ -44,7 +44,7 @@ class Record:
     accepted: int | None = None
     rehearsed: int = 0
     notes: dict[str, None] = field(default_factory=dict)
-    figures: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
     power: dict[str, float] = field(default_factory=dict)
 
     def outcome(self, bound: float) -> str:

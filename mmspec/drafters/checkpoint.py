@@ -174,8 +174,8 @@ def write(folder: Path, name: str, settings: Mapping[str, Any], tensors: Mapping
 def verifier_of(target: Any) -> dict[str, Any]:
     """The ``verifier`` entry for a target."""
     return {
-        "name_or_path": Path(getattr(target.model.config, "name_or_path", "") or "").name,
-        "architectures": [type(target.model).__name__],
+        "name_or_path": Path(getattr(target.model_config, "name_or_path", "") or "").name,
+        "architectures": [target.architecture],
         "hidden_size": target.config.hidden_size,
         "vocab_size": target.config.vocab_size,
     }

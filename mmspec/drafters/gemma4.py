@@ -219,7 +219,7 @@ class Gemma4(TreeDrafter):
         return (allowed | ((lengths == 0) & (slots == 0)))[:, None, None]
 
     def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Top-k tokens and log probabilities of hidden states, limited to the nearest centroids of a masked embedding."""
+        """Top-k tokens and log probabilities of hidden states, among the nearest centroids of a masked embedding."""
         centroids = self.network.masked_embedding
         if centroids is None:
             return ops.top_log_probs(self.network.lm_head(hidden), self.top_k)

@@ -96,7 +96,7 @@ def following_embeds(target: Target, prompt: Prompt, output: TargetOutput, histo
 
 def plain_embedding(target: Any, tokens: Tensor) -> Tensor:
     """The target's embeddings without the norm of Muse Glimmer's table."""
-    table = target.model.get_input_embeddings()
+    table = target.embedding
     return F.embedding(tokens, table.weight) if hasattr(table, "embed_norm") else target.embed(tokens)
 
 

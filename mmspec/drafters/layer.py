@@ -147,7 +147,7 @@ class NodeInputs:
 
     @classmethod
     def of(cls, target: Target, draft_ids: Tensor | None) -> NodeInputs:
-        table = target.model.get_input_embeddings() if isinstance(target, TransformersTarget) else None
+        table = target.embedding if isinstance(target, TransformersTarget) else None
         return cls(target.embed, table if type(table) is nn.Embedding and not is_hooked(table) else None, draft_ids)
 
     def __call__(self, tokens: Tensor, states: Tensor, origin: Tensor | None) -> Tensor:

@@ -191,7 +191,9 @@ def _by_name(part: str, home: str, trust_remote_code: bool) -> Drafter:
         where, settings = spec.parsed(argument)
         return spec.from_checkpoint(_checkpoint_folder(where), **settings)
     with explained(f"cannot make drafter {part!r}", OSError, ValueError):
-        return as_drafter(spec.make(argument, trust_remote_code))
+        made = as_drafter(spec.make(argument, trust_remote_code))
+    assert made is not None
+    return made
 
 
 def _label(part: str) -> str:

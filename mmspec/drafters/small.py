@@ -87,8 +87,7 @@ class Small(CapturedDrafter):
 
     def reset(self, static_shapes: bool = False) -> None:
         super().reset(static_shapes)
-        self.lm: TransformersTarget = plugins.target_class(self.model.config)(self.model)
-        self.lm.exact = False
+        self.lm: TransformersTarget = plugins.target_class(self.model.config)(self.model, exact=False)
         self._output = RowTensor(static_shapes)  # (rows, hidden), at each row's last token
 
     def attach(self, target: Target) -> None:

@@ -200,7 +200,7 @@ class EngineCore:
         self.scheduler.add(sequence)
 
     def use_prefixes(self, prefixes: PrefixCache | None) -> None:
-        """Set the prefix cache; there are no sequences."""
+        """Set the prefix cache while no sequence runs or waits."""
         self.prefixes = None if prefixes is None else PrefixReuse(self.target, prefixes)
 
     def cancel(self, sequences: Iterable[Sequence]) -> None:
@@ -259,7 +259,7 @@ class EngineCore:
         timer, policy = StepTimer(self._token.device), self._prepare()
         timer.mark("prepared")
         draft = self._pre_launched() or self._propose(policy, self._token)
-        tree = self._fitted(policy, draft)
+        tree = self.fit(policy, draft)
         timer.mark("drafted")
         output = self.target.verify(tree, self._reads)
         tokens, failures = self._sampler.choose(self.running, tree, output.logits)
@@ -333,7 +333,7 @@ class EngineCore:
         tree = drafter.propose(token, plan) if drafter is not None and plan.nodes else TokenTree.root(token)
         return Draft(self._generation, plan, tree)
 
-    def _fitted(self, policy: DraftPolicy, draft: Draft) -> TokenTree:
+    def fit(self, policy: DraftPolicy, draft: Draft) -> TokenTree:
         """Trees to verify: apply grammars, prune, and drop drafts of rows without speculation."""
         rows, drafter, root = self.running, self._drafter, TokenTree.root(self._token)
         plain = [number for number, row in enumerate(rows) if not row.drafts]

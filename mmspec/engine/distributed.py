@@ -25,6 +25,7 @@ from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.engine.core import Draft, EngineCore
 from mmspec.engine.engine import Engine
+from mmspec.engine.policy import DraftPolicy
 from mmspec.engine.request import Request
 from mmspec.engine.sequence import Sequence
 from mmspec.engine.speculation import Speculation
@@ -35,7 +36,7 @@ _RECENT = 64  # tokens of each sequence that ranks compare; a step emits fewer
 _INTERVAL = 1.0  # seconds between heartbeats
 _PATIENCE = 10.0  # seconds to wait for the last heartbeat; busy machines take more than an interval
 _SECONDS = 60.0  # heartbeat timeout, after which a rank counts as lost; MMSPEC_RANK_SECONDS
-_FOR_EVER = timedelta(days=365)  # timeout of orders: ranks wait for them while there are no requests
+_FOR_EVER = timedelta(days=365)  # timeout of orders: ranks wait for orders between requests
 
 
 class RankError(RuntimeError):
@@ -248,8 +249,8 @@ class LockstepCore(EngineCore):
         finally:
             self._ranks.end()
 
-    def _fitted(self, draft: Draft) -> TokenTree:
-        tree = super()._fitted(draft)
+    def fit(self, policy: DraftPolicy, draft: Draft) -> TokenTree:
+        tree = super().fit(policy, draft)
         if failures := {row.stats.drafter_error for row in self.running} - {""}:  # maybe on this rank only
             raise RankError(f"all ranks must draft the same: {min(failures)}")
         return tree

@@ -182,7 +182,7 @@ class Engine:
                 self._drains -= 1
 
     def close(self) -> None:
-        """Cancel all sequences and reject new ones."""
+        """Cancel all sequences and reject new requests."""
         with self._changed:
             self._closed = RuntimeError("the interpreter is shutting down")
             self.remove(self.core.sequences)

@@ -259,7 +259,7 @@ _Item = Annotated[_TextItem | _MediaItem | _ImageURLItem | _VideoURLItem, Field(
 
 
 class _Message(TypedDict):
-    role: Annotated[str, Field(strict=True)]
+    role: Text
     content: Annotated[list[_Item], BeforeValidator(_as_items)]
 
 
@@ -284,4 +284,4 @@ def _check_content(request: Any) -> None:
             f'generate_batch([{{"prompt": ...}}, ...]), got {shown(prompt)}'
         )
     elif not is_token_ids(prompt):
-        check("prompt", list[_Message], list(prompt), tags=_ITEMS)
+        check("prompt", list[_Message], prompt, _ITEMS, strict=False)

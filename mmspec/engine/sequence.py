@@ -1,7 +1,7 @@
 """One answer in the making, from its submission to its end.
 
-A client submits a request with a sink. The worker thread calls the sink with what is new after a step; clients convert
-the tokens to text in their own threads, so that decoding text delays no step.
+A client submits a request with a sink. After a step, the worker thread calls the sink with the new tokens; clients
+convert the tokens to text in their own threads, so that decoding text delays no step.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class BatchKey:
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of a sequence since the last call of its sink.
+    """New tokens and records of a sequence since the last call of its sink.
 
     Attributes:
         trees, logprobs: records, as for ``Generation``.
@@ -94,7 +94,7 @@ class Sequence(SamplingState):
     """One sequence of a batch: tokens, sampler and grammar state, stopping, statistics and records.
 
     Args:
-        sink: called in the worker thread with what is new; the last call has ``stats`` or ``error``.
+        sink: called in the worker thread with each delta; the last delta has ``stats`` or ``error``.
 
     Attributes:
         finish_reason: set when the sequence has finished.
@@ -206,7 +206,7 @@ class Sequence(SamplingState):
         )
 
     def emit(self) -> None:
-        """Pass what is new to the sink: at the end, or new tokens of a stream that can no longer be rejected."""
+        """Call the sink at the end, and for streams with new tokens that can no longer be rejected."""
         sent, count = self._sent, len(self.history) - self.prompt_length
         streams = self.request.streams and self.alignment is None and count > sent
         if self._closed or not (self.done or streams):

@@ -89,10 +89,6 @@ class Grammars:
 
         Concurrent calls for one grammar compile it once.
 
-        Args:
-            kind: one of ``KINDS``.
-            text: the schema, pattern or grammar.
-
         Raises:
             UserError: as for ``check_grammar``; or no output satisfies the grammar with this vocabulary.
         """
@@ -178,13 +174,11 @@ class Grammar:
     grammar is recompiled within the decode step if that is quick, so that results depend only on the tokens.
 
     Args:
-        kind: one of ``KINDS``, for messages.
         build: compiles a new llguidance matcher.
         eos: EOS tokens; matchers handle only the first.
         width: size of the tokenizer's vocabulary.
 
     Attributes:
-        kind, eos: as above.
         spent: whether the lexer has reached a limit, so that later requests need a new lexer.
     """
 

@@ -99,7 +99,6 @@ class ReasoningParser:
 
     Args:
         begun: whether reasoning starts in the prompt.
-        token_bytes: bytes of a token.
         special: id of the special token with a name; None without one.
 
     Attributes:

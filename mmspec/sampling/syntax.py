@@ -58,14 +58,9 @@ class CheckedText(str):
 
 @lru_cache(64)
 def check_grammar(kind: str, text: str) -> CheckedText:
-    """Check a grammar by compiling it for a byte tokenizer; recently checked valid grammars are cached.
+    """Check a grammar by compiling it for a byte tokenizer; returns its text, marked as checked.
 
-    Args:
-        kind: one of ``KINDS``.
-        text: the schema, pattern or grammar.
-
-    Returns:
-        The text, marked as checked.
+    Recently checked valid grammars are cached.
 
     Raises:
         UserError: the grammar is invalid, unsupported by llguidance or too large; or llguidance is not installed.
@@ -85,12 +80,7 @@ def check_size(kind: str, text: str) -> None:
 
 
 def compiled(kind: str, tokenizer: Any, source: str) -> Any:
-    """Compile a grammar to an llguidance matcher.
-
-    Args:
-        kind: one of ``KINDS``, for messages.
-        tokenizer: llguidance's.
-        source: see ``source``.
+    """Compile the result of ``source`` to an llguidance matcher.
 
     Raises:
         UserError: the grammar is invalid or too large.

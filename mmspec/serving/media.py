@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import monotonic as clock
@@ -179,7 +179,14 @@ def _get(pool: httpcore.ConnectionPool, url: str, largest: int, end: float) -> t
         if response.status != 200:
             target = named.get(b"location")
             return response.status, urljoin(url, target) if target else "", b""
-        return 200, "", _limited(response.iter_stream(), largest, end)
+        content = bytearray()
+        for chunk in response.iter_stream():
+            content += chunk
+            if len(content) > largest:
+                raise UserError(f"a downloaded file must have at most {largest} bytes: received more")
+            if clock() > end:
+                raise TimeoutError
+        return 200, "", bytes(content)
 
 
 def _ascii(url: str) -> str:
@@ -193,17 +200,6 @@ def _ascii(url: str) -> str:
         raise UserError(f"URLs must be valid: got {url[:200]!r}") from None
     path, query = (quote(part, safe="%/:=&?~+!$,;'@()*[]") for part in (parts.path, parts.query))
     return urlunsplit((parts.scheme, host, path, query, ""))
-
-
-def _limited(chunks: Iterable[bytes], largest: int, end: float) -> bytes:
-    content = bytearray()
-    for chunk in chunks:
-        content += chunk
-        if len(content) > largest:
-            raise UserError(f"a downloaded file must have at most {largest} bytes: received more")
-        if clock() > end:
-            raise TimeoutError
-    return bytes(content)
 
 
 def _host(url: str) -> str:

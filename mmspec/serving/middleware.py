@@ -95,7 +95,7 @@ class Watched:
 class RequestLimit:
     """Limits concurrent requests, and completes the responses of requests that the server cancels at shutdown.
 
-    Probes are always answered.
+    Probes are not counted.
 
     Args:
         running: tasks of the running requests; modified.

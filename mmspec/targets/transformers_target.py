@@ -37,13 +37,16 @@ class TransformersTarget:
 
     Args:
         model: any causal language model; subclasses support multimodal models.
+        exact: whether to reject prompts whose trees cannot be verified exactly; False for draft models.
 
     Attributes:
         auto_class: the class of transformers that loads these models.
         processor_class: the ``Processor`` of these models.
+        architecture: name of the model's class.
+        model_config, config: configurations of the model and of its text model.
+        embedding: the layer of input embeddings.
         runner: runs the verify passes; replaced if the model moves to a device that requires another runner class.
         adapters: LoRA adapters in the model's layers.
-        exact: whether to reject prompts whose trees cannot be verified exactly; False for draft models.
 
     Raises:
         UserError: a part of the architecture cannot verify trees exactly.
@@ -51,16 +54,16 @@ class TransformersTarget:
 
     auto_class: ClassVar[Any] = AutoModelForCausalLM
     processor_class: ClassVar[type[Processor]] = Processor
-    exact = True
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, exact: bool = True) -> None:
+        self.model, self._exact = model, exact
+        self.architecture, self.model_config = type(model).__name__, model.config
         self.config = model.config.get_text_config()
         self.context_limit = getattr(self.config, "max_position_embeddings", None)
         self.adapters = Adapters(model)
         # Set in each pass, as other targets of this model choose other adapters.
         self.decoder = Decoder(model, prepare=self.adapters.activate)
-        self._embedding: Any = model.get_input_embeddings()
+        self.embedding: Any = model.get_input_embeddings()
         self._head = Head(model)
         self.runner = new_runner(self.decoder, self._head)
 
@@ -72,18 +75,18 @@ class TransformersTarget:
 
     def fork(self) -> TransformersTarget:
         """The same weights, without sequences."""
-        return type(self)(self.model)
+        return type(self)(self.model, self._exact)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the model, without sequences."""
         with self.decoder.attention.idle():
             model = without_output_capture(self.model)
-        return type(self), (model,)
+        return type(self), (model, self._exact)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformersTarget:
         with self.decoder.attention.idle():
             model = copy.deepcopy(self.model, memo)
-        return type(self)(model)
+        return type(self)(model, self._exact)
 
     @property
     def device(self) -> torch.device:
@@ -131,7 +134,7 @@ class TransformersTarget:
         self.adapters.choose(prompt.adapter)
         ids, mask = prompt.input_ids, prompt.attention_mask
         length = ids.shape[1]
-        if self.exact:
+        if self._exact:
             refuse_switch(self.config, [length] * len(ids) if mask is None else mask.sum(1).tolist(), length, new)
             if mask is not None:
                 refuse_inner_padding(self.config, mask, new)
@@ -146,7 +149,7 @@ class TransformersTarget:
                 cache.truncate(state.length)
         prefill = Prefill(prompt, self.visual(prompt), reads, chunk, cache, self.decoder, self._head, self.embed)
         output = yield from prefill.run(state)
-        position = next_position(output.positions, len(ids), type(self.model).__name__)
+        position = next_position(output.positions, len(ids), self.architecture)
         last_position = (position + on_device(new, ids.device) - 1).clamp(min=(self.context_limit or 0) - 1)
         self.runner.join(cache, reserve, position, last_position)
         yield output
@@ -178,7 +181,7 @@ class TransformersTarget:
         self.runner.commit_nodes(verdict.path, lambda: [path for path, _ in verdict.host])
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        return self._embedding(token_ids).to(self.device)
+        return self.embedding(token_ids).to(self.device)
 
     def head(self, hidden: Tensor) -> Tensor:
         return self._head(hidden)

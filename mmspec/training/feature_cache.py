@@ -54,7 +54,7 @@ class FeatureCache:
         self.folder, self.extractor, self.conversations = folder, copy(extractor), conversations
         self._wanted = extractor.layers
         self.target: TransformersTarget = extractor.target
-        self.dtype, self.shard = self.target.model.dtype, shard
+        self.dtype, self.shard = self.target.dtype, shard
         self._places = {_fingerprint(one): place for place, one in enumerate(conversations)}
         self._open = lru_cache(maxsize=256)(self._opened)
         self._check_index()

@@ -113,7 +113,7 @@ class Encoder:
         self.max_length = min(limits, default=None)
         self._reasons: dict[str, str] = {}
         self.settings: dict[str, Any] = {"max_length": self.max_length, **_VIDEO}
-        config = target.model.config
+        config = target.model_config
         marks = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
         self.visual_ids = {mark for mark in marks if mark is not None}
         self.stops = {*target.eos_token_ids, processor.tokenizer.eos_token_id} - {None}
@@ -312,7 +312,7 @@ class Extractor:
 
     def _token_types(self, ids: Tensor) -> Tensor:
         """Token type ids as processors return them: 0 for text, 1 for images, 2 for videos."""
-        config = self.target.model.config
+        config = self.target.model_config
         types = torch.zeros_like(ids)
         for kind, name in enumerate(("image_token_id", "video_token_id"), start=1):
             types[ids == getattr(config, name, -1)] = kind
@@ -321,7 +321,7 @@ class Extractor:
 
 def collate(rows: Sequence[ConversationFeatures], target: TransformersTarget) -> Features:
     """Pad conversations to a batch; an empty list becomes one row of padding."""
-    device, dtype = target.device, target.model.dtype
+    device, dtype = target.device, target.dtype
     if not rows:
         empty = torch.zeros(2, target.config.hidden_size, device=device, dtype=dtype)
         marks = torch.zeros(2, dtype=torch.bool, device=device)

@@ -174,12 +174,12 @@ def _feature_source(
 
 def _uses_bfloat16(precision: str, target: Any) -> bool:
     """Whether losses are computed in bfloat16."""
-    if precision == "float32" and target.model.dtype != torch.float32:
-        raise UserError(f"precision float32 needs a target in float32: it is in {target.model.dtype}; give --dtype too")
+    if precision == "float32" and target.dtype != torch.float32:
+        raise UserError(f"precision float32 needs a target in float32: it is in {target.dtype}; give --dtype too")
     if precision != "auto":
         return precision == "bfloat16"
     fast = target.device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return fast or target.model.dtype != torch.float32
+    return fast or target.dtype != torch.float32
 
 
 def draft_vocabulary(count: int | None, pipe: Pipeline, conversations: Iterable[Conversation]) -> Tensor | None:

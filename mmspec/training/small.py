@@ -105,7 +105,7 @@ def _new_model(pipe: Pipeline, layers: int, hidden: int | None) -> Any:
         num_attention_heads=max(1, width // _HEAD_DIM),
         head_dim=_HEAD_DIM,
         max_position_embeddings=pipe.context_limit or 4096,
-        tie_word_embeddings=width != theirs.hidden_size or target.model.config.tie_word_embeddings,
+        tie_word_embeddings=width != theirs.hidden_size or target.model_config.tie_word_embeddings,
         **special,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -128,7 +128,7 @@ def _first_layers(pipe: Pipeline, layers: int, hidden: int | None) -> Any:
     if hidden not in (None, known["hidden"]) or layers > known["layers"]:
         received = {"hidden": hidden or known["hidden"], "layers": layers}
         raise UserError(f"--from-target takes the target's width and at most its layers, {known}: received {received}")
-    tied = target.model.config.tie_word_embeddings  # unreliable in sub-configurations
+    tied = target.model_config.tie_word_embeddings  # unreliable in sub-configurations
     shape |= {"num_hidden_layers": layers, "tie_word_embeddings": tied}
     if shape.get("layer_types"):
         shape["layer_types"] = shape["layer_types"][:layers]

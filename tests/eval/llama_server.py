@@ -1,6 +1,6 @@
 """A program that answers HTTP as llama-server does, without a model: for tests.
 
-It logs its options and every request as JSON lines beside itself, and generates the tokens after the prompt's last one.
+It logs its options and every request as JSON lines in its folder, and counts up from the prompt's last token.
 """
 
 from __future__ import annotations

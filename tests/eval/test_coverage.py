@@ -1,4 +1,4 @@
-"""Small models of any class: what a cut leaves, and outcomes of each kind."""
+"""Small models of any class: cuts of configurations, and outcomes of each kind."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_a_cut_keeps_the_fields_and_every_kind_of_layer():
 
 @pytest.fixture
 def published(tmp_path):
-    """The file of a configuration with what published ones contain."""
+    """The file of a configuration with fields of published configurations."""
     content = small_config(LlamaConfig).to_dict() | {"hidden_size": 96, "num_hidden_layers": 30, "vocab_size": 50000}
     content |= {"quantization_config": {"quant_method": "fp8"}, "eos_token_id": [49999, 7], "bos_token_id": 49998}
     file = tmp_path / "org--model.json"

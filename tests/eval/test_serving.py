@@ -1,4 +1,4 @@
-"""The load test: its figures from what clients saw, and a small run against a real server."""
+"""The load test: metrics of given requests, and a small run against a real server."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mmspec.eval.serving import serving as run_server
 
 def test_figures_of_a_load() -> None:
     def request(text: str, tokens: int, first: float, gaps: list[float], accepted: int) -> StreamedRequest:
-        figures = {"num_accepted_draft_tokens": accepted, "num_spec_steps": len(gaps)}
-        return StreamedRequest(text, tokens, first, gaps, first + sum(gaps), figures)
+        metrics = {"num_accepted_draft_tokens": accepted, "num_spec_steps": len(gaps)}
+        return StreamedRequest(text, tokens, first, gaps, first + sum(gaps), metrics)
 
     one, two = request("a", 7, 1.0, [0.5, 0.1], 4), request("b", 1, 3.0, [], 0)
     row = serving._row(2, [([one, two], 4.0, 5 << 20), ([one, two], 2.0, None)], ["a", "c"])

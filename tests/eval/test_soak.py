@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
 
 import pytest
 from click.testing import CliRunner
@@ -52,33 +50,40 @@ def test_a_small_run() -> None:
         assert row["requests"] == 14
 
 
+class Handler(BaseHTTPRequestHandler):
+    """Refuses streams."""
+
+    def do_GET(self) -> None:
+        self.reply(200, b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.reply(503 if body.get("stream") else 200)
+
+    def reply(self, status: int, content: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing on standard error."""
+
+
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_wrong_answers_fail_a_run(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = SimpleNamespace(json=lambda: {"data": [{"id": "m"}]})
-    monkeypatch.setattr(soak.httpx, "get", lambda _: models)
-    monkeypatch.setattr(soak, "serving", lambda **_: nullcontext(SimpleNamespace(url="", pid=os.getpid())))
-    monkeypatch.setattr(soak, "send", AsyncMock(return_value=wrong))
     monkeypatch.setattr(soak, "_PAUSE", 0)
-    assert CliRunner().invoke(soak.main, ["--minutes", "0.001", "--most", "9", "--images", "0"]).exit_code == wrong
-
-
-def test_refused_streams_are_wrong() -> None:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(503)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *args: object) -> None:
-            """Nothing on standard error."""
-
+    monkeypatch.setattr(soak, "_MIXES", [{}, {"stream": bool(wrong)}])
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
         try:
-            url = f"http://127.0.0.1:{server.server_address[1]}"
-            assert asyncio.run(soak.send(url, [{"stream": True}, {}, {"stream": True}], 2)) == 3
+            running = SimpleNamespace(url=f"http://127.0.0.1:{server.server_address[1]}", pid=os.getpid())
+            monkeypatch.setattr(soak, "serving", lambda **_: nullcontext(running))
+            done = CliRunner().invoke(soak.main, ["--minutes", "0.001", "--most", "9", "--images", "0"])
         finally:
             server.shutdown()
             thread.join()
+    loads = json.loads(done.stdout.splitlines()[-1])["loads"]
+    assert done.exit_code == wrong
+    assert {(row["wrong"], row["requests"]) for row in loads} == {(wrong * 3, 9)}

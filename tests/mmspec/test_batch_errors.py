@@ -20,7 +20,7 @@ from tests.tiny import byte_model, byte_tokenizer
 LONG = SamplingParams(max_new_tokens=20)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "key": ({"prompt": "a", "image": 1}, "a request's keys are"),
-    "prompt": ({"prompt": [5.5]}, "a chat message must be"),
+    "prompt": ({"prompt": [5.5]}, "must be an object: got 5.5"),
     "media": ({"prompt": "a", "images": ["a.png"]}, "reads text only"),
     "length": ({"prompt": "a" * 500}, "must be shorter than the model's context"),
     "empty": ({"prompt": ""}, "must not be empty"),

@@ -230,7 +230,7 @@ class Together(StoppingCriteria):
 
 
 class ScoreSum(StoppingCriteria):
-    """Ends rows whose chosen scores reach a sum, and records what it is called with."""
+    """Ends rows whose chosen scores reach a sum, and records its arguments."""
 
     def __init__(self, most):
         self.most, self.calls = most, []
@@ -248,7 +248,7 @@ class ScoreSum(StoppingCriteria):
 
 @pytest.mark.parametrize(("batch", "returned"), [(1, True), (3, True), (3, False)])
 def test_criteria_get_the_scores_that_generate_passes(batch, returned):
-    """With ``output_scores`` and ``return_dict_in_generate``, else None; all tokens, with the last one's scores."""
+    """With ``output_scores`` and ``return_dict_in_generate``, else None; all tokens, with scores of the last token."""
     model, inputs = shared_model("llama"), text_inputs(batch, 9)
     options = {**GREEDY, "eos_token_id": None, "repetition_penalty": 1.3, "max_new_tokens": 16, "output_scores": True}
     options["return_dict_in_generate"] = returned
@@ -271,7 +271,7 @@ def test_criteria_get_the_scores_that_generate_passes(batch, returned):
 
 
 def test_all_criteria_are_called_at_every_token():
-    """The last one included, whichever of them ends the row: they may record."""
+    """Also at the last token, as criteria may record."""
     model, inputs = shared_model("llama"), text_inputs(1, 9)
     plain = model.generate(**inputs, **GREEDY | {"eos_token_id": None})[0, 9:].tolist()
     options = {**GREEDY, "eos_token_id": plain[6]}

@@ -13,7 +13,6 @@ from mmspec import UserError
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import Selection, make_drafter, registered_name, split
 from mmspec.drafters.small import Small
-from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.vision.embedded import samples
 from mmspec.vision.images import load_image
 from mmspec.vision.video import load_video
@@ -72,8 +71,6 @@ def test_paths_may_contain_any_sign(name, put, parts, tmp_path):
         for spec, expected in (("{}", "recycle"), ("ngram+{}", "ngram+recycle"), ("{}+ngram@chain3", "recycle+ngram")):
             assert drafted(spec.format(path)) == expected
         assert make_drafter(f"recycle:{path}").top_k == 3
-        assert list(parse_drafters(f"ngram,L={path},new:recycle")) == ["ngram", "L", "new:recycle"]
-        assert list(parse_drafters(f"{path},ngram")) == [name, "ngram"]
         put("model", name)
         assert [make_drafter(f"small:{path}{at}")._visual.share for at in ("", "@0.25")] == [1, 0.25]
         asked = {"prompt": "A red", "max_new_tokens": 4}

@@ -1,4 +1,4 @@
-"""The front door: answers, batches, streams and mistakes, with a model of bytes that says what a script wants."""
+"""The front door: answers, batches, streams and mistakes, with a model of bytes that emits a script."""
 
 import threading
 from copy import deepcopy
@@ -379,7 +379,7 @@ def test_the_blank_that_a_chat_template_puts_before_an_answer_is_not_part_of_it(
 
 
 def test_a_second_pipeline_shares_the_engine_of_a_target():
-    """It never takes slots from the first; each drafts with its own drafter, at the same time or after the other."""
+    """The second pipeline never takes slots from the first; each drafts with its own drafter."""
     target, tokenizer = TransformersTarget(byte_model()), byte_tokenizer()
     first = Pipeline(target, Processor(tokenizer), Ngram(), max_num_seqs=2)
     assert first.engine.max_num_seqs == 2

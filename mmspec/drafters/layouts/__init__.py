@@ -244,13 +244,13 @@ def check_target(verifier: Mapping[str, Any], target: Any) -> None:
         verifier: ``hidden_size``, ``vocab_size``, and if known ``name_or_path``, ``architectures`` and ``model_type``.
     """
     width, vocab, here = verifier["hidden_size"], verifier["vocab_size"], target.config
-    model, expected = type(target.model).__name__, [f"hidden size {width}" + (f" and {vocab} tokens" if vocab else "")]
-    types = {here.model_type, target.model.config.model_type}
+    model, expected = target.architecture, [f"hidden size {width}" + (f" and {vocab} tokens" if vocab else "")]
+    types = {here.model_type, target.model_config.model_type}
     received = [f"hidden size {here.hidden_size} and {here.vocab_size} tokens"]
     fits = width == here.hidden_size and (vocab is None or here.vocab_size / 2 < vocab <= here.vocab_size)
     if (kind := verifier.get("model_type")) and kind not in types:
         fits, expected = False, [*expected, f"of type {kind}"]
-        received = [*received, f"of type {target.model.config.model_type}"]
+        received = [*received, f"of type {target.model_config.model_type}"]
     if (classes := verifier.get("architectures")) and model not in classes:
         fits, expected = False, [*expected, f"of class {', '.join(classes)}"]
     if not fits:
@@ -272,15 +272,11 @@ def write(drafter: Any, target: Any, folder: Path, name: str, tokens: int = 3) -
     Raises:
         UserError: the drafter was trained for another target, or the format cannot describe it.
     """
-    network, decoder, form = drafter.network.config, target.get_text_config()
-    named = {
-        "name_or_path": target.name_or_path,
-        "architectures": target.architectures,
-        "vocab_size": decoder.vocab_size,
-    }
+    network, decoder = drafter.network.config, target.get_text_config()
     known = {"hidden_size": getattr(network, "source", network.hidden_size)}
+    received = {name: getattr(decoder, name) for name in ("hidden_size", "vocab_size")}
     check_same_target(
-        known | (drafter.verifier or drafter.published or {}), {**named, "hidden_size": decoder.hidden_size}
+        known | (drafter.verifier or drafter.published or {}), {**received, "architectures": target.architectures}
     )
     form = FORMATS[drafter.layout][name](network, target, tokens)
     if hasattr(network, "features"):

@@ -67,7 +67,7 @@ def adapter(monkeypatch, base=None):
 def test_answers_equal_plain_decoding_up_to_the_stop_text(folder, monkeypatch):
     plain = mmspec.load(folder, drafter=None)
     whole = [plain.generate(prompt, max_new_tokens=24).text for prompt in PROMPTS]
-    # One text stops the first answer in its middle; the other one is in the prompts, where it must stop nothing.
+    # One text stops the first answer in its middle; the other text is in the prompts, where it must stop nothing.
     until = [whole[0][4:7], "e"]
     assert until[0] in whole[0]
     contexts = [prompt + until[1] for prompt in PROMPTS]
@@ -79,7 +79,7 @@ def test_answers_equal_plain_decoding_up_to_the_stop_text(folder, monkeypatch):
     assert longest == whole
     assert len(model.tokenizer(longest[0])["input_ids"]) > 5
     assert model.acceptance.log_line().endswith("over 6 requests")
-    assert model.acceptance.mean_acceptance_length > 1
+    assert model.acceptance.total.mean_acceptance_length > 1
 
 
 def test_the_harness_finds_the_adapter_by_its_entry_point():
@@ -119,4 +119,4 @@ def test_the_harness_gets_the_same_answers_as_from_its_own_model(folder, monkeyp
     theirs = answers(HFLM(pretrained=plain.model, tokenizer=plain.processor.tokenizer, batch_size=2))
     assert any(len(answer) > 5 for answer in theirs)
     assert answers(ours) == theirs
-    assert (ours.acceptance.mean_acceptance_length > 1) == (drafter != "none")
+    assert (ours.acceptance.total.mean_acceptance_length > 1) == (drafter != "none")

@@ -104,7 +104,7 @@ def test_lengths_of_copies_by_hand():
     prompt = [1, 2, 3, 1, 2, 9]
     assert copy_lengths(prompt, [1, 2, 3, 1, 4, 1, 2, 9, 9, 9]) == [3, 2, 1, 0, 0, 2, 1, 0, 1]
     assert copy_lengths(prompt, [7]) == copy_lengths(prompt, []) == []
-    # Only what is known by then: one repeated token doubles its copy with every step, up to the longest.
+    # Only the text so far counts: one repeated token doubles its copy with every step, up to the longest copy.
     assert copy_lengths([], [5] * 100)[:40] == [0, *range(1, 33), *[32] * 7]
 
 

@@ -1,16 +1,13 @@
-"""Parsing, copying and profiling drafters."""
+"""Copies of drafters for methods, and profiling."""
 
 import pytest
 import torch
 
 import mmspec
-from mmspec import UserError
-from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
-from mmspec.eval.harness.drafters import DEFAULT_NODES, ProfiledDrafter, parse_drafters, tree_sizes
+from mmspec.eval.harness.timing import ProfiledDrafter
 from mmspec.pipeline import Pipeline
 from mmspec.vision.drafters.msd import MSD
-from mmspec.vision.embedded import tiny_llava
 from tests.model_folders import save_llava
 from tests.tiny.models import msd_network
 
@@ -18,37 +15,6 @@ from tests.tiny.models import msd_network
 @pytest.fixture(scope="module")
 def pipe(tmp_path_factory):
     return mmspec.load(str(save_llava(tmp_path_factory.mktemp("tiny"))), drafter=None)
-
-
-def test_drafters_are_labelled(tmp_path, pipe):
-    folder = tmp_path / "run-7"
-    MSD(msd_network(pipe.model), total_tokens=7).save(folder, pipe.target)
-    found = parse_drafters(f"ngram, ours={folder},{folder},new:recycle", str(tiny_llava()))
-    assert list(found) == ["ngram", "ours", "run-7", "new:recycle"]
-    assert [type(drafter) for drafter in found.values()] == [Ngram, MSD, MSD, Recycle]
-    assert found["new:recycle"].entries == 0
-    assert parse_drafters("old=recycle", str(tiny_llava()))["old"].entries > 0
-    assert tree_sizes(found["ours"], "default,16") == {"default": 7, "16": 16}
-    assert tree_sizes(found["ngram"], "default") == {"default": DEFAULT_NODES}
-    assert [drafter.learns for drafter in found.values()] == [True, False, False, True]
-    assert ProfiledDrafter(Recycle()).learns
-
-
-@pytest.mark.parametrize(
-    ("specs", "nodes", "message"),
-    [
-        ("x=ngram,x=recycle", "1", "'x' is given twice"),
-        ("none", "1", "expected a drafter"),
-        (" ,", "1", "at least one drafter"),
-        ("nobody", "1", "nobody"),
-        ("ngram", "", "at least one tree size"),
-        ("ngram", "0", "nodes must be"),
-        ("ngram", "3.5", "nodes must be"),
-    ],
-)
-def test_invalid_drafters_and_sizes_are_refused(specs, nodes, message):
-    with pytest.raises(UserError, match=message):
-        tree_sizes(*parse_drafters(specs).values(), nodes)
 
 
 def test_a_fork_learns_separately_and_shares_weights(pipe):
@@ -74,6 +40,7 @@ def test_attaching_the_same_target_again_changes_nothing(pipe):
 
 
 def test_profiling_counts_trees(pipe):
+    assert ProfiledDrafter(Recycle()).learns
     observer = ProfiledDrafter(MSD(msd_network(pipe.model), depth=3, total_tokens=6))
     stats = Pipeline(pipe.target, pipe.processor, observer).generate("A star", max_new_tokens=9, nodes=6).stats
     assert observer.proposals == sum(sum(stats.accept_lengths[:k]) < 7 for k in range(stats.num_spec_steps))

@@ -15,7 +15,6 @@ from rich.console import Console
 from mmspec.cli.options import Finite, Listed
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import (
-    SIZES,
     BenchmarkCommand,
     benchmark,
     git_commit,
@@ -23,6 +22,7 @@ from mmspec.eval.harness.output import (
     milliseconds,
     write_result,
 )
+from mmspec.eval.suite.settings import SIZES
 
 
 def test_cells_are_format_strings_or_functions_and_sections_end_where_a_field_changes():
@@ -90,7 +90,7 @@ def test_no_commit_where_git_is_not_installed(tmp_path, monkeypatch):
 
 
 def test_sigterm_ends_a_benchmark_as_an_exception_does():
-    """So that what it has started ends, too."""
+    """So that its child processes end, too."""
     ended, before = [], signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     @click.command(cls=BenchmarkCommand)

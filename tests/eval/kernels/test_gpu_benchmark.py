@@ -145,7 +145,7 @@ def test_a_wrong_kernel_is_refused(name, error, monkeypatch):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rate", [0.5, 0.8, 1.0])
 def test_drafts_are_accepted_at_the_set_rate(rate, temperature):
-    """And answers are those of plain decoding, of a batch whose rows end at different steps."""
+    """And answers equal plain decoding, for a batch whose rows end at different steps."""
     model = text_model("llama")
     target, processor = TransformersTarget(model), number_processor(model.config.vocab_size)
     requests = [{"prompt": [3 + row, 4, 5]} for row in range(3)]

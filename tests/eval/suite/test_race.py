@@ -11,8 +11,9 @@ import pytest
 from mmspec.cli.session import open_pipeline
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
-from mmspec.eval.harness.timing import PLAIN, DecodingOptions, Method, TimedBatch
+from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch
 from mmspec.eval.suite import race as racing
+from mmspec.eval.suite.methods import PLAIN
 from mmspec.eval.suite.race import read_requests
 from mmspec.eval.suite.tune import _options
 from tests.commandline import assert_user_error, runner
@@ -27,18 +28,17 @@ class Clock:
     def __init__(self, monkeypatch, speeds, length=4):
         self.now, self.runs, self.speeds, self.length = 0.0, [], speeds, length
         monkeypatch.setattr(racing, "clock", lambda: self.now)
-        monkeypatch.setattr(racing, "run_interleaved", self.run)
+        monkeypatch.setattr(racing, "decode", self.decode)
 
-    def run(self, pipe, requests, methods, rounds, options):
-        assert rounds == 1
-        (request,), (method,) = requests, methods
+    def decode(self, pipe, method, requests, options):
+        (request,) = requests
         if not self.runs or self.runs[-1][1] != request:
             self.runs.append(([], request, options.max_new_tokens))
         self.runs[-1][0].append(method.name)
         speed = 1.0 if method.name == PLAIN else self.speeds[method.name](request)
         self.now += 1 / speed
         stats = Stats(num_spec_steps=1, accept_lengths=[1 if method.name == PLAIN else self.length])
-        return {method.name: [TimedBatch([[1] * 10], [stats], {"total": 1 / speed})]}
+        return TimedBatch([[1] * 10], [stats], {"total": 1 / speed})
 
 
 def race(clock, prompts, seconds=1e9):
@@ -78,7 +78,7 @@ def test_the_time_limit_ends_it(monkeypatch):
     found = race(clock, 100, seconds=20)
     assert 20 <= clock.now <= 20 + 1  # the method at hand ends
     assert len(clock.runs[-1][0]) < 3
-    assert len(found[0].ratios) == len(clock.runs) - 2  # neither the warm-up nor the last one counts
+    assert len(found[0].ratios) == len(clock.runs) - 2  # neither the warm-up nor the last prompt counts
     with pytest.raises(UserError, match="the time was too short for a prompt with 2 methods"):
         race(Clock(monkeypatch, clock.speeds), 5, seconds=1e-9)
     clock = Clock(monkeypatch, {"a": lambda _: 2.0})
@@ -223,6 +223,6 @@ def test_mistakes(run, tmp_path):
     for options, message in (
         (("--drafters", "none"), "expected a drafter, received 'none'"),
         (("--drafters", "parrot"), "unknown drafter"),
-        (("--sizes", "0"), "nodes must be 'default' or a whole number above 0: got '0'"),
+        (("--sizes", "0"), "each a whole number >= 1: got (0,)"),
     ):
         assert_user_error(run("tune", model, "--prompts", str(prompts), *options), message)

@@ -1,6 +1,6 @@
 """Benchmarks read through ``datasets``, from local folders with the files and columns of the hub's releases.
 
-Columns, splits and configurations are those of the dataset cards.
+Columns, splits and configurations follow the dataset cards.
 """
 
 from dataclasses import replace

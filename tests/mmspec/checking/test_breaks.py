@@ -84,7 +84,7 @@ def keep_first_nodes(patch: Patch) -> None:
 
 
 def forget_accepted_drafts_in_plain_steps(patch: Patch) -> None:
-    """A step without drafts after one with accepted drafts reads the token before the last one."""
+    """A plain step after accepted drafts reads the second to last token."""
     forward, commit = TransformersTarget.verify, TransformersTarget.commit
     accepted = [0]
 
@@ -103,7 +103,7 @@ def forget_accepted_drafts_in_plain_steps(patch: Patch) -> None:
 
 
 def drop_deep_drafts_of_large_trees(patch: Patch) -> None:
-    """Trees of more than 24 nodes: the target's choices are those of the next node."""
+    """Trees of more than 24 nodes: choices are shifted by a node."""
 
     def shifting(tree: TokenTree, choices: torch.Tensor) -> Verdict:
         return accept_path(tree, choices.roll(1, dims=1) if tree.nodes > 24 else choices)
@@ -112,7 +112,7 @@ def drop_deep_drafts_of_large_trees(patch: Patch) -> None:
 
 
 def ignore_images_in_prefixes(patch: Patch) -> None:
-    """The prefix of another image serves where the words are the same: the image of the second turn is dropped."""
+    """Prefixes with other images and equal words are reused: the image of the second turn is dropped."""
     patch.setattr(prefix_cache, "media_key", lambda prompt: "")
 
 
@@ -131,13 +131,13 @@ def stop_at_ends_of_steps(patch: Patch) -> None:
 
 
 def mix_rows(patch: Patch) -> None:
-    """When a sequence leaves a batch, the last one does not move to its row."""
+    """When a sequence leaves a batch, the last sequence does not move to its row."""
     keep = TransformersTarget.keep
     patch.setattr(TransformersTarget, "keep", lambda self, rows: keep(self, sorted(rows)))
 
 
 def use_other_prefixes(patch: Patch) -> None:
-    """A prompt goes on from the state of another conversation, where that is as long as its own."""
+    """A prompt continues the state of another conversation of at least its length."""
     find = PrefixCache.find
 
     def finding(self: Any, *args: Any) -> Any:
@@ -161,13 +161,13 @@ def ignore_least_length(patch: Patch) -> None:
 
 
 def record_logprobs_of_roots(patch: Patch) -> None:
-    """Log probabilities are those of the root."""
+    """All log probabilities are taken at the root."""
     found = sequence.token_logprobs
     patch.setattr(sequence, "token_logprobs", lambda logits, *rest: found(logits[:1].expand_as(logits), *rest))
 
 
 def keep_states_of_aborted_requests(patch: Patch) -> None:
-    """The row that an aborted request leaves is not removed: the last one is."""
+    """An abort removes the last row in place of the aborted row."""
     remove = EngineCore.remove_finished
 
     def removing(self: EngineCore) -> None:
@@ -205,7 +205,7 @@ def sample_at_another_temperature(patch: Patch) -> None:
 
 
 def ignore_adapters(patch: Patch) -> None:
-    """All requests are those of the model without an adapter."""
+    """All requests use the model without an adapter."""
     prefill = TransformersTarget.prefill
     patch.setattr(
         TransformersTarget,

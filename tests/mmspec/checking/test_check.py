@@ -244,7 +244,7 @@ def test_chi_square() -> None:
 
 
 def test_what_the_tests_find() -> None:
-    """Distributions at the stated distance are found in about 95 % of samples, at least; equal ones are not."""
+    """At least about 95 % of samples at the stated distance are rejected; samples of equal distributions are not."""
     rng = random.Random(7)
     p, distance = against_probabilities(Counter(drawn(rng, 1000, PROBS)), PROBS)
     assert p > ALPHA
@@ -263,7 +263,7 @@ def test_what_the_tests_find() -> None:
 
 
 def test_a_temperature_is_found_as_often_as_stated() -> None:
-    """At 0.9, in samples of any size; at 1, less often than one in a hundred at that level."""
+    """At 0.9, in samples of any size; at 1, rarely."""
     torch.manual_seed(5)
     logits = 2 * torch.randn(2400, 20, dtype=torch.double)
     for count in (600, 1200, 2400):
@@ -296,7 +296,7 @@ def test_two_samples() -> None:
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # which peft asks for
 @pytest.mark.filterwarnings("ignore:.*(tied layer|embedding layers):UserWarning")
 def test_adapters(check: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal; and a state of another adapter's request, which is kept as if it were of the same, is found."""
+    """Equal; and the reuse of another adapter's prefix is found."""
     peft = pytest.importorskip("peft")
     model = mmspec.load("tiny-hybrid", None, device="cpu").model
     config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["in_proj", "o_proj"], init_lora_weights=False)

@@ -112,7 +112,7 @@ def penalising(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_scaled_logprobs(reply: dict[str, Any]) -> dict[str, Any]:
-    """Those of temperature 0.9, as of servers that report them after the temperature."""
+    """Log probabilities at temperature 0.9, as reported by servers that apply the temperature first."""
     for choice in reply["choices"]:
         for one in (choice.get("logprobs") or {}).get("content", ()):
             total = log(sum(exp(other["logprob"] / 0.9) for other in one["top_logprobs"]))
@@ -127,7 +127,7 @@ def with_first_choice(reply: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_later_logprobs(reply: dict[str, Any]) -> dict[str, Any]:
-    """Those of the token after."""
+    """Each token has the log probability of the next token."""
     for choice in reply["choices"]:
         if choice.get("logprobs"):
             content = choice["logprobs"]["content"]
@@ -201,7 +201,7 @@ def test_log_probabilities_that_are_not_the_samplers(
     servers: tuple[Served, Served],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those after the temperature differ from the other server's. A penalty that both apply is no wrong temperature."""
+    """Log probabilities after the temperature are found; an equal penalty on both sides is not."""
     monkeypatch.setattr(cases, "POWER", 0.1)  # of fewer tokens
     with wrong(servers[0].url, **changes) as url:
         found = result(url, url if outcome == "skipped" else servers[1].url, "temperature")

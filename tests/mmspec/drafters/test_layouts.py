@@ -68,7 +68,7 @@ MADE = {
     ),
 }
 COPIES = ("embed_tokens.weight", *medusa.COPIES, "token_map", "lm_heads.0.weight", "t2d", "lm_head.weight")
-"""Tensors that may be missing, in some of the layouts; then what is refused, if anything, is something else."""
+"""Tensors that are optional in some of the layouts."""
 
 WHOLE = "(a whole number|>= ?[01]|> 0)"
 every_checkpoint = pytest.mark.parametrize("name", MADE)
@@ -352,7 +352,7 @@ XPRESS = {**MARKOV, "markov_type": "xpress"}
 SELECTS = {"selector_rank": 6, "selector_tokens": 50, "selector_top_k": 9}
 TWO_PARTS = "requires convolutions and a selector, or neither: the drafter has"
 FURTHER = ("input_norm", "qkv_bias", "norm_output", "confidence", "decoupled", "visual_states", "hide_visual")
-UNWRITTEN = {  # by layout and format: what a network must not have, and what the line ends with; without, it is written
+UNWRITTEN = {  # by layout and format: settings of a network, and the end of the error; empty without an error
     "eagle3 speculators": [
         *(({name: True}, "") for name in layouts.eagle3.SWITCHES),
         ({"layers": 2, "mask_token_id": 0}, ""),

@@ -1,4 +1,4 @@
-"""Draft trees fitted to grammars, against paths looked up in a list of words; and outputs as a distribution."""
+"""Draft trees fitted to grammars, against paths of a list of words; and outputs as a distribution."""
 
 import math
 from collections import Counter
@@ -150,7 +150,7 @@ def test_rows_without_a_grammar_keep_their_drafts():
 
 
 class Branches(Drafter):
-    """Drafts the words, wrong ones too, as one random tree."""
+    """Drafts the words, and wrong words, as one random tree."""
 
     def __init__(self):
         self._random = torch.Generator().manual_seed(0)

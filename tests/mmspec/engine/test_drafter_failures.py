@@ -143,59 +143,55 @@ def _engine(target, drafter):
     return SteppedEngine(target, drafter, StepPlan(6, 3))
 
 
-def _tree(tokens, parents, **more):
-    return TokenTree(torch.tensor(tokens), torch.tensor(parents), check=False, **more)
+def _tree(tokens, parents, rows=1, **more):
+    return TokenTree(torch.tensor([tokens] * rows), torch.tensor([parents] * rows), check=False, **more)
 
 
 TREES = {
-    "nothing": lambda token: None,
-    "another type": lambda token: [1, 2],
-    "a row too many": lambda token: build_tree(token.repeat(2), [([1], [0])] * (2 * len(token))),
-    "floats": lambda token: _tree([[1.0, 2.0]] * len(token), [[-1, 0]] * len(token)),
-    "parents of another shape": lambda token: _tree([[1, 2]] * len(token), [[-1, 0, 1]] * len(token)),
-    "a parent after its child": lambda token: _tree([[1, 2, 3]] * len(token), [[-1, 2, 0]] * len(token)),
-    "a parent far away": lambda token: _tree([[1, 2, 3]] * len(token), [[-1, 0, 99]] * len(token)),
-    "probabilities of another shape": lambda token: _tree(
-        [[1, 2]] * len(token), [[-1, 0]] * len(token), log_probs=torch.zeros(len(token), 5)
+    "nothing": (lambda token: None, "expected a TokenTree, received NoneType"),
+    "another type": (lambda token: [1, 2], "expected a TokenTree, received list"),
+    "a row too many": (
+        lambda token: build_tree(token.repeat(2), [([1], [0])] * (2 * len(token))),
+        "of torch.int64 on cpu",
     ),
-    "probabilities above one": lambda token: _tree(
-        [[1, 2]] * len(token), [[-1, 0]] * len(token), log_probs=torch.tensor([[0.0, torch.inf]] * len(token))
-    ),
-    "probabilities that are no numbers": lambda token: _tree(
-        [[1, 2]] * len(token), [[-1, 0]] * len(token), log_probs=torch.tensor([[0.0, torch.nan]] * len(token))
-    ),
-    "a distribution of another shape": lambda token: _tree(
-        [[1, 2]] * len(token), [[-1, 0]] * len(token), draft_probs=torch.ones(len(token), VOCAB)
+    "floats": (lambda token: _tree([1.0, 2.0], [-1, 0], len(token)), "of torch.float32 on cpu"),
+    "parents of another shape": (lambda token: _tree([1, 2], [-1, 0, 1], len(token)), ""),
+    "a parent after its child": (lambda token: _tree([1, 2, 3], [-1, 2, 0], len(token)), ""),
+    "a parent far away": (lambda token: _tree([1, 2, 3], [-1, 0, 99], len(token)), ""),
+    **{
+        f"log probabilities {values}": (
+            lambda token, values=values: _tree(
+                [1, 2], [-1, 0], len(token), log_probs=torch.tensor([values] * len(token))
+            ),
+            "",
+        )
+        for values in ([0.0] * 5, [0.0, torch.inf], [0.0, torch.nan])
+    },
+    "a distribution of another shape": (
+        lambda token: _tree([1, 2], [-1, 0], len(token), draft_probs=torch.ones(len(token), VOCAB)),
+        "",
     ),
 }
 
 
-RECEIVED = {
-    "nothing": "expected a TokenTree, received NoneType",
-    "another type": "expected a TokenTree, received list",
-    "a row too many": "of torch.int64 on cpu",
-    "floats": "of torch.float32 on cpu",
-}
-
-
-@pytest.mark.parametrize("what", TREES)
-def test_trees_that_are_none_are_not_verified(what):
+@pytest.mark.parametrize(("make", "received"), TREES.values(), ids=TREES)
+def test_malformed_trees_are_not_verified(make, received):
     class Wrong(Ngram):
         def propose(self, token, plan):
-            return TREES[what](token)
+            return make(token)
 
     engine, ended = on_table(Wrong(), ROWS, (9, 9, 9))
     for row, prompt in zip(ended, ROWS, strict=True):
         assert row.token_ids == said_plainly(engine.target.table, prompt, 9)
         assert row.stats.drafter_error.startswith("Wrong: ")
-        assert row.stats.drafter_error.endswith(RECEIVED.get(what, ""))
+        assert row.stats.drafter_error.endswith(received)
 
 
 @pytest.mark.parametrize(("static", "nodes", "read"), [(False, 2, True), (False, 1, False), (True, 2, False)])
 def test_values_of_trees_are_not_read_on_a_device(static, nodes, read, monkeypatch):
     """With static shapes, this would be a host sync; the values of a root alone are not needed."""
     monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
-    token, tree = torch.tensor([1]), _tree([[1, 2][:nodes]], [[-1, 0][:nodes]])
+    token, tree = torch.tensor([1]), _tree([1, 2][:nodes], [-1, 0][:nodes])
 
     class Ready(Ngram):
         def propose(self, token, plan):
@@ -279,7 +275,7 @@ def test_a_drafter_that_cannot_drop_its_rows_rests_for_good():
 @pytest.mark.parametrize("strict", ["", "0", "1"])
 @pytest.mark.parametrize("make", [lambda drafter: drafter, lambda drafter: Union([drafter, Recycle()])])
 def test_errors_of_the_device_end_requests_and_all_do_in_strict_mode(strict, make, monkeypatch):
-    """Nothing can be computed after those of the device, by the target either."""
+    """After an error of the device, the target cannot compute either."""
     monkeypatch.setenv("MMSPEC_STRICT", strict)
     for error, said, ends in (
         (torch.AcceleratorError, "an illegal memory access", True),

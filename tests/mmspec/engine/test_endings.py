@@ -44,7 +44,7 @@ def step(engine):
 
 
 class FailError(Exception):
-    """What the tests break by."""
+    """Error that the tests raise."""
 
 
 def fail(*_, **__):

@@ -1,4 +1,4 @@
-"""The loop, on a target that is a table: what it says is known without any model."""
+"""The loop, on a target that is a table, whose answers are known without a model."""
 
 import itertools
 import random
@@ -399,7 +399,7 @@ class Stacking(TableTarget):
         return None if self.kinds is None else self.kinds.pop(0)
 
     def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
-        self.prefills.append((prompts[0].input_ids.shape, list(max_new_tokens), chunk))
+        self.prefills.append((Prompt.stack(prompts).input_ids.shape, list(max_new_tokens), chunk))
         return super().prefill(prompts, max_new_tokens, reads, chunk)
 
 
@@ -606,7 +606,7 @@ def test_a_prompt_that_fails_does_not_end_those_stacked_with_it():
 
 
 def test_each_answer_has_its_own_room():
-    """In the target's cache, and in what the deepest draft may reach."""
+    """In the target's cache, and in the depth of drafts."""
     target, engine = stacking()
     prompts, limits = [[1, 2, 3], [4, 5]], [Stopper(9), Stopper(30, context_limit=14)]
     scheduled(engine, prompts, limits)
@@ -625,13 +625,13 @@ def test_each_answer_has_its_own_room():
     while engine.core.running:
         left = max(row.remaining for row in rows if not row.done) - 1
         engine.core.step()
-        assert left == 0 or remaining[-1] == left  # a short answer does not cut the drafts of a long one
+        assert left == 0 or remaining[-1] == left  # a short answer does not cut the drafts of a long answer
 
 
 @pytest.mark.parametrize("length", [7, 8, 9, 15, 16, 17])
 @pytest.mark.parametrize("busy", [False, True])
 def test_prompts_of_any_number_of_chunks(length, busy):
-    """Chunks of 8 tokens beside another sequence, which decodes one token in between; one pass otherwise."""
+    """Chunks of 8 tokens next to another sequence, which decodes a token in between; otherwise a single pass."""
     _, engine = stacking(chunk=8)
     other = scheduled(engine, [[1, 2]], [Stopper(30)]) if busy else []
     if busy:
@@ -689,7 +689,7 @@ class Ahead(Drafter):
 
 
 def test_drafts_that_come_ahead_are_those_of_the_rows_that_run():
-    """Rows end while others wait, so that as many run in the next step, but not the same."""
+    """Rows end while others wait, so that the next step has the same number of rows, but other rows."""
     table, prompts = table_model(VOCAB), [[1, 2], [5, 4], [3, 3], [2, 5]]
     target, drafter, passes = TableTarget(table), Ahead(), []
     forward = target.verify

@@ -1,4 +1,4 @@
-"""Each second of a step is counted once, in its place, and the policy is given what the step measured."""
+"""Each second of a step is counted once, in its place, and the policy is given the times that the step measured."""
 
 import pytest
 
@@ -90,14 +90,14 @@ def test_every_second_in_its_place(now, monkeypatch):
         (3, [[0, 2], [0]], drafted, verified),
         (1, [[0], [0]], 0.0, verified),
     ]
-    # Beyond the last tree, the drafter proposes roots.
-    assert policy.calls[3:] == [(1, [[0], [0]], drafted, verified)] * 2 + [(1, [[0]], drafted, verified)]
+    # Beyond the last tree, the drafter proposes roots; the last step cannot accept drafts.
+    assert policy.calls[3:] == [(1, [[0], [0]], drafted, verified)] * 2 + [(1, [[0]], 0.0, verified)]
     for row, steps in zip(rows, (5, 6), strict=True):
         stats = row.stats
         assert stats.num_spec_steps == steps
         assert stats.prefill_seconds == s["prefill"]
         assert stats.time_to_first_token == s["prefill"] + s["choose"]
-        assert stats.draft_seconds == s["begin"] + steps * drafted - s["propose"]
+        assert stats.draft_seconds == s["begin"] + steps * s["plan"] + 4 * s["propose"]
         assert stats.verify_seconds == steps * verified
         assert stats.commit_seconds == steps * (s["commit"] + s["observe"])
         parts = (stats.time_to_first_token, stats.draft_seconds, stats.verify_seconds, stats.commit_seconds)

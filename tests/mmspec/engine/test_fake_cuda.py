@@ -1,4 +1,4 @@
-"""Whole answers on a CUDA device that is not there: devices are not mixed, and what is captured can be."""
+"""Whole answers on a fake CUDA device: devices are not mixed, and captured steps can be captured."""
 
 import copy
 

@@ -20,7 +20,7 @@ GRAMMAR = {"regex": "[ab]{3,9}", "max_new_tokens": 12}
 def in_child(check):
     """Run a check in a forked process; the test fails where it fails, or has not ended after a minute."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks with several threads
         process = multiprocessing.get_context("fork").Process(target=check)
         process.start()
     process.join(60)

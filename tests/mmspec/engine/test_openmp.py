@@ -1,4 +1,4 @@
-"""OpenMP threads: while the engine computes, clients have none; idle ones do not spin for long."""
+"""OpenMP threads: while the engine computes, clients have none; idle threads do not spin for long."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ os._exit(0)
 
 
 def output_of(program):
-    """What a process with three OpenMP threads prints."""
+    """Output of a process with three OpenMP threads."""
     environment = {**os.environ, "OMP_NUM_THREADS": "3"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr

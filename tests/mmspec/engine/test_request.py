@@ -1,6 +1,7 @@
 """Mistakes in keywords and requests: one line with the rule and the received value, before anything runs."""
 
 from inspect import signature
+from types import MappingProxyType
 from typing import Unpack, get_type_hints
 
 import numpy as np
@@ -73,7 +74,7 @@ MISTAKES = [
             ([5, {"role": "user"}], "prompt[0] must be an object: got 5"),
             ([{"content": "a"}], "prompt[0].role is required"),
             (message(), "prompt[0].content is required"),
-            (message(5, content="a"), "prompt[0].role must be text: got 5"),
+            (message(5, content="a"), "prompt[0].role must be text that UTF-8 can encode: got 5"),
             (message(content=5), "prompt[0].content must be a list: got 5"),
             (message(content="\udfff"), r"prompt[0].content[0].text must be text that UTF-8 can encode: got '\udfff'"),
             (message(content=["a"]), "prompt[0].content[0] must be an object: got 'a'"),
@@ -186,7 +187,7 @@ def test_chat_messages_have_items_of_every_type():
         *({"type": kind} for kind in ("image", "video")),
         *({"type": kind, kind: url} for kind in ("image_url", "video_url") for url in ("a.png", {"url": "a.png"})),
     ]
-    messages = [{"role": "system", "content": "b"}, {"role": "user", "content": items}]
+    messages = ({"role": "system", "content": "b"}, MappingProxyType({"role": "user", "content": tuple(items)}))
     (request,) = parse([{"prompt": messages}], {})
     assert request.content == {"prompt": messages}
 

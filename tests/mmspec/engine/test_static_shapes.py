@@ -97,7 +97,7 @@ def test_further_prompts_find_everything_where_it_was():
 
 @pytest.mark.parametrize("kind", ["msd", "small", "mamba", "recycle"])
 def test_drafts_of_a_batch_are_grown_in_powers_of_two(kind):
-    """Whoever joins and leaves; buffers move only where they must grow, as what was captured is lost then."""
+    """Whoever joins and leaves; buffers move only where they must grow, as the captured graphs are lost then."""
     model = shared_model("llava")
     target, drafter = plugins.target_class(model.config)(model), tiny_drafter(kind, model)
     drafter.attach(target)

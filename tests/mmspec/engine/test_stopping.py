@@ -23,7 +23,7 @@ def stopping_at(*stop):
 
 
 def feed(stopper, tokens, pieces, prompt=PROMPT):
-    """Hand over tokens in paths of the given lengths; what is kept, and why it ended."""
+    """Pass tokens in paths of the given lengths; returns the kept tokens, and why the row ended."""
     history, kept, at = list(prompt), [], 0
     readers = [read(prompt) for read in stopper.readers]
     for size in pieces:
@@ -73,7 +73,7 @@ def test_a_long_answer_is_watched_at_its_end():
 
 
 class SeenSoFar(StoppingCriteria):
-    """Stops after a token and writes down what it was shown."""
+    """Stops after a token and records its arguments."""
 
     def __init__(self, token, form):
         self.token, self.form, self.seen = token, form, []
@@ -110,7 +110,7 @@ def test_time_counts_from_the_first_token(monkeypatch):
 @pytest.mark.parametrize("between", [[1], [1, 0, 2] * 30])
 @pytest.mark.parametrize("stop", ["END", "é"])
 def test_special_tokens_within_a_stop_string(stop, between):
-    """They are no part of the text, in which the stop string is whole."""
+    """They are not a part of the text, in which the stop string is whole."""
     first, *rest = ids_of(stop)
     tokens = [*ids_of("E "), first, *between, *rest]
     assert feed(stopping_at(stop), [*tokens, 9, 9], [5] * 40) == (tokens, "stop")

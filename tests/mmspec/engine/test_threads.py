@@ -162,7 +162,7 @@ def test_threads_of_the_hook(alone):
 
 
 def test_threads_decode_together():
-    """The passes of four threads are fewer than those of four requests one after the other."""
+    """Four threads need fewer passes than four requests in turn."""
     one = target()
     passes, forward = [], one.verify
     one.verify = lambda tree, *rest: passes.append(tree.batch) or forward(tree, *rest)
@@ -340,7 +340,7 @@ def test_a_drafter_that_one_target_refuses_is_free_for_others(alone):
 
 
 def test_a_drafter_follows_the_pipeline_that_uses_it():
-    """A second pipeline attaches the drafter to its own target; the first one's requests must not draft for that."""
+    """Two pipelines attach one drafter to their own targets; each drafts for its own target only."""
 
     class Loyal(Ngram):
         def attach(self, target):
@@ -404,7 +404,7 @@ def test_ctrl_c_ends_one_request(alone, interruptible):
 
 
 def test_requests_that_differ_in_their_drafter_wait_for_each_other(alone):
-    """In one engine: while sequences of one drafter run, those of another stay in the queue, in order."""
+    """In one engine: while sequences of a drafter run, sequences of other drafters stay in the queue, in order."""
     first, second, plain = shared_pipelines("target")
     assert first.engine is second.engine is plain.engine
     sets, step = [], first.engine.core.step

@@ -1,4 +1,4 @@
-"""Torch's threads beside other programs: their number follows the delays of steps."""
+"""Torch's threads next to other programs: their number follows the delays of steps."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_number_follows_whole_windows(counted, adapts, limits, counts, asked
     now, given = {"wall": 0.0, "computed": 0.0}, []
     monkeypatch.setattr(threads, "clock", lambda: now["wall"])
     monkeypatch.setattr(threads, "thread_time", lambda: now["computed"])
-    # One more thread in each window, which has waited as long as the worker.
+    # One more thread in each window, with the delay of the worker.
     delayed = {}
     monkeypatch.setattr(threads, "_delays", lambda: dict(delayed) if counted else None)
     monkeypatch.setattr(threads, "limit_torch", lambda count, kernels: given.append((count, kernels)) or limits)
@@ -122,7 +122,7 @@ def test_the_number_follows_whole_windows(counted, adapts, limits, counts, asked
 
 
 def test_an_engine_beside_other_programs_lowers_its_own_number(monkeypatch):
-    """With recorded delays: first long ones, then none."""
+    """With recorded delays: first long delays, then none."""
     delays = iter(range(0, 10**15, 10**12))
     monkeypatch.setattr(threads, "_WINDOW", 0.0)
     monkeypatch.setattr(threads, "_delays", lambda: {"1": next(delays)})
@@ -151,7 +151,7 @@ def test_the_user_s_later_number_holds():
 
 
 def test_time_that_threads_compute_in_is_no_delay(tmp_path, monkeypatch):
-    """Linux counts nanoseconds on a processor, then those of waiting for one, then turns."""
+    """Linux counts nanoseconds on a processor, nanoseconds of waiting, and turns."""
     for thread, counted in (("7", "9000 50 3"), ("8", "4000 0 1")):
         (tmp_path / thread).mkdir()
         (tmp_path / thread / "schedstat").write_text(f"{counted}\n")

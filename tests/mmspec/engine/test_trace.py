@@ -1,4 +1,4 @@
-"""The record of a request's trees agrees with its tokens, its figures and the model's own probabilities."""
+"""The record of a request's trees agrees with its tokens, its statistics and the model's probabilities."""
 
 import pytest
 import torch

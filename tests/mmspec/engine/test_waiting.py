@@ -52,7 +52,7 @@ def steps(name, kind, batch, sampling, plan):
 
 
 WAITING = {"eta", "top-h", "length decay", "watermark", "prefix", "subclass", "subclass, padding ignored"}
-"""Those of transformers' own that look at values on the host, and those that run path by path."""
+"""transformers' processors that read values on the host, and processors that run path by path."""
 
 
 @pytest.mark.usefixtures("at_every_node")

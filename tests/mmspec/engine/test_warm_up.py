@@ -48,7 +48,7 @@ def prompts(lengths, seed=0):
 
 
 def check_answers(pipe, lengths, new, size=None):
-    """Answers of different lengths, whose rows join and leave one after the other, are those of ``generate``.
+    """Answers of different lengths, whose rows join and leave in turn, equal the answers of ``generate``.
 
     Args:
         size: draft tokens.
@@ -170,7 +170,7 @@ def test_memory_that_is_reserved(free, rows, tokens, expected, monkeypatch):
 
 @pytest.mark.usefixtures("_recorded")
 def test_memory_that_is_reserved_serves_more_rows():
-    """Three rows take the slots that were reserved for one; longer ones then make the buffers grow."""
+    """Three rows take the slots that were reserved for one row; longer rows then make the buffers grow."""
     pipe = pipeline("llama", "plain")
     pipe.target.context_limit = 4096
     pipe.warm_up(1, 1200)
@@ -210,7 +210,7 @@ def test_larger_steps_are_left_to_requests(monkeypatch):
 @pytest.mark.usefixtures("_recorded")
 @pytest.mark.parametrize("sizes", [(None,), (12, 0)])
 def test_every_plan_that_is_asked_for_is_captured(sizes, monkeypatch):
-    """Largest first, so that smaller steps share the memory of larger ones."""
+    """Largest first, so that smaller steps share the memory of larger steps."""
     plans = []
     monkeypatch.setattr(warm_up, "reserve_and_capture", lambda *known: plans.extend(known[-1]))
     pipeline("llama", "dflash").warm_up(1, num_draft_tokens=sizes)

@@ -82,7 +82,7 @@ def test_requests_of_a_batch_record_their_own(pipe: Pipeline) -> None:
 
 
 def test_they_are_recorded_on_request_only(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmspec.engine.request_state.token_logprobs", lambda *_: pytest.fail("recorded"))
+    monkeypatch.setattr("mmspec.engine.sequence.token_logprobs", lambda *_: pytest.fail("recorded"))
     assert pipe.generate("Hello.", max_new_tokens=4).logprobs == []
     with pytest.raises(UserError, match=r"logprobs must be <= 20: got 21"):
         pipe.generate("Hello.", logprobs=21)

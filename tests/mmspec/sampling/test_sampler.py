@@ -131,7 +131,7 @@ def test_processors_equal_the_unrolled_path(monkeypatch, name, seed):
     before = logits.clone()
     ours = processed(monkeypatch, PROCESSORS[name](), history, tree, logits)
     assert torch.equal(logits, before)
-    assert history == HISTORIES  # what the engine lent is as it was
+    assert history == HISTORIES  # the histories of the engine are unchanged
     assert len(ours) == sum(len(valid_nodes(tree, b)) for b in range(3))
     for b in range(3):
         for i in valid_nodes(tree, b):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def pytest_pycollect_makemodule() -> None:
-    """Skips this folder where what it serves with is not installed."""
+    """Skips this folder if the extra ``serve`` is not installed."""
     import tests.testkit.served  # noqa: F401
 
 

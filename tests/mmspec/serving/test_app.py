@@ -109,7 +109,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(server: Served) -> None:
     assert [chunk["choices"][0]["finish_reason"] for chunk in pieces] == [None] * (len(pieces) - 1) + ["length"]
     assert all(chunk.get("usage") is None for chunk in pieces)
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
-    # Without the option, the figures are in the last chunk.
+    # Without the option, the last chunk has the metrics.
     assert "usage" not in (final := events(server.post({**body, "stream": True}))[-1])
     assert final["metrics"]["speculative_decoding"].keys() == whole["metrics"]["speculative_decoding"].keys()
 

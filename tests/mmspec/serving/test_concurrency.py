@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from mmspec.engine.stats import Stats
-from mmspec.eval.harness.prompts import mixed_requests
+from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.pipeline import Piece, Pipeline
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
@@ -54,7 +54,7 @@ def text_of(server: Served, body: dict[str, Any]) -> str:
 
 def test_answers_together_are_those_alone(server: Served, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bodies = []
-    for index, asked in enumerate(mixed_requests(12)):
+    for index, asked in enumerate(held_out_requests("mixed", 12)):
         asked["images"][0].save(tmp_path / f"{index}.png")
         images = [data_uri(tmp_path / f"{index}.png")] if index % 3 else []
         seeds = {"temperature": 1.0, "seed": index} if index % 4 == 0 else {}

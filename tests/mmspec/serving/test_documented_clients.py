@@ -41,7 +41,7 @@ def answer_of(client: str, url: str) -> str:
 
 
 def expected(client: str, pipe: Pipeline) -> str:
-    """What the output contains."""
+    """A part of the output."""
     if client == "openai":
         return pipe.generate("Describe the image.", images=str(SCENE)).text
     limit = {"max_new_tokens": 40} if client == "curl" else {}

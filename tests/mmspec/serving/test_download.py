@@ -125,7 +125,7 @@ def test_names_are_judged_by_all_their_addresses_and_resolved_once(site: str, mo
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in answers[host].pop(0)]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    # A second look-up of this name has another outcome.
+    # A second resolution of this name returns other addresses.
     assert download(f"http://good.example:{port}/scene.png", 1 << 20) == SCENE.read_bytes()
     assert asked == ["good.example"]
     with pytest.raises(UserError, match="public addresses"):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class BrokenError(Exception):
-    """What the stages raise."""
+    """Raised by the stages."""
 
 
 def at_call(number: int, function: Callable[..., Any]) -> Callable[..., Any]:

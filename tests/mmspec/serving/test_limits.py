@@ -30,7 +30,7 @@ def builder(limits: Limits = LIMITS) -> JobBuilder:
 
 
 def read(pieces: list[bytes], length: bytes | None) -> bytes:
-    """What the endpoints read of a request's body."""
+    """Read a request's body as the endpoints do."""
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}

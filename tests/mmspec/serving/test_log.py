@@ -106,7 +106,7 @@ def test_tracebacks_probes_and_metrics_are_for_debugging(
         for path in paths:
             httpx.get(server.url + path)
         with monkeypatch.context() as patch:
-            patch.setattr(server.pipe.engine, "add", lambda *_, **__: 1 / 0)
+            patch.setattr(server.pipe.engine, "submit", lambda *_, **__: 1 / 0)
             server.post(question())
         assert eventually(lambda: any("status=500" in record.getMessage() for record in caplog.records))
         return [*caplog.records]

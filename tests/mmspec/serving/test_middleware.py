@@ -94,7 +94,7 @@ def body(content: bytes, more: bool | None = None) -> dict[str, Any]:
 
 
 def through(messages: list[dict[str, Any]], kind: str = "http") -> list[dict[str, Any]]:
-    """What a client receives if the proxy sends these messages and returns."""
+    """Messages that a client receives if the proxy sends these messages and returns."""
     received: list[dict[str, Any]] = []
 
     async def proxy(scope: Any, receive: Any, send: Any) -> None:

@@ -176,7 +176,7 @@ def error_of(lines: list[str]) -> dict[str, Any] | None:
 
 @pytest.mark.slow
 def test_a_lost_replica(pipe: Pipeline) -> None:
-    """Its requests get an error, those of the other one and later ones their answers; another replica replaces it."""
+    """Its requests get an error, other requests and later requests their answers; another replica replaces it."""
     body = question(QUESTION, data_uri(SCENE))
     expected = pipe.generate(QUESTION, images=str(SCENE), max_new_tokens=16).text
 

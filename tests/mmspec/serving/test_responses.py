@@ -128,7 +128,7 @@ def test_calls(server: Served, client: Any) -> None:
         {"role": "tool", "tool_call_id": call.call_id, "content": "No rain."},
     ]
     assert second.output_text == chat(server, turns)["choices"][0]["message"]["content"]
-    # The same without what the server keeps: outputs go back as inputs.
+    # The same without a stored response: outputs go back as inputs.
     everything = [{"role": "user", "content": "Where is rain?"}, *(one.to_dict() for one in first.output), result]
     assert client.responses.create(**GREEDY, input=everything, store=False).output_text == second.output_text
 
@@ -137,7 +137,7 @@ def test_stored_conversations(server: Served, client: Any) -> None:
     first = client.responses.create(**GREEDY, input=[{"role": "user", "content": PICTURE}], instructions="Be brief.")
     second = client.responses.create(**GREEDY, input="Which colour?", previous_response_id=first.id)
     turns = [
-        *question(QUESTION, data_uri(SCENE))["messages"],  # instructions are those of one response
+        *question(QUESTION, data_uri(SCENE))["messages"],  # instructions apply to one response
         {"role": "assistant", "content": first.output_text},
         {"role": "user", "content": "Which colour?"},
     ]

@@ -116,7 +116,7 @@ def test_plain_requests_decode_with_others(running: Served, pipes: dict[str, Pip
         decode()
 
     monkeypatch.setattr(core, "_decode", watched)
-    monkeypatch.setattr(core, "step", lambda: (sleep(0.02), step()))  # until all three have come
+    monkeypatch.setattr(core, "step", lambda: (sleep(0.02), step()))  # until all three are queued
     bodies = [
         asked(1, speculative=one) | {"max_tokens": 80, "ignore_eos": True} for one in (True, False, "recycle@chain")
     ]

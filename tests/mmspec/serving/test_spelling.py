@@ -61,7 +61,7 @@ def test_offsets_are_characters_of_the_text(hybrid: Served) -> None:
     choice = hybrid.post(body, "completions").json()["choices"][0]
     text, found = choice["text"], choice["logprobs"]
     spelt = [hybrid.pipe.io.token_bytes(token) for token in hybrid.pipe.io.text_ids(text, add_special_tokens=False)]
-    # A token is at the first character that it is a part of; the last one is the end of the sequence.
+    # The offset of a token is its first character; the last token is the end of the sequence.
     before = [b"".join(spelt[:place]).decode(errors="ignore") for place in range(len(spelt) + 1)]
     assert found["text_offset"] == [len(one) for one in before]
     assert all(len(top) == 5 for top in found["top_logprobs"])
@@ -78,7 +78,7 @@ def test_offsets_of_a_stop_string_are_at_the_end(hybrid: Served) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_echoes_of_sentencepiece(one_thread: None, stream: bool) -> None:
-    """Prompts and answers join as in the decoded whole: a word's blank is there once, and a prompt's first one not."""
+    """Prompts and answers join as in the decoded whole: one blank before a word, none before the prompt."""
     tokenizer = _sentencepiece("legacy")
     tokenizer.backend_tokenizer.decoder = TOKENIZERS["llama"]().backend_tokenizer.decoder
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=2, **SIZES)).eval()

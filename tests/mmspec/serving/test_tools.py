@@ -173,7 +173,7 @@ def test_calls_that_are_required(running: Served, choice: Any) -> None:
 
 @pytest.mark.parametrize("parallel", [None, False])
 def test_a_named_tool_is_called_once(running: Served, parallel: bool | None) -> None:
-    """The model wants to call it twice, and another one."""
+    """The model wants to call it twice, and another tool."""
     calls = [("weather", FIRST), ("weather", SECOND), ("clock", {})]
     scripted(running.pipe, USER, written(*calls), [TOOL, CLOCK])
     more = {} if parallel is None else {"parallel_tool_calls": parallel}
@@ -195,7 +195,7 @@ def test_an_answer_or_a_call(running: Served) -> None:
 
 
 def test_calls_without_a_marker(running: Served) -> None:
-    """As Qwen2.5-Coder writes them. The second one has days beyond the limit, the last one is no function."""
+    """As Qwen2.5-Coder writes calls: a valid call, a call with days beyond the limit, and a name without a function."""
     right, wrong, other = (
         json.dumps({"name": name, "arguments": {"town": "Ulm", "days": days}}, indent=2)
         for name, days in (("weather", 3), ("weather", 44), ("Ana", 3))
@@ -264,7 +264,7 @@ def test_markers_that_are_tokens(choice: str) -> None:
 
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 0.7, "seed": 3}], ids=["greedy", "sampled"])
 def test_a_call_split_over_branches_of_drafts(sampled: dict[str, Any]) -> None:
-    """Its marker is spelt by several tokens, with siblings that are drafted beside each of them."""
+    """Its marker is spelt by several tokens, with siblings that are drafted for each of them."""
     text = "Well. " + written(("weather", FIRST), ("clock", {}))
     wanted = scripted(pipeline("hermes"), USER, text, [TOOL, CLOCK])
     beside = [*wanted[:9], *byte_tokenizer()("<tool_cash>").input_ids, *wanted[12:]]

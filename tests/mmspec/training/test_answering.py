@@ -63,8 +63,8 @@ def test_repeated_and_unusable_prompts_are_dropped(pipe, drawn):
 
 def test_existing_conversations_are_not_drawn_again(pipe, drawn, monkeypatch):
     added = []
-    add = pipe.engine.add
-    monkeypatch.setattr(pipe.engine, "add", lambda *given, **options: added.append(0) or add(*given, **options))
+    submit = pipe.engine.submit
+    monkeypatch.setattr(pipe.engine, "submit", lambda *given: added.append(0) or submit(*given))
     assert not drawn.keys() & texts(pipe, done=set(drawn)).keys()
     assert len(added) == len(NUMBERS) - len(drawn)
 

@@ -1,0 +1,375 @@
+"""``python -m mmspec.eval bench``: results of given times, on a fake clock, and small runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from functools import partial, wraps
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import LlamaConfig
+
+import mmspec
+from mmspec.core.tree import TokenTree
+from mmspec.drafters.recycle import Recycle
+from mmspec.engine.stats import Stats
+from mmspec.eval import bench
+from mmspec.eval.bench import Cell, busy_programs, load_requests, make_cells, measure, rows_of
+from mmspec.eval.harness import passes
+from mmspec.eval.harness.timing import DecodingOptions, TimedBatch, interleaved, wait_for_huge_pages
+from mmspec.eval.suite.methods import PLAIN, parse_methods
+from mmspec.ops import cpu, cpu_library
+from mmspec.targets.decoder import Decoder
+from mmspec.targets.packing import pack_model
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.compiled import needs_kernels
+from tests.eval.llama_server import PROMPT_STEP, STEP, install
+from tests.mmspec.targets.packed import model_of
+from tests.model_folders import save_gguf, save_text_model
+
+SECONDS = {"prefill": 100.0, "begin": 20.0, "propose": 5.0, "verify": 3.0, "commit": 1.0}
+REQUESTS = [{"prompt": "Describe the image."}, {"prompt": "A red circle"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(save_text_model(tmp_path_factory.mktemp("text")))
+
+
+def cells_of(folder, methods, sizes=(1,), **options):
+    conditions = {"threads": [1], "busy": [0], "peers": lambda count: {}, "sampled": False, **options}
+    return make_cells({"auto": mmspec.load(folder, drafter=None)}, methods, sizes=sizes, **conditions)
+
+
+def run(*options, status=0):
+    done = CliRunner().invoke(bench.main, list(map(str, options)))
+    assert done.exit_code == status, done.output
+    return done.output if status else json.loads(done.stdout.splitlines()[-1])
+
+
+# ------------------------------------------------------------------ answers
+
+
+def test_every_second_is_attributed_to_a_phase(folder, monkeypatch):
+    now = [0.0]
+    for module in ("engine.core", "engine.sequence", "eval.harness.timing"):
+        monkeypatch.setattr(f"mmspec.{module}.clock", lambda: now[0])
+    monkeypatch.setattr("mmspec.engine.stats.perf_counter", lambda: now[0])
+
+    def timed(call, seconds):
+        @wraps(call)
+        def longer(*arguments, **keywords):
+            now[0] += seconds
+            return call(*arguments, **keywords)
+
+        return longer
+
+    for name, seconds in SECONDS.items():
+        owner = next(kind for kind in (Recycle, Decoder, TransformersTarget) if hasattr(kind, name))
+        monkeypatch.setattr(owner, name, timed(getattr(owner, name), seconds))
+    cells = cells_of(folder, "new:recycle@6")
+    measure(cells, REQUESTS, 3, DecodingOptions(9))
+    plain, recycle = cells
+    for cell in cells:
+        assert (cell.tokens, cell.equal) == ([9, 9], 2)
+        for spent, stats in zip(cell.seconds, cell.stats, strict=True):
+            steps = stats.num_spec_steps
+            # The drafter's prefill comes after the first token: it counts as drafting, and as decoding.
+            drafting = spent["draft"] - (0.0 if cell is plain else SECONDS["begin"])
+            # No tree is drafted when one token is left.
+            assert drafting in ((steps * 5.0, (steps - 1) * 5.0) if cell is recycle else (0.0,))
+            assert spent == {
+                "total": 100.0 + spent["draft"] + steps * (3.0 + 1.0),
+                "decoding": spent["draft"] + steps * (3.0 + 1.0),
+                "prefill": 100.0,
+                "draft": spent["draft"],
+                "verify": steps * 3.0,
+                "commit": steps * 1.0,
+                "tree": 5.0 if cell is recycle else 0.0,
+                "pass": 3.0,
+            }
+    row = rows_of(cells)[1]
+    assert sum(row["shares"].values()) == pytest.approx(1)
+    assert row["shares"]["prefill"] == pytest.approx(sum(100 / s["total"] for s in recycle.seconds) / 2)
+    assert (row["tree_passes"], row["pass_passes"]) == (5 / 3, 1.0)
+    assert rows_of(cells)[0]["tree_passes"] == 0.0  # plain decoding has drafted none
+
+
+def cell(name, seconds, tokens, answers=1):
+    made = Cell(None, SimpleNamespace(name=name, peer=None), "auto", 1, 0, 1)  # type: ignore[arg-type]
+    made.seconds = [{"total": total, "decoding": decoding} for total, decoding in seconds]
+    made.tokens, made.answers = tokens, [answers] * len(tokens)
+    return made
+
+
+def test_ratios_are_of_seconds_per_token():
+    slow = cell(PLAIN, [(20.0, 19.0), (10.0, 9.0), (3.0, 2.0), (4.0, 3.0)], [10, 5, 1, 4])
+    fast = cell("fast", [(10.0, 8.0), (12.0, 10.0), (3.0, 1.0), (4.0, 2.0)], [20, 3, 6, 1])
+    total = [2.0 / 0.5, 2.0 / 4.0, 3.0 / 0.5, 1.0 / 4.0]
+    assert fast.ratios(slow, "total") == pytest.approx(total)
+    # The last two requests are left out: one of their answers has one token.
+    assert fast.ratios(slow, "decoding") == pytest.approx([(19 / 9) / (8 / 19), (9 / 4) / (10 / 2)])
+    row = rows_of([slow, fast])[1]
+    assert (row["ratio_plain"], row["ratio_plain_worst"]) == pytest.approx((2.25, 0.25))
+    assert row["decoding_ratio_plain_worst"] == pytest.approx(0.45)
+    assert (row["tokens_per_second"], row["decoding_tokens_per_second"]) == pytest.approx((30 / 29, 26 / 21))
+    assert row["ratio_generate"] is None
+    batches = [cell(name, [(9.0, 8.0)], [12], answers=4) for name in (PLAIN, "b")]
+    assert rows_of(batches)[1]["decoding_tokens_per_second"] == 1.0
+
+
+def test_times_are_medians_and_an_answer_must_be_equal_in_all_rounds():
+    one, two = Stats(), Stats()
+    one.record_step(4, 2, 2, 3)
+    one.record_step(4, 2, 0, 1)
+    two.record_step(1, 1, 0, 1)
+    answers = [[5, 6, 7, 8, 9], [5, 6]]
+    rounds = [TimedBatch(answers, [one, two], {"total": seconds, "decoding": 1.0}) for seconds in (2.0, 7.0, 3.5)]
+    rounds[0] = TimedBatch([[5], [5, 6]], [one, two], {"total": 2.0, "decoding": 1.0})
+    made = cell(PLAIN, [], [])
+    made.add(rounds, answers)
+    (row,) = rows_of([made])
+    assert row["tokens_per_second"] == pytest.approx(7 / 3.5)
+    assert row["tokens_per_step"] == pytest.approx((4 / 2 + 1) / 2)
+    assert row["nodes_per_step"] == pytest.approx(9 / 3)
+    assert (row["equal"], row["answers"]) == (1, 2)
+
+
+class CountingDrafter(Recycle):
+    """Drafts no tokens, so every step emits one token."""
+
+    steps = 0
+
+    def propose(self, token, budget):
+        return TokenTree.root(token)
+
+    def observe(self, tree, verdict, output):
+        self.steps += 1
+
+
+def test_drafters_learn_each_request_once_and_share_the_model(folder, monkeypatch):
+    """So that no request is drafted from its own answer."""
+    cells = cells_of(folder, "new:recycle")
+    model = type(cells[0].pipe.model)
+    monkeypatch.setattr(model, "__deepcopy__", lambda self, memo: pytest.fail("copied"), raising=False)
+    cells[1].method.drafter = CountingDrafter()
+    measure(cells, REQUESTS, 4, DecodingOptions(20))
+    assert cells[1].method.drafter.steps == 2 * 19
+
+
+def test_a_wrong_answer_is_counted(folder, monkeypatch):
+    cells, real = cells_of(folder, "generate"), bench.decode
+
+    def changed(pipe, method, *rest, **options):
+        found = real(pipe, method, *rest, **options)
+        found.answers[0][-1] += method.name == PLAIN
+        return found
+
+    monkeypatch.setattr(bench, "decode", changed)
+    measure(cells, REQUESTS[:1], 1, DecodingOptions(5))
+    assert [(one.method.name, one.equal, one.tokens) for one in cells] == [("generate", 1, [5]), ("none", 0, [5])]
+
+
+def test_a_run_over_batch_sizes(folder, tmp_path, monkeypatch):
+    """Each batch size decodes as many sequences at once; a file's first requests warm up."""
+    widest: dict[Any, int] = {}
+    verify = TransformersTarget.verify
+
+    def counted(target, tree, *rest, **more):
+        widest[target] = max(widest.get(target, 0), len(tree.tokens))
+        return verify(target, tree, *rest, **more)
+
+    monkeypatch.setattr(TransformersTarget, "verify", counted)
+    (tmp_path / "prompts.txt").write_text("".join(f"one two {number} two\n" for number in range(5)))
+    options = ["--requests", tmp_path / "prompts.txt", "--warm-up", 1, "--rounds", 1, "--max-new-tokens", 12]
+    options += ["--batch-sizes", "1,3", "--methods", "generate,ngram@2,ngram", "--out", tmp_path / "out.json"]
+    result = run("--model", folder, *options)
+    assert result == json.loads((tmp_path / "out.json").read_text())
+    assert {1, 3} == set(widest.values())
+    rows = result["rows"]
+    own = [PLAIN, "ngram@2", "ngram"]
+    assert [(row["batch"], row["method"]) for row in rows] == [
+        *((1, name) for name in ("generate", *own)),
+        *((3, name) for name in own),
+    ]
+    assert [(row["equal"], row["answers"]) for row in rows] == [(4, 4)] * 7
+    plain, fixed = rows[4], rows[5]
+    assert (plain["ratio_plain"], plain["tokens_per_step"], plain["nodes_per_step"]) == (1, 1, 0)
+    assert fixed["ratio_plain"] == pytest.approx(fixed["tokens_per_second"] / plain["tokens_per_second"])
+    assert 0 < fixed["nodes_per_step"] <= 2
+    assert result["dtype"] == "float32"
+
+
+def test_samples_of_a_seed_are_compared_within_a_batch_size(folder):
+    cells = cells_of(folder, "generate,new:recycle@3", sizes=(1, 2), sampled=True)
+    assert [(one.batch, one.method.name) for one in cells] == [
+        (size, name) for size in (1, 2) for name in (PLAIN, "new:recycle@3")
+    ]
+    measure(cells, REQUESTS, 1, DecodingOptions(9, 1.0))
+    assert [one.equal for one in cells] == [2] * 4
+
+
+def test_answers_beside_a_server_and_busy_programs(tmp_path, monkeypatch):
+    """By numbers of threads; llama.cpp's answers are not compared."""
+    file, program = save_gguf(tmp_path / "text.gguf"), install(tmp_path)
+    running: list[tuple[int, int]] = []
+    real = bench.decode
+    monkeypatch.setattr(
+        bench,
+        "decode",
+        lambda *rest, **more: running.append((len(loops()), torch.get_num_threads())) or real(*rest, **more),
+    )
+    options = ["--dtypes", "float32", "--threads", "1,2", "--busy", "0,1", "--methods", "llama.cpp", "--rounds", 1]
+    options += ["--requests", "prompts:2", "--warm-up", 0, "--max-new-tokens", 4]
+    before = torch.get_num_threads()
+    rows = run("--model", file, *options, "--llama-server", program)["rows"]
+    assert torch.get_num_threads() == before
+    conditions = [(row["threads"], row["busy"]) for row in rows if row["method"] == "llama.cpp"]
+    assert sorted(conditions) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert set(running) == {(0, 1), (0, 2), (1, 1), (1, 2)}
+    assert [row["equal"] for row in rows] == [2, None] * 4
+    assert rows[1]["decoding_tokens_per_second"] == pytest.approx(1 / STEP)
+    assert loops() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--requests", "images"], "requests must be a file or SET:COUNT, separated by commas: got 'images'"),
+        (["--requests", "prompt:3"], "unknown held-out set: expected one of clips, .*; did you mean prompts"),
+        (["--requests", "prompts:97"], "expected at most 96 held-out prompts, got 97"),
+        (["--methods", "nobody"], "unknown drafter"),
+        (["--busy", "-1"], "-1 is not in the range x>=0"),
+    ],
+)
+def test_mistakes_are_one_line(options, message, folder):
+    output = run("--model", folder, "--methods", "none", *options, status=2)
+    assert re.search(message, output), output
+
+
+def test_requests_of_held_out_sets():
+    first, measured = load_requests("images:2, clips:1,prompts:1", 9, visual=True)
+    assert len(first) == 9
+    assert [sorted(request) for request in measured] == [["images", "prompt"]] * 2 + [["prompt", "videos"], ["prompt"]]
+    assert len(measured[2]["videos"][0].frames) == 8
+
+
+# ------------------------------------------------------------------ busy programs and interleaving
+
+
+def loops() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "getppid" in " ".join(child.cmdline())]
+
+
+def test_busy_programs_end_with_the_block():
+    with pytest.raises(ValueError, match="stopped"), busy_programs(2):  # noqa: PT012
+        assert len(loops()) == 2
+        raise ValueError("stopped")
+    assert loops() == []
+
+
+def test_busy_programs_end_with_a_process_that_is_killed():
+    """Even before they have begun."""
+    program = f"import os, subprocess, sys\ncommand = [sys.executable, '-S', '-c', {bench._LOOP!r}, str(os.getpid())]\n"
+    program += "print(subprocess.Popen(command).pid, flush=True)\nos.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=120)
+    left = int(done.stdout)
+    psutil.wait_procs([psutil.Process(left)] if psutil.pid_exists(left) else [], timeout=60)
+    assert not psutil.pid_exists(left)
+
+
+def test_passes_are_timed_once_weights_are_in_huge_pages():
+    ended = threading.Event()
+    threading.Thread(target=lambda: (time.sleep(0.3), ended.set()), name=cpu.MOVER).start()
+    wait_for_huge_pages()
+    assert ended.is_set()
+
+
+def test_calls_are_interleaved_in_rotating_order_after_a_warm_up():
+    order = []
+
+    def call(name):
+        order.append(name)
+        return float(len(order))
+
+    calls = {name: partial(call, name) for name in ("a", "b")}
+    assert interleaved(calls, 2, 2) == {"a": [5.0, 8.0], "b": [6.0, 7.0]}
+    assert order == ["a", "b", "b", "a"] * 2
+
+
+# ------------------------------------------------------------------ passes
+
+
+def test_divergence_is_the_mean_over_tokens_of_kl():
+    exact, own = torch.randn(2, 1, 9, 20).unbind()
+    assert passes.kl_divergence(own, own + 5.0) == pytest.approx(0.0, abs=1e-5)  # the same distribution
+    p, q = exact.double().softmax(-1), own.double().softmax(-1)
+    assert passes.kl_divergence(exact, own) == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-4)
+
+
+def test_rows_of_passes_have_medians_of_ratios_within_a_round():
+    times = {"prefill": [1.0, 2.0], 1: [2.0, 4.0], 8: [3.0, 10.0], passes.READ: [1.0, 2.0]}
+    found = {(2, 512, "int4", part): seconds for part, seconds in times.items()}
+    found |= {(2, 512, "llama.cpp", "prefill"): [2.0, 8.0], (2, 512, "llama.cpp", 1): [4.0, 4.0]}
+    rows = passes.pass_rows(found, (1, 8))
+    where = {"threads": 2, "depth": 512}
+    assert [{name: value for name, value in row.items() if value is not None} for row in rows] == [
+        {**where, "dtype": "int4", "nodes": 1, "milliseconds": 3000, "least": 2000, "passes": 1, "read": 2}
+        | {"llama": 0.75, "prefill": 512 / 1.5, "prefill_speed": 3},
+        {**where, "dtype": "int4", "nodes": 8, "milliseconds": 6500, "least": 3000, "passes": 2, "read": 4},
+        {**where, "dtype": "int4", "nodes": "read", "milliseconds": 1500, "least": 1000, "passes": 0.5},
+        {**where, "dtype": "llama.cpp", "nodes": 1, "milliseconds": 4000, "least": 4000, "passes": 1, "llama": 1}
+        | {"prefill": 512 / 5, "prefill_speed": 1},
+    ]
+    assert passes.pass_rows({(1, 9, "int4", 8): [3.0], (1, 9, "int4", "prefill"): [1.0]}, (8,))[0]["passes"] is None
+
+
+@needs_kernels
+def test_a_read_takes_all_packed_weights(monkeypatch):
+    counts: list[int] = []
+    model = model_of(LlamaConfig, vocab_size=2000, max_position_embeddings=1024)
+    pack_model(model, "bfloat16")
+    functions = SimpleNamespace(read_bytes=lambda _, count, threads: counts.append(count))
+    monkeypatch.setattr(cpu_library, "functions", lambda: functions)
+    read = passes.read_weights(TransformersTarget(model))
+    assert read is not None
+    assert read() > 0
+    layer = 64 * (128 + 64 + 64) + 128 * 64 + 3 * 64 * 96
+    assert sum(counts) == 2 * (3 * layer + 64 * 2000)
+    assert passes.read_weights(TransformersTarget(model_of(LlamaConfig))) is None
+
+
+@needs_kernels
+def test_a_run_of_passes_beside_a_server(tmp_path):
+    file, program = save_gguf(tmp_path / "text.gguf"), install(tmp_path)
+    options = ["--dtypes", "bfloat16,float32", "--depths", "4,12", "--nodes", "1,2", "--rounds", 1, "--divergence"]
+    result = run("--model", file, *options, "--llama-server", program)
+    rows = result["rows"]
+    assert result["equal"] == {"bfloat16": True, "float32": True}
+    assert result["divergence"]["float32"] == pytest.approx(0, abs=1e-6)
+    assert 0 < result["divergence"]["bfloat16"] < 0.1
+    parts = [*(("bfloat16", part) for part in (1, 2, "read")), ("float32", 1), ("float32", 2), ("llama.cpp", 1)]
+    found = sorted((row["depth"], row["dtype"], str(row["nodes"])) for row in rows)
+    assert found == [(depth, name, str(part)) for depth in (4, 12) for name, part in parts]
+    for row in rows:
+        assert min(value for value in row.values() if isinstance(value, float)) >= 0
+        if row["dtype"] == "llama.cpp":
+            assert row["prefill"] == pytest.approx(1 / PROMPT_STEP)
+            assert row["milliseconds"] == pytest.approx(1000 * STEP)
+
+
+def test_the_model_has_no_sequences_after_passes(folder):
+    pipe = mmspec.load(folder, drafter=None)
+    costs = passes.pass_costs(pipe.target)
+    assert (costs["tokens"], min(costs["seconds"]) > 0) == ([1, 2, 4, 8, 16, 33], True)
+    assert pipe.target.runner.rows == 0
+    assert parse_methods("none", pipe.target)[0].name == PLAIN
