@@ -41,7 +41,9 @@ class Speculation:
         fixed = drafter is None or sharded(target)
         if adaptive is None:
             static = self._static_shapes
-            adaptive = DraftPolicy(static_shapes=static) if fixed else AdaptivePolicy(static, None, _free_tokens(target))
+            adaptive = (
+                DraftPolicy(static_shapes=static) if fixed else AdaptivePolicy(static, None, _free_tokens(target))
+            )
         self.adaptive = adaptive
         self._fixed: dict[int, DraftPolicy] = {}  # by draft tokens per step
         self._parts = self.drafter.members if self.drafter else []
