@@ -1,6 +1,7 @@
 """Decoding step by step, by an engine of its own."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
@@ -15,8 +16,11 @@ from tests.tiny.models import text_inputs
 
 
 def requests_of(prompt, sampler, stopper, nodes=None, **options):
-    """A request for each row of a prompt."""
-    rows = prompt.rows()
+    """A request for each row of a prompt, without padding in its history."""
+    rows = [
+        row if row.is_single else replace(row, history=torch.tensor([ids]))
+        for row, ids in zip(prompt.rows(), prompt.unpadded(), strict=True)
+    ]
     return [
         DecodeRequest(row, sampler, stopper, nodes, index, generator, **options)
         for index, (row, generator) in enumerate(zip(rows, sampler.generators(len(rows)), strict=True))
