@@ -321,13 +321,9 @@ class Guard(Wrapper):
             self._broken = True
 
 
-def as_drafter(drafter: Any) -> Drafter | None:
-    """Return a drafter or None.
-
-    Raises:
-        UserError: the object is neither.
-    """
-    if drafter is None or isinstance(drafter, Drafter):
+def as_drafter(drafter: Any) -> Drafter:
+    """Return a drafter; raise ``UserError`` for other objects."""
+    if isinstance(drafter, Drafter):
         return drafter
     raise UserError(
         f"drafter must be a name, a folder, None or derive from mmspec.Drafter: got {type(drafter).__name__}"

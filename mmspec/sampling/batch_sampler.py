@@ -7,6 +7,7 @@ bans are exact on trees.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -169,7 +170,7 @@ class _Step:
         seen = NodeHistories(histories, [row.history for row in rows], self.tree, [row.index for row in rows])
         for place, form in enumerate(self.sampler.before_warpers):
             if isinstance(form, TreeProcessor):
-                scores = self._masked(lambda row, place=place: row.own(place), scores)
+                scores = self._masked(partial(SamplingState.own, place=place), scores)
             else:
                 assert form is not None
                 scores = form(seen, scores)

@@ -197,6 +197,12 @@ def test_the_context_is_filled_and_not_overrun():
     assert len(answer.token_ids) == 8
     assert answer.finish_reason == "length"
     assert len(pipe.generate("x" * 127, max_new_tokens=50, nodes=6).token_ids) == 1
+    for limit, length in ((24, 4), (999, 50)):  # a request may lower the limit only
+        script = Script([70] * 99, 20)
+        answer = pipe.generate("x" * 20, context_limit=limit, logits_processor=[script], max_new_tokens=50)
+        assert len(answer.token_ids) == length
+    with pytest.raises(UserError, match=r"^the prompt must be shorter than the model's context of 20 tokens: got 20$"):
+        pipe.generate("x" * 20, context_limit=20)
     with pytest.raises(
         UserError, match=r"^the prompt must be shorter than the model's context of 128 tokens: got 128$"
     ):
