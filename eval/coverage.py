@@ -161,7 +161,7 @@ def check(model: Model, progress: Callable[[str], None] = lambda phase: None) ->
     """
     progress(NOT_BUILT)
     try:
-        network = model.build()
+        network: Any = model.build()
     except Exception as error:
         return Outcome(NOT_BUILT, _one_line(error))
     name, compared, missing = type(network).__name__, [], []
@@ -340,7 +340,7 @@ def main(configs: Path | None, only: str | None, limit: int, log: Path, docs: Pa
         rows[key] = {"kind": model.kind, "name": model.label, **asdict(outcome), **used}
         append_row(log, rows[key])
         click.echo(f"{model.label:32} {outcome.outcome:16} {outcome.reason[:200]}")
-    about = {"transformers": transformers.__version__, "torch": torch.__version__}
+    about: dict[str, Any] = {"transformers": transformers.__version__, "torch": torch.__version__}
     about["torchvision"] = version("torchvision") if is_torchvision_available() else "none"
     about |= {"commit": git_commit(), "dtype": "float32", "new_tokens": NEW_TOKENS}
     result = {"environment": about, "counts": counts(list(rows.values())), "models": list(rows.values())}

@@ -49,6 +49,10 @@ def _seconds(call: Callable[[], Any]) -> float:
     return clock() - start
 
 
+def _multiply(library: ctypes.CDLL, weights: Any, x: Tensor, out: Tensor, threads: int) -> None:
+    library.linear(weights, x.data_ptr(), len(x), out.data_ptr(), threads)
+
+
 def measure(
     library: ctypes.CDLL, memory: Tensor, formats: Sequence[str], rows: Sequence[int], rounds: int
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -70,9 +74,7 @@ def measure(
         weights = cpu.linear_weights(kind, blocks, None, INPUTS, outputs[kind])
         for count in rows:
             x, out = (torch.randn(count, width, dtype=torch.float32) for width in (INPUTS, outputs[kind]))
-            calls[kind, count] = lambda w=weights, x=x, out=out: library.linear(
-                w, x.data_ptr(), len(x), out.data_ptr(), threads
-            )
+            calls[kind, count] = partial(_multiply, library, weights, x, out, threads)
     seconds = interleaved({name: partial(_seconds, call) for name, call in calls.items()}, rounds)
     limits = {kind: done[kind] / median(seconds[kind]) / 1e9 for kind in formats}
     limits[READ] = len(memory) / median(seconds[READ]) / 1e9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import httpx
@@ -22,7 +22,7 @@ def open_client(url: str, key: str | None = None) -> httpx.Client:
     return httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, limits=limits)
 
 
-def stream_json(client: httpx.Client, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def stream_json(client: httpx.Client, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
     """POST a request and yield the JSON objects of its server-sent events; closing the iterator aborts the request.
 
     Raises:

@@ -158,7 +158,6 @@ FILES = {"a.png": "scene.png", "b.png": "scene.png", "scene.png": "scene.png", "
 DEMO = "http://127.0.0.1:7860"
 QUICK = (  # commands that take seconds
     "mmspec info",
-    "mmspec calibrate",
     "mmspec eval --list",
     "mmspec caption scene.png",
     "mmspec caption clip.mp4",

@@ -24,6 +24,13 @@ T = TypeVar("T")
 _log = logging.getLogger("mmspec.drafting")
 _REPORTED: set[tuple[str, type[Exception]]] = set()  # drafters and error types logged by this process
 
+_CHECKED, _WATCHED = 16, 64
+"""The acceptance length is checked every ``_CHECKED`` draft steps, up to ``_WATCHED`` draft steps. Only draft steps
+count: without a payoff, they are a few per cent of all steps."""
+
+_LEAST = 1.05
+"""Mean acceptance length below which the drafter probably belongs to another target or is misread."""
+
 
 class Drafter(ABC):
     """Base class of drafters. Drafts never change the output.
@@ -33,6 +40,7 @@ class Drafter(ABC):
     """
 
     network: Any = None  # the drafter's network; None without one
+    watched = 0, 0.0  # first draft steps, and tokens per row emitted in them, see ``watch``
     _target: Target | None = None
 
     def attach(self, target: Target) -> None:
@@ -125,6 +133,26 @@ class Drafter(ABC):
         """Hint for users if almost no draft is accepted; empty if that can be normal, as for lookup drafters."""
         return ""
 
+    @property
+    def class_names(self) -> str:
+        """Names of the classes of its members, joined by +."""
+        return "+".join(type(member).__name__ for member in self.members)
+
+    def watch(self, tree: TokenTree, verdict: Verdict) -> None:
+        """Count an observed step, and warn once if almost no draft is accepted. Idle rows have empty paths."""
+        steps, emitted = self.watched
+        if steps >= _WATCHED or tree.nodes == 1:
+            return
+        paths = [path for (path, _), drafted in zip(verdict.host, tree.drafted, strict=True) if drafted]
+        if not any(paths):
+            return
+        self.watched = steps, emitted = steps + 1, emitted + sum(map(len, paths)) / len(paths)
+        if steps % _CHECKED == 0 and emitted < _LEAST * steps and self.checks:
+            self.watched = _WATCHED, 0.0
+            # Without the measured value: Python prints each text once, across copies of a drafter.
+            little = f"the drafter {self.class_names} is of little use: below {_LEAST} tokens per step"
+            warnings.warn(f"{little}. Check {self.checks}", SlowWarning, stacklevel=2)
+
     def draft_chains(self, length: int) -> None:
         """Switch to chains, one child per node, of at most ``length`` tokens if the drafter has a tree size.
 
@@ -207,14 +235,6 @@ class Wrapper(Drafter):
         return self.drafter.members
 
 
-_CHECKED, _WATCHED = 16, 64
-"""The acceptance length is checked every ``_CHECKED`` draft steps, up to ``_WATCHED`` draft steps. Only draft steps
-count: without a payoff, they are a few per cent of all steps."""
-
-_LEAST = 1.05
-"""Mean acceptance length below which the drafter probably belongs to another target or is misread."""
-
-
 class Guard(Wrapper):
     """Falls back to plain decoding after an error of a drafter, instead of failing its requests.
 
@@ -230,7 +250,6 @@ class Guard(Wrapper):
         self.drafter = drafter
         self._failure = ""
         self._broken = False  # the drafter cannot drop its rows
-        self._steps, self._emitted = 0, 0.0  # first draft steps, and tokens per row emitted in them
 
     @property
     def rests(self) -> bool:
@@ -271,18 +290,8 @@ class Guard(Wrapper):
         self._guarded(self.drafter.observe, tree, verdict, output)
 
     def watch(self, tree: TokenTree, verdict: Verdict) -> None:
-        """Count an observed step; idle rows have empty paths."""
-        if self._steps >= _WATCHED or tree.nodes == 1 or self.rests:
-            return
-        paths = [path for (path, _), drafted in zip(verdict.host, tree.drafted, strict=True) if drafted]
-        if not any(paths):
-            return
-        self._steps, self._emitted = self._steps + 1, self._emitted + sum(map(len, paths)) / len(paths)
-        if self._steps % _CHECKED == 0 and self._emitted < _LEAST * self._steps and self.checks:
-            self._steps = _WATCHED  # report once
-            # Without the measured value: Python prints each text once, across copies of a drafter.
-            little = f"the drafter {self._name} is of little use: below {_LEAST} tokens per step"
-            warnings.warn(f"{little}. Check {self.checks}", SlowWarning, stacklevel=2)
+        if not self.rests:
+            self.drafter.watch(tree, verdict)
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
         return self._guarded(self._continued, row, path) or ()
@@ -303,12 +312,8 @@ class Guard(Wrapper):
             self._rest(error)
             return None
 
-    @property
-    def _name(self) -> str:
-        return "+".join(type(member).__name__ for member in self.members)
-
     def _rest(self, error: Exception) -> None:
-        name = self._name
+        name = self.class_names
         self._failure = f"{name}: {type(error).__name__}: {first_line(error)}"
         if (name, type(error)) not in _REPORTED:
             _REPORTED.add((name, type(error)))
@@ -321,13 +326,9 @@ class Guard(Wrapper):
             self._broken = True
 
 
-def as_drafter(drafter: Any) -> Drafter | None:
-    """Return a drafter or None.
-
-    Raises:
-        UserError: the object is neither.
-    """
-    if drafter is None or isinstance(drafter, Drafter):
+def as_drafter(drafter: Any) -> Drafter:
+    """Return a drafter; raise ``UserError`` for other objects."""
+    if isinstance(drafter, Drafter):
         return drafter
     raise UserError(
         f"drafter must be a name, a folder, None or derive from mmspec.Drafter: got {type(drafter).__name__}"

@@ -208,10 +208,10 @@ class KeepsStates(Protocol):
     def restore(
         self, state: State, prompt: Prompt, max_new_tokens: int, reads: Sequence[Feature] = (), chunk: int | None = None
     ) -> Iterator[TargetOutput | None]:
-        """``prefill`` of a single prompt that begins with the tokens of ``state``.
+        """``prefill`` of a single prompt after the tokens of ``state``, its first tokens.
 
         Yields:
-            See ``prefill``. Features and embeddings are those of the tokens after ``state``.
+            See ``prefill``. Features and embeddings cover the tokens after ``state``.
         """
 
 

@@ -101,7 +101,7 @@ class TokenTree:
 
     def check_values(self) -> None:
         """Raise ``ValueError`` if parents do not point backwards to valid nodes, or probabilities are above 1."""
-        # Lists: with cold CPU caches, one tensor operation takes as long as a loop over a hundred nodes.
+        # Lists: with cold CPU caches, one tensor operation takes the time of a loop over a hundred nodes.
         valid, log_probs = (None if part is None else part.tolist() for part in (self.valid, self.log_probs))
         for b, parents in enumerate(self.parents.tolist()):
             alive = None if valid is None else valid[b]

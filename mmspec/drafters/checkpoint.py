@@ -201,9 +201,9 @@ def check_same_target(known: Mapping[str, Any], received: Mapping[str, Any]) -> 
 
     if different := [name for name in ("architectures", "hidden_size", "vocab_size") if differs(name)]:
         expected, found = (", ".join(f"{name} {one[name]}" for name in different) for one in (known, received))
-        raise UserError(
-            f"the drafter was trained for {known.get('name_or_path') or 'another target'} ({expected}): got {found}"
-        )
+        trained, name = known.get("name_or_path") or "another target", received.get("name_or_path")
+        found = f"{name} with {found}" if name else found
+        raise UserError(f"the drafter was trained for {trained} ({expected}): got {found}")
 
 
 HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")

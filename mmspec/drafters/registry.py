@@ -139,14 +139,14 @@ def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) 
     """A drafter from the ``drafter`` argument of ``mmspec.load``.
 
     Args:
-        drafter: a specification, see the module; a folder; an object with a drafter's methods; or None.
+        drafter: a specification, see the module; a folder; a ``Drafter``; or None.
         trust_remote_code: allow Python code in the folder of a draft model.
 
     Raises:
-        UserError: an unknown name, a damaged checkpoint, or an object without a drafter's methods.
+        UserError: an unknown name, a damaged checkpoint, or another object.
     """
     if not isinstance(drafter, str | Path):
-        return as_drafter(drafter)
+        return None if drafter is None else as_drafter(drafter)
     is_path_object = isinstance(drafter, Path)
     selection = Selection((os.path.join(os.curdir, drafter),)) if is_path_object else Selection.parse(str(drafter))
     drafters = [_make(part, home, trust_remote_code) for part in selection.drafters]
@@ -191,9 +191,7 @@ def _by_name(part: str, home: str, trust_remote_code: bool) -> Drafter:
         where, settings = spec.parsed(argument)
         return spec.from_checkpoint(_checkpoint_folder(where), **settings)
     with explained(f"cannot make drafter {part!r}", OSError, ValueError):
-        made = as_drafter(spec.make(argument, trust_remote_code))
-    assert made is not None
-    return made
+        return as_drafter(spec.make(argument, trust_remote_code))
 
 
 def _label(part: str) -> str:

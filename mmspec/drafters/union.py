@@ -49,7 +49,7 @@ class Union(Drafter):
 
     @drafters.setter
     def drafters(self, drafters: Sequence[Drafter]) -> None:
-        self._drafters = [made for drafter in drafters if (made := as_drafter(drafter)) is not None]
+        self._drafters = [as_drafter(drafter) for drafter in drafters]
         look_ups = [drafter for drafter in self._drafters if isinstance(drafter, LookUpDrafter)]
         others: list[Drafter] = [drafter for drafter in self._drafters if drafter not in look_ups]
         together: list[Drafter] = [LookUps(look_ups)] if len(look_ups) > 1 else [*look_ups]

@@ -205,6 +205,10 @@ class DecodingRate:
     def add(self, tokens: float, time: float) -> None:
         self._sums = _STEP_DECAY * self._sums + (tokens, time, tokens * tokens, tokens * time, time * time)
 
+    @property
+    def tried(self) -> bool:
+        return self._sums[1] > 0.0
+
     def age(self, factor: float = _AGE_DECAY) -> None:
         self._sums *= factor
 
@@ -334,7 +338,7 @@ class AdaptivePolicy(DraftPolicy):
         if self._left > 0:
             return self._explored
         others = [(other.bound(rate), -arm) for arm, other in enumerate(rates) if arm != best]
-        if not allowed or not others or max(others)[0] <= rate:
+        if not allowed or not others or max(others)[0] <= rate or (best is not None and not rates[best].tried):
             return best
         self._explored, self._left = -max(others)[1], _RUN
         return self._explored

@@ -35,13 +35,15 @@ class Speculation:
 
     def __init__(self, target: Target, drafter: Drafter | None, adaptive: DraftPolicy | None = None) -> None:
         self.target = target
-        self.drafter = as_drafter(drafter)
+        self.drafter = None if drafter is None else as_drafter(drafter)
         self.guard = None if self.drafter is None else Guard(self.drafter)
         self._static_shapes = kernels.static_shapes(target.device)
         fixed = drafter is None or sharded(target)
         if adaptive is None:
             static = self._static_shapes
-            adaptive = DraftPolicy(static_shapes=static) if fixed else AdaptivePolicy(static, None, _free_tokens(target))
+            adaptive = (
+                DraftPolicy(static_shapes=static) if fixed else AdaptivePolicy(static, None, _free_tokens(target))
+            )
         self.adaptive = adaptive
         self._fixed: dict[int, DraftPolicy] = {}  # by draft tokens per step
         self._parts = self.drafter.members if self.drafter else []

@@ -291,8 +291,7 @@ def test_a_race_runs_alone(address, client, engine):
             lines = stream.iter_lines()  # whose end closes the stream
             next(lines)
             racing = threads.submit(race)
-            assert eventually(lambda: turns_of(address) == (1, 0))
-            time.sleep(0.5)
+            assert eventually(lambda: seen and turns_of(address) == (1, 0))  # its place in the queue is shown
             assert not done.is_set()
             assert len(engine.core.running) == 1
             later = threads.submit(text_of, address, question(max_tokens=4))

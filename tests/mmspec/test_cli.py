@@ -133,19 +133,6 @@ def test_prompt_from_stdin(generate: Run, monkeypatch: pytest.MonkeyPatch) -> No
     assert_user_error(generate("-", *args), "UTF-8", "0xff")
 
 
-def test_calibrate_prints_the_table(run: Run, model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
-    measured = json.loads(run("calibrate", "--model", model, "--json")[1])
-    stored = json.loads(run("calibrate", "--model", model, "--json")[1])
-    assert [row["nodes"] for row in measured["table"]] == sorted(row["nodes"] for row in measured["table"])
-    assert measured["table"][0] == {**measured["table"][0], "nodes": 1, "ratio": 1.0}
-    assert stored["table"] == measured["table"]
-    assert json.loads(run("calibrate", "--model", model, "--json", "--refresh")[1])["table"] != measured["table"]
-    status, out, err = run("calibrate", "--model", model)
-    assert (status, err) == (0, "")
-    assert "t(N)/t(1)" in out
-
-
 def test_info_lists_registered_plug_ins(run: Run) -> None:
     facts = json.loads(run("info", "--json")[1])
     assert {"text", "vision"} <= {target["name"] for target in facts["targets"]}
@@ -171,7 +158,7 @@ def test_what_earlier_versions_left_is_shown_and_removed(
         "gguf/3/.mmspec-busy/coder/tokenizer.json": 9,
         "gguf/3/kept/tokenizer.json": 9,
         "completed/4/kept/drafter/model.safetensors": 9,
-        "calibration-1.json": 9,
+        "kernels/1.so": 9,
     }
     for name, size in sizes.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

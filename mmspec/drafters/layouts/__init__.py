@@ -274,10 +274,9 @@ def write(drafter: Any, target: Any, folder: Path, name: str, tokens: int = 3) -
     """
     network, decoder = drafter.network.config, target.get_text_config()
     known = {"hidden_size": getattr(network, "source", network.hidden_size)}
-    received = {name: getattr(decoder, name) for name in ("hidden_size", "vocab_size")}
-    check_same_target(
-        known | (drafter.verifier or drafter.published or {}), {**received, "architectures": target.architectures}
-    )
+    received = {name: getattr(target, name) for name in ("name_or_path", "architectures")}
+    received |= {name: getattr(decoder, name) for name in ("hidden_size", "vocab_size")}
+    check_same_target(known | (drafter.verifier or drafter.published or {}), received)
     form = FORMATS[drafter.layout][name](network, target, tokens)
     if hasattr(network, "features"):
         network.features(decoder.num_hidden_layers)  # raises if the target has too few layers

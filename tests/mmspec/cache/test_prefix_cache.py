@@ -182,7 +182,7 @@ def test_conversations_go_on_from_known_states(name):
 
 
 class Reader(Ngram):
-    """Records what a drafter may read of each prompt."""
+    """Records all outputs that a drafter reads after a prefill."""
 
     features = "last", 1
 
@@ -220,7 +220,7 @@ def test_drafters_read_what_they_read_of_a_whole_prompt(name, fixed, monkeypatch
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
 def test_prompts_that_share_a_video_of_many_frames(name):
-    """Up to text after it, whose positions may be below those of its last frames, or up to its own last token."""
+    """The prefix ends on text after the video, at positions below the last frames, or on the last video token."""
     model = shared_model(name)
     target, prefixes = new_target(model), PrefixCache(BYTES)
     prompt = prompt_of(video_inputs(name))

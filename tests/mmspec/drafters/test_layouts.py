@@ -70,7 +70,7 @@ MADE = {
 COPIES = ("embed_tokens.weight", *medusa.COPIES, "token_map", "lm_heads.0.weight", "t2d", "lm_head.weight")
 """Tensors that are optional in some of the layouts."""
 
-WHOLE = "(a whole number|>= ?[01]|> 0)"
+WHOLE = "(a whole number|>= [01]|> 0|1: got)"
 every_checkpoint = pytest.mark.parametrize("name", MADE)
 
 
@@ -169,9 +169,9 @@ def _in_layer(**changes):
 
 
 TYPES = "layer_types must be 2 of sliding_attention and full_attention"
-IDS = "must (be a list of layers|name 1 to 64 layers of the target, from 0 on)"
+IDS = "must (be a list|name 1 to 64 layers of the target, from 0 on)"
 REFUSALS = [
-    ("kangaroo", {"num_attention_heads": 96}, r"head_dim must be a whole number in \[2, 4096\]: got 0"),
+    ("kangaroo", {"num_attention_heads": 96}, "head_dim must be >= 2: got 0"),
     ("msd", {"vocab_size": 95}, r"embed_tokens.weight must be \(95, 48\) by config.json: got \(96, 48\)"),
     ("msd", {"num_hidden_layers": 32}, "expected one layer with plain rotary positions, received 32 with"),
     ("msd", {"rope_theta": -1}, "rope_theta must be > 0: got -1"),
@@ -186,18 +186,22 @@ REFUSALS = [
         "known, received partial_rotary_factor 0.5: remove",
     ),
     ("eagle3 midlayer", {"rope_scaling": {"rope_type": "llama3"}}, "rotary positions must be valid: got .*"),
-    ("eagle3 midlayer", {"eagle_aux_hidden_state_layer_ids": "1,2"}, "must be a list of layers: got '1,2'"),
-    ("eagle3 midlayer", {"eagle_aux_hidden_state_layer_ids": [1, "2"]}, r"must be a list of layers: got \[1, '2'\]"),
+    ("eagle3 midlayer", {"eagle_aux_hidden_state_layer_ids": "1,2"}, "must be a list: got '1,2'"),
+    (
+        "eagle3 midlayer",
+        {"eagle_aux_hidden_state_layer_ids": [1, "2"]},
+        r"layer_ids\[1\] must be a whole number: got '2'",
+    ),
     ("eagle3 midlayer", {"aux_hidden_state_layer_ids": [1, 2]}, r"unknown fc_norm.2.weight"),
-    ("eagle3 4", {"num_candidates": 0}, "num_candidates must be a whole number >= 1: got 0"),
-    ("eagle3 4", {"sliding_window": 0}, "sliding_window must be a whole number >= 1: got 0"),
-    ("eagle3 4", {**WINDOWS, "sliding_window": None}, "sliding_window must be a whole number >= 1: got None"),
+    ("eagle3 4", {"num_candidates": 0}, "num_candidates must be > 0: got 0"),
+    ("eagle3 4", {"sliding_window": 0}, "sliding_window must be > 0: got 0"),
+    ("eagle3 4", {**WINDOWS, "sliding_window": None}, "sliding_window must be a whole number: got None"),
     (
         "eagle3 layers",
         _in_layer(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]),
         r"layer_types must be all sliding_attention or none: got \['sliding_attention', 'full_attention'\]",
     ),
-    ("eagle3 parallel", {"mask_token_id": None}, "mask_token_id must be a whole number >= 0: got None"),
+    ("eagle3 parallel", {"mask_token_id": None}, "mask_token_id must be a whole number: got None"),
     ("dflash z-lab", {"dflash_config": {"mask_token_id": 99, "target_layer_ids": []}}, f"target_layer_ids {IDS}"),
     ("dflash transformers", {"target_layer_ids": [1, -3]}, f"target_layer_ids {IDS}"),
     *(
@@ -205,17 +209,17 @@ REFUSALS = [
         for kinds in (["full_attention"], {"full_attention": 1, "sliding_attention": 2})
     ),
     ("dflash transformers", {"layer_types": ["full_attention", "chunked"]}, TYPES),
-    ("dflash transformers", {"sliding_window": None}, "sliding_window must be a whole number >= 1: got None"),
+    ("dflash transformers", {"sliding_window": None}, "sliding_window must be a whole number: got None"),
     ("dflash transformers", {"attention_mode": "mla"}, "attention_mode must be 'gqa': got 'mla'"),
     ("dflash transformers", {"projector_type": "domino"}, "projector_type must be 'dflash' or 'dspark': got 'domino'"),
-    ("dflash transformers", {"rope_is_neox_style": 1}, "rope_is_neox_style must be True or False: got 1"),
+    ("dflash transformers", {"rope_is_neox_style": 1}, "rope_is_neox_style must be true or false: got 1"),
     ("dflash transformers", {"logit_scale": 0.5}, "a DFlash drafter whose fields are known, received logit_scale 0.5"),
     ("dflash transformers", {"use_swa": True}, "use_swa must be unset or false: got True"),
-    ("dflash speculators", {"causal_head": 1}, "causal_head must be True or False: got 1"),
+    ("dflash speculators", {"causal_head": 1}, "causal_head must be true or false: got 1"),
     (
         "dflash vanilla",
         {"markov_head_type": "lstm"},
-        "markov_head_type must be 'vanilla' or 'gated' or 'rnn': got 'lstm'",
+        "markov_head_type must be 'vanilla', 'gated' or 'rnn': got 'lstm'",
     ),
     (
         "dflash vanilla",
@@ -233,12 +237,12 @@ REFUSALS = [
         {"enable_confidence_head": False},
         "unknown confidence_head.proj.bias, confidence_head.proj.wei",
     ),
-    ("dflash vanilla", {"enable_confidence_head": "yes"}, "enable_confidence_head must be True or False: got 'yes'"),
+    ("dflash vanilla", {"enable_confidence_head": "yes"}, "enable_confidence_head must be true or false: got 'yes'"),
     ("dflash vanilla", {"confidence_head_with_markov": False}, r"proj.weight must be \(1, 48\) by config.json"),
     ("medusa medusa", {"medusa_num_heads": 4}, r"missing 3\.0\.linear\.bias"),
     ("medusa medusa", {"medusa_num_layers": 3}, r"missing 0\.2\.linear\.bias"),
     ("medusa vllm", {"medusa_fc_bias": True}, r"missing blocks\.0\.layers\.0\.bias"),
-    ("medusa vllm", {"logit_scale": 2.0}, r"logit_scale must be a number in \[1, 1\]: got 2"),
+    ("medusa vllm", {"logit_scale": 2.0}, "logit_scale must be <= 1: got 2"),
     ("medusa vllm-map", {"vocab_size": None}, "token_map must be a 1D integer tensor of distinct tokens below 0"),
     ("hydra hydra", {"grounded_heads": False}, r"unknown hydra_mlp\.0\.0\.res_connection\.bias"),
 ]

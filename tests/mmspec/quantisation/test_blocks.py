@@ -80,7 +80,7 @@ def test_memory_is_moved_to_huge_pages_and_keeps_its_contents() -> None:
     expected = memory.clone()
     thread = cpu.use_huge_pages(memory)
     assert thread is not None
-    thread.join(20)  # each page's rest is as long as its own move allows
+    thread.join(20)  # the pause after each page depends on its move
     assert not thread.is_alive()
     assert torch.equal(memory, expected)
     found = smaps(memory.data_ptr())

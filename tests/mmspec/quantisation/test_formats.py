@@ -1,4 +1,4 @@
-"""Formats of GGUF in the kernels: weights are those of the package gguf; ``test_cpu.py`` has their products."""
+"""Formats of GGUF in the kernels: weights equal to the package gguf; ``test_cpu.py`` has their products."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_requests_that_fail_are_lines(server: Served, lines: Any, monkeypatch: p
     httpx.get(f"{server.url}/v1/models", headers={"Origin": "http://evil.example"})
     (wrong, unknown, refused) = lines(3)
     assert (wrong["status"], wrong["finish"], wrong["level"]) == ("400", "error", "INFO")
-    assert wrong["error"] == "top_p must be in [0, 1]: got 2"
+    assert wrong["error"] == "top_p must be <= 1: got 2"
     assert (unknown["endpoint"], unknown["status"]) == ("GET /x%0A%22y", "404")
     assert (refused["endpoint"], refused["status"], refused["finish"]) == ("GET /v1/models", "403", "error")
     assert {"id", "prompt_tokens", "queue_s"}.isdisjoint(wrong)

@@ -107,7 +107,7 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
 
 
 def characters(tokenizer: Any, ids: Sequence[int]) -> list[int]:
-    """Tokens with U+FFFD in place of each ``<0xE2>`` that is no character: the decoder would replace its neighbours."""
+    """Tokens with U+FFFD in place of each ``<0xE2>`` outside a character: the decoder would replace its neighbours."""
     names, found = tokenizer.convert_ids_to_tokens(list(ids)), []
     unknown = tokenizer.get_vocab().get(UNKNOWN)
     for is_byte, run in groupby(zip(ids, names, strict=True), lambda one: one[1].startswith("<0x")):
@@ -181,7 +181,7 @@ _TEMPLATE = _TURNS + "{% if add_generation_prompt %}assistant</s>{% endif %}"
         (None, {}, " the a"),
         (None, {"stop": " a"}, " the"),
         (None, {"stop": " the"}, ""),
-        (None, {"stop": "Hi the"}, " the a"),  # the prompt's end is no part of the answer
+        (None, {"stop": "Hi the"}, " the a"),  # the answer excludes the prompt's end
         ("", {}, " the a"),
         (" ", {}, "the a"),
         (" ", {"stop": " the"}, "the a"),

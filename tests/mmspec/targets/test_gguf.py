@@ -117,7 +117,10 @@ def test_weights_that_are_not_finite_are_refused(form, damaged, dtype, cache: Pa
         mmspec.UserError, match=r"weights must be finite: .* contains NaN or infinite numbers"
     ) as raised:
         load(path, dtype)
-    names = {"blk.0.attn_q": "layers.0.self_attn.q_proj", "blk.1.ffn_down": "layers.1.mlp.down_proj"}  # dense ones
+    names = {
+        "blk.0.attn_q": "layers.0.self_attn.q_proj",
+        "blk.1.ffn_down": "layers.1.mlp.down_proj",
+    }  # of dense tensors
     assert damaged in str(raised.value) or names.get(damaged, "embed_tokens") in str(raised.value)
 
 
@@ -133,7 +136,7 @@ def test_weights_that_are_not_finite_are_refused(form, damaged, dtype, cache: Pa
     ],
 )
 def test_texts_of_sentencepiece_files(said, keywords, expected, offsets, cache: Path, tmp_path: Path) -> None:
-    """Answers begin with their first word's blank, whole and streamed."""
+    """Answers keep the blank before their first word, whole and streamed."""
     path = save_gguf(tmp_path / "pieces.gguf", pieces=["▁", *"theai", "th", "the", "▁the", "▁a"])
     pipe = load(path, "float32")
     tokenizer = pipe.processor.tokenizer
@@ -158,7 +161,7 @@ def test_texts_of_sentencepiece_files(said, keywords, expected, offsets, cache: 
     ],
 )
 def test_answers_end_at_the_ends_of_turns_and_messages_too(ends, expected, cache: Path, tmp_path: Path) -> None:
-    """Those that the file names, within the vocabulary, beside the end of a text."""
+    """End tokens of the file within the vocabulary, and the end of text."""
     pipe = load(save_gguf(tmp_path / "chat.gguf", ends=ends), "float32")
     assert pipe.target.eos_token_ids == expected
     for end in expected:
@@ -258,7 +261,7 @@ def test_weights_are_the_same_beside_a_progress_bar(
 
 @needs_kernels
 def test_layers_with_rows_of_the_kernels_formats_and_others(cache: Path, tmp_path: Path) -> None:
-    """Those of the joined layer are quantised again."""
+    """Rows of the joined layer are quantised again."""
 
     def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
         if name != "attn_k":
@@ -345,7 +348,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(dtype: str, cache: Path
 
 @needs_kernels
 def test_a_file_may_be_replaced_while_it_is_read_and_later(mixed: Path, cache: Path, tmp_path: Path) -> None:
-    """What was opened is read."""
+    """An opened file stays readable."""
     moved, ids = Path(shutil.copy(mixed, tmp_path / "moved.gguf")), [70, 71, 72, 70, 71]
     expected = load(mixed).generate(ids, max_new_tokens=8, ignore_eos=True).token_ids
     source = source_of(moved)
@@ -410,7 +413,7 @@ def test_files_of_a_folder_are_told_apart_by_their_names(tmp_path: Path) -> None
 def test_large_models_keep_their_dtype_on_a_cpu(
     large: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To save memory; small ones are exact."""
+    """To save memory; small models are exact."""
     assert sources._LARGE == 10**9
     monkeypatch.setattr(sources, "_LARGE", 1 if large else 10**9)
     expected = {"F16": torch.float16, "BF16": torch.bfloat16}
@@ -573,7 +576,7 @@ def test_the_default_dtype_is_that_of_the_file(kind: str, tmp_path: Path, cache:
 @needs_kernels
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "Q4_K", "Q6_K"])
 def test_drafters_are_packed_beside_weights_of_every_format(kind: str, tmp_path: Path, cache: Path) -> None:
-    """As int8, as beside int4: a draft model that is read by its name, and a trained drafter's network."""
+    """As int8: a draft model loaded by name, and a trained drafter's network."""
     target = load(save_gguf(tmp_path / "one.gguf", of_format(kind), **SIZES)).target
     drafter = Small(str(save_text_model(tmp_path / "draft", vocab=260)))
     drafter.attach(target)

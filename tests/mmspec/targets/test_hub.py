@@ -1,4 +1,4 @@
-"""Hub ids on a machine without a network: one line at once, and what the local cache holds still loads."""
+"""Hub ids without a network: an immediate one-line error, and loading from the local cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmspec.drafters.small import Small
 from mmspec.targets.hub import is_on_hub
 from tests.model_folders import save_text_model
 
-# One of ours; huggingface_hub makes one of its own in a process, without retries. A retried load makes dozens.
+# One of mmspec, one of huggingface_hub per process, without retries. A retried load makes dozens.
 CONNECTIONS = 2
 
 

@@ -69,7 +69,7 @@ def generated(pipe: mmspec.Pipeline) -> list[list[int]]:
 
 
 def test_adapters_are_chosen_by_request(loaded) -> None:
-    """One after the other, together, and again, when states of prompts are kept."""
+    """Requests in turn and together, with cached prefixes."""
     pipe, expected = loaded
     assert len({str(tokens) for tokens in expected.values()}) == 3
     for names in ((None, "one", "two", "one", None), ("two", "two", None)):
@@ -131,7 +131,7 @@ def test_captured_passes_are_those_of_an_adapter(loaded, monkeypatch) -> None:
 
 
 def test_a_wrapper_whose_owner_changes_it(tmp_path: Path) -> None:
-    """States of prompts are not those of another adapter, of a merged one, or of none."""
+    """Cached states are never reused with another adapter, a merged adapter, or no adapter."""
     name = "tiny-llava"
     one, two = (saved(tmp_path / str(seed), name, seed) for seed in range(2))
     plain = mmspec.load(name, drafter=None)
@@ -153,7 +153,7 @@ def test_a_wrapper_whose_owner_changes_it(tmp_path: Path) -> None:
     assert answers() == second not in (base, first)
     wrapped.unload()
     assert answers() == base
-    wrapped = peft.PeftModel.from_pretrained(plain.model, two)  # has the first one's name
+    wrapped = peft.PeftModel.from_pretrained(plain.model, two)  # has the name of the first adapter
     assert answers() == second
     wrapped.unload()
     wrapped = peft.PeftModel.from_pretrained(plain.model, one)  # has an equal configuration, too
@@ -200,8 +200,8 @@ def trained(folder: Path, model: str, **options: Any) -> Path:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of options that only matter to training
 @pytest.mark.parametrize(("model", "key"), [*(("qwen2", key) for key in OPTIONS), ("minimax", "experts")])
 def test_an_adapter_is_that_of_peft(model: str, key: str, tmp_path: Path) -> None:
-    """Loaded first and second, beside one of other layers, whose name begins its own; and the model's weights keep
-    their bits. A field of a newer peft that is false is no option."""
+    """In both orders with an adapter of other layers, whose name is a prefix; the model's weights do not change.
+    Unknown fields that are false are ignored."""
     options = OPTIONS.get(key, EXPERTS)
     folder = changed(trained(tmp_path / "one", model, **options), kept, lora_of_2031=False)
     other = trained(tmp_path / "other", model, target_modules=["k_proj"], r=2)

@@ -18,7 +18,7 @@ def config(window=None, kinds=None, attention="sdpa"):
 
 
 def cache_of(lengths, padding=(0, 0)):
-    """A cache whose rows have committed so many tokens, the first of them padding, which is dropped."""
+    """A cache with rows of these lengths; ``padding`` tokens at the start are dropped."""
     cache, longest = TreeCache(2), max(lengths)
     attended = torch.zeros(len(lengths), longest, dtype=torch.long)
     for row, (length, begin) in enumerate(zip(lengths, padding, strict=True)):
@@ -30,7 +30,7 @@ def cache_of(lengths, padding=(0, 0)):
 
 
 def nodes_of(seed, batch=2, nodes=5, earlier=0):
-    """Depths of the new nodes and of earlier ones, and which of both a new node follows."""
+    """Depths of new and earlier nodes, and the nodes that each new node attends to."""
     g = torch.Generator().manual_seed(seed)
     depth = torch.randint(4, (batch, nodes), generator=g)
     tail = torch.randint(4, (batch, earlier), generator=g) if earlier else None

@@ -1,4 +1,4 @@
-"""Merged decoder layers compute what a model's own layers compute, all of them in one call; other layers stay."""
+"""Merged decoder layers equal the model's own layers, computed in one call; unsupported layers are not replaced."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_speculative_decoding_of_a_packed_model_equals_plain_decoding(config_cla
 @kinds
 @torch.inference_mode()
 def test_a_cache_of_transformers_holds_the_same_keys_and_values(kind, config_class):
-    """So ``generate`` attends to what a target attends to, in a prompt and after it."""
+    """``generate`` and a target attend to the same keys and values, in a prompt and after it."""
     model = model_of(config_class)
     pack_model(model, kind)
     ids, token = torch.randint(120, (2, 90)), torch.tensor([[7]] * 2)
@@ -167,7 +167,7 @@ def two_threads():
 @kinds
 @torch.inference_mode()
 def test_tokens_have_the_same_bits_in_prompts_trees_and_alone(config_class, kind):
-    """A path whose nodes lie among those of other branches, and a prompt, against the same tokens one at a time."""
+    """A path between other branches, and a prompt, against decoding the same tokens one at a time."""
     model = model_of(config_class)
     pack_model(model, kind)
     assert all(layer.native is not None for layer in model.get_decoder().layers)
@@ -216,7 +216,7 @@ def test_compiled_layers_compute_what_their_parts_compute(config_class):
 @pytest.mark.parametrize("length", [ORIGINAL - 12, ORIGINAL + 1])
 @pytest.mark.parametrize("kind", ["default", *ROPE_INIT_FUNCTIONS])
 def test_rotations_of_every_kind(kind, length):
-    """Up to the position at which some kinds change, and after it; the forward of such a decoder runs in every pass."""
+    """Before and after the length at which some kinds change; their decoder's forward runs in every pass."""
     parameters = dict(rope_type=kind, **ROTATIONS[kind])
     model = model_of(LlamaConfig, rope_parameters=parameters)
     exact = copy.deepcopy(model)

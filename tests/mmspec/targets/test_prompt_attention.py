@@ -49,13 +49,13 @@ def test_weights_are_those_of_eager_attention(name):
     prefilled(target, Prompt(torch.tensor([[7, 8, 9]])), 8)  # a row before them, of another length
     output = prefilled(target, prompt, reads=layers)
     if name == "gemma2":
-        assert layers == [1]  # the other one has a window
+        assert layers == [1]  # layer 0 has a window
         expected = expected[1:]
     for layer, weights in zip(layers, expected, strict=True):
         found = prompt_attention(target, layer, output, 1, QUERIES)
         assert found.shape == (batch, QUERIES, prompt.input_ids.shape[1])
         torch.testing.assert_close(found, weights, atol=1e-5, rtol=1e-4)
-    again = prefilled(target, prompt, 8)  # the attention implementation is what it was
+    again = prefilled(target, prompt, 8)  # the attention implementation is restored
     assert torch.equal(again.logits, output.logits)
 
 

@@ -39,7 +39,7 @@ def test_arguments_are_objects_where_a_template_takes_them_and_otherwise_the_tex
     for plain.chat_template, expected in zip((OBJECTS, EITHER, TEXTS), ARGUMENTS[arguments], strict=True):
         found = render(plain, marks, messages)
         assert found.replace("\ue0a1", "") == f"f({expected});arguments;"
-        assert ("</s>" in found) is False  # what was typed is marked
+        assert ("</s>" in found) is False  # typed tokens are marked
     try:
         given = json.loads(arguments)
     except (ValueError, RecursionError):

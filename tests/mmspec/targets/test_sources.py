@@ -1,5 +1,4 @@
-"""Weights of checkpoints that are quantised while they are read: the same as of a model that is packed afterwards, and
-the memory that they take meanwhile."""
+"""Quantisation while a checkpoint is read: weights equal to packing afterwards, and peak memory."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ SAVED: dict[str, Any] = {
 @pytest.mark.parametrize("name", SAVED)
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_streamed_weights_are_those_of_a_model_that_is_packed(name: str, kind: str, tmp_path: Path) -> None:
-    """Layers whose features are no whole groups, towers, heads with a weight of their own and tied ones."""
+    """Layers with incomplete groups of features, towers, tied and untied heads."""
     save, auto_class = SAVED[name]
     folder = save(tmp_path / name)
     found: Any = mmspec.load(str(folder), drafter=None, dtype=kind).target.model

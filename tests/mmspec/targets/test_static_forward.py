@@ -1,4 +1,4 @@
-"""Decoder layers in few launches: which are recognised, what they compute, and when the decoder's forward runs."""
+"""Decoder layers in few launches: recognition, outputs, and the fallback to the decoder's forward."""
 
 import copy
 
@@ -66,7 +66,7 @@ def test_float32_is_that_of_the_decoder(name, ran):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_bfloat16_is_near_the_decoder(name, ran):
-    """Relative norm of the difference to float32, beside that of the decoder's own forward in bfloat16."""
+    """Relative error against float32, compared with the decoder's own forward in bfloat16."""
     model = copy.deepcopy(shared_model(name))
     for module in model.modules():
         if "norm" in type(module).__name__.lower() and hasattr(module, "weight"):

@@ -1,4 +1,4 @@
-"""Text models as targets, and what is refused."""
+"""Text models as targets, and unsupported models."""
 
 import copy
 from contextlib import nullcontext
@@ -382,7 +382,7 @@ SWITCHES = {
         small_config(InklingTextConfig, log_scaling_n_floor=None),
     ],
 }
-"""By the message, and by what is compared with 28: configurations."""
+"""Configurations by message and by the length that is compared with 28."""
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_rotary_embeddings_on_one_side_of_the_change(kind, limit, length, new):
     [("dynamic", 64, [5, 40], [50, 20]), ("longrope", 64, [3, 9], [12, 5]), ("longrope", 64, [20, 30], [4, 30])],
 )
 def test_stacked_prompts_have_limits_of_their_own(kind, limit, lengths, new):
-    """No prompt is refused because another one is longer, or its answer: stacked, their tokens are those alone."""
+    """Limits apply per prompt, not to the longest of the batch; stacked prompts give the logits of single prompts."""
     target, pads = TransformersTarget(_rope(kind, limit)), [max(lengths) - length for length in lengths]
     target.keep([])
     ids = [torch.arange(3, 3 + length)[None] for length in lengths]
@@ -472,7 +472,7 @@ def test_rows_ahead_of_others_stay_within_learned_positions():
 
 @pytest.mark.parametrize(("limit", "max_new_tokens"), [(512, 2), (10, 8)])
 def test_positions_reach_as_far_as_the_context_and_what_is_asked_for(limit, max_new_tokens):
-    """Eight nodes in sequence: beyond what is asked for but within the context, and the other way round."""
+    """Eight nodes in sequence: past the requested tokens but within the context, and the reverse."""
     model, inputs = changed("llama", max_position_embeddings=limit), text_inputs(3, 9)
     target = TransformersTarget(model)
     prefilled(target, prompt_of(inputs), max_new_tokens)
@@ -512,7 +512,7 @@ def test_weights_laid_out_for_few_rows_are_the_same_weights():
     lay_out_for_few_rows(model)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert model["body"].weight.t().is_contiguous()
-    for name in ("embed", "wide", "rounded"):  # rows that are looked up, too wide, not float32
+    for name in ("embed", "wide", "rounded"):  # embedding, too wide, not float32
         assert model[name].weight.is_contiguous()
 
 

@@ -33,7 +33,7 @@ _PLAIN = [
 
 
 def _sentencepiece(scheme):
-    """As Llama-2's: words begin with a mark, bytes for what is unknown, a first <s>; specials are in the vocabulary."""
+    """Llama-2 style: word marks, byte fallback, a leading <s>; special tokens are in the vocabulary."""
     letters = [*"▁abcdefghijklmnopqrstuvwxyzDENIST<>/|_[]:.0123456789 \n"]
     vocab = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], *letters, "▁a", "th", "the", "▁the"]
     ids = {token: number for number, token in enumerate(dict.fromkeys(vocab))}
