@@ -69,8 +69,14 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, limits: Limits, abandon: bool = False) -> None:
         self._grace, self._abandon = limits.shutdown_timeout, abandon
-        most = {"limit_concurrency": limits.requests + _IDLE_CONNECTIONS}
-        super().__init__(uvicorn.Config(app, lifespan="on", timeout_graceful_shutdown=self._grace, **most, **_OPTIONS))
+        config = uvicorn.Config(
+            app,
+            lifespan="on",
+            limit_concurrency=limits.requests + _IDLE_CONNECTIONS,
+            timeout_graceful_shutdown=self._grace,
+            **_OPTIONS,
+        )
+        super().__init__(config)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._abandon:
