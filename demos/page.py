@@ -107,13 +107,13 @@ class Tab:
 
     def ask(self, kept: Any, follow_up: bool, prompt: str, methods: Sequence[str], *settings: Any) -> Iterator[Updates]:
         """Answer the prompt with one drafter, in a new conversation unless it is a follow-up question."""
-        return self._run(kept, follow_up, prompt, settings, None)
+        yield from self._run(kept, follow_up, prompt, settings, None)
 
     def race(
         self, kept: Any, follow_up: bool, prompt: str, methods: Sequence[str], *settings: Any
     ) -> Iterator[Updates]:
         """Answer the prompt with several methods; see ``ask``."""
-        return self._run(kept, follow_up, prompt, settings, methods)
+        yield from self._run(kept, follow_up, prompt, settings, methods)
 
     def stop(self, kept: Any) -> None:
         """Stop the running request; its handler keeps the partial answer."""
