@@ -171,7 +171,7 @@ def _click_type(kind: Any, metadata: Sequence[Any] = ()) -> tuple[click.ParamTyp
     while (is_annotated := get_origin(kind) is Annotated) or NoneType in get_args(kind):
         kind, *more = get_args(kind)
         metadata = [*metadata, *more] if is_annotated else metadata
-    limits = {
+    limits: dict[str, Any] = {
         name: value
         for one in chain.from_iterable(getattr(one, "metadata", [one]) for one in metadata)
         for name in ("ge", "gt", "le", "path_type")
@@ -184,7 +184,8 @@ def _click_type(kind: Any, metadata: Sequence[Any] = ()) -> tuple[click.ParamTyp
     if get_origin(kind) is Literal:
         return click.Choice(get_args(kind)), False
     if kind is Path:
-        return {"file": FILE, "dir": FOLDER}.get(limits.get("path_type"), OUT_FOLDER), False
+        paths: dict[Any, click.ParamType] = {"file": FILE, "dir": FOLDER}
+        return paths.get(limits.get("path_type"), OUT_FOLDER), False
     least, most = limits.get("gt", limits.get("ge")), limits.get("le")
     if kind is int:
         return click.IntRange(least, most) if limits else click.INT, False

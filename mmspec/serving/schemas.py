@@ -394,16 +394,12 @@ def grammar_of_format(kind: str, schema: dict[str, Any] | None) -> tuple[str, st
 _Speculative = Annotated[
     bool | str, condition("true, false or the name of a drafter", lambda value: isinstance(value, bool | str))
 ]
-_SAMPLING = {  # the other parameters are set by fields of OpenAI's and vLLM's APIs
-    name: one
+_SAMPLING: dict[str, Any] = {  # the other parameters are set by fields of OpenAI's and vLLM's APIs
+    name: (one.rebuild_annotation(), Field(None))
     for name, one in SamplingParams.__pydantic_fields__.items()  # type: ignore[attr-defined]
     if name not in ("max_new_tokens", "min_new_tokens", "grammar_trigger", *KINDS)
 }
-_Sampling: Any = create_model(
-    "_Sampling",
-    __base__=Fields,
-    **{name: (one.rebuild_annotation(), Field(None)) for name, one in _SAMPLING.items()},
-)
+_Sampling: Any = create_model("_Sampling", __base__=Fields, **_SAMPLING)
 
 
 class GenerationRequest(_Sampling):
