@@ -73,7 +73,7 @@ class ChatRequest:
         media = self._media()
         if not self.history:
             return {"prompt": self.prompt, **media}
-        messages = []
+        messages: list[dict[str, Any]] = []
         for user, assistant in self.history:
             messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
         messages.append({"role": "user", "content": self.prompt})

@@ -119,7 +119,7 @@ class Controls:
         custom: dict[str, Any] = {"allow_custom_value": True}  # names are checked when a request is answered
         models, model = catalog.models_for(self.kind), catalog.default_model(self.kind)
         frames: dict[str, Any] = {"info": "pictures taken from it, evenly", "visible": self.kind == "video"}
-        self.settings = {
+        self.settings: dict[str, Any] = {
             "model": gr.Dropdown(models, value=model, label="Model", info=further, **custom),
             "drafter": gr.Dropdown(list(catalog.drafters), value="auto", label="Method of Ask", info=own, **custom),
             "temperature": gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0: always the likeliest token"),

@@ -67,7 +67,7 @@ class Tab:
         model, drafter = controls.settings["model"], controls.settings["drafter"]
         for number, button in enumerate(controls.example_buttons):
             button.click(None, cancels=running, api_visibility="private")
-            filled = controls.media or [controls.prompt]
+            filled: list[Any] = [*controls.media] or [controls.prompt]
             button.click(partial(self.example, number), model, [*filled, *outputs], **UNQUEUED)
         described = [controls.methods, controls.about, controls.explained, *controls.example_buttons]
         inputs = [model, drafter, controls.methods]
@@ -75,7 +75,7 @@ class Tab:
 
     def example(self, number: int, model: str) -> Updates:
         """Start a new conversation about an example that suits the model."""
-        (filled,) = self.controls.media or [self.controls.prompt]
+        (filled,) = [*self.controls.media, self.controls.prompt][:1]
         return {filled: self.controls.shown(self.controls.examples.of(model)[number].value), **self.clear()}
 
     def uploaded(self, value: Any) -> Updates:
@@ -167,6 +167,7 @@ class Tab:
         except UserError as error:
             yield self._failed(conversation, error)
             return
+        work: Iterator[Race]
         if methods is None:
             work = (Race([answer], ahead=answer.ahead) for answer in self.service.answer(chat))
         else:
@@ -273,8 +274,8 @@ def linked(tabs: dict[str, Tab], selected: gr.Tabs, query: Mapping[str, str]) ->
         return {results[0]: gr.skip()}
     methods = [unquote(name) for name in query.get("methods", "").split(",") if name][:MOST]
     try:
-        numbers = {name: _number(query[name]) for name in _NUMBERS if name in query}
-        chat = ChatRequest(**{name: query.get(name, "") for name in ("kind", "prompt", "model")}, **numbers)
+        given: dict[str, Any] = {name: query.get(name, "") for name in ("kind", "prompt", "model")}
+        chat = ChatRequest(**given | {name: _number(query[name]) for name in _NUMBERS if name in query})
     except UserError as error:
         return dict.fromkeys(results, views.result_html(note=f"invalid link: {error}"))
     empty = dict.fromkeys(results, views.result_html())
@@ -283,7 +284,7 @@ def linked(tabs: dict[str, Tab], selected: gr.Tabs, query: Mapping[str, str]) ->
     controls, raced = tabs[chat.kind].controls, len(methods) >= FEWEST
     model = chat.model or tabs[chat.kind].service.catalog.default_model(chat.kind)
     values = {**asdict(chat), "model": model, "drafter": "auto" if raced or not methods else methods[0]}
-    updates = {
+    updates: Updates = {
         **empty,
         **{component: values[name] for name, component in controls.settings.items()},
         selected: gr.Tabs(selected=chat.kind),

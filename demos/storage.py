@@ -166,7 +166,7 @@ def write_preview(upload: str, kind: Kind) -> str:
     """Write the preview of an upload; returns its path. Raises ``UserError`` if the file cannot be decoded."""
     preview = Path(upload + _SUFFIXES[kind])
     options: dict[str, Any] = {"frames": _FRAMES, "max_duration": MAX_VIDEO_SECONDS} if kind == "video" else {}
-    decoded: Any = decoder().load(upload, kind, name=Path(upload).name, **options)
+    decoded: Any = decoder().load(upload, "image" if kind == "image" else "video", name=Path(upload).name, **options)
     with atomic(preview) as part:
         if kind == "image":
             _small(decoded).save(part)
