@@ -51,6 +51,7 @@ CHANGES: dict[str, Any] = {
     "trace": True,
     "logprobs": 2,
     "chat_template": False,
+    "context_limit": len(PROMPT) + 11,
 }
 
 
