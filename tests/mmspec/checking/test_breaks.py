@@ -61,10 +61,10 @@ def trust_first_drafts_of_samples(patch: Patch) -> None:
     """Sampling takes the first draft at the root, greedy decoding verifies."""
     choose = core.BatchSampler.choose
 
-    def choosing(self: Any, rows: Any, tree: TokenTree, logits: torch.Tensor) -> torch.Tensor:
+    def choosing(self: Any, rows: Any, tree: TokenTree, logits: torch.Tensor) -> Any:
         choices = choose(self, rows, tree, logits)
         if tree.nodes > 1 and rows[0].sampler.do_sample:
-            choices[:, 0] = tree.tokens[:, 1]
+            choices.tokens[:, 0] = tree.tokens[:, 1]
         return choices
 
     patch.setattr(core.BatchSampler, "choose", choosing)
