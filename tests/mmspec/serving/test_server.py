@@ -139,8 +139,8 @@ def metrics(url: str) -> str:
         (["--host", "203.0.113.1", "--no-auth"], "cannot listen on 203.0.113.1, port 8000"),
         (["--replicas", "2"], "--replicas and --replica-gpus go with --engine ray: got --engine local"),
         (["--replica-gpus", "2"], "--replicas and --replica-gpus go with --engine ray: got --engine local"),
-        (["--max-running", "0"], "must be a whole number >= 1: got 0"),
-        (["--frames", "513"], "must be a whole number in [1, 512]: got 513"),
+        (["--max-running", "0"], "0 is not in the range x>=1"),
+        (["--frames", "513"], "513 is not in the range 1<=x<=512"),
         (["--model", "nobody/nothing", "--port", "0"], "cannot load model 'nobody/nothing'"),
     ],
 )
