@@ -41,7 +41,7 @@ def process(patch: pytest.MonkeyPatch) -> Callable:
 def rows(patch: pytest.MonkeyPatch) -> Callable:
     """An engine that does not tell its target that a sequence has ended."""
     target = TransformersTarget(shared_model("llama"))
-    patch.setattr(target, "select", lambda rows: None)
+    patch.setattr(target, "keep", lambda rows: None)
     engine = SteppedEngine(target, None, StepPlan(0))
     (row,) = engine.add(prompt_of(text_inputs(1)), Sampler(), Stopper(3))
     engine.wait(lambda: row.done)

@@ -59,7 +59,7 @@ def test_drafting(kind, name):
         ]
         assert tree.path_probs[0] == pytest.approx(expected, abs=0.06)
         # The first child is accepted; the tree's states are those of the target.
-        output = target.verify(tree)
+        output = target.verify(tree, drafter.features)
         verdict = accept_path(tree, tree.tokens[:, 1:2].expand_as(tree.tokens))
         target.commit(verdict)
         drafter.observe(tree, verdict, output)

@@ -452,7 +452,7 @@ def test_registered_names():
     [
         (lambda: Ngram(longest=2, shortest=3), "1 <= shortest <= longest: got 3 and 2"),
         (lambda: Ngram(shortest=0), "1 <= shortest <= longest: got 0 and 4"),
-        (lambda: Recycle(top_k=0), r"top_k must be a whole number in \[1, 64\]: got 0"),
+        (lambda: Recycle(top_k=0), "top_k must be >= 1: got 0"),
         (lambda: make_drafter("small"), "the small drafter needs an argument: expected small:MODEL"),
         (lambda: make_drafter("small:/nowhere/at/all"), "cannot load drafter '/nowhere/at/all'"),
         (lambda: make_drafter("ngram:x"), "drafter 'ngram' does not take the argument 'x'"),

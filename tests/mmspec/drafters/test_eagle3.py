@@ -249,7 +249,6 @@ def test_rows_that_join_leave_the_positions_of_others_in_the_table(monkeypatch):
     drafter.attach(target)
     reads = drafter.features
     ample = StepPlan(9, 3)
-    ample.remaining = 99
     token = torch.tensor([5, 6])
     for number, last in ((0, 1022), (1, 11)):
         prompt = prompt_of(text_inputs(1, 12, number))

@@ -103,7 +103,7 @@ def test_text_around_images(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def noted(prompt, *others):
         prefill = drafter.lm.prefill
         monkeypatch.setattr(
-            drafter.lm, "prefill", lambda given, **options: prompts.append(given) or prefill(given, **options)
+            drafter.lm, "prefill", lambda given, *options: prompts.extend(given) or prefill(given, *options)
         )
         begin(prompt, *others)
 
