@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from mmspec import plugins
-from mmspec.adaptation.options import AdaptOptions
+from mmspec.adaptation import AdaptOptions
 from mmspec.cli.session import SINGLE_THREADED, open_pipeline
 from mmspec.drafters.per_sequence import per_sequence
 from mmspec.drafters.registry import make_drafter

@@ -27,7 +27,7 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmspec.adaptation.options import AdaptOptions
+from mmspec.adaptation import AdaptOptions
 from mmspec.demos.catalog import Catalog
 from mmspec.demos.chat_request import MAX_UPLOAD_MIB
 from mmspec.demos.models import RUNNING, WAITING, ModelCache, QueuePlace, RequestQueue

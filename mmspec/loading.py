@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from mmspec import plugins
-from mmspec.adaptation.options import AdaptOptions
+from mmspec.adaptation import AdaptOptions
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.engine import MAX_NUM_SEQS
 from mmspec.engine.threads import release_threads

@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 from pydantic import NonNegativeInt, PositiveInt
 from torch import nn
 
+from mmspec.adaptation import AdaptOptions
 from mmspec.adaptation.adaptation import Adaptation
-from mmspec.adaptation.options import AdaptOptions
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.core.drafter import Drafter
 from mmspec.core.target import HasDefaults, Prompt, Target

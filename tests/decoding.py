@@ -54,7 +54,8 @@ class SteppedEngine(Engine):
 
     def __init__(self, target, drafter, policy, prefixes=None, **settings):
         super().__init__(target, **settings)
-        self.use_prefixes(prefixes)
+        if prefixes is not None:
+            self.use_prefixes(prefixes)
         if isinstance(policy, StepPlan):
             policy = DraftPolicy(policy, kernels.static_shapes(target.device))
         self.speculation = _OnePolicy(target, drafter, policy)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec import plugins
-from mmspec.adaptation.options import AdaptOptions
+from mmspec.adaptation import AdaptOptions
 from mmspec.core.drafter import Drafter, Wrapper
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree

@@ -19,7 +19,7 @@ import click
 from pydantic.fields import FieldInfo
 
 from mmspec import plugins
-from mmspec.adaptation.options import AdaptOptions
+from mmspec.adaptation import AdaptOptions
 from mmspec.errors import UserError, shown
 from mmspec.sampling.params import SamplingParams
 

@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.core.drafter import Drafter, Guard, as_drafter
-from mmspec.core.payoff import Payoff
-from mmspec.core.plan import StepPlan
+from mmspec.core.plan import Payoff, StepPlan
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree, best_chains, merge
 from mmspec.core.verify import Verdict

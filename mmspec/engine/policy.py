@@ -13,8 +13,7 @@ from statistics import fmean
 
 import numpy as np
 
-from mmspec.core.payoff import Exploration
-from mmspec.core.plan import StepPlan, StepTimes
+from mmspec.core.plan import Exploration, StepPlan, StepTimes
 from mmspec.core.tree import TokenTree
 
 _DEFAULT = StepPlan()

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from mmspec import Pipeline, UserError
-from mmspec.adaptation.options import AdaptOptions
+from mmspec.adaptation import AdaptOptions
 from mmspec.compare import Difference
 from mmspec.demos import models as models_module
 from mmspec.demos import racing

@@ -53,9 +53,12 @@ from mmspec.drafters.checkpoint import (
 )
 from mmspec.drafters.layer import rotary_of
 from mmspec.drafters.layouts import dflash, eagle, eagle3, medusa
-from mmspec.drafters.layouts.fields import Reading, Source, Writing, class_names
-from mmspec.drafters.layouts.tensors import (
+from mmspec.drafters.layouts.fields import (
     EMBEDDING,
+    Reading,
+    Source,
+    Writing,
+    class_names,
     draft_tokens,
     pair_halves,
     published_names,

@@ -7,8 +7,15 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 from pydantic import NonNegativeInt
 
-from mmspec.drafters.layouts.fields import Reading, Source, Writing, written_layer, written_speculators
-from mmspec.drafters.layouts.tensors import EMBEDDING, layer_names
+from mmspec.drafters.layouts.fields import (
+    EMBEDDING,
+    Reading,
+    Source,
+    Writing,
+    layer_names,
+    written_layer,
+    written_speculators,
+)
 from mmspec.errors import UserError
 
 NAMES = {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from mmspec.drafters.layouts.fields import REQUIRED, Reading, Source, Writing, written_layer
-from mmspec.drafters.layouts.tensors import EMBEDDING, layer_names
+from mmspec.drafters.layouts.fields import EMBEDDING, REQUIRED, Reading, Source, Writing, layer_names, written_layer
 from mmspec.errors import UserError
 
 _NORM, _QKV = "layers.0.input_layernorm.weight", [f"layers.0.self_attn.{part}_proj" for part in "qkv"]

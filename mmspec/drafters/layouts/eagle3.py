@@ -6,8 +6,15 @@ from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from mmspec.drafters.layouts.fields import Reading, Source, Writing, written_layer, written_speculators
-from mmspec.drafters.layouts.tensors import EMBEDDING, layer_names
+from mmspec.drafters.layouts.fields import (
+    EMBEDDING,
+    Reading,
+    Source,
+    Writing,
+    layer_names,
+    written_layer,
+    written_speculators,
+)
 from mmspec.errors import UserError
 
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

@@ -12,8 +12,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from mmspec.drafters.checkpoint import take_draft_ids
-from mmspec.drafters.layouts.fields import Reading, Source, Writing
-from mmspec.drafters.layouts.tensors import Names, layer_names, published_names, rows_of
+from mmspec.drafters.layouts.fields import Names, Reading, Source, Writing, layer_names, published_names, rows_of
 from mmspec.drafters.shape import RotaryShape
 from mmspec.errors import UserError
 

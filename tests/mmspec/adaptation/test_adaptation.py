@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from mmspec import Pipeline, SamplingParams, UserError
-from mmspec.adaptation import adaptation
+from mmspec.adaptation import AdaptOptions, adaptation
 from mmspec.adaptation.adaptation import Adaptation, Ended, RecordedDrafter, Store
-from mmspec.adaptation.options import AdaptOptions
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle

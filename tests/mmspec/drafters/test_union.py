@@ -5,8 +5,7 @@ import torch
 
 from mmspec import UserError
 from mmspec.core.drafter import Drafter
-from mmspec.core.payoff import Payoff
-from mmspec.core.plan import StepPlan
+from mmspec.core.plan import Payoff, StepPlan
 from mmspec.core.target import TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import accept_path

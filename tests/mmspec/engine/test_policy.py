@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmspec.core.payoff import Exploration, Payoff
-from mmspec.core.plan import StepPlan, StepTimes
+from mmspec.core.plan import Exploration, Payoff, StepPlan, StepTimes
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.drafters.growth import best_first
 from mmspec.engine.policy import AdaptivePolicy, DraftPolicy, DraftTimeModel, StepTimeModel

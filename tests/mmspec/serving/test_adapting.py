@@ -4,7 +4,7 @@ import json
 
 from click.testing import CliRunner
 
-from mmspec.adaptation.options import AdaptOptions
+from mmspec.adaptation import AdaptOptions
 from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle import Recycle
 from mmspec.serving import command
