@@ -242,7 +242,7 @@ def test_answers_after_a_failed_capture(name, kind, number, inside, monkeypatch)
     requests = [matrix.asked(name, "greedy", place) for place in (3, 4, 5)]
 
     def answer(request):
-        *_, (row,) = decode(target, drafter, request.prompt, Sampler(), request.stopper, matrix.Some(12, 4))
+        *_, (row,) = decode(target, drafter, request.prompt, Sampler(), request.stopper, matrix.Some(StepPlan(12, 4)))
         return row.token_ids
 
     with pytest.warns(RuntimeWarning, match="CUDA graph capture failed"):
