@@ -216,7 +216,7 @@ def test_the_way_from_questions_to_another_engine_runs(working_folder: Path) -> 
     code = next(code for _, code in found if "--prompts questions.json" in code and "mmspec export" in code)
     code = f'mmspec() {{ {sys.executable} -m mmspec "$@"; }}\n{code}'
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(["sh", "-e", "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(["sh", "-e", "-c", code], env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     assert "drafter eagle3" in done.stderr
     for folder in ("for-vllm", "for-sglang"):

@@ -65,7 +65,8 @@ def test_a_rehearsal_of_all_parts(tmp_path):
         kinds = [[name, kind] for name in row["draft_ms"] for kind in ("tree", "adaptive", "chain")]
         assert methods == [["plain"], *kinds]
         assert {row["equal"] for row in rows[part]} == {f"{4 * batch}/{4 * batch}"}
-        assert all(row["steps"] < rows[part][0]["steps"] for row in rows[part][1:])
+        fixed = [row for row in rows[part][1:] if "adaptive" not in row["method"]]  # adaptive: plain if that is faster
+        assert all(row["steps"] < rows[part][0]["steps"] for row in fixed)
         assert {row["set_acceptance"] for row in rows[part][1:]} == {0.8}
     for part in ("generate-7b", "generate-batch-7b"):
         assert [row["method"] for row in rows[part]] == ["dynamic", "static", "compiled"]

@@ -518,7 +518,7 @@ def test_heads_that_cannot_be_started_from_are_refused(model: str, train: Callab
     head = write_head(tmp_path / "head", config, head_tensors(config))
     with pytest.raises(UserError, match="expected a head with plain rotary positions, received M-RoPE"):
         train(tmp_path / "c", "--start", str(head), command="eagle3")
-    config = cut(EAGLE4, vocab_size=320, draft_vocab_size=320, hidden_size=target.config.hidden_size)
+    config = cut(EAGLE4, [0, 1, 1], vocab_size=320, draft_vocab_size=320, hidden_size=target.config.hidden_size)
     head = write_head(tmp_path / "eagle4", config, head_tensors(config, "C"))
     with pytest.raises(UserError, match="expected an EAGLE-3 head without a sliding window, received EAGLE-4's"):
         train(tmp_path / "d", "--start", str(head), command="eagle3")
