@@ -279,7 +279,14 @@ MADE = {"mmspec/drafters/bigram.py", "bigram"}  # by the reader of docs/add-a-dr
 
 @pytest.mark.parametrize(
     "page",
-    ["CONTRIBUTING.md", "docs/design.md", "docs/packages.md", "docs/kernels.md", "docs/recurrent-layers.md", "docs/add-a-drafter.md"],
+    [
+        "CONTRIBUTING.md",
+        "docs/design.md",
+        "docs/packages.md",
+        "docs/kernels.md",
+        "docs/recurrent-layers.md",
+        "docs/add-a-drafter.md",
+    ],
 )
 def test_names_in_backticks_exist(page: str) -> None:
     """Paths exist, NAME stands for any; other words stand in the code, and in the file that the text says."""
