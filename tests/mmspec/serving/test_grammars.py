@@ -23,7 +23,7 @@ from mmspec.serving.limits import Limits
 from mmspec.serving.runner import GrammarChecker
 from tests.testkit.served import TIMEOUT, Served, eventually, open_stream, question, served
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("server", "one_thread")
 
 PATTERN = {"type": "string", "pattern": "(?i)" + r"\p{Lu}\p{Ll}" * 7500}  # 3 s, 300 MiB
 WIDE = {"type": "object", "properties": {f"p{n:04}": {"type": "string"} for n in range(4000)}}
