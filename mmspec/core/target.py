@@ -243,35 +243,6 @@ class SharesKeysValues(Protocol):
         """A layer's keys and values for the first ``rows`` rows."""
 
 
-class FirstLayers(Protocol):
-    """A target's first layers, final norm and output layer, run with the target's cache.
-
-    Attributes:
-        runner: runs trees of uncommitted nodes, a ``mmspec.targets.runner.VerifyRunner``.
-        recurrent: whether the target has recurrent layers, which keep no uncommitted nodes.
-        version: changes when a buffer that captured graphs read has been reallocated.
-    """
-
-    recurrent: bool
-
-    @property
-    def runner(self) -> Any: ...
-
-    @property
-    def version(self) -> tuple[Hashable, ...]: ...
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """See ``Target.head``."""
-
-
-@runtime_checkable
-class RunsFirstLayers(Protocol):
-    """Interface of a target whose first layers drafters may run between passes."""
-
-    def first_layers(self, count: int) -> FirstLayers:
-        """The first ``count`` layers; raises ``UserError`` unless the decoder is one list of more layers."""
-
-
 @runtime_checkable
 class HasDefaults(Protocol):
     """Interface of a target whose model has its own sampling defaults."""

@@ -28,8 +28,9 @@ from mmspec.quantisation.formats import (
     stored_layer,
 )
 from mmspec.quantisation.linear import GROUP, Bfloat16Linear, HalfLinear, Int4Linear, Int8Linear, PackedLinear
+from mmspec.targets.checkpoints import bars_on_terminals
 from mmspec.targets.packed_forward import merge_layers
-from mmspec.targets.support import bars_on_terminals, lay_out_for_few_rows
+from mmspec.targets.support import lay_out_for_few_rows
 
 KINDS: dict[str, type[PackedLinear]] = {
     "bfloat16": Bfloat16Linear,

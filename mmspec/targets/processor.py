@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError, explained
 from mmspec.sampling.reasoning import ReasoningParser, reasoning_format
+from mmspec.targets.checkpoints import from_pretrained
 from mmspec.targets.detokenizer import Detokenizer, Vocabulary
-from mmspec.targets.support import from_pretrained
 from mmspec.validation import check
 
 _MARK = "\ue0a1"  # a private-use character

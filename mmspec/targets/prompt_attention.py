@@ -14,8 +14,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from mmspec.core.target import TargetOutput
+from mmspec.targets.attention import window_of
 from mmspec.targets.decoder import Decoder
-from mmspec.targets.masks import window_of
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.targets.tree_layers import ATTENTION
 

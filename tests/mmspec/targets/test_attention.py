@@ -8,7 +8,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmspec import UserError, ops
-from mmspec.cache.buffers import SlotBounds
+from mmspec.cache.tree_cache import SlotBounds
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
 from mmspec.targets.attention import NAME, PASS, TreePass, tree_attention

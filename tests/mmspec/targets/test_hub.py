@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 import mmspec
 from mmspec.drafters.small import Small
-from mmspec.targets.hub import is_on_hub
+from mmspec.targets.checkpoints import is_on_hub
 from tests.model_folders import save_text_model
 
 # One of mmspec, one of huggingface_hub per process, without retries. A retried load makes dozens.

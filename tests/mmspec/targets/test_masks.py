@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.targets.masks import slot_limit, tail_mask, tree_mask, window_of
+from mmspec.targets.attention import slot_limit, tail_mask, tree_mask, window_of
 
 KINDS = ["full_attention", "sliding_attention"]
 

@@ -12,7 +12,7 @@ import mmspec
 from mmspec import UserError
 from mmspec.cli import main
 from mmspec.drafters.registry import make_drafter
-from mmspec.targets.support import from_pretrained
+from mmspec.targets.checkpoints import from_pretrained
 from tests.model_folders import save_llava, save_text_model
 
 _CODE = """
