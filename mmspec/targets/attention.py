@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache, wraps
@@ -88,11 +88,8 @@ def tree_mask(
 def tail_mask(
     config: Any, depth: Tensor, tail_depth: Tensor | None, reach: Tensor
 ) -> Tensor | dict[str, Tensor | None]:
-    """The ``attention_mask`` of a verify pass with static shapes: uncommitted nodes only; see ``tree_mask``.
-
-    Returns:
-        (batch, 1, nodes, earlier + nodes) bool; a dict if the model has several kinds of layers.
-    """
+    """The ``attention_mask`` of a verify pass with static shapes: uncommitted nodes only, (batch, 1, nodes, earlier +
+    nodes) bool; see ``tree_mask``."""
     full = reach[:, None]
     kinds, window = _windows(config)
     if window is None:
@@ -132,10 +129,7 @@ def _by_kind(masks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
 
 def slot_positions(cache: TreeCache, depth: Tensor, tail_depth: Tensor | None) -> Tensor:
     """Position of each slot in its sequence, (batch, slots) int64, padding not counted. The nodes are the last slots.
-
-    Args:
-        cache, depth, tail_depth: as for ``tree_mask``.
-    """
+    Arguments as for ``tree_mask``."""
     ends = torch.tensor(cache.lengths, dtype=torch.long, device=depth.device)[:, None]
     tail = depth if tail_depth is None else torch.cat([tail_depth, depth], dim=1)
     slots = torch.arange(cache.length, device=depth.device).expand(depth.shape[0], -1)
@@ -250,6 +244,7 @@ class PassAttention:
 
     Attributes:
         name: transformers' name of the implementation.
+        lock: while it is held, no target runs passes of this decoder.
     """
 
     def __init__(self, model: PreTrainedModel, decoder: Any, prepare: Callable[[], None] = lambda: None) -> None:
@@ -269,17 +264,13 @@ class PassAttention:
         # As dicts: setting an attribute of a configuration takes 1 % of a small model's pass.
         self._settings: list[dict[str, Any]] = list({id(copy): vars(copy) for copy in [config, *configs]}.values())
         with _NEW_LOCK:
-            self._lock = _LOCKS.setdefault(decoder, threading.RLock())
-
-    def idle(self) -> AbstractContextManager[Any]:
-        """Context manager that keeps all targets from running passes of this decoder."""
-        return self._lock
+            self.lock = _LOCKS.setdefault(decoder, threading.RLock())
 
     @contextmanager
     def applied(self, name: str | None = None) -> Iterator[None]:
         """Apply the implementation, or the implementation ``name``, during one pass. Passes of all targets that share a
         decoder are serialised, as they share its configuration and hooks."""
-        with self._lock:
+        with self.lock:
             usual = [settings[_SETTING] for settings in self._settings]
             self._prepare()
             try:

@@ -116,10 +116,17 @@ def read_whole(auto_class: Any, name: str, dtype: Any = "auto", **options: Any) 
         UserError: weights are missing, of other shapes, or unexpected, such as more layers than the configuration has.
             transformers would only warn, and initialise or drop them.
     """
-    with _tensors_only(name):
-        model, report = from_pretrained(
-            auto_class, name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+    options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, **options}
+    try:
+        model, report = from_pretrained(auto_class, name, **options)
+    except (UnpicklingError, EOFError, RuntimeError) as error:
+        # torch's errors for pickled weights (``.bin``) advise unsafe loading.
+        if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+            raise
+        raise UserError(
+            f"cannot load model {name!r}: expected weights in safetensors files, or pickled tensors and nothing else, "
+            "received a pickle that is damaged or holds other objects, which may run code and are not loaded"
+        ) from error
     found = (report[f"{kind}_keys"] for kind in ("missing", "mismatched", "unexpected"))
     refuse_other_weights(model, name, *found)
     return model
@@ -137,17 +144,3 @@ def refuse_other_weights(
         raise UserError(
             f"cannot load model {name!r}: expected exactly the weights of {type(model).__name__}, but {shown}"
         )
-
-
-@contextmanager
-def _tensors_only(name: str) -> Iterator[None]:
-    """Replace torch's errors for pickled weights (``.bin``), which advise unsafe loading, by one line."""
-    try:
-        yield
-    except (UnpicklingError, EOFError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
-            raise
-        raise UserError(
-            f"cannot load model {name!r}: expected weights in safetensors files, or pickled tensors and nothing else, "
-            "received a pickle that is damaged or holds other objects, which may run code and are not loaded"
-        ) from error

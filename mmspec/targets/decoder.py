@@ -226,11 +226,8 @@ class Decoder:
     def prefill_chunk(
         self, given: dict[str, Any], part: slice, cache: TreeCache, names: Sequence[Feature]
     ) -> dict[Feature, Tensor]:
-        """Prefill one chunk of a prompt and return its features; later chunks run as chains of accepted nodes.
-
-        Args:
-            given: result of ``chunk_inputs``.
-        """
+        """Prefill one chunk of a prompt with the inputs of ``chunk_inputs``, and return its features. Later chunks run
+        as chains of accepted nodes."""
         inputs = {name: given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None}
         inputs = {name: value[:, part] for name, value in inputs.items()}
         if self.takes_positions:
@@ -343,11 +340,7 @@ class _DecoderReachedError(Exception):
 
 class Head:
     """A model's output layer, with an optional module before it and its logit scaling: logits from hidden states, over
-    the whole vocabulary or some tokens.
-
-    Args:
-        model: model with an output layer.
-    """
+    the whole vocabulary or some tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._layer = output_layer(model)
@@ -365,11 +358,7 @@ class Head:
         return logits.to(hidden.device)  # a dispatched model's output layer may be on another device
 
     def narrow(self, token_ids: Tensor) -> Head:
-        """Restrict the head to some tokens.
-
-        Args:
-            token_ids: (tokens,) int64, on the layer's device.
-        """
+        """Restrict the head to some tokens, (tokens,) int64, on the layer's device."""
         if is_split(self._model):
             return self._with(self, _unchanged, partial(torch.index_select, dim=-1, index=token_ids))
         # A prefix of the vocabulary needs no copy of the weight.

@@ -275,12 +275,8 @@ def _rows(model: PreTrainedModel, state: Mapping[str, Any]) -> Takes:
         layer, rows = layers[name], getattr(state[name], "rows", lambda: None)()
         keeps = type(layer) is nn.Linear or isinstance(layer, nn.Embedding)
         if keeps and rows is not None and (len(rows.places), rows.features) == layer.weight.shape:
-            takes[name] = partial(_given, rows)
+            takes[name] = lambda weight, rows=rows: rows
     return takes
-
-
-def _given(rows: StoredRows, weight: Any) -> StoredRows:
-    return rows
 
 
 def _fill(model: Any, state: Mapping[str, Any], takes: Takes, dtype: torch.dtype, name: str) -> None:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ def refuse_not_finite(weights: Iterable[tuple[str, Tensor]]) -> None:
 def without_output_capture(model: PreTrainedModel) -> PreTrainedModel:
     """Copy of the modules, with shared weights, without transformers' output-capturing hooks, which are local functions
     and cannot be pickled. transformers reinstalls them when needed."""
-    tensors = [value for module in model.modules() for value in _tensors(module)]
+    parts = ((vars(module), module._parameters, module._buffers) for module in model.modules())
+    values = [value for part in chain(*parts) for value in part.values()]
+    tensors = [value for value in values if isinstance(value, Tensor)]
     same = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     for module in same.modules():
         vars(module).pop("_output_capturing_hooks_installed", None)
@@ -48,11 +51,6 @@ def without_output_capture(model: PreTrainedModel) -> PreTrainedModel:
         for key in [key for key, hook in hooks.items() if getattr(hook, "__module__", None) == CAPTURE]:
             del hooks[key]
     return same
-
-
-def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    values = [*vars(module).values(), *module._parameters.values(), *module._buffers.values()]
-    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 _WIDEST = 2048  # features; transposed weights that are wider measured slower

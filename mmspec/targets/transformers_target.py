@@ -85,12 +85,12 @@ class TransformersTarget:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the model, without sequences."""
-        with self.decoder.attention.idle():
+        with self.decoder.attention.lock:
             model = without_output_capture(self.model)
         return type(self), (model, self._exact)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformersTarget:
-        with self.decoder.attention.idle():
+        with self.decoder.attention.lock:
             model = copy.deepcopy(self.model, memo)
         return type(self)(model, self._exact)
 
