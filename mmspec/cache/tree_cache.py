@@ -131,22 +131,16 @@ class KVBuffers:
         return [self.tensors[buffer][tensor] for buffer, tensor in self._places[layer, 2]]
 
     def write(self, layer: int, states: Sequence[Tensor], start: int) -> list[Tensor]:
-        """Write a layer's states of a pass to its slots; arguments as for ``layer``.
-
-        Returns:
-            Each state in all slots up to the last written slot.
-        """
+        """Write a layer's states of a pass to its slots; arguments as for ``layer``. Returns each state in all slots up
+        to the last written slot."""
         end, buffers = start + states[0].shape[2], self.layer(layer, states, start)
         for buffer, new in zip(buffers, states, strict=True):
             buffer[:, :, start:end] = new
         return [buffer[:, :, :end] for buffer in buffers]
 
     def shared(self, layers: Sequence[int], rows: int, nodes: int, like: Tensor, start: int) -> Tensor:
-        """The shared buffer of identical layers, with slots for the next pass, for kernels that write to it.
-
-        Args:
-            like: (kv_heads, any, head_dim), template for shape, dtype and device.
-        """
+        """The shared buffer of identical layers, with slots for the next pass, for kernels that write to it; ``like``,
+        (kv_heads, any, head_dim), has their shape, dtype and device."""
         states = like.expand(rows, *like.shape)
         for layer in layers if not self._places else ():
             self.layer(layer, (states, states), start)
@@ -172,11 +166,8 @@ class KVBuffers:
         return buffer, self._used[buffer] - 1
 
     def commit_prompt(self, kept: Sequence[Tensor] | None) -> None:
-        """Remove padding, and free tensors left unused because shapes differ or layers share keys and values.
-
-        Args:
-            kept: slots to keep per row; None without padding.
-        """
+        """Remove padding, and free tensors left unused because shapes differ or layers share keys and values. ``kept``
+        are the slots to keep per row; None without padding."""
         self.tensors = [
             buffer if used == len(buffer) else buffer[:used].clone()
             for buffer, used in zip(self.tensors, self._used, strict=True)
@@ -477,11 +468,8 @@ class TreeCache(Cache):
         self.kv.set_write_slots(nodes, self.offset)
 
     def arguments(self, reach: Tensor) -> dict[str, Any]:
-        """Extra keyword arguments of the decoder's forward in a verify pass, for layers other than attention.
-
-        Args:
-            reach: (batch, nodes, earlier + nodes) bool, ancestors of each node among the uncommitted nodes.
-        """
+        """Extra keyword arguments of the decoder's forward in a verify pass, for layers other than attention; ``reach``
+        is (batch, nodes, earlier + nodes) bool, ancestors of each node among the uncommitted nodes."""
         return {}
 
     def commit_prompt(self, tokens: int, attention_mask: Tensor | None, batch: int) -> None:

@@ -164,11 +164,8 @@ class TargetOutput:
 
 
 def at_text(positions: Tensor | None, place: int) -> bool:
-    """Whether token ``place`` is at a text position.
-
-    Args:
-        positions: ``TargetOutput.positions``. With several axes, time, height and width differ at images and videos.
-    """
+    """Whether token ``place`` is at a text position, according to ``TargetOutput.positions``. With several axes, time,
+    height and width differ at images and videos."""
     if positions is None or positions.ndim == 2:
         return True
     axes = positions[-3:, :, place]
@@ -208,11 +205,8 @@ class KeepsStates(Protocol):
     def restore(
         self, state: State, prompt: Prompt, max_new_tokens: int, reads: Sequence[Feature] = (), chunk: int | None = None
     ) -> Iterator[TargetOutput | None]:
-        """``prefill`` of a single prompt after the tokens of ``state``, its first tokens.
-
-        Yields:
-            See ``prefill``. Features and embeddings cover the tokens after ``state``.
-        """
+        """``prefill`` of a single prompt after the tokens of ``state``, its first tokens. Features and embeddings cover
+        the tokens after ``state``."""
 
 
 @dataclass(frozen=True)

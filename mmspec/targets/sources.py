@@ -149,11 +149,7 @@ class LazySource(Source):
 
 
 class GGUFSource(LazySource):
-    """A GGUF file. Its configuration and tokenizer are cached when the processor is first loaded.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """A GGUF file. Its configuration and tokenizer are cached when the processor is first loaded."""
 
     def __init__(self, path: Path) -> None:
         file = gguf.GGUFFile(path)

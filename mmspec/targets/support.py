@@ -89,11 +89,8 @@ def decoder_of(model: PreTrainedModel) -> Any:
 
 
 def base_model(model: Any) -> Any:
-    """Unwrap a peft wrapper, keeping the adapters in the layers; returns other models unchanged.
-
-    Raises:
-        UserError: the wrapper has learned prompts, which only its own forward adds.
-    """
+    """Unwrap a peft wrapper, keeping the adapters in the layers; returns other models unchanged. Raises ``UserError``
+    for learned prompts, which only the wrapper's forward adds."""
     if isinstance(model, PreTrainedModel) or not hasattr(model, "get_base_model"):
         return model
     refuse_learned_prompts(model)
