@@ -26,12 +26,11 @@ from mmspec.ops import cpu, cpu_library
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import MODELS, Source
 from mmspec.targets import sources
-from mmspec.targets.hub import cache_if_offline
+from mmspec.targets.checkpoints import bars_on_terminals, cache_if_offline
 from mmspec.targets.lora import add_adapters
 from mmspec.targets.packing import QUANTISED, pack_model, packs_bfloat16, quantise_on_cuda, start_packing
-from mmspec.targets.placement import is_split, split_options
 from mmspec.targets.processor import Processor
-from mmspec.targets.support import bars_on_terminals, base_model, lay_out_for_few_rows, refuse_not_finite
+from mmspec.targets.support import base_model, is_split, lay_out_for_few_rows, refuse_not_finite, split_options
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.validation import check
 

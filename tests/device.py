@@ -28,7 +28,7 @@ LAUNCHES = {
         *("top_log_probs", "next_beam", "keep_best", "extend_reach", "node_inputs", "write_last"),
         *("act_and_mul", "add_norm", "rotate_and_cache"),
     ),
-    "mmspec.cache.buffers": ("compact_kv",),
+    "mmspec.cache.tree_cache": ("compact_kv",),
     "mmspec.core.tree": ("tree_ancestors",),
     "mmspec.ssm.states": ("commit_conv", "tree_conv"),
     "mmspec.ssm.recurrences": ("commit_delta", "commit_scan", "tree_delta", "tree_scan"),

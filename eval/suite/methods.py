@@ -24,8 +24,7 @@ from mmspec.drafters.registry import drafter_spec, drafters_for, make_drafter
 from mmspec.errors import UserError, explained
 from mmspec.eval.harness.peers import Peer
 from mmspec.eval.harness.timing import Method
-from mmspec.targets.hub import cache_if_offline
-from mmspec.targets.support import from_pretrained
+from mmspec.targets.checkpoints import cache_if_offline, from_pretrained
 from mmspec.targets.transformers_target import TransformersTarget
 
 BASELINE, PLAIN, LLAMA, OPENVINO = "generate", "none", "llama.cpp", "openvino"

@@ -45,11 +45,7 @@ class Prefix:
 
 
 class PrefixCache:
-    """LRU cache of prefixes with a memory limit. Thread-safe.
-
-    Args:
-        limit: size limit in bytes; a single prefix above it is not cached.
-    """
+    """LRU cache of prefixes, of at most ``limit`` bytes. Thread-safe. A single prefix above the limit is not cached."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -64,12 +60,8 @@ class PrefixCache:
         return len(self._entries)
 
     def find(self, tokens: Sequence[int], key: Hashable, features: Sequence[Feature]) -> tuple[Prefix, int] | None:
-        """The prefix with the most tokens in common with a prompt, and their number.
-
-        Args:
-            key: key of the prompt, which must equal the prefix's key.
-            features: features that the prefix must have.
-        """
+        """The prefix with the most tokens in common with a prompt, and their number. The prefix must have the prompt's
+        key and all ``features``."""
         with self._lock:
             best, most = None, LEAST_TOKENS - 1
             for entry in self._entries:
@@ -118,11 +110,7 @@ class _Row:
 
 
 class PrefixReuse:
-    """Lookups and insertions of the prefix cache for the running sequences of a target.
-
-    Attributes:
-        prefixes: the cache.
-    """
+    """Lookups and insertions of the prefix cache for the running sequences of a target."""
 
     def __init__(self, target: Target, prefixes: PrefixCache) -> None:
         self.prefixes = prefixes
@@ -189,11 +177,7 @@ class PrefixReuse:
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict, verified: dict[Feature, Tensor]) -> None:
-        """Record the features of the accepted nodes of each row.
-
-        Args:
-            verified: features of the verified tree, (batch, nodes, hidden) each.
-        """
+        """Record the accepted nodes' features among those of the verified tree, (batch, nodes, hidden) each."""
         self._record()
         if any(self._rows):
             nodes = verdict.path.clamp(min=0)
@@ -212,11 +196,7 @@ class PrefixReuse:
 
     @torch.inference_mode()
     def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
-        """Cache the states of finished sequences.
-
-        Args:
-            histories: prompt and answer tokens of each sequence.
-        """
+        """Cache the states of finished sequences; ``histories`` are prompt and answer tokens of each."""
         self._record()
         for row, history in zip(rows, histories, strict=True):
             known = self._rows[row]

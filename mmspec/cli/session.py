@@ -28,7 +28,7 @@ from mmspec.loading import load
 from mmspec.pipeline import Generation, Piece, Pipeline
 from mmspec.progress import show_progress, show_steps
 from mmspec.sampling.params import SamplingParams
-from mmspec.targets.hub import is_on_hub
+from mmspec.targets.checkpoints import is_on_hub
 
 _log = logging.getLogger("mmspec.load")
 _ROUNDS = 3  # of --compare

@@ -164,11 +164,8 @@ class TargetOutput:
 
 
 def at_text(positions: Tensor | None, place: int) -> bool:
-    """Whether token ``place`` is at a text position.
-
-    Args:
-        positions: ``TargetOutput.positions``. With several axes, time, height and width differ at images and videos.
-    """
+    """Whether token ``place`` is at a text position, according to ``TargetOutput.positions``. With several axes, time,
+    height and width differ at images and videos."""
     if positions is None or positions.ndim == 2:
         return True
     axes = positions[-3:, :, place]
@@ -208,11 +205,8 @@ class KeepsStates(Protocol):
     def restore(
         self, state: State, prompt: Prompt, max_new_tokens: int, reads: Sequence[Feature] = (), chunk: int | None = None
     ) -> Iterator[TargetOutput | None]:
-        """``prefill`` of a single prompt after the tokens of ``state``, its first tokens.
-
-        Yields:
-            See ``prefill``. Features and embeddings cover the tokens after ``state``.
-        """
+        """``prefill`` of a single prompt after the tokens of ``state``, its first tokens. Features and embeddings cover
+        the tokens after ``state``."""
 
 
 @dataclass(frozen=True)
@@ -241,35 +235,6 @@ class SharesKeysValues(Protocol):
 
     def keys_values(self, layer: int, rows: int) -> KeysValues:
         """A layer's keys and values for the first ``rows`` rows."""
-
-
-class FirstLayers(Protocol):
-    """A target's first layers, final norm and output layer, run with the target's cache.
-
-    Attributes:
-        runner: runs trees of uncommitted nodes, a ``mmspec.targets.runner.VerifyRunner``.
-        recurrent: whether the target has recurrent layers, which keep no uncommitted nodes.
-        version: changes when a buffer that captured graphs read has been reallocated.
-    """
-
-    recurrent: bool
-
-    @property
-    def runner(self) -> Any: ...
-
-    @property
-    def version(self) -> tuple[Hashable, ...]: ...
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """See ``Target.head``."""
-
-
-@runtime_checkable
-class RunsFirstLayers(Protocol):
-    """Interface of a target whose first layers drafters may run between passes."""
-
-    def first_layers(self, count: int) -> FirstLayers:
-        """The first ``count`` layers; raises ``UserError`` unless the decoder is one list of more layers."""
 
 
 @runtime_checkable

@@ -317,11 +317,8 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
 
 
 def best_chains(trees: Sequence[TokenTree]) -> TokenTree:
-    """For each row, select the chain with the most expected tokens; chains have the same root. No host sync.
-
-    Args, Raises:
-        See ``merge``.
-    """
+    """For each row, select the chain with the most expected tokens; chains have the same root. No host sync. Arguments
+    and errors as for ``merge``."""
     trees = _mergeable(trees)
     if len(trees) == 1:
         return trees[0]

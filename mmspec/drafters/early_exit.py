@@ -13,13 +13,14 @@ from torch import Tensor
 
 from mmspec import ops
 from mmspec.core.plan import StepPlan
-from mmspec.core.target import FirstLayers, Prompt, RunsFirstLayers, Target, TargetOutput
+from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter
 from mmspec.drafters.growth import LevelPasses, grow_tree
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
+from mmspec.targets.transformers_target import FirstLayers, TransformersTarget
 
 
 def first_layers(target: Target, count: int) -> FirstLayers:
@@ -28,9 +29,9 @@ def first_layers(target: Target, count: int) -> FirstLayers:
     Raises:
         UserError: the target is not a transformers model of one decoder with more than ``count`` layers.
     """
-    if not isinstance(target, RunsFirstLayers):
+    if not isinstance(target, TransformersTarget):
         raise UserError("an early exit requires a target that is a model of transformers: this one is not")
-    return target.first_layers(count)
+    return FirstLayers(target, count)
 
 
 class EarlyExit(CapturedDrafter):

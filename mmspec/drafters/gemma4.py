@@ -33,8 +33,9 @@ from mmspec.drafters.trained import TreeDrafter
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.targets.attention import set_attention
+from mmspec.targets.checkpoints import read_whole
 from mmspec.targets.packing import drafter_kind, pack_drafter
-from mmspec.targets.support import read_whole, without_output_capture
+from mmspec.targets.support import without_output_capture
 from mmspec.targets.transformers_target import sharded
 from mmspec.targets.tree_layers import replaced
 

@@ -52,10 +52,9 @@ from mmspec.drafters.spec import DrafterSpec
 from mmspec.drafters.trained import TreeDrafter
 from mmspec.errors import UserError, explained
 from mmspec.ops import kernels
-from mmspec.targets.attention import NAME, PASS, TreePass, set_attention
-from mmspec.targets.masks import SLIDING, tail_mask, tree_mask, window_of
+from mmspec.targets.attention import NAME, PASS, SLIDING, TreePass, set_attention, tail_mask, tree_mask, window_of
+from mmspec.targets.checkpoints import from_pretrained
 from mmspec.targets.packing import drafter_kind, pack_drafter
-from mmspec.targets.support import from_pretrained
 
 _WITHOUT_CLASS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 """Model types whose MTP layer has full attention and no configuration in transformers."""

@@ -27,7 +27,7 @@ from mmspec.drafters.checkpoint import HEADS
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.drafters.union import Union
 from mmspec.errors import UserError, explained
-from mmspec.targets.hub import cache_if_offline, is_path
+from mmspec.targets.checkpoints import cache_if_offline, is_path
 
 PLAIN, AUTO, DEFAULT = "none", "auto", "recycle+ngram"
 LONGEST_CHAIN = 8

@@ -32,11 +32,11 @@ from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError, explained
 from mmspec.ops.transfer import on_device
 from mmspec.targets import sources
+from mmspec.targets.checkpoints import cache_if_offline, from_pretrained
 from mmspec.targets.detokenizer import Vocabulary
-from mmspec.targets.hub import cache_if_offline
 from mmspec.targets.packing import QUANTISED, drafter_kind, pack_model
 from mmspec.targets.runner import StaticRunner
-from mmspec.targets.support import base_model, from_pretrained
+from mmspec.targets.support import base_model
 from mmspec.targets.transformers_target import TransformersTarget
 
 

@@ -1,36 +1,147 @@
-"""Tree attention as an attention implementation of transformers.
+"""Attention of trees in transformers' decoders: masks, the attention implementation, and positions by slot.
 
 Given a mask, transformers repeats keys and values for grouped queries, over the whole prefix and in every layer. On a
 CPU, torch's attention supports grouped queries with a mask. With static shapes the prefix needs no mask, and
 ``mmspec.ops.tree_attention`` is used (a Triton kernel on CUDA).
+
+ALiBi (BLOOM, Falcon, MPT; arXiv 2108.12409, section 3) adds a slope times the key's position to each attention score.
+GPT-Neo's layers compute their own causal and window masks. Both use slot indices as positions. During passes, the
+modelling file's bias function, or the attention of MPT or GPT-Neo, is replaced by a function that reads the positions
+of the pass.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from mmspec import ops
-from mmspec.cache.buffers import SlotBounds
+from mmspec.cache.tree_cache import SlotBounds, TreeCache, cache_in
 from mmspec.errors import UserError
-from mmspec.targets.masks import window_of
-from mmspec.targets.support import decoder_of
+from mmspec.targets.tree_layers import Place, replaced
 
 NAME = "mmspec_tree"
 PASS = "tree_pass"
 """Keyword argument of a decoder's forward that passes a ``TreePass`` to every attention layer."""
+
+SLIDING = ("sliding_attention", "hybrid_sliding")
+"""Kinds of layers with a sliding window."""
+
+
+def tree_mask(
+    config: Any, cache: TreeCache, depth: Tensor | None, tail_depth: Tensor | None, reach: Tensor, dtype: torch.dtype
+) -> Tensor | dict[str, Tensor | None] | None:
+    """The ``attention_mask`` of a verify pass.
+
+    Args:
+        config: the text configuration, which has the kinds of layers, window and attention implementation.
+        cache: cache of the committed prefix.
+        depth: (batch, nodes) int64, distance of each new node to the end of the prefix; None means 0.
+        tail_depth: (batch, earlier) int64, ``depth`` of uncommitted nodes of earlier passes; None without any.
+        reach: (batch, nodes, earlier + nodes) bool, the uncommitted nodes that each new node attends to.
+        dtype: dtype of additive masks.
+
+    Returns:
+        (batch, 1, nodes, slots): bool, or additive for eager attention, which silently misreads bool masks. A dict if
+        the model has several kinds of layers. None if a single node attends to everything, or the model has no
+        attention.
+    """
+    batch, nodes = reach.shape[:2]
+    kinds, window = _windows(config)
+    chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
+    limited = window is not None or chunk is not None
+    all_allowed = nodes == 1 and tail_depth is None and not cache.padded
+    if (all_allowed and not limited) or not cache.attending:
+        return None
+    prefix = cache.attended[:, None, :].to(reach.device) if cache.padded else reach.new_ones(1, 1, 1)
+    full = torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]
+    additive = dtype if config._attn_implementation == "eager" else None
+    if not limited:
+        return _in_form(full, additive)
+    if depth is None:
+        depth = torch.zeros(batch, nodes, dtype=torch.long, device=reach.device)
+    positions = slot_positions(cache, depth, tail_depth)
+    query, key = positions[:, None, -nodes:, None], positions[:, None, None]
+    # A single node needs its window too: in some models (Moshi, OLMoE) only transformers' cache applies it.
+    masks = {"full_attention": None if all_allowed else _in_form(full, additive)}
+    if window is not None:
+        masks["sliding_attention"] = _in_form(full & (query - key < window), additive)
+    if chunk is not None:
+        masks["chunked_attention"] = _in_form(full & (query // chunk == key // chunk), additive)
+    return _by_kind(masks) if kinds else masks["sliding_attention"]
+
+
+def tail_mask(
+    config: Any, depth: Tensor, tail_depth: Tensor | None, reach: Tensor
+) -> Tensor | dict[str, Tensor | None]:
+    """The ``attention_mask`` of a verify pass with static shapes: uncommitted nodes only, (batch, 1, nodes, earlier +
+    nodes) bool; see ``tree_mask``."""
+    full = reach[:, None]
+    kinds, window = _windows(config)
+    if window is None:
+        return full
+    tail = depth if tail_depth is None else torch.cat([tail_depth, depth], dim=1)
+    slid = full & (depth[:, :, None] - tail[:, None, :] < window)[:, None]
+    return _by_kind({"full_attention": full, "sliding_attention": slid}) if kinds else slid
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """Size of a layer's sliding window; None for full attention."""
+    kinds, window = _windows(config)
+    return window if window is None or not kinds or kinds[layer] in SLIDING else None
+
+
+def slot_limit(config: Any) -> int | None:
+    """Maximum slots of a prompt with inner or right padding: in longer prompts, transformers' windows and chunks, which
+    count padding, differ from tree masks. None if no layer has windows or chunks."""
+    kinds, window = _windows(config)
+    chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
+    return min((size for size in (window, chunk) if size is not None), default=None)
+
+
+def _windows(config: Any) -> tuple[list[str], int | None]:
+    """Kinds of a model's layers (empty if the configuration has none) and size of the sliding window."""
+    kinds = getattr(config, "layer_types", None) or []
+    window = getattr(config, "sliding_window", None)
+    return kinds, None if kinds and not set(SLIDING) & set(kinds) else window
+
+
+def _by_kind(masks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Add masks under the other names that decoders use: for layers with both convolution and attention, and for layers
+    without attention."""
+    beside = {"hybrid": masks["full_attention"], "hybrid_sliding": masks.get("sliding_attention")}
+    return {"linear_attention": None, "conv": None, **beside, **masks}
+
+
+def slot_positions(cache: TreeCache, depth: Tensor, tail_depth: Tensor | None) -> Tensor:
+    """Position of each slot in its sequence, (batch, slots) int64, padding not counted. The nodes are the last slots.
+    Arguments as for ``tree_mask``."""
+    ends = torch.tensor(cache.lengths, dtype=torch.long, device=depth.device)[:, None]
+    tail = depth if tail_depth is None else torch.cat([tail_depth, depth], dim=1)
+    slots = torch.arange(cache.length, device=depth.device).expand(depth.shape[0], -1)
+    return torch.cat([slots, ends + tail], dim=1)
+
+
+def _in_form(allowed: Tensor, additive: torch.dtype | None) -> Tensor:
+    if additive is None:
+        return allowed
+    return torch.zeros(allowed.shape, dtype=additive, device=allowed.device).masked_fill(
+        ~allowed, torch.finfo(additive).min
+    )
 
 
 @dataclass(frozen=True)
@@ -128,16 +239,17 @@ class PassAttention:
     unselected keys only with eager attention or SDPA, and Doge's masks differ by head.
 
     Args:
+        decoder: the model's layers, see ``decoder_of``.
         prepare: called at the start of each pass.
 
     Attributes:
         name: transformers' name of the implementation.
+        lock: while it is held, no target runs passes of this decoder.
     """
 
-    def __init__(self, model: PreTrainedModel, prepare: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, model: PreTrainedModel, decoder: Any, prepare: Callable[[], None] = lambda: None) -> None:
         self._prepare = prepare
-        self._model = model
-        config, decoder = model.config.get_text_config(), decoder_of(model)
+        config = model.config.get_text_config()
         usual = config._attn_implementation
         self.name = NAME if usual != "eager" and model._supports_sdpa else "eager"
         if usual in ("sdpa", "eager") and not decoder._can_set_attn_implementation():
@@ -152,17 +264,13 @@ class PassAttention:
         # As dicts: setting an attribute of a configuration takes 1 % of a small model's pass.
         self._settings: list[dict[str, Any]] = list({id(copy): vars(copy) for copy in [config, *configs]}.values())
         with _NEW_LOCK:
-            self._lock = _LOCKS.setdefault(decoder, threading.RLock())
-
-    def idle(self) -> AbstractContextManager[Any]:
-        """Context manager that keeps all targets from running passes of this decoder."""
-        return self._lock
+            self.lock = _LOCKS.setdefault(decoder, threading.RLock())
 
     @contextmanager
     def applied(self, name: str | None = None) -> Iterator[None]:
         """Apply the implementation, or the implementation ``name``, during one pass. Passes of all targets that share a
         decoder are serialised, as they share its configuration and hooks."""
-        with self._lock:
+        with self.lock:
             usual = [settings[_SETTING] for settings in self._settings]
             self._prepare()
             try:
@@ -179,3 +287,103 @@ _LOCKS: WeakKeyDictionary[torch.nn.Module, threading.RLock] = WeakKeyDictionary(
 _NEW_LOCK = threading.Lock()
 if hasattr(os, "register_at_fork"):  # in a forked process, no pass runs
     os.register_at_fork(after_in_child=lambda: [lock._at_fork_reinit() for lock in _LOCKS.values()])  # type: ignore[attr-defined]
+
+
+_ATTRIBUTE = "slot_positions"
+_POSITIONS: ContextVar[Tensor | None] = ContextVar("_POSITIONS", default=None)
+"""Positions of the slots in this thread's pass, (batch, slots) int64."""
+
+
+Replacement = Mapping[Place, Callable[[Any], Any]]
+"""Function of a modelling file that uses slot indices, and what it is replaced by; see ``replaced``."""
+
+
+def slot_attention(config: Any, decoder: nn.Module) -> Replacement | None:
+    """The function to replace in passes of a decoder; None if its attention does not use slot indices."""
+    module = sys.modules[type(decoder).__module__]
+    if getattr(config, "alibi", True) is False:  # Falcon may have rotary embeddings instead
+        return None
+    if hasattr(module, "build_alibi_tensor"):
+        return {(module, "build_alibi_tensor"): _biases}
+    if hasattr(module, "MptAttention"):
+        return {(module.MptAttention, "forward"): _mpt_attention}
+    if hasattr(module, "GPTNeoSelfAttention"):
+        return {(module.GPTNeoSelfAttention, "_attn"): _gpt_neo_attention}
+    return None
+
+
+def with_positions(mask: Tensor, positions: Tensor) -> Tensor:
+    """Attach slot positions, (batch, slots) int64, to the mask of a pass."""
+    setattr(mask, _ATTRIBUTE, positions)
+    return mask
+
+
+@contextmanager
+def slot_positions_applied(replacement: Replacement, mask: Tensor | None) -> Iterator[None]:
+    """Replace the function during a pass with a mask of ``with_positions``. Other threads still call transformers'
+    function."""
+    with replaced(replacement):
+        token = _POSITIONS.set(getattr(mask, _ATTRIBUTE, None))
+        try:
+            yield
+        finally:
+            _POSITIONS.reset(token)
+
+
+@cache
+def _biases(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Replace ``build_alibi_tensor``: (batch * heads, 1, slots)."""
+
+    @wraps(original)
+    def biases(attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+        positions = _POSITIONS.get()
+        if positions is None:
+            return original(attention_mask, num_heads, dtype)
+        line = attention_mask.new_ones(1, int(positions.max()) + 1, dtype=torch.long)
+        by_position = original(line, num_heads, dtype)[:, 0]  # (heads, positions)
+        return by_position[:, positions].transpose(0, 1).reshape(-1, 1, positions.shape[1])
+
+    return biases
+
+
+@cache
+def _mpt_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``MptAttention.forward``, which uses equal biases for all rows."""
+
+    @wraps(original)
+    def attention(self: Any, hidden_states: Tensor, position_bias: Tensor, **options: Any) -> tuple[Tensor, None]:
+        positions = _POSITIONS.get()
+        if positions is None:
+            return original(self, hidden_states, position_bias, **options)
+        states = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            states = states.clamp(-self.clip_qkv, self.clip_qkv)
+        query, key, value = states.unflatten(2, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
+        key, value = cache_in(options).update(key, value, self.layer_idx)
+        # Relative to the last position, as in the table: (heads, 1, positions), 0 at its end.
+        positions = positions.clamp(max=position_bias.shape[2] - 1)  # no token is emitted after the last position
+        bias = position_bias[:, 0, positions - 1 - int(positions.max())].transpose(0, 1).unsqueeze(2)
+        bias = bias.to(query.dtype).masked_fill(options["attention_mask"], torch.finfo(query.dtype).min)
+        read = nn.functional.scaled_dot_product_attention(query, key, value, bias, scale=self.softmax_scale)
+        return self.out_proj(read.transpose(1, 2).flatten(2)), None
+
+    return attention
+
+
+@cache
+def _gpt_neo_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``GPTNeoSelfAttention._attn``, which masks by slot index; the mask of a pass is already causal."""
+
+    @wraps(original)
+    def attention(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Any:
+        positions = _POSITIONS.get()
+        if positions is None or mask is None:
+            return original(self, query, key, value, mask)
+        scores = query.float() @ key.float().transpose(-1, -2) + mask
+        if self.attention_type == "local":
+            distance = positions[:, None, -query.shape[2] :, None] - positions[:, None, None]
+            scores = scores.masked_fill(distance >= self.config.window_size, torch.finfo(scores.dtype).min)
+        weights = scores.softmax(-1).to(value.dtype)
+        return weights @ value, weights
+
+    return attention

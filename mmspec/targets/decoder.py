@@ -1,4 +1,7 @@
-"""Decoder passes of a target: verify passes, and prefill whole or in chunks, with the features that drafters read."""
+"""Decoder passes of a target, with the features that drafters read, and its output layer.
+
+Passes are verify passes, and prefill, whole or in chunks.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from inspect import signature
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -18,14 +22,30 @@ from mmspec.cache.tree_cache import CACHE_NAMES, TreeCache, cache_argument, cach
 from mmspec.core.target import Feature, layer_of
 from mmspec.errors import UserError
 from mmspec.ops import kernels
-from mmspec.targets.attention import NAME, PASS, PassAttention
-from mmspec.targets.head import contiguous_input
-from mmspec.targets.masks import slot_positions, tree_mask
-from mmspec.targets.packed_forward import first_layers
-from mmspec.targets.placement import computing_devices, input_device, is_sharded, is_split
-from mmspec.targets.slot_attention import slot_attention, slot_positions_applied, with_positions
+from mmspec.quantisation.linear import PackedLinear
+from mmspec.targets.attention import (
+    NAME,
+    PASS,
+    PassAttention,
+    slot_attention,
+    slot_positions,
+    slot_positions_applied,
+    tree_mask,
+    with_positions,
+)
+from mmspec.targets.packed_forward import first_layers, linear_of
 from mmspec.targets.static_forward import FusedDecoder
-from mmspec.targets.support import cached_layers, decoder_of, output_layer, refuse_unsupported
+from mmspec.targets.support import (
+    cached_layers,
+    computing_devices,
+    decoder_of,
+    input_device,
+    is_sharded,
+    is_split,
+    output_layer,
+    refuse_not_finite,
+    refuse_unsupported,
+)
 from mmspec.targets.tree_layers import tree_layers
 
 _TOLERANCE, _HALF_TOLERANCE = {torch.float32: 1e-3}, 0.1
@@ -61,8 +81,8 @@ class Decoder:
         refuse_unsupported(model, self.config, self.layers)
         if self.layers is not None and (is_sharded(model) or len(computing_devices(model)) > 1):
             raise UserError(f"layers with states are on one device: {type(model).__name__} is split over several")
-        self.attention = PassAttention(model, prepare)
         self._module = decoder_of(model)
+        self.attention = PassAttention(model, self._module, prepare)
         if count is not None:
             self._module = self._beginning(count)
         self._slots = slot_attention(self.config, self._module)
@@ -206,11 +226,8 @@ class Decoder:
     def prefill_chunk(
         self, given: dict[str, Any], part: slice, cache: TreeCache, names: Sequence[Feature]
     ) -> dict[Feature, Tensor]:
-        """Prefill one chunk of a prompt and return its features; later chunks run as chains of accepted nodes.
-
-        Args:
-            given: result of ``chunk_inputs``.
-        """
+        """Prefill one chunk of a prompt with the inputs of ``chunk_inputs``, and return its features. Later chunks run
+        as chains of accepted nodes."""
         inputs = {name: given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None}
         inputs = {name: value[:, part] for name, value in inputs.items()}
         if self.takes_positions:
@@ -319,3 +336,115 @@ class _DecoderReachedError(Exception):
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         self.inputs = inputs
+
+
+class Head:
+    """A model's output layer, with an optional module before it and its logit scaling: logits from hidden states, over
+    the whole vocabulary or some tokens."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._layer = output_layer(model)
+        config = model.config.get_text_config()
+        self._scale = _logit_scaling(config)
+        self._size = getattr(config, "unpadded_vocab_size", None)  # the layer's remaining rows are padding
+        self._before: Callable[[Tensor], Tensor] = _unchanged
+        others = [part for part in model.children() if not isinstance(part, PreTrainedModel)]
+        self._candidates: list[Callable[[Tensor], Tensor]] = [_unchanged, *others]
+        self._model, self._name = model, type(model).__name__
+        self._checked = False
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits = self._scale(_by_rows(self._layer, self._before(hidden)))[..., : self._size]
+        return logits.to(hidden.device)  # a dispatched model's output layer may be on another device
+
+    def narrow(self, token_ids: Tensor) -> Head:
+        """Restrict the head to some tokens, (tokens,) int64, on the layer's device."""
+        if is_split(self._model):
+            return self._with(self, _unchanged, partial(torch.index_select, dim=-1, index=token_ids))
+        # A prefix of the vocabulary needs no copy of the weight.
+        first = torch.equal(token_ids, torch.arange(len(token_ids), device=token_ids.device))
+        rows = slice(len(token_ids)) if first else token_ids
+        layer = self._layer
+        if isinstance(layer, PackedLinear):
+            return self._with(layer.rows(rows), self._before, self._scale)
+        bias = layer.bias.detach()[rows] if getattr(layer, "bias", None) is not None else None
+        return self._with(linear_of(layer.weight.detach()[rows], bias), self._before, self._scale)
+
+    def _with(self, layer: Callable[[Tensor], Tensor], before: Any, scale: Any) -> Head:
+        head = copy.copy(self)
+        head._layer, head._before, head._scale, head._size = layer, before, scale, None
+        return head
+
+    @property
+    def linear(self) -> Any:
+        """The linear layer if nothing precedes or follows it; else None."""
+        return self._layer if self._before is _unchanged and self._scale is _unchanged else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Head:
+        return self  # copies of a drafter share weights
+
+    def check(self, hidden: Tensor, logits: Tensor) -> None:
+        """At the first call, check that the head reproduces the model's logits; finds the module before the output
+        layer (ModernBERT's decoder) and corrects the scaling.
+
+        Raises:
+            UserError: the model transforms its logits in an unknown way, or they are NaN.
+        """
+        if self._checked:
+            return
+        # Some vision-language models do not scale logits as their text model does (Cohere).
+        for before, scale in product(self._candidates, (self._scale, _unchanged)):
+            self._before, self._scale = before, scale
+            if self._gives(logits, hidden):
+                break
+        else:
+            if bool(logits.isnan().any()):
+                refuse_not_finite(self._model.state_dict().items())
+                raise UserError(f"{self._name}: expected logits that are numbers, received NaN")
+            raise UserError(
+                f"{self._name} transforms its logits after the output layer in an unknown way: expected "
+                "head(hidden) to equal the model's logits"
+            )
+        self._checked = True
+
+    def _gives(self, logits: Tensor, hidden: Tensor) -> bool:
+        tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1
+        try:
+            computed = self(hidden)
+        except (RuntimeError, TypeError):  # width mismatch: a projection precedes the output layer
+            return False
+        fits = computed.shape == logits.shape
+        return fits and torch.allclose(computed.float(), logits.float(), atol=tolerance, rtol=tolerance)
+
+
+def contiguous_input(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Forward pre-hook of the output layer: makes its input contiguous; see ``_by_rows``."""
+    return inputs[0].clone(memory_format=torch.contiguous_format), *inputs[1:]
+
+
+def _by_rows(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a linear layer to (..., features) flattened to a matrix: for a slice of few nodes torch would run a batched
+    product and copy the whole weight."""
+    y = layer(x.reshape(-1, x.shape[-1]))
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _logit_scaling(config: Any) -> Callable[[Tensor], Tensor]:
+    """Scaling of logits after the output layer (Gemma, Cohere, Granite, Falcon-H1, Muse, Inkling)."""
+    if cap := getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None):
+        return partial(_capped, cap=cap, scale=getattr(config, "output_multiplier", 1.0))
+    if scale := getattr(config, "logit_scale", None):
+        return partial(torch.mul, other=scale)
+    if scale := getattr(config, "logits_scaling", None) or getattr(config, "logits_mup_width_multiplier", None):
+        return partial(torch.div, other=scale)
+    if scale := getattr(config, "lm_head_multiplier", None):
+        return partial(torch.mul, other=scale)
+    return _unchanged
+
+
+def _capped(logits: Tensor, cap: float, scale: float) -> Tensor:
+    return torch.tanh(logits * (scale / cap)) * cap if scale != 1.0 else torch.tanh(logits / cap) * cap
+
+
+def _unchanged(states: Tensor) -> Tensor:
+    return states

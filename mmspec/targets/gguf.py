@@ -170,15 +170,12 @@ class GGUFTensor:
         if (rows := self.rows()) is not None:
             return rows.dense().view(self.shape)[index]
         with explained(f"{self.file.name} has the tensor {self.name} in {self.format}", NotImplementedError):
-            found = _package(self.file.name).dequantize(self._rows_of_bytes().numpy(), self._kind)
+            data = self.data().view(prod(self.shape[:-1]), -1)
+            found = _package(self.file.name).dequantize(data.numpy(), self._kind)
         return torch.from_numpy(found).view(self.shape)[index]
 
     def data(self) -> Tensor:
-        """The stored bytes, (size,) uint8.
-
-        Raises:
-            UserError: the file was truncated after opening.
-        """
+        """The stored bytes, (size,) uint8. Raises ``UserError`` if the file was truncated after opening."""
         data = np.empty(self.size, np.uint8)
         left, place = data.data, self.place
         while left:
@@ -195,9 +192,6 @@ class GGUFTensor:
         size = self.size // (count := prod(self.shape[:-1]))
         places = self.place + size * torch.arange(count)
         return StoredRows(self.format, self.shape[-1], size, places, (self.file,), in_file=True)
-
-    def _rows_of_bytes(self) -> Tensor:
-        return self.data().view(prod(self.shape[:-1]), -1)
 
 
 class _OpenFile:

@@ -93,11 +93,8 @@ def save_tokenizer(made: Tokenizer, options: dict[str, Any], folder: Path) -> No
 
 
 def read_tokenizer(folder: Path, **more: Any) -> Any:
-    """Load the tokenizer of an ``index`` folder, twice as fast as transformers (measured with 152,000 tokens).
-
-    Args:
-        **more: further options of its class.
-    """
+    """Load the tokenizer of an ``index`` folder, twice as fast as transformers (measured with 152,000 tokens);
+    ``more`` are options of its class."""
     options = {**json.loads((folder / _OPTIONS).read_text(encoding="utf-8")), **more}
     if (folder / _TEMPLATE).is_file():
         options["chat_template"] = (folder / _TEMPLATE).read_text(encoding="utf-8")
@@ -253,13 +250,8 @@ def _giving(file: GGUFFile, value: Any) -> Any:
 
 
 class Weight:
-    """A transformers weight stored in one tensor of a file, or in several for experts.
-
-    ``weight[...]`` reads it as a dense tensor.
-
-    Attributes:
-        tensors: the file's tensors of this weight.
-    """
+    """A transformers weight stored in one of a file's ``tensors``, or in several for experts. ``weight[...]`` reads it
+    as a dense tensor."""
 
     def __init__(self, name: str, processor: Any, names: Mapping[str, str]) -> None:
         self._name, self._processor, self._names = name, processor, names
@@ -290,11 +282,7 @@ class Weight:
 
 
 def weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
-    """Weights of a text model by transformers' names, to be read on access.
-
-    Args:
-        model: model with the file's configuration; it may be on the meta device.
-    """
+    """Weights of a text model by transformers' names, to be read on access; ``model`` may be on the meta device."""
     processor = TENSOR_PROCESSORS.get(file.architecture(), TensorProcessor)(config=model.config.to_dict())
     names = get_gguf_hf_weights_map(_outline(model, 1), processor)
     found: dict[str, Weight] = {}

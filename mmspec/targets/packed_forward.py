@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any, Self
@@ -336,7 +337,7 @@ def paired(layer: nn.Linear, head_dim: int) -> nn.Linear:
     """The layer with the features of each head in ``pair_order``."""
     order = (torch.arange(0, layer.out_features, head_dim)[:, None] + pair_order(head_dim)).flatten()
     bias = None if layer.bias is None else layer.bias.detach()[order]
-    return _linear(layer.weight.detach()[order], bias, [rows.ordered(order) for rows in stored_rows(layer)])
+    return linear_of(layer.weight.detach()[order], bias, [rows.ordered(order) for rows in stored_rows(layer)])
 
 
 def merged(parts: list[nn.Linear]) -> nn.Linear:
@@ -349,13 +350,14 @@ def merged(parts: list[nn.Linear]) -> nn.Linear:
         biases = [part.bias for part in parts]
         zeros = [given[0].new_zeros(part.out_features) for part in parts]
         bias = torch.cat([zero if own is None else own.detach() for own, zero in zip(biases, zeros, strict=True)])
-    return _linear(weight, bias, concatenated(chain(*stored)) if kept else [])
+    return linear_of(weight, bias, concatenated(chain(*stored)) if kept else [])
 
 
-def _linear(weight: Tensor, bias: Tensor | None, stored: list[StoredRows]) -> nn.Linear:
+def linear_of(weight: Tensor, bias: Tensor | None, stored: Sequence[StoredRows] = ()) -> nn.Linear:
+    """A linear layer of a weight, (outputs, features), a bias, (outputs,), and stored rows."""
     layer: Any = nn.Linear(weight.shape[1], len(weight), bias is not None, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         layer.bias = nn.Parameter(bias, requires_grad=False)
-    layer.stored = stored
+    layer.stored = list(stored)
     return layer

@@ -28,8 +28,9 @@ from mmspec.quantisation.formats import (
     stored_layer,
 )
 from mmspec.quantisation.linear import GROUP, Bfloat16Linear, HalfLinear, Int4Linear, Int8Linear, PackedLinear
+from mmspec.targets.checkpoints import bars_on_terminals
 from mmspec.targets.packed_forward import merge_layers
-from mmspec.targets.support import bars_on_terminals, lay_out_for_few_rows
+from mmspec.targets.support import lay_out_for_few_rows
 
 KINDS: dict[str, type[PackedLinear]] = {
     "bfloat16": Bfloat16Linear,
@@ -59,11 +60,7 @@ def pack_model(model: PreTrainedModel, kind: str) -> None:
 
 
 def start_packing(model: PreTrainedModel, kind: str) -> Callable[[], None]:
-    """Variant of ``pack_model`` that packs rows stored in a file in a background thread.
-
-    Returns:
-        A function that waits until the model is packed.
-    """
+    """Variant of ``pack_model`` that packs rows stored in a file in a background thread; the result waits for it."""
     decoder, output = model.get_decoder(), model.get_output_embeddings()
     for table in model.modules():
         if isinstance(table, nn.Embedding) and (rows := getattr(table, "stored", None)):
@@ -147,11 +144,8 @@ def drafter_kind(target: Any, like: Tensor) -> str | None:
 
 
 def pack_drafter(network: nn.Module, like: Tensor, kind: str | None) -> None:
-    """Move a drafter's network to the device and dtype of ``like``, its weights laid out for products with few rows.
-
-    Args:
-        kind: packing kind of the linear layers, see ``drafter_kind``.
-    """
+    """Move a drafter's network to the device and dtype of ``like``, its weights laid out for products with few rows;
+    ``kind`` is the packing kind of ``drafter_kind``."""
     for parent in list(network.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, PackedLinear):

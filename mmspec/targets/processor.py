@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError, explained
 from mmspec.sampling.reasoning import ReasoningParser, reasoning_format
+from mmspec.targets.checkpoints import from_pretrained
 from mmspec.targets.detokenizer import Detokenizer, Vocabulary
-from mmspec.targets.support import from_pretrained
 from mmspec.validation import check
 
 _MARK = "\ue0a1"  # a private-use character
@@ -37,11 +37,7 @@ def is_token_ids(prompt: Any) -> bool:
 
 def template_variables(plain: Any, given: Any) -> dict[str, Any]:
     """Variables that the chat template of a tokenizer or processor uses; others are dropped, as processors would treat
-    them as their own options.
-
-    Raises:
-        UserError: ``given`` is not a mapping, or contains a name that rendering itself uses.
-    """
+    them as their own options. Raises ``UserError`` for names that rendering itself uses."""
     own = {"messages", *signature(plain.apply_chat_template).parameters}
     for name in check("chat_template_kwargs", dict, given):
         if name in own:
@@ -110,11 +106,8 @@ def render(
 
 
 def _of_text(message: Mapping[str, Any], refuse: bool = True) -> Mapping[str, Any]:
-    """Join a message's text items into one text, which templates of text models expect as content.
-
-    Args:
-        refuse: raise ``UserError`` for a message with images or videos; False returns it unchanged.
-    """
+    """Join a message's text items into one text, which templates of text models expect as content. A message with
+    images or videos raises ``UserError``, or is returned unchanged unless ``refuse``."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return message
@@ -353,11 +346,8 @@ class UserText:
         return getattr(self.tokenizer, name)  # processors use this object as their tokenizer
 
     def mark(self, prompt: Any) -> Any:
-        """Mark typed special tokens in a prompt (text or chat messages); returns the same object without any.
-
-        Raises:
-            UserError: the tokenizer cannot encode them as text.
-        """
+        """Mark typed special tokens in a prompt (text or chat messages); returns the same object without any. Raises
+        ``UserError`` if the tokenizer cannot encode them as text."""
         text = isinstance(prompt, str)
         marked: Any = self._marked(prompt) if text else [self._marked_message(message) for message in prompt]
         if marked == prompt if text else all(new is old for new, old in zip(marked, prompt, strict=True)):
@@ -371,11 +361,8 @@ class UserText:
         return _MARK in text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode a rendered prompt, with typed special tokens as text.
-
-        Raises:
-            UserError: the tokenizer encodes some plain text as special tokens.
-        """
+        """Encode a rendered prompt, with typed special tokens as text. Raises ``UserError`` if the tokenizer encodes
+        some plain text as special tokens."""
         backend, names, ids = self._renamed = self._renamed or self._rename()
         text = self._typed.sub(lambda match: names[match[0]], text).replace(_MARK, "")
         encoding = backend.encode(text, add_special_tokens=add_special_tokens)

@@ -1,12 +1,9 @@
-"""Runs a target's passes: prefill, whole or chunked, optionally after a cached prefix; and verify passes, eager or with
-static shapes for CUDA graphs."""
+"""Runs verify passes over the KV cache of the running sequences, eager or with static shapes for CUDA graphs."""
 
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,157 +12,22 @@ from torch.nn import functional as F
 
 from mmspec.cache.rows import RowTensor, batch_bucket
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.target import Feature, Prompt, State, TargetOutput, at_text
+from mmspec.core.target import Feature, TargetOutput
 from mmspec.core.tree import TokenTree
-from mmspec.errors import UserError
 from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
-from mmspec.targets.attention import PASS, TreePass
-from mmspec.targets.decoder import Decoder
-from mmspec.targets.head import Head
-from mmspec.targets.masks import tail_mask
+from mmspec.targets.attention import PASS, TreePass, tail_mask
+from mmspec.targets.decoder import Decoder, Head
 
 
-@dataclass
-class Prefill:
-    """Prefill of prompts into a separate cache. Its generators yield between passes.
-
-    Attributes:
-        prompt: one or several rows.
-        visual: (batch, length) bool, positions of image or video features; None without any.
-        chunk: maximum tokens per pass; None prefills in one pass.
-        cache: an empty cache, or a cache with the states of a prefix.
-    """
-
-    prompt: Prompt
-    visual: Tensor | None
-    names: Sequence[Feature]
-    chunk: int | None
-    cache: TreeCache
-    decoder: Decoder
-    head: Head
-    embed: Callable[[Tensor], Tensor]
-
-    def run(self, state: State | None) -> Generator[None, None, TargetOutput]:
-        """Prefill the tokens after ``state``, whose tokens are in the cache."""
-        prompt, chunk, cache = self.prompt, self.chunk, self.cache
-        ids, mask = prompt.input_ids, prompt.attention_mask
-        batch, length = ids.shape
-        positions = self._positions()
-        tokens = {} if "inputs_embeds" in prompt.inputs else {"input_ids": ids}
-        call = {**prompt.inputs, **tokens, "attention_mask": mask, "position_ids": positions}
-        if prompt.prefill_mask is not None:
-            return self._partly(call, prompt.prefill_mask)
-        splits = chunk is not None and batch == 1 and length > chunk and mask is None
-        inputs = self.decoder.chunk_inputs(call, cache) if splits or state is not None else None
-        if inputs is not None:
-            features, logits = yield from self._passes(inputs, state)
-        else:
-            logits, inputs, features = self.decoder.prefill(call, cache, self.names)
-            cache.commit_prompt(length, mask, batch)
-            self.head.check(features["last"][:, -1:], logits)
-        # Decoders without attention, or with ALiBi, have no position_ids.
-        known = inputs.get("position_ids") if self.decoder.takes_positions else positions
-        return self._output(logits, features, inputs.get("inputs_embeds"), known)
-
-    def _output(
-        self, logits: Tensor, features: dict[Feature, Tensor], embeds: Tensor | None, positions: Tensor | None
-    ) -> TargetOutput:
-        read = {name: features[name] for name in self.names if features}
-        return TargetOutput(logits, read, self.visual, embeds, positions, prompt=self.prompt)
-
-    def _partly(self, call: dict[str, Any], kept: Tensor) -> TargetOutput:
-        """Prefill only the kept positions; dropped positions have no states. Features are left-padded.
-
-        Raises:
-            UserError: the decoder's inputs cannot be split by position.
-        """
-        inputs = self.decoder.chunk_inputs(call, self.cache)
-        if inputs is None:
-            raise UserError(
-                "visual tokens can be left out where attention is causal and each token's inputs are its own"
-            )
-        embeds = self.embed(call["input_ids"]) if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
-        # A stable sort moves kept tokens to the right.
-        order = kept.long().sort(dim=1, stable=True).indices[:, -int(kept.sum(1).max()) :]
-        chosen = kept.gather(1, order)
-        mask = None if bool(chosen.all()) else chosen.long()
-        part = {"inputs_embeds": embeds.gather(1, order[:, :, None].expand(-1, -1, embeds.shape[2]))}
-        positions = None
-        if (given := inputs.get("position_ids")) is not None:
-            positions = given.gather(-1, order.expand(given.shape[:-1] + order.shape[-1:]))
-        if self.decoder.takes_positions:
-            part["position_ids"] = positions
-        if (visual := inputs.get("visual_pos_masks")) is not None:
-            part["visual_pos_masks"] = visual.gather(1, order) & chosen
-            seen = kept[visual]
-            part["deepstack_visual_embeds"] = [layer[seen] for layer in inputs["deepstack_visual_embeds"]]
-        features = self.decoder.forward({**part, "attention_mask": mask}, self.cache, self.names)
-        self.cache.commit_prompt(order.shape[1], mask, len(order))
-        logits = self.head(features["last"][:, -1:])
-        return self._output(logits, features, part["inputs_embeds"], positions)
-
-    def _positions(self) -> Tensor | None:
-        """``position_ids`` of the prompt, (batch, length) or (axes, batch, length); None if the model computes them."""
-        if (positions := self.prompt.inputs.get("position_ids")) is not None:
-            return positions
-        # Models with several position axes (Qwen-VL) compute positions of visual tokens from the prompt.
-        if self.decoder.has_position_axes and self.visual is not None and bool(self.visual.any()):
-            return None
-        ids, mask = self.prompt.input_ids, self.prompt.attention_mask
-        if mask is None:
-            return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
-
-    def _passes(
-        self, inputs: dict[str, Any], state: State | None
-    ) -> Generator[None, None, tuple[dict[Feature, Tensor], Tensor]]:
-        """Prefill the tokens after ``state``, ``chunk`` tokens per pass; returns features and last logits."""
-        length, passes = self.prompt.input_ids.shape[1], []
-        first, chunk = 0 if state is None else state.length, self.chunk or length
-        if first == length:
-            assert state is not None
-            assert state.logits is not None
-            return {}, state.logits
-        for start in range(first, length, chunk):
-            if start > first:
-                yield
-            part = slice(start, min(start + chunk, length))
-            passes.append(self.decoder.prefill_chunk(inputs, part, self.cache, self.names))
-        last = passes[-1]["last"][:, -1:]
-        logits = self.head(last)
-        self.head.check(last, logits)
-        return {name: torch.cat([features[name] for features in passes], dim=1) for name in self.names}, logits
-
-
-def next_position(positions: Tensor | None, batch: int, name: str) -> Tensor:
-    """(batch,) position of the first new token, from the decoder's ``position_ids`` of the prompt.
-
-    Args:
-        name: name of the model's class, for the error.
-
-    Raises:
-        UserError: the decoder has no ``position_ids``, or a prompt with several position axes ends on an image or
-            video.
-    """
-    if positions is None:
-        raise UserError(f"the decoder must be given position_ids: that of {name} is not")
-    if not at_text(positions, -1):
-        raise UserError("a prompt with several position axes must end on text: got an image or video token")
-    if positions.ndim == 3:
-        # Text after a video may have lower positions than the video's last frames.
-        return positions[-1, :, -1] + 1
-    return positions[:, -1].expand(batch) + 1
-
-
-class VerifyRunner(ABC):
-    """Verify passes of a decoder, and the KV cache of the running sequences.
+class VerifyRunner:
+    """Verify passes of a decoder, and the KV cache of the running sequences. Pads neither nodes nor rows.
 
     Attributes:
         static_shapes: whether shapes and addresses of tensors are static.
     """
 
-    static_shapes: ClassVar[bool]
+    static_shapes: ClassVar[bool] = False
 
     def __init__(self, decoder: Decoder, head: Head) -> None:
         self._decoder, self._head = decoder, head
@@ -224,7 +86,6 @@ class VerifyRunner(ABC):
             for part in (self._cache, self._position, self._last_position):
                 part.select(rows)
 
-    @abstractmethod
     def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature], adapter: Hashable) -> TargetOutput:
         """Logits and the named features at every node.
 
@@ -232,8 +93,14 @@ class VerifyRunner(ABC):
             width: minimum number of nodes after padding.
             adapter: key of the active LoRA adapter; graphs are captured per adapter.
         """
+        nodes = tree.nodes
+        if width == nodes:
+            states = self.forward_nodes(tree.tokens, None if nodes == 1 else tree.depth, tree.ancestors, names)
+        else:
+            states = self.forward_nodes(*_padded(tree, width, tree.batch), names)
+            states = {name: state[:, :nodes] for name, state in states.items()}
+        return TargetOutput(self._head(states["last"]), {name: states[name] for name in names})
 
-    @abstractmethod
     def forward_nodes(
         self, tokens: Tensor, depth: Tensor | None, reach: Tensor, names: Sequence[Feature] = ()
     ) -> dict[Feature, Tensor]:
@@ -244,6 +111,9 @@ class VerifyRunner(ABC):
             depth: (batch, nodes) int64, distance of each node to the end of the prefix; None means 0.
             reach: (batch, nodes, earlier + nodes) bool, the uncommitted nodes that each node attends to.
         """
+        inputs = self._inputs(tokens, depth, reach)
+        inputs["attention_mask"] = self._decoder.mask(self.cache, depth, self._tail_depth, reach)
+        return self._decoder.forward(inputs, self.cache, names)
 
     def _inputs(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> dict[str, Any]:
         """Inputs of the decoder, without the mask."""
@@ -263,36 +133,11 @@ class VerifyRunner(ABC):
         """Drop all uncommitted nodes."""
         self.cache.offset, self._tail_depth = 0, None
 
-    @abstractmethod
     def commit_nodes(self, path: Tensor, rows: Callable[[], list[list[int]]]) -> None:
         """Commit one path of nodes per row, (batch, depth) padded with -1 and as lists; drop all other nodes.
 
         With static shapes, the lists are read when a row's length is needed.
         """
-
-
-class EagerRunner(VerifyRunner):
-    """Runs passes without padding nodes or rows."""
-
-    static_shapes = False
-
-    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature], adapter: Hashable) -> TargetOutput:
-        nodes = tree.nodes
-        if width == nodes:
-            states = self.forward_nodes(tree.tokens, None if nodes == 1 else tree.depth, tree.ancestors, names)
-        else:
-            states = self.forward_nodes(*_padded(tree, width, tree.batch), names)
-            states = {name: state[:, :nodes] for name, state in states.items()}
-        return TargetOutput(self._head(states["last"]), {name: states[name] for name in names})
-
-    def forward_nodes(
-        self, tokens: Tensor, depth: Tensor | None, reach: Tensor, names: Sequence[Feature] = ()
-    ) -> dict[Feature, Tensor]:
-        inputs = self._inputs(tokens, depth, reach)
-        inputs["attention_mask"] = self._decoder.mask(self.cache, depth, self._tail_depth, reach)
-        return self._decoder.forward(inputs, self.cache, names)
-
-    def commit_nodes(self, path: Tensor, rows: Callable[[], list[list[int]]]) -> None:
         self._tail_depth, paths = None, rows()
         self.cache.commit(path, paths)
         position, accepted = self._position.data, [len(row) for row in paths]
@@ -359,7 +204,7 @@ class StaticRunner(VerifyRunner):
 
 def new_runner(decoder: Decoder, head: Head) -> VerifyRunner:
     """Create a runner, with static shapes if the device benefits from them and the layers support them."""
-    return (StaticRunner if decoder.static_shapes else EagerRunner)(decoder, head)
+    return (StaticRunner if decoder.static_shapes else VerifyRunner)(decoder, head)
 
 
 def node_bucket(nodes: int) -> int:

@@ -1,28 +1,56 @@
-"""Sources of models: a folder or repository in the hub's layout, a GGUF file, or a folder completed by packages."""
+"""Sources of models: a folder or repository in the hub's layout, GGUF files, or a folder completed by packages.
+
+Weights are quantised while they are read: layers keep only quantised rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, modeling_utils
+from transformers.core_model_loading import ConversionOps
 from transformers.initialization import no_init_weights
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from mmspec import plugins
 from mmspec.errors import UserError, missing
-from mmspec.ops import cpu_library
+from mmspec.files import cache_folder, make_folder
+from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.formats import StoredRows, quantised_rows
-from mmspec.targets import completed, gguf, gguf_model
+from mmspec.targets import gguf, gguf_model
+from mmspec.targets.checkpoints import from_pretrained, read_whole, refuse_other_weights
 from mmspec.targets.packing import QUANTISED, head_kind
-from mmspec.targets.streaming import RowsConfig, Takes, unmapped
-from mmspec.targets.support import from_pretrained, read_whole, refuse_not_finite, refuse_other_weights
+from mmspec.targets.support import refuse_not_finite
+from mmspec.targets.tree_layers import replaced
 
 _LARGE = 1_000_000_000  # parameters; larger models keep the checkpoint's dtype on a CPU, to save memory
+
+Takes = Mapping[str, Callable[[Tensor], StoredRows]]
+"""Functions that convert a weight to rows, by the weight's name. The layer keeps the rows as ``stored`` for
+``pack_model``; its ``weight`` stays on the meta device."""
+
+PARTS = "parts.json"
+"""File of an incomplete folder: {"language_model": registered model, "vision_tower": registered tower or missing}."""
+
+WEIGHTS = "model.safetensors"
+
+LABELS = "model.vision_tower.labels"
+"""Name of the label tensor: token ids in the incomplete folder, language-model embeddings in the completed model."""
+
+_FORMAT = 3  # of the folder of a completed model
 
 
 class Source:
@@ -60,8 +88,8 @@ class Source:
             UserError: weights are missing, unexpected or have other shapes; or a file was truncated during loading.
         """
         if _packs(kind, on_cpu) and getattr(config, "quantization_config", None) is None:
-            rows = RowsConfig(partial(_quantised, kind))
-            with unmapped():
+            rows = _RowsConfig(partial(_quantised, kind))
+            with _unmapped():
                 model: Any = read_whole(auto_class, self.folder, config=config, quantization_config=rows, **options)
             if rows.refused:
                 raise rows.refused[0]
@@ -121,11 +149,7 @@ class LazySource(Source):
 
 
 class GGUFSource(LazySource):
-    """A GGUF file. Its configuration and tokenizer are cached when the processor is first loaded.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """A GGUF file. Its configuration and tokenizer are cached when the processor is first loaded."""
 
     def __init__(self, path: Path) -> None:
         file = gguf.GGUFFile(path)
@@ -139,6 +163,53 @@ class GGUFSource(LazySource):
 
     def processor(self, cls: Any, **options: Any) -> Any:
         return cls(gguf_model.read_tokenizer(gguf_model.write_index(self._language)))
+
+
+class CompletedSource(LazySource):
+    """A vision-language model shipped without the weights that installed packages contain.
+
+    The files other than weights, drafters included, are assembled in a folder of the user's cache.
+
+    Raises:
+        UserError: a part is not installed, or cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._incomplete, parts = folder, json.loads((folder / PARTS).read_text())
+        name = parts["language_model"]
+        file = gguf.file_in(plugins.find("models", name)())
+        if file is None or not (folder / WEIGHTS).is_file():
+            raise UserError(f"cannot complete the model: expected {WEIGHTS} in {folder}, and a GGUF file of {name}")
+        self._tower = plugins.find("towers", parts["vision_tower"]) if "vision_tower" in parts else None
+        language = gguf.GGUFFile(file)
+        text = gguf_model.write_index(language)
+        # The key consists of the files' names, sizes and times.
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        identity = hashlib.sha256(f"{_FORMAT} {states} {text}".encode()).hexdigest()[:16]
+        index = cache_folder() / "completed" / identity / folder.name
+        if not index.is_dir():
+            make_folder(index, partial(self._write, text))
+        super().__init__(str(index), str(folder), self._weights, language)
+
+    def _write(self, text: Path, index: Path) -> None:
+        for source in (text, self._incomplete):  # the folder's configuration and chat template take precedence
+            shutil.copytree(source, index, ignore=shutil.ignore_patterns(WEIGHTS, PARTS), dirs_exist_ok=True)
+        for drafter in self._incomplete.glob(f"*/{WEIGHTS}"):
+            shutil.copyfile(drafter, index / drafter.relative_to(self._incomplete))
+
+    def _weights(self, empty: PreTrainedModel) -> dict[str, Any]:
+        with torch.device("meta"):
+            text = AutoModelForCausalLM.from_config(gguf_model.config(self._language))
+        language = gguf_model.weights(self._language, text)
+        weights: dict[str, Any] = {
+            f"model.language_model.{name.removeprefix('model.')}": x for name, x in language.items()
+        }
+        weights |= {f"model.vision_tower.{name}": x for name, x in (self._tower() if self._tower else {}).items()}
+        own: dict[str, Tensor] = load_file(self._incomplete / WEIGHTS, backend="pread")
+        if LABELS in own:
+            own[LABELS] = language["model.embed_tokens.weight"][...][own[LABELS].long()]
+        return weights | own
 
 
 def find(name: str, mmproj: str | PathLike[str] | None = None) -> Source:
@@ -158,10 +229,7 @@ def find(name: str, mmproj: str | PathLike[str] | None = None) -> Source:
         return GGUFSource(path)
     if mmproj is not None:
         raise UserError(f"mmproj goes with the GGUF file of a language model: got the model {name!r}")
-    if (Path(name) / completed.PARTS).is_file():
-        parts = completed.Parts(Path(name))
-        return LazySource(str(parts.index()), name, parts.weights, parts.language)
-    return Source(name)
+    return CompletedSource(Path(name)) if (Path(name) / PARTS).is_file() else Source(name)
 
 
 def _packs(kind: Any, on_cpu: bool) -> bool:
@@ -203,12 +271,8 @@ def _rows(model: PreTrainedModel, state: Mapping[str, Any]) -> Takes:
         layer, rows = layers[name], getattr(state[name], "rows", lambda: None)()
         keeps = type(layer) is nn.Linear or isinstance(layer, nn.Embedding)
         if keeps and rows is not None and (len(rows.places), rows.features) == layer.weight.shape:
-            takes[name] = partial(_given, rows)
+            takes[name] = lambda weight, rows=rows: rows
     return takes
-
-
-def _given(rows: StoredRows, weight: Any) -> StoredRows:
-    return rows
 
 
 def _fill(model: Any, state: Mapping[str, Any], takes: Takes, dtype: torch.dtype, name: str) -> None:
@@ -238,3 +302,94 @@ def _fill(model: Any, state: Mapping[str, Any], takes: Takes, dtype: torch.dtype
         mismatched={(key, shape, empty[key].shape) for key, shape in shapes.items() if shape != empty[key].shape},
         unexpected=state.keys() - empty.keys() - tied.keys(),
     )
+
+
+@contextmanager
+def _unmapped() -> Iterator[None]:
+    """Make transformers read safetensors files without memory mapping, which keeps them in memory until the end."""
+
+    def reading(plain: Any) -> Any:
+        return wraps(plain, updated=())(lambda *args, **options: plain(*args, **{**options, "backend": "pread"}))
+
+    with replaced({(modeling_utils, "safe_open"): reading}):
+        yield
+
+
+@register_quantization_config("mmspec")
+class _RowsConfig(QuantizationConfigMixin):
+    """For ``from_pretrained(quantization_config=...)``.
+
+    Args:
+        takes: given the empty model, returns a ``Takes`` with the weights to quantise.
+
+    Attributes:
+        refused: errors of ``takes``, which transformers would wrap.
+        mismatched: name, shape and expected shape of weights with a wrong shape, which transformers does not check for
+            quantised weights (before 5.24, for all weights).
+    """
+
+    def __init__(self, takes: Callable[[PreTrainedModel], Takes]) -> None:
+        self.quant_method: Any = "mmspec"
+        self.takes = takes
+        self.mismatched: set[tuple[str, Any, Any]] = set()
+        self.refused: list[UserError] = []
+
+
+@register_quantizer("mmspec")
+class _Rows(HfQuantizer):
+    is_trainable = False
+
+    def is_serializable(self) -> bool:
+        return False
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        self._config = cast(_RowsConfig, self.quantization_config)
+        self._takes: Takes = self._config.takes(model)
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        return param_name in self._takes
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Take(self._takes, self._config)
+
+    def postprocess_model(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.shape != self._shapes.get(name, parameter.shape):
+                self._config.mismatched.add((name, parameter.shape, self._shapes[name]))
+        self.remove_quantization_config(model)
+
+
+class _Take(ConversionOps):
+    def __init__(self, takes: Takes, config: _RowsConfig) -> None:
+        self._takes, self._config = takes, config
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        *,
+        model: Any = None,
+        full_layer_name: str = "",
+        missing_keys: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        kept = {}
+        for name, value in input_dict.items():
+            name = full_layer_name if len(input_dict) == 1 else name
+            tensor = value[0] if isinstance(value, list) else value
+            if name in self._takes:
+                layer = model.get_submodule(name.rpartition(".")[0])
+                if tensor.shape == layer.weight.shape:
+                    try:
+                        layer.stored = [self._takes[name](tensor)]
+                    except UserError as error:
+                        self._config.refused.append(error)
+                else:
+                    self._config.mismatched.add((name, tensor.shape, layer.weight.shape))
+                missing_keys.discard(name)
+                cpu.trim()  # otherwise the allocator keeps as much memory again as all rows
+            else:
+                kept[name] = tensor
+        return kept

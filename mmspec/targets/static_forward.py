@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec import ops
-from mmspec.cache.buffers import SlotBounds
-from mmspec.cache.tree_cache import TreeCache
-from mmspec.targets.attention import TreePass
-from mmspec.targets.masks import window_of
+from mmspec.cache.tree_cache import SlotBounds, TreeCache
+from mmspec.targets.attention import TreePass, window_of
 from mmspec.targets.recognise import (
     HEAD_NORMS,
     PROJECTIONS,

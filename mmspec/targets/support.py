@@ -1,95 +1,30 @@
-"""Support checks for transformers models as targets, and loading of checkpoints."""
+"""Transformers models as targets: support checks, the parts of a model, and the devices that it is on.
+
+Models larger than one device have their layers dispatched to several devices, or their weights sharded over the ranks
+of a job.
+"""
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from importlib.util import find_spec
 from inspect import signature
-from pathlib import Path
-from pickle import UnpicklingError
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
-from transformers.models.auto.auto_factory import _BaseAutoModelClass
-from transformers.utils import logging
+from transformers.distributed import DistributedConfig
 
 from mmspec import plugins
 from mmspec.cache.tree_cache import cache_argument
-from mmspec.errors import UserError
-from mmspec.targets.masks import slot_limit
+from mmspec.errors import UserError, missing, shown
+from mmspec.jobs import ranks
+from mmspec.targets.attention import slot_attention, slot_limit
 from mmspec.targets.recognise import CAPTURE
-from mmspec.targets.slot_attention import slot_attention
 from mmspec.targets.tree_layers import ATTENTION, TreeLayers
-
-
-def from_pretrained(auto_class: Any, name: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
-    """``auto_class.from_pretrained`` that runs Python code of the folder only if ``trust_remote_code``.
-
-    By default transformers would ask on standard input.
-
-    Raises:
-        UserError: the folder needs custom code, which is not allowed.
-    """
-    if options.get("local_files_only") and issubclass(auto_class, _BaseAutoModelClass):
-        # With peft installed, transformers also looks for an adapter.
-        options = {**options, "adapter_kwargs": {"local_files_only": True, "cache_dir": options.get("cache_dir")}}
-    try:
-        with bars_on_terminals():
-            return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
-    except ValueError as error:
-        if trust_remote_code or "trust_remote_code" not in str(error):
-            raise
-        raise UserError(
-            f"{str(name)!r} needs Python code that it brings along, which runs only if it is trusted: expected "
-            "trust_remote_code=True (--trust-remote-code on the command line) or a folder without such code"
-        ) from error
-
-
-@contextmanager
-def bars_on_terminals() -> Iterator[None]:
-    """Show progress bars of transformers and the hub only if standard error is a terminal."""
-    hides = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
-    if hides:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if hides:
-            logging.enable_progress_bar()
-
-
-def read_whole(auto_class: Any, name: str, dtype: Any = "auto", **options: Any) -> PreTrainedModel:
-    """Load a model with exactly the checkpoint's weights, by default in the checkpoint's dtype.
-
-    Raises:
-        UserError: weights are missing, of other shapes, or unexpected, such as more layers than the configuration has.
-            transformers would only warn, and initialise or drop them.
-    """
-    with _tensors_only(name):
-        model, report = from_pretrained(
-            auto_class, name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
-    found = (report[f"{kind}_keys"] for kind in ("missing", "mismatched", "unexpected"))
-    refuse_other_weights(model, name, *found)
-    return model
-
-
-def refuse_other_weights(
-    model: PreTrainedModel, name: str, missing: Iterable[str], mismatched: Iterable[Any], unexpected: Iterable[str]
-) -> None:
-    """Raise unless a checkpoint has exactly its model's weights; ``mismatched`` has (name, found shape, expected)."""
-    problems = [f"{key} is missing" for key in sorted(missing)]
-    problems += [f"{key} has shape {tuple(got)}, not {tuple(want)}" for key, got, want in sorted(mismatched)]
-    problems += [f"{key} is not one of them" for key in sorted(unexpected)]
-    if problems:
-        shown = "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
-        raise UserError(
-            f"cannot load model {name!r}: expected exactly the weights of {type(model).__name__}, but {shown}"
-        )
 
 
 def refuse_not_finite(weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -103,24 +38,12 @@ def refuse_not_finite(weights: Iterable[tuple[str, Tensor]]) -> None:
             raise UserError(f"weights must be finite: {name} contains NaN or infinite numbers in {weight.dtype}")
 
 
-@contextmanager
-def _tensors_only(name: str) -> Iterator[None]:
-    """Replace torch's errors for pickled weights (``.bin``), which advise unsafe loading, by one line."""
-    try:
-        yield
-    except (UnpicklingError, EOFError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
-            raise
-        raise UserError(
-            f"cannot load model {name!r}: expected weights in safetensors files, or pickled tensors and nothing else, "
-            "received a pickle that is damaged or holds other objects, which may run code and are not loaded"
-        ) from error
-
-
 def without_output_capture(model: PreTrainedModel) -> PreTrainedModel:
     """Copy of the modules, with shared weights, without transformers' output-capturing hooks, which are local functions
     and cannot be pickled. transformers reinstalls them when needed."""
-    tensors = [value for module in model.modules() for value in _tensors(module)]
+    parts = ((vars(module), module._parameters, module._buffers) for module in model.modules())
+    values = [value for part in chain(*parts) for value in part.values()]
+    tensors = [value for value in values if isinstance(value, Tensor)]
     same = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     for module in same.modules():
         vars(module).pop("_output_capturing_hooks_installed", None)
@@ -128,11 +51,6 @@ def without_output_capture(model: PreTrainedModel) -> PreTrainedModel:
         for key in [key for key, hook in hooks.items() if getattr(hook, "__module__", None) == CAPTURE]:
             del hooks[key]
     return same
-
-
-def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    values = [*vars(module).values(), *module._parameters.values(), *module._buffers.values()]
-    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 _WIDEST = 2048  # features; transposed weights that are wider measured slower
@@ -171,11 +89,8 @@ def decoder_of(model: PreTrainedModel) -> Any:
 
 
 def base_model(model: Any) -> Any:
-    """Unwrap a peft wrapper, keeping the adapters in the layers; returns other models unchanged.
-
-    Raises:
-        UserError: the wrapper has learned prompts, which only its own forward adds.
-    """
+    """Unwrap a peft wrapper, keeping the adapters in the layers; returns other models unchanged. Raises ``UserError``
+    for learned prompts, which only the wrapper's forward adds."""
     if isinstance(model, PreTrainedModel) or not hasattr(model, "get_base_model"):
         return model
     refuse_learned_prompts(model)
@@ -338,3 +253,68 @@ def _rope_switches(config: Any) -> Iterator[tuple[str, int]]:
     elif config.model_type == "doge":
         # Beyond this length, each layer selects the highest scores of a path; ties depend on slot order.
         yield "selection", config.keep_window_size
+
+
+_OFFLOADED = ("cpu", "disk")
+
+
+def split_options(device_map: Any, tp_plan: Any, device: str) -> dict[str, Any]:
+    """Options of ``from_pretrained`` that split a model; empty for a model on one device.
+
+    Args:
+        device_map, tp_plan, device: as for ``mmspec.load``.
+
+    Raises:
+        UserError: both are given, or one of them with a device; accelerate is not installed for ``device_map``; or
+            ``tp_plan`` is given outside a job of several ranks.
+    """
+    if device_map is None and tp_plan is None:
+        return {}
+    if device_map is not None and tp_plan is not None:
+        raise UserError("a model is either dispatched or sharded: got device_map and tp_plan")
+    name = "device_map" if tp_plan is None else "tp_plan"
+    if device != "auto":
+        raise UserError(f"{name} places the model: expected device 'auto' with it, got {shown(device)}")
+    given, entries = (device_map, "devices") if tp_plan is None else (tp_plan, "styles")
+    if given != "auto" and not isinstance(given, dict):
+        raise UserError(f'{name} must be "auto" or a dict of modules and {entries}: got {shown(given)}')
+    if tp_plan is None:
+        if find_spec("accelerate") is None:
+            raise missing("device_map", "accelerate", "real")
+        return {"device_map": device_map}
+    if not distributed.is_initialized() and ranks() < 2:
+        raise UserError("tp_plan shards a model over the ranks of a job: expected one of torchrun, got 1 rank")
+    return {"distributed_config": DistributedConfig(tp_plan=tp_plan)}
+
+
+def is_sharded(model: PreTrainedModel) -> bool:
+    """Whether the weights are sharded over ranks (tensor parallelism)."""
+    return (model._tp_size or 1) > 1
+
+
+def is_split(model: PreTrainedModel) -> bool:
+    """Whether the model is dispatched by accelerate, or sharded: its weights are not all on its device."""
+    return is_sharded(model) or _hook(model) is not None
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """The device that a model takes its inputs on and returns its logits on."""
+    hook = _hook(model)
+    if hook is None or hook.execution_device is None:
+        return model.device
+    place = hook.execution_device
+    return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+
+
+def computing_devices(model: PreTrainedModel) -> set[str]:
+    """The devices that the layers of a model run on."""
+    places: dict[str, Any] = getattr(model, "hf_device_map", None) or {}
+    if _hook(model) is None:
+        return {str(model.device)}
+    main = str(input_device(model))
+    return {main if str(place) in _OFFLOADED else str(place) for place in places.values()}
+
+
+def _hook(model: PreTrainedModel) -> Any:
+    """accelerate's hook that moves a dispatched model's inputs; None for a model on one device."""
+    return getattr(model, "_hf_hook", None)

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from mmspec.core.target import Feature, KeysValues, Prompt, State, Target, TargetOutput
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.core.target import Feature, KeysValues, Prompt, State, Target, TargetOutput, at_text
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.defaults import ModelDefaults
-from mmspec.targets.decoder import Decoder
-from mmspec.targets.head import Head
+from mmspec.targets.decoder import Decoder, Head
 from mmspec.targets.lora import Adapters
-from mmspec.targets.placement import input_device, is_sharded
 from mmspec.targets.processor import Processor
-from mmspec.targets.runner import Prefill, VerifyRunner, new_runner, next_position
-from mmspec.targets.support import refuse_inner_padding, refuse_switch, rope_side, without_output_capture
+from mmspec.targets.runner import VerifyRunner, new_runner
+from mmspec.targets.support import (
+    input_device,
+    is_sharded,
+    refuse_inner_padding,
+    refuse_switch,
+    rope_side,
+    without_output_capture,
+)
 
 RESERVED_NODES = 64
 """KV slots reserved for a tree, after prompt and answer."""
@@ -79,12 +85,12 @@ class TransformersTarget:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the model, without sequences."""
-        with self.decoder.attention.idle():
+        with self.decoder.attention.lock:
             model = without_output_capture(self.model)
         return type(self), (model, self._exact)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformersTarget:
-        with self.decoder.attention.idle():
+        with self.decoder.attention.lock:
             model = copy.deepcopy(self.model, memo)
         return type(self)(model, self._exact)
 
@@ -147,12 +153,108 @@ class TransformersTarget:
             cache.append(state.cache, length + 1)
             if state.length < cache.length:
                 cache.truncate(state.length)
-        prefill = Prefill(prompt, self.visual(prompt), reads, chunk, cache, self.decoder, self._head, self.embed)
-        output = yield from prefill.run(state)
+        output = yield from self._passes(prompt, reads, chunk, cache, state)
         position = next_position(output.positions, len(ids), self.architecture)
         last_position = (position + on_device(new, ids.device) - 1).clamp(min=(self.context_limit or 0) - 1)
         self.runner.join(cache, reserve, position, last_position)
         yield output
+
+    def _passes(
+        self, prompt: Prompt, reads: Sequence[Feature], chunk: int | None, cache: TreeCache, state: State | None
+    ) -> Generator[None, None, TargetOutput]:
+        """Prefill the tokens after ``state``, whose tokens are in ``cache``; yields between passes."""
+        decoder, ids, mask = self.decoder, prompt.input_ids, prompt.attention_mask
+        batch, length = ids.shape
+        visual = self.visual(prompt)
+        positions = self._positions(prompt, visual)
+        tokens = {} if "inputs_embeds" in prompt.inputs else {"input_ids": ids}
+        call = {**prompt.inputs, **tokens, "attention_mask": mask, "position_ids": positions}
+        splits = chunk is not None and batch == 1 and length > chunk and mask is None
+        inputs: dict[str, Any] | None = None
+        if prompt.prefill_mask is not None:
+            features, logits, inputs = self._prefill_kept(call, prompt.prefill_mask, reads, cache)
+        elif (splits or state is not None) and (inputs := decoder.chunk_inputs(call, cache)) is not None:
+            features, logits = yield from self._prefill_chunks(inputs, length, reads, chunk, cache, state)
+        else:
+            logits, inputs, features = decoder.prefill(call, cache, reads)
+            cache.commit_prompt(length, mask, batch)
+            self._head.check(features["last"][:, -1:], logits)
+        # Decoders without attention, or with ALiBi, have no position_ids.
+        if decoder.takes_positions or prompt.prefill_mask is not None:
+            positions = inputs.get("position_ids")
+        read = {name: features[name] for name in reads if features}
+        return TargetOutput(logits, read, visual, inputs.get("inputs_embeds"), positions, prompt=prompt)
+
+    def _prefill_kept(
+        self, call: dict[str, Any], kept: Tensor, reads: Sequence[Feature], cache: TreeCache
+    ) -> tuple[dict[Feature, Tensor], Tensor, dict[str, Any]]:
+        """Prefill only the kept positions; dropped positions have no states.
+
+        Returns:
+            Left-padded features, last logits, and the decoder's left-padded inputs.
+
+        Raises:
+            UserError: the decoder's inputs cannot be split by position.
+        """
+        inputs = self.decoder.chunk_inputs(call, cache)
+        if inputs is None:
+            raise UserError(
+                "visual tokens can be left out where attention is causal and each token's inputs are its own"
+            )
+        embeds = self.embed(call["input_ids"]) if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+        # A stable sort moves kept tokens to the right.
+        order = kept.long().sort(dim=1, stable=True).indices[:, -int(kept.sum(1).max()) :]
+        chosen = kept.gather(1, order)
+        mask = None if bool(chosen.all()) else chosen.long()
+        part = {"inputs_embeds": embeds.gather(1, order[:, :, None].expand(-1, -1, embeds.shape[2]))}
+        positions = None
+        if (given := inputs.get("position_ids")) is not None:
+            positions = given.gather(-1, order.expand(given.shape[:-1] + order.shape[-1:]))
+        if self.decoder.takes_positions:
+            part["position_ids"] = positions
+        if (visual := inputs.get("visual_pos_masks")) is not None:
+            part["visual_pos_masks"] = visual.gather(1, order) & chosen
+            seen = kept[visual]
+            part["deepstack_visual_embeds"] = [layer[seen] for layer in inputs["deepstack_visual_embeds"]]
+        features = self.decoder.forward({**part, "attention_mask": mask}, cache, reads)
+        cache.commit_prompt(order.shape[1], mask, len(order))
+        return features, self._head(features["last"][:, -1:]), {**part, "position_ids": positions}
+
+    def _positions(self, prompt: Prompt, visual: Tensor | None) -> Tensor | None:
+        """``position_ids`` of a prompt, (batch, length) or (axes, batch, length); None if the model computes them."""
+        if (positions := prompt.inputs.get("position_ids")) is not None:
+            return positions
+        # Models with several position axes (Qwen-VL) compute positions of visual tokens from the prompt.
+        if self.decoder.has_position_axes and visual is not None and bool(visual.any()):
+            return None
+        ids, mask = prompt.input_ids, prompt.attention_mask
+        if mask is None:
+            return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+
+    def _prefill_chunks(
+        self,
+        inputs: dict[str, Any],
+        length: int,
+        reads: Sequence[Feature],
+        chunk: int | None,
+        cache: TreeCache,
+        state: State | None,
+    ) -> Generator[None, None, tuple[dict[Feature, Tensor], Tensor]]:
+        """Prefill the tokens after ``state``, ``chunk`` tokens per pass; returns features and last logits."""
+        first, passes = 0 if state is None else state.length, []
+        if state is not None and first == length:
+            assert state.logits is not None
+            return {}, state.logits
+        for start in range(first, length, chunk or length):
+            if start > first:
+                yield
+            part = slice(start, min(start + (chunk or length), length))
+            passes.append(self.decoder.prefill_chunk(inputs, part, cache, reads))
+        last = passes[-1]["last"][:, -1:]
+        logits = self._head(last)
+        self._head.check(last, logits)
+        return {name: torch.cat([features[name] for features in passes], dim=1) for name in reads}, logits
 
     @torch.inference_mode()
     def snapshot(self, row: int) -> State | None:
@@ -192,16 +294,41 @@ class TransformersTarget:
     def keys_values(self, layer: int, rows: int) -> KeysValues:
         return self.runner.cache.keys_values(layer, rows).to(self.device)
 
-    def first_layers(self, count: int) -> FirstLayers:
-        return FirstLayers(self, count)
-
     def visual(self, prompt: Prompt) -> Tensor | None:
         """(batch, length) bool, positions of image or video features; None for text models."""
         return None
 
 
+def next_position(positions: Tensor | None, batch: int, name: str) -> Tensor:
+    """(batch,) position of the first new token, from the decoder's ``position_ids`` of the prompt.
+
+    Args:
+        name: name of the model's class, for the error.
+
+    Raises:
+        UserError: the decoder has no ``position_ids``, or a prompt with several position axes ends on an image or
+            video.
+    """
+    if positions is None:
+        raise UserError(f"the decoder must be given position_ids: that of {name} is not")
+    if not at_text(positions, -1):
+        raise UserError("a prompt with several position axes must end on text: got an image or video token")
+    if positions.ndim == 3:
+        # Text after a video may have lower positions than the video's last frames.
+        return positions[-1, :, -1] + 1
+    return positions[:, -1].expand(batch) + 1
+
+
 class FirstLayers:
-    """See ``mmspec.core.target.FirstLayers``."""
+    """A target's first layers, final norm and output layer, run with the target's cache.
+
+    Attributes:
+        recurrent: whether the target has recurrent layers, which keep no uncommitted nodes.
+        head: see ``Target.head``.
+
+    Raises:
+        UserError: the decoder is not one list of more than ``count`` layers.
+    """
 
     def __init__(self, target: TransformersTarget, count: int) -> None:
         self._target, self._count = target, count
@@ -213,6 +340,7 @@ class FirstLayers:
 
     @property
     def runner(self) -> VerifyRunner:
+        """Runs trees of uncommitted nodes."""
         if self._decoder is None:
             self._decoder = Decoder(self._target.model, self._count)
         return self._target.runner.through(self._decoder)

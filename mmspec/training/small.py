@@ -22,7 +22,7 @@ from mmspec.drafters.small import Small
 from mmspec.errors import UserError, explained
 from mmspec.files import settle, temporary
 from mmspec.pipeline import Pipeline
-from mmspec.targets.head import Head
+from mmspec.targets.decoder import Head
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput, TokenLoss, next_token_loss
 from mmspec.training.options import NextTokenLoss, RunOptions

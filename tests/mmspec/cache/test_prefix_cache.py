@@ -48,9 +48,6 @@ def known(cache, tokens, key="", names=("last",)):
     return found and (found[0].tokens, found[1])
 
 
-# ---------------------------------------------------------------------- the cache
-
-
 def test_the_prefix_with_most_tokens_in_common_is_found():
     several = (range(20), range(10, 40), [*range(15), 99, *range(30)])
     cache = cache_of(*map(prefix, several))
@@ -123,18 +120,17 @@ def test_keys_tell_media_apart():
     assert media_key(typed) == media_key(prompts[1])
 
 
-# ---------------------------------------------------------------------- answers
-
-
 def new_target(model):
     return plugins.target_class(model.config)(model)
 
 
-def answered(target, prefixes, prompt, drafter=None, nodes=6, new=8):
+def answered(target, prefixes, prompt, drafter=None, nodes=6, new=8, **settings):
     """Tokens of a prompt's answer, and how many of the prompt's states were known."""
     sampler = defaults.sampler(SamplingParams(seed=3))
     plan = StepPlan(nodes, 3)
-    *_, (row,) = decode(target, drafter, prompt, sampler, Stopper(new, criteria=[]), plan, prefixes=prefixes)
+    *_, (row,) = decode(
+        target, drafter, prompt, sampler, Stopper(new, criteria=[]), plan, prefixes=prefixes, **settings
+    )
     return row.token_ids, row.stats.num_cached_tokens
 
 
@@ -170,10 +166,11 @@ RECURRENT = ["bamba", "mamba2", "qwen3_next", "llava_bamba", "qwen3_5"]
 
 @pytest.mark.parametrize("name", [*ATTENTION, *RECURRENT])
 def test_conversations_go_on_from_known_states(name):
+    """What is new is computed in chunks."""
     model, turns = prompts_of(name)
     target, prefixes, before = new_target(model), PrefixCache(BYTES), 0
     for prompt, expected in turns:
-        answer, known = answered(target, prefixes, prompt)
+        answer, known = answered(target, prefixes, prompt, chunk=3)
         assert (answer, known) == (expected, before)
         before = prompt.input_ids.shape[1] + len(answer) - 1  # the last token has not been in a pass
     # The same prompt again needs no pass, or one over its last token, if its state is cut from that after the answer.
@@ -263,21 +260,6 @@ def test_another_image_computes_everything(monkeypatch):
     tower = model.base_model.vision_tower
     monkeypatch.setattr(tower, "forward", lambda *args, **options: pytest.fail("the image is known"))
     assert answered(target, prefixes, followed(first, answer))[1] == first.input_ids.shape[1] + len(answer) - 1
-
-
-def test_long_rest_in_chunks_beside_other_sequences():
-    """A follow-up joins while another sequence decodes, its new tokens in several chunks."""
-    target, prefixes = new_target(shared_model("llama")), PrefixCache(BYTES)
-    prompts = [Prompt(text_inputs(1, 20, seed)["input_ids"]) for seed in range(3)]
-    prompts.append(followed(prompts[0], [], tuple(text_inputs(1, 40, 9)["input_ids"][0].tolist())))
-    expected = [answered(target, None, prompt, new=30)[0] for prompt in prompts]
-    answered(target, prefixes, prompts[0])
-    engine = SteppedEngine(target, None, StepPlan(0), prefixes, max_num_seqs=8, chunk=7)
-    sampler, stopper = defaults.sampler(SamplingParams()), Stopper(30, criteria=[])
-    rows = [row for prompt in prompts for row in engine.add(prompt, sampler, stopper)]
-    engine.wait(lambda: all(row.done for row in rows))
-    assert [row.token_ids for row in rows] == expected
-    assert [row.stats.num_cached_tokens for row in rows] == [19, 0, 0, 20]
 
 
 @pytest.mark.parametrize("name", ["llama", "bamba", "qwen3_vl", "qwen3_5"])

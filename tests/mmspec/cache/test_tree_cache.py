@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmspec import UserError
-from mmspec.cache import buffers
+from mmspec.cache import tree_cache
 from mmspec.cache.rows import batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
 from tests.tiny import random_tree, root_path, valid_nodes
@@ -205,7 +205,7 @@ def test_nothing_is_copied_at_most_steps():
 
 def test_large_buffers_grow_by_what_is_needed(monkeypatch):
     """Rows of other lengths that join: twice the memory would be half a gigabyte for long prompts."""
-    monkeypatch.setattr(buffers, "_LARGE_BYTES", 1)
+    monkeypatch.setattr(tree_cache, "_LARGE_BYTES", 1)
     cache, (first, rows) = TreeCache(LAYERS, reserve=8), start(2, 100)
     cache.append(first)
     longer, more = start(1, 110)

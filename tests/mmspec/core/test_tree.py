@@ -11,6 +11,9 @@ def tree(tokens, parents, **keywords):
     return TokenTree(torch.tensor(tokens), torch.tensor(parents), **keywords)
 
 
+CHAIN, BELOW = [[1, 2, 3]], [[-1, 0, 1]]
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 3, 17, 63])
 @pytest.mark.parametrize("shape", ["random", "chain", "star"])
 def test_ancestors_and_depth_follow_parents(shape, nodes):
@@ -44,38 +47,32 @@ def test_root_alone():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "parents", "message"),
+    ("tokens", "parents", "more", "message"),
     [
         (
             [[1, 2, 3, 4]],
             [[-1, 0, 1, 5]],
+            {},
             r"^parents must point backwards: parents\[0, 3\] = 5, expected >= 0 and < 3$",
         ),
-        ([[1, 2], [1, 2]], [[-1, 0], [-1, 1]], r"parents\[1, 1\] = 1, expected >= 0 and < 1$"),
-        ([[1, 2]], [[-1, -1]], r"parents\[0, 1\] = -1, expected >= 0 and < 1$"),
-        ([[1, 2]], [[0, 0]], r"parents\[0, 0\] = 0, expected -1$"),
-        ([[1, 2]], [[-2, 0]], r"parents\[0, 0\] = -2, expected -1$"),
-        ([[1, 7, 7]], [[-1, 0, 0]], r"^siblings must have different tokens: nodes \[0, 1\] and \[0, 2\] are 7$"),
-        ([[1, 7, 7]], [[-1, 0]], r"^parents must have the shape of tokens \(1, 3\): got \(1, 2\)$"),
-        ([1, 2], [-1, 0], r"^tokens must be \(batch, nodes\) with at least the root: got shape \(2,\)$"),
-        ([[]], [[]], r"at least the root: got shape \(1, 0\)$"),
+        ([[1, 2], [1, 2]], [[-1, 0], [-1, 1]], {}, r"parents\[1, 1\] = 1, expected >= 0 and < 1$"),
+        ([[1, 2]], [[-1, -1]], {}, r"parents\[0, 1\] = -1, expected >= 0 and < 1$"),
+        ([[1, 2]], [[0, 0]], {}, r"parents\[0, 0\] = 0, expected -1$"),
+        ([[1, 2]], [[-2, 0]], {}, r"parents\[0, 0\] = -2, expected -1$"),
+        ([[1, 7, 7]], [[-1, 0, 0]], {}, r"^siblings must have different tokens: nodes \[0, 1\] and \[0, 2\] are 7$"),
+        ([[1, 7, 7]], [[-1, 0]], {}, r"^parents must have the shape of tokens \(1, 3\): got \(1, 2\)$"),
+        ([1, 2], [-1, 0], {}, r"^tokens must be \(batch, nodes\) with at least the root: got shape \(2,\)$"),
+        ([[]], [[]], {}, r"at least the root: got shape \(1, 0\)$"),
+        (CHAIN, BELOW, {"valid": [[False, True, True]]}, r"^the root must be valid in every row$"),
+        (CHAIN, BELOW, {"valid": [[True, False, True]]}, r"node \[0, 2\] has the padded parent 1$"),
+        (CHAIN, BELOW, {"valid": [[True, True]]}, r"^valid must have the shape of tokens \(1, 3\): got \(1, 2\)$"),
+        (CHAIN, BELOW, {"draft_probs": [[[1.0] * 9] * 2]}, r"^draft_probs must be .*vocab\): got \(1, 2, 9\)$"),
+        (CHAIN, BELOW, {"log_probs": [[0.0, 0.5, -1.0]]}, r"^log_probs must be at most 0: got 0.5$"),
     ],
 )
-def test_refuses(tokens, parents, message):
+def test_refuses(tokens, parents, more, message):
     with pytest.raises(ValueError, match=message):
-        tree(tokens, parents)
-
-
-def test_refuses_wrong_masks_and_draft_probs():
-    tokens, parents = [[1, 2, 3]], [[-1, 0, 1]]
-    with pytest.raises(ValueError, match=r"^the root must be valid in every row$"):
-        tree(tokens, parents, valid=torch.tensor([[False, True, True]]))
-    with pytest.raises(ValueError, match=r"node \[0, 2\] has the padded parent 1$"):
-        tree(tokens, parents, valid=torch.tensor([[True, False, True]]))
-    with pytest.raises(ValueError, match=r"^valid must have the shape of tokens \(1, 3\): got \(1, 2\)$"):
-        tree(tokens, parents, valid=torch.ones(1, 2, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"^draft_probs must be \(batch, nodes, vocab\): got \(1, 2, 9\)$"):
-        tree(tokens, parents, draft_probs=torch.ones(1, 2, 9))
+        tree(tokens, parents, **{name: torch.tensor(values) for name, values in more.items()})
 
 
 def test_equal_tokens_are_fine_where_they_cannot_be_confused():
@@ -86,9 +83,6 @@ def test_equal_tokens_are_fine_where_they_cannot_be_confused():
 
 def test_repr_names_the_sizes():
     assert repr(tree([[1, 2]], [[-1, 0]])) == "TokenTree(batch=1, nodes=2, drawn=False)"
-
-
-# ---------------------------------------------------------------------- probabilities, pruning, merging
 
 
 def scored(seed, batch, nodes, vocab=3, root=0):

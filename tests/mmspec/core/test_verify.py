@@ -13,15 +13,12 @@ from importlib import import_module
 import pytest
 import torch
 
-from mmspec import TokenTree, accept_path, ops, verify
+from mmspec import TokenTree, accept_path, verify
 from tests.tiny import random_tree, valid_nodes
 
 module = import_module("mmspec.core.verify")
 VOCAB = 5
 UNDECIDED = -2
-
-
-# ---------------------------------------------------------------------- the walk
 
 
 def walk(tree, row, choices):
@@ -80,9 +77,6 @@ def test_shapes_are_checked():
     drawn = TokenTree(tree.tokens, tree.parents, draft_probs=torch.ones(1, 2, 6))
     with pytest.raises(ValueError, match=r"draft_probs must have the shape of probs \(1, 2, 5\): got \(1, 2, 6\)"):
         verify(drawn, torch.ones(1, 2, 5))
-
-
-# ---------------------------------------------------------------------- the distribution
 
 
 @contextmanager
@@ -228,17 +222,6 @@ def test_drawn_trees_emit_the_targets_distribution(seed):
     torch.testing.assert_close(emitted, truth(bigram, 0), atol=1e-7, rtol=1e-5)
 
 
-def test_every_drawn_sibling_is_tried_in_turn():
-    """p = (0, 0.6, 0.4), q = (0.5, 0.5, 0): the first child is rejected and leaves p = (0, 0.2, 0.8), q = (0, 1, 0)."""
-    q, p = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.6, 0.4])
-    tree = TokenTree(torch.tensor([[0, 0, 1]]), torch.tensor([[-1, 0, 0]]), draft_probs=q.expand(1, 3, -1))
-    for chance, last in itertools.product((0.19, 0.21), (0.1, 0.9)):
-        chances = torch.tensor([[0.0, 0.0, chance]])
-        choice = ops.choose_drawn(tree, p.expand(1, 3, -1), chances, torch.full((1, 3), last))
-        # A second rejection leaves p = norm(max(p - q, 0)) = (0, 0, 1).
-        assert int(choice[0, 0]) == (1 if chance < 0.2 else 2)
-
-
 def test_three_drawn_siblings_leave_each_nodes_distribution_unchanged():
     p, q = target_bigram(1, 6)[0], target_bigram(9, 6)[0]
     tokens, weights = [], []
@@ -262,9 +245,6 @@ def test_a_child_that_the_drafter_could_not_draw_is_never_taken_for_granted():
     p = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]])
     tree = TokenTree(torch.tensor([[0, 1]]), torch.tensor([[-1, 0]]), draft_probs=q)
     assert verify(tree, p, generator=torch.Generator().manual_seed(0)).host == [([0], [0])]
-
-
-# ---------------------------------------------------------------------- the real randomness
 
 
 @pytest.mark.parametrize("drawn", [False, True])

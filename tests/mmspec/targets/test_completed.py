@@ -15,9 +15,9 @@ from transformers import AutoModelForImageTextToText, LlavaConfig, LlavaForCondi
 from mmspec import plugins
 from mmspec.errors import UserError
 from mmspec.targets import sources
-from mmspec.targets.completed import LABELS, PARTS, WEIGHTS
 from mmspec.targets.gguf import GGUFFile
 from mmspec.targets.gguf_model import config
+from mmspec.targets.sources import LABELS, PARTS, WEIGHTS
 from tests.model_folders import save_gguf
 
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 32}

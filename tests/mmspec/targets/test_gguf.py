@@ -26,9 +26,8 @@ from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.small import Small
 from mmspec.loading import load_processor
-from mmspec.quantisation.blocks import BlockLinear, Int4Blocks, Int8Blocks
+from mmspec.quantisation.blocks import BlockLinear, Int8Blocks
 from mmspec.quantisation.formats import StoredEmbedding
-from mmspec.quantisation.linear import GROUP
 from mmspec.targets import gguf, gguf_model, packing, sources
 from mmspec.targets.packed_forward import merge_layers
 from mmspec.targets.packing import drafter_kind, pack_drafter, pack_model, weights_kind
@@ -75,6 +74,20 @@ def source_of(file: Path) -> Any:
     return found
 
 
+def random_matrix(kind: str, shape: tuple[int, int], seed: int = 0) -> tuple[np.ndarray, Any]:
+    """A matrix of random bytes in a format, without infinite scales, and its type."""
+    one = package.GGMLQuantizationType[kind]
+    count, size = package.GGML_QUANT_SIZES[one]
+    data = np.random.default_rng(seed).integers(0, 64, (shape[0], shape[1] // count * size), dtype=np.uint8)
+    plain = {"F32": np.float32, "F16": np.float16}.get(kind)
+    return (data.view(plain) if plain else data), one
+
+
+def of_format(kind: str) -> Callable[..., tuple[np.ndarray, Any]]:
+    """For ``save_gguf``: matrices of the layers in a format."""
+    return lambda name, block, shape: gguf_matrix(name, block, shape) if block < 0 else random_matrix(kind, shape)
+
+
 def test_weights_and_tokens_are_those_that_transformers_reads(file: Path, cache: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     for name in (file, file.parent):  # a folder with one file
@@ -101,27 +114,18 @@ def test_weights_that_are_not_finite_are_refused(form, damaged, dtype, cache: Pa
     """The last scale of a tensor; also where an embedding stays in its file, whose rows are also the head's."""
 
     def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
-        kind = package.GGMLQuantizationType[form]
-        if dense := {"F16": np.float16, "F32": np.float32}.get(form):
-            rows = np.random.default_rng(block + 1).standard_normal(shape).astype(dense)
-        else:
-            rows = random_rows(form, shape, block + 1)
+        rows, kind = random_matrix(form, shape, block + 1)
         if damaged == (name if block < 0 else f"blk.{block}.{name}"):
             numbers = rows.view(np.float32 if form == "F32" else np.float16)
-            size = 2 if form in ("F16", "F32") else package.GGML_QUANT_SIZES[kind][1]
-            numbers[-1, -1 if form in ("F16", "F32", "Q6_K") else -size // 2] = np.nan
+            place = -1 if form in ("F16", "F32", "Q6_K") else -package.GGML_QUANT_SIZES[kind][1] // 2
+            numbers[-1, place] = np.nan
         return rows, kind
 
     path = save_gguf(tmp_path / "damaged.gguf", matrix, **SIZES)
-    with pytest.raises(
-        mmspec.UserError, match=r"weights must be finite: .* contains NaN or infinite numbers"
-    ) as raised:
+    dense = {"blk.0.attn_q": "layers.0.self_attn.q_proj", "blk.1.ffn_down": "layers.1.mlp.down_proj"}
+    name = rf"({damaged}|{dense.get(damaged, 'embed_tokens')})"
+    with pytest.raises(mmspec.UserError, match=rf"weights must be finite: .*{name}.* contains NaN or infinite numbers"):
         load(path, dtype)
-    names = {
-        "blk.0.attn_q": "layers.0.self_attn.q_proj",
-        "blk.1.ffn_down": "layers.1.mlp.down_proj",
-    }  # of dense tensors
-    assert damaged in str(raised.value) or names.get(damaged, "embed_tokens") in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -180,12 +184,8 @@ def test_the_index_is_that_of_a_header_and_nothing_else_stays(file: Path, cache:
     load_processor(str(copied))
     assert len(list(cache.glob("gguf/*/*"))) == 2
     assert index.stat().st_mtime_ns == stamp
-    assert {path.name for path in index.iterdir()} == {
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
+    names = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in index.iterdir()) == names
 
 
 def test_a_file_that_was_cut_short_is_named_so(file: Path, cache: Path, tmp_path: Path) -> None:
@@ -210,14 +210,14 @@ def test_a_file_that_was_cut_short_is_named_so(file: Path, cache: Path, tmp_path
 
 
 def test_headers_longer_than_the_first_read_are_read_whole(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = gguf.GGUFFile(file)
+    def facts() -> tuple[Any, ...]:
+        found = gguf.GGUFFile(file)
+        return found.metadata, found.digest, {name: (one.place, one.size) for name, one in found.tensors.items()}
+
+    whole = facts()
     for first in (1, 4, 20, 1000):
         monkeypatch.setattr(gguf, "_FIRST", first)
-        found = gguf.GGUFFile(file)
-        assert (found.metadata, found.digest) == (whole.metadata, whole.digest)
-        assert {name: (one.place, one.size) for name, one in found.tensors.items()} == {
-            name: (one.place, one.size) for name, one in whole.tensors.items()
-        }
+        assert facts() == whole
 
 
 def test_metadata_and_tensors_are_those_of_the_package(mixed: Path) -> None:
@@ -244,19 +244,6 @@ def test_matrices_of_other_shapes_are_refused(dtype: str, cache: Path, tmp_path:
     ) as caught:
         load(file, dtype)
     assert str(file) in str(caught.value)
-
-
-@needs_kernels
-def test_weights_are_the_same_beside_a_progress_bar(
-    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Which they are read for in parts."""
-    plain = model_in(file).state_dict()
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    for count in (1, 3, packing._AT_ONCE):
-        monkeypatch.setattr(packing, "_AT_ONCE", count)
-        found = model_in(file).state_dict()
-        assert all(torch.equal(found[name], value) for name, value in plain.items()), count
 
 
 @needs_kernels
@@ -390,15 +377,20 @@ def test_a_full_disk_is_an_error_with_the_path(file: Path, cache: Path, monkeypa
 
 
 @needs_kernels
-@pytest.mark.parametrize("terminal", [False, True])
 def test_progress_is_shown_on_a_terminal_only(
-    terminal: bool, file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    """Weights that are read in parts, with a progress bar, are the same."""
     monkeypatch.setattr(logging, "_tqdm_active", True)
-    load(file)
-    shown = capsys.readouterr().err
-    assert "Reading weights" in shown if terminal else not shown
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    plain = model_in(file).state_dict()
+    assert not capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    for count in (1, 3, packing._AT_ONCE):
+        monkeypatch.setattr(packing, "_AT_ONCE", count)
+        found = model_in(file).state_dict()
+        assert all(torch.equal(found[name], value) for name, value in plain.items()), count
+        assert "Reading weights" in capsys.readouterr().err
     assert logging.is_progress_bar_enabled()
 
 
@@ -407,6 +399,8 @@ def test_files_of_a_folder_are_told_apart_by_their_names(tmp_path: Path) -> None
         (tmp_path / name).touch()
     assert gguf.file_in(tmp_path) == tmp_path / "a.gguf"
     assert gguf.projector_in(tmp_path) == tmp_path / "a-MMPROJ-f16.gguf"
+    save_text_model(tmp_path)  # a folder with a configuration is read by transformers
+    assert type(sources.find(str(tmp_path))) is sources.Source
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -425,12 +419,6 @@ def test_large_models_keep_their_dtype_on_a_cpu(
     AutoModelForCausalLM.from_pretrained(folder).half().save_pretrained(folder)
     model = model_in(folder)
     assert model.dtype == (torch.float16 if large else torch.float32)
-
-
-def test_a_folder_with_a_configuration_is_read_by_transformers(tmp_path: Path) -> None:
-    folder = save_text_model(tmp_path / "text")
-    (folder / "extra.gguf").touch()
-    assert type(sources.find(str(folder))) is sources.Source
 
 
 def test_frequencies_of_llama_3_are_those_of_its_configuration(cache: Path, tmp_path: Path) -> None:
@@ -476,32 +464,6 @@ def test_scaled_positions_are_those_of_the_file(scaling, factors, expected, cach
     assert source_of(file).config().rope_parameters == {**expected, "rope_theta": 1e6}
 
 
-@needs_kernels
-def test_by_default_the_weights_are_those_of_the_file(file: Path, cache: Path) -> None:
-    """Without a second rounding: codes and scales of Q4_1, Q4_0 and, for the output layer, Q8_0."""
-    exact = model_in(file, "float32")
-    layers = model_in(file).model.layers
-    for layer, plain in zip(layers, exact.model.layers, strict=True):
-        assert type(layer.down) is Int4Blocks
-        codes, scale, low = (part.float() for part in layer.down._parts())
-        weight = codes.unflatten(1, (-1, GROUP)) * scale[..., None] + low[..., None]
-        assert torch.equal(weight.flatten(1), plain.mlp.down_proj.weight)
-
-
-def of_format(kind: str) -> Callable[..., tuple[np.ndarray, Any]]:
-    """For ``save_gguf``: matrices of the layers of random bytes in a format."""
-    one = package.GGMLQuantizationType[kind]
-    count, size = package.GGML_QUANT_SIZES[one]
-
-    def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
-        if block < 0:
-            return gguf_matrix(name, block, shape)
-        data = np.random.default_rng(0).integers(0, 64, (shape[0], shape[1] // count * size), dtype=np.uint8)
-        return (data.view(np.float16) if kind == "F16" else data), one
-
-    return matrix
-
-
 def tensor(name: str, kind: str, *shape: int) -> SimpleNamespace:
     return SimpleNamespace(name=name, shape=shape, format=kind)
 
@@ -542,22 +504,19 @@ def formats() -> list[Any]:
 
 
 def test_the_weights_of_every_format_are_those_of_the_package(tmp_path: Path, cache: Path) -> None:
-    """One file, a matrix of its layers for each format, of random bytes without infinite scales."""
-    kinds, written, random = formats(), {}, np.random.default_rng(0)
+    """One file, a matrix of its layers for each format."""
+    kinds, written = formats(), {}
 
     def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
-        place = block * len(READ) + READ.index(name) if name in READ else -1
-        kind = kinds[place % len(kinds)] if place >= 0 else package.GGMLQuantizationType.F32
-        count, size = package.GGML_QUANT_SIZES[kind]
-        data = random.integers(0, 64, (shape[0], shape[1] // count * size), dtype=np.uint8)
-        weight = package.dequantize(data, kind)
-        if name in READ:
-            written[f"model.layers.{block}.{PLACES[name]}.weight"] = kind.name, torch.tensor(weight)
-        plain = {"F32": np.float32, "F16": np.float16}.get(kind.name)
-        return (data.view(plain) if plain else data), kind
+        if name not in READ:
+            return random_matrix("F32", shape)
+        place = block * len(READ) + READ.index(name)
+        data, kind = random_matrix(kinds[place % len(kinds)].name, shape, place)
+        weight = torch.tensor(package.dequantize(data.view(np.uint8), kind))
+        written[f"model.layers.{block}.{PLACES[name]}.weight"] = kind.name, weight
+        return data, kind
 
-    layers = -(-len(kinds) // len(READ))
-    file = save_gguf(tmp_path / "all.gguf", matrix, block_count=layers, **SIZES)
+    file = save_gguf(tmp_path / "all.gguf", matrix, block_count=-(-len(kinds) // len(READ)), **SIZES)
     found = model_in(file, "float32").state_dict()
     assert {kind for kind, _ in written.values()} == {kind.name for kind in kinds}
     for name, (kind, weight) in written.items():
@@ -565,26 +524,22 @@ def test_the_weights_of_every_format_are_those_of_the_package(tmp_path: Path, ca
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "IQ4_NL", "F16"])
-def test_the_default_dtype_is_that_of_the_file(kind: str, tmp_path: Path, cache: Path) -> None:
-    model = model_in(save_gguf(tmp_path / "one.gguf", of_format(kind)))
-    expected = {"Q8_0": "Int8Blocks", "Q5_1": "Q5Blocks", "IQ4_NL": "Int4Blocks", "F16": None}[kind]
-    assert weights_kind(model) == expected
-    assert model.dtype == (torch.float32 if expected is None else torch.bfloat16)
-
-
-@needs_kernels
-@pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "Q4_K", "Q6_K"])
-def test_drafters_are_packed_beside_weights_of_every_format(kind: str, tmp_path: Path, cache: Path) -> None:
-    """As int8: a draft model loaded by name, and a trained drafter's network."""
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("Q8_0", "Int8Blocks"), ("Q5_1", "Q5Blocks"), ("IQ4_NL", "Int4Blocks"), ("Q4_K", "Q4KBlocks"), ("F16", None)],
+)
+def test_the_default_dtype_is_that_of_the_file(kind: str, expected: str | None, tmp_path: Path, cache: Path) -> None:
+    """Drafters of packed weights are int8: a draft model loaded by name, and a trained drafter's network."""
     target = load(save_gguf(tmp_path / "one.gguf", of_format(kind), **SIZES)).target
+    assert weights_kind(target.model) == expected
+    assert target.model.dtype == (torch.float32 if expected is None else torch.bfloat16)
+    if expected is None:
+        return
     drafter = Small(str(save_text_model(tmp_path / "draft", vocab=260)))
     drafter.attach(target)
-    assert weights_kind(drafter.model) == "Int8Blocks"
-    network = torch.nn.Sequential(torch.nn.Linear(32, 32))
-    like = torch.zeros(1, dtype=torch.bfloat16)
+    network, like = torch.nn.Sequential(torch.nn.Linear(32, 32)), torch.zeros(1, dtype=torch.bfloat16)
     pack_drafter(network, like, drafter_kind(target, like))
-    assert weights_kind(network) == "Int8Blocks"
+    assert weights_kind(drafter.model) == weights_kind(network) == "Int8Blocks"
 
 
 MIXED = [
@@ -624,6 +579,8 @@ def test_layers_have_the_formats_and_weights_of_the_file(mixed: Path, cache: Pat
             assert torch.equal(torch.cat([part.weight for part in parts]), getattr(plain, name).weight.bfloat16())
     assert type(model.lm_head) is Int8Blocks
     assert torch.equal(model.lm_head.weight, exact.lm_head.weight.bfloat16())
+    chosen = model_in(mixed, "int8")  # by the user
+    assert {type(part) for part in chosen.modules() if isinstance(part, BlockLinear)} == {Int8Blocks}
 
 
 @needs_kernels
@@ -664,12 +621,6 @@ def test_mixed_formats_decode_as_generate_does(mixed: Path, cache: Path) -> None
         output = target.verify(tree)
         assert torch.equal(output.logits[0, 0], logits)
         target.commit(accept_path(tree, output.logits.argmax(-1)))
-
-
-@needs_kernels
-def test_a_dtype_of_the_user_s_is_that_of_all_layers(mixed: Path, cache: Path) -> None:
-    model = model_in(mixed, "int8")
-    assert {type(part) for part in model.modules() if isinstance(part, BlockLinear)} == {Int8Blocks}
 
 
 def test_rows_that_cannot_be_put_in_order_are_left_out(mixed: Path) -> None:

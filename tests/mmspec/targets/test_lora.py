@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -79,24 +79,23 @@ def test_adapters_are_chosen_by_request(loaded) -> None:
     assert any(answer.stats.num_cached_tokens for answer in answers)
 
 
+def at_once(requests: Iterable[tuple[mmspec.Pipeline, str, str | None]]) -> list[list[int]]:
+    """Tokens of streams that run together: pipeline, prompt and adapter of each."""
+    options = {"max_new_tokens": 24, "temperature": 0.0}
+    streams = [pipe.stream(prompt, adapter=name, **options) for pipe, prompt, name in requests]
+    tokens: list[list[int]] = [[] for _ in streams]
+    for pieces in zip_longest(*streams):
+        for piece, so_far in zip(pieces, tokens, strict=True):
+            so_far += piece.token_ids if piece else []
+    return tokens
+
+
 def test_streams_of_several_adapters(loaded) -> None:
     """Requests that are running at once do not see each other's adapter."""
     pipe, expected = loaded
-    names = [None, "one", "two"]
-    streams = {
-        (name, number): pipe.stream(prompt, max_new_tokens=24, temperature=0.0, adapter=name)
-        for number, prompt in enumerate(PROMPTS)
-        for name in names
-    }
-    tokens: dict = {key: [] for key in streams}
-    while streams:
-        for key in list(streams):
-            piece = next(streams[key], None)
-            if piece is None:
-                del streams[key]
-            else:
-                tokens[key] += piece.token_ids
-    assert tokens == {(name, number): expected[name][number] for name, number in tokens}
+    keys = [(name, number) for number in range(len(PROMPTS)) for name in (None, "one", "two")]
+    found = at_once((pipe, PROMPTS[number], name) for name, number in keys)
+    assert found == [expected[name][number] for name, number in keys]
 
 
 @pytest.mark.parametrize("names", [("one", "two"), (None, "two")])
@@ -104,13 +103,8 @@ def test_two_pipelines_of_a_model_at_once(loaded, names) -> None:
     """Each has a thread of its own, which chooses its adapter in every pass."""
     pipe, expected = loaded
     other = mmspec.load(pipe.model, processor=pipe.processor, drafter=None)
-    options = {"max_new_tokens": 24, "temperature": 0.0}
-    streams = [one.stream(PROMPTS[0], adapter=name, **options) for one, name in zip((pipe, other), names, strict=True)]
-    tokens: list[list[int]] = [[], []]
-    for pieces in zip_longest(*streams):
-        for piece, so_far in zip(pieces, tokens, strict=True):
-            so_far += piece.token_ids if piece else []
-    assert tokens == [expected[name][0] for name in names]
+    found = at_once((one, PROMPTS[0], name) for one, name in zip((pipe, other), names, strict=True))
+    assert found == [expected[name][0] for name in names]
 
 
 def test_captured_passes_are_those_of_an_adapter(loaded, monkeypatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import mmspec
-from mmspec.targets.placement import computing_devices, input_device, is_split
+from mmspec.targets.support import computing_devices, input_device, is_split
 from tests.split_models import PROMPTS, answers, save_head, save_model
 
 PARTS = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", *(f"model.layers.{i}" for i in range(4)))

@@ -1,14 +1,16 @@
-"""Special tokens that are typed in prompts, in every kind of template, against tokenizers that do not know them; and
-the bytes of tokens."""
+"""Chat messages in the forms that templates expect; typed special tokens in every kind of template, against tokenizers
+that do not know them; and the bytes of tokens."""
 
+import copy
 import json
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+import mmspec
 from mmspec import UserError
-from mmspec.targets.processor import Processor, UserText
+from mmspec.targets.processor import Processor, UserText, render
 from tests.model_folders import tokenizer as byte_level
 
 _CHATML = (
@@ -201,3 +203,70 @@ def test_unigram_and_word_pieces_and_ids_beyond_the_vocabulary():
     pieces.decoder = decoders.WordPiece()
     io = Processor(PreTrainedTokenizerFast(tokenizer_object=pieces))
     assert io.token_bytes(1) == b"ab"
+
+
+CALLS = "{% for message in messages %}{% for call in message.tool_calls %}{{ call.function.name }}("
+END = "){% endfor %}{{ message.content }};{% endfor %}"
+OBJECTS = CALLS + "{% for k, v in call.function.arguments | items %}{{ k }}={{ v }},{% endfor %}" + END
+EITHER = CALLS + "{% set a = call.function.arguments %}{{ a if a is string else a | tojson }}" + END
+TEXTS = CALLS + "{{ '<' + call.function.arguments + '>' }}" + END
+ARGUMENTS = {  # as sent; in the three templates
+    '{"a": 1, "b": "</s>"}': ["a=1,b=</s>,", '{"a": 1, "b": "</s>"}', '<{"a": 1, "b": "</s>"}>'],
+    "{}": ["", "{}", "<{}>"],
+    "": ["", "{}", "<>"],
+    "null": ["", "{}", "<null>"],
+    "[1]": ["", "{}", "<[1]>"],
+    '{"a": "cut </s>': ["", "{}", '<{"a": "cut </s>>'],
+    "[" * 100_000: ["", "{}", f"<{'[' * 100_000}>"],
+}
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda text: text[:20])
+def test_arguments_are_objects_where_a_template_takes_them_and_otherwise_the_text(arguments):
+    plain = copy.deepcopy(byte_level())
+    marks = UserText(plain)
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]},
+        {"role": "user", "content": "arguments"},
+    ]
+    for plain.chat_template, expected in zip((OBJECTS, EITHER, TEXTS), ARGUMENTS[arguments], strict=True):
+        found = render(plain, marks, messages)
+        assert found.replace("\ue0a1", "") == f"f({expected});arguments;"
+        assert ("</s>" in found) is False  # typed tokens are marked
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(given, dict):  # as transformers has it
+        messages[0]["tool_calls"][0]["function"]["arguments"] = given
+        plain.chat_template = EITHER
+        assert render(plain, marks, messages).replace("\ue0a1", "") == plain.apply_chat_template(
+            messages, tokenize=False
+        )
+
+
+JOINS_ANSWERS = (
+    "{% for m in messages %}{% if m.role == 'user' %}{% for part in m.content %}{{ part.text }}{% endfor %}"
+    "{% else %}{{ '[' + m.content + ']' }}{% endif %}{% endfor %}"
+)
+JOINS_ALL = "{% for m in messages %}{{ '[' + m.content + ']' }}{% endfor %}"
+REFUSES = "{% for m in messages %}{{ m.content[0].text }}{% endfor %}{{ raise_exception('roles') }}"
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_contents_are_texts_for_templates_that_join_them(parts):
+    pipe = mmspec.load("tiny-llava", drafter=None, device="cpu")
+    roles = {"system": "Be brief.", "user": "Hi.", "assistant": "Hello.", "tool": "5"}
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": text}] if parts else text} for role, text in roles.items()
+    ]
+    for template, expected in (
+        (JOINS_ANSWERS, "[Be brief.]Hi.[Hello.][5]"),
+        (JOINS_ALL, "[Be brief.][Hi.][Hello.][5]"),
+    ):
+        pipe.processor.plain.chat_template = template
+        ids = pipe.encode([{"prompt": messages}]).input_ids
+        assert ids[0].tolist() == pipe.processor.tokenizer(expected)["input_ids"]
+    pipe.processor.plain.chat_template = REFUSES
+    with pytest.raises(UserError, match="does not accept the messages: roles"):
+        pipe.encode([{"prompt": messages}])

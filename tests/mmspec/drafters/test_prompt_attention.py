@@ -7,8 +7,8 @@ import torch
 
 from mmspec import plugins
 from mmspec.core.target import Prompt
+from mmspec.drafters.prompt_share import attention_layers, prompt_attention
 from mmspec.targets.packing import pack_model
-from mmspec.targets.prompt_attention import attention_layers, prompt_attention
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.mmspec.targets.packed import GEMMA3, model_of
