@@ -25,10 +25,9 @@ from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.engine.core import Draft, EngineCore
 from mmspec.engine.engine import Engine
-from mmspec.engine.policy import DraftPolicy
+from mmspec.engine.policy import DraftPolicy, Speculation
 from mmspec.engine.request import Request
 from mmspec.engine.sequence import Sequence
-from mmspec.engine.speculation import Speculation
 from mmspec.engine.threads import TorchThreads
 from mmspec.errors import UserError, first_line
 

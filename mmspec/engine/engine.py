@@ -18,9 +18,9 @@ import torch
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.core.target import KeepsStates, Target
 from mmspec.engine.core import EngineCore
+from mmspec.engine.policy import Speculation
 from mmspec.engine.request import Request
 from mmspec.engine.sequence import BatchKey, DecodeRequest, Sequence, Sink
-from mmspec.engine.speculation import Speculation
 from mmspec.engine.threads import TorchThreads, release_threads
 from mmspec.errors import UserError
 

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from mmspec.core.target import Prompt
+from mmspec.engine.policy import Speculation
 from mmspec.engine.request import Request
-from mmspec.engine.speculation import Speculation
-from mmspec.engine.stats import Stats, TreeRecord
+from mmspec.engine.stats import Stats, TokenLogprob, TreeRecord, token_logprobs
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.errors import UserError
-from mmspec.sampling.aligned import RejectedError
-from mmspec.sampling.logprobs import TokenLogprob, token_logprobs
-from mmspec.sampling.sampler import Sampler, SamplingState
+from mmspec.sampling.sampler import RejectedError, Sampler, SamplingState
 
 
 @dataclass(frozen=True)
