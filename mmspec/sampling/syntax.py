@@ -9,11 +9,11 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from decimal import ROUND_CEILING, Decimal
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from mmspec.errors import UserError, missing
 from mmspec.workers import Cancellation, WorkerError, Workers
@@ -37,9 +37,6 @@ _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # values: schemas by name
 _VALUES = {"const", "enum", "default", "examples"}  # values: not schemas
 _STACK_SIZE = threading.Lock()  # the size for new threads is global
-
-Result = TypeVar("Result")
-
 
 AT_START = "^"
 """First character of a trigger that matches only at the beginning of the output."""
@@ -83,11 +80,20 @@ def check_size(kind: str, text: str) -> None:
 def compiled(kind: str, tokenizer: Any, source: str) -> Any:
     """Compile the result of ``source`` to an llguidance matcher.
 
+    The thread that compiles has a stack of ``_STACK`` bytes, as a stack overflow would end the process.
+
     Raises:
         UserError: the grammar is invalid or too large.
     """
     limits = library().LLParserLimits(**LIMITS, verbose_errors=False)
-    matcher = on_large_stack(lambda: library().LLMatcher(tokenizer, source, log_level=0, limits=limits))
+    with ThreadPoolExecutor(1, thread_name_prefix="grammar") as thread:
+        with _STACK_SIZE:
+            before = threading.stack_size(_STACK)
+            try:
+                made = thread.submit(library().LLMatcher, tokenizer, source, log_level=0, limits=limits)
+            finally:
+                threading.stack_size(before)
+        matcher = made.result()
     if matcher.is_error():
         raise invalid(kind, matcher.get_error())
     return matcher
@@ -140,17 +146,14 @@ def _adapted(schema: Any) -> Any:
             found[key] = value if key in _VALUES else _adapted(value)
     if isinstance(name := found.get("format"), str) and name not in FORMATS:
         del found["format"]
-    bound, other = (_number(schema.get(key), default=-math.inf) for key in ("exclusiveMinimum", "minimum"))
+    values = (schema.get(key) for key in ("exclusiveMinimum", "minimum"))
+    bound, other = (one if type(one) in (int, float) else -math.inf for one in values)
     # Doubles beyond 100000 are coarser than 15 decimals.
     if 1e-9 <= bound <= 1e5 and schema.get("type") != "integer":
         above = Decimal(repr(math.nextafter(bound, math.inf))).quantize(Decimal("1e-15"), ROUND_CEILING)
         del found["exclusiveMinimum"]
         found["minimum"] = max(float(above), other)
     return found
-
-
-def _number(value: Any, default: float) -> float:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else default
 
 
 def invalid(kind: str, reason: str) -> UserError:
@@ -163,18 +166,6 @@ def shortened(reason: str) -> str:
     lines = [line.strip() for line in reason.splitlines() if line.strip()] or ["unknown error"]
     line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     return line if len(line) <= 200 else f"{line[:200]}..."
-
-
-def on_large_stack(function: Callable[[], Result]) -> Result:
-    """Call a function in a thread with a stack of ``_STACK`` bytes, as a stack overflow would end the process."""
-    with ThreadPoolExecutor(1, thread_name_prefix="grammar") as thread:
-        with _STACK_SIZE:
-            before = threading.stack_size(_STACK)
-            try:
-                result = thread.submit(function)
-            finally:
-                threading.stack_size(before)
-        return result.result()
 
 
 class GrammarTrial:
