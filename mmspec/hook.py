@@ -28,11 +28,10 @@ from mmspec.drafters.registry import make_drafter
 from mmspec.engine.request import num_draft_tokens_of
 from mmspec.engine.sequence import DecodeRequest, Delta, Sequence
 from mmspec.engine.stats import Stats
-from mmspec.engine.stopping import JointCriteria, stopping_of
+from mmspec.engine.stopping import JointCriteria, logits_by_step, scores_of, stopping_of
 from mmspec.errors import UserError, shown
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import LIBRARYS, refuse_other_modes
-from mmspec.sampling.logprobs import logits_by_step, scores_of
 from mmspec.sampling.processors import copy_for_row
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.support import base_model, refuse_learned_prompts

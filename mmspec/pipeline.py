@@ -27,17 +27,15 @@ from mmspec.core.target import HasDefaults, Prompt, Target
 from mmspec.drafters.registry import registered_name
 from mmspec.engine.distributed import DistributedEngine
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
-from mmspec.engine.policy import DraftPolicy
+from mmspec.engine.policy import DraftPolicy, Speculation
 from mmspec.engine.request import GenerateKeywords, Request, parse, shows_keywords
 from mmspec.engine.sequence import DecodeRequest, Delta, Sequence, Sink
-from mmspec.engine.speculation import Speculation
-from mmspec.engine.stats import Stats, TreeRecord
+from mmspec.engine.stats import Stats, TokenLogprob, TreeRecord
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.engine.warm_up import warm_up
 from mmspec.errors import UserError, raising, returning
 from mmspec.sampling.defaults import MODELS, Defaults, Source
 from mmspec.sampling.grammar import AfterReasoning, Grammars, TriggeredGrammar
-from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.reasoning import ReasoningParser
 from mmspec.sampling.sampler import Constraint

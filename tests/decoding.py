@@ -8,9 +8,8 @@ import torch
 import mmspec
 from mmspec.core.plan import StepPlan
 from mmspec.engine.engine import Engine
-from mmspec.engine.policy import DraftPolicy
+from mmspec.engine.policy import DraftPolicy, Speculation
 from mmspec.engine.sequence import DecodeRequest
-from mmspec.engine.speculation import Speculation
 from mmspec.ops import kernels
 from tests.tiny.models import text_inputs
 

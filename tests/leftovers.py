@@ -37,7 +37,7 @@ THREADS = "AnyIO worker thread"
 PROCESSES = {
     "multiprocessing.resource_tracker": "one per process, for its whole life",
     "mmspec.vision.decoding": "of a server's decoder: they end with it, or with this process",
-    "mmspec.sampling.trial": "of a server's trial of grammars: likewise",
+    "mmspec.sampling.syntax": "of a server's trial of grammars: likewise",
     "multiprocessing.forkserver": "of multiprocessing, for the whole life of the process that uses it",
 }
 """Processes that may stay, by a part of their command lines."""
@@ -158,7 +158,7 @@ def held_rows() -> Iterator[str]:
         return
     from mmspec.drafters.captured import CapturedDrafter
     from mmspec.engine.engine import Engine
-    from mmspec.engine.speculation import Speculation
+    from mmspec.engine.policy import Speculation
     from mmspec.targets.transformers_target import TransformersTarget
 
     found = _instances(Engine, Speculation)

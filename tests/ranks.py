@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from torch import distributed
 from transformers import PreTrainedModel
@@ -107,15 +108,15 @@ def _at_third_step(pipe: object, act: Callable[[], None]) -> None:
 
 def _reverse(pipe: object) -> None:
     """Take requests that come together in the reverse order."""
-    from mmspec.engine.distributed import _Orders
+    from mmspec.engine.distributed import Orders, Ranks
 
-    plain = _Orders.unpack
+    plain = Ranks.agree
 
-    def unpack(content: bytes) -> _Orders:
-        orders = plain(content)
+    def agree(ranks: Ranks, *given: Any) -> Orders:
+        orders = plain(ranks, *given)
         return replace(orders, requests=orders.requests[::-1])
 
-    _Orders.unpack = staticmethod(unpack)  # type: ignore[method-assign]
+    Ranks.agree = agree  # type: ignore[method-assign]
 
 
 _SCENARIOS: dict[str, Callable[[object], None]] = {

@@ -350,7 +350,7 @@ class TableAdaptation:
 
 
 class Adaptation:
-    """Adapts drafters to verified tokens, as an ``IdleTask`` of their engine.
+    """Adapts drafters to verified tokens, as idle work of their engine.
 
     Args:
         drafter: unattached drafter that learns or has a registered learner, or a union of such drafters.

@@ -17,7 +17,7 @@ from time import perf_counter as clock
 import torch
 from torch import Tensor
 
-from mmspec.cache.prefix_cache import PrefixCache, PrefixReuse
+from mmspec.cache.prefix_cache import PrefixReuse
 from mmspec.cache.rows import row_index
 from mmspec.core.drafter import Guard
 from mmspec.core.plan import StepPlan, StepTimes
@@ -39,34 +39,24 @@ class Scheduler:
 
     Args:
         resumes: whether a prompt has a cached prefix and therefore needs a prefill of its own.
+
+    Attributes:
+        waiting: the queue.
     """
 
     def __init__(self, max_num_seqs: int, resumes: Callable[[Prompt, list[Prompt]], bool]) -> None:
         self.max_num_seqs = max_num_seqs
         self._resumes = resumes
-        self._waiting: deque[Sequence] = deque()
+        self.waiting: deque[Sequence] = deque()
         self._alone: set[Sequence] = set()  # not to be stacked again, as a stacked prefill failed
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._waiting)
-
-    def add(self, sequence: Sequence) -> None:
-        self._waiting.append(sequence)
-
-    def allow(self, max_num_seqs: int) -> None:
-        """Let at least this many sequences run."""
-        self.max_num_seqs = max(self.max_num_seqs, max_num_seqs)
 
     def retry_alone(self, sequences: abc.Sequence[Sequence]) -> None:
         """Put stacked sequences back at the head of the queue, to be prefilled one by one."""
         self._alone.update(sequences)
-        self._waiting.extendleft(reversed(sequences))
+        self.waiting.extendleft(reversed(sequences))
 
     def clear(self) -> None:
-        self._waiting.clear()
+        self.waiting.clear()
         self._alone.clear()
 
     def next(self, running: int, key: BatchKey | None, tokens: int) -> list[Sequence]:
@@ -79,8 +69,8 @@ class Scheduler:
         """
         chosen: list[Sequence] = []
         longest = 0
-        while self._waiting:
-            first = self._waiting[0]
+        while self.waiting:
+            first = self.waiting[0]
             rows = self._head()
             if not all(one.done for one in rows):
                 longest = max(longest, first.prompt.input_ids.shape[1])
@@ -92,16 +82,16 @@ class Scheduler:
                 key = first.key
                 chosen += rows
             for _ in rows:
-                self._waiting.popleft()
+                self.waiting.popleft()
         self._alone.difference_update(chosen)
         return chosen
 
     def _head(self) -> list[Sequence]:
         """The first sequence, with the rows that must be prefilled with it."""
-        first = self._waiting[0]
+        first = self.waiting[0]
         if first.prompt.batch is None:
             return [first]
-        return list(takewhile(lambda one: one.prompt.batch is first.prompt.batch, self._waiting))
+        return list(takewhile(lambda one: one.prompt.batch is first.prompt.batch, self.waiting))
 
     def _stacks(self, chosen: list[Sequence], new: Sequence) -> bool:
         """Whether a sequence may be prefilled together with others."""
@@ -183,7 +173,7 @@ class EngineCore:
     @property
     def queued(self) -> list[Sequence]:
         """Sequences that are waiting for prefill or being prefilled."""
-        return [*self.scheduler, *(self._prefilling.sequences if self._prefilling else ())]
+        return [*self.scheduler.waiting, *(self._prefilling.sequences if self._prefilling else ())]
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -197,16 +187,12 @@ class EngineCore:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; the caller holds the lock."""
-        self.scheduler.add(sequence)
-
-    def use_prefixes(self, prefixes: PrefixCache | None) -> None:
-        """Set the prefix cache while no sequence runs or waits."""
-        self.prefixes = None if prefixes is None else PrefixReuse(self.target, prefixes)
+        self.scheduler.waiting.append(sequence)
 
     def cancel(self, sequences: Iterable[Sequence]) -> None:
         """Cancel sequences before the next step."""
         for sequence in sequences:
-            sequence.cancel()
+            sequence.cancelled = True
 
     def clear(self) -> None:
         """Clear the queue and release the drafter."""
@@ -442,7 +428,7 @@ class EngineCore:
             if sequence.rejected and not sequence.done:
                 sequence.restart()
                 with self._lock:
-                    self.scheduler.add(sequence)
+                    self.scheduler.waiting.append(sequence)
         order = [row for row in kept if row < len(kept)]
         movers = iter(kept[len(order) :])
         present = set(order)

@@ -25,10 +25,9 @@ from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.engine.core import Draft, EngineCore
 from mmspec.engine.engine import Engine
-from mmspec.engine.policy import DraftPolicy
+from mmspec.engine.policy import DraftPolicy, Speculation
 from mmspec.engine.request import Request
 from mmspec.engine.sequence import Sequence
-from mmspec.engine.speculation import Speculation
 from mmspec.engine.threads import TorchThreads
 from mmspec.errors import UserError, first_line
 
@@ -55,37 +54,30 @@ class Ranks:
         self._ended = threading.Event()
         self._watching: threading.Thread | None = None
 
-    def agree(self, state: int, orders: bytes = b"") -> bytes:
+    def agree(self, state: int, orders: Orders | None = None) -> Orders:
         """Compare the states of all ranks, and return the orders of rank 0.
 
         Args:
             state: a number that must be equal on all ranks.
-            orders: serialised orders; read on rank 0 only.
+            orders: read on rank 0 only.
 
         Raises:
             RankError: states differ, or a rank is lost.
         """
-        own = torch.tensor([self._turn, state, len(orders)], dtype=torch.long)
-        of_all = [torch.empty_like(own) for _ in range(self._size)]
+        found: list[Any] = [None] * self._size
         try:
-            distributed.all_gather(of_all, own, group=self._orders)
-            found = [one.tolist() for one in of_all]
-            for rank, (turn, theirs, _) in enumerate(found):
-                if [turn, theirs] != found[0][:2]:
-                    raise RankError(
-                        f"the ranks must run the same schedule: expected turn {found[0][0]} in state {found[0][1]:x} "
-                        f"of rank 0, received turn {turn} in state {theirs:x} of rank {rank}"
-                    )
-            self._turn += 1
-            if not found[0][2]:
-                return b""
-            content = torch.frombuffer(bytearray(orders or found[0][2]), dtype=torch.uint8)
-            distributed.broadcast(content, src=0, group=self._orders)
-        except RankError:
-            raise
+            distributed.all_gather_object(found, (self._turn, state, orders), group=self._orders)
         except RuntimeError as error:
             raise _lost(error) from error
-        return content.numpy().tobytes()
+        first, expected, given = found[0]
+        for rank, (turn, theirs, _) in enumerate(found):
+            if (turn, theirs) != (first, expected):
+                raise RankError(
+                    f"the ranks must run the same schedule: expected turn {first} in state {expected:x} of rank 0, "
+                    f"received turn {turn} in state {theirs:x} of rank {rank}"
+                )
+        self._turn += 1
+        return given or Orders()
 
     def watch(self, lost: Callable[[RankError], object]) -> None:
         """Start a thread that exchanges heartbeats.
@@ -122,7 +114,7 @@ def _lost(error: RuntimeError) -> RankError:
 
 
 @dataclass(frozen=True)
-class _Orders:
+class Orders:
     """Orders of rank 0 for one step.
 
     Attributes:
@@ -134,13 +126,6 @@ class _Orders:
     requests: list[Request] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     end: bool = False
-
-    def pack(self) -> bytes:
-        return pickle.dumps(self) if self.requests or self.cancelled or self.end else b""
-
-    @staticmethod
-    def unpack(content: bytes) -> _Orders:
-        return pickle.loads(content) if content else _Orders()
 
 
 class LockstepCore(EngineCore):
@@ -218,12 +203,12 @@ class LockstepCore(EngineCore):
             for sequence in arrived:
                 self._numbers[sequence] = self._count
                 self._count += 1
-                self.scheduler.add(sequence)
+                self.scheduler.waiting.append(sequence)
         gone = [self._dropped.popleft() for _ in range(len(self._dropped))]
         gone = [sequence for sequence in gone if sequence in self._numbers and not sequence.done]
         requests = [sequence.request.source for sequence in arrived if sequence.request.source]
-        orders = _Orders(requests, [self._numbers[sequence] for sequence in gone])
-        self._ranks.agree(state, orders.pack())
+        cancelled = [self._numbers[sequence] for sequence in gone]
+        self._ranks.agree(state, Orders(requests, cancelled) if requests or cancelled else None)
         super().cancel(gone)
         self._numbers = {sequence: number for sequence, number in self._numbers.items() if not sequence.done}
 
@@ -239,7 +224,7 @@ class LockstepCore(EngineCore):
         self._ranks.watch(_give_up)
         sequences: dict[int, Sequence] = {}
         try:
-            while not (orders := _Orders.unpack(self._ranks.agree(self._next_state()))).end:
+            while not (orders := self._ranks.agree(self._next_state())).end:
                 for request in orders.requests:
                     sequences[self._count] = start(request)
                     self._count += 1
@@ -276,14 +261,14 @@ class LockstepCore(EngineCore):
         if self.leads and self._speculation is not None:
             if self.broken is None:
                 with suppress(RankError):  # lost ranks cannot be told
-                    self._ranks.agree(self._next_state(), _Orders(end=True).pack())
+                    self._ranks.agree(self._next_state(), Orders(end=True))
             self._ranks.end()
             self._speculation = None
 
     def _next_state(self) -> int:
         """Update and return the hash of all tokens and queue lengths so far."""
         rows = tuple((len(row.history), *row.history[-_RECENT:]) for row in self.running)
-        self._state = hash((self._state, len(self.scheduler), rows)) & ((1 << 62) - 1)
+        self._state = hash((self._state, len(self.scheduler.waiting), rows)) & ((1 << 62) - 1)
         return self._state
 
 

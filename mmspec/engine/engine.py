@@ -10,17 +10,17 @@ from collections import abc
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from time import perf_counter as clock
 from time import sleep
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
-from mmspec.cache.prefix_cache import PrefixCache
+from mmspec.cache.prefix_cache import PrefixCache, PrefixReuse
 from mmspec.core.target import KeepsStates, Target
 from mmspec.engine.core import EngineCore
+from mmspec.engine.policy import Speculation
 from mmspec.engine.request import Request
 from mmspec.engine.sequence import BatchKey, DecodeRequest, Sequence, Sink
-from mmspec.engine.speculation import Speculation
 from mmspec.engine.threads import TorchThreads, release_threads
 from mmspec.errors import UserError
 
@@ -45,20 +45,6 @@ _FORKING = ExitStack()  # locks and pauses held while the process forks
 _FORK_SECONDS = 5.0  # maximum wait of a fork for running steps
 
 
-class IdleTask(Protocol):
-    """Background work in short turns, between which the worker checks for new sequences."""
-
-    @property
-    def pending(self) -> bool:
-        """Whether work is left."""
-
-    def turn(self) -> None:
-        """Work for some milliseconds."""
-
-    def close(self) -> None:
-        """Called at the end of the process, after the last turn."""
-
-
 class Engine:
     """Continuous-batching engine of one target.
 
@@ -69,7 +55,8 @@ class Engine:
 
     Attributes:
         core: runs the steps, in the worker thread.
-        idle: tasks for the worker thread while no sequence runs or waits; weak references.
+        idle: tasks for the worker thread while no sequence runs or waits; weak references. The worker calls ``turn``,
+            which works for some milliseconds, while ``pending`` is true, and ``close`` at the end of the process.
         threads: chooses the number of torch's threads.
     """
 
@@ -81,12 +68,12 @@ class Engine:
         self.core = self.core_class(target, max_num_seqs, chunk, self._changed)
         self._worker: threading.Thread | None = None  # while it runs steps
         self._last_worker: threading.Thread | None = None  # may still be exiting
-        self.idle: WeakSet[IdleTask] = WeakSet()
+        self.idle: WeakSet[Any] = WeakSet()
         self.threads = TorchThreads(adapts=target.device.type == "cpu")
         self._stepping = False
         self._closed: Exception | None = None  # the reason for rejecting new sequences
         self._pauses = self._drains = 0  # threads that wait for a step to end, and for the worker to end
-        self._task: IdleTask | None = None  # idle task of this turn
+        self._task: Any = None  # idle task of this turn
         self._idle_from = 0.0  # earliest clock time of the next idle turn
         _ALL.add(self)
 
@@ -97,7 +84,8 @@ class Engine:
             engine = _ENGINES.get(id(target))
             if engine is None:
                 engine = _ENGINES[id(target)] = cls(target, max_num_seqs=max_num_seqs)
-            engine.core.scheduler.allow(max_num_seqs)
+            scheduler = engine.core.scheduler
+            scheduler.max_num_seqs = max(scheduler.max_num_seqs, max_num_seqs)
             return engine
 
     @property
@@ -144,7 +132,7 @@ class Engine:
             name = type(self.target).__name__
             raise UserError(f"prefix_cache needs a target that keeps states: {name} does not")
         with self.drained():
-            self.core.use_prefixes(prefixes)
+            self.core.prefixes = None if prefixes is None else PrefixReuse(self.target, prefixes)
 
     def admit(self, request: Request) -> Request:
         """Adapt a request to this engine, before encoding.
@@ -227,7 +215,7 @@ class Engine:
             self._stepping = True
             return True
 
-    def _idle_task(self) -> IdleTask | None:
+    def _idle_task(self) -> Any:
         """Wait for idleness, then return a task with pending work; None if sequences arrive or no work is pending."""
 
         def disturbed() -> bool:
@@ -240,26 +228,22 @@ class Engine:
         self._changed.wait_for(lambda: not self._pauses)
         return None if disturbed() else next((task for task in list(self.idle) if task.pending), None)
 
-    def _idle_turn(self, task: IdleTask) -> None:
-        start = clock()
-        if not _run_idle(task, task.turn):
-            self.idle.discard(task)
-        self._idle_from = clock() + (clock() - start) * (1 / IDLE_TIME_SHARE - 1)
-
     def _turn(self) -> None:
         """Run one step, or one turn of idle work."""
-        if self._task is not None:
-            self._idle_turn(self._task)
+        if (task := self._task) is not None:
+            start = clock()
+            if not _run_idle(task, task.turn):
+                self.idle.discard(task)
+            self._idle_from = clock() + (clock() - start) * (1 / IDLE_TIME_SHARE - 1)
             return
-        core = self.core
         self.threads.start_step()
         try:
-            core.step()
+            self.core.step()
             self.threads.end_step()
         except Exception as error:
-            core.abort(error)
+            self.core.abort(error)
         except BaseException as error:  # SystemExit of a processor must not end the worker
-            core.abort(RuntimeError(f"decoding was interrupted by {type(error).__name__}"))
+            self.core.abort(RuntimeError(f"decoding was interrupted by {type(error).__name__}"))
         self._idle_from = clock() + IDLE_DELAY_SECONDS
 
     @contextmanager
@@ -294,7 +278,7 @@ class Engine:
         self.core.clear()
 
 
-def _run_idle(task: IdleTask, work: abc.Callable[[], None]) -> bool:
+def _run_idle(task: Any, work: abc.Callable[[], None]) -> bool:
     """Run a method of a task. Returns whether it succeeded; an error is logged and does not reach the engine."""
     try:
         work()

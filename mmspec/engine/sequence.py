@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from mmspec.core.target import Prompt
+from mmspec.engine.policy import Speculation
 from mmspec.engine.request import Request
-from mmspec.engine.speculation import Speculation
-from mmspec.engine.stats import Stats, TreeRecord
+from mmspec.engine.stats import Stats, TokenLogprob, TreeRecord, token_logprobs
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.errors import UserError
-from mmspec.sampling.aligned import RejectedError
-from mmspec.sampling.logprobs import TokenLogprob, token_logprobs
-from mmspec.sampling.sampler import Sampler, SamplingState
+from mmspec.sampling.sampler import RejectedError, Sampler, SamplingState
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class Sequence(SamplingState):
     Attributes:
         finish_reason: set when the sequence has finished.
         error: exception that ended the sequence.
-        cancelled: whether the client has dropped the sequence.
+        cancelled: whether the client has dropped the sequence, which ends before its next step.
         added: time of submission, ``perf_counter`` seconds.
         trees: verified trees, one per step; empty if not recorded.
         logprobs: log probabilities of all generated tokens, and possibly of some after a stop; empty if not recorded.
@@ -153,10 +151,6 @@ class Sequence(SamplingState):
     def ended(self) -> bool:
         """Whether the output has ended: the sequence is done or will restart."""
         return self.done or self.rejected
-
-    def cancel(self) -> None:
-        """End the sequence before its next step."""
-        self.cancelled = True
 
     def fail(self, error: Exception) -> None:
         """End the sequence with an error, unless it has ended."""

@@ -1,16 +1,17 @@
-"""Statistics of decode steps, under vLLM's per-request names, step times, and records of verified trees.
+"""Statistics of decode steps, under vLLM's per-request names, step times, and records of trees and log probabilities.
 
 Device times come from CUDA events on CUDA and from the host's clock elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from mmspec.core.target import TargetOutput
 from mmspec.core.tree import TokenTree
@@ -209,3 +210,36 @@ def record_tree(
     ids = tokens.tolist()
     texts = [token_bytes(token).decode(errors="replace") for token in (*ids, bonus)] if token_bytes else [""]
     return TreeRecord(ids, up, path, bonus, [1.0, *probs], bonus_prob, guesses, texts[:-1], texts[-1])
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural log probability of one emitted token, before logits processors and sampling parameters, as with vLLM's
+    default ``logprobs_mode="raw_logprobs"``.
+
+    Attributes:
+        top: the most probable tokens at this position with their log probabilities, best first.
+        text_offset: characters of the answer before this token, stop strings included; 0 in the reasoning.
+    """
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+    text_offset: int = 0
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Log probabilities of emitted tokens.
+
+    Args:
+        logits: (tokens, vocab), raw logits at the nodes before the tokens.
+        top: number of most probable tokens to list at each position.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
+    values, ids = best.values.tolist(), best.indices.tolist()
+    own = [float(row[token]) for row, token in zip(logprobs, tokens, strict=True)]
+    return [
+        TokenLogprob(token, logprob, list(zip(ids[place], values[place], strict=True)))
+        for place, (token, logprob) in enumerate(zip(tokens, own, strict=True))
+    ]

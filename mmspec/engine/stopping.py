@@ -1,4 +1,4 @@
-"""Stopping criteria, checked token by token along the accepted path."""
+"""Stopping criteria, checked token by token along the accepted path, and scores as defined by ``generate``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from mmspec.errors import UserError
-from mmspec.sampling.logprobs import scores_of
 from mmspec.targets.detokenizer import AnswerReader
 
 FinishReason = Literal["stop", "length"]
@@ -190,3 +189,30 @@ def stopping_of(
     pads = any(hasattr(c, "eos_token_id") for c in criteria)  # transformers' own rule
     joint = JointCriteria(StoppingCriteriaList(criteria), input_ids, padding if pads else None, processors)
     return Stopper(min(limits), eos_token_ids=eos), joint
+
+
+def logits_by_step(rows: Sequence[Sequence[Tensor]], steps: int) -> tuple[Tensor, ...]:
+    """Raw logits of each step, (batch, vocab) float32 each; zeros at rows that have ended.
+
+    Args:
+        rows: logits by row and step, (vocab,) each.
+    """
+    found = [rows[0][0].new_zeros(len(rows), len(rows[0][0])) for _ in range(steps)]
+    for number, row in enumerate(rows):
+        for step, logits in zip(found, row, strict=False):
+            step[number] = logits
+    return tuple(found)
+
+
+def scores_of(rows: Sequence[Tensor | None], ids: Tensor, processors: Sequence[Any]) -> Tensor:
+    """Scores of a step, (batch, vocab): logits after all processors, called as in ``generate``.
+
+    Args:
+        rows: logits of each row, (vocab,); None at rows that have ended, whose logits are zeros.
+        ids: (batch, length) int64, the tokens before the step.
+    """
+    empty = torch.zeros_like(next(row for row in rows if row is not None))
+    scores = torch.stack([empty if row is None else row for row in rows])
+    for processor in processors:
+        scores = processor(ids, scores)
+    return scores

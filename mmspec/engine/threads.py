@@ -27,22 +27,54 @@ _SOFT = 1  # omp_pause_soft keeps settings
 _PROCESS = os.getpid()
 
 
-class ThreadCount:
-    """Adapts the number of threads to scheduling delays in recent steps.
+class TorchThreads:
+    """Adapts the number of torch's threads in a worker thread to scheduling delays in recent steps.
 
     The number is halved while delays are high and doubled after some time without delays. If doubling brings the delays
-    back, the next attempt comes after twice that time.
+    back, the next attempt comes after twice that time. Other threads are not affected.
+
+    Args:
+        adapts: adapt the number; False if steps run on another device or wait for other ranks.
 
     Attributes:
         most: number of threads on a quiet machine.
-        count: number of threads to use.
+        count: number of threads used in steps.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, adapts: bool = True) -> None:
+        self._adapts = adapts
+        self._delays: dict[str, int] | None = None  # nanoseconds by thread, at the start of the window
+        self._reset(torch.get_num_threads())
+
+    def _reset(self, most: int) -> None:
         self.most = self.count = most
-        self._quiet = 0.0  # seconds without delays
-        self._wait = _FIRST
+        self._wall = self._delayed = 0.0
+        self._quiet, self._wait = 0.0, _FIRST  # seconds without delays: so far, and before trying more threads
         self._raised = False  # the last change was an increase, not yet confirmed
+
+    def begin(self) -> None:
+        """Called in a new thread before its first step."""
+        if (most := torch.get_num_threads()) != self.most:
+            self._reset(most)
+        self._delays, self._wall, self._delayed = _delays(), 0.0, 0.0
+        self._apply(most)
+
+    def start_step(self) -> None:
+        self._started = clock(), thread_time()
+
+    def end_step(self) -> None:
+        wall, computed = clock() - self._started[0], thread_time() - self._started[1]
+        self._wall += wall
+        self._delayed += max(0.0, wall - computed)
+        if not self._adapts or self.most == 1 or self._wall < _WINDOW:
+            return
+        before, self._delays = self._delays, _delays()
+        if before is not None and self._delays is not None:
+            self._delayed = sum(delay - before.get(thread, 0) for thread, delay in self._delays.items()) / 1e9
+        count = self.count
+        self.record(self._wall, self._delayed)
+        self._wall = self._delayed = 0.0
+        self._apply(count)
 
     def record(self, wall: float, delayed: float) -> None:
         """Update the number from a window of steps.
@@ -63,52 +95,10 @@ class ThreadCount:
             self.count = min(2 * self.count, self.most)
             self._quiet = 0.0
 
-
-class TorchThreads:
-    """Sets the number of torch's threads in a worker thread; other threads are not affected.
-
-    Args:
-        adapts: adapt the number to delays; False if steps run on another device or wait for other ranks.
-    """
-
-    def __init__(self, adapts: bool = True) -> None:
-        self._adapts = adapts
-        self._chosen = ThreadCount(torch.get_num_threads())
-        self._wall = self._delayed = 0.0
-        self._delays: dict[str, int] | None = None  # nanoseconds by thread, at the start of the window
-
-    @property
-    def count(self) -> int:
-        """Number of torch threads used in steps."""
-        return self._chosen.count
-
-    def begin(self) -> None:
-        """Called in a new thread before its first step."""
-        if (most := torch.get_num_threads()) != self._chosen.most:
-            self._chosen = ThreadCount(most)
-        self._delays, self._wall, self._delayed = _delays(), 0.0, 0.0
-        self._apply(most)
-
-    def start_step(self) -> None:
-        self._started = clock(), thread_time()
-
-    def end_step(self) -> None:
-        wall, computed = clock() - self._started[0], thread_time() - self._started[1]
-        self._wall += wall
-        self._delayed += max(0.0, wall - computed)
-        if not self._adapts or self._chosen.most == 1 or self._wall < _WINDOW:
-            return
-        before, self._delays = self._delays, _delays()
-        if before is not None and self._delays is not None:
-            self._delayed = sum(delay - before.get(thread, 0) for thread, delay in self._delays.items()) / 1e9
-        count = self.count
-        self._chosen.record(self._wall, self._delayed)
-        self._wall = self._delayed = 0.0
-        self._apply(count)
-
     def _apply(self, before: int) -> None:
-        if self.count != before and not limit_torch(self.count, self._chosen.most):
-            self._adapts, self._chosen = False, ThreadCount(self._chosen.most)
+        if self.count != before and not limit_torch(self.count, self.most):
+            self._adapts = False
+            self._reset(self.most)
 
 
 def _delays() -> dict[str, int] | None:

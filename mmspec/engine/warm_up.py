@@ -23,8 +23,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import AHEAD, CapturedDrafter
 from mmspec.engine.engine import Engine
-from mmspec.engine.policy import STEADY_PLANS
-from mmspec.engine.speculation import Speculation
+from mmspec.engine.policy import STEADY_PLANS, Speculation
 from mmspec.errors import UserError
 from mmspec.ops import graphs
 from mmspec.targets.runner import node_bucket

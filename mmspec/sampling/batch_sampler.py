@@ -18,9 +18,8 @@ from mmspec.core.tree import TokenTree
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
-from mmspec.sampling.aligned import RejectedError
 from mmspec.sampling.processors import Histories, NodeHistories, TreeProcessor
-from mmspec.sampling.sampler import Matcher, SamplingState
+from mmspec.sampling.sampler import Matcher, RejectedError, SamplingState
 
 _ROUND = {True: 2**20, False: 2**23}
 """Number of scores that can be warped and sampled in the (mostly launch) time of one round over few rows, by whether

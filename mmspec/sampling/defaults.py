@@ -178,7 +178,6 @@ class ModelDefaults(Defaults):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._checked: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # the config's last values: as read, and checked
         try:
             refuse_other_modes(model.generation_config)
             params = self.complete(SamplingParams())
@@ -206,11 +205,7 @@ class ModelDefaults(Defaults):
         config = self._model.generation_config
         found = {name: getattr(config, name) for name in _OWN} | {"stop": config.stop_strings}
         found = {name: value for name, value in found.items() if value is not None}
-        read, valid = self._checked
-        if found != read:
-            valid = part(SamplingParams(**found), found)
-            self._checked = found, valid
-        return dict(valid)
+        return part(SamplingParams(**found), found)
 
     def processors(
         self, params: SamplingParams, input_ids: Tensor, custom: Sequence[LogitsProcessor] = ()

@@ -126,8 +126,8 @@ class SamplingParams:
         grammar_trigger: constrain only the output after this text, to the end. ``^TEXT`` matches only at the beginning
             of the output; ``/PATTERN/`` is a Python regular expression.
         grammar_aligned: sampled outputs follow the model's distribution given the grammar, which masks distort (see
-            ``mmspec.sampling.aligned``): outputs that violate the grammar are rejected and restarted. No effect without
-            a grammar.
+            ``mmspec.sampling.sampler.Alignment``): outputs that violate the grammar are rejected and restarted. No
+            effect without a grammar.
         lossy: above 0, greedy outputs may differ from the model's: a drafted token is accepted if its negative log
             probability under the model, in nats, is at most this (``lossy_choices``). ``Stats.lossless`` of the answer
             is then False.

@@ -1,6 +1,6 @@
 """Structured output: checks of JSON schemas, regular expressions and Lark grammars by llguidance, without a tokenizer.
 
-This module must not import torch: workers check grammars with it.
+Workers check untrusted grammars, see ``mmspec.workers``: this module must not import torch.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from decimal import ROUND_CEILING, Decimal
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from mmspec.errors import UserError, missing
+from mmspec.workers import Cancellation, WorkerError, Workers
 
 KINDS = ("json_schema", "regex", "grammar")
 """Sampling parameters that constrain the output."""
 
 _LONGEST = 128 * 1024  # maximum bytes of a grammar's text
-STACK = 256 * 1024 * 1024  # bytes: the compiler's recursion along rules takes less than 2 KiB per byte of text
+_STACK = 256 * 1024 * 1024  # bytes: the compiler's recursion along rules takes less than 2 KiB per byte of text
 LIMITS = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 1_000_000,  # about 20 ms
@@ -36,9 +37,6 @@ _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # values: schemas by name
 _VALUES = {"const", "enum", "default", "examples"}  # values: not schemas
 _STACK_SIZE = threading.Lock()  # the size for new threads is global
-
-Result = TypeVar("Result")
-
 
 AT_START = "^"
 """First character of a trigger that matches only at the beginning of the output."""
@@ -82,11 +80,20 @@ def check_size(kind: str, text: str) -> None:
 def compiled(kind: str, tokenizer: Any, source: str) -> Any:
     """Compile the result of ``source`` to an llguidance matcher.
 
+    The thread that compiles has a stack of ``_STACK`` bytes, as a stack overflow would end the process.
+
     Raises:
         UserError: the grammar is invalid or too large.
     """
     limits = library().LLParserLimits(**LIMITS, verbose_errors=False)
-    matcher = on_large_stack(lambda: library().LLMatcher(tokenizer, source, log_level=0, limits=limits))
+    with ThreadPoolExecutor(1, thread_name_prefix="grammar") as thread:
+        with _STACK_SIZE:
+            before = threading.stack_size(_STACK)
+            try:
+                made = thread.submit(library().LLMatcher, tokenizer, source, log_level=0, limits=limits)
+            finally:
+                threading.stack_size(before)
+        matcher = made.result()
     if matcher.is_error():
         raise invalid(kind, matcher.get_error())
     return matcher
@@ -139,17 +146,14 @@ def _adapted(schema: Any) -> Any:
             found[key] = value if key in _VALUES else _adapted(value)
     if isinstance(name := found.get("format"), str) and name not in FORMATS:
         del found["format"]
-    bound, other = (_number(schema.get(key), default=-math.inf) for key in ("exclusiveMinimum", "minimum"))
+    values = (schema.get(key) for key in ("exclusiveMinimum", "minimum"))
+    bound, other = (one if type(one) in (int, float) else -math.inf for one in values)
     # Doubles beyond 100000 are coarser than 15 decimals.
     if 1e-9 <= bound <= 1e5 and schema.get("type") != "integer":
         above = Decimal(repr(math.nextafter(bound, math.inf))).quantize(Decimal("1e-15"), ROUND_CEILING)
         del found["exclusiveMinimum"]
         found["minimum"] = max(float(above), other)
     return found
-
-
-def _number(value: Any, default: float) -> float:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else default
 
 
 def invalid(kind: str, reason: str) -> UserError:
@@ -164,13 +168,55 @@ def shortened(reason: str) -> str:
     return line if len(line) <= 200 else f"{line[:200]}..."
 
 
-def on_large_stack(function: Callable[[], Result]) -> Result:
-    """Call a function in a thread with a stack of ``STACK`` bytes, as a stack overflow would end the process."""
-    with ThreadPoolExecutor(1, thread_name_prefix="grammar") as thread:
-        with _STACK_SIZE:
-            before = threading.stack_size(STACK)
-            try:
-                result = thread.submit(function)
-            finally:
-                threading.stack_size(before)
-        return result.result()
+class GrammarTrial:
+    """Pool of worker processes that test whether grammars compile within limits.
+
+    Valid grammars are compiled again in the process that uses them, as compiled grammars cannot be sent between
+    processes. Thread-safe. Workers are stopped when the pool is closed or garbage collected.
+
+    Args:
+        workers: maximum number of grammars compiled concurrently; further calls block.
+        seconds: wall-clock limit per grammar. Not enforced on Windows.
+        memory: maximum bytes of data that a worker may allocate. Enforced on Linux only.
+    """
+
+    def __init__(self, *, workers: int = 2, seconds: float = 10.0, memory: int = 256 << 20) -> None:
+        self.seconds, self.memory = seconds, memory
+        self._workers = Workers(__name__, workers=workers, memory=memory + _STACK)
+        self.close = self._workers.close
+
+    def check(self, kind: str, text: str, *, stop: Cancellation | None = None) -> CheckedText:
+        """Check a grammar in a worker.
+
+        Args:
+            kind: ``"json_schema"``, ``"regex"`` or ``"grammar"``.
+            text: the schema, pattern or grammar.
+            stop: stops the check, from another thread.
+
+        Returns:
+            The text, marked as checked for ``SamplingParams``.
+
+        Raises:
+            UserError: as for ``check_grammar``; or a limit was exceeded, or the check was stopped.
+        """
+        check_size(kind, text)
+        try:
+            self._workers.run({"kind": kind}, text.encode(), self.seconds, lambda *_: None, stop)
+        except WorkerError as error:
+            raise UserError(f"{kind} {self._describe(error)}") from None
+        return CheckedText(text)
+
+    def _describe(self, error: WorkerError) -> str:
+        if error.cause == "time":
+            return f"must compile within {self.seconds:g} s: got one that takes longer"
+        if error.cause == "memory" or error.detail == "SIGABRT":  # Rust aborts if an allocation fails
+            return f"must compile in {self.memory >> 20} MiB: got one that needs more"
+        if error.cause == "stop":
+            return "was not checked to the end: stopped"
+        return f"must be one that llguidance can compile: got one on which it fails ({error.detail})"
+
+
+def handle(request: dict[str, str], body: bytes) -> tuple[dict[str, object], tuple[bytes, ...]]:
+    """Check a grammar in a worker process; see ``check_grammar``."""
+    check_grammar(request["kind"], body.decode())
+    return {}, ()

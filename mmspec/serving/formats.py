@@ -12,9 +12,8 @@ from time import perf_counter as clock
 from typing import Any
 
 from mmspec.drafters.registry import PLAIN
-from mmspec.engine.stats import Stats
+from mmspec.engine.stats import Stats, TokenLogprob
 from mmspec.pipeline import Piece
-from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.serving.errors import APIError
 from mmspec.serving.metrics import per_request
 from mmspec.serving.schemas import REASONING_FIELDS, GenerationRequest

@@ -19,8 +19,7 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Piece, Pipeline
 from mmspec.sampling.grammar import BeyondEndError
 from mmspec.sampling.params import SamplingParams
-from mmspec.sampling.syntax import CheckedText
-from mmspec.sampling.trial import GrammarTrial
+from mmspec.sampling.syntax import CheckedText, GrammarTrial
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat, TextFormat, WireFormat
 from mmspec.serving.limits import Limits

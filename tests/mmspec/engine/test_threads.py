@@ -25,7 +25,7 @@ from mmspec import Pipeline, SamplingParams, UserError
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
-from mmspec.engine import speculation
+from mmspec.engine import policy
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.testkit.served import eventually
@@ -75,7 +75,7 @@ def begun(pipe, prompt=PROMPTS[1], **keywords):
 def free(pipe):
     """Whether a pipeline's rows and drafter are free, once its engine is idle."""
     pipe.engine.drain()
-    return pipe.target.runner.rows == 0 and id(pipe.drafter) not in speculation._OWNERS
+    return pipe.target.runner.rows == 0 and id(pipe.drafter) not in policy._OWNERS
 
 
 def streamed(pieces):
@@ -363,7 +363,7 @@ def test_members_of_a_union_are_held_with_it(alone):
     using, observe = [], shared.observe
 
     def follow(tree, verdict, output):
-        using.append(speculation._OWNERS[id(shared)])
+        using.append(policy._OWNERS[id(shared)])
         observe(tree, verdict, output)
 
     shared.observe = follow

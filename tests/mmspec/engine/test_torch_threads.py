@@ -14,7 +14,7 @@ import torch
 
 from mmspec import Pipeline
 from mmspec.engine import threads
-from mmspec.engine.threads import ThreadCount, TorchThreads
+from mmspec.engine.threads import TorchThreads
 from mmspec.ops.cpu import kernel_threads, limit_torch
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
@@ -31,8 +31,14 @@ def two_threads():
     torch.set_num_threads(before)
 
 
+def starting(most, count=None):
+    chosen = TorchThreads()
+    chosen.most, chosen.count = most, count or most
+    return chosen
+
+
 def counts(most, records):
-    chosen = ThreadCount(most)
+    chosen = starting(most)
     found = []
     for record in records:
         chosen.record(*record)
@@ -55,7 +61,7 @@ def test_some_delays_change_nothing():
 
 def test_attempts_that_fail_become_rare():
     """Another program on one of two processors: one thread has no delays, two have."""
-    chosen, tried = ThreadCount(2), []
+    chosen, tried = starting(2), []
     for second in range(300):
         chosen.record(*(BUSY if chosen.count == 2 else QUIET))
         if chosen.count == 2:
@@ -67,7 +73,7 @@ def test_attempts_that_fail_become_rare():
 
 
 def test_after_a_success_attempts_are_frequent_again():
-    chosen = ThreadCount(2)
+    chosen = starting(2)
     for _ in range(100):
         chosen.record(*(BUSY if chosen.count == 2 else QUIET))
     while chosen.count == 1:
@@ -136,8 +142,7 @@ def test_an_engine_beside_other_programs_lowers_its_own_number(monkeypatch):
     assert torch.get_num_threads() == 2
     monkeypatch.setattr(threads, "_delays", lambda: {"1": 0})
     monkeypatch.setattr(threads, "_FIRST", 0.0)
-    pipe.engine.threads._chosen = ThreadCount(2)
-    pipe.engine.threads._chosen.count = 1
+    pipe.engine.threads = starting(2, 1)
     assert pipe.generate("a", max_new_tokens=6).token_ids == expected
     assert pipe.engine.threads.count == 2
 

@@ -15,7 +15,7 @@ pytest.importorskip("llguidance")
 import mmspec
 from mmspec import Pipeline, SamplingParams, UserError, plugins
 from mmspec.drafters.registry import make_drafter
-from mmspec.sampling import aligned
+from mmspec.sampling import sampler
 from mmspec.vision.embedded import samples
 from tests.mmspec.engine.test_constrain import Branches, chi_square, ids_of
 from tests.mmspec.engine.test_engine import Drawn
@@ -172,6 +172,6 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     never = {ids_of(letter)[0]: -100.0 for letter in "abc"}
     with pytest.raises(UserError, match="no output that logits processors and sampling parameters leave satisfies"):
         pipe.generate(PROMPT, params=params(top_k=2, logit_bias=never))
-    monkeypatch.setattr(aligned, "_MOST", 2)
+    monkeypatch.setattr(sampler, "_MOST_REJECTED", 2)
     with pytest.raises(UserError, match="must satisfy the grammar with grammar_aligned: 2 did not, and of others"):
         pipe.generate(PROMPT, params=params(seed=0, logit_bias=None))

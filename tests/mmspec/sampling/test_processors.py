@@ -4,8 +4,10 @@ The reference is transformers' ``generate``; for seeds, which it draws otherwise
 """
 
 import warnings
+from functools import cache
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 from unittest import mock
 
@@ -28,13 +30,14 @@ from mmspec.sampling import sampler as sampler_module
 from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.processors import NOTHING, Histories, NodeHistories, tree_form
 from mmspec.sampling.sampler import Sampler, SamplingState
+from mmspec.targets.transformers_target import TransformersTarget
 from tests.decoding import SteppedEngine
 from tests.mmspec.sampling.plain import decode_plainly
 from tests.targets import prompt_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, root_path, shared_model, valid_nodes
 from tests.tiny.models import text_inputs
 
-VOCAB, NEW = 101, 24
+VOCAB, NEW, ONE = 101, 24, text_inputs(1, 9)
 OPEN, CLOSE = range(3, 30), range(30, 60)
 
 
@@ -127,43 +130,53 @@ DRAFTERS = {
 }
 
 
-def rows_alone(model, inputs, processors, **options):
+def rows_alone(model, inputs, processors):
     """The new tokens of each row of ``generate``, called with that row only."""
     length, said = inputs["input_ids"].shape[1], []
     for row in range(len(inputs["input_ids"])):
         alone = {name: value[row : row + 1] for name, value in inputs.items()}
-        options = {"max_new_tokens": NEW, "do_sample": False, **options}
-        said.append(model.generate(**alone, logits_processor=processors(), **options)[0, length:].tolist())
+        options = {"max_new_tokens": NEW, "do_sample": False, "logits_processor": processors()}
+        said.append(model.generate(**alone, **options)[0, length:].tolist())
     return said
 
 
-def ours(model, inputs, processors, drafter, **options):
+def ours(model, inputs, processors, drafter):
     """The same by ``mmspec.generate``, called with all rows, and the statistics of each."""
-    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options}
-    out = mmspec.generate(
-        model, drafter=drafter, nodes=12, return_dict_in_generate=True, **inputs, logits_processor=processors, **options
-    )
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    out = mmspec.generate(model, drafter=drafter, nodes=12, **inputs, logits_processor=processors, **options)
     answers = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     return [answer[: one.num_generated_tokens] for answer, one in zip(answers, out.stats, strict=True)], out.stats
 
 
-def plainly(model, inputs, processors, new=NEW, seed=None):
+def plainly(inputs, processors, new=NEW, seed=None):
     """A plain loop over one row, whose processors are called once per token."""
-    return decode_plainly(model, {"input_ids": inputs["input_ids"]}, processors, new, seed)
+    return decode_plainly(shared_model("llama"), inputs, processors, new, seed)
 
 
-def engine_of(model, drafter, nodes=12):
-    target = plugins.target_class(model.config)(model)
+@cache
+def alone():
+    """The answer to ``ONE`` without processors."""
+    return plainly(ONE, [])
+
+
+def engine_of(drafter):
+    target = TransformersTarget(shared_model("llama"))
     if drafter is not None:
         drafter.attach(target)
-    return SteppedEngine(target, drafter, StepPlan(nodes if drafter else 0, 6))
+    return SteppedEngine(target, drafter, StepPlan(12 if drafter else 0, 6))
 
 
-def answered(engine, prompt, sampler, stopper=None):
+def answered(drafter, sampler, stopper=None, inputs=None):
     """The sequence of a request that was run alone to its end."""
-    (row,) = engine.add(prompt, sampler, stopper or Stopper(NEW))
+    engine = engine_of(drafter)
+    (row,) = engine.add(prompt_of(inputs or ONE), sampler, stopper or Stopper(NEW))
     engine.wait(lambda: row.done)
     return row
+
+
+def chosen(row):
+    """Choices of a sequence at a root, from logits of zeros."""
+    return BatchSampler().choose([row], TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB))
 
 
 # ---------------------------------------------------------------------- path by path
@@ -184,27 +197,20 @@ def test_a_stateful_processor_is_called_as_by_generate(name, drafter):
 @pytest.mark.parametrize("drafter", ["plain", "recycle", "union"])
 def test_sequences_join_rows_with_and_without_processors(drafter):
     """One object serves several sequences that begin at different times; others have none, or a tree processor."""
-    model, shared, grammar = shared_model("llama"), Alternating(), Grammar()
-    engine = engine_of(model, DRAFTERS[drafter]([]))
-    expected, rows = [], []
-    for number, (custom, own) in enumerate(
-        [
-            ([shared], [Alternating()]),
-            ([], []),
-            ([grammar], [Plainly(7)]),
-            ([shared], [Alternating()]),
-            ([grammar, shared], [Plainly(9), Alternating()]),
-            (
-                [hf.RepetitionPenaltyLogitsProcessor(1.5), grammar],
-                [hf.RepetitionPenaltyLogitsProcessor(1.5), Plainly(10)],
-            ),
-        ]
-    ):
+    shared, grammar, penalty = Alternating(), Grammar(), hf.RepetitionPenaltyLogitsProcessor(1.5)
+    engine, expected, rows = engine_of(DRAFTERS[drafter]([])), [], []
+    cases = [
+        ([shared], [Alternating()]),
+        ([], []),
+        ([grammar], [Plainly(7)]),
+        ([shared], [Alternating()]),
+        ([grammar, shared], [Plainly(9), Alternating()]),
+        ([penalty, grammar], [penalty, Plainly(10)]),
+    ]
+    for number, (custom, own) in enumerate(cases):
         inputs = text_inputs(1, 5 + number, seed=number)
         params = SamplingParams(temperature=0.7, seed=number) if number % 2 else SamplingParams()
-        chain = defaults.processors(params, own)
-        seed = params.seed
-        expected.append(plainly(model, inputs, chain, NEW - number, seed))
+        expected.append(plainly(inputs, defaults.processors(params, own), NEW - number, params.seed))
         rows += engine.add(prompt_of(inputs), defaults.sampler(params, custom), Stopper(NEW - number))
         for _ in range(2):
             engine.core.step()
@@ -215,79 +221,82 @@ def test_sequences_join_rows_with_and_without_processors(drafter):
     assert grammar.advanced > grammar.undone
 
 
-class Failing(LogitsProcessor):
-    """Raises at its n-th call."""
-
-    def __init__(self, call):
-        self.left = call
-
-    def __call__(self, input_ids, scores):
-        self.left -= 1
-        if self.left == 0:
-            raise RuntimeError("no more")
-        return scores
-
-
-def test_a_failure_ends_its_own_sequences():
-    model = shared_model("llama")
-    prompt = prompt_of(text_inputs(1, 9))
-    alone = plainly(model, text_inputs(1, 9), [])
-    engine = engine_of(model, Oracle([alone] * 4, vocab=90, spoil=0.0))
-    samplers = [Sampler(), Sampler([Failing(6)]), Sampler([Grammar()]), Sampler([FailingGrammar(6)])]
-    rows = [engine.add(prompt, sampler, Stopper(NEW))[0] for sampler in samplers]
-    engine.wait(lambda: all(row.done for row in rows))
-    assert [str(row.error) for row in rows] == ["None", "no more", "None", "no more"]
-    assert rows[0].token_ids == alone
-    assert rows[1].token_ids == rows[3].token_ids == alone[:5]
-    assert rows[2].token_ids == plainly(model, text_inputs(1, 9), [Plainly(9)])
-
-
-class Emptying(LogitsProcessor):
-    """Leaves no token at its n-th call, and counts its calls."""
+class AtCall(LogitsProcessor):
+    """Replaces the scores at its n-th call; writes down its calls."""
 
     calls: ClassVar[list[int]] = []
 
-    def __init__(self, call, value):
-        self.left, self.value = call, value
+    def __init__(self, call, change):
+        self.left, self.change = call, change
 
     def __call__(self, input_ids, scores):
         self.calls.append(len(input_ids))
         self.left -= 1
-        if self.left == 0:
-            scores = scores.clone()
-            scores[:, 3 if self.value == "one" else slice(None)] = torch.nan if self.value == "one" else self.value
-        return scores
+        return self.change(scores.clone()) if self.left == 0 else scores
 
 
-@pytest.mark.parametrize("value", [torch.nan, -torch.inf, "one"], ids=["nan", "-inf", "one-nan"])
+def fails(*_):
+    raise RuntimeError("no more")
+
+
+def failing(call):
+    return AtCall(call, fails)
+
+
+def failing_grammar(call):
+    """A tree processor whose mask raises for the n-th token."""
+    return SimpleNamespace(
+        start=lambda history: 1,
+        advance=lambda state, token: state + 1,
+        undo=lambda state, n: None,
+        mask=lambda state: fails() if state == call else torch.ones(VOCAB, dtype=torch.bool),
+    )
+
+
+def test_a_failure_ends_its_own_sequences():
+    engine = engine_of(Oracle([alone()] * 4, vocab=90, spoil=0.0))
+    samplers = [Sampler(), Sampler([failing(6)]), Sampler([Grammar()]), Sampler([failing_grammar(6)])]
+    rows = [engine.add(prompt_of(ONE), sampler, Stopper(NEW))[0] for sampler in samplers]
+    engine.wait(lambda: all(row.done for row in rows))
+    assert [str(row.error) for row in rows] == ["None", "no more", "None", "no more"]
+    assert rows[0].token_ids == alone()
+    assert rows[1].token_ids == rows[3].token_ids == alone()[:5]
+    assert rows[2].token_ids == plainly(ONE, [Plainly(9)])
+
+
+EMPTYING = {
+    "nan": lambda scores: scores.fill_(torch.nan),
+    "-inf": lambda scores: scores.fill_(-torch.inf),
+    "one nan": lambda scores: scores.index_fill_(1, torch.tensor([3]), torch.nan),
+}
+
+
+@pytest.mark.parametrize("change", EMPTYING.values(), ids=EMPTYING)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafter", [None, "oracle"])
-def test_a_processor_that_leaves_no_token_ends_its_sequence_by_name(value, temperature, drafter):
-    model, prompt = shared_model("llama"), prompt_of(text_inputs(1, 9))
+def test_a_processor_that_leaves_no_token_ends_its_sequence_by_name(change, temperature, drafter):
     params = SamplingParams(temperature=temperature, seed=1, top_p=0.9)
-    alone = plainly(model, text_inputs(1, 9), defaults.processors(params, ()), seed=params.seed)
-    engine = engine_of(model, None if drafter is None else Oracle([alone], vocab=90, spoil=0.0))
-    Emptying.calls.clear()
-    row = answered(engine, prompt, defaults.sampler(params, [Emptying(6, value)]), Stopper(400))
+    said = plainly(ONE, defaults.processors(params, ()), seed=params.seed)
+    AtCall.calls.clear()
+    drafter = drafter and Oracle([said], vocab=90, spoil=0.0)
+    row = answered(drafter, defaults.sampler(params, [AtCall(6, change)]), Stopper(400))
     assert isinstance(row.error, UserError)
-    assert str(row.error).endswith("got others from Emptying")
+    assert str(row.error).endswith("got others from AtCall")
     assert len(row.token_ids) == 5
-    assert len(Emptying.calls) == 6  # none after it
+    assert len(AtCall.calls) == 6  # none after it
 
 
 def test_processors_that_leave_no_token_together_are_named():
     """transformers' own, which are called for all nodes at once."""
-    model, prompt = shared_model("llama"), prompt_of(text_inputs(1, 9))
     everything = [hf.SuppressTokensLogitsProcessor(range(50)), hf.SuppressTokensLogitsProcessor(range(50, VOCAB))]
     for drafter in (None, Oracle([[5] * 9], vocab=90)):
-        row = answered(engine_of(model, drafter), prompt, Sampler([hf.MinLengthLogitsProcessor(3, 2), *everything]))
+        row = answered(drafter, Sampler([hf.MinLengthLogitsProcessor(3, 2), *everything]))
         assert "got others from MinLengthLogitsProcessor, SuppressTokens" in str(row.error)
         assert row.token_ids == []
 
 
 def test_scores_that_a_later_processor_replaces_are_no_error():
-    sampler = Sampler([Emptying(2, torch.nan), hf.InfNanRemoveLogitsProcessor()])
-    row = answered(engine_of(shared_model("llama"), None), prompt_of(text_inputs(1, 9)), sampler, Stopper(5))
+    row = answered(None, Sampler([AtCall(2, EMPTYING["nan"]), hf.InfNanRemoveLogitsProcessor()]), Stopper(5))
     assert row.error is None
     assert len(row.token_ids) == 5
 
@@ -299,36 +308,14 @@ def eager_oracle(references):
     return oracle
 
 
-class FailingGrammar:
-    """Its mask raises for the n-th token."""
-
-    def __init__(self, call):
-        self.call = call
-
-    def start(self, history):
-        return 1
-
-    def advance(self, state, token):
-        return state + 1
-
-    def undo(self, state, n): ...
-
-    def mask(self, state):
-        if state == self.call:
-            raise RuntimeError("no more")
-        return torch.ones(VOCAB, dtype=torch.bool)
-
-
-@pytest.mark.parametrize("made", [Failing, FailingGrammar])
+@pytest.mark.parametrize("made", [failing, failing_grammar])
 @pytest.mark.parametrize("limit", range(4, 8))
 def test_a_failure_that_plain_decoding_would_not_come_to_is_none(made, limit):
     """Trees reach beyond the end of an answer, whether by its length or by a token that ends it."""
-    model, prompt = shared_model("llama"), prompt_of(text_inputs(1, 9))
-    alone = plainly(model, text_inputs(1, 9), [])
-    for stopper in (Stopper(limit), Stopper(NEW, eos_token_ids=[alone[limit - 1]])):
-        row = answered(engine_of(model, eager_oracle([alone, alone])), prompt, Sampler([made(limit + 1)]), stopper)
-        assert row.error is None
-        assert row.token_ids == alone[: 1 + alone.index(alone[limit - 1])] if stopper.eos_token_ids else alone[:limit]
+    last = alone()[limit - 1]
+    for stopper, end in ((Stopper(limit), limit), (Stopper(NEW, eos_token_ids=[last]), 1 + alone().index(last))):
+        row = answered(eager_oracle([alone(), alone()]), Sampler([made(limit + 1)]), stopper)
+        assert (row.error, row.token_ids) == (None, alone()[:end])
 
 
 def test_a_warning_names_the_processor_once():
@@ -351,8 +338,7 @@ def test_a_warning_names_the_processor_once():
 def test_what_cannot_be_copied():
     processor = Alternating()
     processor.lines = (line for line in ())
-    row = SamplingState([5], Sampler([processor]))
-    failures = BatchSampler().choose([row], TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB)).failures
+    failures = chosen(SamplingState([5], Sampler([processor]))).failures
     assert "must be copyable, once per sequence: Alternating is not (cannot pickle 'generator'" in str(failures[0][0])
     assert isinstance(failures[0][0], UserError)
 
@@ -362,8 +348,7 @@ def test_failures_outlast_another_grammars_success(first, monkeypatch):
     broken, error = Grammar(), ValueError("no mask")
     monkeypatch.setattr(broken, "mask", mock.Mock(side_effect=error))
     row = SamplingState([5], Sampler([broken, Grammar()] if first else [Grammar(), broken]))
-    choices = BatchSampler().choose([row], TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB))
-    assert choices.failures == [{0: error}]
+    assert chosen(row).failures == [{0: error}]
 
 
 def test_copies_share_models_and_tokenizers():
@@ -446,19 +431,16 @@ def test_a_grammar_says_what_generate_says(drafter):
 @pytest.mark.parametrize("seed", range(2))
 def test_masks_apply_at_their_place_in_the_chain(drafter, seed):
     """Before top-k and behind it, a mask leaves other tokens."""
-    model, prompt = shared_model("llama"), text_inputs(1, 9, seed=seed)
-    said = []
+    prompt, said = text_inputs(1, 9, seed=seed), set()
     for place in range(3):
         around = [hf.TemperatureLogitsWarper(4.0), hf.TopKLogitsWarper(40)]
-        plain = [*around[:place], Plainly(9), *around[place:]]
-        reference = plainly(model, prompt, plain, seed=seed)
+        reference = plainly(prompt, [*around[:place], Plainly(9), *around[place:]], seed=seed)
         chain = [*around[:place], Grammar(), *around[place:]]
-        engine = engine_of(model, DRAFTERS[drafter]([reference]))
         sampler = Sampler(chain, do_sample=True, generator=torch.Generator().manual_seed(seed))
-        row = answered(engine, prompt_of(prompt), sampler)
+        row = answered(DRAFTERS[drafter]([reference]), sampler, inputs=prompt)
         assert (row.error, row.token_ids) == (None, reference)
-        said.append(tuple(reference))
-    assert len(set(said)) > 1
+        said.add(tuple(reference))
+    assert len(said) > 1
 
 
 class Visited:
@@ -555,78 +537,40 @@ def only(*tokens, size=VOCAB):
     ],
 )
 def test_masks_that_are_none(mask, message):
-    row = SamplingState([5], Sampler([Only(mask)]))
-    choices = BatchSampler().choose([row], TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB))
     with pytest.raises(UserError, match=message):
-        raise choices.failures[0][0]
+        raise chosen(SamplingState([5], Sampler([Only(mask)]))).failures[0][0]
 
 
 def test_tokens_beyond_a_mask_are_forbidden():
-    model, inputs = shared_model("llama"), text_inputs(1, 9)
-    said, _ = ours(model, inputs, [Only(torch.ones(20, dtype=torch.bool))], "recycle")
-    assert said == rows_alone(model, inputs, lambda: [hf.SuppressTokensLogitsProcessor(range(20, VOCAB))])
-    assert len(set(said[0])) > 3
+    row = answered(Recycle(), Sampler([Only(torch.ones(20, dtype=torch.bool))]))
+    assert row.token_ids == plainly(ONE, [hf.SuppressTokensLogitsProcessor(range(20, VOCAB))])
+    assert len(set(row.token_ids)) > 3
 
 
-@pytest.mark.parametrize("drafter", ["plain", "oracle"])
-@pytest.mark.parametrize("forced", ["end", "unknown"])
+class EndAt(hf.ForcedEOSTokenLogitsProcessor):
+    """As its base, but path by path."""
+
+
+@pytest.mark.parametrize("drafter", [None, "oracle"])
+@pytest.mark.parametrize("forced", [hf.ForcedEOSTokenLogitsProcessor, EndAt])
 def test_a_forbidden_token_that_is_forced_is_an_error(forced, drafter):
     """A token forced at the last position ends the answer; an earlier one is a contradiction between processors."""
-    model, inputs = shared_model("llama"), text_inputs(1, 9)
-    references = [[7, 7, 8, 8] + [7] * NEW]
-    for length, error in (
-        (13, None),
-        (12, "Only forbids token 8, the only one allowed by other logits processors"),
-    ):
-        last = hf.ForcedEOSTokenLogitsProcessor(length, 8) if forced == "end" else EndAt(length)
-        engine = engine_of(model, None if drafter == "plain" else eager_oracle(references))
-        row = answered(engine, prompt_of(inputs), Sampler([Only(only(7)), last]), Stopper(4))
-        assert (None if row.error is None else str(row.error)) == error
-        assert row.token_ids == ([7, 7, 7, 8] if error is None else [7, 7, 8])
-
-
-class EndAt(LogitsProcessor):
-    def __init__(self, length):
-        self.length = length
-
-    def __call__(self, input_ids, scores):
-        if input_ids.shape[1] == self.length - 1:
-            scores = torch.full_like(scores, -torch.inf)
-            scores[:, 8] = 0.0
-        return scores
+    contradiction = "Only forbids token 8, the only one allowed by other logits processors"
+    for length, error, said in ((13, "None", [7, 7, 7, 8]), (12, contradiction, [7, 7, 8])):
+        drafts = drafter and eager_oracle([[7, 7, 8, 8] + [7] * NEW])
+        row = answered(drafts, Sampler([Only(only(7)), forced(length, 8)]), Stopper(4))
+        assert (str(row.error), row.token_ids) == (error, said)
 
 
 @pytest.mark.parametrize("where", ["start", "advance", "undo", "mask"])
-def test_a_tree_processor_that_fails(where, monkeypatch):
-    def fail(*_):
-        raise RuntimeError(f"no {where}")
-
-    class Broken(Grammar): ...
-
-    monkeypatch.setattr(Broken, where, fail)
-    model, inputs = shared_model("llama"), text_inputs(1, 9)
-    reference = rows_alone(model, inputs, lambda: [Plainly(9)])
-    engine = engine_of(model, Oracle(reference * 2, vocab=90, spoil=0.0))
-    rows = [
-        *engine.add(prompt_of(inputs), Sampler([Broken()]), Stopper(NEW)),
-        *engine.add(prompt_of(inputs), Sampler([Grammar()]), Stopper(NEW)),
-    ]
+def test_a_tree_processor_that_fails(where):
+    broken = type("Broken", (Grammar,), {where: fails})
+    reference = plainly(ONE, [Plainly(9)])
+    engine = engine_of(Oracle([reference] * 2, vocab=90, spoil=0.0))
+    rows = [engine.add(prompt_of(ONE), Sampler([made()]), Stopper(NEW))[0] for made in (broken, Grammar)]
     engine.wait(lambda: all(row.done for row in rows))
-    assert str(rows[0].error) == f"no {where}"
-    assert rows[1].token_ids == reference[0]
-
-
-def test_pipelines_take_tree_processors():
-    pipe = mmspec.load(byte_model(), drafter="recycle", processor=byte_tokenizer())
-    prompt = "Say: "
-    plain = pipe.generate(prompt, max_new_tokens=12, logits_processor=[hf.SuppressTokensLogitsProcessor(range(9, 259))])
-    answers = pipe.generate_batch(
-        [{"prompt": prompt}, {"prompt": prompt}], max_new_tokens=12, logits_processor=[Only(only(*range(9)))]
-    )
-    assert [answer.token_ids for answer in answers] == [plain.token_ids] * 2
-    for wrong in ([Only], [5], "text", Only(only(3))):
-        with pytest.raises(UserError, match=r"^logits_processor must be a list of logits processors: got "):
-            pipe.generate(prompt, logits_processor=wrong)
+    assert str(rows[0].error) == "no more"
+    assert rows[1].token_ids == reference
 
 
 # ---------------------------------------------------------------------- histories
@@ -667,6 +611,11 @@ def test_nodes_see_their_rows_as_they_grow(batch):
 # ---------------------------------------------------------------------- plug-ins
 
 
+class Halved(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores if input_ids.shape[1] % 2 == 0 else scores / 2
+
+
 def grammar_of(processor):
     """A plug-in: brackets as a tree processor."""
     return Grammar() if type(processor) is Plainly else None
@@ -674,35 +623,22 @@ def grammar_of(processor):
 
 def halved(processor):
     """A plug-in that serves all nodes at once."""
-    if type(processor) is Halved:
-        return lambda history, scores: scores.where(history.lengths[:, :, None] % 2 == 0, scores / 2)
-    return None
+    serves = lambda history, scores: scores.where(history.lengths[:, :, None] % 2 == 0, scores / 2)  # noqa: E731
+    return serves if type(processor) is Halved else None
 
 
-class Halved(LogitsProcessor):
-    def __call__(self, input_ids, scores):
-        return scores if input_ids.shape[1] % 2 == 0 else scores / 2
-
-
-@pytest.fixture
-def plugged(monkeypatch):
+def test_plug_ins_serve_processors_that_the_table_does_not_know(monkeypatch):
     found = [EntryPoint(name, f"{__name__}:{name}", "mmspec.processors") for name in ("halved", "grammar_of")]
     registered = plugins.registered
     monkeypatch.setattr(plugins, "registered", lambda group: found if group == "processors" else registered(group))
-
-
-def test_plug_ins_serve_processors_that_the_table_does_not_know(plugged, monkeypatch):
     monkeypatch.setattr(sampler_module, "_warn_once", lambda name: pytest.fail(f"{name} runs path by path"))
     assert isinstance(tree_form(Plainly(9)), TreeProcessor)
     assert tree_form(Alternating()) is None
     assert not isinstance(tree_form(hf.TopKLogitsWarper(3)), TreeProcessor)
-    model, inputs = shared_model("llama"), text_inputs(1, 9)
     for made in (lambda: Plainly(9), Halved):
-        reference = plainly(model, inputs, [made()], seed=4)
+        reference = plainly(ONE, [made()], seed=4)
         sampler = Sampler([made()], do_sample=True, generator=torch.Generator().manual_seed(4))
-        assert (
-            answered(engine_of(model, Oracle([reference], vocab=90)), prompt_of(inputs), sampler).token_ids == reference
-        )
+        assert answered(Oracle([reference], vocab=90), sampler).token_ids == reference
 
 
 # ---------------------------------------------------------------------- documentation

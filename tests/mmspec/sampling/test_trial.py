@@ -9,8 +9,7 @@ import pytest
 pytest.importorskip("llguidance")
 
 from mmspec import SamplingParams, UserError
-from mmspec.sampling.syntax import KINDS, CheckedText
-from mmspec.sampling.trial import GrammarTrial
+from mmspec.sampling.syntax import KINDS, CheckedText, GrammarTrial
 from mmspec.workers import Cancellation
 from tests.testkit.served import eventually
 
@@ -36,7 +35,7 @@ def others():
 
 def workers():
     own = [one for one in psutil.Process().children() if one.pid not in OTHERS]
-    return [one for one in own if "mmspec.sampling.trial" in " ".join(one.cmdline())]
+    return [one for one in own if "mmspec.sampling.syntax" in " ".join(one.cmdline())]
 
 
 def test_what_passes_is_not_checked_again(trial, monkeypatch):

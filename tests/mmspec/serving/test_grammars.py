@@ -17,8 +17,7 @@ import pytest
 
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.sampling.syntax import CheckedText
-from mmspec.sampling.trial import GrammarTrial
+from mmspec.sampling.syntax import CheckedText, GrammarTrial
 from mmspec.serving.limits import Limits
 from mmspec.serving.runner import GrammarChecker
 from tests.testkit.served import TIMEOUT, Served, eventually, open_stream, question, served
@@ -35,7 +34,7 @@ def constrained(schema: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 def workers() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children() if "mmspec.sampling.trial" in " ".join(one.cmdline())]
+    return [one for one in psutil.Process().children() if "mmspec.sampling.syntax" in " ".join(one.cmdline())]
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ pytest.importorskip("llguidance")
 
 import mmspec
 from mmspec import Pipeline
-from mmspec.sampling.logprobs import TokenLogprob
+from mmspec.engine.stats import TokenLogprob
 from mmspec.serving.formats import TextFormat
 from mmspec.serving.schemas import CompletionRequest
 from mmspec.targets.processor import Processor

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import mmspec
+from mmspec.engine.stats import token_logprobs
 from mmspec.errors import UserError
 from mmspec.pipeline import Generation, Pipeline
-from mmspec.sampling.logprobs import token_logprobs
 from mmspec.sampling.params import MOST_LOGPROBS
 from mmspec.vision.embedded import samples
 
