@@ -101,7 +101,7 @@ EXTRAS = {
     "peers": ("openvino_genai",),
     "ray": ("ray",),
     "real": ("gguf",),
-    "serve": ("fastapi", "httpcore", "prometheus_client", "starlette", "uvicorn"),
+    "serve": ("fastapi", "prometheus_client", "starlette", "uvicorn"),
     "structured": ("llguidance",),
     "train": ("accelerate", "tensorboard"),
 }

@@ -25,7 +25,6 @@ from tests.process import run as in_new_process
 
 ROOT = Path(__file__).parent.parent
 OPTIONAL = {"av", "gradio_client", "jsonschema", "openai", *(name for names in EXTRAS.values() for name in names)}
-OPTIONAL -= {"httpcore"}  # huggingface_hub needs it, too
 CLIP = ROOT / "mmspec/vision/embedded/samples/clip.mp4"
 TRAINED = sorted(BUILTIN["train"].keys() - {"recycle", "make-data"})
 STARTUP = """

@@ -69,8 +69,7 @@ def check(
     Decodes a set of requests with the drafter, without drafts, and with transformers' generate. Exit status 1 if an
     answer differs by more than rounding. With --url and --against, two servers of one model answer the requests.
     """
-    from mmspec.checking.cases import CASES
-    from mmspec.checking.run import FAILING, chosen, run_cases, summary
+    from mmspec.checking.cases import CASES, FAILING, chosen, run_cases, summary
 
     if listing:
         for case in CASES.values():

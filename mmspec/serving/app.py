@@ -48,7 +48,7 @@ from mmspec.serving.schemas import (
     TokenizeRequest,
     parse,
 )
-from mmspec.serving.tools import AUTO, ToolPlanner
+from mmspec.serving.tools import AUTO, tool_format
 from mmspec.targets.processor import template_variables
 
 _STORED_SECONDS = 3600
@@ -98,7 +98,7 @@ def create_app(
     media = MediaReader(pipe.io, limits, allow_urls=allow_urls)
     runner = RequestRunner(pipes, media, GrammarChecker(), slots, metrics, limits.request_timeout)
     stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
-    tools = ToolPlanner(pipe.io, tool_parser)
+    tools = tool_format(pipe.io, tool_parser)
     variables = template_variables(pipe.io.plain, chat_template_kwargs) if chat_template_kwargs else {}
     form = reasoning_format(reasoning_parser, pipe.io.chat_template_text())
     reasoning = None if form is None else form.name

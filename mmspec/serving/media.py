@@ -7,12 +7,12 @@ import ipaddress
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from time import monotonic as clock
 from typing import Any, Literal
-from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
-import httpcore
+import httpx
 
 from mmspec.errors import UserError
 from mmspec.serving.errors import APIError
@@ -109,28 +109,31 @@ SECONDS = 20.0
 """Time limit of a download, redirects included."""
 
 REDIRECTS = 3
-_REDIRECTED = (301, 302, 303, 307, 308)
+_HEADERS = {"User-Agent": "mmspec", "Accept-Encoding": "identity"}
 
 
-class _PublicOnly(httpcore.SyncBackend):
+class _PublicOnly(httpx.HTTPTransport):
     """Connects to public addresses only.
 
     The name is resolved only once, and the checked address is connected to: a second lookup could return another
     address (DNS rebinding).
     """
 
-    def connect_tcp(self, host: str, port: int, *args: Any, **options: Any) -> httpcore.NetworkStream:
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        url, host = request.url, request.url.raw_host.decode()
+        if url.scheme not in ("http", "https"):
+            raise UserError(f"URLs must be http or https: got {url.scheme or 'none'}")
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
-            raise httpcore.ConnectError(f"cannot resolve {host!r}") from error
+            raise httpx.ConnectError(f"cannot resolve {host!r}") from error
         addresses = list(dict.fromkeys(str(address[4][0]) for address in found))
         if not all(map(is_public, addresses)):
             raise UserError(f"URLs must lead to public addresses: {host!r} does not")
-        return super().connect_tcp(addresses[0], port, *args, **options)
-
-    def connect_unix_socket(self, *args: Any, **options: Any) -> httpcore.NetworkStream:
-        raise UserError("URLs must lead to public addresses: got a local socket")
+        # The Host header and the name in the certificate remain those of the URL.
+        extensions = {**request.extensions, "sni_hostname": host}
+        target = url.copy_with(host=addresses[0])
+        return super().handle_request(httpx.Request("GET", target, headers=request.headers, extensions=extensions))
 
 
 def download(url: str, largest: int, seconds: float = SECONDS) -> bytes:
@@ -146,67 +149,41 @@ def download(url: str, largest: int, seconds: float = SECONDS) -> bytes:
             timeout.
     """
     end = clock() + seconds
-    url = _ascii(url)
-    with httpcore.ConnectionPool(network_backend=_PublicOnly()) as pool:
-        for _ in range(REDIRECTS + 1):
-            try:
-                status, target, content = _get(pool, url, largest, end)
-            except UserError:
-                raise
-            except (httpcore.TimeoutException, TimeoutError):
-                raise UserError(f"downloads must end within {seconds:g} s: {_host(url)} took longer") from None
-            except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol, ValueError) as error:
-                raise UserError(f"cannot download from {_host(url)}: {type(error).__name__}") from None
-            if status in _REDIRECTED and target:
-                url = _ascii(target)
-            elif status == 200:
-                return content
-            else:
-                raise UserError(f"expected a file at the URL, received status {status} from {_host(url)}")
+    transport = _PublicOnly(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+    with httpx.Client(transport=transport, trust_env=False, headers=_HEADERS) as client:
+        try:
+            request = client.build_request("GET", url)
+        except (httpx.InvalidURL, UnicodeError):
+            raise UserError(f"URLs must be valid: got {url[:200]!r}") from None
+        host = request.url.host
+        try:
+            for _ in range(REDIRECTS + 1):
+                request.extensions["timeout"] = httpx.Timeout(max(end - clock(), 0.01)).as_dict()
+                with closing(client.send(request, stream=True)) as response:
+                    if response.next_request is None:
+                        return _content(response, largest, end)
+                    request = response.next_request
+                    host = request.url.host
+        except httpx.TimeoutException:
+            raise UserError(f"downloads must end within {seconds:g} s: {host!r} took longer") from None
+        except httpx.HTTPError as error:
+            raise UserError(f"cannot download from {host!r}: {type(error).__name__}") from None
     raise UserError(f"URLs must have at most {REDIRECTS} redirects: got more")
 
 
-def _get(pool: httpcore.ConnectionPool, url: str, largest: int, end: float) -> tuple[int, str, bytes]:
-    """Status, target of a redirect, and content."""
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise UserError(f"URLs must be http or https: got {urlsplit(url).scheme or 'none'}")
-    host = urlsplit(url).netloc.rpartition("@")[2]
-    headers = [("Host", host), ("User-Agent", "mmspec"), ("Accept-Encoding", "identity")]
-    left = max(end - clock(), 0.01)
-    timeout = dict.fromkeys(("connect", "read", "write", "pool"), left)
-    with pool.stream("GET", url, headers=headers, extensions={"timeout": timeout}) as response:
-        named = {name.lower(): value.decode("latin-1") for name, value in response.headers}
-        if response.status != 200:
-            target = named.get(b"location")
-            return response.status, urljoin(url, target) if target else "", b""
-        content = bytearray()
-        for chunk in response.iter_stream():
-            content += chunk
-            if len(content) > largest:
-                raise UserError(f"a downloaded file must have at most {largest} bytes: received more")
-            if clock() > end:
-                raise TimeoutError
-        return 200, "", bytes(content)
-
-
-def _ascii(url: str) -> str:
-    """Encode non-ASCII characters of a URL as browsers do (RFC 3987, section 3.1)."""
-    if url.isascii():
-        return url
-    try:
-        parts = urlsplit(url)
-        host = parts.netloc.encode("idna").decode()
-    except ValueError:
-        raise UserError(f"URLs must be valid: got {url[:200]!r}") from None
-    path, query = (quote(part, safe="%/:=&?~+!$,;'@()*[]") for part in (parts.path, parts.query))
-    return urlunsplit((parts.scheme, host, path, query, ""))
-
-
-def _host(url: str) -> str:
-    try:
-        return repr(urlsplit(url).hostname)
-    except ValueError:
-        return "an address that cannot be parsed"
+def _content(response: httpx.Response, largest: int, end: float) -> bytes:
+    if response.status_code != 200:
+        raise UserError(
+            f"expected a file at the URL, received status {response.status_code} from {response.url.host!r}"
+        )
+    content = bytearray()
+    for chunk in response.iter_raw():
+        content += chunk
+        if len(content) > largest:
+            raise UserError(f"a downloaded file must have at most {largest} bytes: received more")
+        if clock() > end:
+            raise httpx.ReadTimeout("")
+    return bytes(content)
 
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")

@@ -9,17 +9,36 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from prometheus_client import Metric
+from ray import serve
+from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+from ray.serve.request_router import PendingRequest, RunningReplica
 
-from mmspec.errors import UserError, missing
+from mmspec.errors import UserError
 from mmspec.serving.metrics import ReplicaMetrics
 from mmspec.serving.middleware import log_to_stderr
 from mmspec.serving.settings import ServerSettings
 
 _NAME = "mmspec"
-_ROUTER = "mmspec.serving.ray_router.SessionRouter"
+_ROUTER = "mmspec.serving.on_ray.SessionRouter"
 _PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mmspec.serving.middleware.proxy_middleware"}
+
+
+class SessionRouter(ConsistentHashRouter):
+    """Ray's consistent hashing of session ids; requests without one go to the replica with the shortest queue.
+
+    Ray's own router hashes random ids of requests without a session, so one replica may be busy while another is idle.
+    """
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Groups of replicas to try, best first; Ray picks the shortest queue within a group."""
+        ranked = await super().choose_replicas(candidate_replicas, pending_request)
+        in_session = pending_request is not None and pending_request.metadata.session_id
+        return ranked if in_session else [candidate_replicas]
 
 
 class Replica:
@@ -32,14 +51,10 @@ class Replica:
 
     def metrics(self) -> tuple[str, Sequence[Metric]]:
         """The replica's name and metrics."""
-        from ray import serve
-
         return serve.get_replica_context().replica_tag, list(self._app.state.metrics.registry.collect())
 
     async def _scrape(self) -> ReplicaMetrics:
         """Collect the metrics of all replicas, as a scrape reaches only one replica."""
-        from ray import serve
-
         found = serve.get_deployment_handle(_NAME, _NAME).broadcast("metrics")
         answers = await found.results_async(timeout_s=10, return_exceptions=True)
         return ReplicaMetrics(dict(one for one in answers if isinstance(one, tuple)))  # skips lost replicas
@@ -56,13 +71,8 @@ def deployed(settings: ServerSettings, replicas: int, gpus: int, host: str, port
             GPUs is accepted.
 
     Raises:
-        UserError: Ray is not installed, the cluster has fewer GPUs, or a replica does not start.
+        UserError: the cluster has fewer GPUs, or a replica does not start.
     """
-    try:
-        import ray
-        from ray import serve
-    except ImportError:
-        raise missing("engine ray", "ray[serve]", "ray") from None
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     own = not os.environ.get("RAY_ADDRESS")
     cpus = max(1, (os.cpu_count() or 1) // replicas)

@@ -35,7 +35,7 @@ from mmspec.serving.schemas import (
     TokenizeRequest,
     conversation,
 )
-from mmspec.serving.tools import ToolPlan, ToolPlanner
+from mmspec.serving.tools import ToolFormat, ToolPlan, plan_tools
 from mmspec.workers import Cancellation
 
 Constraint = tuple[str, str]
@@ -105,7 +105,7 @@ class JobBuilder:
         pipe: Pipeline,
         limits: Limits,
         names: Sequence[str],
-        tools: ToolPlanner,
+        tools: ToolFormat,
         media: MediaReader,
         stored: StoredResponses,
         reasoning: str | None = None,
@@ -157,7 +157,9 @@ class JobBuilder:
         sampling, constraint = asked.sampling(self._limits, self._pipe.defaults.served), asked.constraint()
         self._media.check(media)
         schema = None if constraint is None else constraint[1]
-        plan = self._tools.plan(functions, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema)
+        plan = plan_tools(
+            self._pipe.io, self._tools, functions, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema
+        )
         constraint = constraint if plan.grammar is None else ("grammar", plan.grammar)
         variables = effort_variables(asked.reasoning_effort, self._pipe.io.chat_template_text())
         variables |= asked.chat_template_kwargs
@@ -216,7 +218,7 @@ class JobBuilder:
             messages, media = self._conversation(asked.messages, functions)
             if media:
                 raise APIError(400, f"tokens are those of texts: got {media[0].kind}_url", media[0].param)
-            plan = self._tools.plan(functions, "auto")
+            plan = plan_tools(io, self._tools, functions, "auto")
             keywords = {**plan.keywords, **self._rendering(asked.chat_template_kwargs)}
             tokens = io.encode([{"prompt": plan.messages(messages)}], **keywords).input_ids[0].tolist()
         names = io.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
@@ -244,21 +246,14 @@ def effort_variables(effort: str | None, template: str) -> dict[str, Any]:
 
 
 class Admission(Protocol):
-    """Interface for the admission of choices: the server's own ``Slots``, or shared slots."""
+    """Admission of choices: the server's own ``Slots``, or slots that are shared with other users."""
 
     @property
-    def running(self) -> int:
-        """Slots in use."""
-
+    def running(self) -> int: ...
     @property
-    def waiting(self) -> int:
-        """Slots that are waited for."""
-
-    async def acquire(self, count: int) -> None:
-        """Wait for slots; see ``Slots.acquire``."""
-
-    def release(self, count: int = 1) -> None:
-        """Return slots."""
+    def waiting(self) -> int: ...
+    async def acquire(self, count: int) -> None: ...
+    def release(self, count: int = 1) -> None: ...
 
 
 class Slots:

@@ -395,66 +395,58 @@ class ToolPlan:
         return list(given) if self.as_text is None else prompted(given, self.as_text)
 
 
-class ToolPlanner:
-    """Applies tools to the requests of one model.
+def plan_tools(
+    io: Processor,
+    form: ToolFormat,
+    functions: Sequence[Mapping[str, Any]],
+    choice: Any,
+    *,
+    several: bool = True,
+    schema: str | None = None,
+) -> ToolPlan:
+    """Plan the tools of a request.
 
     Args:
-        parser: name of a call format, or ``AUTO``.
+        form: the model's call format.
+        functions: declarations of the tools; empty without tools.
+        choice: OpenAI's ``tool_choice``.
+        several: whether to allow several calls.
+        schema: the JSON schema of outputs without calls; None leaves them unconstrained.
+
+    Raises:
+        APIError: the choice does not match the tools, or the format does not support the schema.
     """
-
-    def __init__(self, io: Processor, parser: str = AUTO) -> None:
-        self._form = tool_format(io, parser)
-        self._special = io.special_token(self._form.marker) is not None
-
-    def plan(
-        self,
-        functions: Sequence[Mapping[str, Any]],
-        choice: Any,
-        *,
-        several: bool = True,
-        schema: str | None = None,
-    ) -> ToolPlan:
-        """Plan the tools of a request.
-
-        Args:
-            functions: declarations of the tools; empty without tools.
-            choice: OpenAI's ``tool_choice``.
-            several: whether to allow several calls.
-            schema: the JSON schema of outputs without calls; None leaves them unconstrained.
-
-        Raises:
-            APIError: the choice does not match the tools, or the format does not support the schema.
-        """
-        generic, named = self._form is GENERIC, named_function(choice)
-        names = [one["name"] for one in functions]
-        if len(set(names)) < len(names):
-            raise APIError(400, f"tools must have different names: got {', '.join(names)[:200]}", "tools")
-        if choice == "required" and not functions:
-            raise APIError(400, "tool_choice required goes with tools: got none", "tool_choice")
-        if named is not None and named not in names:
-            raise APIError(400, f"tool_choice must name one of the tools: got {named[:80]!r}", "tool_choice")
-        if choice == "none" or not functions:
-            return ToolPlan(as_text=[] if generic else None)
-        tools_of_template = [{"type": "function", "function": one} for one in functions]
-        keywords: dict[str, Any] = {} if generic else {"tools": tools_of_template}
-        as_text = functions if generic else None
-        if choice == "auto" and schema is None:
-            grammar = self._form.grammar(functions, marked=not self._special, several=several, bare=not self._special)
-            trigger = self._form.marker if self._special else self._form.trigger(names)
-            reader = partial(CallReader, self._form, () if self._special else names)
-            return ToolPlan(keywords, grammar, trigger, _schemas(functions), reader, as_text)
-        if choice == "auto" and self._special:
-            message = "response_format beside tools needs tool_choice none or required: got auto"
-            raise APIError(400, message, "response_format")
-        called = [one for one in functions if named in (None, one["name"])]
-        instead = schema if choice == "auto" else None
-        several = several and named is None
-        grammar = self._form.grammar(called, marked=not self._special, several=several, instead=instead)
-        if self._special:
-            keywords["answer_start"] = self._form.marker
-        reader = partial(CallReader, self._form, begun=self._special)
-        schemas = _schemas(called) | ({} if instead is None else {"response_format": instead})
-        return ToolPlan(keywords, grammar, None, schemas, reader, as_text)
+    special = io.special_token(form.marker) is not None
+    generic, named = form is GENERIC, named_function(choice)
+    names = [one["name"] for one in functions]
+    if len(set(names)) < len(names):
+        raise APIError(400, f"tools must have different names: got {', '.join(names)[:200]}", "tools")
+    if choice == "required" and not functions:
+        raise APIError(400, "tool_choice required goes with tools: got none", "tool_choice")
+    if named is not None and named not in names:
+        raise APIError(400, f"tool_choice must name one of the tools: got {named[:80]!r}", "tool_choice")
+    if choice == "none" or not functions:
+        return ToolPlan(as_text=[] if generic else None)
+    tools_of_template = [{"type": "function", "function": one} for one in functions]
+    keywords: dict[str, Any] = {} if generic else {"tools": tools_of_template}
+    as_text = functions if generic else None
+    if choice == "auto" and schema is None:
+        grammar = form.grammar(functions, marked=not special, several=several, bare=not special)
+        trigger = form.marker if special else form.trigger(names)
+        reader = partial(CallReader, form, () if special else names)
+        return ToolPlan(keywords, grammar, trigger, _schemas(functions), reader, as_text)
+    if choice == "auto" and special:
+        message = "response_format beside tools needs tool_choice none or required: got auto"
+        raise APIError(400, message, "response_format")
+    called = [one for one in functions if named in (None, one["name"])]
+    instead = schema if choice == "auto" else None
+    several = several and named is None
+    grammar = form.grammar(called, marked=not special, several=several, instead=instead)
+    if special:
+        keywords["answer_start"] = form.marker
+    reader = partial(CallReader, form, begun=special)
+    schemas = _schemas(called) | ({} if instead is None else {"response_format": instead})
+    return ToolPlan(keywords, grammar, None, schemas, reader, as_text)
 
 
 def _schemas(functions: Sequence[Mapping[str, Any]]) -> dict[str, str]:

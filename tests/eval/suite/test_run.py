@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 from transformers import AutoModelForCausalLM
 
 import mmspec
-from mmspec.cli.datastore import datastore
+from mmspec.cli.drafters import datastore
 from mmspec.drafters.registry import drafter_specs
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
 from mmspec.errors import UserError

@@ -14,7 +14,7 @@ import mmspec
 from mmspec.cache import prefix_cache
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.checking import cases
-from mmspec.checking.run import run_case
+from mmspec.checking.cases import run_case
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict, accept_path
 from mmspec.engine import core, sequence

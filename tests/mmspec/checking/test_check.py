@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mmspec
-from mmspec.checking import cases, run
+from mmspec.checking import cases
 from mmspec.checking.cases import CASES, OTHER, Case, Outcomes
 from mmspec.checking.sides import Answer, LocalSide, Question, SkippedError
 from mmspec.checking.statistics import ALPHA, against_logprobs, against_probabilities, two_samples
@@ -69,7 +69,7 @@ def test_all_cases(model: str, check: Run, tmp_path: Path) -> None:
 
 def test_the_table_and_the_same_command_again(check: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, ran = tmp_path / "report.json", []
-    run_case = run.run_case
+    run_case = cases.run_case
 
     def counting(trial: Any, name: str) -> dict[str, Any]:
         assert len(json.loads(out.read_text())["cases"]) == len(ran) if ran else not out.exists()
@@ -78,12 +78,12 @@ def test_the_table_and_the_same_command_again(check: Run, tmp_path: Path, monkey
             raise KeyboardInterrupt
         return run_case(trial, name)
 
-    monkeypatch.setattr(run, "run_case", counting)
+    monkeypatch.setattr(cases, "run_case", counting)
     names = ("--only", "prose,markers,adapters", "--out", str(out))
     assert check("tiny-llava", *names)[0] == 130
     assert ran == ["prose", "markers", "adapters"]
-    monkeypatch.setattr(run, "run_case", lambda trial, name: ran.append(name) or run_case(trial, name))  # type: ignore[func-returns-value]
-    monkeypatch.setattr(run, "CASES", {name: CASES[name] for name in ("prose", "markers", "adapters")})
+    monkeypatch.setattr(cases, "run_case", lambda trial, name: ran.append(name) or run_case(trial, name))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(cases, "CASES", {name: CASES[name] for name in ("prose", "markers", "adapters")})
     status, table, _ = check("tiny-llava", "--out", str(out))
     assert status == 0
     assert ran[3:] == ["adapters"]
@@ -103,7 +103,7 @@ def test_the_table_and_the_same_command_again(check: Run, tmp_path: Path, monkey
 
 def test_what_plain_decoding_refuses_is_skipped() -> None:
     pipe = mmspec.load("tiny-llava", device="cpu", dtype="float32")
-    found = run.run_case(trial_of(pipe).limited(9), "prose")
+    found = cases.run_case(trial_of(pipe).limited(9), "prose")
     assert found["outcome"] == "skipped"
     assert "the prompt must be shorter than the model's context of 9 tokens" in found["reason"]
 
@@ -122,7 +122,7 @@ def test_equal_choices_of_a_model_that_is_certain() -> None:
     plain = mmspec.load("tiny-llava", None, device="cpu", dtype="float32")
     plain.model.get_output_embeddings().weight.data *= 1000
     pipe = mmspec.load(plain.model, processor=plain.processor, drafter="ngram")
-    found = run.run_case(trial_of(pipe), "choices")
+    found = cases.run_case(trial_of(pipe), "choices")
     assert (found["outcome"], found["power"]) == ("equal", {"choices all the same": 0.0}), found
 
 
@@ -132,7 +132,7 @@ def test_samples_follow_the_penalties_of_the_model(monkeypatch: pytest.MonkeyPat
     plain = mmspec.load("tiny-llava", None, device="cpu", dtype="float32")
     plain.model.generation_config.repetition_penalty = 1.5
     pipe = mmspec.load(plain.model, processor=plain.processor, drafter="ngram")
-    found = run.run_case(trial_of(pipe), "sampling")
+    found = cases.run_case(trial_of(pipe), "sampling")
     assert found["outcome"] == "equal", found
     assert found["tokens"] >= 4 * 256
 
@@ -141,7 +141,7 @@ def test_samples_follow_the_penalties_of_the_model(monkeypatch: pytest.MonkeyPat
 def test_a_drafter_that_fails_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = mmspec.load("tiny-llava", "ngram", device="cpu", dtype="float32")
     monkeypatch.setattr(Ngram, "propose", lambda self, *rest: 1 / 0)
-    found = run.run_case(trial_of(pipe), "prose")
+    found = cases.run_case(trial_of(pipe), "prose")
     assert (found["outcome"], found["accepted"]) == ("equal", 0)
     assert found["notes"] == ["drafting stopped: Ngram: ZeroDivisionError: division by zero"]
 
@@ -158,7 +158,7 @@ def test_a_difference_is_exit_status_1(check: Run, monkeypatch: pytest.MonkeyPat
     changed = {"name": "prose", "outcome": "different", "reason": "", "tokens": 3, "accepted": 0, "rehearsed": 0}
     changed |= {"seconds": 0.1, "differences": [difference], "notes": [], "power": {"variation 0.1": 0.954}}
     bounds: list[float] = []
-    monkeypatch.setattr(run, "run_case", lambda trial, name: bounds.append(trial.bound) or changed)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(cases, "run_case", lambda trial, name: bounds.append(trial.bound) or changed)  # type: ignore[func-returns-value]
     status, out, _ = check("tiny-llava", "--only", "prose", "--tie", "0")
     assert (status, bounds) == (1, [0])
     assert "prose: 'Q' differs from plain decoding at token 3, logit margin 2: 'a' against 'b'" in out
@@ -316,7 +316,7 @@ def test_a_difference_counts_although_the_case_ends_early(error: str, monkeypatc
         trial.require(False, Question.user("Q"), "it is wrong")
         raise SkippedError("no more") if error == "skipped" else RuntimeError("no more")
 
-    monkeypatch.setattr(run, "CASES", {"wrong": Case("wrong", "", wrong)})
-    found = run.run_case(trial_of(mmspec.load("tiny-llava", "ngram", device="cpu", dtype="float32")), "wrong")
+    monkeypatch.setattr(cases, "CASES", {"wrong": Case("wrong", "", wrong)})
+    found = cases.run_case(trial_of(mmspec.load("tiny-llava", "ngram", device="cpu", dtype="float32")), "wrong")
     assert found["outcome"] == "different"
     assert "no more" in found["reason"]

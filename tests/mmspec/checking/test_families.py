@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import mmspec
-from mmspec.checking.run import run_case
+from mmspec.checking.cases import run_case
 from tests.checking import trial_of
 from tests.tiny import byte_tokenizer
 from tests.tiny.configs import HYBRID_CONFIGS, TEXT_CONFIGS, TINY_SIZES

@@ -19,8 +19,7 @@ pytest.importorskip("peft")
 
 import mmspec
 from mmspec.checking import cases
-from mmspec.checking.cases import CASES
-from mmspec.checking.run import run_case
+from mmspec.checking.cases import CASES, run_case
 from mmspec.checking.sides import Answer, Question, ServerSide
 from mmspec.checking.trial import Trial
 from mmspec.cli import main

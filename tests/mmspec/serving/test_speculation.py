@@ -11,15 +11,12 @@ from typing import Any
 import httpx
 import pytest
 from click.testing import CliRunner
-from prometheus_client import CollectorRegistry, generate_latest
 
 import mmspec
-from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.serving import command
 from mmspec.serving.limits import Limits
-from mmspec.serving.metrics import Metrics, ReplicaMetrics
 from mmspec.serving.settings import ServerSettings, _label
 from tests.testkit.served import SCENE, Served, data_uri, events, eventually, question, served
 
@@ -143,21 +140,6 @@ def test_draft_tokens_of_a_request(running: Served, pipes: dict[str, Pipeline]) 
     assert response["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
     body = {"model": "tiny-llava", "prompt": "one two", "speculative": "recycle@chain", "max_tokens": 4}
     assert running.post(body, "completions").json()["metrics"]["speculative_decoding"]["drafter"] == "recycle@chain"
-
-
-def test_metrics_of_replicas_keep_the_drafter() -> None:
-    found = {}
-    for replica, steps in (("one", 3), ("two", 5)):
-        metrics = Metrics("tiny", lambda: 0, lambda: 0, lambda: 1, ["a", "none"])
-        metrics.ended(Stats(num_spec_steps=steps), "stop", "a")
-        found[replica] = list(metrics.registry.collect())
-    registry = CollectorRegistry()
-    registry.register(ReplicaMetrics(found))
-    lines = generate_latest(registry).decode().splitlines()
-    counted = {line for line in lines if line.startswith("vllm:spec_decode_num_drafts_total{")}
-    form = 'vllm:spec_decode_num_drafts_total{{drafter="{}",model_name="tiny",replica="{}"}} {}'
-    expected = {("a", "one", 3.0), ("a", "two", 5.0), ("none", "one", 0.0), ("none", "two", 0.0)}
-    assert counted == {form.format(*one) for one in expected}
 
 
 def test_an_operators_choice(pipes: dict[str, Pipeline]) -> None:
