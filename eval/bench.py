@@ -46,9 +46,9 @@ from mmspec.eval.harness.timing import (
     rotated,
     wait_for_huge_pages,
 )
+from mmspec.eval.suite.command import SIZES, llama_server_option
 from mmspec.eval.suite.methods import BASELINE, LLAMA, OPENVINO, PLAIN, parse_methods
 from mmspec.eval.suite.race import read_requests
-from mmspec.eval.suite.settings import SIZES, llama_server_option
 from mmspec.pipeline import Pipeline
 
 _LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**5))"  # until its parent exits
