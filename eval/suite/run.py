@@ -33,10 +33,9 @@ from mmspec.compare import first_difference
 from mmspec.errors import UserError, first_line
 from mmspec.eval.harness.acceptance import copy_lengths
 from mmspec.eval.harness.output import describe
-from mmspec.eval.harness.passes import pass_costs
 from mmspec.eval.harness.peers import LlamaServer, OpenVino, Peer
 from mmspec.eval.harness.prompts import warm_up_requests
-from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
+from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, pass_costs, run_interleaved
 from mmspec.eval.suite.command import SuiteSettings
 from mmspec.eval.suite.methods import BASELINE, LLAMA, OPENVINO, PLAIN, parse_methods
 from mmspec.eval.suite.report import write_report
