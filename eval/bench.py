@@ -5,7 +5,7 @@ then prompt depths and nodes of a verify pass or, with ``--methods``, batch size
 are measured interleaved, for several rounds; times are medians, ratios medians of ratios within a round or a prompt.
 
 Without ``--methods``, verify passes over chains are timed after prompts of each depth, with the prefill of the prompt
-and a loop that only reads the packed weights (``mmspec.eval.harness.passes``).
+and a loop that only reads the packed weights.
 
 With ``--methods``, requests are answered by each method; answers must equal the first method's at the first batch size.
 A batch size of one decodes one request after another, a larger one keeps as many sequences running until all requests
@@ -28,27 +28,30 @@ from typing import Any
 
 import click
 import torch
+from torch import Tensor
 
 import mmspec
 from mmspec.cli.options import Listed
+from mmspec.drafters.ngram import Ngram
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, describe, make_table, wide_console
-from mmspec.eval.harness.passes import COLUMNS, divergences, drafts_equal, time_passes
 from mmspec.eval.harness.peers import LlamaServer, OpenVino
 from mmspec.eval.harness.prompts import held_out_requests, warm_up_requests
 from mmspec.eval.harness.timing import (
     PHASES,
+    READ,
     DecodingOptions,
     Method,
     TimedBatch,
     decode,
+    pass_seconds,
     rotated,
     wait_for_huge_pages,
 )
+from mmspec.eval.suite.command import SIZES, llama_server_option
 from mmspec.eval.suite.methods import BASELINE, LLAMA, OPENVINO, PLAIN, parse_methods
 from mmspec.eval.suite.race import read_requests
-from mmspec.eval.suite.settings import SIZES, llama_server_option
 from mmspec.pipeline import Pipeline
 
 _LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**5))"  # until its parent exits
@@ -236,6 +239,104 @@ def print_rows(columns: Sequence[Column], rows: Sequence[dict[str, Any]], title:
     wide_console().print(make_table([*shown, *columns], rows, sections=sections, title=title))
 
 
+_LLAMA_TOKENS = 32
+_TEXT = Path(__file__).resolve().parents[1] / "CONTRIBUTING.md"
+_PROMPT = "List five animals and their colours. Then list them again."
+
+_PASSES: list[Column] = [
+    ("nodes", "{nodes}"),
+    ("median", "{milliseconds:.1f}"),
+    ("least", "{least:.1f}"),
+    ("in one-node passes", "{passes:.2f}"),
+    ("of reading its weights", "{read:.2f}x"),
+    ("of llama.cpp's token", "{llama:.2f}x"),
+    ("prefill, tokens/s", "{prefill:.0f}"),
+    ("faster than llama.cpp's", "{prefill_speed:.2f}x"),
+]
+
+
+def drafts_equal(pipe: Pipeline) -> bool:
+    """Whether drafted and plain decoding give equal tokens, which is also printed if not."""
+    options: dict[str, Any] = {"max_new_tokens": 48, "temperature": 0.0, "nodes": 8}
+    answers = [
+        Pipeline(pipe.target, pipe.processor, drafter).generate(_PROMPT, **options).token_ids
+        for drafter in (Ngram(), None)
+    ]
+    if answers[0] != answers[1]:
+        click.echo(f"{pipe.name}: speculative and plain decoding differ", err=True)
+    return answers[0] == answers[1]
+
+
+@torch.inference_mode()
+def divergences(model: str, pipes: Mapping[str, Pipeline]) -> dict[str, float]:
+    """Mean KL divergences in nats of next-token distributions from the float32 model, over 400 tokens."""
+    exact = mmspec.load(model, drafter=None, dtype="float32")
+    ids = exact.processor.tokenizer(_TEXT.read_text(), return_tensors="pt")["input_ids"][:, :400]
+    expected = exact.model(ids).logits
+    del exact
+    return {name: kl_divergence(expected, pipe.model(ids).logits) for name, pipe in pipes.items()}
+
+
+def kl_divergence(exact: Tensor, logits: Tensor) -> float:
+    """Mean over positions of the KL divergence of softmaxes, in nats: logits (1, length, vocab)."""
+    expected, actual = (each.float().log_softmax(-1) for each in (exact, logits))
+    return float((expected.exp() * (expected - actual)).sum(-1).mean())
+
+
+def time_passes(
+    pipes: Mapping[str, Pipeline],
+    threads: Sequence[int],
+    depths: Sequence[int],
+    nodes: Sequence[int],
+    rounds: int,
+    servers: Mapping[int, LlamaServer],
+) -> list[dict[str, Any]]:
+    """Time prefills, passes and reads of the weights, interleaved, after one unmeasured round.
+
+    Args:
+        servers: llama.cpp by number of threads: its prefill of the same number of tokens, and its plain decoding.
+
+    Returns:
+        A row per number of threads, depth, form of the weights (or llama.cpp) and number of nodes.
+    """
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for turn in range(rounds + 1):
+        for count in threads:
+            torch.set_num_threads(count)
+            for depth in rotated(depths, turn):
+                for name, pipe in rotated(list(pipes.items()), turn):
+                    for part, seconds in pass_seconds(pipe.target, depth, rotated(nodes, turn)).items():
+                        found.setdefault((count, depth, name, part), []).append(seconds)
+                if count in servers:
+                    answer = servers[count].complete(range(1000, 1000 + depth), _LLAMA_TOKENS, ignore_eos=True)
+                    for part, seconds in (("prefill", answer.prompt_seconds), (1, answer.token_seconds)):
+                        found.setdefault((count, depth, LLAMA, part), []).append(seconds)
+    return pass_rows({name: seconds[1:] for name, seconds in found.items()}, nodes)
+
+
+def pass_rows(found: Mapping[tuple[Any, ...], Sequence[float]], nodes: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows of the table from seconds by round; ratios are medians over the rounds of ratios within a round."""
+
+    def ratio(own: tuple[Any, ...], other: tuple[Any, ...]) -> float | None:
+        pairs = zip(found.get(own, ()), found.get(other, ()), strict=False)
+        ratios = [a / b for a, b in pairs]
+        return median(ratios) if ratios else None
+
+    rows = []
+    for key in (key for key in sorted(found, key=lambda key: key[:2]) if key[3] != "prefill"):
+        count, depth, form, part = key
+        where, peer = (count, depth, form), (count, depth, LLAMA)
+        row = {"threads": count, "depth": depth, "dtype": form, "nodes": part}
+        row |= {"milliseconds": 1000 * median(found[key]), "least": 1000 * min(found[key])}
+        row |= {"passes": ratio(key, (*where, 1)), "read": None if part == READ else ratio(key, (*where, READ))}
+        if part == min(nodes) or form == LLAMA:
+            row["llama"] = ratio(key, (*peer, 1)) if part == 1 else None
+            row["prefill"] = depth / median(found[*where, "prefill"])
+            row["prefill_speed"] = ratio((*peer, "prefill"), (*where, "prefill"))
+        rows.append(row)
+    return rows
+
+
 def load_requests(source: str, warm_up: int, visual: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Requests that warm up and requests to measure: of a file, or of held-out sets, ``SET:COUNT`` separated by commas.
 
@@ -313,7 +414,7 @@ def main(
                 with busy_programs(programs):
                     found = time_passes(pipes, threads, depths, nodes, rounds, servers)
                 rows += [{"busy": programs, **row} for row in found]
-            print_rows(COLUMNS, rows, "milliseconds per verify pass")
+            print_rows(_PASSES, rows, "milliseconds per verify pass")
             for dtype, nats in about["divergence"].items():
                 click.echo(f"{dtype}: {nats:.5f} nats from float32", err=True)
             return {**about, "rows": rows}

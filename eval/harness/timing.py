@@ -1,4 +1,4 @@
-"""Interleaved timing of decoding methods on the same prompts, and of plain calls; peak memory.
+"""Interleaved timing of decoding methods on the same prompts, of verify passes and of plain calls; peak memory.
 
 All speed results are measured here: every round runs all methods in one process, in rotating order.
 """
@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from time import perf_counter as clock
 from typing import Any, TypeVar
 
@@ -20,19 +21,27 @@ from torch import Tensor
 
 from mmspec.core.drafter import Drafter, Wrapper
 from mmspec.core.plan import StepPlan
+from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
 from mmspec.engine.engine import MAX_NUM_SEQS
 from mmspec.engine.policy import DraftPolicy
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.peers import Peer
-from mmspec.ops import cpu
+from mmspec.ops import cpu, cpu_library
 from mmspec.pipeline import Pipeline
+from mmspec.quantisation.blocks import BlockLinear
 from mmspec.targets.transformers_target import TransformersTarget
 
 T = TypeVar("T")
 
 PHASES = ("prefill", "draft", "verify", "commit")
 """Timed phases of a request; the rest is preprocessing, stopping rules and detokenisation."""
+
+READ = "read"
+"""In place of a number of nodes: a loop that only reads the packed weights."""
+
+_BEFORE = 4  # untimed passes of the same size before each timed pass
+_COSTS = (1, 2, 4, 8, 16, 33)  # nodes
 
 UNFILTERED: dict[str, Any] = {"top_p": 1.0, "top_k": 0}
 """Sampling keywords that keep all tokens, whatever a model's generation config says."""
@@ -247,6 +256,54 @@ class _TimingStreamer:
 
     def end(self) -> None:
         """Part of the streamer interface."""
+
+
+def pass_seconds(target: TransformersTarget, depth: int, nodes: Sequence[int]) -> dict[Any, float]:
+    """Seconds of a prefill, of a pass over each number of nodes after it, and of a read of the weights."""
+    begun = clock()
+    list(target.prefill([Prompt(torch.zeros(1, depth, dtype=torch.long, device=target.device))], [max(nodes)]))
+    seconds: dict[Any, float] = {"prefill": clock() - begun}
+    seconds |= {count: time_pass(target, count) for count in nodes}
+    if (read := read_weights(target)) is not None:
+        seconds[READ] = read()
+    target.keep([])
+    return seconds
+
+
+def time_pass(target: TransformersTarget, nodes: int) -> float:
+    """Seconds of a verify pass over a chain of ``nodes`` nodes, including the host's read of the choices.
+
+    As in decoding, other passes precede it, so that the caches hold the same part of the weights.
+    """
+    parents = torch.arange(-1, nodes - 1, device=target.device)[None]
+    tree = TokenTree(torch.zeros_like(parents), parents)
+    for _ in range(_BEFORE):
+        target.verify(tree)
+    begun = clock()
+    target.verify(tree).logits.max(-1).indices.tolist()
+    return clock() - begun
+
+
+def pass_costs(target: TransformersTarget) -> dict[str, list[float]]:
+    """Medians of three passes over chains: ``seconds`` by total number of ``tokens``."""
+    spent = [pass_seconds(target, 8, _COSTS) for _ in range(3)]
+    return {"tokens": [*_COSTS], "seconds": [median(one[count] for one in spent) for count in _COSTS]}
+
+
+def read_weights(target: TransformersTarget) -> Callable[[], float] | None:
+    """Function that times a read of the packed weights of a target's layers; None without packed weights."""
+    layers = [layer for layer in target.model.modules() if isinstance(layer, BlockLinear)]
+    blocks = [max(layer.buffers(), key=Tensor.numel) for layer in layers]
+    if not blocks:
+        return None
+
+    def run() -> float:
+        begun = clock()
+        for part in blocks:
+            cpu_library.functions().read_bytes(part.data_ptr(), part.numel(), cpu.kernel_threads())
+        return clock() - begun
+
+    return run
 
 
 def interleaved(calls: Mapping[T, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[T, list[float]]:

@@ -1,19 +1,67 @@
-"""The command ``mmspec eval``."""
+"""The commands ``mmspec eval`` and ``mmspec tune``, without torch until they run."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from pydantic import PositiveInt
 
 from mmspec.cli.commands import Command
-from mmspec.cli.options import FOLDER, OUT_FOLDER, derived, model_options
+from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, Listed, derived, json_option, model_options, trust_option
 from mmspec.errors import UserError
-from mmspec.eval.suite.settings import SuiteSettings, llama_server_option
 from mmspec.files import alone
 from mmspec.jobs import ENGINES
+from mmspec.sampling.params import SamplingParams, Temperature
+from mmspec.validation import Many, inherited, option, options
+
+if TYPE_CHECKING:
+    from mmspec.eval.suite.tasks import Sample
+
+SIZES = Listed(click.IntRange(1))
+"""Type of an option that lists whole numbers above 0."""
+
+llama_server_option = click.option(
+    "--llama-server",
+    type=click.Path(exists=True, dir_okay=False, resolve_path=True),
+    help="The program llama-server of llama.cpp, built for this machine.",
+)
+
+
+@options
+class SuiteSettings:
+    """Settings of a run of ``mmspec eval``, as plain JSON values."""
+
+    model: str
+    tasks: Many[str]
+    methods: str = option(
+        "auto",
+        "generate, lookup, assisted:FOLDER, llama.cpp[:TYPE], openvino[:lookup], none, or "
+        "DRAFTER[@tree|@chain[N]|@NODES], optionally LABEL=...",
+    )
+    data: str | None = None
+    limit: int | None = option(None, "Samples per task; by default all.", ge=1)
+    temperatures: Many[Temperature] = option((0.0,), "0 is greedy.", default_text="0")
+    top_p: float = inherited(SamplingParams, "top_p", "Of sampling.", default=1.0)
+    batch_sizes: Many[PositiveInt] = option((1,), "Conversations per batch.", default_text="1")
+    rounds: int = option(3, "Measurements of each batch.", ge=1)
+    warm_up: int = option(2, "Unmeasured batches.", ge=0)
+    max_new_tokens: int | None = inherited(
+        SamplingParams, "max_new_tokens", "Per answer.", default_text="as each task sets it"
+    )
+    seed: int = inherited(SamplingParams, "seed", default=0, ge=0, le=2**31)
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = option(None, "CPU threads.", default_text="torch's", ge=1)
+    llama_server: str | None = None
+
+    def samples(self, task: str) -> list[Sample]:
+        from mmspec.eval.suite.tasks import TASKS
+
+        return TASKS[task].samples(None if self.data is None else Path(self.data), self.limit)
 
 
 @click.command(name="eval", cls=Command)
@@ -51,6 +99,7 @@ def evaluate(
     if out is None:
         raise UserError("expected --out FOLDER for the results, received none")
 
+    from mmspec.eval.suite.report import print_summary
     from mmspec.eval.suite.run import is_visual, run_suite
     from mmspec.eval.suite.tasks import select_tasks
 
@@ -61,12 +110,73 @@ def evaluate(
     if as_json:
         click.echo(json.dumps(summary))
         return
-    from mmspec.eval.harness.output import wide_console
-    from mmspec.eval.suite.report import brief_tables, legend, refusals
-
-    console = wide_console()
-    for table in brief_tables(summary["rows"], console.width):
-        console.print(table)
-    for line in [*legend(summary["rows"]), *refusals(summary)]:
-        click.echo(line)
+    print_summary(summary)
     click.echo(out / "report.md", err=True)
+
+
+@click.command(cls=Command)
+@click.argument("argument", metavar="[MODEL]", required=False)
+@model_options
+@click.option(
+    "--prompts",
+    type=FILE,
+    required=True,
+    help="Your own: text with a prompt per line, or JSON Lines with prompt, images, videos.",
+)
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=3.0, show_default=True, help="Time limit.")
+@click.option(
+    "--drafters", default="auto", show_default=True, help="Names or folders, separated by commas; auto: all that fit."
+)
+@click.option("--sizes", type=SIZES, default="2,4,8", show_default=True, help="Draft tokens per step, or adaptive.")
+@derived(SamplingParams, "max_new_tokens", default=128)
+@derived(SamplingParams, "temperature", default=0.0)
+@trust_option
+@json_option
+def tune(
+    argument: str | None,
+    model: str,
+    prompts: Path,
+    minutes: float,
+    drafters: str,
+    sizes: Sequence[int],
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Find the fastest drafter for MODEL (or --model) and your prompts on this machine.
+
+    Drafters and tree sizes decode the same prompts, interleaved with plain decoding; slow methods drop out. Prints the
+    fastest with its 95 % interval, and the options to use it; or "no winner" if intervals overlap.
+    """
+    from time import perf_counter as clock
+
+    from rich.console import Console
+
+    from mmspec.cli.session import open_pipeline
+    from mmspec.eval.harness.timing import DecodingOptions
+    from mmspec.eval.suite import race
+    from mmspec.progress import show_progress
+
+    model, start = argument or model, clock()
+    requests = race.read_requests(prompts)
+    decoding = DecodingOptions(options.pop("max_new_tokens"), options.pop("temperature"))
+    notes = Console(stderr=True)
+    pipe = open_pipeline(notes, model, None, **options)
+    methods, unfit = race.fitting_methods(pipe, drafters, sizes)
+    for line in unfit:
+        notes.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+    seconds = max(start + 60 * minutes - clock(), 1e-6)
+    with show_progress(notes, "measuring") as show:
+        contenders = race.race(pipe, requests, methods, decoding, seconds, show)
+    best, why = contenders[0].to_dict(), race.tied(contenders)
+    chosen = race.options_of(model, contenders[0])
+    if as_json:
+        rows = [contender.to_dict() for contender in contenders]
+        content = {"model": model, "best": None if why else best, "no_winner": why}
+        click.echo(json.dumps({**content, "options": chosen, "methods": rows}))
+        return
+    race.print_table(contenders)
+    interval = "" if contenders[0].doubt else " (95 % interval {low:.2f} to {high:.2f})"
+    measured = ("{method}: {median:.2f}x plain decoding" + interval).format_map(best)
+    fastest = f"fastest: {measured}" if contenders[0].speed > 1 else f"fastest: plain decoding; {measured}"
+    click.echo(f"no winner: {why}; {measured}" if why else fastest)
+    click.echo(f"mmspec {'caption FILE' if pipe.processor.reads_media else 'generate PROMPT'} {chosen}")

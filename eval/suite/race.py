@@ -7,20 +7,24 @@ answers would have memorised a second one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter as clock
 from typing import Any
 
+from mmspec.drafters.registry import drafters_for, make_drafter, split
 from mmspec.errors import UserError
 from mmspec.eval.harness.acceptance import median_interval
+from mmspec.eval.harness.output import Column, make_table, wide_console
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, decode, rotated
-from mmspec.eval.suite.data import rows_of
 from mmspec.eval.suite.methods import PLAIN
+from mmspec.eval.suite.tasks import rows_of
 from mmspec.files import read_lines
 from mmspec.pipeline import Pipeline
+from mmspec.progress import Show
 
 
 def read_requests(path: Path) -> list[dict[str, Any]]:
@@ -108,13 +112,36 @@ class Contender:
         }
 
 
+def fitting_methods(pipe: Pipeline, drafters: str, sizes: Sequence[int]) -> tuple[list[Method], list[str]]:
+    """Methods of the drafters that fit the model, and a line about each that does not."""
+    home = pipe.model.config.name_or_path or ""
+    listed = [part.strip() for part in split(drafters, ",") if part.strip()]
+    names = (name for part in listed for name in (drafters_for(Path(home)) if part == "auto" else [part]))
+    fit, unfit = list[Method](), []
+    for name in dict.fromkeys(names):
+        try:
+            drafter = make_drafter(name, home)
+            if drafter is None:
+                continue
+            drafter.attach(pipe.target)
+            fit += [Method(f"{name}, {size} nodes", drafter.fork(pipe.target), size) for size in sizes]
+            fit.append(Method(f"{name}, adaptive", drafter, None))
+        except UserError as error:
+            if name in listed:
+                raise
+            unfit.append(f"{name} does not fit: {error}")
+    if not fit:
+        raise UserError(f"expected a drafter, received {drafters!r}: plain decoding is always measured")
+    return fit, unfit
+
+
 def race(
     pipe: Pipeline,
     requests: Sequence[dict[str, Any]],
     methods: Sequence[Method],
     options: DecodingOptions,
     seconds: float,
-    progress: Callable[[Sequence[Contender]], None] = lambda _: None,
+    show: Show = lambda *_: None,
 ) -> list[Contender]:
     """Measure methods until time or prompts run out, or a single method remains.
 
@@ -123,7 +150,7 @@ def race(
         requests: requests in decoding order; the first of several requests is the warm-up.
         methods: methods to measure in addition to plain decoding.
         seconds: time limit; the current method completes its prompt, which is then dropped.
-        progress: called after every prompt with the remaining methods, fastest first.
+        show: shows the time, and the number of remaining methods with the fastest one.
 
     Returns:
         All methods: the remaining methods, then dropped methods, each group from fast to slow.
@@ -145,6 +172,7 @@ def race(
             found[method.name] = decode(pipe, method, [request], limits)
         return found
 
+    show(0.0, seconds, f"{len(methods)} methods")
     for request in warm_up:
         measure(request, brief, 0)
     for turn, request in enumerate(measured):
@@ -157,7 +185,9 @@ def race(
         slow = [contender for contender in left[1:] if turn and _is_slower(contender, left[0])]
         left = [contender for contender in left if contender not in slow]
         out = slow + out
-        progress(left)
+        fastest = f"{len(left)} left, fastest: {left[0].method.name} {left[0].speed:.2f}x"
+        show(min(clock() - start, 0.99 * seconds), seconds, fastest)
+    show(seconds, seconds)
     if not left[0].ratios:
         raise UserError(f"the time was too short for a prompt with {len(methods)} methods: expected more time")
     return [*left, *out]
@@ -176,3 +206,27 @@ def _is_slower(one: Contender, best: Contender) -> bool:
     """Whether ``one`` is significantly slower than ``best`` on the same prompts."""
     ratios = [a / b for a, b in zip(one.ratios, best.ratios, strict=True)]
     return median_interval(ratios)["high"] < (1.0 if len(ratios) >= _FEWEST else _CLEARLY)
+
+
+def print_table(contenders: Sequence[Contender]) -> None:
+    """Print a row per method."""
+    columns: list[Column] = [
+        ("method", "{method}"),
+        ("prompts", "{prompts}"),
+        ("tokens per step", "{mean_acceptance_length:.2f}"),
+        ("vs plain", "{median:.2f}x"),
+        ("95 % interval", lambda row: "" if row["doubt"] else f"{row['low']:.2f} to {row['high']:.2f}"),
+        ("equal", "{equal}/{prompts}"),
+    ]
+    wide_console().print(make_table(columns, [{**one.to_dict(), "doubt": one.doubt} for one in contenders]))
+
+
+def options_of(model: str, fastest: Contender) -> str:
+    """Command-line options for the fastest method or plain decoding; the default if the result is inconclusive."""
+    options = ["--model", model, "--drafter"]
+    if fastest.doubt or fastest.interval[0] <= 1:
+        return shlex.join([*options, "auto" if fastest.doubt else "none"])
+    options.append(fastest.method.name.rpartition(", ")[0])
+    if fastest.method.nodes is not None:
+        options += ["--num-draft-tokens", str(fastest.method.nodes)]
+    return shlex.join(options)

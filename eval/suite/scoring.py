@@ -7,10 +7,38 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import mean
+from typing import Any
 
 from mmspec.errors import missing
-from mmspec.eval.suite.data import Answered
+from mmspec.eval.harness.prompts import Questions
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One conversation of a task.
+
+    Attributes:
+        id: unique within its task.
+        conversation: questions and media.
+        category: groups samples in Spec-Bench's results.
+        references: accepted answers by turn, for at most as many turns as the conversation has.
+        metadata: anything else that the scorer needs.
+    """
+
+    id: str
+    conversation: Questions
+    category: str = ""
+    references: tuple[tuple[str, ...], ...] = ()
+    metadata: Any = None
+
+
+Answered = tuple[Sample, Sequence[str]]
+"""A sample and the answers to its turns."""
+
+Scorer = Callable[[Sequence[Answered]], dict[str, float]]
+"""Scores by name over all answers, from 0 to 1 or as the benchmark defines them; the first is the main score."""
 
 _NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 _ARTICLES = {"a", "an", "the"}

@@ -16,8 +16,8 @@ from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.eval.harness.acceptance import AcceptanceStats, acceptance_difference, copy_oracle, median_interval
 from mmspec.eval.harness.timing import PHASES
-from mmspec.eval.suite.data import Sample, Scorer
 from mmspec.eval.suite.methods import BASELINE, LLAMA, PLAIN
+from mmspec.eval.suite.scoring import Sample, Scorer
 
 Record = dict[str, Any]
 ALL = "all"

@@ -1,22 +1,259 @@
-"""Tasks of ``mmspec eval`` by name, and groups of them.
+"""Tasks of ``mmspec eval`` by name, groups of them, and their rows.
 
 The embedded suite is held-out scenes, clips and texts of the kinds that the embedded models were trained on. Edits of
 code are for larger models; ``code-edits-tuning`` is to choose settings on. The others are published benchmarks of
 images and videos (captions, short answers, choices, yes or no, open-ended) and of texts, read from ``--data FOLDER`` or
-from the hub through ``datasets`` (``mmspec.eval.suite.data``). Open-ended benchmarks have official scores from
-large judge models. Here their score is the overlap with the reference, which shows whether methods differ, not how good
-a model is.
+from the hub through ``datasets``. Open-ended benchmarks have official scores from large judge models. Here their score
+is the overlap with the reference, which shows whether methods differ, not how good a model is.
+
+Local files: ``DATA/NAME.jsonl``, or a folder ``DATA/NAME/`` with one or several ``.jsonl`` files (read in alphabetical
+order). Each line is a JSON object with the fields of the benchmark's own release (see ``mmspec eval --list``). Images
+and videos are file names relative to the ``.jsonl`` file, or to ``images/`` or ``videos/`` next to it, with or without
+extension. Samples are identified by ``id``, else ``question_id``, else the line number.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
-from mmspec.errors import UserError
+from mmspec.errors import UserError, explained, install
 from mmspec.eval.harness.prompts import Questions, held_out
 from mmspec.eval.suite import scoring
-from mmspec.eval.suite.data import DatasetRow, EvalTask, HubDataset, Sample, Scorer, lmms_lab, pages, single_turn
+from mmspec.eval.suite.scoring import Sample, Scorer
+from mmspec.files import read_rows
+
+_IDS = ("id", "question_id", "questionId", "task_id", "prompt_id", "image_id", "img_id")
+_IMAGES = (".jpg", ".png", ".jpeg", ".webp")
+_ENDINGS = ("", *_IMAGES, ".mp4", ".webm", ".mkv", ".avi")
+
+
+@dataclass(frozen=True)
+class DatasetRow:
+    """One row of a benchmark's data.
+
+    Attributes:
+        values: fields by name.
+        where: file and line, for error messages.
+        number: index from 0.
+        folder: folder of its media files; None if fields contain the media.
+    """
+
+    values: dict[str, Any]
+    where: str
+    number: int
+    folder: Path | None = None
+
+    def __getitem__(self, field: str) -> Any:
+        """A field.
+
+        Raises:
+            UserError: it is missing.
+        """
+        if field not in self.values:
+            raise UserError(f"{self.where}: expected a field {field!r}, received {', '.join(self.values) or 'none'}")
+        return self.values[field]
+
+    def get(self, field: str, default: Any = None) -> Any:
+        """A field, or ``default`` if it is missing or None."""
+        value = self.values.get(field)
+        return default if value is None else value
+
+    @property
+    def id(self) -> str:
+        return str(next((self.values[name] for name in _IDS if self.values.get(name) is not None), self.number))
+
+    def texts(self, field: str) -> list[str]:
+        """A field with one text or a list of texts."""
+        value = self[field]
+        return [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
+
+    def images(self, *fields: str) -> tuple[Any, ...]:
+        """Images of these fields, as paths or in the form of ``datasets``; missing fields are skipped."""
+        return tuple(self._files(fields, "images"))
+
+    def videos(self, *fields: str) -> tuple[Any, ...]:
+        """Videos of these fields, as for ``images``."""
+        return tuple(self._files(fields, "videos"))
+
+    def _files(self, fields: tuple[str, ...], subfolder: str) -> Iterator[Any]:
+        for field in fields:
+            value = self.get(field)
+            for source in value if isinstance(value, list) else [] if value is None else [value]:
+                if isinstance(source, dict):  # an undecoded image of datasets
+                    source = source.get("bytes") or source.get("path")
+                yield self._find_file(source, subfolder) if isinstance(source, str) else source
+
+    def _find_file(self, name: str, subfolder: str) -> str:
+        if self.folder is None:
+            return name
+        for base in (self.folder, self.folder / subfolder):
+            for ending in _ENDINGS:
+                path = base / f"{name}{ending}"
+                if path.is_file():
+                    return str(path)
+        raise UserError(f"{self.where}: expected the file {name} in {self.folder} or its {subfolder}/, there is none")
+
+
+def local_rows(name: str, data: Path) -> Iterator[DatasetRow]:
+    """The rows of a local benchmark.
+
+    Raises:
+        UserError: missing files, or lines that are not JSON objects.
+    """
+    single, folder = data / f"{name}.jsonl", data / name
+    files = [single] if single.is_file() else sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise UserError(f"{name}: expected {single} or .jsonl files in {folder}/, there are none")
+    rows = (row for file in files for row in rows_of(file))
+    for number, row in enumerate(rows):
+        yield replace(row, number=number)
+
+
+def pages(name: str, data: Path) -> Iterator[DatasetRow]:
+    """A row per image in ``DATA/NAME/``; its category is whether a text file of the same name exists.
+
+    Raises:
+        UserError: the folder has no images.
+    """
+    folder = data / name
+    images = sorted(path for path in folder.glob("*") if path.suffix.lower() in _IMAGES)
+    if not images:
+        raise UserError(f"{name}: expected images ({', '.join(_IMAGES)}) in {folder}/, there are none")
+    for number, path in enumerate(images):
+        category = "with a text" if path.with_suffix(".txt").is_file() else "without a text"
+        yield DatasetRow({"id": path.stem, "image": path.name, "category": category}, str(path), number, folder)
+
+
+def rows_of(file: Path) -> Iterator[DatasetRow]:
+    """The rows of a JSON Lines file.
+
+    Raises:
+        UserError: it cannot be read, or a line is not a JSON object.
+    """
+    for number, values in read_rows(file):
+        yield DatasetRow(values, f"{file}, line {number}", number - 1, file.parent)
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A benchmark's dataset on the hub.
+
+    Attributes:
+        path, split, config: as for ``datasets.load_dataset``.
+        images: for images in another table: its config, and the field with the image's ``id``.
+    """
+
+    path: str
+    split: str
+    config: str | None = None
+    images: tuple[str, str] | None = None
+
+
+def lmms_lab(name: str, *options: Any) -> HubDataset:
+    """A dataset of lmms-lab, the organisation used by lmms-eval 0.7.3; options as for ``HubDataset``."""
+    return HubDataset(f"lmms-lab-encoder/{name}", *options)
+
+
+def hub_rows(name: str, hub: HubDataset, limit: int | None) -> Iterator[DatasetRow]:
+    """The rows of a benchmark, read lazily.
+
+    Raises:
+        UserError: ``datasets`` is not installed, or the data cannot be read.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"{name}: expected --data FOLDER with local files, or the package datasets and a network, received neither "
+            f"({install('eval')})"
+        ) from None
+    # Network, server and dataset problems raise many kinds of errors.
+    with explained(f"{name}: expected to read {hub.path} through datasets, or --data FOLDER", Exception):
+        # Streaming avoids downloading a whole benchmark to read a part.
+        for number, values in enumerate(_load_table(datasets, hub, hub.config, streaming=limit is not None)):
+            if hub.images is not None and number == 0:
+                image_table = _load_table(datasets, hub, hub.images[0])
+                image_index = {row["id"]: index for index, row in enumerate(image_table.select_columns("id"))}
+            if hub.images is not None:
+                values = {**values, "image": image_table[image_index[values[hub.images[1]]]]["image"]}
+            yield DatasetRow(dict(values), f"{hub.path}, row {number}", number)
+
+
+def _load_table(datasets: Any, hub: HubDataset, config: str | None, streaming: bool = False) -> Any:
+    """A table with undecoded images, since all samples of a task are in memory at once."""
+    table = datasets.load_dataset(hub.path, config, split=hub.split, streaming=streaming)
+    for name, feature in (table.features or {}).items():
+        if isinstance(feature, datasets.Image):
+            table = table.cast_column(name, datasets.Image(decode=False))
+    return table
+
+
+def single_turn(
+    row: DatasetRow, question: str, references: Sequence[str], category: str = "", metadata: Any = None
+) -> Sample:
+    """A sample with one question, about the row's image or video where it has one."""
+    conversation = Questions((question,), row.images("image"), row.videos("video"))
+    return Sample(row.id, conversation, category, (tuple(references),) if references else (), metadata)
+
+
+@dataclass(frozen=True)
+class EvalTask:
+    """A benchmark.
+
+    Attributes:
+        name: on the command line and in results.
+        description: one line for ``mmspec eval --list``.
+        visual: whether samples have images or videos, which a text model cannot take.
+        score: the scorer; None if only speed and equality are measured.
+        max_new_tokens: default limit of its answers.
+        read: converts a row to a sample, from local files and ``datasets`` alike.
+        hub: where ``datasets`` finds it; None if it is only read from local files.
+        rows: the samples of a task that the package contains.
+        local: reads its rows from a folder of data.
+    """
+
+    name: str
+    description: str
+    visual: bool
+    score: Scorer | None
+    max_new_tokens: int
+    read: Callable[[DatasetRow], Sample] | None = None
+    hub: HubDataset | None = None
+    rows: Callable[[], Iterator[Sample]] | None = None
+    local: Callable[[str, Path], Iterator[DatasetRow]] = local_rows
+
+    def samples(self, data: Path | None, limit: int | None) -> list[Sample]:
+        """The first samples.
+
+        Args:
+            data: folder of local benchmark files; None reads through ``datasets``.
+            limit: maximum number; None is all.
+
+        Raises:
+            UserError: data is missing or has another layout.
+        """
+        if self.rows is not None:
+            return list(islice(self.rows(), limit))
+        assert self.read is not None
+        if data is not None:
+            rows = self.local(self.name, data)
+        elif self.hub is not None:
+            rows = hub_rows(self.name, self.hub, limit)
+        else:
+            files = f"{self.name}.jsonl or {self.name}/"
+            raise UserError(f"{self.name} is read from local files only: expected --data FOLDER with {files}")
+        read = [self.read(row) for row in islice(rows, limit)]
+        if not read:
+            raise UserError(f"{self.name}: expected at least one sample, received none")
+        if len({sample.id for sample in read}) < len(read):
+            read = [replace(sample, id=f"{number}:{sample.id}") for number, sample in enumerate(read)]
+        return read
+
 
 # Prompts are taken from LLaVA-1.5 (arXiv 2310.03744, 3.2) and lmms-eval.
 _CAPTION = "Provide a one-sentence caption for the provided image."
@@ -48,40 +285,33 @@ def _answer_task(
     hub: HubDataset,
     field: str = "answer",
     category: str = "",
-    *,
-    fields: str = "",
     instruction: str = _SHORT_ANSWER,
     max_new_tokens: int = 32,
 ) -> EvalTask:
-    """A task with one question per row; ``fields`` describes the fields of a row."""
+    """A task with one question per row."""
 
     def read(row: DatasetRow) -> Sample:
         question = str(row["question"]) + instruction
         return single_turn(row, question, _references(row, field), str(row.get(category, "")))
 
-    fields = fields or f"image, question, {field}"
+    fields = ", ".join(filter(None, ("image, question", field, category)))
     return EvalTask(name, f"{description}; {fields}", True, score, max_new_tokens, read, hub)
 
 
-def _free_task(
-    name: str, description: str, hub: HubDataset, field: str, category: str, max_new_tokens: int
-) -> EvalTask:
-    """A task with open-ended answers."""
-    options = {"fields": f"image, question, {field}, {category}", "instruction": "", "max_new_tokens": max_new_tokens}
-    return _answer_task(name, description, scoring.rouge_l, hub, field, category, **options)  # type: ignore[arg-type]
-
-
-def _video_sample(row: DatasetRow) -> Sample:
-    question = str(row["question"]).strip().capitalize().rstrip("?") + "?" + _SHORT_ANSWER
+def _about_video(row: DatasetRow, question: str, category: str = "") -> Sample:
     clip = row.videos("video") or row.videos("video_name")
-    references = (tuple(_references(row, "answer")),)
-    return Sample(row.id, Questions((question,), videos=clip), str(row.get("type", "")), references)
+    return Sample(row.id, Questions((question,), videos=clip), category, (tuple(_references(row, "answer")),))
+
+
+def _video_question(row: DatasetRow) -> Sample:
+    question = str(row["question"]).strip().capitalize().rstrip("?") + "?" + _SHORT_ANSWER
+    return _about_video(row, question, str(row.get("type", "")))
 
 
 def _video_task(name: str, description: str) -> EvalTask:
     # The hub's rows only name the videos, which must be downloaded elsewhere.
     fields = f"{description}; video_name, question, answer"
-    return EvalTask(name, fields, True, scoring.contained, 32, _video_sample)
+    return EvalTask(name, fields, True, scoring.contained, 32, _video_question)
 
 
 def _list_options(options: Sequence[str]) -> str:
@@ -93,17 +323,18 @@ def _letter(answer: object) -> str:
     return chr(ord("A") + int(answer)) if str(answer).isdecimal() else str(answer)  # type: ignore[call-overload]
 
 
+def _choice(row: DatasetRow, options: list[str], before: str = "", category: str = "") -> Sample:
+    question = f"{before}{row['question']}\n{_list_options(options)}{_LETTER}"
+    return single_turn(row, question, [_letter(row["answer"])], category, options)
+
+
 def _ai2d(row: DatasetRow) -> Sample:
-    options = row.texts("options")
-    question = f"{row['question']}\n{_list_options(options)}{_LETTER}"
-    return single_turn(row, question, [_letter(row["answer"])], metadata=options)
+    return _choice(row, row.texts("options"))
 
 
 def _scienceqa(row: DatasetRow) -> Sample:
-    options = row.texts("choices")
     context = f"Context: {row['hint']}\n" if row.get("hint") else ""
-    question = f"{context}{row['question']}\n{_list_options(options)}{_LETTER}"
-    return single_turn(row, question, [_letter(row["answer"])], str(row.get("subject", "")), metadata=options)
+    return _choice(row, row.texts("choices"), context, str(row.get("subject", "")))
 
 
 def _mmmu(row: DatasetRow) -> Sample:
@@ -124,9 +355,7 @@ def _mme(row: DatasetRow) -> Sample:
 
 
 def _video_detail(row: DatasetRow) -> Sample:
-    question = str(row.get("question", "Describe the video in detail."))
-    clip = row.videos("video") or row.videos("video_name")
-    return Sample(row.id, Questions((question,), videos=clip), "", ((str(row["answer"]),),))
+    return _about_video(row, str(row.get("question", "Describe the video in detail.")))
 
 
 def _benchmark(row: DatasetRow) -> Sample:
@@ -176,9 +405,9 @@ _SCIENCEQA = "ScienceQA; image (or none), question, choices, answer (index), hin
 _SCIENCEQA_HUB = lmms_lab("ScienceQA", "test", "ScienceQA-IMG")
 _AI2D = "AI2D; image, question, options, answer (index)"
 _MMMU = "MMMU; image_1 .. image_7, question, options, answer (letter or text)"
-_YES_NO = "image, question, answer (yes or no), category"
 _MMSPEC = "The MMSpec benchmark (arXiv 2603.14989), unrelated to this package; id, image, turns, category, topic"
-_LLAVA_BENCH_HUB = lmms_lab("llava-bench-in-the-wild", "train")
+_MME = "MME; image, question, answer (yes or no), category"
+_LLAVA = lmms_lab("llava-bench-in-the-wild", "train")
 _VIDEO_DETAIL = "VideoDetailCaption; video_name, question, answer"
 _TURNS = "question_id, category, turns (list)"
 _GSM8K = "GSM8K; question, answer (ends with #### NUMBER)"
@@ -200,12 +429,18 @@ _BENCHMARKS = (
     EvalTask("ai2d", _AI2D, True, scoring.choice_accuracy, 16, _ai2d, lmms_lab("ai2d", "test")),
     EvalTask("scienceqa", _SCIENCEQA, True, scoring.choice_accuracy, 16, _scienceqa, _SCIENCEQA_HUB),
     EvalTask("mmmu", _MMMU, True, scoring.choice_accuracy, 32, _mmmu, lmms_lab("MMMU", "validation")),
-    _answer_task(
-        "pope", "POPE", scoring.pope, lmms_lab("POPE", "test"), "answer", "category", fields=_YES_NO, max_new_tokens=16
+    _answer_task("pope", "POPE", scoring.pope, lmms_lab("POPE", "test"), category="category", max_new_tokens=16),
+    EvalTask(
+        "mme",
+        "MME; image, question, answer (yes or no), category",
+        True,
+        scoring.mme,
+        16,
+        _mme,
+        lmms_lab("MME", "test"),
     ),
-    EvalTask("mme", f"MME; {_YES_NO}", True, scoring.mme, 16, _mme, lmms_lab("MME", "test")),
-    _free_task("mm-vet", "MM-Vet", lmms_lab("MMVet", "test"), "answer", "capability", 256),
-    _free_task("llava-bench", "LLaVA-Bench (in the wild)", _LLAVA_BENCH_HUB, "gpt_answer", "category", 512),
+    _answer_task("mm-vet", "MM-Vet", scoring.rouge_l, lmms_lab("MMVet", "test"), "answer", "capability", "", 256),
+    _answer_task("llava-bench", "LLaVA-Bench in the wild", scoring.rouge_l, _LLAVA, "gpt_answer", "category", "", 512),
     EvalTask("video-detail", _VIDEO_DETAIL, True, scoring.rouge_l, 512, _video_detail),
     EvalTask("mmspec-benchmark", _MMSPEC, True, None, 512, _benchmark),
     EvalTask("mt-bench", "MT-Bench, speed only; turns (list), category", False, None, 512, _turns, _MT_BENCH_HUB),

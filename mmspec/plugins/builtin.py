@@ -64,7 +64,7 @@ BUILTIN = {
         "train": "mmspec.cli.commands:train",
         "caption": "mmspec.vision.cli.caption:caption",
         "eval": "mmspec.eval.suite.command:evaluate",
-        "tune": "mmspec.eval.suite.tune:tune",
+        "tune": "mmspec.eval.suite.command:tune",
         "serve": "mmspec.serving.command:serve",
         "demo": "mmspec.demos.command:demo",
         "export": "mmspec.cli.drafters:export",

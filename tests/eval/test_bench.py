@@ -24,7 +24,7 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.engine.stats import Stats
 from mmspec.eval import bench
 from mmspec.eval.bench import Cell, busy_programs, load_requests, make_cells, measure, rows_of
-from mmspec.eval.harness import passes
+from mmspec.eval.harness import timing
 from mmspec.eval.harness.timing import DecodingOptions, TimedBatch, interleaved, wait_for_huge_pages
 from mmspec.eval.suite.methods import PLAIN, parse_methods
 from mmspec.ops import cpu, cpu_library
@@ -311,16 +311,16 @@ def test_calls_are_interleaved_in_rotating_order_after_a_warm_up():
 
 def test_divergence_is_the_mean_over_tokens_of_kl():
     exact, own = torch.randn(2, 1, 9, 20).unbind()
-    assert passes.kl_divergence(own, own + 5.0) == pytest.approx(0.0, abs=1e-5)  # the same distribution
+    assert bench.kl_divergence(own, own + 5.0) == pytest.approx(0.0, abs=1e-5)  # the same distribution
     p, q = exact.double().softmax(-1), own.double().softmax(-1)
-    assert passes.kl_divergence(exact, own) == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-4)
+    assert bench.kl_divergence(exact, own) == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-4)
 
 
 def test_rows_of_passes_have_medians_of_ratios_within_a_round():
-    times = {"prefill": [1.0, 2.0], 1: [2.0, 4.0], 8: [3.0, 10.0], passes.READ: [1.0, 2.0]}
+    times = {"prefill": [1.0, 2.0], 1: [2.0, 4.0], 8: [3.0, 10.0], timing.READ: [1.0, 2.0]}
     found = {(2, 512, "int4", part): seconds for part, seconds in times.items()}
     found |= {(2, 512, "llama.cpp", "prefill"): [2.0, 8.0], (2, 512, "llama.cpp", 1): [4.0, 4.0]}
-    rows = passes.pass_rows(found, (1, 8))
+    rows = bench.pass_rows(found, (1, 8))
     where = {"threads": 2, "depth": 512}
     assert [{name: value for name, value in row.items() if value is not None} for row in rows] == [
         {**where, "dtype": "int4", "nodes": 1, "milliseconds": 3000, "least": 2000, "passes": 1, "read": 2}
@@ -330,7 +330,7 @@ def test_rows_of_passes_have_medians_of_ratios_within_a_round():
         {**where, "dtype": "llama.cpp", "nodes": 1, "milliseconds": 4000, "least": 4000, "passes": 1, "llama": 1}
         | {"prefill": 512 / 5, "prefill_speed": 1},
     ]
-    assert passes.pass_rows({(1, 9, "int4", 8): [3.0], (1, 9, "int4", "prefill"): [1.0]}, (8,))[0]["passes"] is None
+    assert bench.pass_rows({(1, 9, "int4", 8): [3.0], (1, 9, "int4", "prefill"): [1.0]}, (8,))[0]["passes"] is None
 
 
 @needs_kernels
@@ -340,12 +340,12 @@ def test_a_read_takes_all_packed_weights(monkeypatch):
     pack_model(model, "bfloat16")
     functions = SimpleNamespace(read_bytes=lambda _, count, threads: counts.append(count))
     monkeypatch.setattr(cpu_library, "functions", lambda: functions)
-    read = passes.read_weights(TransformersTarget(model))
+    read = timing.read_weights(TransformersTarget(model))
     assert read is not None
     assert read() > 0
     layer = 64 * (128 + 64 + 64) + 128 * 64 + 3 * 64 * 96
     assert sum(counts) == 2 * (3 * layer + 64 * 2000)
-    assert passes.read_weights(TransformersTarget(model_of(LlamaConfig))) is None
+    assert timing.read_weights(TransformersTarget(model_of(LlamaConfig))) is None
 
 
 @needs_kernels
@@ -369,7 +369,7 @@ def test_a_run_of_passes_beside_a_server(tmp_path):
 
 def test_the_model_has_no_sequences_after_passes(folder):
     pipe = mmspec.load(folder, drafter=None)
-    costs = passes.pass_costs(pipe.target)
+    costs = timing.pass_costs(pipe.target)
     assert (costs["tokens"], min(costs["seconds"]) > 0) == ([1, 2, 4, 8, 16, 33], True)
     assert pipe.target.runner.rows == 0
     assert parse_methods("none", pipe.target)[0].name == PLAIN

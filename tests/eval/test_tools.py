@@ -17,8 +17,7 @@ from openai.types.chat import ChatCompletionMessage
 
 import mmspec
 from mmspec.eval import tools
-from mmspec.eval.harness import tool_requests
-from mmspec.eval.harness.tool_requests import REQUESTS, Call, ToolRequest
+from mmspec.eval.tools import FUNCTIONS, REQUESTS, Call, ToolRequest
 from tests.testkit.served import Served, served
 
 CALLING = [request for request in REQUESTS if request.calls]
@@ -99,8 +98,8 @@ def test_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None:
     few = [ToolRequest("named", "The time?", [("get_time", {})], choice="get_time", sent="parse"), CALLING[-1]]
     few += [request for request in CALLING if request.sent == "stream"]
     monkeypatch.setattr(tools, "serving", serving)
-    monkeypatch.setattr(tool_requests, "TOOLS", tool_requests.TOOLS[1:2] + tool_requests.TOOLS[7:8])
-    monkeypatch.setattr(tool_requests, "REQUESTS", few)
+    monkeypatch.setattr(tools, "FUNCTIONS", {name: FUNCTIONS[name] for name in ("convert_currency", "get_time")})
+    monkeypatch.setattr(tools, "REQUESTS", few)
     done = CliRunner().invoke(tools.main, ["--model", "tiny-llava", "--drafter", "ngram", "--least", "0"])
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout.splitlines()[-1])["requests"]

@@ -22,7 +22,7 @@ from mmspec.eval.harness.output import (
     milliseconds,
     write_result,
 )
-from mmspec.eval.suite.settings import SIZES
+from mmspec.eval.suite.command import SIZES
 
 
 def test_cells_are_format_strings_or_functions_and_sections_end_where_a_field_changes():

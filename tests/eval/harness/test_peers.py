@@ -15,9 +15,9 @@ import mmspec
 from mmspec.compare import next_token_scores
 from mmspec.errors import UserError
 from mmspec.eval.harness.peers import CONTEXT, LlamaServer, OpenVino
+from mmspec.eval.suite.command import SuiteSettings
 from mmspec.eval.suite.methods import parse_methods
 from mmspec.eval.suite.run import run_suite
-from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.files import read_rows
 from tests.eval.llama_server import CRASH, PROMPT_STEP, STEP, install
 from tests.model_folders import save_gguf
@@ -90,7 +90,7 @@ def test_servers_that_do_not_start(program: str, model: str, tmp_path: Path) -> 
 def test_llama_cpp_among_the_methods_of_a_run(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its whole requests are measured and not compared; samples and batches are left out."""
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("mmspec.eval.suite.evaluator.copy_lengths", lambda prompt, answer: [*prompt, *answer])
+    monkeypatch.setattr("mmspec.eval.suite.run.copy_lengths", lambda prompt, answer: [*prompt, *answer])
     other, file = f"llama.cpp:{SPECULATION}", str(save_gguf(tmp_path / "text.gguf"))
     settings = SuiteSettings(
         file, ("texts",), f"llama.cpp,{other}", limit=2, rounds=2, warm_up=1, max_new_tokens=6,

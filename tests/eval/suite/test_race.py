@@ -14,8 +14,7 @@ from mmspec.errors import UserError
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch
 from mmspec.eval.suite import race as racing
 from mmspec.eval.suite.methods import PLAIN
-from mmspec.eval.suite.race import read_requests
-from mmspec.eval.suite.tune import _options
+from mmspec.eval.suite.race import options_of, read_requests
 from tests.commandline import assert_user_error, runner
 from tests.model_folders import save_llava, save_text_model
 
@@ -125,7 +124,7 @@ def test_there_is_no_winner_where_intervals_overlap(ratios, noisy, why, drafter)
     methods = [Method(f"m{number}, 3", nodes=3) for number in range(len(ratios))]
     contenders = [racing.Contender(*own, noisy=noisy) for own in zip(methods, map(list, ratios), strict=True)]
     assert racing.tied(contenders) == why
-    assert _options("M", contenders[0]) == f"--model M --drafter {drafter}"
+    assert options_of("M", contenders[0]) == f"--model M --drafter {drafter}"
 
 
 # ------------------------------------------------------------------ prompts

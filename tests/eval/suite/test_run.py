@@ -18,13 +18,11 @@ from mmspec.cli.drafters import datastore
 from mmspec.drafters.registry import drafter_specs
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
 from mmspec.errors import UserError
-from mmspec.eval.suite import evaluator
-from mmspec.eval.suite.command import evaluate
-from mmspec.eval.suite.evaluator import Evaluator
+from mmspec.eval.suite import run
+from mmspec.eval.suite.command import SuiteSettings, evaluate
 from mmspec.eval.suite.methods import auto_methods, parse_methods
 from mmspec.eval.suite.report import write_report
-from mmspec.eval.suite.run import RunRecords, answer_lines, run_suite
-from mmspec.eval.suite.settings import SuiteSettings
+from mmspec.eval.suite.run import Evaluator, RunRecords, answer_lines, run_suite
 from mmspec.eval.suite.summary import summarise
 from mmspec.files import alone
 from mmspec.vision.drafters.msd import MSD
@@ -207,7 +205,7 @@ def test_the_report_has_figures_and_plots(whole):
 
 
 def test_a_report_without_matplotlib_and_with_notes_of_single_tables(whole, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "mmspec.eval.suite.plots", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     about = {"not_scored": "no package"}
     rows = [{**row, **(about if row["task"] == "scenes-turns" else {})} for row in whole[1]["rows"]]
     text = write_report({**whole[1], "rows": rows}, tmp_path).read_text()
@@ -218,14 +216,14 @@ def test_a_report_without_matplotlib_and_with_notes_of_single_tables(whole, tmp_
 
 def test_a_difference_is_reported_with_its_margin(folder, tmp_path, monkeypatch):
     wrong = Evaluator(vars(settings(folder, methods="generate", temperatures=(0.0,), batch_sizes=(1,), rounds=1)))
-    original = evaluator.run_interleaved
+    original = run.run_interleaved
 
     def corrupted(pipe, requests, methods, rounds, options):
         batches = original(pipe, requests, methods, rounds, options)
         batches["none"][0].answers[0][4] += 1
         return batches
 
-    monkeypatch.setattr(evaluator, "run_interleaved", corrupted)
+    monkeypatch.setattr(run, "run_interleaved", corrupted)
     record = wrong({"task": "scenes-captions", "temperature": 0.0, "batch": 1, "group": 0})
     result = record["turns"][0]["methods"]["none"]
     assert result["equal"] == [False]
@@ -243,7 +241,7 @@ def test_a_difference_is_reported_with_its_margin(folder, tmp_path, monkeypatch)
 def test_top_p_reaches_every_method(folder, monkeypatch):
     asked, given = [], []
     evaluate = Evaluator(vars(settings(folder, methods="generate", temperatures=(0.7,), top_p=0.4, rounds=1)))
-    original, generate = evaluator.run_interleaved, evaluate.pipe.model.generate
+    original, generate = run.run_interleaved, evaluate.pipe.model.generate
 
     def recorded(pipe, requests, methods, rounds, options):
         asked.append(options.top_p)
@@ -253,7 +251,7 @@ def test_top_p_reaches_every_method(folder, monkeypatch):
         given.append(keywords["top_p"])
         return generate(**keywords)
 
-    monkeypatch.setattr(evaluator, "run_interleaved", recorded)
+    monkeypatch.setattr(run, "run_interleaved", recorded)
     monkeypatch.setattr(evaluate.pipe.model, "generate", generated)
     evaluate({"task": "scenes-captions", "temperature": 0.7, "batch": 1, "group": 0})
     assert set(asked) == set(given) == {0.4}

@@ -8,7 +8,7 @@ import pytest
 from mmspec.errors import UserError
 from mmspec.eval.harness.prompts import Questions
 from mmspec.eval.suite import scoring
-from mmspec.eval.suite.data import Sample
+from mmspec.eval.suite.scoring import Sample
 
 
 def sample(*accepted, category="", metadata=None):

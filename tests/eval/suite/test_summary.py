@@ -8,7 +8,7 @@ from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.eval.harness.prompts import Questions
 from mmspec.eval.harness.timing import TimedBatch
-from mmspec.eval.suite.data import Sample
+from mmspec.eval.suite.scoring import Sample
 from mmspec.eval.suite.summary import summarise
 
 TASK = "scenes-captions"

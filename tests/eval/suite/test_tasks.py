@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 from mmspec.errors import UserError
-from mmspec.eval.suite.data import local_rows
-from mmspec.eval.suite.tasks import GROUPS, TASKS, select_tasks
+from mmspec.eval.suite.tasks import GROUPS, TASKS, local_rows, select_tasks
 
 ROWS = {
     "coco": {"image": "a.png", "answer": ["A dog.", "One dog."], "id": 7},

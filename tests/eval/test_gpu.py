@@ -9,15 +9,14 @@ import torch
 from click.testing import CliRunner
 
 from mmspec.eval import gpu
-from mmspec.eval.kernels import gpu_kernels
-from mmspec.eval.kernels.gpu_models import SetAcceptance, config_of, number_processor
+from mmspec.eval.gpu import Plan, SetAcceptance, config_of, number_processor, step_kernels
 from mmspec.ops import graphs
 from mmspec.pipeline import Pipeline
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.drafters.msd import MSD
 from tests.tiny.models import msd_network, text_model
 
-CPU = torch.device("cpu")
+PLAN = Plan(torch.device("cpu"), True, 0.8)
 QUICK = ("--device", "cpu", "--quick", "--minutes", "60")
 
 
@@ -117,30 +116,28 @@ def test_a_part_fails_with_a_step_or_a_capture(failure, step, monkeypatch):
 
 def test_a_copy_reads_and_writes_its_bytes(monkeypatch):
     seconds, copied = (4.0, 0.5, 1.0), []
-    monkeypatch.setattr(
-        gpu_kernels, "device_seconds", lambda run, _: [copied.append(run().nbytes) or s for s in seconds]
-    )
-    assert gpu_kernels.copy_bandwidth(CPU) == 2 * copied[0]
+    monkeypatch.setattr(gpu, "device_seconds", lambda run, _: [copied.append(run().nbytes) or s for s in seconds])
+    assert gpu.copy_bandwidth(PLAN.device) == 2 * copied[0]
 
 
 @pytest.mark.parametrize("name", ["tree_attention", "compact_kv"])
 @pytest.mark.parametrize("error", [0.02, 0.005])
 def test_a_wrong_kernel_is_refused(name, error, monkeypatch):
     """One whose results are off by more than 1 % of the reference's norm, not one that rounds; in place, too."""
-    kernel = getattr(gpu_kernels.ops, name)
+    kernel = getattr(gpu.ops, name)
 
     def wrong(tensor, *args, **options):
-        scale = 1.0 if gpu_kernels.os.environ.get("MMSPEC_KERNELS") == "reference" else 1 + error
+        scale = 1.0 if gpu.os.environ.get("MMSPEC_KERNELS") == "reference" else 1 + error
         result = kernel(tensor, *args, **options)
         return tensor.mul_(scale) if result is None else result * scale
 
-    monkeypatch.setattr(gpu_kernels.ops, name, wrong)
-    chosen = next(one for one in gpu_kernels.kernels(config_of("7b", True), 2, 11, 7, CPU, 4) if one[0] == name)
+    monkeypatch.setattr(gpu.ops, name, wrong)
+    chosen = next(one for one in step_kernels(config_of("7b", True), PLAN, 2, 11, 7) if one[0] == name)
     if error > 0.01:
         with pytest.raises(AssertionError, match=rf"{name} differs from its reference by 0\.02, more than 0\.01"):
-            gpu_kernels.measure(chosen, CPU, torch.float32, 1e9, 2)
+            gpu.measure(chosen, PLAN)
     else:
-        assert gpu_kernels.measure(chosen, CPU, torch.float32, 1e9, 2)["error"] == pytest.approx(error, rel=1e-3)
+        assert gpu.measure(chosen, PLAN)["error"] == pytest.approx(error, rel=1e-3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,1 +1,0 @@
-"""The GPU benchmark: kernels, verify passes and answers in the shapes of big models."""
