@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mmspec.ops import kernels
 
 
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prefix: Tensor,
+    mask: Tensor,
+    *,
+    depth: Tensor | None = None,
+    window: int | None = None,
+    **options: Any,
+) -> None:
+    batch, heads, nodes, head_dim = query.shape
+    if key.shape[:3] != value.shape[:3] or key.shape[0] != batch or key.shape[3] != head_dim or heads % key.shape[1]:
+        raise ValueError(
+            "keys and values must be (batch, kv_heads, slots, head_dim), kv_heads dividing heads: "
+            f"got {tuple(key.shape)} and {tuple(value.shape)} for queries {tuple(query.shape)}"
+        )
+    if mask.shape[:2] != (batch, nodes) or prefix.shape != (batch,):
+        raise ValueError(
+            f"prefix must be (batch,) and mask (batch, nodes, tail) for queries {tuple(query.shape)}: "
+            f"got {tuple(prefix.shape)} and {tuple(mask.shape)}"
+        )
+    if window is not None and depth is None:
+        raise ValueError("a window needs the depth of each node: expected (batch, nodes), got None")
+
+
+@kernels.operation(_check)
 def tree_attention(
     query: Tensor,
     key: Tensor,
@@ -47,38 +76,7 @@ def tree_attention(
     Source: splits of the prefix merged by their log-sum-exp: FlashDecoding (pytorch.org/blog/flash-decoding) over the
     online softmax of FlashAttention (arXiv 2205.14135).
     """
-    batch, heads, nodes, head_dim = query.shape
-    if key.shape[:3] != value.shape[:3] or key.shape[0] != batch or key.shape[3] != head_dim or heads % key.shape[1]:
-        raise ValueError(
-            "keys and values must be (batch, kv_heads, slots, head_dim), kv_heads dividing heads: "
-            f"got {tuple(key.shape)} and {tuple(value.shape)} for queries {tuple(query.shape)}"
-        )
-    if mask.shape[:2] != (batch, nodes) or prefix.shape != (batch,):
-        raise ValueError(
-            f"prefix must be (batch,) and mask (batch, nodes, tail) for queries {tuple(query.shape)}: "
-            f"got {tuple(prefix.shape)} and {tuple(mask.shape)}"
-        )
-    if window is not None and depth is None:
-        raise ValueError("a window needs the depth of each node: expected (batch, nodes), got None")
-    scale = head_dim**-0.5 if scale is None else scale
-    depth = None if window is None else depth
-    return kernels.run(
-        query.device, _tree_attention, query, key, value, prefix, mask, scale, start, depth, window, softcap
-    )
-
-
-def _tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    prefix: Tensor,
-    mask: Tensor,
-    scale: float,
-    start: Tensor | None,
-    depth: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+    scale = query.shape[3] ** -0.5 if scale is None else scale
     allowed = _allowed(key.shape[2], prefix, mask, start, depth, window)
     # Unused slots may hold NaN, and 0 * NaN is NaN.
     used = allowed.any(1)[:, None, :, None]

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from mmspec.ops import kernels
 
 
+@kernels.operation()
 def add_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -32,12 +33,6 @@ def add_norm(
     Returns:
         The sum and its norm, in the shape and dtype of ``x``.
     """
-    return kernels.run(x.device, _add_norm, x, residual, weight, eps, plus, after)
-
-
-def _add_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus: float, after: Tensor | None
-) -> tuple[Tensor, Tensor]:
     total, shape = x, (-1, weight.shape[-1])
     if after is not None:
         total = _normed(total.unflatten(-1, shape), after, eps, plus).flatten(-2)
@@ -52,6 +47,7 @@ def _normed(x: Tensor, weight: Tensor, eps: float, plus: float) -> Tensor:
     return F.rms_norm(x.float(), x.shape[-1:], eps=eps) * (weight.float() + plus)
 
 
+@kernels.operation()
 def rotate_and_cache(
     qkv: Tensor,
     rotation: tuple[Tensor, Tensor],
@@ -79,20 +75,6 @@ def rotate_and_cache(
     Returns:
         Queries, (batch, heads, nodes, head_dim), a view of (batch, nodes, heads, head_dim).
     """
-    return kernels.run(qkv.device, _rotate_and_cache, qkv, rotation, keys, values, start, offset, norms, eps, plus)
-
-
-def _rotate_and_cache(
-    qkv: Tensor,
-    rotation: tuple[Tensor, Tensor],
-    keys: Tensor,
-    values: Tensor,
-    start: Tensor,
-    offset: int,
-    norms: tuple[Tensor, ...],
-    eps: float,
-    plus: float,
-) -> Tensor:
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
     heads = qkv.unflatten(-1, (-1, head_dim))
     turned, value = heads.split([heads.shape[2] - kv_heads, kv_heads], dim=2)
@@ -113,6 +95,7 @@ def _rotate_and_cache(
     return turn(query).to(qkv.dtype).transpose(1, 2)
 
 
+@kernels.operation()
 def act_and_mul(x: Tensor, gelu: bool) -> Tensor:
     """Gated activation of an MLP: ``act(gate) * up`` (arXiv 2002.05202).
 
@@ -123,9 +106,5 @@ def act_and_mul(x: Tensor, gelu: bool) -> Tensor:
     Returns:
         (..., features).
     """
-    return kernels.run(x.device, _act_and_mul, x, gelu)
-
-
-def _act_and_mul(x: Tensor, gelu: bool) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return (F.gelu(gate.float(), approximate="tanh") if gelu else F.silu(gate.float())).to(x.dtype) * up

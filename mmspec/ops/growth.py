@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from mmspec.ops import cpu, cpu_library, kernels
 
 
+@kernels.operation()
 def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Top-k tokens and their log probabilities, in descending order.
 
@@ -22,10 +23,6 @@ def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         Tokens (..., k) int64 and log probabilities (..., k) float32.
     """
     k = min(k, logits.shape[-1])
-    return kernels.run(logits.device, _top_log_probs, logits, k)
-
-
-def _top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if cpu_library.in_use(logits):
         best, tokens = cpu.greatest(logits, k, log_softmax=True)
     else:
@@ -49,6 +46,7 @@ class Beam(NamedTuple):
     places: Tensor
 
 
+@kernels.operation()
 def next_beam(
     above: Tensor | None, log_probs: Tensor, tokens: Tensor, width: int, first: int = 0
 ) -> tuple[Tensor, Beam]:
@@ -65,15 +63,12 @@ def next_beam(
         Scores of all nodes, (batch, parents * children), and the beam.
     """
     width = min(width, log_probs.shape[1] * log_probs.shape[2])
-    return kernels.run(log_probs.device, _next_beam, above, log_probs, tokens, width, first)
-
-
-def _next_beam(above: Tensor | None, log_probs: Tensor, tokens: Tensor, width: int, first: int) -> tuple[Tensor, Beam]:
     scores = (log_probs if above is None else above[:, :, None] + log_probs).flatten(1)
     best, at = scores.topk(width, dim=1)
     return scores, Beam(best, tokens.flatten(1).gather(1, at), at // tokens.shape[2], at + first)
 
 
+@kernels.operation()
 def extend_reach(reach: Tensor, origin: Tensor) -> Tensor:
     """Extend the attention mask by a tree level: nodes attend to the entries of their parents and to themselves.
 
@@ -84,15 +79,12 @@ def extend_reach(reach: Tensor, origin: Tensor) -> Tensor:
     Returns:
         (batch, width, entries + width) bool.
     """
-    return kernels.run(reach.device, _extend_reach, reach, origin)
-
-
-def _extend_reach(reach: Tensor, origin: Tensor) -> Tensor:
     above = reach.gather(1, origin[:, :, None].expand(-1, -1, reach.shape[2]))
     own = torch.eye(origin.shape[1], dtype=torch.bool, device=reach.device)
     return torch.cat([above, own.expand(len(origin), -1, -1)], dim=2)
 
 
+@kernels.operation()
 def node_inputs(table: Tensor, tokens: Tensor, states: Tensor, origin: Tensor, ids: Tensor | None = None) -> Tensor:
     """Concatenate embeddings of tokens with the states that predicted them.
 
@@ -106,14 +98,11 @@ def node_inputs(table: Tensor, tokens: Tensor, states: Tensor, origin: Tensor, i
     Returns:
         (batch, width, hidden + any).
     """
-    return kernels.run(table.device, _node_inputs, table, tokens, states, origin, ids)
-
-
-def _node_inputs(table: Tensor, tokens: Tensor, states: Tensor, origin: Tensor, ids: Tensor | None) -> Tensor:
     taken = states.gather(1, origin[:, :, None].expand(-1, -1, states.shape[2]))
     return torch.cat([F.embedding(tokens if ids is None else ids[tokens], table), taken], dim=-1)
 
 
+@kernels.operation()
 def keep_best(
     root: Tensor, tokens: Tensor, places: Tensor | None, children: int, scores: Tensor, nodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,12 +122,6 @@ def keep_best(
         of score, so that every prefix is a tree.
     """
     nodes = min(nodes, scores.shape[1])
-    return kernels.run(scores.device, _keep_best, root, tokens, places, children, scores, nodes)
-
-
-def _keep_best(
-    root: Tensor, tokens: Tensor, places: Tensor | None, children: int, scores: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor]:
     score, order = scores.sort(dim=1, descending=True, stable=True)
     order = order[:, :nodes]
     # New index of each candidate (0 for the root).
@@ -152,6 +135,7 @@ def _keep_best(
     return kept, torch.cat([torch.full_like(root, -1), above], dim=1), F.pad(score[:, :nodes], (1, 0))
 
 
+@kernels.operation()
 def tree_ancestors(parents: Tensor) -> tuple[Tensor, Tensor]:
     """Ancestors and depth of each node.
 
@@ -161,15 +145,10 @@ def tree_ancestors(parents: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         (batch, nodes, nodes) bool: [b, i, j] is True if j is i or an ancestor of i; (batch, nodes) int64.
     """
-    return kernels.run(parents.device, _tree_ancestors, parents)
-
-
-def _tree_ancestors(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Pointer doubling."""
     batch, nodes = parents.shape
     reach = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
     jump = parents.clamp(min=0)
-    span = 1
+    span = 1  # pointer doubling
     while span < nodes:
         reach = reach | reach.gather(1, jump[:, :, None].expand(-1, -1, nodes))
         jump = jump.gather(1, jump)
@@ -177,6 +156,7 @@ def _tree_ancestors(parents: Tensor) -> tuple[Tensor, Tensor]:
     return reach, reach.sum(-1) - 1
 
 
+@kernels.operation()
 def write_last(state: Tensor, outputs: Tensor, length: Tensor) -> None:
     """Set each row of ``state`` to its last valid output; rows without valid outputs keep their state.
 
@@ -185,10 +165,5 @@ def write_last(state: Tensor, outputs: Tensor, length: Tensor) -> None:
         outputs: (batch, width, n), in the dtype of ``state``.
         length: (batch,) int64, valid outputs of each row.
     """
-    if state.shape[1]:
-        kernels.run(state.device, _write_last, state, outputs, length)
-
-
-def _write_last(state: Tensor, outputs: Tensor, length: Tensor) -> None:
     at = (length - 1).clamp(min=0)[:, None, None].expand(-1, -1, outputs.shape[2])
     state.copy_(torch.where(length[:, None] > 0, outputs.gather(1, at)[:, 0], state))

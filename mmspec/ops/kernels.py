@@ -11,7 +11,7 @@ import os
 import traceback
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from typing import ParamSpec, TypeVar
@@ -35,33 +35,47 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def run(device: torch.device, reference: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Run an operation: its Triton kernel if Triton is in use, else its torch reference.
+def operation(check: Callable[..., None] | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator of a torch reference: calls run its Triton kernel if Triton is in use, else the reference.
 
     If Triton cannot build a kernel (compilation error, too little shared memory or registers), this process warns once
     and uses the reference. ``MMSPEC_KERNELS=triton`` raises instead. Device errors are always raised.
 
+    For a reference ``NAME`` of a module ``MODULE``, ``NAME`` of ``triton_MODULE`` launches the kernel, with the same
+    arguments, defaults and results. It must not modify its arguments before all its kernels are built. The first tensor
+    among the arguments determines the device.
+
     Args:
-        device: device of the operation's tensors.
-        reference: ``_NAME`` of a module ``MODULE``. ``NAME`` of ``triton_MODULE`` launches the kernel, with the same
-            arguments and results. It must not modify its arguments before all its kernels are built.
+        check: called with the arguments before either; raises if shapes disagree.
     """
-    package, _, module = reference.__module__.rpartition(".")
-    name = reference.__name__.lstrip("_")
-    required = os.environ.get("MMSPEC_KERNELS") == "triton"
-    if in_use(device) == "reference" or (name in _failed and not required):
-        return reference(*args, **options)
-    try:
-        launch: Callable[P, T] = getattr(import_module(f"{package}.triton_{module}"), name)
-        return launch(*args, **options)
-    except Exception as error:
-        if required or not _unbuilt(error):
-            raise
-        _failed[name] = _reason(error)
-    warnings.warn(
-        f"Triton cannot build {name}, plain torch runs instead: {_failed[name]}", RuntimeWarning, stacklevel=3
-    )
-    return reference(*args, **options)
+
+    def decorate(reference: Callable[P, T]) -> Callable[P, T]:
+        package, _, module = reference.__module__.rpartition(".")
+        name = reference.__name__
+
+        @wraps(reference)
+        def run(*args: P.args, **options: P.kwargs) -> T:
+            if check is not None:
+                check(*args, **options)
+            device = next(x.device for x in (*args, *options.values()) if isinstance(x, torch.Tensor))
+            required = os.environ.get("MMSPEC_KERNELS") == "triton"
+            if in_use(device) == "reference" or (name in _failed and not required):
+                return reference(*args, **options)
+            try:
+                launch: Callable[P, T] = getattr(import_module(f"{package}.triton_{module}"), name)
+                return launch(*args, **options)
+            except Exception as error:
+                if required or not _unbuilt(error):
+                    raise
+                _failed[name] = _reason(error)
+            warnings.warn(
+                f"Triton cannot build {name}, plain torch runs instead: {_failed[name]}", RuntimeWarning, stacklevel=2
+            )
+            return reference(*args, **options)
+
+        return run
+
+    return decorate
 
 
 def failed() -> dict[str, str]:

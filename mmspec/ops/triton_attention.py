@@ -35,14 +35,17 @@ def tree_attention(
     value: Tensor,
     prefix: Tensor,
     mask: Tensor,
-    scale: float,
-    start: Tensor | None,
-    depth: Tensor | None,
-    window: int | None,
-    softcap: float | None,
+    *,
+    scale: float | None = None,
+    start: Tensor | None = None,
+    depth: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """See ``mmspec.ops.tree_attention``. ``depth`` is None without a window."""
+    """See ``mmspec.ops.tree_attention``."""
     (batch, heads, nodes, head_dim), value_dim = query.shape, value.shape[3]
+    scale = head_dim**-0.5 if scale is None else scale
+    depth = None if window is None else depth
     group, slots, tail = heads // key.shape[1], key.shape[2], mask.shape[2]
     device = _device(query.device.type, query.device.index)
     block_rows, block_slots = tiles(group * nodes, max(head_dim, value_dim), query.dtype, device.shared)

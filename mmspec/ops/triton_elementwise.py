@@ -18,7 +18,12 @@ _FEATURES = 1024
 
 
 def add_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus: float, after: Tensor | None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    plus: float = 0.0,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See ``mmspec.ops.add_norm``."""
     kernels.require_contiguous(x, weight, after)
@@ -45,9 +50,9 @@ def rotate_and_cache(
     values: Tensor,
     start: Tensor,
     offset: int,
-    norms: tuple[Tensor, ...],
-    eps: float,
-    plus: float,
+    norms: tuple[Tensor, ...] = (),
+    eps: float = 0.0,
+    plus: float = 0.0,
 ) -> Tensor:
     """See ``mmspec.ops.rotate_and_cache``."""
     kernels.require_contiguous(qkv, *norms)

@@ -24,6 +24,7 @@ _NONE = tl.constexpr(-(2**63))
 def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """See ``mmspec.ops.top_log_probs``."""
     vocab = logits.shape[-1]
+    k = min(k, vocab)
     flat = logits.reshape(-1, vocab)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     block = min(_VOCAB, triton.next_power_of_2(max(vocab, k)))
@@ -46,10 +47,13 @@ def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return tokens.view(shape), log_probs.view(shape)
 
 
-def next_beam(above: Tensor | None, log_probs: Tensor, tokens: Tensor, width: int, first: int) -> tuple[Tensor, Beam]:
+def next_beam(
+    above: Tensor | None, log_probs: Tensor, tokens: Tensor, width: int, first: int = 0
+) -> tuple[Tensor, Beam]:
     """See ``mmspec.ops.next_beam``."""
     batch, parents, children = log_probs.shape
     entries = parents * children
+    width = min(width, entries)
     scores, best = (log_probs.new_empty(batch, size, dtype=torch.float32) for size in (entries, width))
     token, origin, place = tokens.new_empty(3, batch, width)
     _beam_kernel[(batch,)](
@@ -81,7 +85,7 @@ def extend_reach(reach: Tensor, origin: Tensor) -> Tensor:
     return extended
 
 
-def node_inputs(table: Tensor, tokens: Tensor, states: Tensor, origin: Tensor, ids: Tensor | None) -> Tensor:
+def node_inputs(table: Tensor, tokens: Tensor, states: Tensor, origin: Tensor, ids: Tensor | None = None) -> Tensor:
     """See ``mmspec.ops.node_inputs``."""
     (batch, width), hidden, features = tokens.shape, table.shape[1], states.shape[2]
     inputs = table.new_empty(batch, width, hidden + features)
@@ -99,6 +103,7 @@ def keep_best(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``mmspec.ops.keep_best``."""
     batch, candidates = scores.shape
+    nodes = min(nodes, candidates)
     kept, above = tokens.new_empty(2, batch, 1 + nodes)
     score = scores.new_empty(batch, 1 + nodes)
     extended = 0 if places is None else places.shape[1]
@@ -127,6 +132,8 @@ def tree_ancestors(parents: Tensor) -> tuple[Tensor, Tensor]:
 def write_last(state: Tensor, outputs: Tensor, length: Tensor) -> None:
     """See ``mmspec.ops.write_last``."""
     batch, _, size = outputs.shape
+    if not size:
+        return
     block = min(1024, triton.next_power_of_2(size))
     _last_kernel[(triton.cdiv(size, block), batch)](
         *(state, outputs, length, size, state.stride(0), *outputs.stride(), length.stride(0)), BLOCK=block

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mmspec.core.tree import TokenTree
 
 
+@kernels.operation()
 def accepted_path(tree: TokenTree, choices: Tensor) -> Tensor:
     """Longest path from the root on which every token is the choice at its parent.
 
@@ -25,10 +26,6 @@ def accepted_path(tree: TokenTree, choices: Tensor) -> Tensor:
         (batch, 2 + 2 * (D + 1)) int64, packed for a single device-to-host copy: path length; bonus token; path nodes,
         padded with -1; choice at each path node, padded with the root's choice.
     """
-    return kernels.run(choices.device, _accepted_path, tree, choices)
-
-
-def _accepted_path(tree: TokenTree, choices: Tensor) -> Tensor:
     return (_path_on_host if choices.device.type == "cpu" else _path_on_device)(tree, choices)
 
 
@@ -71,6 +68,7 @@ def greedy(scores: Tensor) -> Tensor:
     return scores.max(-1).indices  # equals argmax, including ties; three times as fast on a CPU
 
 
+@kernels.operation()
 def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) -> Tensor:
     """Token after each of the first nodes by recursive rejection sampling of its children, in draw order.
 
@@ -89,10 +87,6 @@ def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) 
     Source: SpecInfer (arXiv 2305.09781, alg. 2); without replacement: arXiv 2402.14160.
     """
     assert tree.draft_probs is not None
-    return kernels.run(probs.device, _choose_drawn, tree, probs, chances, last)
-
-
-def _choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) -> Tensor:
     assert tree.draft_probs is not None
     p, q = probs.clone(), tree.draft_probs.clone()
     choice, row = torch.full(last.shape, -1, device=p.device), torch.arange(tree.batch, device=p.device)
@@ -112,6 +106,7 @@ def _choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor)
     return torch.where(choice < 0, quantile(p, last), choice)
 
 
+@kernels.operation()
 def quantile(probs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF sampling: the token at which the cumulative distribution exceeds ``uniform``.
 
@@ -122,10 +117,6 @@ def quantile(probs: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         (...) int64, never a token of probability 0.
     """
-    return kernels.run(probs.device, _quantile, probs, uniform)
-
-
-def _quantile(probs: Tensor, uniform: Tensor) -> Tensor:
     exact = torch.float32 if probs.device.type == "mps" else torch.float64
     total = probs.to(exact).cumsum(-1)
     token = torch.searchsorted(total, (uniform.to(exact) * total[..., -1])[..., None], right=True)[..., 0]
@@ -145,6 +136,15 @@ def _normalise(weights: Tensor, otherwise: Tensor) -> Tensor:
     return torch.where(total > 0, weights / total.clamp(min=torch.finfo(weights.dtype).tiny), otherwise)
 
 
+def _check(storage: Tensor, path: Tensor, start: int | Tensor, lengths: Tensor) -> None:
+    if storage.ndim != 5 or path.ndim != 2 or path.shape[0] != storage.shape[1] or lengths.shape != path.shape[:1]:
+        raise ValueError(
+            "expected storage (layers * 2, batch, kv_heads, slots, head_dim), path (batch, depth) and lengths "
+            f"(batch,): got {tuple(storage.shape)}, {tuple(path.shape)} and {tuple(lengths.shape)}"
+        )
+
+
+@kernels.operation(_check)
 def compact_kv(storage: Tensor, path: Tensor, start: int | Tensor, lengths: Tensor) -> None:
     """Move the KV slots of each row's path to the end of the row's prefix, in all layers, in place.
 
@@ -160,15 +160,6 @@ def compact_kv(storage: Tensor, path: Tensor, start: int | Tensor, lengths: Tens
     Raises:
         ValueError: shapes disagree.
     """
-    if storage.ndim != 5 or path.ndim != 2 or path.shape[0] != storage.shape[1] or lengths.shape != path.shape[:1]:
-        raise ValueError(
-            "expected storage (layers * 2, batch, kv_heads, slots, head_dim), path (batch, depth) and lengths "
-            f"(batch,): got {tuple(storage.shape)}, {tuple(path.shape)} and {tuple(lengths.shape)}"
-        )
-    kernels.run(storage.device, _compact_kv, storage, path, start, lengths)
-
-
-def _compact_kv(storage: Tensor, path: Tensor, start: int | Tensor, lengths: Tensor) -> None:
     slot = lengths[:, None] + torch.arange(path.shape[1], device=path.device)
     source = start + path.clamp(min=0)
     if len(path) == 1 and path.device.type == "cpu" and int(path[0, -1]) >= 0:

@@ -7,8 +7,8 @@ tokens even if the tokenizer would encode the text differently.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmspec.core.target import Feature, Prompt
+from mmspec.core.target import Feature, Prompt, TargetOutput
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.targets.transformers_target import TransformersTarget
@@ -279,36 +279,38 @@ class Extractor:
     def rows(self, conversations: Sequence[Conversation]) -> list[ConversationFeatures | None]:
         """Features of each conversation; None if skipped."""
         encoded = [self.encoder(conversation) for conversation in conversations]
-        usable = [one for one in encoded if one is not None]
-        batches = [usable] if _stackable(usable) else [[one] for one in usable]
-        rows = iter([row for batch in batches if batch for row in self._run(batch)])
-        return [None if one is None else next(rows) for one in encoded]
-
-    def _run(self, batch: Sequence[EncodedConversation]) -> list[ConversationFeatures]:
-        device = self.target.device
-        longest = max(len(one.tokens) for one in batch)
-        pads = [longest - len(one.tokens) for one in batch]
-        ids = torch.stack([torch.nn.functional.pad(one.tokens, (p, 0)) for one, p in zip(batch, pads, strict=True)])
-        mask = (torch.arange(longest) >= torch.tensor(pads, dtype=torch.long)[:, None]).long()
-        inputs = _concatenated(batch)
-        if any(_TOKEN_TYPES in one.inputs for one in batch):
-            inputs[_TOKEN_TYPES] = self._token_types(ids).to(device)
-        prompt = Prompt(ids.to(device), mask.to(device) if any(pads) else None, inputs)
-        self.target.keep([])
-        *_, output = self.target.prefill([prompt], [1] * len(batch), ("last", *self.layers))
-        assert output is not None
-        self.target.keep([])
-        rows = []
-        for index, (one, pad) in enumerate(zip(batch, pads, strict=True)):
-            visual = one.visual.to(device)
-            # Clones made outside inference mode can be used in autograd.
-            hidden = output.features["last"][index, pad:].clone()
-            shown = hidden[:0] if output.embeds is None else output.embeds[index, pad:][visual].clone()
-            read = [output.features[name][index, pad:] for name in self.layers]
-            layers = torch.cat(read, dim=-1).clone() if read else None
-            answer = (one.turn >= 0).to(device)
-            rows.append(ConversationFeatures(one.tokens.to(device), hidden, shown, visual, answer, layers))
+        rows: list[ConversationFeatures | None] = [None] * len(encoded)
+        batches: dict[Hashable, list[int]] = defaultdict(list)
+        prompts = {place: self._prompt(one) for place, one in enumerate(encoded) if one is not None}
+        for place, prompt in prompts.items():
+            batches[prompt.stack_key or place].append(place)
+        for places in batches.values():
+            self.target.keep([])
+            together = [prompts[place] for place in places]
+            *_, output = self.target.prefill(together, [1] * len(places), ("last", *self.layers))
+            assert output is not None
+            self.target.keep([])
+            for index, place in enumerate(places):
+                rows[place] = self._row(encoded[place], output, index)
         return rows
+
+    def _prompt(self, one: EncodedConversation) -> Prompt:
+        inputs, ids = dict(one.inputs), one.tokens[None]
+        if _TOKEN_TYPES in inputs:
+            inputs[_TOKEN_TYPES] = self._token_types(ids)
+        return Prompt(ids, inputs=inputs).to(self.target.device, self.target.dtype)
+
+    def _row(self, one: EncodedConversation | None, output: TargetOutput, index: int) -> ConversationFeatures:
+        """Features of a row of a prefill."""
+        assert one is not None
+        device, length = self.target.device, len(one.tokens)
+        visual, answer = one.visual.to(device), (one.turn >= 0).to(device)
+        # Clones made outside inference mode can be used in autograd.
+        hidden = output.features["last"][index, -length:].clone()
+        shown = hidden[:0] if output.embeds is None else output.embeds[index, -length:][visual].clone()
+        read = [output.features[name][index, -length:] for name in self.layers]
+        layers = torch.cat(read, dim=-1).clone() if read else None
+        return ConversationFeatures(one.tokens.to(device), hidden, shown, visual, answer, layers)
 
     def _token_types(self, ids: Tensor) -> Tensor:
         """Token type ids as processors return them: 0 for text, 1 for images, 2 for videos."""
@@ -341,30 +343,3 @@ def collate(rows: Sequence[ConversationFeatures], target: TransformersTarget) ->
     found = [row.layers.to(device, dtype) for row in rows if row.layers is not None]
     layers = pad_sequence(found, batch_first=True) if found else None
     return Features(tokens, hidden.to(dtype), embeds, visual, answer, keep, layers)
-
-
-def _stackable(batch: Sequence[EncodedConversation]) -> bool:
-    """Whether the pixel inputs of a batch can be concatenated; videos with different numbers of frames cannot."""
-    # Images with fewer tiles than others are padded.
-    return all(len({value.shape[1 + _tiled(name, value) :] for value in found}) == 1 for name, found in _pixels(batch))
-
-
-def _pixels(batch: Sequence[EncodedConversation]) -> Iterator[tuple[str, list[Tensor]]]:
-    """Pixel inputs by name, of the conversations that have them."""
-    for name in dict.fromkeys(name for one in batch for name in one.inputs if name != _TOKEN_TYPES):
-        yield name, [one.inputs[name] for one in batch if name in one.inputs]
-
-
-def _tiled(name: str, value: Tensor) -> bool:
-    return name == "pixel_values" and value.ndim == 5
-
-
-def _concatenated(batch: Sequence[EncodedConversation]) -> dict[str, Any]:
-    """Concatenated pixel inputs of a batch."""
-    inputs: dict[str, Any] = {}
-    for name, values in _pixels(batch):
-        if _tiled(name, values[0]):
-            most = max(value.shape[1] for value in values)
-            values = [torch.nn.functional.pad(value, (0, 0) * 3 + (0, most - value.shape[1])) for value in values]
-        inputs[name] = torch.cat(values)
-    return inputs

@@ -30,6 +30,23 @@ def conv_window(parents: Tensor, width: int) -> Tensor:
     return torch.stack(taps[::-1], dim=2)
 
 
+def _check(
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor,
+    activation: str | None = "silu",
+) -> None:
+    width = weight.shape[1]
+    if state.shape[:2] != (x.shape[0], x.shape[2]) or state.shape[2] < width - 1:
+        expected = f"({x.shape[0]}, {x.shape[2]}, {width - 1} or more)"
+        raise ValueError(f"the state of a convolution of width {width} must be {expected}: got {tuple(state.shape)}")
+    if activation not in ("silu", "swish", None):
+        raise ValueError(f"activation must be 'silu', 'swish' or None: got {activation!r}")
+
+
+@kernels.operation(_check)
 def tree_conv(
     x: Tensor,
     state: Tensor,
@@ -55,13 +72,6 @@ def tree_conv(
     Raises:
         ValueError: the state has fewer than ``width - 1`` entries, or the activation is unknown.
     """
-    _check(x, state, weight.shape[1], activation)
-    return kernels.run(x.device, _tree_conv, x, state, weight, bias, window, activation)
-
-
-def _tree_conv(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, activation: str | None
-) -> Tensor:
     batch, nodes, channels = x.shape
     before = weight.shape[1] - 1
     taps = weight.t().float().contiguous()  # (width, channels)
@@ -81,6 +91,7 @@ def _tree_conv(
     return (y if activation is None else torch.nn.functional.silu(y, inplace=True)).to(x.dtype)
 
 
+@kernels.operation()
 def commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:
     """Shift the inputs along a path into the convolution's state, in place.
 
@@ -89,20 +100,8 @@ def commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:
         state: (batch, channels, entries), updated in place.
         path: (batch, depth) int64, node indices from the root, right-padded with -1.
     """
-    kernels.run(x.device, _commit_conv, x, state, path)
-
-
-def _commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:
     entries = state.shape[2]
     row = torch.arange(x.shape[0], device=x.device)[:, None]
     inputs = torch.cat([state, x[row, path.clamp(min=0)].transpose(1, 2).to(state.dtype)], dim=2)
     last = (path >= 0).sum(1, keepdim=True) + torch.arange(entries, device=x.device)  # (batch, entries)
     state.copy_(inputs.gather(2, last[:, None].expand(-1, state.shape[1], -1)))
-
-
-def _check(x: Tensor, state: Tensor, width: int, activation: str | None) -> None:
-    if state.shape[:2] != (x.shape[0], x.shape[2]) or state.shape[2] < width - 1:
-        expected = f"({x.shape[0]}, {x.shape[2]}, {width - 1} or more)"
-        raise ValueError(f"the state of a convolution of width {width} must be {expected}: got {tuple(state.shape)}")
-    if activation not in ("silu", "swish", None):
-        raise ValueError(f"activation must be 'silu', 'swish' or None: got {activation!r}")

@@ -16,9 +16,36 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.ops import kernels
-from mmspec.ssm.ops.scan import base2, check_in_place, check_state, exp2, log2_decay
+from mmspec.ssm.ops.scan import base2, check_state, exp2, in_place, log2_decay
 
 
+def _check(*args: Tensor) -> None:
+    """Of the arguments after the queries: keys, values, gates, state, and ancestors or path."""
+    k, v, g, beta, state, _ = args[-6:]
+    _check_shapes(k, v, state, g=g, beta=beta)
+
+
+def _check_channels(*args: Tensor) -> None:
+    k, v, g, beta, state, _ = args[-6:]
+    _check_shapes(k, v, state, beta=beta)
+    expected = (*beta.shape, state.shape[2])
+    for name, x in (("k", k), ("g", g)):
+        if x.shape != expected:
+            raise ValueError(f"{name} must be (batch, nodes, heads, key_dim) {expected}: got {tuple(x.shape)}")
+
+
+def _check_shapes(k: Tensor, v: Tensor, state: Tensor, **gates: Tensor) -> None:
+    batch, nodes, heads, value_dim = v.shape
+    groups, key_dim = k.shape[2:]
+    if heads % groups:
+        raise ValueError(f"groups must divide heads: got {groups} groups of {heads} heads")
+    for name, gate in gates.items():
+        if gate.shape != (batch, nodes, heads):
+            raise ValueError(f"{name} must be (batch, nodes, heads) {(batch, nodes, heads)}: got {tuple(gate.shape)}")
+    check_state(state, batch, heads, key_dim, value_dim)
+
+
+@kernels.operation(_check)
 def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
     """Output of the gated delta rule at every node of a tree.
 
@@ -43,11 +70,6 @@ def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
 
     Source: Gated DeltaNet (arXiv 2412.06464), section 3, with the mask of a tree instead of a chain.
     """
-    _check(k, v, state, g=g, beta=beta)
-    return kernels.run(v.device, _tree_delta, q, k, v, g, beta, state, ancestors)
-
-
-def _tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
     batch, nodes, heads = g.shape
     keys, queries, values = (_heads_first(x, heads) for x in (k, q, v))
     both = torch.cat([keys, queries], dim=1)
@@ -66,6 +88,7 @@ def _tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state:
     return y.view(batch, heads, nodes, -1).transpose(1, 2)
 
 
+@kernels.operation(in_place(_check))
 def commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
     """Advance the state along a path, in place.
 
@@ -81,12 +104,6 @@ def commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, p
 
     Source: Gated DeltaNet (arXiv 2412.06464), section 3.
     """
-    _check(k, v, state, g=g, beta=beta)
-    check_in_place(state)
-    kernels.run(v.device, _commit_delta, k, v, g, beta, state, path)
-
-
-def _commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
     (batch, depth), heads = path.shape, g.shape[2]
     row = torch.arange(batch, device=path.device)[:, None]
     k, v, g, beta = (x[row, path.clamp(min=0)] for x in (k, v, g, beta))
@@ -132,17 +149,7 @@ def _solve(overlap: Tensor, beta: Tensor, right: Tensor) -> Tensor:
     return torch.linalg.solve_triangular((overlap * beta).mT, right.mT, upper=True, left=False, unitriangular=True).mT
 
 
-def _check(k: Tensor, v: Tensor, state: Tensor, **gates: Tensor) -> None:
-    batch, nodes, heads, value_dim = v.shape
-    groups, key_dim = k.shape[2:]
-    if heads % groups:
-        raise ValueError(f"groups must divide heads: got {groups} groups of {heads} heads")
-    for name, gate in gates.items():
-        if gate.shape != (batch, nodes, heads):
-            raise ValueError(f"{name} must be (batch, nodes, heads) {(batch, nodes, heads)}: got {tuple(gate.shape)}")
-    check_state(state, batch, heads, key_dim, value_dim)
-
-
+@kernels.operation(_check_channels)
 def tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
     """Output of KDA at every node of a tree.
 
@@ -167,11 +174,6 @@ def tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
 
     Source: Kimi Linear (arXiv 2510.26692), section 3, with the mask of a tree instead of a chain.
     """
-    _check_channels(k, v, g, beta, state)
-    return kernels.run(v.device, _tree_kda, q, k, v, g, beta, state, ancestors)
-
-
-def _tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
     batch, nodes, heads = beta.shape
     start, overlap = _overlaps((k.float(), q.float()), k, g, _lineages(ancestors))
     both = torch.cat([_heads_first(x * start, heads) for x in (k, q)], dim=1)
@@ -183,6 +185,7 @@ def _tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: T
     return y.view(batch, heads, nodes, -1).transpose(1, 2)
 
 
+@kernels.operation(in_place(_check_channels))
 def commit_kda(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
     """Advance the state along a path, in place.
 
@@ -198,12 +201,6 @@ def commit_kda(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, pat
 
     Source: Kimi Linear (arXiv 2510.26692), section 3.
     """
-    _check_channels(k, v, g, beta, state)
-    check_in_place(state)
-    kernels.run(v.device, _commit_kda, k, v, g, beta, state, path)
-
-
-def _commit_kda(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
     (batch, depth), heads = path.shape, beta.shape[2]
     row, index = torch.arange(batch, device=path.device)[:, None], torch.arange(depth, device=path.device)
     k, v, g, beta = (x[row, path.clamp(min=0)].float() for x in (k, v, g, beta))
@@ -251,11 +248,3 @@ def _overlaps(rows: tuple[Tensor, ...], k: Tensor, g: Tensor, lineages: Tensor) 
     overlaps = torch.stack(products, dim=-1).transpose(2, 3)  # (rows, batch, heads, nodes, generations)
     overlap = overlaps.new_zeros(*overlaps.shape[:4], nodes).scatter_add_(4, index, overlaps)
     return exp2(reach), overlap.view(len(rows), batch * heads, nodes, nodes).unbind()
-
-
-def _check_channels(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:
-    _check(k, v, state, beta=beta)
-    expected = (*beta.shape, state.shape[2])
-    for name, x in (("k", k), ("g", g)):
-        if x.shape != expected:
-            raise ValueError(f"{name} must be (batch, nodes, heads, key_dim) {expected}: got {tuple(x.shape)}")

@@ -7,6 +7,8 @@ node's path, so a tree takes two matmuls; one of them reads the state once.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,12 +44,28 @@ def check_state(state: Tensor, *shape: int) -> None:
         raise ValueError(f"state must be {shape} torch.float32: got {tuple(state.shape)} {state.dtype}")
 
 
-def check_in_place(state: Tensor) -> None:
-    """Raise ``ValueError`` if a state that is updated in place is not contiguous."""
-    if not state.is_contiguous():
-        raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
+def in_place(check: Callable[..., None]) -> Callable[..., None]:
+    """The check of an operation that updates its second last argument, a state, in place: it must be contiguous."""
+
+    def checked(*args: Tensor) -> None:
+        check(*args)
+        if not args[-2].is_contiguous():
+            raise ValueError(f"state must be contiguous to be updated in place: got strides {args[-2].stride()}")
+
+    return checked
 
 
+def _check(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, *others: Any) -> None:
+    batch, nodes, heads, head_dim = x.shape
+    groups, size = b.shape[2:]
+    if heads % groups:
+        raise ValueError(f"groups must divide heads: got {groups} groups of {heads} heads")
+    if dt.shape != (batch, nodes, heads):
+        raise ValueError(f"dt must be (batch, nodes, heads) {(batch, nodes, heads)}: got {tuple(dt.shape)}")
+    check_state(others[-2], batch, heads, head_dim, size)
+
+
+@kernels.operation(_check)
 def tree_scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, ancestors: Tensor
 ) -> Tensor:
@@ -73,13 +91,6 @@ def tree_scan(
 
     Source: STree (arXiv 2505.14969), section 3; Mamba-2 (arXiv 2405.21060) for the recurrence.
     """
-    _check(x, dt, b, state)
-    return kernels.run(x.device, _tree_scan, x, dt, a, b, c, d, state, ancestors)
-
-
-def _tree_scan(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, ancestors: Tensor
-) -> Tensor:
     # Row by row if intermediates exceed the CPU cache.
     batch, nodes, heads, head_dim = x.shape
     rows = 1 if batch * heads * nodes * max(nodes, head_dim) > _LARGE else batch
@@ -93,6 +104,7 @@ def _tree_scan(
     return y
 
 
+@kernels.operation(in_place(_check))
 def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
     """Advance the state along a path, in place.
 
@@ -108,12 +120,6 @@ def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path
 
     Source: STree (arXiv 2505.14969); the recurrence unrolled over the path.
     """
-    _check(x, dt, b, state)
-    check_in_place(state)
-    kernels.run(x.device, _commit_scan, x, dt, a, b, state, path)
-
-
-def _commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
     batch, depth = path.shape
     nodes, heads = dt.shape[1:]
     groups, size = b.shape[2:]
@@ -181,13 +187,3 @@ def _scan_root(
     if d is not None:
         weight += d.view(split[1:])
     out.mul_((dt * a).exp_().view(*split, 1)).addcmul_(x.reshape(*split, head_dim).float(), weight.unsqueeze(3))
-
-
-def _check(x: Tensor, dt: Tensor, b: Tensor, state: Tensor) -> None:
-    batch, nodes, heads, head_dim = x.shape
-    groups, size = b.shape[2:]
-    if heads % groups:
-        raise ValueError(f"groups must divide heads: got {groups} groups of {heads} heads")
-    if dt.shape != (batch, nodes, heads):
-        raise ValueError(f"dt must be (batch, nodes, heads) {(batch, nodes, heads)}: got {tuple(dt.shape)}")
-    check_state(state, batch, heads, head_dim, size)

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmspec.ops import kernels
-from mmspec.ssm.ops.scan import base2, check_in_place, check_state, exp2
+from mmspec.ssm.ops.scan import base2, check_state, exp2, in_place
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,18 @@ def depth_index(ancestors: Tensor) -> DepthIndex:
     return DepthIndex(ancestors)
 
 
+def _check(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, *others: Any) -> None:
+    (batch, nodes, channels), (groups, size) = x.shape, b.shape[2:]
+    if channels % groups:
+        raise ValueError(f"groups must divide channels: got {groups} groups of {channels} channels")
+    if dt.shape != x.shape:
+        raise ValueError(f"dt must be (batch, nodes, channels) {(batch, nodes, channels)}: got {tuple(dt.shape)}")
+    if a.shape != (channels, size):
+        raise ValueError(f"a must be (channels, state) {(channels, size)}: got {tuple(a.shape)}")
+    check_state(others[-2], batch, channels, size)
+
+
+@kernels.operation(_check)
 def tree_selective(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, levels: DepthIndex
 ) -> Tensor:
@@ -91,13 +104,6 @@ def tree_selective(
 
     Source: Mamba (arXiv 2312.00752), algorithm 2, along each path of the tree.
     """
-    _check(x, dt, a, b, state)
-    return kernels.run(x.device, _tree_selective, x, dt, a, b, c, d, state, levels)
-
-
-def _tree_selective(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, levels: DepthIndex
-) -> Tensor:
     (batch, nodes, _), size = x.shape, b.shape[3]
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     for group, part in tiles(x, b, batch * nodes * size):
@@ -115,6 +121,7 @@ def _tree_selective(
     return y if d is None else y.addcmul_(x, d)
 
 
+@kernels.operation(in_place(_check))
 def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
     """Advance the state along a path, in place.
 
@@ -128,12 +135,6 @@ def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor,
 
     Source: Mamba (arXiv 2312.00752), algorithm 2.
     """
-    _check(x, dt, a, b, state)
-    check_in_place(state)
-    kernels.run(x.device, _commit_selective, x, dt, a, b, state, path)
-
-
-def _commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
     row = torch.arange(len(path), device=path.device)[:, None]
     x, dt, b = (t[row, path.clamp(min=0)].float() for t in (x, dt, b))
     dt = dt * (path >= 0)[..., None]  # padding neither decays nor adds
@@ -143,17 +144,6 @@ def _commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor
             *(t.unbind(1) for t in (dt[..., part], x[..., part], b[:, :, group])), strict=True
         ):
             tile.mul_(exp2(step.unsqueeze(2) * rate)).addcmul_((step * value).unsqueeze(2), entering.unsqueeze(1))
-
-
-def _check(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor) -> None:
-    (batch, nodes, channels), (groups, size) = x.shape, b.shape[2:]
-    if channels % groups:
-        raise ValueError(f"groups must divide channels: got {groups} groups of {channels} channels")
-    if dt.shape != x.shape:
-        raise ValueError(f"dt must be (batch, nodes, channels) {(batch, nodes, channels)}: got {tuple(dt.shape)}")
-    if a.shape != (channels, size):
-        raise ValueError(f"a must be (channels, state) {(channels, size)}: got {tuple(a.shape)}")
-    check_state(state, batch, channels, size)
 
 
 _TILE = 2**18, 2**24
@@ -173,6 +163,13 @@ def tiles(x: Tensor, b: Tensor, per_channel: int) -> Iterator[tuple[int, slice]]
             yield group, slice(first + start, first + min(start + tile, channels))
 
 
+def _check_lru(x: Tensor, a: Tensor, state: Tensor, levels_or_path: Any) -> None:
+    if a.shape != x.shape:
+        raise ValueError(f"a must be (batch, nodes, channels) {tuple(x.shape)}: got {tuple(a.shape)}")
+    check_state(state, x.shape[0], x.shape[2])
+
+
+@kernels.operation(_check_lru)
 def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
     """State of a gated linear recurrence at every node of a tree.
 
@@ -193,11 +190,6 @@ def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
 
     Source: Griffin (arXiv 2402.19427), equation 4, along each path of the tree.
     """
-    _check_lru(x, a, state)
-    return kernels.run(x.device, _tree_lru, x, a, state, levels)
-
-
-def _tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
     batch, nodes, channels = x.shape
     states = torch.empty(batch, 1 + nodes, channels, dtype=torch.float32, device=x.device)
     states[:, 0] = state
@@ -208,6 +200,7 @@ def _tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor
     return states[:, 1:]
 
 
+@kernels.operation(in_place(_check_lru))
 def commit_lru(x: Tensor, a: Tensor, state: Tensor, path: Tensor) -> None:
     """Advance the state along a path, in place.
 
@@ -221,20 +214,8 @@ def commit_lru(x: Tensor, a: Tensor, state: Tensor, path: Tensor) -> None:
 
     Source: Griffin (arXiv 2402.19427), equation 4.
     """
-    _check_lru(x, a, state)
-    check_in_place(state)
-    kernels.run(x.device, _commit_lru, x, a, state, path)
-
-
-def _commit_lru(x: Tensor, a: Tensor, state: Tensor, path: Tensor) -> None:
     row, padding = torch.arange(len(path), device=path.device)[:, None], (path < 0)[..., None]
     x, a = (t[row, path.clamp(min=0)].float() for t in (x, a))
     x, a = x.masked_fill(padding, 0.0), a.masked_fill(padding, 1.0)  # padding neither decays nor adds
     for entering, decay in zip(x.unbind(1), a.unbind(1), strict=True):
         state.mul_(decay).add_(entering)
-
-
-def _check_lru(x: Tensor, a: Tensor, state: Tensor) -> None:
-    if a.shape != x.shape:
-        raise ValueError(f"a must be (batch, nodes, channels) {tuple(x.shape)}: got {tuple(a.shape)}")
-    check_state(state, x.shape[0], x.shape[2])

@@ -15,7 +15,7 @@ _BLOCK_NODES = 8
 
 
 def tree_conv(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, activation: str | None
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, activation: str | None = "silu"
 ) -> Tensor:
     """See ``mmspec.ssm.ops.tree_conv``."""
     batch, nodes, channels = x.shape
