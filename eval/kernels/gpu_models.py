@@ -22,10 +22,9 @@ from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict, accept_path
-from mmspec.drafters.captured import CapturedDrafter
+from mmspec.drafters.captured import CapturedDrafter, TrainedDrafter
 from mmspec.drafters.dflash import DFlash, DFlashConfig, DFlashNetwork, default_layer_ids
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
-from mmspec.drafters.trained import TrainedDrafter
 from mmspec.eval.kernels.gpu_kernels import device_seconds
 from mmspec.ops.transfer import on_device
 from mmspec.targets.processor import Processor
