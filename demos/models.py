@@ -16,8 +16,8 @@ from rich.console import Console
 from mmspec import plugins
 from mmspec.adaptation import AdaptOptions
 from mmspec.cli.session import SINGLE_THREADED, open_pipeline
-from mmspec.drafters.per_sequence import per_sequence
 from mmspec.drafters.registry import make_drafter
+from mmspec.drafters.union import per_sequence
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import MODELS

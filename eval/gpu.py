@@ -47,10 +47,9 @@ from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict, accept_path
-from mmspec.drafters.captured import CapturedDrafter
+from mmspec.drafters.captured import CapturedDrafter, TrainedDrafter
 from mmspec.drafters.dflash import DFlash, DFlashConfig, DFlashNetwork, default_layer_ids
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
-from mmspec.drafters.trained import TrainedDrafter
 from mmspec.engine.stats import mark, seconds
 from mmspec.errors import UserError, first_line
 from mmspec.eval.harness.output import BenchmarkCommand, git_commit, make_table, print_result, wide_console

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from mmspec import SamplingParams, plugins
 from mmspec.core.plan import StepPlan
 from mmspec.drafters.layer import Rotary, rotary_frequencies, rotary_of
-from mmspec.drafters.shape import RotaryShape
+from mmspec.drafters.spec import RotaryShape
 from mmspec.engine.policy import DraftPolicy
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling import defaults

@@ -31,8 +31,8 @@ from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 import mmspec
 from mmspec import plugins
 from mmspec.core.drafter import Drafter
-from mmspec.drafters.per_sequence import per_sequence
 from mmspec.drafters.registry import make_drafter as make
+from mmspec.drafters.union import per_sequence
 from mmspec.errors import UserError
 from mmspec.vision.embedded import samples
 from tests.tiny.cases import (

@@ -28,10 +28,10 @@ from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
+from mmspec.drafters.captured import TrainedDrafter
 from mmspec.drafters.layer import take
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import drafter_spec, registered_name
-from mmspec.drafters.trained import TrainedDrafter
 from mmspec.drafters.union import Union
 from mmspec.errors import UserError
 from mmspec.files import make_folder

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mmspec.drafters.shape import TreeShape
+from mmspec.drafters.spec import TreeShape
 from mmspec.errors import UserError, explained
 from mmspec.files import atomic, read_json, write_text
 from mmspec.validation import option, options

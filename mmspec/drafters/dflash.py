@@ -29,7 +29,6 @@ from mmspec.core.target import Feature, Prompt, Target, TargetOutput, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import RowState
-from mmspec.drafters.fused import FusedLayers
 from mmspec.drafters.growth import grow_levels, grow_slots
 from mmspec.drafters.hidden_state import (
     PositionedDrafter,
@@ -38,11 +37,10 @@ from mmspec.drafters.hidden_state import (
     attention_metadata,
     plain_embedding,
 )
+from mmspec.drafters.kernels import FusedLayers, Native, NativeLayers
 from mmspec.drafters.layer import Attend, LayerParts, Norm, Rotation, rotate, take
 from mmspec.drafters.layouts import recogniser
-from mmspec.drafters.native import Native, NativeLayers
-from mmspec.drafters.shape import HeadShape, TreeShape
-from mmspec.drafters.spec import DrafterSpec
+from mmspec.drafters.spec import DrafterSpec, HeadShape, TreeShape
 from mmspec.errors import UserError
 from mmspec.ops import cpu
 from mmspec.ops.transfer import on_device

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.drafters.captured import AHEAD
 from mmspec.drafters.hidden_state import HiddenStateDrafter, counted_positions, following_embeds
+from mmspec.drafters.kernels import NativeCell
 from mmspec.drafters.layer import (
     Attend,
     DecoderLayer,
@@ -27,9 +28,7 @@ from mmspec.drafters.layer import (
     rotary_frequencies,
 )
 from mmspec.drafters.layouts import recogniser
-from mmspec.drafters.native import NativeCell
-from mmspec.drafters.shape import LayerShape
-from mmspec.drafters.spec import DrafterSpec
+from mmspec.drafters.spec import DrafterSpec, LayerShape
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.validation import option, options

@@ -22,8 +22,7 @@ from mmspec.drafters.growth import grow_slots
 from mmspec.drafters.hidden_state import PositionedDrafter, allowed_slots, causal
 from mmspec.drafters.layer import Attend, DecoderLayer, LayerParts, LlamaLayer, NodeInputs, Norm, Rotation
 from mmspec.drafters.layouts import recogniser
-from mmspec.drafters.shape import HeadShape, TreeShape
-from mmspec.drafters.spec import DrafterSpec
+from mmspec.drafters.spec import DrafterSpec, HeadShape, TreeShape
 from mmspec.errors import UserError
 from mmspec.validation import option, options
 

@@ -24,12 +24,11 @@ from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, KeysValues, Prompt, SharesKeysValues, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
-from mmspec.drafters.captured import RowState, write_last
+from mmspec.drafters.captured import RowState, TreeDrafter, write_last
 from mmspec.drafters.checkpoint import read_config
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.layer import take
 from mmspec.drafters.spec import DrafterSpec
-from mmspec.drafters.trained import TreeDrafter
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.targets.attention import set_attention

@@ -25,13 +25,11 @@ from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
-from mmspec.drafters.captured import AHEAD, Counts, RowState, commit_chain, write_last
-from mmspec.drafters.fused import FusedLayers
+from mmspec.drafters.captured import AHEAD, Counts, RowState, TrainedDrafter, commit_chain, write_last
 from mmspec.drafters.growth import Reach, grow_tree
+from mmspec.drafters.kernels import FusedLayers, NativeCell, NativeLayers
 from mmspec.drafters.layer import Rotary, Rotation, TokenLinear, rotary_of, take
 from mmspec.drafters.layouts import check_target
-from mmspec.drafters.native import NativeCell, NativeLayers
-from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.ops import cpu_library, kernels
 from mmspec.ops.transfer import on_device

@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mmspec import ops
 from mmspec.core.target import Target
-from mmspec.drafters.shape import LayerShape, RotaryShape
+from mmspec.drafters.spec import LayerShape, RotaryShape
 from mmspec.errors import explained
 from mmspec.quantisation.linear import PackedLinear
 from mmspec.targets.recognise import is_hooked

@@ -26,8 +26,7 @@ from mmspec.drafters.growth import grow_slots, grow_tree
 from mmspec.drafters.hidden_state import PositionedDrafter
 from mmspec.drafters.layer import Attend, LlamaLayer, Norm, Rotation, rotary_of, take
 from mmspec.drafters.layouts import recogniser
-from mmspec.drafters.shape import RotaryShape
-from mmspec.drafters.spec import DrafterSpec
+from mmspec.drafters.spec import DrafterSpec, RotaryShape
 from mmspec.errors import UserError
 from mmspec.validation import option, options, read
 

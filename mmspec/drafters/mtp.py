@@ -37,7 +37,7 @@ from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
-from mmspec.drafters.captured import AHEAD, Counts, RowState, commit_chain, write_last
+from mmspec.drafters.captured import AHEAD, Counts, RowState, TreeDrafter, commit_chain, write_last
 from mmspec.drafters.checkpoint import load_weights, tensor_names, weight_files
 from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.drafters.hidden_state import (
@@ -49,7 +49,6 @@ from mmspec.drafters.hidden_state import (
 )
 from mmspec.drafters.layouts import check_target
 from mmspec.drafters.spec import DrafterSpec
-from mmspec.drafters.trained import TreeDrafter
 from mmspec.errors import UserError, explained
 from mmspec.ops import kernels
 from mmspec.targets.attention import NAME, PASS, SLIDING, TreePass, set_attention, tail_mask, tree_mask, window_of

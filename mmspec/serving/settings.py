@@ -47,8 +47,8 @@ class ServerSettings:
             UserError: as for ``pipeline``, or two drafters have the same name.
         """
         from mmspec import plugins
-        from mmspec.drafters.per_sequence import per_sequence
         from mmspec.drafters.registry import make_drafter
+        from mmspec.drafters.union import per_sequence
         from mmspec.pipeline import Pipeline
 
         options, home = self.loading, plugins.model_path(self.loading["model"])
@@ -74,8 +74,8 @@ class ServerSettings:
 
         from mmspec import plugins
         from mmspec.cli.session import open_pipeline
-        from mmspec.drafters.per_sequence import per_sequence
         from mmspec.drafters.registry import make_drafter
+        from mmspec.drafters.union import per_sequence
         from mmspec.ops.cpu import give_back_freed_memory
 
         give_back_freed_memory()

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from mmspec.core.target import Target, output_of
-from mmspec.drafters.early_exit import first_layers
-from mmspec.drafters.kangaroo import Kangaroo, KangarooConfig, KangarooNetwork
+from mmspec.drafters.early_exit import Kangaroo, KangarooConfig, KangarooNetwork, first_layers
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput, causal_pass, next_token_loss

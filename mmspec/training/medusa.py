@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmspec.core.target import Target
 from mmspec.drafters.medusa import Hydra, Medusa, MedusaConfig, MedusaNetwork
-from mmspec.drafters.shape import RotaryShape
+from mmspec.drafters.spec import RotaryShape
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput, TokenLosses, causal_pass

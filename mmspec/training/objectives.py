@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from mmspec.core.target import Target
 from mmspec.drafters.layer import rotary_of
-from mmspec.drafters.shape import RotaryShape
+from mmspec.drafters.spec import RotaryShape
 from mmspec.training.features import Features
 
 TokenLoss = Literal["kl", "lk", "tv"]

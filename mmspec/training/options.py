@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import DirectoryPath, FilePath
 
-from mmspec.drafters.shape import LayerShape, TreeShape
+from mmspec.drafters.spec import LayerShape, TreeShape
 from mmspec.errors import UserError
 from mmspec.plugins import DEFAULT_MODEL, default_model
 from mmspec.validation import Many, inherited, option, options, with_fields_of

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from mmspec.adaptation.adaptation import RecordedAnswer
 from mmspec.core.target import Feature, Target
+from mmspec.drafters.captured import TrainedDrafter
 from mmspec.drafters.hidden_state import HiddenStateDrafter, plain_embedding
-from mmspec.drafters.shape import TREE
-from mmspec.drafters.trained import TrainedDrafter
+from mmspec.drafters.spec import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.quantisation.linear import PackedLinear

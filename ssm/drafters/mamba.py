@@ -20,11 +20,9 @@ from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
-from mmspec.drafters.captured import RowState, write_last
+from mmspec.drafters.captured import RowState, TrainedDrafter, write_last
 from mmspec.drafters.growth import grow_tree
-from mmspec.drafters.shape import TreeShape
-from mmspec.drafters.spec import DrafterSpec
-from mmspec.drafters.trained import TrainedDrafter
+from mmspec.drafters.spec import DrafterSpec, TreeShape
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device

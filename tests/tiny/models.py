@@ -26,11 +26,11 @@ from transformers import (
 from mmspec.drafters.dflash import DFlashConfig, DFlashNetwork
 from mmspec.drafters.eagle import EagleConfig, EagleNetwork
 from mmspec.drafters.eagle3 import Eagle3Config, Eagle3Network
+from mmspec.drafters.early_exit import KangarooConfig, KangarooNetwork
 from mmspec.drafters.gemma4 import sharing_allowed
-from mmspec.drafters.kangaroo import KangarooConfig, KangarooNetwork
 from mmspec.drafters.medusa import MedusaConfig, MedusaNetwork
 from mmspec.drafters.mtp import MTPNetwork, build, layer_config
-from mmspec.drafters.shape import LayerShape, RotaryShape
+from mmspec.drafters.spec import LayerShape, RotaryShape
 from mmspec.ssm.drafters.mamba import MambaConfig, MambaNetwork
 from mmspec.vision.drafters.msd import MSDConfig, MSDNetwork
 from mmspec.vision.drafters.vispec import ViSpecNetwork

@@ -52,7 +52,7 @@ from mmspec.drafters.checkpoint import (
     weight_files,
 )
 from mmspec.drafters.layer import rotary_of
-from mmspec.drafters.layouts import dflash, eagle, eagle3, medusa
+from mmspec.drafters.layouts import dflash, eagle, medusa
 from mmspec.drafters.layouts.fields import (
     EMBEDDING,
     Reading,
@@ -66,7 +66,7 @@ from mmspec.drafters.layouts.fields import (
     stack,
     unstack,
 )
-from mmspec.drafters.shape import LayerShape, RotaryShape
+from mmspec.drafters.spec import LayerShape, RotaryShape
 from mmspec.errors import UserError
 from mmspec.files import atomic, read_json, write_text
 from mmspec.validation import read as read_options
@@ -99,7 +99,7 @@ LAYOUTS = {
     "dflash": Layout("a DFlash drafter", dflash.read_dflash, nested=(_LAYER, "dflash_config")),
     "medusa": Layout("Medusa heads", medusa.read_medusa, copies=medusa.COPIES, prefix="medusa_"),
     "hydra": Layout("Hydra heads", medusa.read_hydra, copies=medusa.COPIES, prefix="hydra_"),
-    "eagle3": Layout("an EAGLE-3 head", eagle3.read_eagle3, nested=(_LAYER,)),
+    "eagle3": Layout("an EAGLE-3 head", eagle.read_eagle3, nested=(_LAYER,)),
     "vispec": Layout("a ViSpec drafter", eagle.read_vispec, _EAGLE, (EMBEDDING,)),
     "kangaroo": Layout("a Kangaroo adapter", eagle.read_kangaroo),
     "eagle": Layout(_MSD, eagle.read_eagle, _EAGLE, (EMBEDDING,)),
@@ -107,7 +107,7 @@ LAYOUTS = {
 }
 
 FORMATS: Mapping[str, Mapping[str, Callable[[Any, Any, int], Writing]]] = {
-    "eagle3": {"speculators": eagle3.write_speculators, "eagle": eagle3.write_eagle},
+    "eagle3": {"speculators": eagle.write_speculators, "eagle": eagle.write_eagle3},
     "eagle": {"eagle": eagle.write_eagle},
     "msd": {"eagle": eagle.write_eagle},
     "medusa": {"vllm": medusa.write_vllm, "medusa": medusa.write_medusa},

@@ -14,7 +14,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 from transformers import GenerationConfig
 
-from mmspec.drafters.shape import LayerShape
+from mmspec.drafters.spec import LayerShape
 from mmspec.errors import UserError
 from mmspec.validation import check, condition
 

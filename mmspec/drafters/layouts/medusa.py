@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmspec.drafters.checkpoint import take_draft_ids
 from mmspec.drafters.layouts.fields import Names, Reading, Source, Writing, layer_names, published_names, rows_of
-from mmspec.drafters.shape import RotaryShape
+from mmspec.drafters.spec import RotaryShape
 from mmspec.errors import UserError
 
 _FEW = Annotated[int, Interval(ge=1, le=64)]

@@ -21,9 +21,9 @@ from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters.lookup import LookUps
 from mmspec.drafters.ngram import Ngram, Trust
-from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle import DeviceTable, Recycle
 from mmspec.drafters.registry import drafter_specs, make_drafter, registered_name
+from mmspec.drafters.union import PerSequence
 from mmspec.training.small import DraftModel
 from tests import matrix
 from tests.targets import prefilled, prompt_of

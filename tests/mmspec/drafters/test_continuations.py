@@ -7,10 +7,9 @@ from mmspec.core.drafter import Wrapper
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
-from mmspec.drafters.union import Union
+from mmspec.drafters.union import PerSequence, Union
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.targets import prefilled
 from tests.tiny import shared_model

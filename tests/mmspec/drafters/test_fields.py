@@ -19,7 +19,7 @@ from mmspec.drafters.eagle3 import Eagle3Config
 from mmspec.drafters.medusa import MedusaConfig
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import drafter_specs, make_drafter
-from mmspec.drafters.shape import RotaryShape
+from mmspec.drafters.spec import RotaryShape
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.drafters.msd import MSDConfig
 from tests.targets import prefilled, prompt_of

@@ -8,9 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmspec import TokenTree, UserError
 from mmspec.core.target import Prompt
-from mmspec.drafters.early_exit import first_layers
+from mmspec.drafters.early_exit import Kangaroo, first_layers
 from mmspec.drafters.growth import LevelPasses
-from mmspec.drafters.kangaroo import Kangaroo
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import cpu_library
 from mmspec.targets.packing import pack_model

@@ -18,7 +18,7 @@ from mmspec.drafters.checkpoint import check_same_target
 from mmspec.drafters.dflash import DFlash, DFlashConfig
 from mmspec.drafters.eagle import Eagle, EagleConfig
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config
-from mmspec.drafters.kangaroo import Kangaroo
+from mmspec.drafters.early_exit import Kangaroo
 from mmspec.drafters.layouts import LAYOUTS
 from mmspec.drafters.medusa import Hydra, Medusa, MedusaConfig
 from mmspec.vision.drafters.msd import MSD, MSDConfig
@@ -358,7 +358,7 @@ TWO_PARTS = "requires convolutions and a selector, or neither: the drafter has"
 FURTHER = ("input_norm", "qkv_bias", "norm_output", "confidence", "decoupled", "visual_states", "hide_visual")
 UNWRITTEN = {  # by layout and format: settings of a network, and the end of the error; empty without an error
     "eagle3 speculators": [
-        *(({name: True}, "") for name in layouts.eagle3.SWITCHES),
+        *(({name: True}, "") for name in layouts.eagle.SWITCHES),
         ({"layers": 2, "mask_token_id": 0}, ""),
         ({"head": 0}, "requires a head with an output layer of its own: it uses the target's"),
         ({"outputs": True, "reads": [0, 2, 1]}, "layers whose inputs are read: the head reads outputs [0, 2, 1]"),
@@ -366,7 +366,7 @@ UNWRITTEN = {  # by layout and format: settings of a network, and the end of the
         ({"head_rank": 2, "candidates": 5}, "the head has a low-rank output layer"),
     ],
     "eagle3 eagle": [
-        *(({name: True}, f"the head has {name}") for name in layouts.eagle3.SWITCHES),
+        *(({name: True}, f"the head has {name}") for name in layouts.eagle.SWITCHES),
         ({"layers": 2}, "the head has 2 layers"),
         ({"mask_token_id": 0}, "the head has mask_hidden"),
         ({"window": 5}, "the head has a sliding window"),

@@ -274,7 +274,7 @@ def test_drafters_that_are_written_are_read(algorithm, tmp_path):
         "selector_rank",
         "selector_top_k",
     )
-    for name in (*fields, reads, f"eagle_{reads}", *layouts.eagle3.SWITCHES):
+    for name in (*fields, reads, f"eagle_{reads}", *layouts.eagle.SWITCHES):
         assert getattr(again.config, name, None) == getattr(model.config, name, None)
     for name, tensor in again.state_dict().items():
         if not name.startswith("verifier"):

@@ -18,11 +18,10 @@ from mmspec.core.plan import StepPlan
 from mmspec.core.tree import build_tree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
-from mmspec.drafters.union import Union
+from mmspec.drafters.union import PerSequence, Union
 from mmspec.engine.distributed import RankError
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import Stopper

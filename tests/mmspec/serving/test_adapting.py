@@ -5,8 +5,8 @@ import json
 from click.testing import CliRunner
 
 from mmspec.adaptation import AdaptOptions
-from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.union import PerSequence
 from mmspec.serving import command
 from mmspec.serving.limits import Limits
 from mmspec.serving.settings import ServerSettings
