@@ -5,12 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
-from threading import Event, Lock, Thread
+from threading import Lock
 from time import time
 from typing import Any
 
@@ -23,20 +23,6 @@ from mmspec.files import atomic
 _PREFIX = "mmspec-demo-"
 _IN_USE_SECONDS = 300  # seconds after its last use before an upload may be evicted: its request may be queued
 _MIN_COUNTED_BYTES = 1 << 16  # minimum bytes counted per file, to limit the number of files
-
-
-@contextmanager
-def running(work: Callable[[Event], None], patience: float | None = None) -> Iterator[None]:
-    """Run ``work`` in a daemon thread for the duration of the block, whose end sets the event that ``work`` is called
-    with. ``patience`` limits the wait for the thread, in seconds."""
-    ended = Event()
-    thread = Thread(target=work, args=(ended,), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(patience)
 
 
 class UploadFolder:

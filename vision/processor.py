@@ -1,4 +1,4 @@
-"""Processors of vision-language models: chat messages, images and videos to token ids and pixel values."""
+"""Vision-language models as targets, and their processors: chat messages, images and videos to token ids and pixels."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
-from transformers import AutoProcessor
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText, AutoProcessor
 
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError
 from mmspec.targets.processor import Processor, is_token_ids, render
+from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.validation import check
 from mmspec.vision.decoding import MediaDecoder
 from mmspec.vision.images import load_image
@@ -266,3 +268,19 @@ def _take(item: Mapping[str, Any], kind: str, queue: list[Any], read: Any) -> An
     if not queue:
         raise UserError(f"every {kind} item of the messages needs a {kind}: fewer were given")
     return queue.pop(0)
+
+
+class VisionTarget(TransformersTarget):
+    """Any decoder-only image-text-to-text model of transformers, unmodified."""
+
+    auto_class = AutoModelForImageTextToText
+    processor_class = VisionProcessor
+
+    @classmethod
+    def supports(cls, config: Any) -> bool:
+        return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    def visual(self, prompt: Prompt) -> Tensor:
+        config, ids = self.model.config, prompt.input_ids
+        marks = [getattr(config, name, None) for name in ("image_token_id", "video_token_id")]
+        return torch.isin(ids, ids.new_tensor([mark for mark in marks if mark is not None]))

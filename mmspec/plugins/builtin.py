@@ -3,7 +3,7 @@
 BUILTIN = {
     "targets": {
         "text": "mmspec.targets.transformers_target:TransformersTarget",
-        "vision": "mmspec.vision.targets:VisionTarget",
+        "vision": "mmspec.vision.processor:VisionTarget",
     },
     "layers": {
         "gated-deltanet": "mmspec.ssm.layers:GatedDeltaNetLayers",

@@ -21,7 +21,6 @@ from mmspec.demos.catalog import Catalog
 from mmspec.demos.chat_request import ChatRequest
 from mmspec.demos.models import LoadedModel, ModelCache, RequestQueue
 from mmspec.demos.racing import Race, StreamedAnswer, race, resolved, stream_answer
-from mmspec.demos.server import SharedSlots
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder
 from mmspec.engine.stats import Stats
@@ -158,36 +157,35 @@ def test_the_api_shares_the_queue_in_order(monkeypatch):
 
     async def scenario():
         turns, order = RequestQueue(), []
-        slots = SharedSlots(turns)
 
         async def ask(name, count):
-            await slots.acquire(count)
+            await turns.acquire(count)
             order.append(name)
 
         page, tasks = turns.join(), []
         for name, count in (("a", 2), ("b", 2), ("c", 1)):
             tasks.append(asyncio.ensure_future(ask(name, count)))
             await asyncio.sleep(0.01)
-        assert (order, slots.running, slots.waiting) == (["a"], 2, 3)
+        assert (order, turns.running, turns.waiting) == (["a"], 2, 3)
         with pytest.raises(APIError) as full:
-            await slots.acquire(1)
+            await turns.acquire(1)
         assert (full.value.status, full.value.headers) == (429, {"Retry-After": "1"})
         tasks[1].cancel()
         turns.leave(page)
         await asyncio.wait_for(tasks[2], 60)
-        assert (order, slots.running, slots.waiting) == (["a", "c"], 3, 0)
+        assert (order, turns.running, turns.waiting) == (["a", "c"], 3, 0)
         race = turns.join(alone=True)
         later = asyncio.ensure_future(ask("later", 1))
         await asyncio.sleep(0.01)
-        slots.release(2)
+        turns.release(2)
         assert not race[0].done()
-        slots.release()
+        turns.release()
         assert race[0].done()
         await asyncio.sleep(0.05)
-        assert (order, slots.running, slots.waiting) == (["a", "c"], 0, 1)
+        assert (order, turns.running, turns.waiting) == (["a", "c"], 0, 1)
         turns.leave(race)
         await asyncio.wait_for(later, 60)
-        assert (order[-1], slots.running) == ("later", 1)
+        assert (order[-1], turns.running) == ("later", 1)
 
     asyncio.run(scenario())
 

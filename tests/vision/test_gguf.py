@@ -19,8 +19,7 @@ from mmspec.demos.models import ModelCache
 from mmspec.targets import gguf
 from mmspec.vision.drafters.msd import MSD
 from mmspec.vision.gguf import VisionSource
-from mmspec.vision.processor import VisionProcessor
-from mmspec.vision.targets import VisionTarget
+from mmspec.vision.processor import VisionProcessor, VisionTarget
 from tests import projectors
 from tests.commandline import runner
 from tests.compiled import needs_kernels

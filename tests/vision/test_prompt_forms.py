@@ -15,8 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from mmspec import Pipeline
 from mmspec.errors import UserError
-from mmspec.vision.processor import VisionProcessor
-from mmspec.vision.targets import VisionTarget
+from mmspec.vision.processor import VisionProcessor, VisionTarget
 from tests.tiny import byte_tokenizer
 
 PICTURE = Image.new("RGB", (28, 28), "red")

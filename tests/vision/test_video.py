@@ -24,7 +24,7 @@ pytest.importorskip("av")
 import av
 
 from mmspec.errors import CutWarning, UserError
-from mmspec.vision import video_pyav
+from mmspec.vision import video_readers
 from mmspec.vision.video import MAX_FRAMES, kind_of, load_video
 
 TICK = Fraction(1, 1000)
@@ -239,13 +239,13 @@ def test_edit_list_cuts_the_end(tmp_path: Path) -> None:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gets one entry per decoded frame."""
     frames: list[int] = []
-    step = video_pyav._FrameReader._decode_next
+    step = video_readers._FrameReader._decode_next
 
-    def counted(reader: video_pyav._FrameReader) -> av.VideoFrame | None:
+    def counted(reader: video_readers._FrameReader) -> av.VideoFrame | None:
         frames.append(1)
         return step(reader)
 
-    monkeypatch.setattr(video_pyav._FrameReader, "_decode_next", counted)
+    monkeypatch.setattr(video_readers._FrameReader, "_decode_next", counted)
     return frames
 
 
@@ -259,7 +259,7 @@ def test_seeking_equals_decoding_from_the_start(
     sought = load_video(path, frames=9)
     assert len(decoded) < 300
     assert [number_of(frame) for frame in sought.frames] == on_screen(stamps, 24000, 9)
-    monkeypatch.setattr(video_pyav, "SEEKABLE", ("no such demuxer",))
+    monkeypatch.setattr(video_readers, "SEEKABLE", ("no such demuxer",))
     assert load_video(path, frames=9).times == sought.times
     assert len(decoded) > 550
 
@@ -297,13 +297,13 @@ def test_seek_that_lands_too_late_goes_further_back(tmp_path: Path, monkeypatch:
         def seek(self, offset: int, *, stream: av.VideoStream) -> None:
             seek(self._container, offset + 1500, stream=stream)
 
-    restart = video_pyav._FrameReader._restart
+    restart = video_readers._FrameReader._restart
 
-    def restarted(reader: video_pyav._FrameReader) -> None:
+    def restarted(reader: video_readers._FrameReader) -> None:
         restart(reader)
         reader._container = Late(reader._container)  # type: ignore[assignment]
 
-    monkeypatch.setattr(video_pyav._FrameReader, "_restart", restarted)
+    monkeypatch.setattr(video_readers._FrameReader, "_restart", restarted)
     video = load_video(path, frames=5)
     assert [number_of(frame) for frame in video.frames] == on_screen(stamps, 12000, 5)
 
@@ -483,9 +483,9 @@ def test_short_videos_repeat_frames(tmp_path: Path) -> None:
 def test_memory_does_not_grow_with_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = encode(tmp_path / "long.mkv", even(3000, step=33), gop=5000)  # one keyframe: all of it is decoded
     converted, alive, most, seen = 0, set(), 0, 0
-    step, upright = video_pyav._FrameReader._decode_next, video_pyav._to_upright_rgb
+    step, upright = video_readers._FrameReader._decode_next, video_readers._to_upright_rgb
 
-    def tracked(reader: video_pyav._FrameReader) -> av.VideoFrame | None:
+    def tracked(reader: video_readers._FrameReader) -> av.VideoFrame | None:
         nonlocal most, seen
         frame = step(reader)
         alive.clear()
@@ -498,8 +498,8 @@ def test_memory_does_not_grow_with_length(tmp_path: Path, monkeypatch: pytest.Mo
         converted += 1
         return upright(frame, size)
 
-    monkeypatch.setattr(video_pyav._FrameReader, "_decode_next", tracked)
-    monkeypatch.setattr(video_pyav, "_to_upright_rgb", counted)
+    monkeypatch.setattr(video_readers._FrameReader, "_decode_next", tracked)
+    monkeypatch.setattr(video_readers, "_to_upright_rgb", counted)
     gc.collect()
     before = psutil.Process().memory_info().rss
     video = load_video(path, frames=4)

@@ -14,9 +14,8 @@ import mmspec
 from mmspec import plugins
 from mmspec.cli import main
 from mmspec.files import alone
-from mmspec.vision.cli import folder as folders
-from mmspec.vision.cli.caption import EXIT_SKIPPED
-from mmspec.vision.cli.folder import Captioner, caption_folder
+from mmspec.vision.cli import caption as folders
+from mmspec.vision.cli.caption import EXIT_SKIPPED, Captioner, caption_folder
 from mmspec.vision.embedded import samples
 from tests.model_folders import save_llava, save_text_model
 
