@@ -55,17 +55,6 @@ def test_embedded_drafters(pipe):
     assert drafter.verifier["name_or_path"] == "tiny-llava"
 
 
-def test_batches_of_clips_equal_generate(pipe):
-    frames = 8
-    requests = [{"prompt": "Describe the video.", "videos": [samples() / "clip.mp4"]}, request(SCENES[0])]
-    answers = pipe.generate_batch(requests, frames=frames, max_new_tokens=60)
-    for one, answer in zip(requests, answers, strict=True):
-        prompt = pipe.encode([one], frames=frames)
-        plain = pipe.model.generate(input_ids=prompt.input_ids, **prompt.inputs, max_new_tokens=60, do_sample=False)
-        assert answer.token_ids == plain[0, prompt.input_ids.shape[1] :].tolist()
-        assert answer.stats.mean_acceptance_length > 1.5
-
-
 def test_size_of_embedded_files():
     files = [path for path in Path(tiny_llava()).rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= {".json", ".jinja", ".md", ".safetensors"}

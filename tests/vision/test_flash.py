@@ -47,17 +47,6 @@ def test_runs_are_cut_into_images():
     assert find_images(torch.zeros_like(visual), latents=2, span=0) is None
 
 
-@pytest.mark.parametrize("latents", range(1, 12))
-def test_latents_stand_apart_and_inside(latents):
-    visual = torch.zeros(1, 40, dtype=torch.bool)
-    visual[0, 3:16], visual[0, 20:32] = True, True
-    images = find_images(visual, latents, span=0)
-    for spots, (begin, end) in zip(images.spot.tolist(), [(3, 16), (20, 32)], strict=True):
-        assert len(set(spots)) == latents
-        assert begin <= spots[0] < spots[-1] + 1 <= end
-        assert spots == sorted(spots)
-
-
 @pytest.mark.parametrize("left", [True, False])
 def test_packing_keeps_order(left):
     kept = torch.tensor([[1, 0, 1, 1, 0, 1], [0, 0, 1, 0, 1, 0]]).bool()

@@ -139,14 +139,6 @@ def test_gemmas_files_without_a_token_of_images(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("blocks", "expected"), [(62, 16), (7, 32)])
-def test_gemmas_largest_model_scales_attention_by_its_width(blocks: int, expected: int, tmp_path: Path) -> None:
-    """Published: 5376 features of 32 heads, 168, for the model of 62 layers; the width of heads for the others."""
-    sizes = {"gemma3.block_count": blocks, "gemma3.attention.key_length": 32}
-    text = opened("gemma3", tmp_path, metadata=sizes).config().text_config
-    assert (text.query_pre_attn_scalar, text.head_dim) == (expected, 32)
-
-
 @pytest.mark.parametrize(
     ("family", "template", "expected"),
     [
@@ -226,7 +218,7 @@ def test_a_projector_of_another_language_model_is_named(tmp_path: Path) -> None:
         model_of(VisionSource(other, tmp_path / "mmproj-other.gguf"))
 
 
-def test_both_files_are_loaded_by_every_way(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_both_files_are_loaded_by_every_way(tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
     """By an option, and in a folder without; a command; the demo, whose other models have none."""
     language, projector = projectors.save("llava", tmp_path)
     PICTURE.save(tmp_path / "picture.png")
@@ -240,9 +232,10 @@ def test_both_files_are_loaded_by_every_way(tmp_path: Path, capfd: pytest.Captur
     words += ["--prompt", "What is it?", "--max-new-tokens", "6", "--dtype", "float32", "--temperature", "0", "--json"]
     status, out, _ = runner(capfd)(*words)
     assert (status, json.loads(out)["token_ids"]) == (0, answer.token_ids)
-    cache = ModelCache(dtype="float32", mmproj=projector)
-    assert cache.get(str(language)).target.model.config.model_type == "llava"
-    assert cache.get("tiny-llava").target.model.config.model_type == "llava"
+    cache, found = ModelCache(dtype="float32", mmproj=projector), plugins.model_path
+    monkeypatch.setattr(plugins, "model_path", lambda name: str(language) if name == "registered" else found(name))
+    for name in ("registered", "tiny-llava"):
+        assert cache.get(name).target.model.config.model_type == "llava"
 
 
 def test_a_file_given_takes_precedence_over_the_folders(tmp_path: Path) -> None:
@@ -253,12 +246,32 @@ def test_a_file_given_takes_precedence_over_the_folders(tmp_path: Path) -> None:
     assert list(pipe.hf_processor.image_processor.image_mean) == [0.25] * 3
 
 
-def test_the_demo_has_towers_of_registered_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    language, projector = projectors.save("llava", tmp_path)
-    found = plugins.model_path
-    monkeypatch.setattr(plugins, "model_path", lambda name: str(language) if name == "registered" else found(name))
-    cache = ModelCache(dtype="float32", mmproj=projector)
-    assert cache.get("registered").target.model.config.model_type == "llava"
+@pytest.mark.parametrize(
+    ("family", "metadata", "read", "expected"),
+    [
+        # Published: 5376 features of 32 heads, 168, for Gemma's model of 62 layers; the width of heads for the others.
+        ("gemma3", {"gemma3.block_count": 62}, lambda text: (text.query_pre_attn_scalar, text.head_dim), (16, 32)),
+        ("gemma3", {"gemma3.block_count": 7}, lambda text: (text.query_pre_attn_scalar, text.head_dim), (32, 32)),
+        (
+            "gemma3",
+            {"gemma3.rope.freq_base_swa": 5e3},
+            lambda text: text.rope_parameters["sliding_attention"]["rope_theta"],
+            5e3,
+        ),
+    ],
+)
+def test_what_files_state_of_the_language_model(family, metadata, read, expected, tmp_path: Path) -> None:
+    metadata = {"gemma3.attention.key_length": 32, **metadata}
+    assert read(opened(family, tmp_path, metadata=metadata).config().text_config) == expected
+
+
+def test_what_files_state_of_images(tmp_path: Path) -> None:
+    """LLaVA's features of several layers, InternVL's numbers of tiles."""
+    source = opened("llava", tmp_path, metadata={"clip.vision.feature_layer": [1, 2]})
+    assert source.config().vision_feature_layer == [1, 2]
+    metadata = {"clip.vision.preproc_min_tiles": 2, "clip.vision.preproc_max_tiles": 4}
+    images = opened("internvl", tmp_path, metadata=metadata).processor(VisionProcessor).plain.image_processor
+    assert (images.min_patches, images.max_patches) == (2, 4)
 
 
 @pytest.mark.parametrize(("family", "expected"), [("gemma3", 4), ("idefics3", 16), ("internvl", 16)])
@@ -271,22 +284,6 @@ def test_tokens_of_an_image_without_the_files_scale(family: str, expected: int, 
     if family == "idefics3":
         images = source.processor(VisionProcessor).plain.image_processor
         assert (images.size["longest_edge"], images.max_image_size["longest_edge"]) == (256, 64)
-
-
-def test_what_files_state_beside_defaults(tmp_path: Path) -> None:
-    """Gemma's frequencies in windows, LLaVA's features of several layers."""
-    for name in ("gemma3", "llava"):
-        (tmp_path / name).mkdir()
-    source = opened("gemma3", tmp_path / "gemma3", metadata={"gemma3.rope.freq_base_swa": 5e3})
-    assert source.config().text_config.rope_parameters["sliding_attention"]["rope_theta"] == 5e3
-    source = opened("llava", tmp_path / "llava", metadata={"clip.vision.feature_layer": [1, 2]})
-    assert source.config().vision_feature_layer == [1, 2]
-
-
-def test_numbers_of_tiles_are_the_files(tmp_path: Path) -> None:
-    metadata = {"clip.vision.preproc_min_tiles": 2, "clip.vision.preproc_max_tiles": 4}
-    images = opened("internvl", tmp_path, metadata=metadata).processor(VisionProcessor).plain.image_processor
-    assert (images.min_patches, images.max_patches) == (2, 4)
 
 
 def test_the_large_internvit_has_norms_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
