@@ -171,8 +171,9 @@ class Tab:
         outputs = [controls.conversation, controls.result, controls.claim, *buttons]
         asked = [controls.conversation, controls.follow_up, controls.prompt, controls.methods]
         inputs = [*asked, *controls.settings.values(), *controls.media]
-        raced = gr.on([controls.race.click, controls.prompt.submit], self.race, inputs, outputs, **QUEUED)
-        answered = controls.ask.click(self.ask, inputs, outputs, **QUEUED)
+        race, ask = (partial(self.answer, raced) for raced in (True, False))
+        raced = gr.on([controls.race.click, controls.prompt.submit], race, inputs, outputs, **QUEUED)
+        answered = controls.ask.click(ask, inputs, outputs, **QUEUED)
         controls.stop.click(self.stop, controls.conversation, None, **UNQUEUED)
         opened = shown.select(self.opening, controls.conversation, outputs, **QUEUED)
         running = [raced, answered, opened]
@@ -227,16 +228,6 @@ class Tab:
         about = views.about_html(model, self.kind, self.service.catalog), views.methods_html(names)
         return [picker, *about, *(gr.Button(one.label, icon=one.icon) for one in self.controls.examples.of(model))]
 
-    def ask(self, kept: Any, follow_up: bool, prompt: str, methods: Sequence[str], *settings: Any) -> Iterator[Updates]:
-        """Answer the prompt with one drafter, in a new conversation unless it is a follow-up question."""
-        yield from self._run(kept, follow_up, prompt, settings, None)
-
-    def race(
-        self, kept: Any, follow_up: bool, prompt: str, methods: Sequence[str], *settings: Any
-    ) -> Iterator[Updates]:
-        """Answer the prompt with several methods; see ``ask``."""
-        yield from self._run(kept, follow_up, prompt, settings, methods)
-
     def stop(self, kept: Any) -> None:
         """Stop the running request; its handler keeps the partial answer."""
         if stop := self._running.get(ChatState.parse(kept).running):
@@ -265,10 +256,11 @@ class Tab:
         prompt, uploads = (first, []) if self.kind == "text" else (DEFAULT_PROMPTS[self.kind], [first])
         return ChatRequest(self.kind, prompt, uploads, max_new_tokens=_OPENING_TOKENS)
 
-    def _run(
-        self, kept: Any, follow_up: bool, prompt: str, settings: Sequence[Any], methods: Sequence[str] | None
+    def answer(
+        self, raced: bool, kept: Any, follow_up: bool, prompt: str, methods: Sequence[str], *settings: Any
     ) -> Iterator[Updates]:
-        """Answer with one drafter, or race ``methods``."""
+        """Answer the prompt with one drafter, or race ``methods``; in a new conversation unless it is a follow-up
+        question."""
         conversation = ChatState.parse(kept)
         if conversation.running in self._running:
             yield {self.controls.result: gr.skip()}
@@ -290,10 +282,10 @@ class Tab:
             yield self._failed(conversation, error)
             return
         work: Iterator[Race]
-        if methods is None:
-            work = (Race([answer], ahead=answer.ahead) for answer in self.service.answer(chat))
-        else:
+        if raced:
             work = self.service.race(chat, methods)
+        else:
+            work = (Race([answer], ahead=answer.ahead) for answer in self.service.answer(chat))
         yield from self._stream(conversation, chat, work)
 
     def _stream(
@@ -309,15 +301,16 @@ class Tab:
         self._running[running.running] = stop
         turns, result = conversation.turns, self.controls.result
         waiting = views.result_html(turns, chat.prompt)
-        race, limits = None, ""
+        race = None
+        limits: str | None = None
         try:
             yield {**self._state(running), result: waiting, self.controls.claim: views.claim_html()}
             chat = self.service.with_defaults(chat)
-            limits = self._limits(chat)
             for race in work:
                 if stop.is_set():
                     break
-                limits = limits or (self._one_image(chat) if race.lanes else "")
+                if race.lanes and limits is None:
+                    limits = self._limits(chat)
                 yield {result: views.result_html(turns, chat.prompt, race, limits=limits)}
         except UserError as error:
             yield self._failed(conversation, error)
@@ -356,13 +349,11 @@ class Tab:
         }
 
     def _limits(self, chat: ChatRequest) -> str:
-        """Note on an embedded model's training data; empty for samples and other models."""
-        limits = plugins.limits(chat.model)
-        return "" if limits is None or self.controls.examples.include(chat) else limits
-
-    def _one_image(self, chat: ChatRequest) -> str:
-        """Warning about several images for models trained with one image per prompt; else empty."""
-        if len(chat.uploads) < 2 or plugins.limits(chat.model) or not self.service.models.get(chat.model).one_image:
+        """Note on an embedded model's training data unless the input is an example, and on several images for other
+        models that were trained with one image per prompt; else empty."""
+        if limits := plugins.limits(chat.model):
+            return "" if self.controls.examples.include(chat) else limits
+        if len(chat.uploads) < 2 or not self.service.models.get(chat.model).one_image:
             return ""
         return f"{chat.model} was trained with one picture in a question: its answers about several may be wrong."
 

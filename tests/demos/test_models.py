@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, permutations
-from threading import Barrier
+from itertools import permutations
 from types import SimpleNamespace
 
 import pytest
@@ -97,30 +95,6 @@ def test_requests_do_not_share_learned_drafts():
     assert names == ["recycle+ngram", "none", "recycle+ngram"]
     with pytest.raises(UserError, match="drafter"):
         loaded.pipeline("nonsense")
-
-
-def test_visitors_decode_together_and_get_the_answers_that_they_would_get_alone(models):
-    """Streams in two threads, one of them dropped half-way; the slots are free afterwards."""
-    both, pipe, prompts = Barrier(2), models.get("a").pipeline("recycle"), ("abcabcabd", "one, two, one, two")
-
-    def visit(prompt, pieces=None):
-        work = stream_answer(models.get("a").pipeline("recycle"), "recycle", {"prompt": prompt}, KEYWORDS)
-        answers = models.turns.run(work, lambda ahead: None)
-        running = (answer for answer in answers if answer is not None)
-        next(running)
-        both.wait(60)
-        *_, last = islice(running, pieces)
-        answers.close()
-        return last
-
-    with ThreadPoolExecutor(2) as pool:
-        visits = [pool.submit(visit, prompts[0]), pool.submit(visit, prompts[1], 2)]
-        whole, part = (one.result(timeout=300) for one in visits)
-    alone = [opened().generate(prompt, **KEYWORDS).token_ids for prompt in prompts]
-    assert (whole.token_ids, whole.finish_reason) == (alone[0], "length")
-    assert 0 < len(part.token_ids) < 40
-    assert part.token_ids == alone[1][: len(part.token_ids)]
-    assert pipe.engine.core.running == []
 
 
 def test_a_race_runs_alone_and_the_queue_has_an_end(models, monkeypatch):

@@ -91,10 +91,8 @@ def send(tabs):
 
     def press(kind, prompt, model, uploads=(), kept=None, follow_up=False, button="ask", seed=0):
         media = [] if kind == "text" else [[(path, None) for path in uploads]]
-        handler, shown = getattr(tabs[kind], button), {}
-        for updates in handler(
-            kept or {}, follow_up, prompt, ["none", "ngram"], model, "auto", 0.0, seed, 12, 8, *media
-        ):
+        settings, shown = (model, "auto", 0.0, seed, 12, 8, *media), {}
+        for updates in tabs[kind].answer(button == "race", kept or {}, follow_up, prompt, ["none", "ngram"], *settings):
             shown |= updates
         return seen(tabs[kind], shown)
 
@@ -215,10 +213,10 @@ def test_stopped_answer_is_kept_as_a_turn(tabs, service):
         raise AssertionError("it was stopped")
 
     service.answer = answer
-    for updates in tab.ask({}, False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8):
+    for updates in tab.answer(False, {}, False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8):
         states.append(seen(tab, updates))
         if len(states) == 1:  # a running request is not joined by another
-            again = list(tab.ask(states[0].kept, False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8))
+            again = list(tab.answer(False, states[0].kept, False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8))
             assert [list(one) for one in again] == [[controls.result]]
     assert (states[0].buttons, states[-1].buttons) == (BUSY, IDLE)
     assert "2 requests ahead" in states[1].html
@@ -227,7 +225,7 @@ def test_stopped_answer_is_kept_as_a_turn(tabs, service):
     assert "stopped</span>" in states[-1].html
     assert "stopped</span>" in result_html([turn])
     service.answer = lambda request: iter([StreamedAnswer("tiny", "none")])
-    *_, last = tab.ask({}, False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8)
+    *_, last = tab.answer(False, {}, False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8)
     assert "Stopped before the first token." in seen(tab, last).html
 
 

@@ -1,7 +1,5 @@
 """FLASH drafts what its network says: latents for images, slots between passes, each apart from the other."""
 
-from __future__ import annotations
-
 import json
 from math import inf
 

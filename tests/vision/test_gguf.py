@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,31 +32,31 @@ ASKED = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text"
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
 
 
-def opened(family: str, folder: Path, *changes: Any, **more: Any) -> VisionSource:
+def opened(family, folder, *changes, **more):
     return VisionSource(*projectors.save(family, folder, *changes, **more))
 
 
-def model_of(source: VisionSource, kind: Any = torch.float32) -> Any:
+def model_of(source, kind=torch.float32):
     made, _ = source.model(AutoModelForImageTextToText, source.config(), kind, True)
     return made.eval()
 
 
-def logits(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+def logits(model, given):
     with torch.no_grad():
         return model(**given).logits
 
 
-def inputs(processor: Any) -> dict[str, torch.Tensor]:
+def inputs(processor):
     prompt = processor.encode([{"prompt": "What is it?", "images": [PICTURE]}])
     return {"input_ids": prompt.input_ids, **prompt.inputs}
 
 
 @pytest.mark.parametrize("family", projectors.FAMILIES)
-def test_logits_and_inputs_are_those_of_the_model_that_was_converted(family: str, tmp_path: Path) -> None:
+def test_logits_and_inputs_are_those_of_the_model_that_was_converted(family, tmp_path):
     source, original = opened(family, tmp_path), projectors.model(family)
     processor = source.processor(VisionProcessor)
     found = inputs(processor)
@@ -77,7 +76,7 @@ def test_logits_and_inputs_are_those_of_the_model_that_was_converted(family: str
 
 
 @pytest.mark.parametrize("family", projectors.FAMILIES)
-def test_answers_with_a_drafter_are_those_of_generate(family: str, tmp_path: Path) -> None:
+def test_answers_with_a_drafter_are_those_of_generate(family, tmp_path):
     """In a batch of a longer and a shorter prompt with images."""
     source = opened(family, tmp_path)
     pipe = mmspec.load(model_of(source), "ngram", processor=source.processor(VisionProcessor))
@@ -95,7 +94,7 @@ def test_answers_with_a_drafter_are_those_of_generate(family: str, tmp_path: Pat
 
 
 @needs_kernels
-def test_the_language_models_rows_stay_as_they_are_in_the_file(tmp_path: Path) -> None:
+def test_the_language_models_rows_stay_as_they_are_in_the_file(tmp_path):
     source = opened("llava", tmp_path, quantise="Q8_0")
     assert source.dtype == "int8"
     exact, packed = model_of(source), model_of(source, "auto")
@@ -110,7 +109,7 @@ def test_the_language_models_rows_stay_as_they_are_in_the_file(tmp_path: Path) -
     )
 
 
-def test_llavas_own_files_without_a_token_of_images(tmp_path: Path) -> None:
+def test_llavas_own_files_without_a_token_of_images(tmp_path):
     """The oldest name no projector's type; ``<unk>``, which pads other prompts, stands for images."""
     tokens = projectors.vocabulary()["tokenizer.ggml.tokens"]
     renamed = ["<other>" if token == "<image>" else token for token in tokens]
@@ -128,7 +127,7 @@ def test_llavas_own_files_without_a_token_of_images(tmp_path: Path) -> None:
     torch.testing.assert_close(found[:, -5:], expected[:, -5:], rtol=0, atol=1e-4)
 
 
-def test_gemmas_files_without_a_token_of_images(tmp_path: Path) -> None:
+def test_gemmas_files_without_a_token_of_images(tmp_path):
     tokens = projectors.vocabulary()["tokenizer.ggml.tokens"]
     renamed = ["<unused0>" if token == "<image_soft_token>" else token for token in tokens]
     source = opened("gemma3", tmp_path, metadata={"tokenizer.ggml.tokens": renamed})
@@ -151,7 +150,7 @@ def test_gemmas_files_without_a_token_of_images(tmp_path: Path) -> None:
         ("qwen2_vl", TEXTS, "[user <|vision_start|><|image_pad|><|vision_end|>What is it?]"),
     ],
 )
-def test_images_have_a_place_in_every_chat_template(family, template, expected, tmp_path: Path) -> None:
+def test_images_have_a_place_in_every_chat_template(family, template, expected, tmp_path):
     """Of the language model's file, for items or texts alone; else the family's."""
     processor = opened(family, tmp_path, template=template).processor(VisionProcessor)
     assert processor._render(ASKED) == expected
@@ -161,14 +160,14 @@ def test_images_have_a_place_in_every_chat_template(family, template, expected, 
 
 
 @pytest.mark.parametrize("family", ["gemma3", "internvl", "qwen2_vl"])
-def test_files_of_older_converters_and_other_tools(family: str, tmp_path: Path, monkeypatch) -> None:
+def test_files_of_older_converters_and_other_tools(family, tmp_path, monkeypatch):
     """Some swapped the products of layers and left out their width, some drop axes of length 1 or reorder tensors."""
     plain = opened(family, tmp_path)
     given = inputs(plain.processor(VisionProcessor))
     expected = logits(model_of(plain), given)
     write = projectors._write
 
-    def changed(file: Path, metadata: Any, tensors: Any) -> None:
+    def changed(file, metadata, tensors):
         if metadata["general.architecture"] == "clip":
             names = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"} if family == "gemma3" else {}
             swap = lambda name: re.sub("ffn_up|ffn_down", lambda found: names.get(found[0], found[0]), name)  # noqa: E731
@@ -194,8 +193,8 @@ def test_files_of_older_converters_and_other_tools(family: str, tmp_path: Path, 
         ({"tokenizer.ggml.tokens": ["<s>"] * 352}, "expected the token <IMG_CONTEXT> in its vocabulary, found none"),
     ],
 )
-def test_files_that_do_not_belong_together_are_one_line(metadata: Any, expected: str, tmp_path: Path) -> None:
-    def load() -> None:
+def test_files_that_do_not_belong_together_are_one_line(metadata, expected, tmp_path):
+    def load():
         source = opened("internvl", tmp_path, metadata=metadata)
         model_of(source)
         source.processor(VisionProcessor)
@@ -206,7 +205,7 @@ def test_files_that_do_not_belong_together_are_one_line(metadata: Any, expected:
     assert "internvl.gguf" in str(caught.value)
 
 
-def test_a_projector_of_another_language_model_is_named(tmp_path: Path) -> None:
+def test_a_projector_of_another_language_model_is_named(tmp_path):
     language, projector = projectors.save("llava", tmp_path)
     with pytest.raises(mmspec.UserError, match=r"expected the mmproj file of .* found a file of llama without one$"):
         VisionSource(language, language)
@@ -218,7 +217,7 @@ def test_a_projector_of_another_language_model_is_named(tmp_path: Path) -> None:
         model_of(VisionSource(other, tmp_path / "mmproj-other.gguf"))
 
 
-def test_both_files_are_loaded_by_every_way(tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_files_are_loaded_by_every_way(tmp_path, capfd, monkeypatch):
     """By an option, and in a folder without; a command; the demo, whose other models have none."""
     language, projector = projectors.save("llava", tmp_path)
     PICTURE.save(tmp_path / "picture.png")
@@ -238,7 +237,7 @@ def test_both_files_are_loaded_by_every_way(tmp_path: Path, capfd, monkeypatch: 
         assert cache.get(name).target.model.config.model_type == "llava"
 
 
-def test_a_file_given_takes_precedence_over_the_folders(tmp_path: Path) -> None:
+def test_a_file_given_takes_precedence_over_the_folders(tmp_path):
     for name, mean in (("a", 0.5), ("b", 0.25)):
         (tmp_path / name).mkdir()
         projectors.save("llava", tmp_path / name, metadata={"clip.vision.image_mean": [mean] * 3})
@@ -260,12 +259,12 @@ def test_a_file_given_takes_precedence_over_the_folders(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_files_state_of_the_language_model(family, metadata, read, expected, tmp_path: Path) -> None:
+def test_what_files_state_of_the_language_model(family, metadata, read, expected, tmp_path):
     metadata = {"gemma3.attention.key_length": 32, **metadata}
     assert read(opened(family, tmp_path, metadata=metadata).config().text_config) == expected
 
 
-def test_what_files_state_of_images(tmp_path: Path) -> None:
+def test_what_files_state_of_images(tmp_path):
     """LLaVA's features of several layers, InternVL's numbers of tiles."""
     source = opened("llava", tmp_path, metadata={"clip.vision.feature_layer": [1, 2]})
     assert source.config().vision_feature_layer == [1, 2]
@@ -275,7 +274,7 @@ def test_what_files_state_of_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "expected"), [("gemma3", 4), ("idefics3", 16), ("internvl", 16)])
-def test_tokens_of_an_image_without_the_files_scale(family: str, expected: int, tmp_path: Path) -> None:
+def test_tokens_of_an_image_without_the_files_scale(family, expected, tmp_path):
     """Of 8 by 8 patches; the published models of a family merge as many of them."""
     metadata = {f"clip.vision.{name}": None for name in ("projector.scale_factor", "preproc_image_size")}
     metadata |= {"clip.vision.image_size": 64}
@@ -286,7 +285,7 @@ def test_tokens_of_an_image_without_the_files_scale(family: str, expected: int, 
         assert (images.size["longest_edge"], images.max_image_size["longest_edge"]) == (256, 64)
 
 
-def test_the_large_internvit_has_norms_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_large_internvit_has_norms_of_its_own(tmp_path, monkeypatch):
     """Of queries and keys, by the tensors; RMS norms, by its size, which llama.cpp knows it by."""
     made = projectors.config("internvl")
     made.vision_config.use_qk_norm = True
@@ -308,11 +307,11 @@ def test_the_large_internvit_has_norms_of_its_own(tmp_path: Path, monkeypatch: p
     assert source._family.vision()["norm_type"] == "rms_norm"
 
 
-def _processor(language: Path, projector: Path) -> Any:
+def _processor(language, projector):
     return VisionSource(language, projector).processor(VisionProcessor).plain
 
 
-def test_projectors_go_with_a_language_models_file(tmp_path: Path) -> None:
+def test_projectors_go_with_a_language_models_file(tmp_path):
     language, projector = projectors.save("llava", tmp_path)
     with pytest.raises(mmspec.UserError, match="mmproj goes with the GGUF file of a language model: got the model"):
         mmspec.load("tiny-llava", mmproj=projector)
@@ -327,7 +326,7 @@ def test_projectors_go_with_a_language_models_file(tmp_path: Path) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("quantise", ["", "Q8_0"])
-def test_drafters_for_the_original_draft_for_its_files(quantise: str, tmp_path: Path) -> None:
+def test_drafters_for_the_original_draft_for_its_files(quantise, tmp_path):
     """With the same acceptance where the weights are the same, and plain decoding's tokens where they are quantised."""
     original = projectors.model("llava")
     target = VisionTarget(original)

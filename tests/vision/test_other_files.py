@@ -10,7 +10,6 @@ import sqlite3
 import tarfile
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,21 +26,21 @@ from mmspec.vision.video import kind_of, load_video
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'
 
 
-def photograph() -> Image.Image:
+def photograph():
     return Image.fromarray(np.random.default_rng(0).integers(0, 255, (200, 200, 3), dtype=np.uint8))
 
 
-def jpeg() -> bytes:
+def jpeg():
     return saved("JPEG")
 
 
-def saved(kind: str) -> bytes:
+def saved(kind):
     data = io.BytesIO()
     photograph().save(data, kind)
     return data.getvalue()
 
 
-def zipped(**entries: bytes) -> bytes:
+def zipped(**entries):
     """A ZIP archive without compression: FFmpeg would find the photograph in it."""
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as archive:
@@ -50,7 +49,7 @@ def zipped(**entries: bytes) -> bytes:
     return data.getvalue()
 
 
-def tarred() -> bytes:
+def tarred():
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as archive:
         entry = tarfile.TarInfo("photograph.jpg")
@@ -59,7 +58,7 @@ def tarred() -> bytes:
     return data.getvalue()
 
 
-def database() -> bytes:
+def database():
     connection = sqlite3.connect(":memory:")
     connection.execute("create table photographs (data blob)")
     connection.execute("insert into photographs values (?)", (jpeg(),))
@@ -67,13 +66,13 @@ def database() -> bytes:
     return bytes(connection.serialize())
 
 
-def arrays() -> bytes:
+def arrays():
     data = io.BytesIO()
     np.save(data, np.zeros(9))
     return data.getvalue()
 
 
-def sound(kind: str, codec: str) -> bytes:
+def sound(kind, codec):
     data = io.BytesIO()
     with av.open(data, "w", format=kind) as container:
         stream = container.add_stream(codec, rate=16000)
@@ -124,7 +123,7 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_other_files(tmp_path: Path, kind: str) -> None:
+def test_other_files(tmp_path, kind):
     make, what = FILES[kind]
     data, sources = make(), [tmp_path / "a.png", tmp_path / "a.mp4"]
     for path in sources:
@@ -138,7 +137,7 @@ def test_other_files(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["libx264", "mpeg4", "mpeg1video", "mpeg2video"])
-def test_raw_streams_are_videos(codec: str) -> None:
+def test_raw_streams_are_videos(codec):
     """They have no header: FFmpeg finds their start codes anywhere in a file."""
     data = io.BytesIO()
     with av.open(data, "w", format={"libx264": "h264", "mpeg4": "m4v"}.get(codec, codec)) as container:

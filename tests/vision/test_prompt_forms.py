@@ -1,11 +1,8 @@
 """Prompts of models without a chat template, and of templates that begin with the token that the tokenizer adds."""
 
-from __future__ import annotations
-
 import base64
 import io
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ TEMPLATE = (
 )
 
 
-def tokenizer(adds_bos: bool = False) -> t.PreTrainedTokenizerFast:
+def tokenizer(adds_bos=False):
     backend = type(byte_tokenizer().backend_tokenizer).from_str(byte_tokenizer().backend_tokenizer.to_str())
     if adds_bos:
         backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
@@ -38,28 +35,28 @@ def tokenizer(adds_bos: bool = False) -> t.PreTrainedTokenizerFast:
     )
 
 
-def images() -> Any:
+def images():
     processor = t.SiglipImageProcessor(size={"height": 28, "width": 28})
     processor.image_seq_length = 4
     return processor
 
 
-def llava(template: str | None) -> t.LlavaProcessor:
+def llava(template):
     return t.LlavaProcessor(
         images(), tokenizer(adds_bos=True), patch_size=14, vision_feature_select_strategy="full", chat_template=template
     )
 
 
-def encoded(processor: Any, *requests: dict[str, Any]) -> list[list[int]]:
+def encoded(processor, *requests):
     return VisionProcessor(processor).encode(requests).input_ids.tolist()
 
 
-def test_items_of_openais_api_are_those_of_transformers() -> None:
+def test_items_of_openais_api_are_those_of_transformers():
     file = io.BytesIO()
     PICTURE.save(file, "PNG")
     uri = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
-    def prompt(item: Any) -> Any:
+    def prompt(item):
         content = [{"type": "text", "text": "a"}, item]
         return VisionProcessor(llava(TEMPLATE)).encode([{"prompt": [{"role": "user", "content": content}]}])
 
@@ -74,20 +71,20 @@ def test_items_of_openais_api_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize("text", ["caption en", "detect a cat ; a dog", "answer en what?\n"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_paligemma(text: str, count: int) -> None:
+def test_paligemma(text, count):
     processor = t.PaliGemmaProcessor(images(), tokenizer())
     theirs = processor(images=[PICTURE] * count, text="<image>" * count + text, return_tensors="pt")
     assert encoded(processor, {"prompt": text, "images": [PICTURE] * count}) == theirs["input_ids"].tolist()
 
 
-def test_paligemma_reads_typed_tokens_as_text() -> None:
+def test_paligemma_reads_typed_tokens_as_text():
     processor = t.PaliGemmaProcessor(images(), tokenizer())
     (ids,) = encoded(processor, {"prompt": "what is <image>?", "images": [PICTURE]})
     assert ids.count(processor.image_token_id) == 4
     assert processor.tokenizer.decode(ids) == "<image>" * 4 + "<s>what is <image>?\n"
 
 
-def test_images_stay_between_the_texts_of_a_base_model() -> None:
+def test_images_stay_between_the_texts_of_a_base_model():
     processor = t.AriaProcessor(t.AriaImageProcessorPil(), tokenizer(), size_conversion={490: 2, 980: 4})
     items = [{"type": "text", "text": "one "}, {"type": "image"}, {"type": "text", "text": " two"}]
     (ids,) = encoded(processor, {"prompt": [{"role": "user", "content": items}], "images": [PICTURE]})
@@ -96,19 +93,19 @@ def test_images_stay_between_the_texts_of_a_base_model() -> None:
     assert text.endswith("<image> two")
 
 
-def test_llava_without_its_template() -> None:
+def test_llava_without_its_template():
     (ids,) = encoded(llava(None), {"prompt": "What?", "images": [PICTURE]})
     assert llava(None).tokenizer.decode(ids) == "<s>USER: " + "<image>" * 4 + "\nWhat? ASSISTANT:"
 
 
-def test_a_processor_without_image_token() -> None:
+def test_a_processor_without_image_token():
     processor = SimpleNamespace(tokenizer=tokenizer())
     message = r"images need a chat template or image_token: the model's processor has neither"
     with pytest.raises(UserError, match=message):
         encoded(processor, {"prompt": "What?", "images": [PICTURE]})
 
 
-def test_a_template_that_begins_with_the_first_token() -> None:
+def test_a_template_that_begins_with_the_first_token():
     """The tokenizer adds it to every text: it must be there once, as in transformers' own path."""
     processor = llava(TEMPLATE)
     content = [{"type": "image", "image": PICTURE}, {"type": "text", "text": "What?"}]
@@ -124,7 +121,7 @@ def test_a_template_that_begins_with_the_first_token() -> None:
     assert plain[-len(ours[0]) :] == ours[0]
 
 
-def test_paligemma_generates_as_transformers() -> None:
+def test_paligemma_generates_as_transformers():
     torch.manual_seed(0)
     tower = {"image_size": 28, "patch_size": 14, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
     text = {"vocab_size": 1300, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "head_dim": 16}

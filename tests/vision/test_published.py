@@ -1,7 +1,5 @@
 """Published drafters: each layout as its authors save it, against layers of transformers that hold the same weights."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from itertools import product

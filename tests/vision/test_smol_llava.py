@@ -1,19 +1,15 @@
 """smol-llava, loaded as by users: its connector, completed by EfficientNet-lite0 and SmolLM2 from their packages."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import mmspec
 from mmspec import plugins
 from mmspec.eval.suite.tasks import TASKS
-from mmspec.pipeline import Pipeline
 from mmspec.targets.completed import LABELS
 from mmspec.targets.packing import weights_kind
 from mmspec.vision.efficientnet import lite0
@@ -29,11 +25,11 @@ IMAGES = [scene.conversation.images[0] for scene in SCENES]
 
 
 @pytest.fixture(scope="module")
-def pipe(one_thread: None) -> Pipeline:
+def pipe(one_thread):
     return mmspec.load("smol-llava", device="cpu")
 
 
-def test_it_is_offered_where_its_parts_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_offered_where_its_parts_are_installed(monkeypatch):
     assert smol_llava.packages == (plugins.smollm2.package, lite0.package)
     for installed in (smol_llava.packages, smol_llava.packages[:1], ()):
         monkeypatch.setattr(
@@ -43,7 +39,7 @@ def test_it_is_offered_where_its_parts_are_installed(monkeypatch: pytest.MonkeyP
         assert plugins.default_model() == ("smol-llava" if installed == smol_llava.packages else "tiny-llava")
 
 
-def test_what_travels_has_no_matrix_of_the_language_model() -> None:
+def test_what_travels_has_no_matrix_of_the_language_model():
     from safetensors import safe_open
 
     folder = Path(smol_llava())
@@ -59,7 +55,7 @@ def test_what_travels_has_no_matrix_of_the_language_model() -> None:
 @pytest.mark.long
 @needs_packages
 @needs_kernels
-def test_answers_equal_generate(pipe: Pipeline) -> None:
+def test_answers_equal_generate(pipe):
     assert weights_kind(pipe.model) == "Int4Blocks"
     described = {"prompt": "Describe the image.", "images": [photograph()]}
     requests = [{"prompt": "List the objects.", "images": [image]} for image in IMAGES[:3]]
@@ -74,7 +70,7 @@ def test_answers_equal_generate(pipe: Pipeline) -> None:
 @pytest.mark.long
 @needs_packages
 @needs_kernels
-def test_a_photograph_and_drawn_scenes_are_described(pipe: Pipeline) -> None:
+def test_a_photograph_and_drawn_scenes_are_described(pipe):
     assert "fish" in pipe.generate("Describe the image.", images=photograph()).text
     listed = [pipe.generate("List the objects.", images=image, max_new_tokens=160).text for image in IMAGES]
     assert CAPTIONS.score is not None
@@ -83,7 +79,7 @@ def test_a_photograph_and_drawn_scenes_are_described(pipe: Pipeline) -> None:
 
 @pytest.mark.long
 @needs_packages
-def test_videos_several_images_and_text_are_answered(pipe: Pipeline) -> None:
+def test_videos_several_images_and_text_are_answered(pipe):
     requests = [
         {"prompt": "Describe the video.", "videos": [samples() / "clip.mp4"]},
         {"prompt": "Describe the images.", "images": IMAGES[:2]},
@@ -98,7 +94,7 @@ def test_videos_several_images_and_text_are_answered(pipe: Pipeline) -> None:
 
 @needs_packages
 @pytest.mark.long
-def test_its_configuration_is_read_in_a_new_process() -> None:
+def test_its_configuration_is_read_in_a_new_process():
     """Which has not imported the tower's classes."""
     script = "from mmspec.eval.suite.run import is_visual; print(is_visual('smol-llava'))"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "True\n"
@@ -108,7 +104,7 @@ def test_its_configuration_is_read_in_a_new_process() -> None:
 @needs_kernels
 @pytest.mark.long
 @pytest.mark.parametrize("image", [photograph(), IMAGES[0]], ids=["photograph", "drawn"])
-def test_its_drafter_drafts_from_the_first_request_on(image: Any) -> None:
+def test_its_drafter_drafts_from_the_first_request_on(image):
     request = {"prompt": "Describe the image.", "images": [image], "nodes": 14}
     pipes = [mmspec.load("smol-llava", drafter, device="cpu") for drafter in ("auto", "recycle")]
     flash, empty = (pipe.generate(**request).stats.mean_acceptance_length for pipe in pipes)

@@ -1,7 +1,5 @@
 """Tests of special tokens typed in prompts with images, with the processors of LLaVA and Qwen-VL."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -71,23 +69,6 @@ def test_typed_tokens_do_not_affect_other_rows(processor):
     assert torch.equal(both.input_ids[0, -len(alone) :], alone)
     assert both.attention_mask is not None
     assert int(both.attention_mask[0].sum()) == len(alone)
-
-
-def test_chat_messages_with_typed_tokens(processor):
-    special = _specials(processor)[-1]
-    messages = [
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": f"a {special} b"}]},
-        {"role": "assistant", "content": f"no {special}"},
-        {"role": "user", "content": "why?"},
-    ]
-    ids = _encode(processor, {"prompt": messages, "images": [_IMAGE]}).input_ids[0]
-    shown = processor.tokenizer.decode(ids)
-    assert f"a {special} b" in shown
-    assert f"no {special}" in shown
-    plain = json.loads(json.dumps(messages).replace(special, "Q"))
-    expected = _encode(processor, {"prompt": plain, "images": [_IMAGE]}).input_ids[0]
-    control = torch.tensor([processor.tokenizer.convert_tokens_to_ids(name) for name in _specials(processor)])
-    assert torch.equal(ids[torch.isin(ids, control)], expected[torch.isin(expected, control)])
 
 
 def test_items_that_spell_a_special_token_together(processor):
