@@ -281,11 +281,7 @@ class Tab:
         except UserError as error:
             yield self._failed(conversation, error)
             return
-        work: Iterator[Race]
-        if raced:
-            work = self.service.race(chat, methods)
-        else:
-            work = (Race([answer], ahead=answer.ahead) for answer in self.service.answer(chat))
+        work = self.service.race(chat, methods) if raced else self.service.answer(chat)
         yield from self._stream(conversation, chat, work)
 
     def _stream(
@@ -309,7 +305,7 @@ class Tab:
             for race in work:
                 if stop.is_set():
                     break
-                if race.lanes and limits is None:
+                if race.ahead is None and limits is None:
                     limits = self._limits(chat)
                 yield {result: views.result_html(turns, chat.prompt, race, limits=limits)}
         except UserError as error:

@@ -127,14 +127,11 @@ def make_api(
     key: str | None = None,
     adapt: AdaptOptions | None = None,
 ) -> FastAPI:
-    """Create the application of OpenAI's API; see ``mmspec.serving.app.create_app``.
+    """The application of OpenAI's API, whose model and drafter stay loaded; see ``mmspec.serving.app.create_app``.
 
     Args:
-        model, drafter: model and drafter of the pipeline, which stays loaded.
         host: listening address; None accepts every name in the Host header.
-        key: required API key; None requires none.
-        adapt: options of a drafter that learns from requests, on a pipeline separate from the page's; None disables
-            learning.
+        adapt: options of a drafter that learns from requests, on a pipeline separate from the page's.
 
     Raises:
         UserError: the model or drafter cannot be loaded.

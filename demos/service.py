@@ -37,11 +37,10 @@ class Service:
         self.uploads = uploads
         self._openings: dict[Kind, Race] = {}
 
-    def answer(self, chat: ChatRequest) -> Iterator[StreamedAnswer]:
-        """Stream an answer by ``chat.drafter``. All errors are raised as ``UserError``."""
-        return self.models.turns.run(
-            _user_errors(self._answer(chat)), lambda ahead: StreamedAnswer(chat.model, chat.drafter, ahead=ahead)
-        )
+    def answer(self, chat: ChatRequest) -> Iterator[Race]:
+        """Stream an answer by ``chat.drafter``, a race of one lane. All errors are raised as ``UserError``."""
+        empty = [StreamedAnswer(chat.model, chat.drafter)]
+        return self.models.turns.run(_user_errors(self._answer(chat)), lambda ahead: Race(empty, ahead=ahead))
 
     def race(self, chat: ChatRequest, methods: Sequence[str] | None = None) -> Iterator[Race]:
         """Stream a race of methods, by default the model's first two, while no other request runs; see ``answer``."""
@@ -85,10 +84,11 @@ class Service:
         finally:
             self.uploads.release(PREVIEW_SPACE)
 
-    def _answer(self, chat: ChatRequest) -> Iterator[StreamedAnswer]:
+    def _answer(self, chat: ChatRequest) -> Iterator[Race]:
         chat, request = self._prepare(chat)
         pipe = self.models.get(chat.model).pipeline(chat.drafter)
-        yield from stream_answer(pipe, resolved(chat.drafter, pipe), request, chat.generate_kwargs)
+        for answer in stream_answer(pipe, resolved(chat.drafter, pipe), request, chat.generate_kwargs):
+            yield Race([answer])
 
     def _race(self, chat: ChatRequest, methods: Sequence[str] | None) -> Iterator[Race]:
         methods = self._methods(chat) if methods is None else methods
@@ -175,7 +175,7 @@ _PARAMETERS = {
 # Endpoints are generators, but gradio expects the type of one result as their return annotation.
 def add_endpoints(page: gr.Blocks, service: Service) -> None:
     def answer(kind: str, arguments: dict[str, Any]) -> Iterator[AnswerJSON]:
-        return map(answer_result, service.answer(_request(kind, arguments)))
+        return (answer_result(race.lanes[0]) for race in service.answer(_request(kind, arguments)))
 
     def caption_image(
         image: gr.FileData,

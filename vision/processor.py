@@ -70,7 +70,10 @@ class VisionProcessor(Processor):
             raise UserError(f"unknown option for a vision model: got {', '.join(unknown)}")
         check("frames", Frames, frames)  # even if there is no video
         check("fps", FPS, fps)
-        if _are_token_ids(requests):
+        of_ids = {is_token_ids(request["prompt"]) for request in requests}
+        if of_ids == {True, False}:
+            raise UserError("prompts of token ids cannot be encoded together with others")
+        if True in of_ids:
             return super().encode(requests)
         options: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}
         texts: list[str] = []
@@ -83,7 +86,9 @@ class VisionProcessor(Processor):
             if not messages:
                 raise UserError("the prompt must not be empty")
             if not chat_template:
-                texts.append(self._user_text.mark(_plain_text(messages, pictures, clips)))
+                if not isinstance(messages, str) or pictures or clips:
+                    raise UserError("chat messages, images and videos need a chat template: got chat_template=False")
+                texts.append(self._user_text.mark(messages))
                 images.append([])
                 continue
             if isinstance(messages, str):
@@ -234,19 +239,6 @@ def _pad_token(tokenizer: Any) -> Iterator[None]:
     finally:
         if lent:
             tokenizer.pad_token = None
-
-
-def _plain_text(prompt: Any, pictures: Sequence[Any], clips: Sequence[Any]) -> str:
-    if isinstance(prompt, str) and not pictures and not clips:
-        return prompt
-    raise UserError("chat messages, images and videos need a chat template: got chat_template=False")
-
-
-def _are_token_ids(requests: Sequence[Mapping[str, Any]]) -> bool:
-    found = [is_token_ids(request["prompt"]) for request in requests]
-    if any(found) and not all(found):
-        raise UserError("prompts of token ids cannot be encoded together with others")
-    return any(found)
 
 
 def _listed(sources: Any) -> Iterable[Any]:

@@ -183,22 +183,15 @@ def fit_projection(network: MSDNetwork, batches: Iterable[Features], ridge: floa
 
 def _network_config(options: MSDOptions, target: Any, start: MSD | None, tokens: int) -> MSDConfig:
     fields = part(options, MSDConfig.__dataclass_fields__)
-    fields |= _latents(options, target)
+    if isinstance(options, FlashOptions):
+        # LLaVA's configurations contain the number of tokens per image; in other families it varies.
+        span = options.span or getattr(target.model_config, "image_seq_length", None) or _DEFAULT_SPAN
+        latents = max(1, round(span / options.ratio)) if options.latents is None else options.latents
+        latents = 0 if options.hide_visual else latents
+        fields |= {"latents": latents, "span": span if latents else 0}
     rank = fields.get("rank", start.network.config.rank if start else 0)
     fields |= {"rank": rank, "head": tokens if rank else 0}
     return replace(start.network.config, **fields) if start else MSDConfig.like(target.config, **fields)
-
-
-def _latents(options: MSDOptions, target: Any) -> dict[str, int]:
-    """Values of ``MSDConfig.latents`` and ``span`` for commands with ``--ratio``."""
-    if not isinstance(options, FlashOptions):
-        return {}
-    # LLaVA's configurations contain the number of tokens per image; in other families it varies.
-    span = options.span or getattr(target.model_config, "image_seq_length", None) or _DEFAULT_SPAN
-    latents = max(1, round(span / options.ratio)) if options.latents is None else options.latents
-    if options.hide_visual:
-        latents = 0
-    return {"latents": latents, "span": span if latents else 0}
 
 
 @options

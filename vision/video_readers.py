@@ -9,7 +9,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from fractions import Fraction
 from typing import Any
 
@@ -201,9 +201,7 @@ def sample_with_pyav(media: MediaSource, choose_times: ChooseTimes) -> tuple[Tim
     Raises:
         UserError: the source is not a video, or broken before the last sampled frame.
     """
-    with ExitStack() as stack:
-        reader = _FrameReader(media)
-        stack.callback(reader.close)
+    with closing(_FrameReader(media)) as reader:
         duration = max(reader.end - reader.origin, Fraction(0))
         if reader.declared is not None:
             seconds = f"{float(duration):.2f} s of {float(reader.declared - reader.origin):.2f} s"

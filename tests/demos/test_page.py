@@ -60,7 +60,7 @@ class Echo(Service):
 
     def answer(self, request):
         self.requests.append(request)
-        yield answered("none")
+        yield Race([answered("none")])
 
     def race(self, request, methods=None):
         self.requests.append(request)
@@ -206,10 +206,10 @@ def test_stopped_answer_is_kept_as_a_turn(tabs, service):
     def answer(request):
         partial = answered("none")
         partial.stats = None
-        yield StreamedAnswer("tiny", "none", ahead=2)
-        yield partial
+        yield Race([StreamedAnswer("tiny", "none")], ahead=2)
+        yield Race([partial])
         tab.stop(states[0].kept)
-        yield partial
+        yield Race([partial])
         raise AssertionError("it was stopped")
 
     service.answer = answer
@@ -224,7 +224,7 @@ def test_stopped_answer_is_kept_as_a_turn(tabs, service):
     assert (turn.answer, turn.stopped, states[-1].kept["running"]) == ("ABCDEF", True, "")
     assert "stopped</span>" in states[-1].html
     assert "stopped</span>" in result_html([turn])
-    service.answer = lambda request: iter([StreamedAnswer("tiny", "none")])
+    service.answer = lambda request: iter([Race([StreamedAnswer("tiny", "none")])])
     *_, last = tab.answer(False, {}, False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8)
     assert "Stopped before the first token." in seen(tab, last).html
 

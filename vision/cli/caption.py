@@ -252,7 +252,12 @@ def caption_folder(
     files = _find_files(folder, {out.resolve(), part.resolve()})
     fingerprint = _fingerprint(settings, out, batch_size)
     earlier = {line["file"]: line for path in (out, part) for line in _read_lines(path, fingerprint)}
-    done = {name: line for name, line in earlier.items() if _up_to_date(line, files.get(name))}
+    # A line is still valid if its file is unchanged, or was captioned and then deleted.
+    done = {
+        name: line
+        for name, line in earlier.items()
+        if (files[name].items() <= line.items() if name in files else "error" not in line)
+    }
     jobs = _make_jobs(list(files), done, batch_size)
     finished = len(files) - sum(len(job["files"]) for job in jobs)
     on_batch(finished, len(files), [])
@@ -283,11 +288,6 @@ def _make_jobs(names: Sequence[str], done: Mapping[str, Line], batch_size: int) 
         for k, batch in enumerate(batches)
         if any(name not in done for name in batch)
     ]
-
-
-def _up_to_date(line: Line, file: Line | None) -> bool:
-    """Whether a line of an earlier run is still valid: its file is unchanged, or was captioned and then deleted."""
-    return "error" not in line if file is None else file.items() <= line.items()
 
 
 def _find_files(folder: Path, excluded: set[Path]) -> dict[str, Line]:

@@ -1,6 +1,5 @@
 """Tests of ``mmspec caption``: images, videos, other files; folders: resuming, skipped files, equal output on Ray."""
 
-import errno
 import importlib.util
 import io
 import json
@@ -21,7 +20,7 @@ from mmspec import plugins
 from mmspec.cli import main
 from mmspec.files import alone
 from mmspec.vision.cli import caption as folders
-from mmspec.vision.cli.caption import EXIT_SKIPPED, Captioner, caption_folder
+from mmspec.vision.cli.caption import Captioner, caption_folder
 from mmspec.vision.embedded import samples
 from tests.commandline import assert_user_error, runner
 from tests.media_files import cut_clip
@@ -413,23 +412,3 @@ def test_an_output_has_one_run(captioned, capfd):
     assert f"{out}: expected an output of this run alone" in capfd.readouterr().err
     assert main(["caption", str(folder), "--out", str(out), *flags(options)]) == 0
     assert sorted(path.name for path in out.parent.iterdir()) == [out.name, "in"]
-
-
-def test_a_full_disk_is_told_and_the_captions_before_it_stay(pictures, model, tmp_path, monkeypatch, capfd):
-    out, synced = tmp_path / "out.jsonl", []
-
-    def full(descriptor):
-        synced.append(descriptor)
-        if len(synced) > 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    options = flags({"model": model, "drafter": "none", "max-new-tokens": "3", "batch-size": "2"})
-    monkeypatch.setattr(os, "fsync", full)
-    assert main(["caption", str(pictures), "--out", str(out), *options]) == 2
-    *_, line = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"error: cannot write {out}.part: expected ")
-    assert line.endswith("No space left on device")
-    assert len(lines_of(tmp_path / "out.jsonl.part")) == 2 * 2  # of two batches
-    monkeypatch.undo()
-    assert main(["caption", str(pictures), "--out", str(out), *options]) == EXIT_SKIPPED
-    assert not (tmp_path / "out.jsonl.part").exists()
