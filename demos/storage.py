@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +13,7 @@ from time import time
 from typing import Any
 
 import av
+from filelock import BaseFileLock, FileLock
 from PIL import Image
 
 from mmspec.demos.chat_request import MAX_VIDEO_SECONDS, Kind, decoder
@@ -100,38 +99,29 @@ def temporary_folder(port: int = 0) -> Iterator[Path]:
     """
     parent = Path(gettempdir())
     for stale in parent.glob(f"{_PREFIX}*"):
-        if (lock := _try_lock(stale)) is not None:
+        if not stale.is_symlink() and (lock := _lock(stale)) is not None:
             shutil.rmtree(stale, ignore_errors=True)
-            os.close(lock)
-    folder, lock = parent / f"{_PREFIX}{port}", None
-    while lock is None:  # another server removes the folder if it is not locked yet
+            lock.release()
+    folder, held = parent / f"{_PREFIX}{port}", None
+    while held is None:  # another server removes the folder if it is not locked yet
         try:
             folder.mkdir(0o700)
         except FileExistsError:
             folder = Path(mkdtemp(prefix=_PREFIX, dir=parent))
-        lock = _try_lock(folder)
+        held = _lock(folder)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        held.release()
 
 
-def _try_lock(folder: Path) -> int | None:
-    """Lock a folder of this user; returns the file descriptor, or None if it is locked, missing or another user's.
-
-    The folder itself is locked, without a lock file: the system releases the lock when the process exits.
-    """
+def _lock(folder: Path) -> BaseFileLock | None:
+    """Lock a folder; returns None if it is locked, missing or another user's."""
+    lock = FileLock(folder / "lock", timeout=0)
     with suppress(OSError):
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another server may have removed the folder before it was locked.
-            if os.fstat(lock).st_uid == os.geteuid() and os.path.samestat(os.fstat(lock), os.stat(folder)):
-                return lock
-        except OSError:
-            pass
-        os.close(lock)
+        lock.acquire()
+        return lock
     return None
 
 

@@ -314,25 +314,6 @@ def test_follow_up_question_in_a_streamed_conversation(visit):
     assert page.locator(".mm-follow:visible input").is_disabled()
 
 
-def test_missing_upload_empty_prompt_and_unknown_model(visit):
-    page = visit()
-    page.locator(".mm-media:visible [aria-label='Clear']").first.click()
-    see(page, ".mm-out .mm-empty")
-    page.locator(".mm-ask:visible").click()
-    see(page, ".mm-note", "no image was uploaded")
-    page.locator(".mm-prompt:visible textarea").fill("")
-    page.locator(".mm-ask:visible").click()
-    see(page, ".mm-note", "the prompt must not be empty")
-    open_tab(page, "Text")
-    page.get_by_role("button", name=re.compile("^Settings")).locator("visible=true").click()
-    model = page.get_by_label("Model").locator("visible=true").first
-    model.fill("nobody/nothing")
-    model.press("Enter")
-    page.locator(".mm-prompt:visible textarea").fill("Hello")
-    page.locator(".mm-ask:visible").click()
-    see(page, ".mm-note", "cannot load model 'nobody/nothing'")
-
-
 @pytest.mark.parametrize("name", ["Image", "Text"])
 def test_enter_sends_and_shift_enter_breaks_the_line(visit, name):
     page = visit()

@@ -343,18 +343,14 @@ def test_no_descriptors_leak(tmp_path):
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'
 
 
-def photograph():
-    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (200, 200, 3), dtype=np.uint8))
+def saved(kind):
+    data = io.BytesIO()
+    Image.fromarray(picture(200, 200)).save(data, kind)
+    return data.getvalue()
 
 
 def jpeg():
     return saved("JPEG")
-
-
-def saved(kind):
-    data = io.BytesIO()
-    photograph().save(data, kind)
-    return data.getvalue()
 
 
 def zipped(**entries):

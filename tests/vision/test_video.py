@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from mmspec.vision.video import MAX_FRAMES, kind_of, load_video
 
 TICK = Fraction(1, 1000)
 SIDE = 64
+needs_decord = pytest.mark.skipif(find_spec("decord") is None, reason="decord is an optional dependency")
 
 
 def paint(number, width=SIDE, height=SIDE):
@@ -48,6 +50,10 @@ def number_of(image):
         for column in range(4)
         if page[row * rows + rows // 2, column * columns + columns // 2] > 127
     )
+
+
+def numbers(video):
+    return [number_of(frame) for frame in video.frames]
 
 
 def encode(
@@ -136,23 +142,24 @@ def test_samples_the_displayed_frame(tmp_path, suffix, codec, options):
     path = encode(tmp_path / f"a.{suffix}", stamps, codec=codec, options=options)
     for count in (1, 3, 25, 50, 120):
         video, expected = load_video(path, frames=count), on_screen(stamps, 5000, count)
-        assert [number_of(frame) for frame in video.frames] == expected
+        assert numbers(video) == expected
         assert video.times == pytest.approx([stamps[i] / 1000 for i in expected], abs=1e-3)
         assert video.duration == pytest.approx(5.0, abs=1e-3)
 
 
-@pytest.mark.parametrize(("suffix", "backend"), [("mp4", "pyav"), ("mkv", "pyav"), ("mp4", "decord")])
+@pytest.mark.parametrize(
+    ("suffix", "backend"),
+    [("mp4", "pyav"), ("mkv", "pyav"), pytest.param("mp4", "decord", marks=needs_decord)],
+)
 @pytest.mark.parametrize("tail", [2, 3, 5])
 def test_packet_durations_out_of_order(tmp_path, suffix, tail, backend):
     """With B-frames, an MP4's packets last until the next one is decoded: over a pause in which another is shown."""
-    if backend == "decord":
-        pytest.importorskip("decord", reason="an optional dependency")
     stamps = [*even(20), *even(tail, start=22_000)]
     path = encode(tmp_path / f"a.{suffix}", stamps, options={"preset": "ultrafast", "bf": "3"})
     video = load_video(path, frames=8, backend=backend)
     assert video.duration == pytest.approx(stamps[-1] / 1000, abs=0.15)
     expected = on_screen(stamps, round(video.duration * 1000), 8)
-    assert [number_of(frame) for frame in video.frames] == expected
+    assert numbers(video) == expected
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -190,7 +197,7 @@ def test_all_frames_equal_transformers_reading(tmp_path, kind):
 def test_first_timestamp_not_zero(tmp_path, suffix, start):
     stamps = even(30, start=start)
     video = load_video(encode(tmp_path / f"a.{suffix}", stamps, options=BFRAMES), frames=10)
-    assert [number_of(frame) for frame in video.frames] == on_screen(stamps, stamps[-1] + 100, 10)
+    assert numbers(video) == on_screen(stamps, stamps[-1] + 100, 10)
     assert video.times[0] == pytest.approx(0.1)
     assert video.duration == pytest.approx(3.0)
 
@@ -199,7 +206,7 @@ def test_edit_list_cuts_the_start(tmp_path):
     mux = {"use_editlist": "1", "avoid_negative_ts": "disabled"}
     path = encode(tmp_path / "a.mp4", even(40, start=-1500), mux=mux)
     video = load_video(path, frames=25)
-    assert [number_of(frame) for frame in video.frames] == list(range(15, 40))
+    assert numbers(video) == list(range(15, 40))
     assert video.duration == pytest.approx(2.5)
 
 
@@ -212,7 +219,7 @@ def test_edit_list_cuts_the_end(tmp_path):
     path.write_bytes(data)
     video = load_video(path, frames=30)
     assert video.duration == pytest.approx(3.0)
-    assert [number_of(frame) for frame in video.frames] == list(range(30))
+    assert numbers(video) == list(range(30))
 
 
 @pytest.fixture
@@ -236,7 +243,7 @@ def test_seeking_equals_decoding_from_the_start(tmp_path, monkeypatch, decoded, 
     path = encode(tmp_path / f"long.{suffix}", stamps, options=options, gop=15, size=(32, 48))
     sought = load_video(path, frames=9)
     assert len(decoded) < 300
-    assert [number_of(frame) for frame in sought.frames] == on_screen(stamps, 24000, 9)
+    assert numbers(sought) == on_screen(stamps, 24000, 9)
     monkeypatch.setattr(video_readers, "SEEKABLE", ("no such demuxer",))
     assert load_video(path, frames=9).times == sought.times
     assert len(decoded) > 550
@@ -246,7 +253,7 @@ def test_long_last_keyframe_interval_is_decoded_once(tmp_path, decoded):
     """A seek within it would go back to its keyframe, which is decoded already."""
     options = {"preset": "ultrafast", "x264-params": "keyint=1000:scenecut=0"}
     path = encode(tmp_path / "a.mp4", even(200), options=options, gop=1000)
-    assert [number_of(frame) for frame in load_video(path, frames=10).frames] == list(range(10, 200, 20))
+    assert numbers(load_video(path, frames=10)) == list(range(10, 200, 20))
     assert len(decoded) <= 201
 
 
@@ -255,7 +262,7 @@ def test_seek_to_a_false_keyframe(tmp_path):
     data = path.read_bytes()
     assert data.count(b"stss") == 1
     path.write_bytes(data.replace(b"stss", b"free"))  # an MP4 without a list of keyframes declares all frames keyframes
-    assert [number_of(frame) for frame in load_video(path, frames=7).frames] == on_screen(even(120), 12000, 7)
+    assert numbers(load_video(path, frames=7)) == on_screen(even(120), 12000, 7)
 
 
 def test_seek_that_lands_too_late_goes_further_back(tmp_path, monkeypatch):
@@ -283,12 +290,12 @@ def test_seek_that_lands_too_late_goes_further_back(tmp_path, monkeypatch):
 
     monkeypatch.setattr(video_readers._FrameReader, "_restart", restarted)
     video = load_video(path, frames=5)
-    assert [number_of(frame) for frame in video.frames] == on_screen(stamps, 12000, 5)
+    assert numbers(video) == on_screen(stamps, 12000, 5)
 
 
 def test_raw_stream_without_times_or_duration(tmp_path):
     video = load_video(encode(tmp_path / "a.h264", even(30), options=BFRAMES), frames=6)
-    assert [number_of(frame) for frame in video.frames] == on_screen(even(30), 3000, 6)
+    assert numbers(video) == on_screen(even(30), 3000, 6)
 
 
 @pytest.mark.parametrize("suffix", ["gif", "png", "mp4"])
@@ -311,7 +318,7 @@ def test_a_last_frame_that_stands(tmp_path, suffix):
     assert kind_of(path) == "video"
     video = load_video(path, frames=6)
     assert video.duration == pytest.approx(1.2, abs=1e-3)
-    assert [number_of(frame) for frame in video.frames] == on_screen(even(4), 1200, 6) == [1, 3, 3, 3, 3, 3]
+    assert numbers(video) == on_screen(even(4), 1200, 6) == [1, 3, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("codec", ["libvpx-vp9", "libvpx", "ffv1"])
@@ -354,12 +361,10 @@ def test_display_matrix(tmp_path):
         assert np.array_equal(np.asarray(turned), np.asarray(plain.transpose(transposition)))
 
 
-@pytest.mark.parametrize("backend", ["pyav", "decord"])
+@pytest.mark.parametrize("backend", ["pyav", pytest.param("decord", marks=needs_decord)])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("aspect", "shown"), [((2, 1), (192, 64)), ((1, 2), (96, 128)), ((16, 15), (102, 64))])
 def test_pixels_that_are_not_square(tmp_path, aspect, shown, turned, backend):
-    if backend == "decord":
-        pytest.importorskip("decord", reason="an optional dependency")
     path = encode(tmp_path / "a.mp4", even(6), size=(96, 64), pixel_aspect=Fraction(*aspect))
     if turned:
         set_display_matrix(path, 0, ONE, -ONE, 0)
@@ -438,12 +443,12 @@ def test_number_of_frames(tmp_path):
     rates = [(None, None, 8), (None, 1.0, 5), (None, 2.5, 12), (None, 0.01, 1), (3, 10.0, 3), (100, 2.0, 10)]
     for frames, fps, count in [*rates, (4, None, 4)]:
         video = load_video(path, frames=frames, fps=fps)
-        assert [number_of(frame) for frame in video.frames] == on_screen(even(50), 5000, count)
+        assert numbers(video) == on_screen(even(50), 5000, count)
 
 
 def test_short_videos_repeat_frames(tmp_path):
     video = load_video(encode(tmp_path / "a.mp4", [0, 1000]), frames=6)
-    assert [number_of(frame) for frame in video.frames] == [0, 0, 0, 1, 1, 1]
+    assert numbers(video) == [0, 0, 0, 1, 1, 1]
     one = load_video(encode(tmp_path / "b.mp4", [0]), frames=3)
     assert one.times == [0.0, 0.0, 0.0]
 
@@ -454,7 +459,7 @@ def test_memory_does_not_grow_with_length(tmp_path, decoded):
     before = psutil.Process().memory_info().rss
     video = load_video(path, frames=4)
     grown = psutil.Process().memory_info().rss - before
-    assert [number_of(frame) for frame in video.frames] == on_screen(even(3000, step=33), 99000, 4)
+    assert numbers(video) == on_screen(even(3000, step=33), 99000, 4)
     assert len(decoded) > 2600
     assert grown < 12 << 20  # 3000 decoded frames would be 18 MiB as YUV and 37 MiB as RGB
 
@@ -479,7 +484,7 @@ def test_truncated(tmp_path, suffix, mux):
         assert message == f"{cut} is cut short: frames are of the first {video.duration:.2f} s of 5.00 s"
         there = round(10 * video.duration)
         assert 30 <= there < 45
-        assert [number_of(frame) for frame in video.frames] == on_screen(even(there), 100 * there, 6)
+        assert numbers(video) == on_screen(even(there), 100 * there, 6)
 
 
 @pytest.mark.parametrize(("suffix", "filler"), [("mp4", 255), ("mkv", 0)])
@@ -540,7 +545,7 @@ def test_options_out_of_range(tmp_path):
     assert_user_error(path, "backend must be one of pyav, decord: received 'cv2'", backend="cv2")
 
 
-@pytest.mark.parametrize("backend", ["pyav", "decord"])
+@pytest.mark.parametrize("backend", ["pyav", pytest.param("decord", marks=needs_decord)])
 def test_max_duration(tmp_path, backend):
     path = encode(tmp_path / "a.mp4", even(50))
     duration = load_video(path, frames=1).duration
@@ -564,7 +569,7 @@ def test_bytes_and_file_objects(tmp_path):
         tmp_path / "a.avi", even(50), codec="rawvideo", options={"threads": "1"}, tick=Fraction(1, 10)
     )  # larger than any read-ahead buffer
     with large.open("rb") as file:
-        assert [number_of(frame) for frame in load_video(file, frames=5).frames] == [5, 15, 25, 35, 45]
+        assert numbers(load_video(file, frames=5)) == [5, 15, 25, 35, 45]
 
 
 def test_metadata_that_is_not_utf8(tmp_path):
@@ -580,30 +585,30 @@ def test_file_name_is_not_read_as_a_protocol(tmp_path, monkeypatch):
     assert load_video("concat:a|b", frames=2).times == pytest.approx([0.5, 1.5])
 
 
+@needs_decord
 @pytest.mark.parametrize("frames", [11, 20])
 def test_decord_equals_pyav(tmp_path, frames):
     """It rounds times to float32: with 20, of the starts of frames, 0.1 becomes 0.1000000015 > 0.1."""
-    pytest.importorskip("decord", reason="an optional dependency")
     path = encode(tmp_path / "a.mp4", even(40), options=BFRAMES)
     ours, theirs = load_video(path, frames=frames), load_video(path, frames=frames, backend="decord")
-    assert [number_of(f) for f in theirs.frames] == [number_of(f) for f in ours.frames]
+    assert numbers(theirs) == numbers(ours)
     assert theirs.times == pytest.approx(ours.times, abs=1e-4)
     assert theirs.duration == pytest.approx(ours.duration, abs=1e-4)
 
 
+@needs_decord
 @pytest.mark.parametrize(("suffix", "codec"), [("vob", "mpeg2video"), ("avi", "mpeg4")])
 def test_decord_refuses_packets_without_timestamps(tmp_path, suffix, codec):
-    pytest.importorskip("decord", reason="an optional dependency")
     options = {"bf": "2"} if codec == "mpeg4" else {}
     path = encode(tmp_path / f"a.{suffix}", even(50, step=40), codec=codec, options=options, tick=Fraction(1, 25))
-    assert [number_of(frame) for frame in load_video(path, frames=5).frames] == [5, 15, 25, 35, 45]
+    assert numbers(load_video(path, frames=5)) == [5, 15, 25, 35, 45]
     assert_user_error(
         path, "expected a video with timestamps for decord, received one without; use backend pyav", backend="decord"
     )
 
 
+@needs_decord
 def test_decord_refuses_frames_that_it_misreads(tmp_path):
-    pytest.importorskip("decord", reason="an optional dependency")
     path = encode(tmp_path / "a.mp4", even(6), size=(48, 96))
     assert load_video(path, frames=6).frames[5].size == (48, 96)
     assert_user_error(path, "width decord can read, received 48 pixels; use backend pyav", backend="decord")

@@ -78,10 +78,7 @@ def caption(
     if not piped and os.path.isdir(file):
         if out is None:
             raise UserError(f"{file} is a folder: expected --out FILE for its captions, received none")
-        settings = _folder_settings(file, prompt, video, options)
-        if engine == "ray":
-            import_ray()  # fails early when ray is missing
-        if _caption_folder(settings, out, batch_size, engine, workers):
+        if _caption_folder(file, prompt, video, options, out, batch_size, engine, workers):
             click.get_current_context().exit(EXIT_SKIPPED)
         return
     if out is not None or engine != "local":
@@ -102,9 +99,22 @@ def caption(
     answer({"prompt": PROMPTS[kind] if prompt is None else prompt, key: [media]}, options, sample)
 
 
-def _folder_settings(folder: str, prompt: str | None, video: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Settings of ``Captioner`` from the command line's options."""
-    from mmspec.cli.session import generation_keywords
+def _caption_folder(
+    folder: str,
+    prompt: str | None,
+    video: dict[str, Any],
+    options: dict[str, Any],
+    out: Path,
+    batch_size: int,
+    engine: str,
+    workers: int,
+) -> int:
+    """Caption a folder with a progress bar; returns the number of skipped files."""
+    from rich.console import Console
+
+    from mmspec.cli.session import generation_keywords, show_limits
+    from mmspec.progress import show_progress
+    from mmspec.vision.embedded import samples
 
     if options["compare"] or options["as_json"]:
         raise UserError("--compare and --json require a single file: a folder's captions are JSON lines already")
@@ -112,31 +122,18 @@ def _folder_settings(folder: str, prompt: str | None, video: dict[str, Any], opt
         from mmspec.vision.video_readers import import_decord
 
         import_decord()  # fails early when decord is missing
-    keywords = generation_keywords(options)
-    return {
-        "folder": str(Path(folder).resolve()),
-        "prompt": prompt,
-        "video": video,
-        "loading": {name: options[name] for name in LOADING},
-        "keywords": keywords,
-    }
-
-
-def _caption_folder(settings: dict[str, Any], out: Path, batch_size: int, engine: str, workers: int) -> int:
-    """Caption a folder with a progress bar; returns the number of skipped files."""
-    from rich.console import Console
-
-    from mmspec.cli.session import show_limits
-    from mmspec.progress import show_progress
-    from mmspec.vision.embedded import samples
-
+    path, keywords = Path(folder).resolve(), generation_keywords(options)
+    loading = {name: options[name] for name in LOADING}
+    settings = {"folder": str(path), "prompt": prompt, "video": video, "loading": loading, "keywords": keywords}
+    if engine == "ray":
+        import_ray()  # fails early when ray is missing
     console = Console(stderr=True)
 
     def note(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    if Path(settings["folder"]) != samples().resolve():
-        show_limits(console, settings["loading"]["model"])
+    if path != samples().resolve():
+        show_limits(console, options["model"])
     with alone(out.with_name(f".{out.name}.lock"), out), show_progress(console, "captioning") as show:
 
         def show_batch(done: int, files: int, skipped: Any) -> None:
