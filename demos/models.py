@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,7 @@ from mmspec.drafters.union import per_sequence
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import MODELS
+from mmspec.serving.errors import APIError
 from mmspec.targets.gguf import file_in
 
 T = TypeVar("T")
@@ -44,13 +46,19 @@ class QueuePlace(Future[None]):
 
 
 class RequestQueue:
-    """FIFO queue of requests, which may run together or alone. Thread-safe.
+    """FIFO queue of requests, which may run together or alone, and of the API's choices; see
+    ``mmspec.serving.runner.Admission``. Thread-safe.
 
     Requests after an exclusive request start when the exclusive request has ended.
+
+    Attributes:
+        waiting: number of waiting choices.
     """
 
     def __init__(self) -> None:
         self._places: list[QueuePlace] = []  # running or waiting
+        self._choices: list[QueuePlace] = []  # of the API, running
+        self.waiting = 0
         self._lock = RLock()  # re-entrant: garbage collection may end a request in any thread
 
     def join(self, count: int = 1, *, alone: bool = False) -> list[QueuePlace]:
@@ -90,6 +98,35 @@ class RequestQueue:
             yield from work
         finally:
             self.leave(joined)
+
+    @property
+    def running(self) -> int:
+        """Number of running choices."""
+        return len(self._choices)
+
+    async def acquire(self, count: int) -> None:
+        """Wait until ``count`` choices may start.
+
+        Raises:
+            APIError: status 429, the queue is full.
+        """
+        try:
+            joined = self.join(count)
+        except UserError as error:
+            raise APIError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"}) from None
+        self.waiting += count
+        try:
+            await asyncio.gather(*map(asyncio.wrap_future, joined))
+        except asyncio.CancelledError:
+            self.leave(joined)
+            raise
+        finally:
+            self.waiting -= count
+        self._choices += joined
+
+    def release(self, count: int = 1) -> None:
+        """Remove ended choices. Running choices are interchangeable."""
+        self.leave([self._choices.pop() for _ in range(count)])
 
 
 class LRU(Generic[T]):

@@ -40,7 +40,6 @@ class StreamedAnswer:
         limit: maximum number of tokens.
         steps: the verified draft trees so far.
         pass_ends: ``seconds`` at the end of the prefill and of every pass so far.
-        ahead: number of requests before this one; None once it runs.
         stats, finish_reason: set when the answer is complete.
     """
 
@@ -53,7 +52,6 @@ class StreamedAnswer:
     seconds: float = 0.0
     limit: int = 1
     pass_ends: list[float] = field(default_factory=list)
-    ahead: int | None = None
     stats: Stats | None = None
     finish_reason: FinishReason | None = None
 
@@ -162,10 +160,11 @@ def _rounded(value: Any) -> Any:
 
 @dataclass
 class Race:
-    """Answers of several methods to one request. The comparison is set when the first run is complete.
+    """Answers of one or several methods to one request. The comparison is set when the first run is complete.
 
     Attributes:
-        lanes: an answer per method, of the first run, later of the run with median time.
+        lanes: an answer per method, of the first run, later of the run with median time; none or empty ones in the
+            queue.
         equal, difference: whether the tokens of all lanes are equal, and their first difference.
         ahead: number of requests ahead in the queue; None while running.
         runs: number of complete runs to choose the lanes from.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import secrets
 import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 from unittest import mock
 from urllib.request import getproxies
@@ -30,13 +29,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mmspec.adaptation import AdaptOptions
 from mmspec.demos.catalog import Catalog
 from mmspec.demos.chat_request import MAX_UPLOAD_MIB
-from mmspec.demos.models import RUNNING, WAITING, ModelCache, QueuePlace, RequestQueue
+from mmspec.demos.models import RUNNING, WAITING, ModelCache
 from mmspec.demos.page import build
 from mmspec.demos.service import Service
-from mmspec.demos.storage import UploadFolder, running, temporary_folder
+from mmspec.demos.storage import UploadFolder, temporary_folder
 from mmspec.errors import UserError
 from mmspec.progress import show_steps
-from mmspec.serving.errors import APIError
 from mmspec.serving.limits import Limits, host_names
 from mmspec.serving.middleware import PROBES
 
@@ -121,47 +119,6 @@ class RequestFilter:
                 self.uploads.release(size)
 
 
-class SharedSlots:
-    """Queues the API's choices together with the page's requests; see ``mmspec.serving.runner.Admission``.
-
-    Attributes:
-        waiting: number of waiting choices.
-    """
-
-    def __init__(self, turns: RequestQueue) -> None:
-        self._turns = turns
-        self._running: list[QueuePlace] = []
-        self.waiting = 0
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
-
-    async def acquire(self, count: int) -> None:
-        """Wait until ``count`` choices may start.
-
-        Raises:
-            APIError: status 429, the queue is full.
-        """
-        try:
-            joined = self._turns.join(count)
-        except UserError as error:
-            raise APIError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"}) from None
-        self.waiting += count
-        try:
-            await asyncio.gather(*map(asyncio.wrap_future, joined))
-        except asyncio.CancelledError:
-            self._turns.leave(joined)
-            raise
-        finally:
-            self.waiting -= count
-        self._running += joined
-
-    def release(self, count: int = 1) -> None:
-        """Release the turns of ended choices. Running turns are interchangeable."""
-        self._turns.leave([self._running.pop() for _ in range(count)])
-
-
 def make_api(
     models: ModelCache,
     model: str,
@@ -170,14 +127,11 @@ def make_api(
     key: str | None = None,
     adapt: AdaptOptions | None = None,
 ) -> FastAPI:
-    """Create the application of OpenAI's API; see ``mmspec.serving.app.create_app``.
+    """The application of OpenAI's API, whose model and drafter stay loaded; see ``mmspec.serving.app.create_app``.
 
     Args:
-        model, drafter: model and drafter of the pipeline, which stays loaded.
         host: listening address; None accepts every name in the Host header.
-        key: required API key; None requires none.
-        adapt: options of a drafter that learns from requests, on a pipeline separate from the page's; None disables
-            learning.
+        adapt: options of a drafter that learns from requests, on a pipeline separate from the page's.
 
     Raises:
         UserError: the model or drafter cannot be loaded.
@@ -189,7 +143,7 @@ def make_api(
         Limits(max_running=RUNNING, max_waiting=WAITING),
         api_key=key,
         hosts=None if host is None else host_names(host),
-        slots=SharedSlots(models.turns),
+        slots=models.turns,
     )
 
 
@@ -307,19 +261,26 @@ def run_server(
             **{"share": False, **launch},
         )
 
-        def clean(ended: Event) -> None:
+        ended = Event()
+
+        def clean() -> None:
             interval, age = cleanup
             while not ended.wait(interval):
                 uploads.remove_unused(age)
 
-        def race(ended: Event) -> None:
+        def race() -> None:
             with suppress(UserError), closing(service.opening(first.opening_request())) as races:  # type: ignore[type-var]
                 next((True for _ in races if ended.is_set()), None)
 
+        threads = [Thread(target=work, daemon=True) for work in (clean, *[race] * opened)]
+        for thread in threads:
+            thread.start()
         try:
-            with running(clean), running(race, _GRACE) if opened else nullcontext():
-                yield demo
+            yield demo
         finally:
+            ended.set()
+            for thread in threads:
+                thread.join(_GRACE)
             uploads.remove_unused(age=0)  # first: closing waits for open pages and running requests
             _close(demo)
 

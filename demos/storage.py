@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
-from threading import Event, Lock, Thread
+from threading import Lock
 from time import time
 from typing import Any
 
 import av
+from filelock import BaseFileLock, FileLock
 from PIL import Image
 
 from mmspec.demos.chat_request import MAX_VIDEO_SECONDS, Kind, decoder
@@ -23,20 +22,6 @@ from mmspec.files import atomic
 _PREFIX = "mmspec-demo-"
 _IN_USE_SECONDS = 300  # seconds after its last use before an upload may be evicted: its request may be queued
 _MIN_COUNTED_BYTES = 1 << 16  # minimum bytes counted per file, to limit the number of files
-
-
-@contextmanager
-def running(work: Callable[[Event], None], patience: float | None = None) -> Iterator[None]:
-    """Run ``work`` in a daemon thread for the duration of the block, whose end sets the event that ``work`` is called
-    with. ``patience`` limits the wait for the thread, in seconds."""
-    ended = Event()
-    thread = Thread(target=work, args=(ended,), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(patience)
 
 
 class UploadFolder:
@@ -114,38 +99,29 @@ def temporary_folder(port: int = 0) -> Iterator[Path]:
     """
     parent = Path(gettempdir())
     for stale in parent.glob(f"{_PREFIX}*"):
-        if (lock := _try_lock(stale)) is not None:
+        if not stale.is_symlink() and (lock := _lock(stale)) is not None:
             shutil.rmtree(stale, ignore_errors=True)
-            os.close(lock)
-    folder, lock = parent / f"{_PREFIX}{port}", None
-    while lock is None:  # another server removes the folder if it is not locked yet
+            lock.release()
+    folder, held = parent / f"{_PREFIX}{port}", None
+    while held is None:  # another server removes the folder if it is not locked yet
         try:
             folder.mkdir(0o700)
         except FileExistsError:
             folder = Path(mkdtemp(prefix=_PREFIX, dir=parent))
-        lock = _try_lock(folder)
+        held = _lock(folder)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        held.release()
 
 
-def _try_lock(folder: Path) -> int | None:
-    """Lock a folder of this user; returns the file descriptor, or None if it is locked, missing or another user's.
-
-    The folder itself is locked, without a lock file: the system releases the lock when the process exits.
-    """
+def _lock(folder: Path) -> BaseFileLock | None:
+    """Lock a folder; returns None if it is locked, missing or another user's."""
+    lock = FileLock(folder / "lock", timeout=0)
     with suppress(OSError):
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another server may have removed the folder before it was locked.
-            if os.fstat(lock).st_uid == os.geteuid() and os.path.samestat(os.fstat(lock), os.stat(folder)):
-                return lock
-        except OSError:
-            pass
-        os.close(lock)
+        lock.acquire()
+        return lock
     return None
 
 

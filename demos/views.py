@@ -109,7 +109,7 @@ def result_html(
     race: Race | None = None,
     *,
     note: str = "",
-    limits: str = "",
+    limits: str | None = None,
     stopped: bool = False,
     recorded: dict[str, Any] | None = None,
 ) -> str:
@@ -119,7 +119,7 @@ def result_html(
         prompt: the latest prompt, or empty.
         race: lanes so far (a single answer has one lane); None before the first token.
         note: a message below.
-        limits: note on inputs that the model was not trained for.
+        limits: note on inputs that the model was not trained for, or None.
         recorded: recording for the replay.
     """
     lanes = race.lanes if race is not None and prompt and race.ahead is None else []
@@ -140,7 +140,9 @@ def result_html(
             "waiting": "Stopped." if stopped else _spoken(race, timing),
         }
     data = json.dumps(recorded, ensure_ascii=False, separators=(",", ":")) if recorded and lanes else ""
-    view |= {"note": _sentence(note), "limits": limits, "said": _sentence(note) or view["waiting"]}
+    replayed = sorted(recorded["lanes"], key=lambda lane: lane["seconds"]) if recorded else []
+    view |= {"drafted": [lane for lane in replayed if lane["trees"]], "limits": limits}
+    view |= {"note": _sentence(note), "said": _sentence(note) or view["waiting"]}
     return _render("result", turns=turns, prompt=prompt, race=race, stopped=stopped, recording=data, **view)
 
 

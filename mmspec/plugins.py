@@ -43,7 +43,7 @@ _log = logging.getLogger("mmspec.load")
 BUILTIN = {
     "targets": {
         "text": "mmspec.targets.transformers_target:TransformersTarget",
-        "vision": "mmspec.vision.targets:VisionTarget",
+        "vision": "mmspec.vision.processor:VisionTarget",
     },
     "layers": {
         "gated-deltanet": "mmspec.ssm.layers:GatedDeltaNetLayers",

@@ -128,19 +128,6 @@ def _long(shape: tuple[int, ...]) -> list[int]:
     return [size for size in shape if size > 1]
 
 
-def _only(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _joined(*tensors: Tensor) -> Tensor:
-    return torch.cat(tensors)
-
-
-def _of_frames(*tensors: Tensor) -> Tensor:
-    """Stack per-frame convolutions to a convolution over two frames."""
-    return torch.stack(tensors, 2)
-
-
 def _order(name: str) -> tuple[int, str]:
     """Sort key: queries, keys and values in this order; otherwise, names without a number first."""
     return next((place for place, part in enumerate(("attn_q", "attn_k", "attn_v")) if part in name), 3), name
@@ -182,6 +169,7 @@ class _Family(ABC):
         placed: image token and surrounding text, for text-only templates.
         language_model: name of the language model in the model.
         gelu: activation that llama.cpp calls "gelu".
+        scale: patches per side that are merged into one token, if the file does not say.
         changes: tensor conversions by suffix of the name in the model; by default, a single tensor is used unchanged.
         unused: weights that do not affect outputs and are not in the file.
     """
@@ -196,6 +184,7 @@ class _Family(ABC):
     placed: ClassVar[str] = "{}"
     language_model: ClassVar[str] = "language_model"
     gelu: ClassVar[str] = "gelu"
+    scale: ClassVar[int] = 2
     changes: ClassVar[Mapping[str, Callable[..., Tensor]]] = {}
     unused: ClassVar[tuple[str, ...]] = ()
 
@@ -266,7 +255,7 @@ class _Family(ABC):
             parts[self._name(name)][name] = tensor
         found: dict[str, Any] = {name: torch.zeros(shapes[name], dtype=torch.float32) for name in self.unused}
         for name, tensors in parts.items():
-            change = next((one for end, one in self.changes.items() if name.endswith(end)), _only)
+            change = next((one for end, one in self.changes.items() if name.endswith(end)), lambda tensor: tensor)
             ordered = [tensors[key] for key in sorted(tensors, key=_order)]
             found[name] = _Weight(ordered, change, shapes.get(name))
         return found
@@ -300,9 +289,9 @@ class _Family(ABC):
         """Intermediate size of an MLP, from its weight; metadata of Qwen-VL have a different number or 0."""
         return prod(self._file.tensors["v.blk.0.ffn_up.weight"].shape) // int(self._get("embedding_length"))
 
-    def _scale(self, default: int = 2) -> int:
+    def _scale(self) -> int:
         """Number of patches per side that are merged into one token."""
-        return int(self._get("projector.scale_factor", default))
+        return int(self._get("projector.scale_factor", self.scale))
 
     def _length(self) -> int:
         """Number of tokens per image or tile."""
@@ -451,6 +440,7 @@ class _Gemma3(_Clip):
     }
     output = ("mm.input_projection.weight", 1)
     image = ("<start_of_image>",)
+    scale = 4
     template = (
         "{{ bos_token }}{% for message in messages %}<start_of_turn>"
         "{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n{{ message['content'] }}<end_of_turn>\n"
@@ -475,9 +465,6 @@ class _Gemma3(_Clip):
         names = {f"{name}_token": self._text(*tokens) for name, tokens in self._names.items()}
         tokenizer = read(extra_special_tokens=names)
         return transformers.Gemma3Processor(images, tokenizer, image_seq_length=self._length())
-
-    def _scale(self, default: int = 4) -> int:
-        return super()._scale(default)
 
 
 class _ImagesAlone:
@@ -565,9 +552,9 @@ class _Qwen2VL(_Family):
     image = ("<|image_pad|>",)
     placed = "<|vision_start|>{}<|vision_end|>"
     changes: ClassVar[Mapping[str, Callable[..., Tensor]]] = {
-        "attn.qkv.weight": _joined,
-        "attn.qkv.bias": _joined,
-        "patch_embed.proj.weight": _of_frames,
+        "attn.qkv.weight": lambda *tensors: torch.cat(tensors),
+        "attn.qkv.bias": lambda *tensors: torch.cat(tensors),
+        "patch_embed.proj.weight": lambda *frames: torch.stack(frames, 2),  # to a convolution over two frames
     }
     _processor: ClassVar[Any] = transformers.Qwen2VLProcessor
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
@@ -114,10 +115,10 @@ class MediaSource:
             self.stream.seek(0)
             yield self.stream
 
-    @property
+    @cached_property
     def description(self) -> str:
-        """The format according to the first bytes."""
-        return describe(self.head)
+        """The format according to the first bytes, with an article: "a PNG image", "text"."""
+        return _describe(self.head)
 
     @property
     def is_neither(self) -> bool:
@@ -137,8 +138,7 @@ def printable(name: object) -> str:
     return text if len(text) <= _MAX_NAME else f"{text[: _MAX_NAME // 2]}...{text[-_MAX_NAME // 2 :]}"
 
 
-def describe(head: bytes) -> str:
-    """Identify a format by a file's first bytes; returns it with an article: "a PNG image", "text"."""
+def _describe(head: bytes) -> str:
     if head[:4] == b"RIFF":
         return _RIFF.get(head[8:12], "a RIFF file")
     if head[:4] == b"FORM" and head[8:11] == b"AIF":
@@ -163,7 +163,9 @@ def describe(head: bytes) -> str:
         return what
     if head[257:262] == b"ustar":
         return "a tar archive"
-    if _is_text(head):
+    # UTF-16 with a BOM, or UTF-8 or mostly ASCII without control characters.
+    characters = head.decode(errors="ignore") if _CONTROL.isdisjoint(head) else ""
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or 2 * len(characters.encode()) > len(head):
         return "text"
     if b"%PDF-" in head[:1024]:  # readers accept bytes before the header
         return "a PDF document"
@@ -241,11 +243,3 @@ def _resolve_stream(source: object, expected: str, name: str | None) -> tuple[Bi
         if isinstance(error, UserError):
             raise
         raise UserError(f"{label}: expected {expected}, received a file object that cannot be read ({error})") from None
-
-
-def _is_text(head: bytes) -> bool:
-    """Whether the bytes may be text: UTF-16 with a BOM, or UTF-8 or mostly ASCII without control characters."""
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return True
-    characters = head.decode(errors="ignore") if _CONTROL.isdisjoint(head) else ""
-    return 2 * len(characters.encode()) > len(head)

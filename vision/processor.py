@@ -1,4 +1,4 @@
-"""Processors of vision-language models: chat messages, images and videos to token ids and pixel values."""
+"""Vision-language models as targets, and their processors: chat messages, images and videos to token ids and pixels."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
-from transformers import AutoProcessor
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText, AutoProcessor
 
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError
 from mmspec.targets.processor import Processor, is_token_ids, render
+from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.validation import check
 from mmspec.vision.decoding import MediaDecoder
 from mmspec.vision.images import load_image
@@ -68,7 +70,10 @@ class VisionProcessor(Processor):
             raise UserError(f"unknown option for a vision model: got {', '.join(unknown)}")
         check("frames", Frames, frames)  # even if there is no video
         check("fps", FPS, fps)
-        if _are_token_ids(requests):
+        of_ids = {is_token_ids(request["prompt"]) for request in requests}
+        if of_ids == {True, False}:
+            raise UserError("prompts of token ids cannot be encoded together with others")
+        if True in of_ids:
             return super().encode(requests)
         options: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}
         texts: list[str] = []
@@ -81,7 +86,9 @@ class VisionProcessor(Processor):
             if not messages:
                 raise UserError("the prompt must not be empty")
             if not chat_template:
-                texts.append(self._user_text.mark(_plain_text(messages, pictures, clips)))
+                if not isinstance(messages, str) or pictures or clips:
+                    raise UserError("chat messages, images and videos need a chat template: got chat_template=False")
+                texts.append(self._user_text.mark(messages))
                 images.append([])
                 continue
             if isinstance(messages, str):
@@ -234,19 +241,6 @@ def _pad_token(tokenizer: Any) -> Iterator[None]:
             tokenizer.pad_token = None
 
 
-def _plain_text(prompt: Any, pictures: Sequence[Any], clips: Sequence[Any]) -> str:
-    if isinstance(prompt, str) and not pictures and not clips:
-        return prompt
-    raise UserError("chat messages, images and videos need a chat template: got chat_template=False")
-
-
-def _are_token_ids(requests: Sequence[Mapping[str, Any]]) -> bool:
-    found = [is_token_ids(request["prompt"]) for request in requests]
-    if any(found) and not all(found):
-        raise UserError("prompts of token ids cannot be encoded together with others")
-    return any(found)
-
-
 def _listed(sources: Any) -> Iterable[Any]:
     """Sources as a list; wraps a single source."""
     if sources is None:
@@ -266,3 +260,19 @@ def _take(item: Mapping[str, Any], kind: str, queue: list[Any], read: Any) -> An
     if not queue:
         raise UserError(f"every {kind} item of the messages needs a {kind}: fewer were given")
     return queue.pop(0)
+
+
+class VisionTarget(TransformersTarget):
+    """Any decoder-only image-text-to-text model of transformers, unmodified."""
+
+    auto_class = AutoModelForImageTextToText
+    processor_class = VisionProcessor
+
+    @classmethod
+    def supports(cls, config: Any) -> bool:
+        return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    def visual(self, prompt: Prompt) -> Tensor:
+        config, ids = self.model.config, prompt.input_ids
+        marks = [getattr(config, name, None) for name in ("image_token_id", "video_token_id")]
+        return torch.isin(ids, ids.new_tensor([mark for mark in marks if mark is not None]))

@@ -183,22 +183,15 @@ def fit_projection(network: MSDNetwork, batches: Iterable[Features], ridge: floa
 
 def _network_config(options: MSDOptions, target: Any, start: MSD | None, tokens: int) -> MSDConfig:
     fields = part(options, MSDConfig.__dataclass_fields__)
-    fields |= _latents(options, target)
+    if isinstance(options, FlashOptions):
+        # LLaVA's configurations contain the number of tokens per image; in other families it varies.
+        span = options.span or getattr(target.model_config, "image_seq_length", None) or _DEFAULT_SPAN
+        latents = max(1, round(span / options.ratio)) if options.latents is None else options.latents
+        latents = 0 if options.hide_visual else latents
+        fields |= {"latents": latents, "span": span if latents else 0}
     rank = fields.get("rank", start.network.config.rank if start else 0)
     fields |= {"rank": rank, "head": tokens if rank else 0}
     return replace(start.network.config, **fields) if start else MSDConfig.like(target.config, **fields)
-
-
-def _latents(options: MSDOptions, target: Any) -> dict[str, int]:
-    """Values of ``MSDConfig.latents`` and ``span`` for commands with ``--ratio``."""
-    if not isinstance(options, FlashOptions):
-        return {}
-    # LLaVA's configurations contain the number of tokens per image; in other families it varies.
-    span = options.span or getattr(target.model_config, "image_seq_length", None) or _DEFAULT_SPAN
-    latents = max(1, round(span / options.ratio)) if options.latents is None else options.latents
-    if options.hide_visual:
-        latents = 0
-    return {"latents": latents, "span": span if latents else 0}
 
 
 @options
@@ -311,11 +304,8 @@ def _entries(network: MSDNetwork, batch: Features, hidden: Tensor) -> _Entries:
 
 @dataclass(frozen=True)
 class _Chains:
-    """Predicts the states of a batch's chains and adds their losses.
-
-    Attributes:
-        glancing: share of wrong predictions to replace by the truth.
-    """
+    """Predicts the states of a batch's chains and adds their losses; ``glancing`` is the share of wrong predictions to
+    replace by the truth."""
 
     objective: HiddenStateObjective
     network: MSDNetwork
@@ -327,18 +317,15 @@ class _Chains:
     def predict(
         self, entry: Tensor, state: Tensor, carried: Tensor, valid: Tensor, number: int
     ) -> tuple[Tensor, Tensor]:
-        """Predict the states of all slots of a pass.
+        """Predict the states of all slots of pass ``number``, from 0.
 
         Args:
             entry: (batch, chains) int64, entry of each chain's first slot.
-            state: (batch, chains, hidden), states predicted in the first slot.
-            carried: (batch, chains, hidden), recurrent state between slots.
+            state, carried: (batch, chains, hidden), states predicted in the first slot, and recurrent between slots.
             valid: (batch, chains) bool, chains that are still within an answer.
-            number: index of the pass, from 0.
 
         Returns:
-            Input states of the next pass, (batch, chains, slots, hidden), and mask of chains that it can continue,
-            (batch, chains) bool.
+            Input states of the next pass, (batch, chains, slots, hidden), and mask of chains that it can continue.
         """
         network, wanted = self.network, self.entries.wanted
         slots, last = network.config.slots, wanted.shape[1] - 1
@@ -358,18 +345,13 @@ class _Chains:
     def _scored(
         self, state: Tensor, carried: Tensor, own: bool, entry: Tensor, valid: Tensor, depth: int, weight: float
     ) -> Tensor:
-        """Add the losses of predicted states.
+        """Add the losses of predicted states; returns the states to continue with, some replaced by glancing.
 
         Args:
-            state: (batch, chains, hidden), predictions; unused by slots with a separate output layer.
-            carried: (batch, chains, any), recurrent state between slots.
-            own: whether the slot has a separate output layer.
+            state, carried: see ``predict``; ``state`` is unused by slots with an output layer of their ``own``.
             entry: (batch, chains) int64, entries to predict.
             valid: (batch, chains) bool, predictions with a loss.
             depth: suffix of the metric names.
-
-        Returns:
-            States to continue with, (batch, chains, hidden): predictions, some replaced by glancing.
         """
         if not bool(valid.any()):
             return state

@@ -107,10 +107,9 @@ def load_video(
     # Imported here: FFmpeg is not needed for a `Video` made of frames in memory.
     if not _has_pyav():
         raise missing(f"{media.name}: reading a video", "av")
-    if backend == "decord":
-        from mmspec.vision.video_decord import sample_with_decord as sample
-    else:
-        from mmspec.vision.video_pyav import sample_with_pyav as sample
+    from mmspec.vision.video_readers import sample_with_decord, sample_with_pyav
+
+    sample = sample_with_decord if backend == "decord" else sample_with_pyav
     sampled, duration, rate = sample(media, choose_times)
     images, times = [image for _, image in sampled], [float(time) for time, _ in sampled]
     return Video(images, times, float(duration), media.name, float(rate))
@@ -129,7 +128,7 @@ def kind_of(source: object, *, name: str | None = None) -> Literal["image", "vid
     if kind is None:
         raise media.refusal("an image or a video")
     if kind == "video" and _has_pyav():
-        from mmspec.vision.video_pyav import open_video
+        from mmspec.vision.video_readers import open_video
 
         with ExitStack() as stack:
             open_video(media, stack, expected="an image or a video")

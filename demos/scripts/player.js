@@ -1,12 +1,8 @@
-/* Replay of recorded answers. Python renders the lanes with the pass of every token (data-pass) and the recording as JSON
-   (data-recording); the player adds the draft trees, and the buttons to share. */
+/* Replay of recorded answers. templates/result.html has the controls, the lanes with the pass of every token (data-pass) and
+   the recording as JSON (data-recording); the player adds the draft trees. */
 
-const SLOWER = [1, 3, 10, 30, 100, 300];
 const WATCH_SECONDS = 15; // of the default speed
 const CHECKED = 0.85; // share of a pass after which its verdict is shown
-
-const options = (names, chosen) =>
-  names.map(([value, name]) => `<option value="${value}"${value === chosen ? " selected" : ""}>${safe(name)}</option>`).join("");
 
 class Replay {
   constructor(section, { settings, lanes }) {
@@ -18,16 +14,9 @@ class Replay {
     this.longest = Math.max(...lanes.map((lane) => lane.emitted.reduce((sum, one) => sum + one, 0)), 1);
     this.drafted = lanes.filter((lane) => lane.trees.length).sort((one, other) => one.seconds - other.seconds);
     [this.lane] = this.drafted;
-    const off = (slower) => Math.abs(Math.log(slower * (this.total - this.start) / WATCH_SECONDS));
-    this.slower = SLOWER.reduce((best, one) => off(one) < off(best) ? one : best);
-    const speeds = SLOWER.map((one) => [one, one === 1 ? "real time" : `${one}x slower`]);
-    this.find(".mm-player").innerHTML = `<button type="button" class="mm-play" data-do="toggle"></button>
-      <select class="mm-slower" aria-label="Speed of the replay">${options(speeds, this.slower)}</select>
-      <input class="mm-scrub" type="range" min="0" max="1000" aria-label="Time of the replay"><span class="mm-clock"></span>`;
-    this.find(".mm-share").innerHTML = `<button type="button" data-do="copyAnswer">Copy answer</button>
-      <button type="button" data-do="copyLink">Copy link</button>
-      <button type="button" data-do="save">Save as file</button><span role="status"></span>`;
-    if (this.lane) this.addTree();
+    const off = ({ value }) => Math.abs(Math.log(value * (this.total - this.start) / WATCH_SECONDS));
+    this.speed = this.find(".mm-slower");
+    [...this.speed.options].reduce((best, one) => off(one) < off(best) ? one : best).selected = true;
     section.addEventListener("click", ({ target }) => {
       const action = target.closest("[data-do]"), span = target.closest("[data-pass]");
       if (action) this[action.dataset.do]();
@@ -37,7 +26,6 @@ class Replay {
       }
     });
     section.addEventListener("input", ({ target }) => {
-      if (target.matches(".mm-slower")) this.slower = +target.value;
       if (target.matches(".mm-scrub")) this.seek(this.total * target.value / 1000);
       if (target.matches(".mm-pass")) this.seek(this.lane.ends[target.value]);
       if (target.matches(".mm-pick")) {
@@ -52,16 +40,8 @@ class Replay {
     return this.section.querySelector(selector);
   }
 
-  addTree() {
-    const several = this.drafted.length > 1, names = this.drafted.map((lane, i) => [i, lane.label]);
-    const pick = several ? `<select class="mm-pick" aria-label="Lane of the draft tree">${options(names, 0)}</select>` : "";
-    this.find(".mm-tree-view").innerHTML = `<div class="mm-tree-head">
-      <h3 class="mm-part">Draft tree${several ? "" : ` of ${safe(this.lane.label)}`}</h3>${pick}
-      <input class="mm-pass" type="range" min="1" aria-label="Pass"><span class="mm-clock"></span></div>
-      <p class="mm-phase"></p><div class="mm-scroll" tabindex="0" role="region" aria-label="Draft tree"></div>
-      <details><summary>Table of probabilities</summary>
-      <div class="mm-wide" tabindex="0" role="region" aria-label="Probabilities"><table class="mm-table mm-probabilities"></table></div>
-      </details>`;
+  say(message) {
+    this.find(".mm-share [role=status]").textContent = message;
   }
 
   copyAnswer() {
@@ -79,7 +59,7 @@ class Replay {
     const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(file), download: "mmspec-race.json" });
     link.click();
     URL.revokeObjectURL(link.href);
-    this.find(".mm-share [role=status]").textContent = "Saved.";
+    this.say("Saved.");
   }
 
   async copy(text, message) {
@@ -92,7 +72,7 @@ class Replay {
       done = document.execCommand("copy");
       area.remove();
     }
-    this.find(".mm-share [role=status]").textContent = done ? message : "The browser refused to copy.";
+    this.say(done ? message : "The browser refused to copy.");
   }
 
   toggle() {
@@ -108,7 +88,7 @@ class Replay {
 
   frame(now) {
     if (!this.playing || !this.section.isConnected) return;
-    this.time = Math.min(this.time + (now - this.last) / 1000 / this.slower, this.total);
+    this.time = Math.min(this.time + (now - this.last) / 1000 / this.speed.value, this.total);
     this.last = now;
     if (this.time >= this.total) this.playing = false;
     else requestAnimationFrame((next) => this.frame(next));
@@ -176,7 +156,7 @@ class Replay {
       canvas.style.minHeight = this.playing ? `${canvas.offsetHeight}px` : ""; // what lies below does not move
       const title = `Draft tree of ${name.toLowerCase()}: ${drafted}, ${accepted} accepted${bonus ? ", then the bonus token" : ""}`;
       canvas.innerHTML = `<ul class="mm-tree" aria-label="${title}">${treeHtml(nodes)}</ul>`;
-      this.find(".mm-probabilities").innerHTML = tableHtml(nodes, `${name}, ${safe(this.lane.label)}`);
+      this.find(".mm-probabilities").innerHTML = tableHtml(nodes, canvas.querySelectorAll("li"), `${name}, ${safe(this.lane.label)}`);
     }
     this.find(".mm-tree-view").dataset.phase = phase;
     const shown = [...canvas.querySelectorAll("li")].filter((node) => {

@@ -22,11 +22,6 @@ function nodesOf(lane, pass) {
   return nodes;
 }
 
-/** A node and its descendants: each token is followed by its continuations. */
-function subtree(nodes, i = 0) {
-  return [i, ...nodes.flatMap((node, child) => node.parent === i ? subtree(nodes, child) : [])];
-}
-
 function treeHtml(nodes, i = 0) {
   const { text, fate, level, drafter, model, parent } = nodes[i];
   const about = [drafter == null ? "" : `drafter ${percent(drafter)}`, model == null ? "" : `model ${percent(model)}`];
@@ -36,11 +31,12 @@ function treeHtml(nodes, i = 0) {
     <span title="${title}">${text}</span>${children && `<ul>${children}</ul>`}</li>`;
 }
 
-function tableHtml(nodes, caption) {
+/** The table's rows are in the order of the tree's items: each token is followed by its continuations. */
+function tableHtml(nodes, items, caption) {
   const head = ["token", "level", "drafter", "model", "result"].map((name) => `<th scope="col">${name}</th>`);
-  const rows = subtree(nodes).map((i) => {
-    const { fate, level, text, drafter, model } = nodes[i];
-    return `<tr class="${fate}" data-node="${i}"><th scope="row" style="--level: ${Math.min(level, 8)}">${text}</th>
+  const rows = [...items].map(({ dataset: { node } }) => {
+    const { fate, level, text, drafter, model } = nodes[node];
+    return `<tr class="${fate}" data-node="${node}"><th scope="row" style="--level: ${Math.min(level, 8)}">${text}</th>
       <td>${level}</td><td>${percent(drafter)}</td><td>${percent(model)}</td><td>${FATES[fate]}</td></tr>`;
   });
   return `<caption>${caption}</caption><thead><tr>${head.join("")}</tr></thead><tbody>${rows.join("")}</tbody>`;

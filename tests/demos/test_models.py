@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, permutations
-from threading import Barrier
+from itertools import permutations
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +19,6 @@ from mmspec.demos.catalog import Catalog
 from mmspec.demos.chat_request import ChatRequest
 from mmspec.demos.models import LoadedModel, ModelCache, RequestQueue
 from mmspec.demos.racing import Race, StreamedAnswer, race, resolved, stream_answer
-from mmspec.demos.server import SharedSlots
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder
 from mmspec.engine.stats import Stats
@@ -100,30 +97,6 @@ def test_requests_do_not_share_learned_drafts():
         loaded.pipeline("nonsense")
 
 
-def test_visitors_decode_together_and_get_the_answers_that_they_would_get_alone(models):
-    """Streams in two threads, one of them dropped half-way; the slots are free afterwards."""
-    both, pipe, prompts = Barrier(2), models.get("a").pipeline("recycle"), ("abcabcabd", "one, two, one, two")
-
-    def visit(prompt, pieces=None):
-        work = stream_answer(models.get("a").pipeline("recycle"), "recycle", {"prompt": prompt}, KEYWORDS)
-        answers = models.turns.run(work, lambda ahead: None)
-        running = (answer for answer in answers if answer is not None)
-        next(running)
-        both.wait(60)
-        *_, last = islice(running, pieces)
-        answers.close()
-        return last
-
-    with ThreadPoolExecutor(2) as pool:
-        visits = [pool.submit(visit, prompts[0]), pool.submit(visit, prompts[1], 2)]
-        whole, part = (one.result(timeout=300) for one in visits)
-    alone = [opened().generate(prompt, **KEYWORDS).token_ids for prompt in prompts]
-    assert (whole.token_ids, whole.finish_reason) == (alone[0], "length")
-    assert 0 < len(part.token_ids) < 40
-    assert part.token_ids == alone[1][: len(part.token_ids)]
-    assert pipe.engine.core.running == []
-
-
 def test_a_race_runs_alone_and_the_queue_has_an_end(models, monkeypatch):
     """It waits for earlier requests, and later requests wait for it."""
     started = {
@@ -158,36 +131,35 @@ def test_the_api_shares_the_queue_in_order(monkeypatch):
 
     async def scenario():
         turns, order = RequestQueue(), []
-        slots = SharedSlots(turns)
 
         async def ask(name, count):
-            await slots.acquire(count)
+            await turns.acquire(count)
             order.append(name)
 
         page, tasks = turns.join(), []
         for name, count in (("a", 2), ("b", 2), ("c", 1)):
             tasks.append(asyncio.ensure_future(ask(name, count)))
             await asyncio.sleep(0.01)
-        assert (order, slots.running, slots.waiting) == (["a"], 2, 3)
+        assert (order, turns.running, turns.waiting) == (["a"], 2, 3)
         with pytest.raises(APIError) as full:
-            await slots.acquire(1)
+            await turns.acquire(1)
         assert (full.value.status, full.value.headers) == (429, {"Retry-After": "1"})
         tasks[1].cancel()
         turns.leave(page)
         await asyncio.wait_for(tasks[2], 60)
-        assert (order, slots.running, slots.waiting) == (["a", "c"], 3, 0)
+        assert (order, turns.running, turns.waiting) == (["a", "c"], 3, 0)
         race = turns.join(alone=True)
         later = asyncio.ensure_future(ask("later", 1))
         await asyncio.sleep(0.01)
-        slots.release(2)
+        turns.release(2)
         assert not race[0].done()
-        slots.release()
+        turns.release()
         assert race[0].done()
         await asyncio.sleep(0.05)
-        assert (order, slots.running, slots.waiting) == (["a", "c"], 0, 1)
+        assert (order, turns.running, turns.waiting) == (["a", "c"], 0, 1)
         turns.leave(race)
         await asyncio.wait_for(later, 60)
-        assert (order[-1], slots.running) == ("later", 1)
+        assert (order[-1], turns.running) == ("later", 1)
 
     asyncio.run(scenario())
 

@@ -60,7 +60,7 @@ class Echo(Service):
 
     def answer(self, request):
         self.requests.append(request)
-        yield answered("none")
+        yield Race([answered("none")])
 
     def race(self, request, methods=None):
         self.requests.append(request)
@@ -91,10 +91,8 @@ def send(tabs):
 
     def press(kind, prompt, model, uploads=(), kept=None, follow_up=False, button="ask", seed=0):
         media = [] if kind == "text" else [[(path, None) for path in uploads]]
-        handler, shown = getattr(tabs[kind], button), {}
-        for updates in handler(
-            kept or {}, follow_up, prompt, ["none", "ngram"], model, "auto", 0.0, seed, 12, 8, *media
-        ):
+        settings, shown = (model, "auto", 0.0, seed, 12, 8, *media), {}
+        for updates in tabs[kind].answer(button == "race", kept or {}, follow_up, prompt, ["none", "ngram"], *settings):
             shown |= updates
         return seen(tabs[kind], shown)
 
@@ -208,17 +206,17 @@ def test_stopped_answer_is_kept_as_a_turn(tabs, service):
     def answer(request):
         partial = answered("none")
         partial.stats = None
-        yield StreamedAnswer("tiny", "none", ahead=2)
-        yield partial
+        yield Race([StreamedAnswer("tiny", "none")], ahead=2)
+        yield Race([partial])
         tab.stop(states[0].kept)
-        yield partial
+        yield Race([partial])
         raise AssertionError("it was stopped")
 
     service.answer = answer
-    for updates in tab.ask({}, False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8):
+    for updates in tab.answer(False, {}, False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8):
         states.append(seen(tab, updates))
         if len(states) == 1:  # a running request is not joined by another
-            again = list(tab.ask(states[0].kept, False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8))
+            again = list(tab.answer(False, states[0].kept, False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8))
             assert [list(one) for one in again] == [[controls.result]]
     assert (states[0].buttons, states[-1].buttons) == (BUSY, IDLE)
     assert "2 requests ahead" in states[1].html
@@ -226,8 +224,8 @@ def test_stopped_answer_is_kept_as_a_turn(tabs, service):
     assert (turn.answer, turn.stopped, states[-1].kept["running"]) == ("ABCDEF", True, "")
     assert "stopped</span>" in states[-1].html
     assert "stopped</span>" in result_html([turn])
-    service.answer = lambda request: iter([StreamedAnswer("tiny", "none")])
-    *_, last = tab.ask({}, False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8)
+    service.answer = lambda request: iter([Race([StreamedAnswer("tiny", "none")])])
+    *_, last = tab.answer(False, {}, False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8)
     assert "Stopped before the first token." in seen(tab, last).html
 
 
@@ -275,14 +273,8 @@ def test_links(tabs):
     tab, query = tabs["image"], {"kind": "image", "prompt": "What?", "model": "tiny-llava", "temperature": "0.5"}
     query |= {"max_new_tokens": "64", "seed": "5", "methods": "none,flash%40chain", "example": "scene.png"}
     updates, settings = linked(tabs, selected, query), tab.controls.settings
-    expected = {
-        "model": "tiny-llava",
-        "drafter": "auto",
-        "temperature": 0.5,
-        "seed": 5,
-        "max_new_tokens": 64,
-        "frames": 8,
-    }
+    expected = {"model": "tiny-llava", "drafter": "auto", "temperature": 0.5, "seed": 5, "max_new_tokens": 64}
+    expected |= {"frames": 8}
     assert {name: updates[component] for name, component in settings.items()} == expected
     assert (updates[tab.controls.prompt], updates[selected].selected) == ("What?", "image")
     assert updates[tab.controls.methods].value == ["none", "flash@chain"]
@@ -419,16 +411,8 @@ def test_each_method_has_a_line_with_its_paper():
 
 def test_addresses_that_the_package_states_are_linked(monkeypatch):
     stated = Message()
-    for name in (
-        "Source, https://example.org/code",
-        "Documentation, https://example.org/docs",
-        "Funding, https://a.org",
-    ):
+    for name in ("Source, https://a.org/code", "Documentation, https://a.org/docs", "Funding, https://a.org"):
         stated["Project-URL"] = name
     monkeypatch.setattr(views, "metadata", lambda name: stated)
-    expected = [
-        ("https://example.org/code", "Code"),
-        ("https://example.org/docs", "Docs"),
-        ("?view=api", "Use from Python"),
-    ]
+    expected = [("https://a.org/code", "Code"), ("https://a.org/docs", "Docs"), ("?view=api", "Use from Python")]
     assert re.findall('<a href="(.+?)">(.+?)</a>', views.links_html()) == expected

@@ -1,6 +1,7 @@
 """Tiny randomly initialised models of every supported architecture, with inputs and random drafters.
 
 Weights have a large variance, so that greedy outputs vary instead of repeating one token, and top logits lie far apart.
+``changes`` of a network's function are fields of its configuration.
 """
 
 from __future__ import annotations
@@ -96,11 +97,7 @@ def eagle_network(model: PreTrainedModel, seed: int = 0, **changes: Any) -> Eagl
 
 
 def msd_network(model: PreTrainedModel, seed: int = 0, **changes: Any) -> MSDNetwork:
-    """A random MSD network for a model, with the norm and biases of the published drafters for Qwen-VL.
-
-    Args:
-        changes: fields of ``MSDConfig`` to set.
-    """
+    """A random MSD network for a model, with the norm and biases of the published drafters for Qwen-VL."""
     return _random(MSDNetwork, MSDConfig.like(model.config.get_text_config(), **_like_qwen(model) | changes), seed)
 
 
@@ -121,18 +118,13 @@ def eagle3_network(model: PreTrainedModel, seed: int = 0, head: int = 40, **chan
 
     Args:
         head: rows of its output layer, the draft vocabulary.
-        changes: fields of ``Eagle3Config`` to set.
     """
     decoder = model.config.get_text_config()
     return _random(Eagle3Network, Eagle3Config.like(decoder, head=head, rope=_rope(decoder), **changes), seed)
 
 
 def dflash_network(model: PreTrainedModel, seed: int = 0, **changes: Any) -> DFlashNetwork:
-    """A random DFlash network for a model, with blocks of 5 and, in the second of two layers, a window of 3.
-
-    Args:
-        changes: fields of ``DFlashConfig`` to set.
-    """
+    """A random DFlash network for a model, with blocks of 5 and, in the second of two layers, a window of 3."""
     decoder = model.config.get_text_config()
     shape = {"block_size": 5, "mask_token_id": 99, "target_layer_ids": [0, 1], "layers": 2, "sliding": [1], "window": 3}
     return _random(DFlashNetwork, DFlashConfig.like(decoder, **shape | changes), seed)
@@ -149,7 +141,6 @@ def medusa_network(model: PreTrainedModel, seed: int = 0, prefix: bool = False, 
 
     Args:
         prefix: with a decoder layer (Hydra++).
-        changes: fields of ``MedusaConfig`` to set.
     """
     decoder = model.config.get_text_config()
     layer = asdict(RotaryShape.like(decoder)) if prefix else {}
@@ -173,11 +164,7 @@ def mtp_network(model: PreTrainedModel, seed: int = 0) -> MTPNetwork:
 
 
 def gemma4_assistant(model: PreTrainedModel, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A random Gemma-4 assistant for a model, with two layers that read the model's last one with full attention.
-
-    Args:
-        changes: fields of ``Gemma4AssistantConfig`` and its text configuration to set.
-    """
+    """A random Gemma-4 assistant for a model, with two layers that read the model's last one with full attention."""
     decoder = model.config.get_text_config()
     last = decoder.per_layer_config[decoder.num_hidden_layers - 1] if decoder.is_heterogeneous else decoder
     shape = LayerShape.like(last)
@@ -224,11 +211,7 @@ def _rope(decoder: Any) -> dict[str, Any]:
 
 
 def mamba_network(vocab: int = VOCAB, seed: int = 0, **changes: Any) -> MambaNetwork:
-    """A random network of the mamba drafter.
-
-    Args:
-        changes: fields of ``MambaConfig`` to set.
-    """
+    """A random network of the mamba drafter."""
     torch.manual_seed(seed)
     shape = {"hidden_size": 24, "layers": 2, "heads": 3, "head_dim": 4, "state": 5, **changes}
     network = MambaNetwork(MambaConfig(vocab, **shape))

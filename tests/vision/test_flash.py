@@ -1,29 +1,140 @@
-"""FLASH drafts what its network says: latents for images, slots between passes, each apart from the other."""
+"""MSD and FLASH draft what their networks say, whatever was accepted before: trees against a plain loop."""
 
-from __future__ import annotations
-
-import json
 from math import inf
 
 import pytest
 import torch
 
 import mmspec
-from mmspec import SamplingParams, plugins
+from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters import layer
 from mmspec.drafters.eagle import Eagle
 from mmspec.drafters.hidden_state import packing
 from mmspec.drafters.registry import make_drafter
-from mmspec.errors import UserError
-from mmspec.vision.drafters.msd import MSD, Flash, find_images
+from mmspec.engine.stopping import Stopper
+from mmspec.ops import kernels
+from mmspec.sampling.sampler import Sampler
+from mmspec.vision.drafters.msd import MSD, Flash, MSDConfig, MSDNetwork, find_images
 from tests.compiled import needs_kernels
-from tests.drafting import check, network_for
-from tests.targets import prefilled, prompt_of
+from tests.decoding import decode
+from tests.drafting import check, network_for, plain_layer, states_of
+from tests.targets import prefilled, prompt_of, row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VISION_CONFIGS
 from tests.tiny.models import eagle_network, text_inputs, vision_inputs
+
+# ---------------------------------------------------------------------- drafting
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_trees_follow_the_network(name):
+    """Every family is tested with FLASH, whose entries are these where nothing is compressed."""
+    model = shared_model(name)
+    check(model, vision_inputs(name, 3), MSD(network_for(model), top_k=3, depth=3), new=8)
+
+
+@pytest.mark.parametrize(("cls", "network"), [(MSD, network_for), (Eagle, eagle_network)])
+def test_several_images_skipped_steps_and_sampling(cls, network):
+    model = shared_model("llava")
+    inputs = vision_inputs("llava", 2, images=2)
+    check(model, inputs, cls(network(model), top_k=4, depth=4), skip=(1, 3, 4, 7), nodes=12)
+    check(model, inputs, cls(network(model), top_k=2, depth=3), params=SamplingParams(temperature=1.0), new=8)
+
+
+def test_visual_positions_may_have_a_projection_of_their_own():
+    model = shared_model("llava")
+    drafter = MSD(network_for(model, visual_states=True), top_k=3, depth=3)
+    check(model, vision_inputs("llava", 2, images=2), drafter, new=6)
+    assert not hasattr(network_for(model, visual_states=True, decoupled=False), "visual_fc")
+
+
+NEW = 18
+
+
+@pytest.fixture(scope="module")
+def doubtful():
+    """A network that knows one answer by heart, and likes another token a little more at two of three places."""
+    model, inputs = shared_model("llava"), vision_inputs("llava", 1)
+    ids = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+    said = ids[0, inputs["input_ids"].shape[1] :]
+    hidden, embeds = (t.detach() for t in states_of(model, row_of(inputs, 0), said.tolist()))
+    place, wanted = torch.arange(NEW - 2), torch.zeros(NEW - 2, model.config.text_config.vocab_size)
+    wanted[place, said[2:]] = 1.0
+    wanted[place, (said[2:] + 40) % 90] += 1.5 * (place % 3 > 0)
+    wanted /= wanted.sum(1, keepdim=True)
+    network, target = eagle_network(model), plugins.target_class(model.config)(model)
+    optimiser = torch.optim.Adam(network.requires_grad_(True).parameters(), 6e-3)
+    for _ in range(70):
+        guess = plain_layer(network, network.fc(torch.cat([embeds[1:], hidden[:-1]], dim=-1)))[-NEW + 1 : -1]
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(target.head(guess), wanted).backward()
+        optimiser.step()
+    return network
+
+
+def drafted(network, fixed, patch):
+    """One answer, its trees and the accepted paths; without those near its end, where varying shapes are shallower."""
+    patch.setattr(kernels, "static_shapes", lambda device: fixed)
+    model = shared_model("llava")
+    target = plugins.target_class(model.config)(model)
+    drafter, trees, paths = Eagle(network, top_k=3, depth=3, total_tokens=12), [], []
+    drafter.attach(target)
+    propose, commit = drafter.propose, target.commit
+
+    def noted(token, plan):
+        tree = propose(token, plan)
+        if plan.depth == 3:
+            trees.append((tree.tokens.tolist(), tree.parents.tolist()))
+        return tree
+
+    drafter.propose = noted
+    target.commit = lambda verdict: paths.append(verdict.host[0][0]) or commit(verdict)
+    *_, (row,) = decode(target, drafter, prompt_of(vision_inputs("llava")), Sampler(), Stopper(NEW), StepPlan(12, 3))
+    return row.token_ids, trees, paths[: len(trees)]
+
+
+def test_an_accepting_drafter_keeps_true_states(doubtful):
+    """Committed states are those of longer paths."""
+    inputs = vision_inputs("llava", 1)
+    lengths = check(shared_model("llava"), inputs, Eagle(doubtful, top_k=3, depth=4), nodes=16, new=NEW)
+    assert sum(count for length, count in lengths.items() if length > 2) >= 2
+
+
+def test_captured_steps_keep_their_states(doubtful, monkeypatch):
+    """Steps of fixed shapes draft what those of varying shapes do, which are tested against a plain loop."""
+    said, trees, paths = drafted(doubtful, True, monkeypatch)
+    answer, others, taken = drafted(doubtful, False, monkeypatch)
+    # Near the end, one more is drafted before the tokens are there.
+    assert (said, trees[: len(others)], paths[: len(taken)]) == (answer, others, taken)
+    assert sum(path != list(range(len(path))) for path in paths) >= 3
+
+
+def test_a_target_without_attention_gives_no_shape():
+    with pytest.raises(UserError, match="requires a target with attention: Mamba2Config has no num_attention_heads"):
+        MSDConfig.like(shared_model("mamba2").config)
+
+
+def test_a_tree_is_bounded_by_the_drafters_own_limits():
+    model = shared_model("llava")
+    target = plugins.target_class(model.config)(model)
+    drafter = MSD(network_for(model), top_k=5, depth=2, total_tokens=9)
+    drafter.attach(target)
+    prompt = prompt_of(vision_inputs("llava"))
+    output = prefilled(target, prompt, 32)
+    drafter.begin(prompt, output, [[*prompt.input_ids[0].tolist(), 7]])
+    tree = drafter.propose(torch.tensor([7]), StepPlan(64))
+    assert (tree.nodes, tree.max_depth) == (10, 2)
+
+
+def test_wrong_targets_are_named():
+    model = shared_model("llava")
+    with pytest.raises(UserError, match="hidden size 48: the drafter has 24"):
+        MSD(MSDNetwork(MSDConfig(24, 2, 2, 12, 32))).attach(plugins.target_class(model.config)(model))
+    with pytest.raises(UserError, match="msd needs a checkpoint"):
+        make_drafter("msd")
+
 
 # ---------------------------------------------------------------------- where latents stand
 
@@ -45,17 +156,6 @@ def test_runs_are_cut_into_images():
     assert whole.inside.sum(1).tolist() == [7, 18, 6]
     assert find_images(visual, latents=18, span=0) is None
     assert find_images(torch.zeros_like(visual), latents=2, span=0) is None
-
-
-@pytest.mark.parametrize("latents", range(1, 12))
-def test_latents_stand_apart_and_inside(latents):
-    visual = torch.zeros(1, 40, dtype=torch.bool)
-    visual[0, 3:16], visual[0, 20:32] = True, True
-    images = find_images(visual, latents, span=0)
-    for spots, (begin, end) in zip(images.spot.tolist(), [(3, 16), (20, 32)], strict=True):
-        assert len(set(spots)) == latents
-        assert begin <= spots[0] < spots[-1] + 1 <= end
-        assert spots == sorted(spots)
 
 
 @pytest.mark.parametrize("left", [True, False])
@@ -224,21 +324,6 @@ def test_the_cache_holds_latents_only():
         drafter.begin(prompt, prefilled(target, prompt, 32), [[7]])
         lengths.append(drafter.cache.length)
     assert lengths[0] - lengths[1] == 3 * 16 - 1 - 3 * 2  # the first token of the row has no entry
-
-
-# ---------------------------------------------------------------------- checkpoints
-
-
-def test_checkpoints_from_before_latents_and_slots_load(tmp_path):
-    model = shared_model("llava")
-    target = plugins.target_class(model.config)(model)
-    MSD(network_for(model)).save(tmp_path, target)
-    content = json.loads((tmp_path / "config.json").read_text())
-    for field in ("latents", "span", "slots"):
-        del content["network"][field]
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    again = make_drafter(str(tmp_path)).network.config
-    assert (again.latents, again.slots) == (0, 1)
 
 
 def test_a_fork_shares_what_is_looked_up_and_not_what_is_cached():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,7 @@ from mmspec.demos.models import ModelCache
 from mmspec.targets import gguf
 from mmspec.vision.drafters.msd import MSD
 from mmspec.vision.gguf import VisionSource
-from mmspec.vision.processor import VisionProcessor
-from mmspec.vision.targets import VisionTarget
+from mmspec.vision.processor import VisionProcessor, VisionTarget
 from tests import projectors
 from tests.commandline import runner
 from tests.compiled import needs_kernels
@@ -34,31 +32,31 @@ ASKED = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text"
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
 
 
-def opened(family: str, folder: Path, *changes: Any, **more: Any) -> VisionSource:
+def opened(family, folder, *changes, **more):
     return VisionSource(*projectors.save(family, folder, *changes, **more))
 
 
-def model_of(source: VisionSource, kind: Any = torch.float32) -> Any:
+def model_of(source, kind=torch.float32):
     made, _ = source.model(AutoModelForImageTextToText, source.config(), kind, True)
     return made.eval()
 
 
-def logits(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+def logits(model, given):
     with torch.no_grad():
         return model(**given).logits
 
 
-def inputs(processor: Any) -> dict[str, torch.Tensor]:
+def inputs(processor):
     prompt = processor.encode([{"prompt": "What is it?", "images": [PICTURE]}])
     return {"input_ids": prompt.input_ids, **prompt.inputs}
 
 
 @pytest.mark.parametrize("family", projectors.FAMILIES)
-def test_logits_and_inputs_are_those_of_the_model_that_was_converted(family: str, tmp_path: Path) -> None:
+def test_logits_and_inputs_are_those_of_the_model_that_was_converted(family, tmp_path):
     source, original = opened(family, tmp_path), projectors.model(family)
     processor = source.processor(VisionProcessor)
     found = inputs(processor)
@@ -77,26 +75,8 @@ def test_logits_and_inputs_are_those_of_the_model_that_was_converted(family: str
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", projectors.FAMILIES)
-def test_answers_with_a_drafter_are_those_of_generate(family: str, tmp_path: Path) -> None:
-    """In a batch of a longer and a shorter prompt with images."""
-    source = opened(family, tmp_path)
-    pipe = mmspec.load(model_of(source), "ngram", processor=source.processor(VisionProcessor))
-    assert pipe.target.eos_token_ids == [2]
-    asked = [{"prompt": "What is it? What is it?", "images": [PICTURE]}, {"prompt": "Why?", "images": [PICTURE]}]
-    asked = asked[:1] if family == "gemma3" else asked  # its processor takes a list of images for one prompt
-    prompt = pipe.processor.encode(asked)
-    given = {"input_ids": prompt.input_ids, "attention_mask": prompt.attention_mask, **prompt.inputs}
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    expected = projectors.model(family).generate(**given, **options)[:, prompt.input_ids.shape[1] :]
-    answers = pipe.generate_batch(asked, max_new_tokens=12)
-    for answer, row in zip(answers, expected.tolist(), strict=True):
-        assert answer.token_ids == row[: len(answer.token_ids)]
-        assert len(answer.token_ids) == 12 or answer.token_ids[-1] == 2
-
-
 @needs_kernels
-def test_the_language_models_rows_stay_as_they_are_in_the_file(tmp_path: Path) -> None:
+def test_the_language_models_rows_stay_as_they_are_in_the_file(tmp_path):
     source = opened("llava", tmp_path, quantise="Q8_0")
     assert source.dtype == "int8"
     exact, packed = model_of(source), model_of(source, "auto")
@@ -111,7 +91,7 @@ def test_the_language_models_rows_stay_as_they_are_in_the_file(tmp_path: Path) -
     )
 
 
-def test_llavas_own_files_without_a_token_of_images(tmp_path: Path) -> None:
+def test_llavas_own_files_without_a_token_of_images(tmp_path):
     """The oldest name no projector's type; ``<unk>``, which pads other prompts, stands for images."""
     tokens = projectors.vocabulary()["tokenizer.ggml.tokens"]
     renamed = ["<other>" if token == "<image>" else token for token in tokens]
@@ -129,7 +109,7 @@ def test_llavas_own_files_without_a_token_of_images(tmp_path: Path) -> None:
     torch.testing.assert_close(found[:, -5:], expected[:, -5:], rtol=0, atol=1e-4)
 
 
-def test_gemmas_files_without_a_token_of_images(tmp_path: Path) -> None:
+def test_gemmas_files_without_a_token_of_images(tmp_path):
     tokens = projectors.vocabulary()["tokenizer.ggml.tokens"]
     renamed = ["<unused0>" if token == "<image_soft_token>" else token for token in tokens]
     source = opened("gemma3", tmp_path, metadata={"tokenizer.ggml.tokens": renamed})
@@ -138,14 +118,6 @@ def test_gemmas_files_without_a_token_of_images(tmp_path: Path) -> None:
     torch.testing.assert_close(
         logits(model_of(source), given), logits(projectors.model("gemma3"), given), rtol=0, atol=1e-4
     )
-
-
-@pytest.mark.parametrize(("blocks", "expected"), [(62, 16), (7, 32)])
-def test_gemmas_largest_model_scales_attention_by_its_width(blocks: int, expected: int, tmp_path: Path) -> None:
-    """Published: 5376 features of 32 heads, 168, for the model of 62 layers; the width of heads for the others."""
-    sizes = {"gemma3.block_count": blocks, "gemma3.attention.key_length": 32}
-    text = opened("gemma3", tmp_path, metadata=sizes).config().text_config
-    assert (text.query_pre_attn_scalar, text.head_dim) == (expected, 32)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +132,7 @@ def test_gemmas_largest_model_scales_attention_by_its_width(blocks: int, expecte
         ("qwen2_vl", TEXTS, "[user <|vision_start|><|image_pad|><|vision_end|>What is it?]"),
     ],
 )
-def test_images_have_a_place_in_every_chat_template(family, template, expected, tmp_path: Path) -> None:
+def test_images_have_a_place_in_every_chat_template(family, template, expected, tmp_path):
     """Of the language model's file, for items or texts alone; else the family's."""
     processor = opened(family, tmp_path, template=template).processor(VisionProcessor)
     assert processor._render(ASKED) == expected
@@ -170,14 +142,14 @@ def test_images_have_a_place_in_every_chat_template(family, template, expected, 
 
 
 @pytest.mark.parametrize("family", ["gemma3", "internvl", "qwen2_vl"])
-def test_files_of_older_converters_and_other_tools(family: str, tmp_path: Path, monkeypatch) -> None:
+def test_files_of_older_converters_and_other_tools(family, tmp_path, monkeypatch):
     """Some swapped the products of layers and left out their width, some drop axes of length 1 or reorder tensors."""
     plain = opened(family, tmp_path)
     given = inputs(plain.processor(VisionProcessor))
     expected = logits(model_of(plain), given)
     write = projectors._write
 
-    def changed(file: Path, metadata: Any, tensors: Any) -> None:
+    def changed(file, metadata, tensors):
         if metadata["general.architecture"] == "clip":
             names = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"} if family == "gemma3" else {}
             swap = lambda name: re.sub("ffn_up|ffn_down", lambda found: names.get(found[0], found[0]), name)  # noqa: E731
@@ -203,8 +175,8 @@ def test_files_of_older_converters_and_other_tools(family: str, tmp_path: Path, 
         ({"tokenizer.ggml.tokens": ["<s>"] * 352}, "expected the token <IMG_CONTEXT> in its vocabulary, found none"),
     ],
 )
-def test_files_that_do_not_belong_together_are_one_line(metadata: Any, expected: str, tmp_path: Path) -> None:
-    def load() -> None:
+def test_files_that_do_not_belong_together_are_one_line(metadata, expected, tmp_path):
+    def load():
         source = opened("internvl", tmp_path, metadata=metadata)
         model_of(source)
         source.processor(VisionProcessor)
@@ -215,7 +187,7 @@ def test_files_that_do_not_belong_together_are_one_line(metadata: Any, expected:
     assert "internvl.gguf" in str(caught.value)
 
 
-def test_a_projector_of_another_language_model_is_named(tmp_path: Path) -> None:
+def test_a_projector_of_another_language_model_is_named(tmp_path):
     language, projector = projectors.save("llava", tmp_path)
     with pytest.raises(mmspec.UserError, match=r"expected the mmproj file of .* found a file of llama without one$"):
         VisionSource(language, language)
@@ -227,13 +199,14 @@ def test_a_projector_of_another_language_model_is_named(tmp_path: Path) -> None:
         model_of(VisionSource(other, tmp_path / "mmproj-other.gguf"))
 
 
-def test_both_files_are_loaded_by_every_way(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_both_files_are_loaded_by_every_way(tmp_path, capfd, monkeypatch):
     """By an option, and in a folder without; a command; the demo, whose other models have none."""
     language, projector = projectors.save("llava", tmp_path)
     PICTURE.save(tmp_path / "picture.png")
     ask = {"images": [PICTURE], "max_new_tokens": 6, "temperature": 0.0}
     expected = mmspec.load(model_of(VisionSource(language, projector)), None, processor=_processor(language, projector))
     answer = expected.generate("What is it?", **ask)
+    assert expected.target.eos_token_ids == [2]
     for name, options in ((str(language), {"mmproj": projector}), (str(tmp_path), {})):
         pipe = mmspec.load(name, "ngram", dtype="float32", **options)
         assert pipe.generate("What is it?", **ask).token_ids == answer.token_ids
@@ -241,12 +214,13 @@ def test_both_files_are_loaded_by_every_way(tmp_path: Path, capfd: pytest.Captur
     words += ["--prompt", "What is it?", "--max-new-tokens", "6", "--dtype", "float32", "--temperature", "0", "--json"]
     status, out, _ = runner(capfd)(*words)
     assert (status, json.loads(out)["token_ids"]) == (0, answer.token_ids)
-    cache = ModelCache(dtype="float32", mmproj=projector)
-    assert cache.get(str(language)).target.model.config.model_type == "llava"
-    assert cache.get("tiny-llava").target.model.config.model_type == "llava"
+    cache, found = ModelCache(dtype="float32", mmproj=projector), plugins.model_path
+    monkeypatch.setattr(plugins, "model_path", lambda name: str(language) if name == "registered" else found(name))
+    for name in ("registered", "tiny-llava"):
+        assert cache.get(name).target.model.config.model_type == "llava"
 
 
-def test_a_file_given_takes_precedence_over_the_folders(tmp_path: Path) -> None:
+def test_a_file_given_takes_precedence_over_the_folders(tmp_path):
     for name, mean in (("a", 0.5), ("b", 0.25)):
         (tmp_path / name).mkdir()
         projectors.save("llava", tmp_path / name, metadata={"clip.vision.image_mean": [mean] * 3})
@@ -254,16 +228,36 @@ def test_a_file_given_takes_precedence_over_the_folders(tmp_path: Path) -> None:
     assert list(pipe.hf_processor.image_processor.image_mean) == [0.25] * 3
 
 
-def test_the_demo_has_towers_of_registered_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    language, projector = projectors.save("llava", tmp_path)
-    found = plugins.model_path
-    monkeypatch.setattr(plugins, "model_path", lambda name: str(language) if name == "registered" else found(name))
-    cache = ModelCache(dtype="float32", mmproj=projector)
-    assert cache.get("registered").target.model.config.model_type == "llava"
+@pytest.mark.parametrize(
+    ("family", "metadata", "read", "expected"),
+    [
+        # Published: 5376 features of 32 heads, 168, for Gemma's model of 62 layers; the width of heads for the others.
+        ("gemma3", {"gemma3.block_count": 62}, lambda text: (text.query_pre_attn_scalar, text.head_dim), (16, 32)),
+        ("gemma3", {"gemma3.block_count": 7}, lambda text: (text.query_pre_attn_scalar, text.head_dim), (32, 32)),
+        (
+            "gemma3",
+            {"gemma3.rope.freq_base_swa": 5e3},
+            lambda text: text.rope_parameters["sliding_attention"]["rope_theta"],
+            5e3,
+        ),
+    ],
+)
+def test_what_files_state_of_the_language_model(family, metadata, read, expected, tmp_path):
+    metadata = {"gemma3.attention.key_length": 32, **metadata}
+    assert read(opened(family, tmp_path, metadata=metadata).config().text_config) == expected
+
+
+def test_what_files_state_of_images(tmp_path):
+    """LLaVA's features of several layers, InternVL's numbers of tiles."""
+    source = opened("llava", tmp_path, metadata={"clip.vision.feature_layer": [1, 2]})
+    assert source.config().vision_feature_layer == [1, 2]
+    metadata = {"clip.vision.preproc_min_tiles": 2, "clip.vision.preproc_max_tiles": 4}
+    images = opened("internvl", tmp_path, metadata=metadata).processor(VisionProcessor).plain.image_processor
+    assert (images.min_patches, images.max_patches) == (2, 4)
 
 
 @pytest.mark.parametrize(("family", "expected"), [("gemma3", 4), ("idefics3", 16), ("internvl", 16)])
-def test_tokens_of_an_image_without_the_files_scale(family: str, expected: int, tmp_path: Path) -> None:
+def test_tokens_of_an_image_without_the_files_scale(family, expected, tmp_path):
     """Of 8 by 8 patches; the published models of a family merge as many of them."""
     metadata = {f"clip.vision.{name}": None for name in ("projector.scale_factor", "preproc_image_size")}
     metadata |= {"clip.vision.image_size": 64}
@@ -274,23 +268,7 @@ def test_tokens_of_an_image_without_the_files_scale(family: str, expected: int, 
         assert (images.size["longest_edge"], images.max_image_size["longest_edge"]) == (256, 64)
 
 
-def test_what_files_state_beside_defaults(tmp_path: Path) -> None:
-    """Gemma's frequencies in windows, LLaVA's features of several layers."""
-    for name in ("gemma3", "llava"):
-        (tmp_path / name).mkdir()
-    source = opened("gemma3", tmp_path / "gemma3", metadata={"gemma3.rope.freq_base_swa": 5e3})
-    assert source.config().text_config.rope_parameters["sliding_attention"]["rope_theta"] == 5e3
-    source = opened("llava", tmp_path / "llava", metadata={"clip.vision.feature_layer": [1, 2]})
-    assert source.config().vision_feature_layer == [1, 2]
-
-
-def test_numbers_of_tiles_are_the_files(tmp_path: Path) -> None:
-    metadata = {"clip.vision.preproc_min_tiles": 2, "clip.vision.preproc_max_tiles": 4}
-    images = opened("internvl", tmp_path, metadata=metadata).processor(VisionProcessor).plain.image_processor
-    assert (images.min_patches, images.max_patches) == (2, 4)
-
-
-def test_the_large_internvit_has_norms_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_large_internvit_has_norms_of_its_own(tmp_path, monkeypatch):
     """Of queries and keys, by the tensors; RMS norms, by its size, which llama.cpp knows it by."""
     made = projectors.config("internvl")
     made.vision_config.use_qk_norm = True
@@ -312,11 +290,11 @@ def test_the_large_internvit_has_norms_of_its_own(tmp_path: Path, monkeypatch: p
     assert source._family.vision()["norm_type"] == "rms_norm"
 
 
-def _processor(language: Path, projector: Path) -> Any:
+def _processor(language, projector):
     return VisionSource(language, projector).processor(VisionProcessor).plain
 
 
-def test_projectors_go_with_a_language_models_file(tmp_path: Path) -> None:
+def test_projectors_go_with_a_language_models_file(tmp_path):
     language, projector = projectors.save("llava", tmp_path)
     with pytest.raises(mmspec.UserError, match="mmproj goes with the GGUF file of a language model: got the model"):
         mmspec.load("tiny-llava", mmproj=projector)
@@ -331,7 +309,7 @@ def test_projectors_go_with_a_language_models_file(tmp_path: Path) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("quantise", ["", "Q8_0"])
-def test_drafters_for_the_original_draft_for_its_files(quantise: str, tmp_path: Path) -> None:
+def test_drafters_for_the_original_draft_for_its_files(quantise, tmp_path):
     """With the same acceptance where the weights are the same, and plain decoding's tokens where they are quantised."""
     original = projectors.model("llava")
     target = VisionTarget(original)

@@ -1,7 +1,5 @@
 """Vision models and their drafters in bfloat16, past position 256."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -8,8 +8,8 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,15 @@ pytest.importorskip("av")
 import av
 
 from mmspec.errors import CutWarning, UserError
-from mmspec.vision import video_pyav
+from mmspec.vision import video_readers
 from mmspec.vision.video import MAX_FRAMES, kind_of, load_video
 
 TICK = Fraction(1, 1000)
 SIDE = 64
+needs_decord = pytest.mark.skipif(find_spec("decord") is None, reason="decord is an optional dependency")
 
 
-def paint(number: int, width: int = SIDE, height: int = SIDE) -> np.ndarray:
+def paint(number, width=SIDE, height=SIDE):
     """A frame with a 12-bit number as black and white blocks, 3 rows of 4, readable after any codec."""
     bits = np.array([(number >> bit) & 1 for bit in range(12)], dtype=np.uint8).reshape(3, 4)
     blocks = np.kron(bits * 255, np.ones((height // 3, width // 4), dtype=np.uint8))
@@ -40,7 +41,7 @@ def paint(number: int, width: int = SIDE, height: int = SIDE) -> np.ndarray:
     return np.repeat(page[:, :, None], 3, axis=2)
 
 
-def number_of(image: Image.Image) -> int:
+def number_of(image):
     page = np.asarray(image.convert("L"))
     rows, columns = page.shape[0] // 3, page.shape[1] // 4
     return sum(
@@ -51,18 +52,22 @@ def number_of(image: Image.Image) -> int:
     )
 
 
+def numbers(video):
+    return [number_of(frame) for frame in video.frames]
+
+
 def encode(
-    path: Path,
-    stamps: Sequence[int],
+    path,
+    stamps,
     *,
-    codec: str = "libx264",
-    options: dict[str, str] | None = None,
-    mux: dict[str, str] | None = None,
-    gop: int = 12,
-    size: tuple[int, int] = (SIDE, SIDE),
-    tick: Fraction = TICK,
-    pixel_aspect: Fraction = Fraction(1),
-) -> Path:
+    codec="libx264",
+    options=None,
+    mux=None,
+    gop=12,
+    size=(SIDE, SIDE),
+    tick=TICK,
+    pixel_aspect=Fraction(1),
+):
     """Write a video with one numbered frame per timestamp in ms; the last frame lasts as long as the one before."""
     with av.open(str(path), "w", options=mux or {}) as container:
         lengths = [b - a for a, b in itertools.pairwise(stamps)] or [100]
@@ -82,7 +87,7 @@ def encode(
     return path
 
 
-def on_screen(stamps: Sequence[int], end: int, count: int) -> list[int]:
+def on_screen(stamps, end, count):
     """Reference: index of the frame displayed at the centre of each segment."""
     shift = stamps[0]
     chosen = []
@@ -92,11 +97,11 @@ def on_screen(stamps: Sequence[int], end: int, count: int) -> list[int]:
     return chosen
 
 
-def even(count: int, step: int = 100, start: int = 0) -> list[int]:
+def even(count, step=100, start=0):
     return [start + step * index for index in range(count)]
 
 
-def set_display_matrix(path: Path, a: int, b: int, c: int, d: int) -> Path:
+def set_display_matrix(path, a, b, c, d):
     """Of an MP4 or MOV: its place in a version 0 track header."""
     data = bytearray(path.read_bytes())
     at = data.index(b"tkhd") + 44
@@ -105,7 +110,7 @@ def set_display_matrix(path: Path, a: int, b: int, c: int, d: int) -> Path:
     return path
 
 
-def in_own_process(program: str, *arguments: Path) -> "subprocess.CompletedProcess[str]":
+def in_own_process(program, *arguments):
     return subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", "-c", program, *map(str, arguments)],
         capture_output=True,
@@ -118,7 +123,6 @@ def in_own_process(program: str, *arguments: Path) -> "subprocess.CompletedProce
 
 ONE = 1 << 16
 BFRAMES = {"preset": "ultrafast", "bf": "3", "b-pyramid": "none", "b-adapt": "0"}
-IRREGULAR = [0, 40, 80, 900, 950, 1000, 1001, 1400, 3000, 3100, 3150, 5000, 5010, 5300]
 
 
 @pytest.mark.parametrize(
@@ -133,52 +137,35 @@ IRREGULAR = [0, 40, 80, 900, 950, 1000, 1001, 1400, 3000, 3100, 3150, 5000, 5010
         ("ts", "libx264", BFRAMES),
     ],
 )
-def test_samples_the_displayed_frame(tmp_path: Path, suffix: str, codec: str, options: dict[str, str] | None) -> None:
+def test_samples_the_displayed_frame(tmp_path, suffix, codec, options):
     stamps = even(50)
     path = encode(tmp_path / f"a.{suffix}", stamps, codec=codec, options=options)
     for count in (1, 3, 25, 50, 120):
         video, expected = load_video(path, frames=count), on_screen(stamps, 5000, count)
-        assert [number_of(frame) for frame in video.frames] == expected
+        assert numbers(video) == expected
         assert video.times == pytest.approx([stamps[i] / 1000 for i in expected], abs=1e-3)
         assert video.duration == pytest.approx(5.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
-def test_variable_frame_rate(tmp_path: Path, suffix: str) -> None:
-    path = encode(tmp_path / f"a.{suffix}", IRREGULAR, options=BFRAMES, gop=4)
-    for count in (2, 7, 30):
-        video = load_video(path, frames=count)
-        assert video.duration == pytest.approx(5.59, abs=0.3)
-        expected = on_screen(IRREGULAR, round(video.duration * 1000), count)
-        assert [number_of(frame) for frame in video.frames] == expected
-
-
-@pytest.mark.parametrize(("suffix", "backend"), [("mp4", "pyav"), ("mkv", "pyav"), ("mp4", "decord")])
+@pytest.mark.parametrize(
+    ("suffix", "backend"),
+    [("mp4", "pyav"), ("mkv", "pyav"), pytest.param("mp4", "decord", marks=needs_decord)],
+)
 @pytest.mark.parametrize("tail", [2, 3, 5])
-def test_packet_durations_out_of_order(tmp_path: Path, suffix: str, tail: int, backend: str) -> None:
+def test_packet_durations_out_of_order(tmp_path, suffix, tail, backend):
     """With B-frames, an MP4's packets last until the next one is decoded: over a pause in which another is shown."""
-    if backend == "decord":
-        pytest.importorskip("decord", reason="an optional dependency")
     stamps = [*even(20), *even(tail, start=22_000)]
     path = encode(tmp_path / f"a.{suffix}", stamps, options={"preset": "ultrafast", "bf": "3"})
     video = load_video(path, frames=8, backend=backend)
     assert video.duration == pytest.approx(stamps[-1] / 1000, abs=0.15)
     expected = on_screen(stamps, round(video.duration * 1000), 8)
-    assert [number_of(frame) for frame in video.frames] == expected
-
-
-@pytest.mark.parametrize("suffix", ["mp4", "mkv", "avi"])
-def test_frame_rate_of_the_source(tmp_path: Path, suffix: str) -> None:
-    codec = "mpeg4" if suffix == "avi" else "libx264"
-    path = encode(tmp_path / f"a.{suffix}", even(50, step=40), codec=codec, options={}, tick=Fraction(1, 25))
-    assert load_video(path, frames=2).fps == pytest.approx(25)
+    assert numbers(video) == expected
 
 
 KINDS: dict[str, dict[str, Any]] = {
     "B-frames": {"options": BFRAMES},
     "variable frame rate": {"stamps": [0, 40, 80, 900, 950, 1000, 1400, 3000, 3100, 3150, 5000], "options": BFRAMES},
     "transport stream": {"suffix": "ts", "options": BFRAMES},
-    "late start": {"suffix": "mkv", "stamps": even(20, start=700)},
     "odd size": {"suffix": "avi", "codec": "mpeg4", "options": {}, "size": (75, 51), "tick": Fraction(1, 10)},
     "pixel aspect": {"size": (96, 48), "pixel_aspect": Fraction(3, 2)},
     "turned": {"size": (96, 48)},
@@ -186,7 +173,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_frames_equal_transformers_reading(tmp_path: Path, kind: str) -> None:
+def test_all_frames_equal_transformers_reading(tmp_path, kind):
     """Its reader ignores display matrix and pixel aspect, which Pillow applies here."""
     given = {"stamps": even(20), "suffix": "mp4"} | KINDS[kind]
     path = encode(tmp_path / f"a.{given.pop('suffix')}", given.pop("stamps"), **given)
@@ -207,23 +194,23 @@ def test_all_frames_equal_transformers_reading(tmp_path: Path, kind: str) -> Non
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("mkv", 700), ("ts", 5000), ("mp4", 700)])
-def test_first_timestamp_not_zero(tmp_path: Path, suffix: str, start: int) -> None:
+def test_first_timestamp_not_zero(tmp_path, suffix, start):
     stamps = even(30, start=start)
     video = load_video(encode(tmp_path / f"a.{suffix}", stamps, options=BFRAMES), frames=10)
-    assert [number_of(frame) for frame in video.frames] == on_screen(stamps, stamps[-1] + 100, 10)
+    assert numbers(video) == on_screen(stamps, stamps[-1] + 100, 10)
     assert video.times[0] == pytest.approx(0.1)
     assert video.duration == pytest.approx(3.0)
 
 
-def test_edit_list_cuts_the_start(tmp_path: Path) -> None:
+def test_edit_list_cuts_the_start(tmp_path):
     mux = {"use_editlist": "1", "avoid_negative_ts": "disabled"}
     path = encode(tmp_path / "a.mp4", even(40, start=-1500), mux=mux)
     video = load_video(path, frames=25)
-    assert [number_of(frame) for frame in video.frames] == list(range(15, 40))
+    assert numbers(video) == list(range(15, 40))
     assert video.duration == pytest.approx(2.5)
 
 
-def test_edit_list_cuts_the_end(tmp_path: Path) -> None:
+def test_edit_list_cuts_the_end(tmp_path):
     path = encode(tmp_path / "a.mp4", even(50), options=BFRAMES)
     data = bytearray(path.read_bytes())
     at = data.index(b"elst") + 12  # duration of the first entry, in the movie's clock of 1000 ticks a second
@@ -232,55 +219,53 @@ def test_edit_list_cuts_the_end(tmp_path: Path) -> None:
     path.write_bytes(data)
     video = load_video(path, frames=30)
     assert video.duration == pytest.approx(3.0)
-    assert [number_of(frame) for frame in video.frames] == list(range(30))
+    assert numbers(video) == list(range(30))
 
 
 @pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def decoded(monkeypatch):
     """Gets one entry per decoded frame."""
     frames: list[int] = []
-    step = video_pyav._FrameReader._decode_next
+    step = video_readers._FrameReader._decode_next
 
-    def counted(reader: video_pyav._FrameReader) -> av.VideoFrame | None:
+    def counted(reader):
         frames.append(1)
         return step(reader)
 
-    monkeypatch.setattr(video_pyav._FrameReader, "_decode_next", counted)
+    monkeypatch.setattr(video_readers._FrameReader, "_decode_next", counted)
     return frames
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "mkv"])
-def test_seeking_equals_decoding_from_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[int], suffix: str
-) -> None:
+def test_seeking_equals_decoding_from_the_start(tmp_path, monkeypatch, decoded, suffix):
     stamps = even(600, step=40)
     options = BFRAMES | {"x264-params": "open-gop=1:keyint=15:min-keyint=15:scenecut=0"}
     path = encode(tmp_path / f"long.{suffix}", stamps, options=options, gop=15, size=(32, 48))
     sought = load_video(path, frames=9)
     assert len(decoded) < 300
-    assert [number_of(frame) for frame in sought.frames] == on_screen(stamps, 24000, 9)
-    monkeypatch.setattr(video_pyav, "SEEKABLE", ("no such demuxer",))
+    assert numbers(sought) == on_screen(stamps, 24000, 9)
+    monkeypatch.setattr(video_readers, "SEEKABLE", ("no such demuxer",))
     assert load_video(path, frames=9).times == sought.times
     assert len(decoded) > 550
 
 
-def test_long_last_keyframe_interval_is_decoded_once(tmp_path: Path, decoded: list[int]) -> None:
+def test_long_last_keyframe_interval_is_decoded_once(tmp_path, decoded):
     """A seek within it would go back to its keyframe, which is decoded already."""
     options = {"preset": "ultrafast", "x264-params": "keyint=1000:scenecut=0"}
     path = encode(tmp_path / "a.mp4", even(200), options=options, gop=1000)
-    assert [number_of(frame) for frame in load_video(path, frames=10).frames] == list(range(10, 200, 20))
+    assert numbers(load_video(path, frames=10)) == list(range(10, 200, 20))
     assert len(decoded) <= 201
 
 
-def test_seek_to_a_false_keyframe(tmp_path: Path) -> None:
+def test_seek_to_a_false_keyframe(tmp_path):
     path = encode(tmp_path / "a.mp4", even(120), codec="mpeg4", options={}, gop=12)
     data = path.read_bytes()
     assert data.count(b"stss") == 1
     path.write_bytes(data.replace(b"stss", b"free"))  # an MP4 without a list of keyframes declares all frames keyframes
-    assert [number_of(frame) for frame in load_video(path, frames=7).frames] == on_screen(even(120), 12000, 7)
+    assert numbers(load_video(path, frames=7)) == on_screen(even(120), 12000, 7)
 
 
-def test_seek_that_lands_too_late_goes_further_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seek_that_lands_too_late_goes_further_back(tmp_path, monkeypatch):
     stamps = even(120)
     path = encode(tmp_path / "a.mkv", stamps, gop=10)
     seek = av.container.InputContainer.seek
@@ -288,33 +273,33 @@ def test_seek_that_lands_too_late_goes_further_back(tmp_path: Path, monkeypatch:
     class Late:
         """A container whose index is off by 1.5 seconds."""
 
-        def __init__(self, container: av.container.InputContainer) -> None:
+        def __init__(self, container):
             self._container = container
 
-        def __getattr__(self, name: str) -> object:
+        def __getattr__(self, name):
             return getattr(self._container, name)
 
-        def seek(self, offset: int, *, stream: av.VideoStream) -> None:
+        def seek(self, offset, *, stream):
             seek(self._container, offset + 1500, stream=stream)
 
-    restart = video_pyav._FrameReader._restart
+    restart = video_readers._FrameReader._restart
 
-    def restarted(reader: video_pyav._FrameReader) -> None:
+    def restarted(reader):
         restart(reader)
         reader._container = Late(reader._container)  # type: ignore[assignment]
 
-    monkeypatch.setattr(video_pyav._FrameReader, "_restart", restarted)
+    monkeypatch.setattr(video_readers._FrameReader, "_restart", restarted)
     video = load_video(path, frames=5)
-    assert [number_of(frame) for frame in video.frames] == on_screen(stamps, 12000, 5)
+    assert numbers(video) == on_screen(stamps, 12000, 5)
 
 
-def test_raw_stream_without_times_or_duration(tmp_path: Path) -> None:
+def test_raw_stream_without_times_or_duration(tmp_path):
     video = load_video(encode(tmp_path / "a.h264", even(30), options=BFRAMES), frames=6)
-    assert [number_of(frame) for frame in video.frames] == on_screen(even(30), 3000, 6)
+    assert numbers(video) == on_screen(even(30), 3000, 6)
 
 
 @pytest.mark.parametrize("suffix", ["gif", "png", "mp4"])
-def test_a_last_frame_that_stands(tmp_path: Path, suffix: str) -> None:
+def test_a_last_frame_that_stands(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     if suffix == "mp4":
         with av.open(str(path), "w") as container:
@@ -333,11 +318,11 @@ def test_a_last_frame_that_stands(tmp_path: Path, suffix: str) -> None:
     assert kind_of(path) == "video"
     video = load_video(path, frames=6)
     assert video.duration == pytest.approx(1.2, abs=1e-3)
-    assert [number_of(frame) for frame in video.frames] == on_screen(even(4), 1200, 6) == [1, 3, 3, 3, 3, 3]
+    assert numbers(video) == on_screen(even(4), 1200, 6) == [1, 3, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("codec", ["libvpx-vp9", "libvpx", "ffv1"])
-def test_transparency_of_encoded_frames_is_white(codec: str, tmp_path: Path) -> None:
+def test_transparency_of_encoded_frames_is_white(codec, tmp_path):
     """Also after seeks over long gaps, in the frames' order."""
     pages = np.zeros((90, 48, 64, 4), np.uint8)
     path = tmp_path / f"a.{'mkv' if codec == 'ffv1' else 'webm'}"
@@ -357,14 +342,6 @@ def test_transparency_of_encoded_frames_is_white(codec: str, tmp_path: Path) -> 
         assert min(frame.getpixel((56, 24))) > 240
 
 
-def test_transparency_is_white(tmp_path: Path) -> None:
-    page = Image.new("RGBA", (16, 16), (255, 0, 0, 0))
-    other = page.copy()
-    other.paste((0, 0, 255, 255), (0, 0, 8, 8))
-    page.save(tmp_path / "a.png", save_all=True, append_images=[other], duration=100)
-    assert load_video(tmp_path / "a.png", frames=1).frames[0].getpixel((12, 12)) == (255, 255, 255)
-
-
 MATRICES = {
     "90": ((0, ONE, -ONE, 0), Image.Transpose.ROTATE_270),  # clockwise, as phones write it
     "180": ((-ONE, 0, 0, -ONE), Image.Transpose.ROTATE_180),
@@ -376,7 +353,7 @@ MATRICES = {
 }
 
 
-def test_display_matrix(tmp_path: Path) -> None:
+def test_display_matrix(tmp_path):
     path = encode(tmp_path / "a.mp4", even(6), size=(96, 48), options={"preset": "ultrafast", "qp": "0"})
     plain = load_video(path, frames=1).frames[0]
     for matrix, transposition in MATRICES.values():
@@ -384,14 +361,10 @@ def test_display_matrix(tmp_path: Path) -> None:
         assert np.array_equal(np.asarray(turned), np.asarray(plain.transpose(transposition)))
 
 
-@pytest.mark.parametrize("backend", ["pyav", "decord"])
+@pytest.mark.parametrize("backend", ["pyav", pytest.param("decord", marks=needs_decord)])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("aspect", "shown"), [((2, 1), (192, 64)), ((1, 2), (96, 128)), ((16, 15), (102, 64))])
-def test_pixels_that_are_not_square(
-    tmp_path: Path, aspect: tuple[int, int], shown: tuple[int, int], turned: bool, backend: str
-) -> None:
-    if backend == "decord":
-        pytest.importorskip("decord", reason="an optional dependency")
+def test_pixels_that_are_not_square(tmp_path, aspect, shown, turned, backend):
     path = encode(tmp_path / "a.mp4", even(6), size=(96, 64), pixel_aspect=Fraction(*aspect))
     if turned:
         set_display_matrix(path, 0, ONE, -ONE, 0)
@@ -400,12 +373,12 @@ def test_pixels_that_are_not_square(
     assert number_of(frame.transpose(Image.Transpose.ROTATE_90) if turned else frame) == 5
 
 
-def test_pixel_aspect_counts_for_the_largest_size(tmp_path: Path) -> None:
+def test_pixel_aspect_counts_for_the_largest_size(tmp_path):
     path = encode(tmp_path / "a.mp4", even(6), size=(1920, 1080), pixel_aspect=Fraction(1, 100))
     assert_user_error(path, "expected frames of at most 89478485 pixels, received 1920x108000")
 
 
-def test_colours_of_bt709(tmp_path: Path) -> None:
+def test_colours_of_bt709(tmp_path):
     """Levels from the standard's own equations; converted as BT.601, the green would be 203."""
     colour, red_share, blue_share = np.array([20, 180, 60]), 0.2126, 0.0722
     red, green, blue = colour / 255
@@ -426,7 +399,7 @@ def test_colours_of_bt709(tmp_path: Path) -> None:
     assert np.abs(np.array(pixel) - colour).max() <= 4
 
 
-def write_png_movie(path: Path, pages: Sequence[Image.Image], **options: object) -> Path:
+def write_png_movie(path, pages, **options):
     """A MOV whose frames are PNG files as Pillow saves them."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("png", rate=10)
@@ -442,7 +415,7 @@ def write_png_movie(path: Path, pages: Sequence[Image.Image], **options: object)
 
 
 @pytest.mark.parametrize("kind", ["animated PNG", "mirrored MOV"])
-def test_a_colour_profile(tmp_path: Path, kind: str) -> None:
+def test_a_colour_profile(tmp_path, kind):
     """In a subprocess, which a double free of the profile's name would crash."""
     pages = [Image.fromarray(paint(number)) for number in range(1, 9)]
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
@@ -465,55 +438,36 @@ def test_a_colour_profile(tmp_path: Path, kind: str) -> None:
     assert done.stdout.split() == [hashlib.md5(frame.tobytes()).hexdigest() for frame in expected]
 
 
-def test_number_of_frames(tmp_path: Path) -> None:
+def test_number_of_frames(tmp_path):
     path = encode(tmp_path / "a.mp4", even(50))
     rates = [(None, None, 8), (None, 1.0, 5), (None, 2.5, 12), (None, 0.01, 1), (3, 10.0, 3), (100, 2.0, 10)]
     for frames, fps, count in [*rates, (4, None, 4)]:
         video = load_video(path, frames=frames, fps=fps)
-        assert [number_of(frame) for frame in video.frames] == on_screen(even(50), 5000, count)
+        assert numbers(video) == on_screen(even(50), 5000, count)
 
 
-def test_short_videos_repeat_frames(tmp_path: Path) -> None:
+def test_short_videos_repeat_frames(tmp_path):
     video = load_video(encode(tmp_path / "a.mp4", [0, 1000]), frames=6)
-    assert [number_of(frame) for frame in video.frames] == [0, 0, 0, 1, 1, 1]
+    assert numbers(video) == [0, 0, 0, 1, 1, 1]
     one = load_video(encode(tmp_path / "b.mp4", [0]), frames=3)
     assert one.times == [0.0, 0.0, 0.0]
 
 
-def test_memory_does_not_grow_with_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_length(tmp_path, decoded):
     path = encode(tmp_path / "long.mkv", even(3000, step=33), gop=5000)  # one keyframe: all of it is decoded
-    converted, alive, most, seen = 0, set(), 0, 0
-    step, upright = video_pyav._FrameReader._decode_next, video_pyav._to_upright_rgb
-
-    def tracked(reader: video_pyav._FrameReader) -> av.VideoFrame | None:
-        nonlocal most, seen
-        frame = step(reader)
-        alive.clear()
-        alive.update(id(f) for f in (reader.__dict__.get("_current"), reader.__dict__.get("_next_frame"), frame) if f)
-        most, seen = max(most, len(alive)), seen + 1
-        return frame
-
-    def counted(frame: av.VideoFrame, size: tuple[int, int]) -> Image.Image:
-        nonlocal converted
-        converted += 1
-        return upright(frame, size)
-
-    monkeypatch.setattr(video_pyav._FrameReader, "_decode_next", tracked)
-    monkeypatch.setattr(video_pyav, "_to_upright_rgb", counted)
     gc.collect()
     before = psutil.Process().memory_info().rss
     video = load_video(path, frames=4)
     grown = psutil.Process().memory_info().rss - before
-    assert [number_of(frame) for frame in video.frames] == on_screen(even(3000, step=33), 99000, 4)
-    assert (converted, most) == (4, 3)
-    assert seen > 2600
+    assert numbers(video) == on_screen(even(3000, step=33), 99000, 4)
+    assert len(decoded) > 2600
     assert grown < 12 << 20  # 3000 decoded frames would be 18 MiB as YUV and 37 MiB as RGB
 
 
 @pytest.mark.parametrize(
     ("suffix", "mux"), [("mp4", {}), ("mp4", {"movflags": "faststart"}), ("mkv", {}), ("webm", {}), ("avi", {})]
 )
-def test_truncated(tmp_path: Path, suffix: str, mux: dict[str, str]) -> None:
+def test_truncated(tmp_path, suffix, mux):
     codec = {"webm": "libvpx", "avi": "mpeg4"}.get(suffix, "libx264")
     options = {"webm": {"deadline": "realtime", "cpu-used": "8"}, "avi": {}}.get(suffix)
     tick = Fraction(1, 10) if suffix == "avi" else TICK  # with ticks of 1 ms, most of an AVI is its index
@@ -530,18 +484,18 @@ def test_truncated(tmp_path: Path, suffix: str, mux: dict[str, str]) -> None:
         assert message == f"{cut} is cut short: frames are of the first {video.duration:.2f} s of 5.00 s"
         there = round(10 * video.duration)
         assert 30 <= there < 45
-        assert [number_of(frame) for frame in video.frames] == on_screen(even(there), 100 * there, 6)
+        assert numbers(video) == on_screen(even(there), 100 * there, 6)
 
 
 @pytest.mark.parametrize(("suffix", "filler"), [("mp4", 255), ("mkv", 0)])
-def test_corrupt_data_in_the_middle(tmp_path: Path, suffix: str, filler: int) -> None:
+def test_corrupt_data_in_the_middle(tmp_path, suffix, filler):
     data = bytearray(encode(tmp_path / f"a.{suffix}", even(50)).read_bytes())
     data[len(data) // 3 : len(data) // 2] = bytes([filler]) * (len(data) // 2 - len(data) // 3)
     with pytest.raises(UserError, match=r"breaks after|broken"):
         load_video(bytes(data), frames=40)
 
 
-def test_a_broken_file_is_decoded_up_to_its_last_good_frame(tmp_path: Path) -> None:
+def test_a_broken_file_is_decoded_up_to_its_last_good_frame(tmp_path):
     """A seek into broken data fails; the frames before that are then decoded from the first on."""
     options = BFRAMES | {"x264-params": "keyint=15:min-keyint=15:scenecut=0"}
     path = encode(tmp_path / "a.mp4", even(600, step=40), options=options, gop=15, size=(32, 48))
@@ -552,7 +506,7 @@ def test_a_broken_file_is_decoded_up_to_its_last_good_frame(tmp_path: Path) -> N
         load_video(bytes(data), frames=3)
 
 
-def write_audio(path: Path, *, cover: bool = False) -> Path:
+def write_audio(path, *, cover=False):
     with av.open(str(path), "w") as container:
         stream = container.add_stream("aac", rate=16000)
         frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), dtype=np.float32), format="fltp", layout="mono")
@@ -562,14 +516,14 @@ def write_audio(path: Path, *, cover: bool = False) -> Path:
     return path
 
 
-def assert_user_error(source: object, expected: str, **options: object) -> None:
+def assert_user_error(source, expected, **options):
     with pytest.raises(UserError) as caught:
         load_video(source, **options)  # type: ignore[arg-type]
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_sources_that_are_not_videos(tmp_path: Path) -> None:
+def test_sources_that_are_not_videos(tmp_path):
     (tmp_path / "list.mp4").write_text("ffconcat version 1.0\nfile a.mp4\n")
     assert_user_error(tmp_path / "list.mp4", "received text")
     assert_user_error(np.random.default_rng(0).bytes(5000), "expected a video, received unknown data")
@@ -578,7 +532,7 @@ def test_sources_that_are_not_videos(tmp_path: Path) -> None:
     assert_user_error(tmp_path / "still.jpg", "received a JPEG image; pass it as an image")
 
 
-def test_options_out_of_range(tmp_path: Path) -> None:
+def test_options_out_of_range(tmp_path):
     path = encode(tmp_path / "a.mp4", even(50))
     assert_user_error(path, "frames must be >= 1: got 0", frames=0)
     assert_user_error(path, "got 513", frames=513)
@@ -591,8 +545,8 @@ def test_options_out_of_range(tmp_path: Path) -> None:
     assert_user_error(path, "backend must be one of pyav, decord: received 'cv2'", backend="cv2")
 
 
-@pytest.mark.parametrize("backend", ["pyav", "decord"])
-def test_max_duration(tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize("backend", ["pyav", pytest.param("decord", marks=needs_decord)])
+def test_max_duration(tmp_path, backend):
     path = encode(tmp_path / "a.mp4", even(50))
     duration = load_video(path, frames=1).duration
     assert_user_error(
@@ -604,7 +558,7 @@ def test_max_duration(tmp_path: Path, backend: str) -> None:
     assert len(load_video(path, frames=3, max_duration=duration).frames) == 3
 
 
-def test_bytes_and_file_objects(tmp_path: Path) -> None:
+def test_bytes_and_file_objects(tmp_path):
     path = encode(tmp_path / "a.mp4", even(20))
     expected = load_video(path, frames=4).times
     assert load_video(path.read_bytes(), frames=4).times == expected
@@ -615,57 +569,57 @@ def test_bytes_and_file_objects(tmp_path: Path) -> None:
         tmp_path / "a.avi", even(50), codec="rawvideo", options={"threads": "1"}, tick=Fraction(1, 10)
     )  # larger than any read-ahead buffer
     with large.open("rb") as file:
-        assert [number_of(frame) for frame in load_video(file, frames=5).frames] == [5, 15, 25, 35, 45]
+        assert numbers(load_video(file, frames=5)) == [5, 15, 25, 35, 45]
 
 
-def test_metadata_that_is_not_utf8(tmp_path: Path) -> None:
+def test_metadata_that_is_not_utf8(tmp_path):
     path = encode(tmp_path / "a.mp4", even(4))
     data = path.read_bytes()
     assert b"Lavf" in data  # the muxer's name
     assert load_video(data.replace(b"Lavf", b"L\xe9vf"), frames=4).times == load_video(path, frames=4).times
 
 
-def test_file_name_is_not_read_as_a_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_name_is_not_read_as_a_protocol(tmp_path, monkeypatch):
     encode(tmp_path / "a.mp4", even(20)).rename(tmp_path / "concat:a|b")
     monkeypatch.chdir(tmp_path)
     assert load_video("concat:a|b", frames=2).times == pytest.approx([0.5, 1.5])
 
 
+@needs_decord
 @pytest.mark.parametrize("frames", [11, 20])
-def test_decord_equals_pyav(tmp_path: Path, frames: int) -> None:
+def test_decord_equals_pyav(tmp_path, frames):
     """It rounds times to float32: with 20, of the starts of frames, 0.1 becomes 0.1000000015 > 0.1."""
-    pytest.importorskip("decord", reason="an optional dependency")
     path = encode(tmp_path / "a.mp4", even(40), options=BFRAMES)
     ours, theirs = load_video(path, frames=frames), load_video(path, frames=frames, backend="decord")
-    assert [number_of(f) for f in theirs.frames] == [number_of(f) for f in ours.frames]
+    assert numbers(theirs) == numbers(ours)
     assert theirs.times == pytest.approx(ours.times, abs=1e-4)
     assert theirs.duration == pytest.approx(ours.duration, abs=1e-4)
 
 
+@needs_decord
 @pytest.mark.parametrize(("suffix", "codec"), [("vob", "mpeg2video"), ("avi", "mpeg4")])
-def test_decord_refuses_packets_without_timestamps(tmp_path: Path, suffix: str, codec: str) -> None:
-    pytest.importorskip("decord", reason="an optional dependency")
+def test_decord_refuses_packets_without_timestamps(tmp_path, suffix, codec):
     options = {"bf": "2"} if codec == "mpeg4" else {}
     path = encode(tmp_path / f"a.{suffix}", even(50, step=40), codec=codec, options=options, tick=Fraction(1, 25))
-    assert [number_of(frame) for frame in load_video(path, frames=5).frames] == [5, 15, 25, 35, 45]
+    assert numbers(load_video(path, frames=5)) == [5, 15, 25, 35, 45]
     assert_user_error(
         path, "expected a video with timestamps for decord, received one without; use backend pyav", backend="decord"
     )
 
 
-def test_decord_refuses_frames_that_it_misreads(tmp_path: Path) -> None:
-    pytest.importorskip("decord", reason="an optional dependency")
+@needs_decord
+def test_decord_refuses_frames_that_it_misreads(tmp_path):
     path = encode(tmp_path / "a.mp4", even(6), size=(48, 96))
     assert load_video(path, frames=6).frames[5].size == (48, 96)
     assert_user_error(path, "width decord can read, received 48 pixels; use backend pyav", backend="decord")
 
 
-def test_missing_decord_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_decord_raises(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "decord", None)
     assert_user_error(encode(tmp_path / "a.mp4", even(4)), "pip install -e '.[decord]'", backend="decord")
 
 
-def test_kind_of_detects_by_content(tmp_path: Path) -> None:
+def test_kind_of_detects_by_content(tmp_path):
     film = encode(tmp_path / "film.mp4", even(4))
     assert kind_of(film.rename(tmp_path / "film.png")) == "video"
     Image.new("RGB", (8, 8)).save(tmp_path / "still.mp4", format="PNG")
@@ -677,7 +631,7 @@ def test_kind_of_detects_by_content(tmp_path: Path) -> None:
         kind_of(write_audio(tmp_path / "sound.mp4"))
 
 
-def test_no_leaks_and_no_output(tmp_path: Path) -> None:
+def test_no_leaks_and_no_output(tmp_path):
     """In a subprocess, whose file descriptor 2 would show FFmpeg's messages."""
     good = encode(tmp_path / "good.mp4", even(20))
     bad = tmp_path / "bad.mp4"
@@ -697,7 +651,7 @@ def test_no_leaks_and_no_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["pyav", "decord"])
-def test_without_pyav_videos_are_refused(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyav_videos_are_refused(backend, tmp_path, monkeypatch):
     """With decord too, which tells neither times nor pixel aspects."""
     path = encode(tmp_path / "a.mp4", even(8))
     (tmp_path / "still.jpg").write_bytes(b"\xff\xd8\xff")

@@ -1,7 +1,5 @@
 """ViSpec drafters as published draft what their network says: trees against plain loops, image by image."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

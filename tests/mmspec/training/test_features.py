@@ -27,8 +27,7 @@ from mmspec.training.data import Conversation, text_of
 from mmspec.training.feature_cache import FeatureCache
 from mmspec.training.features import Encoder, Extractor, Features
 from mmspec.vision.embedded import samples
-from mmspec.vision.processor import VisionProcessor
-from mmspec.vision.targets import VisionTarget
+from mmspec.vision.processor import VisionProcessor, VisionTarget
 from tests.tiny import byte_model, byte_tokenizer, shared_model
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:?!\n/"
