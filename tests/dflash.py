@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import torch
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.cache_utils import DFlashCache
 
 from tests.draft_checks import check_drafts, plain_pass
-from tests.published import write  # noqa: F401, for tests of these checkpoints
+from tests.published import CONFIGS, write  # noqa: F401, for tests of these checkpoints
 from tests.targets import CACHE, row_of
 from tests.tiny.configs import VOCAB
 
 BLOCK, MASK, WIDTH = 5, 99, 48
-CONFIGS = json.loads(Path(__file__).with_name("drafter_configs.json").read_text())
-"""Published configurations by layout and name, with all fields that are known of them."""
 _NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
 

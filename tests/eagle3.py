@@ -9,115 +9,27 @@ import torch
 
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Network
 from tests.draft_checks import check_drafts, plain_pass, whole_pass
-from tests.published import write
+from tests.published import CONFIGS, write
 from tests.targets import row_of
 
 write_head = write
 VOCAB, DRAFT, WIDTH, RANK = 101, 40, 48, 20
 MASKS = ("mask_token_id", "ptd_token_id", "pard_token")  # of P-EAGLE
 
-# Published fields that the layout reads, and a few others; ``cut`` sets the sizes: heads of 16 features, a width of 48.
-_CUT = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 40,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "draft_vocab_size": DRAFT,
-    "head_dim": 16,
-}
-LLAMA3 = {  # yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
-    "architectures": ["LlamaForCausalLM"],
-    "bos_token_id": 128000,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 2048,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 1,
-    "rms_norm_eps": 1e-05,
-    "torch_dtype": "float16",
-    "vocab_size": 128256,
-    "draft_vocab_size": 32000,
-}
-QWEN3 = {  # AngelSlim/Qwen3-8B_eagle3
-    **LLAMA3,
-    "architectures": ["Eagle3LlamaForCausalLM"],
-    "target_model_type": "qwen3",
-    "attention_bias": False,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "vocab_size": 151936,
-}
-QWEN3_VL = {  # AngelSlim/Qwen3-VL-4B-Instruct_eagle3
-    **QWEN3,
-    "target_model_type": "qwen3_vl",
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "rope_scaling": {"type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
-    "rope_theta": 5000000,
-}
-QWEN2_5_VL = {  # of sgl-project/SpecForge
-    **QWEN3,
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "target_model_type": "qwen2_5_vl",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-    "sliding_window": 32768,
-    "vocab_size": 152064,
-}
-GEMMA4 = {  # RedHatAI/gemma-4-31B-it-speculator.eagle3
-    "architectures": ["Eagle3DraftModel"],
-    "draft_vocab_size": 32000,
-    "eagle_aux_hidden_state_layer_ids": [2, 30, 57],
-    "embed_requires_grad": False,
-    "norm_before_fc": False,
-    "norm_before_residual": True,
-    "speculators_config": {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-        "verifier": {"architectures": [], "name_or_path": "google/gemma-4-31B-it"},
-    },
-    "speculators_model_type": "eagle3",
-    "target_hidden_size": None,
-    "tie_word_embeddings": False,
-    "transformer_layer_config": {
-        "attention_bias": False,
-        "head_dim": 256,
-        "hidden_act": "silu",
-        "hidden_size": 5376,
-        "intermediate_size": 21504,
-        "max_position_embeddings": 262144,
-        "model_type": "llama",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": 16,
-        "rms_norm_eps": 1e-06,
-        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-        "tie_word_embeddings": False,
-        "vocab_size": 262144,
-    },
-}
-GPT_OSS = {  # of sgl-project/SpecForge
-    **LLAMA3,
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 21]},
-    "head_dim": 64,
-    "hidden_size": 2880,
-    "intermediate_size": 17280,
-    "num_attention_heads": 64,
-    "vocab_size": 201088,
-}
+# ``cut`` sets the sizes: heads of 16 features, a width of 48.
+_CUT = {"hidden_size": WIDTH, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
+_CUT |= {"vocab_size": VOCAB, "draft_vocab_size": DRAFT, "head_dim": 16}
+LLAMA3, QWEN3, QWEN3_VL, QWEN2_5_VL, GEMMA4, GPT_OSS = (
+    CONFIGS[f"eagle3 {name}"]
+    for name in (
+        "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
+        "AngelSlim/Qwen3-8B_eagle3",
+        "AngelSlim/Qwen3-VL-4B-Instruct_eagle3",
+        "SpecForge/Qwen2.5-VL-7B-eagle3",
+        "RedHatAI/gemma-4-31B-it-speculator.eagle3",
+        "SpecForge/gpt-oss-20b-eagle3",
+    )
+)
 EAGLE4 = {  # as NVIDIA-NeMo/Automodel describes its export, over the fields of EAGLE-3
     **{name: value for name, value in QWEN3.items() if name not in ("draft_vocab_size", "target_model_type")},
     "architectures": ["LlamaForCausalLMEagle4"],
@@ -126,13 +38,9 @@ EAGLE4 = {  # as NVIDIA-NeMo/Automodel describes its export, over the fields of 
     "norm_output": True,
     "sliding_window": 2048,
 }
-PEAGLE = {  # vllm-project/speculators, sgl-project/SpecForge
-    **GEMMA4,
-    "architectures": ["PEagleDraftModel"],
-    "embed_requires_grad": True,
-    "mask_token_id": 99,
-    "speculators_model_type": "peagle",
-}
+# vllm-project/speculators, sgl-project/SpecForge
+PEAGLE = {**GEMMA4, "architectures": ["PEagleDraftModel"], "embed_requires_grad": True}
+PEAGLE |= {"mask_token_id": 99, "speculators_model_type": "peagle"}
 PEAGLE_FLAT = {**LLAMA3, "norm_before_residual": True, "ptd_token_id": 98}  # of vLLM
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import thread as executor
 from pathlib import Path
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import psutil
@@ -31,30 +31,31 @@ PATCHED = ("transformers", "torch.nn", "gguf")
 REPLACED = "transformers.generation.utils.GenerationMixin._extract_generation_mode_kwargs"
 """The function that stays replaced: ``mmspec.hook`` does so when imported."""
 
+OWN = ("mmspec_tree", "mmspec_queries", "mmspec_shared")
+"""Functions that ``mmspec.targets`` and Gemma 4's assistants register when imported."""
+
 THREADS = "AnyIO worker thread"
 """Prefix of thread names that may stay: FastAPI's idle threads end with their event loop."""
 
-PROCESSES = {
-    "multiprocessing.resource_tracker": "one per process, for its whole life",
-    "mmspec.vision.decoding": "of a server's decoder: they end with it, or with this process",
-    "mmspec.sampling.syntax": "of a server's trial of grammars: likewise",
-    "multiprocessing.forkserver": "of multiprocessing, for the whole life of the process that uses it",
-}
-"""Processes that may stay, by a part of their command lines."""
+PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+PROCESSES += ("mmspec.vision.decoding", "mmspec.sampling.syntax")  # of a server: they end with it, or with this process
+"""Parts of the command lines of processes that may stay: those of multiprocessing stay as long as this process."""
 
-ENVIRONMENT = {
-    "PYTEST_CURRENT_TEST": "of pytest",
-    "TRANSFORMERS_VERBOSITY": "of mmspec.cli, for the whole process",
-    "HF_HUB_VERBOSITY": "of mmspec.cli",
-    "HF_HUB_DISABLE_TELEMETRY": "of gradio",
-    "TOKENIZERS_PARALLELISM": "of mmspec.cli",
-    "RAY_": "of ray, when it starts",
-    "PYTHONBREAKPOINT": "of ray",
-    "KMP_": "of OpenMP, when torch is loaded",
-    "TORCHINDUCTOR_": "of torch, when its compiler is imported",
-    "PATH": "of decord, when it is imported",
-}
-"""Variables that may change, by the start of their names."""
+ENVIRONMENT = (
+    "PYTEST_CURRENT_TEST",
+    "TRANSFORMERS_VERBOSITY",
+    "HF_HUB_VERBOSITY",
+    "TOKENIZERS_PARALLELISM",
+)  # of mmspec
+ENVIRONMENT += (
+    "HF_HUB_DISABLE_TELEMETRY",
+    "RAY_",
+    "PYTHONBREAKPOINT",
+    "KMP_",
+    "TORCHINDUCTOR_",
+    "PATH",
+)  # of libraries
+"""Starts of the names of variables that may change."""
 
 
 def settings() -> dict[str, Any]:
@@ -62,8 +63,7 @@ def settings() -> dict[str, Any]:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    signals = (signal.SIGINT, signal.SIGTERM)
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(tuple(ENVIRONMENT))}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT)}
     return {
         "stack size of threads": threading.stack_size(),
         "recursion limit": sys.getrecursionlimit(),
@@ -74,19 +74,14 @@ def settings() -> dict[str, Any]:
         "inference mode": torch.is_inference_mode_enabled(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "working directory": os.getcwd(),
-        "signal handlers": {one.name: signal.getsignal(one) for one in signals},
+        "signal handlers": {one.name: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)},
         "environment": variables,
-        "attention functions": _registered(AttentionInterface),
-        "mask functions": _registered(AttentionMaskInterface),
-    }
-
-
-def _registered(interface: Any) -> dict[str, Any]:
-    """Registered functions, except functions registered at import by ``mmspec.targets`` and Gemma-4's assistants."""
-    return {
-        name: one
-        for name, one in interface._global_mapping.items()
-        if name not in ("mmspec_tree", "mmspec_queries", "mmspec_shared")
+        "attention functions": {
+            name: one for name, one in AttentionInterface._global_mapping.items() if name not in OWN
+        },
+        "mask functions": {
+            name: one for name, one in AttentionMaskInterface._global_mapping.items() if name not in OWN
+        },
     }
 
 
@@ -122,21 +117,14 @@ def _ours(value: Any) -> bool:
 
 
 def threads() -> set[threading.Thread]:
-    """Those that keep the process alive, without those that are excused."""
-    frames = sys._current_frames()
-    return {
-        one
-        for one in threading.enumerate()
-        if not one.daemon
-        and one is not threading.main_thread()
-        and not one.name.startswith(THREADS)
-        and not _idle(frames.get(one.ident or 0))
-    }
-
-
-def _idle(frame: FrameType | None) -> bool:
-    """Whether a thread waits for the next task of its executor, with which it ends."""
-    return frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) == (executor.__file__, "_worker")
+    """Threads that keep the process alive, without excused threads and idle threads of executors, which end with it."""
+    found = set()
+    for one in set(threading.enumerate()) - {threading.main_thread()}:
+        frame = sys._current_frames().get(one.ident or 0)
+        idle = frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) == (executor.__file__, "_worker")
+        if not (one.daemon or one.name.startswith(THREADS) or idle):
+            found.add(one)
+    return found
 
 
 def processes() -> set[psutil.Process]:
@@ -158,26 +146,24 @@ def held_rows() -> Iterator[str]:
         return
     from mmspec.drafters.captured import CapturedDrafter
     from mmspec.engine.engine import Engine
-    from mmspec.engine.policy import Speculation
-    from mmspec.targets.transformers_target import TransformersTarget
+    from mmspec.engine.speculation import Speculation
 
-    found = _instances(Engine, Speculation)
-    engines = [one for one in found if issubclass(type(one), Engine)]
-    speculations = [one for one in found if issubclass(type(one), Speculation)]
-    idle = [one for one in engines if not one.core.queued and all(sequence.done for sequence in one.core.running)]
-    for engine in idle:
-        if engine.core.running or engine.core._prefilled:
-            yield f"an engine has {len(engine.core.running)} sequences that have ended"
+    parts: dict[int, Any] = {}
     used: set[int] = set()
-    for engine in engines:
-        if engine.core.running:
-            used |= {
-                id(part) for part in (engine.target, *(engine.core.key.speculation._parts if engine.core.key else ()))
-            }
-    parts = [*(one.target for one in idle), *(part for one in speculations for part in one._parts)]
-    for part in {id(part): part for part in parts if id(part) not in used}.values():
-        rows = part.runner.rows if isinstance(part, TransformersTarget) else getattr(part, "rows", 0)
-        if isinstance(part, TransformersTarget | CapturedDrafter) and rows:
+    for one in _instances(Engine, Speculation):
+        if isinstance(one, Speculation):
+            parts |= {id(part): part for part in one._parts if isinstance(part, CapturedDrafter)}
+            continue
+        core, runner = one.core, getattr(one.target, "runner", None)
+        ended = not core.queued and all(sequence.done for sequence in core.running)
+        if ended and (core.running or core._prefilled):
+            yield f"an engine has {len(core.running)} sequences that have ended"
+        if core.running:
+            used |= {id(part) for part in (one.target, *(core.key.speculation._parts if core.key else ()))}
+        elif ended and runner is not None:
+            parts[id(one.target)] = one.target
+    for part in (part for key, part in parts.items() if key not in used):
+        if rows := getattr(part, "runner", part).rows:
             yield f"{type(part).__name__} has {rows} rows after all requests have ended"
 
 
@@ -199,9 +185,8 @@ class Leftovers:
         """Leftovers, a line each; waits for threads and processes that are ending."""
         left = [*differences(self._settings, settings()), *replaced_functions(), *held_rows()]
         left += [f"the thread {one.name} runs" for one in _still(lambda: threads() - self._threads)]
-        for one in _still(lambda: processes() - self._processes):
-            left.append(f"process {one.pid} runs: {' '.join(one.cmdline())[:200]}")
-        return left
+        running = _still(lambda: processes() - self._processes)
+        return left + [f"process {one.pid} runs: {' '.join(one.cmdline())[:200]}" for one in running]
 
 
 def _still(running: Callable[[], set[Any]]) -> set[Any]:

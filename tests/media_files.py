@@ -1,10 +1,10 @@
-"""Small valid media files of many kinds, for `tests.fuzz`."""
+"""Small valid media files of many kinds, for ``tests.fuzz``."""
 
 from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -100,12 +100,12 @@ def _videos() -> Iterator[tuple[str, bytes]]:
     yield "MP4, fragments", _film("mp4", "libx264", x264, {"movflags": "frag_keyframe+empty_moov"})
     yield "MP4, MPEG-4", _film("mp4", "mpeg4", {})
     yield "MOV", _film("mov", "libx264", b_frames)
-    yield "MOV, PNG, profile", _mirrored(_film_of_files("mov", "png", icc_profile=PROFILE, exif=EXIF))
+    yield "MOV, PNG, profile", _mirrored(_film("mov", "png", {}, icc_profile=PROFILE, exif=EXIF))
     yield "MKV", _film("matroska", "libx264", b_frames)
     yield "MKV, FFV1", _film("matroska", "ffv1", {})
     yield "WebM", _film("webm", "libvpx", {"deadline": "realtime", "cpu-used": "8"})
     yield "AVI", _film("avi", "mpeg4", {})
-    yield "AVI, MJPEG, EXIF", _film_of_files("avi", "mjpeg", exif=EXIF, icc_profile=PROFILE)
+    yield "AVI, MJPEG, EXIF", _film("avi", "mjpeg", {}, exif=EXIF, icc_profile=PROFILE)
     yield "AVI, raw", _film("avi", "rawvideo", {})
     yield "TS", _film("mpegts", "libx264", b_frames)
     yield "MPEG", _film("mpeg", "mpeg1video", {})
@@ -113,37 +113,25 @@ def _videos() -> Iterator[tuple[str, bytes]]:
     yield "H.264", _film("h264", "libx264", b_frames)
 
 
-def _muxed(kind: str, codec: str, options: dict[str, str], mux: dict[str, str], fill: Callable[..., None]) -> bytes:
+def _film(kind: str, codec: str, options: dict[str, str], mux: dict[str, str] | None = None, **saved: object) -> bytes:
+    """A video; with ``saved``, its frames are image files as Pillow saves them with these options."""
     data = io.BytesIO()
-    with av.open(data, "w", format=kind, options=mux) as container:
+    with av.open(data, "w", format=kind, options=mux or {}) as container:
         stream = container.add_stream(codec, rate=25, options=options)
         stream.width = stream.height = SIDE
         stream.pix_fmt = {"png": "rgb24", "mjpeg": "yuvj420p"}.get(codec, "yuv420p")
-        fill(container, stream)
-    return data.getvalue()
-
-
-def _film(kind: str, codec: str, options: dict[str, str], mux: dict[str, str] | None = None) -> bytes:
-    def fill(container: av.container.OutputContainer, stream: av.VideoStream) -> None:
-        for page in _pages():
-            container.mux(stream.encode(av.VideoFrame.from_image(page)))
-        container.mux(stream.encode(None))
-
-    return _muxed(kind, codec, options, mux or {}, fill)
-
-
-def _film_of_files(kind: str, codec: str, **options: object) -> bytes:
-    """A video whose frames are image files as Pillow saves them."""
-
-    def fill(container: av.container.OutputContainer, stream: av.VideoStream) -> None:
         for number, page in enumerate(_pages()):
-            packet = av.Packet(_saved(page, {"png": "PNG", "mjpeg": "JPEG"}[codec], **options))
+            if not saved:
+                container.mux(stream.encode(av.VideoFrame.from_image(page)))
+                continue
+            packet = av.Packet(_saved(page, {"png": "PNG", "mjpeg": "JPEG"}[codec], **saved))
             packet.stream, packet.is_keyframe, packet.time_base = stream, True, Fraction(1, 25)
             packet.pts = packet.dts = number
             packet.duration = 1
             container.mux(packet)
-
-    return _muxed(kind, codec, {}, {}, fill)
+        if not saved:
+            container.mux(stream.encode(None))
+    return data.getvalue()
 
 
 def _mirrored(data: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -10,6 +11,9 @@ from torch import nn
 from transformers import LlamaConfig, Qwen2Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+CONFIGS = json.loads(Path(__file__).with_name("drafter_configs.json").read_text())
+"""Published configurations by layout and name, with all fields that are known of them."""
 
 TINY = dict(
     hidden_size=48,

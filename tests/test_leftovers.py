@@ -28,9 +28,8 @@ from tests.tiny.models import text_inputs
 
 def thread(patch: pytest.MonkeyPatch) -> Callable:
     end = threading.Event()
-    one = threading.Thread(target=end.wait, name="left")
-    one.start()
-    return lambda: (end.set(), one.join())
+    threading.Thread(target=end.wait, name="left").start()
+    return end.set
 
 
 def process(patch: pytest.MonkeyPatch) -> Callable:
@@ -82,13 +81,6 @@ def test_what_is_left_is_named(message: str, monkeypatch: pytest.MonkeyPatch) ->
             undo()
         assert message in found
         assert before.found() == []
-
-
-def test_a_thread_that_is_ending_is_waited_for() -> None:
-    before, end = Leftovers(), threading.Event()
-    threading.Thread(target=end.wait, name="ending").start()
-    threading.Timer(0.3, end.set).start()
-    assert before.found() == []
 
 
 def test_rows_of_running_requests_are_not_left() -> None:

@@ -11,8 +11,8 @@ import torch
 import mmspec
 from mmspec import UserError, plugins
 from mmspec.eval.suite.tasks import TASKS
-from mmspec.targets.completed import LABELS
 from mmspec.targets.packing import weights_kind
+from mmspec.targets.sources import LABELS
 from mmspec.vision.efficientnet import lite0
 from mmspec.vision.embedded import photograph, samples, smol_llava, tiny_llava
 from tests.compiled import needs_kernels
