@@ -68,7 +68,7 @@ class TransformersTarget:
         self.context_limit = getattr(self.config, "max_position_embeddings", None)
         self.adapters = Adapters(model)
         # Set in each pass, as other targets of this model choose other adapters.
-        self.decoder = Decoder(model, prepare=self.adapters.activate)
+        self.decoder = Decoder(model, prepare=lambda: self.adapters.use(self.adapters.chosen))
         self.embedding: Any = model.get_input_embeddings()
         self._head = Head(model)
         self.runner = new_runner(self.decoder, self._head)
@@ -137,7 +137,7 @@ class TransformersTarget:
     ) -> Iterator[TargetOutput | None]:
         if self.model.training and any(getattr(part, "gradient_checkpointing", False) for part in self.model.modules()):
             raise UserError("gradient checkpointing keeps no keys and values in training mode: call model.eval() first")
-        self.adapters.choose(prompt.adapter)
+        self.adapters.chosen = prompt.adapter
         ids, mask = prompt.input_ids, prompt.attention_mask
         length = ids.shape[1]
         if self._exact:
