@@ -274,9 +274,8 @@ class TransformersTarget:
         self.runner.select(rows)
 
     @torch.inference_mode()
-    def verify(self, tree: TokenTree, reads: Sequence[Feature] = (), width: int | None = None) -> TargetOutput:
-        adapter = self.adapters.key(self.adapters.chosen)
-        return self.runner.forward_tree(tree, width or tree.nodes, reads, adapter)
+    def verify(self, tree: TokenTree, reads: Sequence[Feature] = ()) -> TargetOutput:
+        return self.runner.forward_tree(tree, reads, self.adapters.key(self.adapters.chosen))
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict) -> None:
