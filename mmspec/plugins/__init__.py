@@ -127,7 +127,7 @@ class EmbeddedModel:
     Attributes:
         folder: what ``from_pretrained`` loads.
         limits: one sentence on its training data, for users with other input.
-        packages: import names of the packages with the rest of its weights; see ``mmspec/targets/completed.py``.
+        packages: import names of the packages with the rest of its weights; see ``mmspec/targets/sources.py``.
         photographs: whether it was trained on photographs.
     """
 
