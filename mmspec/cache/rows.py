@@ -16,11 +16,11 @@ def batch_bucket(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows else 0
 
 
-def pad_rows(x: Tensor, rows: int, value: int = 0) -> Tensor:
-    """Pad ``x``, (batch, ...), to ``rows`` rows with ``value``."""
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """Pad ``x``, (batch, ...), to ``rows`` rows with 0."""
     if len(x) == rows:
         return x
-    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows - len(x)), value=value)
+    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows - len(x)))
 
 
 def row_index(rows: Sequence[int], device: torch.device) -> Tensor:

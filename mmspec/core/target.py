@@ -293,13 +293,8 @@ class Target(Protocol):
             None after each pass except the last, then the output. The rows join with the last pass, not before.
         """
 
-    def verify(self, tree: TokenTree, reads: Sequence[Feature] = (), width: int | None = None) -> TargetOutput:
-        """Verify pass: logits and hidden states at every node. The cache keeps its lengths.
-
-        Args:
-            reads: hidden states that the output must contain.
-            width: number of nodes to pad to if that is faster; None does not pad.
-        """
+    def verify(self, tree: TokenTree, reads: Sequence[Feature] = ()) -> TargetOutput:
+        """Verify pass: logits, and the hidden states ``reads``, at every node. The cache keeps its lengths."""
 
     def commit(self, verdict: Verdict) -> None:
         """Add the accepted path of the last tree to the cache."""

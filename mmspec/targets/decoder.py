@@ -84,7 +84,12 @@ class Decoder:
         self._module = decoder_of(model)
         self.attention = PassAttention(model, self._module, prepare)
         if count is not None:
-            self._module = self._beginning(count)
+            last = len(self._stack) - 1
+            if not 0 < count <= last:
+                raise UserError(
+                    f"an early exit must be after a layer before the last: expected 1 to {last}, got {count}"
+                )
+            self._module = self._with_layers(first_layers(self._stack, count))
         self._slots = slot_attention(self.config, self._module)
         self.has_position_axes = hasattr(model.base_model, "get_rope_index")
         self.takes_positions = "position_ids" in signature(self._module.forward).parameters
@@ -296,13 +301,6 @@ class Decoder:
                 else:
                     hooks.enter_context(layer.register_forward_pre_hook(partial(record_input, name), with_kwargs=True))
             yield features
-
-    def _beginning(self, count: int) -> Any:
-        """The decoder truncated to its first ``count`` layers, with shared weights."""
-        last = len(self._stack) - 1
-        if not 0 < count <= last:
-            raise UserError(f"an early exit must be after a layer before the last: expected 1 to {last}, got {count}")
-        return self._with_layers(first_layers(self._stack, count))
 
     def _with_layers(self, layers: nn.ModuleList) -> Any:
         """A shallow copy of the decoder with ``layers`` instead of its layers."""

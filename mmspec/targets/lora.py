@@ -107,7 +107,7 @@ class Adapters:
 
     Attributes:
         names: adapters that requests may choose.
-        chosen: adapter of the target's current sequences; None without one.
+        chosen: adapter of the target's current and next sequences; None without one.
     """
 
     chosen: str | None = None
@@ -142,16 +142,8 @@ class Adapters:
         states = ((*one.active_adapters, one.disable_adapters, *one.merged_adapters) for one in self._layers)
         return self._version, next(states, None)
 
-    def choose(self, name: str | None) -> None:
-        """Set the adapter of the target's next sequences."""
-        self.chosen = name
-
-    def activate(self) -> None:
-        """Activate the chosen adapter in the model's layers, which other targets of the model share."""
-        self.use(self.chosen)
-
     def use(self, name: str | None) -> None:
-        """Activate an adapter; None deactivates all."""
+        """Activate an adapter in the model's layers, which other targets of the model share; None deactivates all."""
         if not self.names:
             return
         for layer in self._layers:

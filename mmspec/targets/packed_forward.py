@@ -139,8 +139,9 @@ class MergedLayer(nn.Module):
         if self.native is not None and usual and self.attends_by_kernel(options):
             allowed = None if mask is None else allowed_slots(mask, len(query))
             return cpu.attention(query.transpose(1, 2), key, value, allowed, scaling)
-        implementation = self.config._attn_implementation
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, _eager(self.self_attn))
+        # The default is the eager attention of the layer's modelling file.
+        eager = getattr(sys.modules[type(self.self_attn).__module__], "eager_attention_forward", None)
+        attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)  # type: ignore[arg-type]
         key, value = key.to(query.dtype), value.to(query.dtype)
         return attend(self.self_attn, query, key, value, mask, dropout=0.0, scaling=scaling, **options)[0]
 
@@ -177,11 +178,6 @@ class MergedLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "native"}
-
-
-def _eager(attention: nn.Module) -> Any:
-    """The eager attention of a layer's modelling file."""
-    return getattr(sys.modules[type(attention).__module__], "eager_attention_forward", None)
 
 
 @lru_cache(maxsize=4)

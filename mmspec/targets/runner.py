@@ -86,19 +86,10 @@ class VerifyRunner:
             for part in (self._cache, self._position, self._last_position):
                 part.select(rows)
 
-    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature], adapter: Hashable) -> TargetOutput:
-        """Logits and the named features at every node.
-
-        Args:
-            width: minimum number of nodes after padding.
-            adapter: key of the active LoRA adapter; graphs are captured per adapter.
-        """
-        nodes = tree.nodes
-        if width == nodes:
-            states = self.forward_nodes(tree.tokens, None if nodes == 1 else tree.depth, tree.ancestors, names)
-        else:
-            states = self.forward_nodes(*_padded(tree, width, tree.batch), names)
-            states = {name: state[:, :nodes] for name, state in states.items()}
+    def forward_tree(self, tree: TokenTree, names: Sequence[Feature], adapter: Hashable) -> TargetOutput:
+        """Logits and the named features at every node. Graphs are captured per ``adapter``, the key of the active LoRA
+        adapter."""
+        states = self.forward_nodes(tree.tokens, None if tree.nodes == 1 else tree.depth, tree.ancestors, names)
         return TargetOutput(self._head(states["last"]), {name: states[name] for name in names})
 
     def forward_nodes(
@@ -159,12 +150,11 @@ class StaticRunner(VerifyRunner):
         """Number of captured CUDA graphs of verify passes and of commits."""
         return self._graphed_pass.captured, self._graphed_commit.captured
 
-    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature], adapter: Hashable) -> TargetOutput:
+    def forward_tree(self, tree: TokenTree, names: Sequence[Feature], adapter: Hashable) -> TargetOutput:
         nodes, batch = tree.nodes, tree.batch
-        width, rows = node_bucket(width), batch_bucket(batch)
-        self.cache.reserve_nodes(width)
+        self.cache.reserve_nodes(node_bucket(nodes))
         settings = {"names": tuple(names), "adapter": adapter}
-        logits, *states = self._graphed_pass(*_padded(tree, width, rows), version=self.version, **settings)
+        logits, *states = self._graphed_pass(*_padded(tree), version=self.version, **settings)
         features = {name: state[:batch, :nodes] for name, state in zip(names, states, strict=True)}
         return TargetOutput(logits[:batch, :nodes], features)
 
@@ -212,9 +202,10 @@ def node_bucket(nodes: int) -> int:
     return 1 << (nodes - 1).bit_length() if nodes <= 64 else -(-nodes // 64) * 64
 
 
-def _padded(tree: TokenTree, width: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def _padded(tree: TokenTree) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, depths and ancestors of a tree, padded with nodes and rows that attend only to themselves."""
-    extra, idle = (0, width - tree.nodes), (0, rows - tree.batch)
+    width = node_bucket(tree.nodes)
+    extra, idle = (0, width - tree.nodes), (0, batch_bucket(tree.batch) - tree.batch)
     if not any(extra + idle):
         return tree.tokens, tree.depth, tree.ancestors
     reach = F.pad(tree.ancestors, extra + extra + idle) | torch.eye(width, dtype=torch.bool, device=tree.tokens.device)

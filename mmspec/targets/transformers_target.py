@@ -68,7 +68,7 @@ class TransformersTarget:
         self.context_limit = getattr(self.config, "max_position_embeddings", None)
         self.adapters = Adapters(model)
         # Set in each pass, as other targets of this model choose other adapters.
-        self.decoder = Decoder(model, prepare=self.adapters.activate)
+        self.decoder = Decoder(model, prepare=lambda: self.adapters.use(self.adapters.chosen))
         self.embedding: Any = model.get_input_embeddings()
         self._head = Head(model)
         self.runner = new_runner(self.decoder, self._head)
@@ -137,7 +137,7 @@ class TransformersTarget:
     ) -> Iterator[TargetOutput | None]:
         if self.model.training and any(getattr(part, "gradient_checkpointing", False) for part in self.model.modules()):
             raise UserError("gradient checkpointing keeps no keys and values in training mode: call model.eval() first")
-        self.adapters.choose(prompt.adapter)
+        self.adapters.chosen = prompt.adapter
         ids, mask = prompt.input_ids, prompt.attention_mask
         length = ids.shape[1]
         if self._exact:
@@ -174,7 +174,20 @@ class TransformersTarget:
         if prompt.prefill_mask is not None:
             features, logits, inputs = self._prefill_kept(call, prompt.prefill_mask, reads, cache)
         elif (splits or state is not None) and (inputs := decoder.chunk_inputs(call, cache)) is not None:
-            features, logits = yield from self._prefill_chunks(inputs, length, reads, chunk, cache, state)
+            first, size, passes = 0 if state is None else state.length, chunk or length, []
+            for start in range(first, length, size):
+                if passes:
+                    yield
+                passes.append(decoder.prefill_chunk(inputs, slice(start, min(start + size, length)), cache, reads))
+            features = {name: torch.cat([one[name] for one in passes], dim=1) for name in reads if passes}
+            if passes:
+                last = passes[-1]["last"][:, -1:]
+                logits = self._head(last)
+                self._head.check(last, logits)
+            else:  # all tokens are in the cache
+                assert state is not None
+                assert state.logits is not None
+                logits = state.logits
         else:
             logits, inputs, features = decoder.prefill(call, cache, reads)
             cache.commit_prompt(length, mask, batch)
@@ -232,30 +245,6 @@ class TransformersTarget:
             return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
 
-    def _prefill_chunks(
-        self,
-        inputs: dict[str, Any],
-        length: int,
-        reads: Sequence[Feature],
-        chunk: int | None,
-        cache: TreeCache,
-        state: State | None,
-    ) -> Generator[None, None, tuple[dict[Feature, Tensor], Tensor]]:
-        """Prefill the tokens after ``state``, ``chunk`` tokens per pass; returns features and last logits."""
-        first, passes = 0 if state is None else state.length, []
-        if state is not None and first == length:
-            assert state.logits is not None
-            return {}, state.logits
-        for start in range(first, length, chunk or length):
-            if start > first:
-                yield
-            part = slice(start, min(start + (chunk or length), length))
-            passes.append(self.decoder.prefill_chunk(inputs, part, cache, reads))
-        last = passes[-1]["last"][:, -1:]
-        logits = self._head(last)
-        self._head.check(last, logits)
-        return {name: torch.cat([features[name] for features in passes], dim=1) for name in reads}, logits
-
     @torch.inference_mode()
     def snapshot(self, row: int) -> State | None:
         if not self.decoder.continues:
@@ -274,9 +263,8 @@ class TransformersTarget:
         self.runner.select(rows)
 
     @torch.inference_mode()
-    def verify(self, tree: TokenTree, reads: Sequence[Feature] = (), width: int | None = None) -> TargetOutput:
-        adapter = self.adapters.key(self.adapters.chosen)
-        return self.runner.forward_tree(tree, width or tree.nodes, reads, adapter)
+    def verify(self, tree: TokenTree, reads: Sequence[Feature] = ()) -> TargetOutput:
+        return self.runner.forward_tree(tree, reads, self.adapters.key(self.adapters.chosen))
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict) -> None:

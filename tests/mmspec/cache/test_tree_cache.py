@@ -96,6 +96,7 @@ def check(cache, rows):
 def test_layers_that_cache_other_entries_than_the_prompts_are_refused():
     cache = TreeCache(LAYERS)
     write(cache, torch.ones(2, 5, dtype=torch.long))
+    assert torch.isfinite(cache.kv.tensors[0]).all()  # what was never written
     with pytest.raises(UserError, match=r"^layers must cache the prompt's tokens: expected 6 entries, received 5$"):
         cache.commit_prompt(6, None, 2)
 
@@ -133,7 +134,7 @@ def test_sequences_join_and_leave(static_shapes, seed):
             cache.select(kept)
             rows = [rows[row] for row in kept]
         elif rows:
-            tree = random_tree(g, len(rows), rnd.randint(1, 9), 50)
+            tree = random_tree(g, len(rows), rnd.choice([1, 4, 9, 40]), 50)
             ids = numbers(len(rows), tree.nodes)
             idle = batch_bucket(len(rows)) if static_shapes else len(rows)
             write(cache, pad_rows(ids, idle))
@@ -179,18 +180,6 @@ def test_a_moved_model_begins_anew():
             cache.select([])
 
 
-def test_a_cache_in_place_grows_before_a_pass():
-    cache, (prompts, rows) = TreeCache(LAYERS, reserve=8, static_shapes=True), start(2, 5)
-    cache.append(prompts)
-    before, capacity = cache.version, cache.kv.capacity
-    cache.reserve_nodes(100)
-    assert (cache.version, cache.kv.capacity) == (before, capacity)
-    cache.reserve_nodes(1000)
-    assert cache.version is not before
-    assert cache.kv.capacity > 1005
-    check(cache, rows)
-
-
 def test_nothing_is_copied_at_most_steps():
     cache, _ = start(1, 10, reserve=64)
     assert cache.kv.capacity == 64
@@ -219,22 +208,6 @@ def test_large_buffers_grow_by_what_is_needed(monkeypatch):
         commit(cache, [[0]] * 3)
         addresses.add(cache.kv.tensors[0].data_ptr())
     assert len(addresses) <= 8  # an eighth more each time
-
-
-def test_a_cache_is_freed_with_its_last_reference():
-    cache, _ = start(1, 10)
-    gone = weakref.ref(cache)
-    gc.disable()
-    try:
-        del cache
-        assert gone() is None
-    finally:
-        gc.enable()
-
-
-def test_what_was_never_written_is_finite():
-    cache, _ = start(2, 3, reserve=100)
-    assert torch.isfinite(cache.layers[0].update(*entries(torch.zeros(2, 90), 0))[0]).all()
 
 
 def test_uncommitted_tokens_can_be_built_upon():
@@ -270,7 +243,15 @@ def test_tensors_of_one_shape_share_a_buffer(request):
 
 
 def test_layers_of_a_copy_belong_to_the_copy():
+    """No layer keeps its cache."""
     cache = TreeCache(2)
     for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
         assert all(layer.cache is other for layer in other.layers)
     assert all(layer.cache is cache for layer in cache.layers)
+    gone = weakref.ref(cache)
+    gc.disable()
+    try:
+        del cache
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -49,7 +49,7 @@ class TableTarget:
     def keep(self, rows):
         self.rows = [self.rows[row] for row in rows]
 
-    def verify(self, tree, reads=(), width=None):
+    def verify(self, tree, reads=()):
         self.tree = tree
         self.passes.append(tuple(tree.tokens.shape))
         up = tree.tokens.gather(1, tree.parents.clamp(min=0))
@@ -567,10 +567,10 @@ def test_a_failed_step_reaches_the_client_of_a_prompt_in_chunked_prefill():
     """It waits to be told, as its sequence is in no row yet."""
 
     class Fails(TableTarget):
-        def verify(self, tree, reads=(), width=None):
+        def verify(self, tree, reads=()):
             if len(self.passes) == 3:
                 raise RuntimeError("a failed pass")
-            return super().verify(tree, reads, width)
+            return super().verify(tree, reads)
 
     told = []
     engine = SteppedEngine(Fails(table_model(VOCAB)), None, StepPlan(0), chunk=2)

@@ -141,35 +141,30 @@ def nodes_of(seed, batch=2, nodes=5, earlier=0):
     return depth, tail, torch.rand(batch, nodes, earlier + nodes, generator=g) < 0.6
 
 
-def by_loop(cache, depth, tail_depth, reach, window):
-    batch, nodes, behind = reach.shape
-    tail = depth if tail_depth is None else torch.cat([tail_depth, depth], 1)
-    allowed = torch.zeros(batch, 1, nodes, cache.length + behind, dtype=torch.bool)
-    for b in range(batch):
-        for i in range(nodes):
-            here = cache.lengths[b] + int(depth[b, i])
-            for slot in range(cache.length):
-                allowed[b, 0, i, slot] = bool(cache.attended[b, slot]) and (window is None or here - slot < window)
-            for j in range(behind):
-                distance = here - cache.lengths[b] - int(tail[b, j])
-                allowed[b, 0, i, cache.length + j] = bool(reach[b, i, j]) and (window is None or distance < window)
-    return allowed
+def by_loop(cache, depth, tail_depth, reach, near):
+    """(batch, 1, nodes, slots): committed tokens and reached nodes at positions near to the node's own."""
+    tail, masks = depth if tail_depth is None else torch.cat([tail_depth, depth], 1), []
+    for row, length in enumerate(cache.lengths):
+        keys = [*range(cache.length), *(length + tail[row]).tolist()]
+        masks.append([[]])
+        for own, reached in zip(depth[row].tolist(), reach[row].tolist(), strict=True):
+            known = [*cache.attended[row].tolist(), *reached]
+            masks[-1][0].append([seen and near(length + own, key) for seen, key in zip(known, keys, strict=True)])
+    return torch.tensor(masks)
+
+
+def within(window):
+    return lambda query, key: window is None or query - key < window
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 9])
 def test_chunks_equal_a_loop(chunk):
-    cache, (depth, tail, reach) = cache_of((6, 4)), nodes_of(1, earlier=3)
+    cache, nodes = cache_of((6, 4)), nodes_of(1, earlier=3)
     text = config(kinds=["full_attention", "chunked_attention"])
     text.attention_chunk_size = chunk
-    masks = tree_mask(text, cache, depth, tail, reach, torch.float32)
-    expected = by_loop(cache, depth, tail, reach, None)
-    assert torch.equal(masks["full_attention"], expected)
-    behind = torch.cat([tail, depth], 1)
-    for b, length in enumerate(cache.lengths):
-        positions = [*range(cache.length), *(length + behind[b]).tolist()]
-        for i in range(depth.shape[1]):
-            same = [at // chunk == (length + int(depth[b, i])) // chunk for at in positions]
-            expected[b, 0, i] &= torch.tensor(same)
+    masks = tree_mask(text, cache, *nodes, torch.float32)
+    assert torch.equal(masks["full_attention"], by_loop(cache, *nodes, within(None)))
+    expected = by_loop(cache, *nodes, lambda query, key: query // chunk == key // chunk)
     assert torch.equal(masks["chunked_attention"], expected)
 
 
@@ -178,7 +173,7 @@ def test_chunks_equal_a_loop(chunk):
 @pytest.mark.parametrize(("lengths", "padding"), [((6, 6), (0, 0)), ((6, 4), (0, 0)), ((6, 6), (2, 0))])
 def test_masks_equal_a_loop(lengths, padding, window, earlier):
     cache, (depth, tail, reach) = cache_of(lengths, padding), nodes_of(1, earlier=earlier)
-    expected = by_loop(cache, depth, tail, reach, window)
+    expected = by_loop(cache, depth, tail, reach, within(window))
     mask = tree_mask(config(window), cache, depth, tail, reach, torch.float32)
     assert torch.equal(mask, expected)
     assert torch.equal(tail_mask(config(window), depth, tail, reach), expected[..., cache.length :])
@@ -194,7 +189,7 @@ def test_masks_equal_a_loop(lengths, padding, window, earlier):
 @pytest.mark.parametrize("kinds", [KINDS, ["hybrid", "hybrid_sliding"]])
 def test_every_kind_of_layer_has_its_mask(kinds):
     cache, (depth, tail, reach) = cache_of((6, 5)), nodes_of(2)
-    full, slid = (by_loop(cache, depth, tail, reach, window) for window in (None, 2))
+    full, slid = (by_loop(cache, depth, tail, reach, within(window)) for window in (None, 2))
     for masks, end in (
         (tree_mask(config(2, kinds), cache, depth, tail, reach, torch.float32), 0),
         (tail_mask(config(2, kinds), depth, tail, reach), cache.length),
@@ -213,22 +208,23 @@ def test_roots_without_depth_stand_at_the_end():
     cache, (_, _, reach) = cache_of((6, 4)), nodes_of(3, nodes=1)
     zero = torch.zeros(2, 1, dtype=torch.long)
     mask = tree_mask(config(3), cache, None, None, reach, torch.float32)
-    assert torch.equal(mask, by_loop(cache, zero, None, reach, 3))
+    assert torch.equal(mask, by_loop(cache, zero, None, reach, within(3)))
 
 
 def test_no_mask_where_none_is_needed():
     """One node that follows everything; or no layer with attention. Two nodes, padding or earlier nodes need one."""
-    reach = torch.ones(2, 1, 1, dtype=torch.bool)
-    depth = torch.zeros(2, 1, dtype=torch.long)
-    assert tree_mask(config(), cache_of((6, 6)), depth, None, reach, torch.float32) is None
-    assert tree_mask(config(), cache_of((6, 4)), depth, None, reach, torch.float32) is not None
-    after = torch.ones(2, 1, 2, dtype=torch.bool)
-    assert tree_mask(config(), cache_of((6, 6)), depth, depth, after, torch.float32) is not None
-    two = torch.ones(2, 2, 2, dtype=torch.bool).tril()
-    assert tree_mask(config(), cache_of((6, 6)), depth.expand(2, 2), None, two, torch.float32) is not None
+    one, zero = torch.ones(2, 1, 1, dtype=torch.bool), torch.zeros(2, 1, dtype=torch.long)
+    two, after = torch.ones(2, 2, 2, dtype=torch.bool).tril(), torch.ones(2, 1, 2, dtype=torch.bool)
     without = TreeCache(2, attending=[])
     without.commit_prompt(6, None, 2)
-    assert tree_mask(config(), without, depth.expand(2, 2), None, two, torch.float32) is None
+    for cache, depth, tail, reach, needed in (
+        (cache_of((6, 6)), zero, None, one, False),
+        (cache_of((6, 4)), zero, None, one, True),
+        (cache_of((6, 6)), zero, zero, after, True),
+        (cache_of((6, 6)), zero.expand(2, 2), None, two, True),
+        (without, zero.expand(2, 2), None, two, False),
+    ):
+        assert (tree_mask(config(), cache, depth, tail, reach, torch.float32) is not None) == needed
 
 
 @pytest.mark.parametrize(

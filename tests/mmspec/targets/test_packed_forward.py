@@ -224,10 +224,8 @@ def test_rotations_of_every_kind(kind, length):
     ids = torch.arange(length)[None]
     found, ran = logits_of(model, ids, trees=4)
     assert ran == (4 if kind in CHANGING else 1)
-    expected, _ = logits_of(layer_by_layer(model), ids, trees=4)
-    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
-    theirs, _ = logits_of(exact, ids, trees=4)
-    torch.testing.assert_close(found, theirs, atol=0.1, rtol=0.05)
+    torch.testing.assert_close(found, logits_of(layer_by_layer(model), ids, trees=4)[0], atol=0.02, rtol=0.02)
+    torch.testing.assert_close(found, logits_of(exact, ids, trees=4)[0], atol=0.1, rtol=0.05)
 
 
 @needs_kernels
@@ -263,10 +261,8 @@ def test_windowed_and_full_layers_have_their_own_masks(layers, kind):
     pack_model(model, kind)
     ids = torch.randint(VOCAB, (1, 21))
     found, _ = logits_of(model, ids, trees=2)
-    expected, _ = logits_of(layer_by_layer(model), ids, trees=2)
-    assert torch.equal(found, expected)
-    theirs, _ = logits_of(exact, ids, trees=2)
-    error = (found - theirs).abs().max()
+    assert torch.equal(found, logits_of(layer_by_layer(model), ids, trees=2)[0])
+    error = (found - logits_of(exact, ids, trees=2)[0]).abs().max()
     assert error < {"bfloat16": 0.05, "int8": 0.1, "int4": 0.5}[kind], error
 
 
@@ -284,13 +280,12 @@ def test_prompts_of_any_number_of_rows(kind, config_class, rows):
     assert packed_forward._MAX_ROWS == 1024
     model = model_of(config_class, max_position_embeddings=1200)
     pack_model(model, kind)
-    plain = dequantised(model)
-    ids = torch.randint(VOCAB, (1, rows))
-    found, _ = logits_of(model, ids, trees=1)
-    expected, _ = logits_of(plain, ids, trees=1)
-    torch.testing.assert_close(found, expected, atol=0.1, rtol=0.05)
-    last = [prefilled(TransformersTarget(one), Prompt(ids), 4).logits[:, -1] for one in (model, plain)]
-    torch.testing.assert_close(last[0], last[1].float(), atol=0.1, rtol=0.05)
+    ids, models = torch.randint(VOCAB, (1, rows)), (model, dequantised(model))
+    for run in (
+        lambda one: logits_of(one, ids, trees=1)[0],
+        lambda one: prefilled(TransformersTarget(one), Prompt(ids), 4).logits[:, -1].float(),
+    ):
+        torch.testing.assert_close(*map(run, models), atol=0.1, rtol=0.05)
 
 
 @needs_kernels
@@ -311,8 +306,7 @@ def test_shapes_that_the_kernels_compute_and_others(changes, compiled):
     pack_model(model, "int8")
     assert all((layer.native is not None) is compiled for layer in model.get_decoder().layers)
     ids = torch.randint(VOCAB, (1, 9))
-    found, _ = logits_of(model, ids, trees=1)
-    expected, _ = logits_of(dequantised(model), ids, trees=1)
+    found, expected = (logits_of(one, ids, trees=1)[0] for one in (model, dequantised(model)))
     torch.testing.assert_close(found, expected, atol=0.1, rtol=0.05)
 
 
@@ -340,10 +334,10 @@ def test_the_head_is_not_quantised_to_fewer_bits_than_eight(kind, kernels, tied,
     compiled = packed(nn.Linear(32, 32), "int8").__class__ is BLOCKS["int8"]
     pack_model(model, kind)
     head = model.get_output_embeddings()
-    expected = BLOCKS["int8"] if compiled else HalfLinear
-    if kind not in QUANTISED:
-        expected = (BLOCKS if compiled else KINDS)[kind]
-    assert type(head) is expected
+    if kind in QUANTISED:
+        assert type(head) is (BLOCKS["int8"] if compiled else HalfLinear)
+    else:
+        assert type(head) is (BLOCKS if compiled else KINDS)[kind]
     assert (head.weight.float() - exact).abs().max() < 0.01 * exact.abs().max()
     if compiled:
         assert head.takes == torch.float32

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LlamaForCausalLM,
+    modeling_utils,
+)
 
 import mmspec
 from mmspec.quantisation.blocks import BlockLinear
@@ -46,7 +52,7 @@ SAVED: dict[str, Any] = {
 def test_streamed_weights_are_those_of_a_model_that_is_packed(name: str, kind: str, tmp_path: Path) -> None:
     """Layers with incomplete groups of features, towers, tied and untied heads."""
     save, auto_class = SAVED[name]
-    folder = save(tmp_path / name)
+    folder, plain = save(tmp_path / name), modeling_utils.safe_open
     found: Any = mmspec.load(str(folder), drafter=None, dtype=kind).target.model
     expected: Any = auto_class.from_pretrained(folder, dtype="auto").eval()
     pack_model(expected, kind)
@@ -57,6 +63,7 @@ def test_streamed_weights_are_those_of_a_model_that_is_packed(name: str, kind: s
     assert kinds[0] == kinds[1]
     assert not any(parameter.is_meta for parameter in found.parameters())
     assert not hasattr(found.config, "quantization_config")
+    assert modeling_utils.safe_open is plain  # which maps files to memory
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
@@ -68,14 +75,6 @@ def test_other_weights_are_refused_while_they_stream(name: str, kind: str, tmp_p
         save_file(changed, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(mmspec.UserError, match=f"expected exactly the weights of LlamaForCausalLM, but {name}"):
             mmspec.load(str(folder), drafter=None, dtype=kind)
-
-
-def test_files_are_mapped_to_memory_again_afterwards(tmp_path: Path) -> None:
-    from transformers import modeling_utils
-
-    plain = modeling_utils.safe_open
-    mmspec.load(str(save_text_model(tmp_path / "text")), drafter=None, dtype="int4")
-    assert modeling_utils.safe_open is plain
 
 
 _PROGRAM = """
