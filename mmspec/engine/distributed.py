@@ -64,20 +64,25 @@ class Ranks:
         Raises:
             RankError: states differ, or a rank is lost.
         """
-        found: list[Any] = [None] * self._size
+        own, given = torch.tensor([self._turn, state, orders is not None], dtype=torch.long), [orders]
+        of_all = [torch.empty_like(own) for _ in range(self._size)]
         try:
-            distributed.all_gather_object(found, (self._turn, state, orders), group=self._orders)
+            distributed.all_gather(of_all, own, group=self._orders)
+            found = [one.tolist() for one in of_all]
+            for rank, (turn, theirs, _) in enumerate(found):
+                if [turn, theirs] != found[0][:2]:
+                    raise RankError(
+                        f"the ranks must run the same schedule: expected turn {found[0][0]} in state {found[0][1]:x} "
+                        f"of rank 0, received turn {turn} in state {theirs:x} of rank {rank}"
+                    )
+            self._turn += 1
+            if found[0][2]:
+                distributed.broadcast_object_list(given, src=0, group=self._orders)
+        except RankError:
+            raise
         except RuntimeError as error:
             raise _lost(error) from error
-        first, expected, given = found[0]
-        for rank, (turn, theirs, _) in enumerate(found):
-            if (turn, theirs) != (first, expected):
-                raise RankError(
-                    f"the ranks must run the same schedule: expected turn {first} in state {expected:x} of rank 0, "
-                    f"received turn {turn} in state {theirs:x} of rank {rank}"
-                )
-        self._turn += 1
-        return given or Orders()
+        return given[0] or Orders()
 
     def watch(self, lost: Callable[[RankError], object]) -> None:
         """Start a thread that exchanges heartbeats.

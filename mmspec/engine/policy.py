@@ -7,6 +7,7 @@ time of its step is learned from the steps themselves, in units of plain decode 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from math import exp, log, log2, sqrt
@@ -377,7 +378,7 @@ class AdaptivePolicy(DraftPolicy):
 
 _RELEASED = threading.Condition()
 _OWNERS: dict[int, Speculation] = {}  # owner by drafter id, while it drafts for running sequences
-_WANTED: dict[int, int] = {}  # number of waiting engines by drafter id
+_WANTED: Counter[int] = Counter()  # number of waiting engines by drafter id
 
 
 class Speculation:
@@ -401,13 +402,9 @@ class Speculation:
         self.drafter = None if drafter is None else as_drafter(drafter)
         self.guard = None if self.drafter is None else Guard(self.drafter)
         self._static_shapes = kernels.static_shapes(target.device)
-        fixed = drafter is None or sharded(target)
-        if adaptive is None:
-            static = self._static_shapes
-            adaptive = (
-                DraftPolicy(static_shapes=static) if fixed else AdaptivePolicy(static, None, _free_tokens(target))
-            )
-        self.adaptive = adaptive
+        if adaptive is None and (drafter is None or sharded(target)):
+            adaptive = DraftPolicy(static_shapes=self._static_shapes)
+        self.adaptive = adaptive or AdaptivePolicy(self._static_shapes, free_tokens=_free_tokens(target))
         self._fixed: dict[int, DraftPolicy] = {}  # by draft tokens per step
         self._parts = self.drafter.members if self.drafter else []
         self.acquire()
@@ -427,15 +424,10 @@ class Speculation:
         """
         mine = {id(part) for part in self._parts}
         with _RELEASED:
-            for part in mine:
-                _WANTED[part] = _WANTED.get(part, 0) + 1
-            while any(part in _OWNERS for part in mine):
-                _RELEASED.wait()
-            for part in mine:
-                _WANTED[part] -= 1
-                if not _WANTED[part]:
-                    del _WANTED[part]
-                _OWNERS[part] = self
+            _WANTED.update(mine)
+            _RELEASED.wait_for(lambda: mine.isdisjoint(_OWNERS))
+            _WANTED.subtract(mine)
+            _OWNERS.update(dict.fromkeys(mine, self))
         if self.drafter is not None:
             try:
                 self.drafter.attach(self.target)
@@ -455,7 +447,7 @@ class Speculation:
     def wanted(self) -> bool:
         """Whether another engine waits for the drafter."""
         with _RELEASED:
-            return any(id(part) in _WANTED for part in self._parts)
+            return any(_WANTED[id(part)] for part in self._parts)
 
     def shares(self, other: Speculation) -> bool:
         """Whether the two have a drafter in common."""

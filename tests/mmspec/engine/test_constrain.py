@@ -1,6 +1,5 @@
-"""Draft trees fitted to grammars, against paths of a list of words; and outputs as a distribution."""
+"""Draft trees fitted to grammars, against paths of a list of words; and tokens after them as a distribution."""
 
-import math
 from collections import Counter
 
 import pytest
@@ -8,16 +7,15 @@ import torch
 
 pytest.importorskip("llguidance")
 
-import mmspec
 from mmspec import SamplingParams, TokenTree
-from mmspec.core.drafter import Drafter
 from mmspec.core.plan import StepPlan
 from mmspec.core.tree import build_tree
 from mmspec.engine.constrain import constrain
 from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.grammar import Grammars
 from mmspec.sampling.sampler import Sampler, SamplingState
-from tests.tiny import byte_model, byte_tokenizer
+from tests.mmspec.sampling.plain import chi_square
+from tests.tiny import byte_tokenizer
 
 EOS, VOCAB = 2, 259
 WORDS = ("abc", "abd", "abdde", "bbbbb", "c", "ca")
@@ -146,73 +144,6 @@ def test_rows_without_a_grammar_keep_their_drafts():
             assert result.prunable
 
 
-# ---------------------------------------------------------------------- distributions
-
-
-class Branches(Drafter):
-    """Drafts the words, and wrong words, as one random tree."""
-
-    def __init__(self):
-        self._random = torch.Generator().manual_seed(0)
-        self._rows = 0
-
-    def begin(self, prompt, output, history):
-        self._rows += len(history)
-
-    def select(self, rows):
-        self._rows = len(rows)
-
-    def propose(self, token, plan):
-        def chain():
-            return torch.randint(3, 9, (3,), generator=self._random) + ids_of("a")[0] - 3
-
-        rows = []
-        for _ in range(self._rows):
-            one, other = chain().tolist(), chain().tolist()
-            rows.append(([*one, *other[1:]], [0, 1, 2, 1, 4]) if one[1] != other[1] else (one, [0, 1, 2]))
-        return build_tree(token, rows)
-
-    def observe(self, tree, verdict, output):
-        """Learns nothing."""
-
-
-def chi_square(seen, expected, total):
-    """The statistic, and its 99.99 % quantile by Wilson and Hilferty."""
-    found = sum((seen[word] - total * p) ** 2 / (total * p) for word, p in expected.items())
-    df = len(expected) - 1
-    return found, df * (1 - 2 / (9 * df) + 3.719 * math.sqrt(2 / (9 * df))) ** 3
-
-
-@pytest.mark.parametrize("drafter", [None, Branches()], ids=["plain", "tree"])
-def test_outputs_follow_the_masked_distribution(drafter):
-    """The exact probability of every word, enumerated by forwards of the model."""
-    model, temperature, prompt = byte_model(), 2.0, "ab: "
-    expected = {}
-    for word in SPELT:
-        said, p = (), 1.0
-        for token in (*word, EOS):
-            with torch.no_grad():
-                logits = model(input_ids=torch.tensor([[*ids_of(prompt), *said]])).logits[0, -1].double()
-            allowed = sorted(after(said) | ({EOS} if said in SPELT else set()))
-            p *= float((logits[allowed] / temperature).softmax(-1)[allowed.index(token)])
-            said += (token,)
-        expected[byte_tokenizer().decode(word)] = p
-    assert sum(expected.values()) == pytest.approx(1.0, abs=1e-5)
-    assert min(expected.values()) > 0.005
-    pipe = mmspec.load(model, drafter, processor=byte_tokenizer())
-    total = 400
-    requests = [
-        {"prompt": prompt, "params": SamplingParams(regex=PARAMS.regex, temperature=temperature, seed=seed)}
-        for seed in range(total)
-    ]
-    seen = Counter(answer.text for answer in pipe.generate_batch(requests, nodes=8))
-    assert set(seen) <= set(WORDS)
-    found, limit = chi_square(seen, expected, total)
-    assert found < limit
-    wrong = dict(zip(expected, [*list(expected.values())[1:], expected[WORDS[0]]], strict=True))
-    assert chi_square(seen, wrong, total)[0] > limit
-
-
 def test_drawn_trees_under_a_grammar():
     """Drafts drawn from a distribution that ignores the grammar: the token follows the masked target."""
     total, letters = 1000, [*ids_of("abcd"), EOS]
@@ -228,11 +159,8 @@ def test_drawn_trees_under_a_grammar():
     sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(1), constraint=grammar())
     rows = [SamplingState([9], sampler) for _ in range(total)]
     choices = BatchSampler().choose(rows, tree, logits.expand(total, 4, VOCAB))
-    chosen = choices.tokens[:, 0]
     allowed = sorted(after(()))
     expected = dict(zip(allowed, logits[allowed].softmax(-1).tolist(), strict=True))
-    seen = Counter(chosen.tolist())
-    assert set(seen) <= set(allowed)
-    found, limit = chi_square(seen, expected, total)
+    found, limit = chi_square(Counter(choices.tokens[:, 0].tolist()), expected, total)
     assert found < limit
     assert not any(choices.failures)

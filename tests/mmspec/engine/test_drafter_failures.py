@@ -1,7 +1,6 @@
 """A drafter that fails in a call of its protocol rests; running requests get the target's tokens without it."""
 
 import copy
-import logging
 import sys
 import warnings
 from io import StringIO
@@ -11,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import mmspec
-from mmspec import TokenTree, plugins
+from mmspec import TokenTree
 from mmspec.cli import session
 from mmspec.core.drafter import Guard, Wrapper
 from mmspec.core.plan import StepPlan
@@ -51,27 +50,21 @@ class Failing(Wrapper):
     def __init__(self, drafter, method, call=1, error=RuntimeError):
         self.drafter, self.method, self.left, self.error = drafter, method, call, error
 
-    def _called(self, method, result=None):
-        if method == self.method:
+
+def _failing(name):
+    def call(self, *arguments):
+        result = getattr(self.drafter, name)(*arguments)
+        if name == self.method and (name != "select" or arguments[0]):
             self.left -= 1
             if self.left == 0:
                 raise self.error("the drafter's own\nmore lines")
         return result
 
-    def begin(self, prompt, output, history):
-        return self._called("begin", super().begin(prompt, output, history))
+    return call
 
-    def propose(self, token, plan):
-        return self._called("propose", super().propose(token, plan))
 
-    def observe(self, tree, verdict, output):
-        return self._called("observe", super().observe(tree, verdict, output))
-
-    def select(self, rows):
-        return self._called("select", super().select(rows)) if rows or self.method != "select" else super().select(rows)
-
-    def continuations(self, row, path):
-        return self._called("continuations", super().continuations(row, path))
+for method in (*METHODS, "continuations"):
+    setattr(Failing, method, _failing(method))
 
 
 def decoded(engine, prompts, lengths):
@@ -88,33 +81,14 @@ def decoded(engine, prompts, lengths):
     return rows
 
 
-def on_table(drafter, rows, lengths, seed=0):
-    engine = SteppedEngine(TableTarget(table_model(VOCAB, seed)), drafter, StepPlan(6, 4))
-    return engine, decoded(engine, [prompt_of([row]) for row in rows], lengths)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("call", [1, 2])
-@pytest.mark.parametrize("method", METHODS)
-def test_output_goes_on_without_a_failed_drafter(method, call, batch, caplog):
-    """Rows that end one after another, so that ``select`` is called, and one that joins."""
-    rows, lengths = ROWS[:batch], (20, 6, 25)[:batch]
-    drafter = Failing(Recycle(top_k=3), method, call)
-    with caplog.at_level(logging.WARNING, "mmspec.drafting"):
-        engine, ended = on_table(drafter, rows, lengths)
-    for row, prompt, length in zip(ended, rows, lengths, strict=True):
-        assert (row.error, row.finish_reason) == (None, "length")
-        assert row.token_ids == said_plainly(engine.target.table, prompt, length)
-    failed = drafter.left <= 0
-    assert failed or batch == 1  # of one row, others are not selected, and no second row begins
-    (record,) = caplog.records if failed else [None]
-    assert record is None or record.getMessage().endswith("Recycle: RuntimeError: the drafter's own")
-    longest = max(ended, key=lambda row: len(row.token_ids))
-    assert longest.stats.drafter_error == ("Recycle: RuntimeError: the drafter's own" if failed else "")
-    if failed:  # and is tried again
-        (row,) = decoded(engine, [prompt_of(rows[:1])], [12])
-        assert row.stats.drafter_error == ""
-        assert row.stats.num_draft_tokens > 0
+def on_table(drafter, rows=ROWS[:1], lengths=(9,)):
+    """An engine, and its sequences; their tokens are those of the table."""
+    engine = SteppedEngine(TableTarget(table_model(VOCAB)), drafter, StepPlan(6, 4))
+    ended = decoded(engine, [prompt_of([row]) for row in rows], lengths)
+    if not any(row.error for row in ended):
+        expected = [said_plainly(engine.target.table, *asked) for asked in zip(rows, lengths, strict=True)]
+        assert [row.token_ids for row in ended] == expected
+    return engine, ended
 
 
 SOME_LONG = [pytest.param(kind, marks=pytest.mark.long if kind in VARIANTS else ()) for kind in matrix.DRAFTERS[1:]]
@@ -129,7 +103,7 @@ def test_every_drafter_may_fail_at_every_point(kind):
     drafter = matrix.drafter_of(kind, target.model)
     for method in METHODS:
         failing = Failing(drafter, method, 1 if method == "select" else 2)
-        engine = _engine(target, failing)
+        engine = SteppedEngine(target, failing, StepPlan(6, 3))
         assert [row.token_ids for row in decoded(engine, prompts, lengths)] == plain, method
         assert failing.left <= 0, method
         # The next request is drafted for again.
@@ -138,38 +112,27 @@ def test_every_drafter_may_fail_at_every_point(kind):
         assert row.stats.num_draft_tokens > 0 or kind in ("ngram", "suffix", "datastore"), method
 
 
-def _engine(target, drafter):
-    return SteppedEngine(target, drafter, StepPlan(6, 3))
-
-
 def _tree(tokens, parents, rows=1, **more):
     return TokenTree(torch.tensor([tokens] * rows), torch.tensor([parents] * rows), check=False, **more)
 
 
+LOG_PROBS = ([0.0] * 5, [0.0, torch.inf], [0.0, torch.nan])
 TREES = {
-    "nothing": (lambda token: None, "expected a TokenTree, received NoneType"),
-    "another type": (lambda token: [1, 2], "expected a TokenTree, received list"),
-    "a row too many": (
-        lambda token: build_tree(token.repeat(2), [([1], [0])] * (2 * len(token))),
-        "of torch.int64 on cpu",
-    ),
-    "floats": (lambda token: _tree([1.0, 2.0], [-1, 0], len(token)), "of torch.float32 on cpu"),
-    "parents of another shape": (lambda token: _tree([1, 2], [-1, 0, 1], len(token)), ""),
-    "a parent after its child": (lambda token: _tree([1, 2, 3], [-1, 2, 0], len(token)), ""),
-    "a parent far away": (lambda token: _tree([1, 2, 3], [-1, 0, 99], len(token)), ""),
+    "nothing": (lambda rows: None, "expected a TokenTree, received NoneType"),
+    "another type": (lambda rows: [1, 2], "expected a TokenTree, received list"),
+    "rows too many": (lambda rows: _tree([1, 2], [-1, 0], 2 * rows), "of torch.int64 on cpu"),
+    "floats": (lambda rows: _tree([1.0, 2.0], [-1, 0], rows), "of torch.float32 on cpu"),
+    "parents of another shape": (lambda rows: _tree([1, 2], [-1, 0, 1], rows), ""),
+    "a parent after its child": (lambda rows: _tree([1, 2, 3], [-1, 2, 0], rows), ""),
+    "a parent far away": (lambda rows: _tree([1, 2, 3], [-1, 0, 99], rows), ""),
+    "a distribution of another shape": (lambda rows: _tree([1, 2], [-1, 0], rows, draft_probs=torch.ones(rows, 7)), ""),
     **{
-        f"log probabilities {values}": (
-            lambda token, values=values: _tree(
-                [1, 2], [-1, 0], len(token), log_probs=torch.tensor([values] * len(token))
-            ),
+        f"log probabilities {one}": (
+            lambda rows, one=one: _tree([1, 2], [-1, 0], rows, log_probs=torch.tensor([one] * rows)),
             "",
         )
-        for values in ([0.0] * 5, [0.0, torch.inf], [0.0, torch.nan])
+        for one in LOG_PROBS
     },
-    "a distribution of another shape": (
-        lambda token: _tree([1, 2], [-1, 0], len(token), draft_probs=torch.ones(len(token), VOCAB)),
-        "",
-    ),
 }
 
 
@@ -177,11 +140,9 @@ TREES = {
 def test_malformed_trees_are_not_verified(make, received):
     class Wrong(Ngram):
         def propose(self, token, plan):
-            return make(token)
+            return make(len(token))
 
-    engine, ended = on_table(Wrong(), ROWS, (9, 9, 9))
-    for row, prompt in zip(ended, ROWS, strict=True):
-        assert row.token_ids == said_plainly(engine.target.table, prompt, 9)
+    for row in on_table(Wrong(), ROWS, (9, 9, 9))[1]:
         assert row.stats.drafter_error.startswith("Wrong: ")
         assert row.stats.drafter_error.endswith(received)
 
@@ -206,20 +167,18 @@ def test_another_root_does_not_change_the_output():
         def propose(self, token, plan):
             return build_tree((token + 1) % VOCAB, [([1, 2], [0, 0])] * len(token))
 
-    engine, ended = on_table(Rooted(), ROWS, (9, 9, 9))
-    assert [row.token_ids for row in ended] == [said_plainly(engine.target.table, row, 9) for row in ROWS]
+    on_table(Rooted(), ROWS, (9, 9, 9))
 
 
 def test_of_a_union_only_the_member_that_fails_rests():
     steady = Recycle(top_k=3)
-    engine, (row,) = on_table(Union([Failing(Ngram(), "propose", 2), steady]), ROWS[:1], [40])
-    assert row.token_ids == said_plainly(engine.target.table, ROWS[0], 40)
+    _, (row,) = on_table(Union([Failing(Ngram(), "propose", 2), steady]), lengths=[40])
     assert row.stats.drafter_error == "Ngram: RuntimeError: the drafter's own"
     assert row.stats.num_accepted_draft_tokens > 5
 
 
 def test_of_copies_per_sequence_only_the_one_that_fails_rests():
-    table = table_model(VOCAB, 0)
+    table = table_model(VOCAB)
     said = [said_plainly(table, row, 16) for row in ROWS]
     # A token that is early in some rows, and not in another.
     token = next(t for t in range(VOCAB) if any(t in row[1:3] for row in said) and any(t not in row for row in said))
@@ -231,7 +190,6 @@ def test_of_copies_per_sequence_only_the_one_that_fails_rests():
                 raise ValueError(token)
 
     _, ended = on_table(PerSequence(Fails(top_k=3)), ROWS, (16, 16, 16))
-    assert [row.token_ids for row in ended] == said
     for row, tokens in zip(ended, said, strict=True):
         assert bool(row.stats.drafter_error) == (token in tokens) or token not in tokens[1:3]
 
@@ -264,7 +222,7 @@ def test_a_drafter_that_cannot_drop_its_rows_rests_for_good():
                 raise RuntimeError("in select")
 
     drafter = Stuck()
-    engine, _ = on_table(drafter, ROWS[:1], [5])
+    engine, _ = on_table(drafter)
     (row,) = decoded(engine, [prompt_of([[1, 2]])], [5])
     assert row.token_ids == said_plainly(engine.target.table, [1, 2], 5)
     assert drafter.begun == 1
@@ -282,7 +240,7 @@ def test_errors_of_the_device_end_requests_and_all_do_in_strict_mode(strict, mak
         (RuntimeError, "the drafter's own", strict == "1"),
     ):
         kind = type("Own", (error,), {"__str__": lambda self, said=said: said})
-        _, (row,) = on_table(make(Failing(Ngram(), "propose", 1, kind)), ROWS[:1], [9])
+        _, (row,) = on_table(make(Failing(Ngram(), "propose", 1, kind)))
         assert isinstance(row.error, error) if ends else row.error is None
 
 
@@ -308,8 +266,7 @@ def test_on_a_sharded_target_a_failure_ends_requests():
     """Other ranks, whose drafter has not failed, would verify other trees."""
     model = byte_model()
     with alone(model):
-        target = plugins.target_class(model.config)(model)
-        pipe = mmspec.Pipeline(target, Processor(byte_tokenizer()), Failing(Ngram(), "propose"))
+        pipe = mmspec.Pipeline(TransformersTarget(model), Processor(byte_tokenizer()), Failing(Ngram(), "propose"))
         pipe.follow()
         with pytest.raises(RankError, match="all ranks must draft the same: Ngram: RuntimeError: the drafter's own"):
             pipe.generate("abab", max_new_tokens=6, num_draft_tokens=4)
@@ -317,42 +274,32 @@ def test_on_a_sharded_target_a_failure_ends_requests():
 
 
 def test_continuations_may_fail():
-    pipe = mmspec.load(byte_model(), drafter=None, processor=byte_tokenizer())
-    expected = pipe.generate("abcabc", regex="(abcabc){2}[0-9x]{6}", max_new_tokens=30).token_ids
-    for error in (Failing(Ngram(), "continuations"), Shapeless()):
-        own = mmspec.load(byte_model(), drafter=error, processor=byte_tokenizer())
-        found = own.generate("abcabc", regex="(abcabc){2}[0-9x]{6}", max_new_tokens=30, num_draft_tokens=8)
-        assert found.token_ids == expected
-        assert found.stats.drafter_error
+    class Shapeless(Ngram):
+        def continuations(self, row, path):
+            return [7, 8]
 
-
-class Shapeless(Ngram):
-    def continuations(self, row, path):
-        return [7, 8]
+    options = {"regex": "(abcabc){2}[0-9x]{6}", "max_new_tokens": 30, "num_draft_tokens": 8}
+    answers = [
+        mmspec.load(byte_model(), drafter, processor=byte_tokenizer()).generate("abcabc", **options)
+        for drafter in (None, Failing(Ngram(), "continuations"), Shapeless())
+    ]
+    assert [answer.token_ids for answer in answers] == [answers[0].token_ids] * 3
+    assert [bool(answer.stats.drafter_error) for answer in answers] == [False, True, True]
 
 
 def test_a_draft_model_with_a_shorter_context():
     torch.manual_seed(0)
     sizes = {"vocab_size": 101, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": None, "eos_token_id": None}
     target, draft = (GPT2LMHeadModel(GPT2Config(n_positions=n, **sizes)).eval() for n in (128, 20))
-    inputs = text_inputs(length=9)
-    expected = target.generate(**inputs, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
-    found = mmspec.generate(
-        target,
-        drafter=Small(draft),
-        nodes=4,
-        max_new_tokens=30,
-        do_sample=False,
-        eos_token_id=None,
-        return_dict_in_generate=True,
-        **inputs,
-    )
+    options = {**text_inputs(length=9), "max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
+    expected = target.generate(**options, pad_token_id=0)
+    found = mmspec.generate(target, drafter=Small(draft), nodes=4, return_dict_in_generate=True, **options)
     assert torch.equal(found.sequences, expected)
     assert found.stats[0].drafter_error.startswith("Small: IndexError")
 
 
 def test_the_line_of_figures_says_that_drafting_stopped():
-    _, (row,) = on_table(Failing(Ngram(), "propose"), ROWS[:1], [9])
+    _, (row,) = on_table(Failing(Ngram(), "propose"))
     line = session._stats_line(Generation("", row.token_ids, "length", row.stats), "ngram", None)
     assert "| drafter ngram (nothing drafted) | drafting stopped (Ngram: RuntimeError: the drafter's own) |" in line
     assert row.stats.to_dict()["drafter_error"] == row.stats.drafter_error

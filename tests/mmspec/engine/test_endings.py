@@ -128,11 +128,12 @@ def cancelled_in_decoding(engine, prompt, patch):
     return rows
 
 
-def broken(engine, prompt, patch, owner, name, kind=FailError):
-    """A step that fails with a sequence in decoding, one in prefill, and one that waits; not because of a drafter."""
+def broken(engine, prompt, patch, name, kind=FailError):
+    """A step that fails with a sequence in decoding, one in prefill, and one that waits."""
     (first,) = engine.add(prompt, Sampler(), Stopper(40))
     step(engine)
-    (second,) = engine.add(prompt, Sampler(), Stopper(NEW))
+    told = []
+    (second,) = engine.add(prompt, Sampler(), Stopper(NEW), sink=lambda delta: told.append(second.error))
     if not engine.prefixes:
         step(engine)
         assert engine.core._prefilling is not None
@@ -142,41 +143,17 @@ def broken(engine, prompt, patch, owner, name, kind=FailError):
         raise kind
 
     with patch.context() as broken_by:
-        broken_by.setattr(owner, name, breaks)
+        broken_by.setattr(engine.target, name, breaks)
         try:
             step(engine)
         except KeyboardInterrupt:
             assert kind is KeyboardInterrupt
-    assert (first.error is None) == (owner is engine.drafter)
-    assert second.done or owner is engine.drafter or engine.prefixes
+    assert first.error is not None
+    assert engine.prefixes or (second.done and told == [second.error])
     engine.wait(lambda: first.done and second.done and third.done)
     if third.error is None:
         assert len(third.token_ids) == NEW
     return [first, second, third]
-
-
-def broken_verification(engine, prompt, patch):
-    return broken(engine, prompt, patch, engine.target, "verify")
-
-
-def broken_commit(engine, prompt, patch):
-    return broken(engine, prompt, patch, engine.target, "commit")
-
-
-def broken_drafter(engine, prompt, patch):
-    if engine.drafter is None:
-        return []
-    rows = []
-    for method in ("propose", "observe"):
-        first, *others = broken(engine, prompt, patch, engine.drafter, method)
-        assert first.token_ids[:NEW] == others[0].token_ids == others[1].token_ids
-        assert "FailError" in first.stats.drafter_error
-        rows += [first, *others]
-    return rows
-
-
-def interrupted(engine, prompt, patch):
-    return broken(engine, prompt, patch, engine.target, "verify", KeyboardInterrupt)
 
 
 def broken_prefill(engine, prompt, patch):
@@ -198,15 +175,13 @@ ENDINGS = [
     cancelled_in_prefill,
     cancelled_after_prefill,
     cancelled_in_decoding,
-    broken_verification,
-    broken_commit,
-    broken_drafter,
-    interrupted,
+    lambda *given: broken(*given, "verify"),
+    lambda *given: broken(*given, "commit"),
+    lambda *given: broken(*given, "verify", KeyboardInterrupt),
     broken_prefill,
 ]
 
 
-@pytest.mark.drafter_fails
 @pytest.mark.parametrize(("name", "drafter", "kind"), CASES)
 def test_the_next_requests_are_answered(name, drafter, kind, monkeypatch):
     if kind == "static":

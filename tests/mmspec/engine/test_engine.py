@@ -1,11 +1,11 @@
 """The loop, on a target that is a table, whose answers are known without a model."""
 
 import itertools
-import random
+import math
+from collections import Counter
 
 import pytest
 import torch
-from transformers import StoppingCriteria
 
 from mmspec import TokenTree
 from mmspec.core.drafter import Drafter
@@ -13,7 +13,6 @@ from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
 from mmspec.engine.policy import AdaptivePolicy, DraftPolicy
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.oracle import Oracle
@@ -21,6 +20,7 @@ from mmspec.sampling import defaults
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.sampler import Sampler
 from tests.decoding import SteppedEngine, decode
+from tests.mmspec.sampling.plain import chi_square
 from tests.tiny import table_model
 
 VOCAB = 7
@@ -109,35 +109,15 @@ def assert_consistent(row, steps):
     assert s.draft_seconds + s.verify_seconds + s.commit_seconds + s.prefill_seconds <= s.wall_seconds + 1e-6
 
 
-def drafters(table, rows, count, seed):
-    references = [said_plainly(table, row, count) for row in rows]
-    return {
-        "plain": None,
-        "oracle": Oracle(references, vocab=VOCAB, seed=seed),
-        "ngram": Ngram(),
-        "recycle": Recycle(top_k=3),
-    }
-
-
-@pytest.mark.parametrize("name", ["plain", "oracle", "ngram", "recycle"])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("seed", range(3))
-def test_greedy_says_what_the_table_says(name, batch, seed):
-    table, rows = table_model(VOCAB, seed), [[1, 2, 3], [4, 5, 6], [3, 3, 3]][:batch]
-    result, steps = run(table, rows, drafters(table, rows, 40, seed)[name], Stopper(40))
-    for b, row in enumerate(result):
-        assert row.token_ids == said_plainly(table, rows[b], 40)
-        assert row.finish_reason == "length"
-        assert_consistent(row, [step[b] for step in steps])
-    if name == "oracle":
-        assert max(row.stats.mean_acceptance_length for row in result) > 1.5
+def oracle(table, rows, count, seed):
+    return Oracle([said_plainly(table, row, count) for row in rows], vocab=VOCAB, seed=seed)
 
 
 @pytest.mark.parametrize("limit", range(1, 14))
 def test_every_limit_is_met_inside_paths(limit):
     table, rows = table_model(VOCAB), [[1, 2], [5, 4]]
     for seed in range(3):
-        result, steps = run(table, rows, drafters(table, rows, 30, seed)["oracle"], Stopper(limit))
+        result, steps = run(table, rows, oracle(table, rows, 30, seed), Stopper(limit))
         for b, row in enumerate(result):
             assert row.token_ids == said_plainly(table, rows[b], limit)
             assert_consistent(row, [step[b] for step in steps])
@@ -148,7 +128,7 @@ def test_rows_end_at_their_own_time(eos):
     table, rows = table_model(VOCAB, 3), [[1, 2], [5, 4], [6, 6], [0, 3]]
     lengths = set()
     for seed in range(3):
-        result, steps = run(table, rows, drafters(table, rows, 30, seed)["oracle"], Stopper(25, eos_token_ids=[eos]))
+        result, steps = run(table, rows, oracle(table, rows, 30, seed), Stopper(25, eos_token_ids=[eos]))
         for b, row in enumerate(result):
             expected = said_plainly(table, rows[b], 25, eos=[eos])
             assert row.token_ids == expected
@@ -163,30 +143,12 @@ def test_rows_end_at_their_own_time(eos):
     assert len(lengths) > 1 or eos not in set(itertools.chain(*(said_plainly(table, row, 25) for row in rows)))
 
 
-class StopAtLength(StoppingCriteria):
-    def __init__(self, length):
-        self.length, self.seen = length, []
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.seen.append(input_ids.shape[1])
-        return torch.tensor([input_ids.shape[1] >= self.length])
-
-
-@pytest.mark.parametrize("length", range(3, 15))
-def test_custom_criteria_are_asked_token_by_token(length):
-    table, criterion = table_model(VOCAB), StopAtLength(length)
-    result, _ = run(table, [[1, 2]], drafters(table, [[1, 2]], 30, 1)["oracle"], Stopper(50, criteria=[criterion]))
-    assert len(result[0].history) == length
-    assert criterion.seen == list(range(3, length + 1))
-    assert result[0].finish_reason == "stop"
-
-
 def test_drafts_behind_a_stop_are_not_counted():
     table = table_model(VOCAB)
     reference = said_plainly(table, [1, 2], 10)
     exact = Oracle([reference], vocab=VOCAB, spoil=0.0)
     exact._random.randint = lambda low, high: high if low == 0 and high == 6 else 0  # the whole truth, no decoys
-    (row,), _ = run(table, [[1, 2]], exact, Stopper(50, criteria=[StopAtLength(2 + 4)]))
+    (row,), _ = run(table, [[1, 2]], exact, Stopper(50, criteria=[lambda ids, _: ids.shape[1] >= 2 + 4]))
     assert row.token_ids == reference[:4]
     assert row.stats.accept_lengths == [3]
     assert row.stats.num_accepted_draft_tokens == 3
@@ -257,15 +219,6 @@ def test_drafts_beyond_the_vocabulary_never_reach_the_target():
     assert [row.token_ids for row in ended] == [said_plainly(table, row, 12) for row in rows]
 
 
-@pytest.mark.parametrize("nodes", [0, 1, 2, 30])
-def test_any_policy_says_the_same(nodes):
-    table, rows = table_model(VOCAB), [[1, 2], [3, 4]]
-    for name, drafter in drafters(table, rows, 40, 0).items():
-        for policy in (StepPlan(nodes), AdaptivePolicy(plans=[StepPlan(nodes, adaptive=True)])):
-            result, _ = run(table, rows, drafter, Stopper(30), policy=policy)
-            assert [row.token_ids for row in result] == [said_plainly(table, row, 30) for row in rows], name
-
-
 def sampled(table, rows, drafter, seed=5):
     """150 tokens per row, more than one block of random numbers has."""
     sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed))
@@ -314,93 +267,61 @@ class Drawn(Drafter):
     def observe(self, tree, verdict, output): ...
 
 
-@pytest.mark.parametrize("name", ["oracle", "drawn"])
-def test_samples_are_distributed_as_plain_ones(name):
+def test_samples_of_drawn_trees_are_distributed_as_plain_ones():
     """Four tokens of a vocabulary of four, 6,000 rows: chi-square against the chain rule, processors included."""
     vocab, batch, new = 4, 6000, 4
     table = table_model(vocab, 5, spread=1.0)
-    params = SamplingParams(temperature=0.8, top_k=3)
-    random_references = random.Random(0)
-    drafter = {
-        "oracle": lambda: Oracle(
-            [[random_references.randrange(vocab) for _ in range(9)] for _ in range(batch)], vocab=vocab, nodes=5
-        ),
-        "drawn": lambda: Drawn(torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(9)).softmax(-1), 3),
-    }[name]()
-    sampler = Sampler(defaults.processors(params), do_sample=True, generator=torch.Generator().manual_seed(11))
+    drafter = Drawn(torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(9)).softmax(-1), 3)
+    processors = defaults.processors(SamplingParams(temperature=0.8, top_k=3))
+    sampler = Sampler(processors, do_sample=True, generator=torch.Generator().manual_seed(11))
     result, _ = run(table, [[1, 2]] * batch, drafter, Stopper(new), sampler, StepPlan(5, 3))
 
     probs = (table / 0.8).masked_fill(table < table.topk(3).values[..., -1:], -torch.inf).softmax(-1).double()
-    seen: dict[tuple[int, ...], int] = {}
-    for row in result:
-        seen[tuple(row.token_ids)] = seen.get(tuple(row.token_ids), 0) + 1
-    chi_square, cells, rare_seen, rare_expected = 0.0, 0, 0, 0.0
+    expected = {}
     for tokens in itertools.product(range(vocab), repeat=new):
-        chance, history = 1.0, [1, 2]
-        for token in tokens:
-            chance *= float(probs[history[-2], history[-1], token])
-            history.append(token)
-        if chance == 0.0:
-            assert tokens not in seen
-        elif chance * batch < 5:
-            rare_seen, rare_expected = rare_seen + seen.get(tokens, 0), rare_expected + chance * batch
-        else:
-            chi_square += (seen.get(tokens, 0) - chance * batch) ** 2 / (chance * batch)
-            cells += 1
-    chi_square += (rare_seen - rare_expected) ** 2 / max(rare_expected, 1.0)
-    # The mean of chi-square is its degrees of freedom, its variance twice that: four deviations.
-    assert chi_square < cells + 4 * (2 * cells) ** 0.5
-    assert cells > 20
-
-
-class Counting(TableTarget):
-    """Counts the tokens of prompts that were prefilled since the last look."""
-
-    prefilled = 0
-
-    def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
-        left = sum(prompt.input_ids.numel() for prompt in prompts)
-        for step in super().prefill(prompts, max_new_tokens, reads, chunk):
-            self.prefilled += min(left, chunk or left)
-            left -= min(left, chunk or left)
-            yield step
+        pairs = zip((1, 2, *tokens), (2, *tokens), tokens, strict=False)
+        expected[tokens] = math.prod(float(probs[pair]) for pair in pairs)
+    found, limit = chi_square(Counter(tuple(row.token_ids) for row in result), expected, batch)
+    assert found < limit
 
 
 @pytest.mark.parametrize("lengths", [[3, 30, 5, 7, 40, 1], [9, 9, 9, 9], [17], [2, 15, 2, 15]])
 def test_joining_prompts_delay_a_step_by_one_chunk_at_most(lengths):
-    table = table_model(VOCAB)
-    target = Counting(table)
-    engine = SteppedEngine(target, None, StepPlan(0), chunk=16)
-    (first,) = engine.add(prompt_of([[1, 2]]), Sampler(), Stopper(60))
+    target, engine = stacking(chunk=16)
+    (first,) = scheduled(engine, [[1, 2]], [Stopper(60)])
     engine.core.step()
     prompts = [[1, *(token % VOCAB for token in range(length))] for length in lengths]
-    joined = [row for prompt in prompts for row in engine.add(prompt_of([prompt]), Sampler(), Stopper(5))]
+    joined = scheduled(engine, prompts)
     while not first.done:
         target.prefilled, before = 0, len(first.token_ids)
         engine.core.step()
         assert target.prefilled <= 16
         assert len(first.token_ids) == before + 1
-    assert [row.token_ids for row in joined] == [said_plainly(table, prompt, 5) for prompt in prompts]
+    finished(engine, joined, prompts)
 
 
 # ---------------------------------------------------------------------- scheduling
 
 
 class Stacking(TableTarget):
-    """Writes down the prompts of each prefill, and the room that their answers have."""
+    """Writes down the prompts of each prefill, the room that their answers have, and the number of prefilled tokens."""
 
     kinds = None
 
     def __init__(self, table):
         super().__init__(table)
-        self.prefills = []
+        self.prefills, self.prefilled = [], 0
 
     def batch_key(self, prompt):
         return None if self.kinds is None else self.kinds.pop(0)
 
     def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
         self.prefills.append((Prompt.stack(prompts).input_ids.shape, list(max_new_tokens), chunk))
-        return super().prefill(prompts, max_new_tokens, reads, chunk)
+        left = sum(prompt.input_ids.numel() for prompt in prompts)
+        for step in super().prefill(prompts, max_new_tokens, reads, chunk):
+            self.prefilled += min(left, chunk or left)
+            left -= min(left, chunk or left)
+            yield step
 
 
 def scheduled(engine, prompts, stoppers=None, nodes=None):

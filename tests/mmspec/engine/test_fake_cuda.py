@@ -16,14 +16,13 @@ from mmspec.sampling import defaults
 from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.sampler import Sampler, SamplingState
 from tests import matrix
-from tests.decoding import SteppedEngine, decode
+from tests.decoding import decode
 from tests.tiny import byte_tokenizer, shared_model
 from tests.tiny.models import text_inputs
 
 pytest.importorskip("triton")
 from tests.fake_cuda import fake_cuda, on_fake_cuda, to_cuda
-
-pytestmark = pytest.mark.long
+from tests.launches import LAYERS, measure
 
 TOWERS = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 """Targets whose vision towers have shapes that depend on values, or operations that a fake device lacks."""
@@ -62,28 +61,7 @@ def test_an_answer(name, kind, batch, params, monkeypatch):
     assert device.captured
 
 
-@pytest.mark.parametrize(("name", "kind"), [("llama", "ngram"), ("llava", "msd")])
-def test_answers_with_and_without_drafts(name, kind, monkeypatch):
-    model = copy.deepcopy(shared_model(name))
-    drafter = matrix.drafter_of(kind, model, "captured")
-    with fake_cuda(monkeypatch) as device:
-        to_cuda(model)
-        target = plugins.target_class(model.config)(model)
-        drafter.attach(target)
-        engine = SteppedEngine(target, drafter, StepPlan(5, 3))
-        prompt = Prompt(on_fake_cuda(text_inputs(3)["input_ids"]))
-        rows = engine.add(prompt, Sampler(), Stopper(12))
-        rows[1].drafts = False
-        for _ in range(4):
-            engine.core.step()
-            reads, copies = dict(device.reads), device.copies
-            device.reads.clear()
-            device.copies = 0
-        assert (reads, copies) == ({"tolist": 1}, 0)
-        assert [row.stats.num_draft_tokens > 0 for row in rows] == [True, False, True]
-        engine.remove(rows)
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "kind"), [("llava", "msd"), ("llava", "recycle"), ("bamba", "small")])
 def test_an_answer_after_the_warm_up(name, kind, monkeypatch):
     model = copy.deepcopy(shared_model(name))
@@ -116,6 +94,7 @@ ROWS = [  # batch, nodes, vocabulary, top-p, and rows of scores that are warped:
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize(("batch", "nodes", "vocab", "top_p", "rows"), ROWS)
 def test_tokens_are_drawn_at_few_nodes_without_the_host(batch, nodes, vocab, top_p, rows, drawn, monkeypatch):
@@ -134,6 +113,7 @@ def test_tokens_are_drawn_at_few_nodes_without_the_host(batch, nodes, vocab, top
         assert (sum(warped), device.reads, device.copies) == (rows, {}, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("aligned", [False, True])
 def test_grammar_masks_are_copied_from_pinned_memory(aligned, monkeypatch):
     pytest.importorskip("llguidance")
@@ -151,6 +131,7 @@ def test_grammar_masks_are_copied_from_pinned_memory(aligned, monkeypatch):
         assert device.copies == 0
 
 
+@pytest.mark.long
 def test_what_goes_wrong_on_a_device_is_noticed(monkeypatch):
     with fake_cuda(monkeypatch) as device:
         there, here = torch.zeros(2, device="cuda"), torch.zeros(2)
@@ -164,3 +145,18 @@ def test_what_goes_wrong_on_a_device_is_noticed(monkeypatch):
             graphed(there)
             with pytest.warns(RuntimeWarning, match="while a pass is captured"):
                 graphed(there)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "draft"), [("none", 0), ("msd", 145), ("flash", 145), ("eagle3", 158), ("dflash", 115)]
+)
+def test_launches_of_a_step(drafter, draft, monkeypatch):
+    """Few in a layer and in a draft, few outside of graphs, and none of either that grows unnoticed."""
+    monkeypatch.setattr("tests.launches._STEPS", 3)
+    found = measure(drafter)
+    parts = {name: counts.total() for name, counts in found["parts"].items()}
+    assert parts["_pass"] / LAYERS < 11
+    assert parts.get("_grown", 0) <= draft
+    assert parts["commit_on_device"] <= 10
+    assert found["outside"].total() <= (20 if draft else 10)
+    assert found["graphs"].total() == (3 if draft else 2)

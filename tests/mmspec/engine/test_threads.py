@@ -15,7 +15,6 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
@@ -38,12 +37,8 @@ KEYWORDS = {"max_new_tokens": 12, "nodes": 6}
 PROCESSOR = Processor(byte_tokenizer())
 
 
-def target():
-    return TransformersTarget(byte_model())
-
-
-def pipeline(drafter=None, **keywords):
-    return Pipeline(target(), PROCESSOR, drafter, **keywords)
+def pipeline(drafter=None, target=None, **keywords):
+    return Pipeline(target or TransformersTarget(byte_model()), PROCESSOR, drafter, **keywords)
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +87,10 @@ def shared_pipelines(kind, **keywords):
     drafter = Recycle()
     if kind == "pipeline":
         return [pipeline(drafter, **keywords)] * 3
-    if kind == "target":
-        one = target()
-        return [Pipeline(one, PROCESSOR, made, **keywords) for made in (drafter, Ngram(), None)]
     if kind == "drafter":
         return [pipeline(made, **keywords) for made in (drafter, Union([drafter, Ngram()]), drafter)]
-    return [pipeline(made, **keywords) for made in (drafter, Ngram(), None)]  # one model, everything else apart
+    one = TransformersTarget(byte_model()) if kind == "target" else None  # otherwise only the model is shared
+    return [pipeline(made, one, **keywords) for made in (drafter, Ngram(), None)]
 
 
 @cache
@@ -130,12 +123,9 @@ def test_threads_get_the_answers_that_they_would_get_alone(kind):
             if place % 3 == 0:
                 pieces = list(pipe.stream(prompt, params=params))
                 found.append((("".join(piece.text for piece in pieces), streamed(pieces)), expected))
-            elif place % 3 == 1:
-                answer = pipe.generate(prompt, params=params)
-                found.append(((answer.text, answer.token_ids), expected))
             else:
-                for answer in pipe.generate_batch([{"prompt": prompt, "params": params}] * 2):
-                    found.append(((answer.text, answer.token_ids), expected))
+                answers = pipe.generate_batch([{"prompt": prompt, "params": params}] * (place % 3))
+                found += [((answer.text, answer.token_ids), expected) for answer in answers]
         return found
 
     mixed_requests()
@@ -146,28 +136,11 @@ def test_threads_get_the_answers_that_they_would_get_alone(kind):
     assert not any(pipe.engine.core.running for pipe in pipes)
 
 
-def test_threads_of_the_hook(alone):
-    model, drafter = byte_model(), Recycle()
-    ids = {prompt: torch.tensor([byte_tokenizer()(prompt)["input_ids"]]) for prompt in PROMPTS}
-
-    def ask(prompt, name):
-        options = {"max_new_tokens": 12, "do_sample": False, "nodes": 6, "drafter": drafter if name == "own" else name}
-        return mmspec.generate(model, ids[prompt], **options)[0, ids[prompt].shape[1] :].tolist()
-
-    jobs = list(product(PROMPTS, ["own", "ngram", None]))
-    with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(ask, *job) for job in jobs]
-        for (prompt, _), answer in zip(jobs, answers, strict=True):
-            assert answer.result(timeout=300) == alone[prompt]
-
-
 def test_threads_decode_together():
     """Four threads need fewer passes than four requests in turn."""
-    one = target()
-    passes, forward = [], one.verify
-    one.verify = lambda tree, *rest: passes.append(tree.batch) or forward(tree, *rest)
-    pipe = Pipeline(one, PROCESSOR)
-    core = pipe.engine.core
+    pipe, passes = pipeline(), []
+    core, forward = pipe.engine.core, pipe.target.verify
+    pipe.target.verify = lambda tree, *rest: passes.append(tree.batch) or forward(tree, *rest)
 
     def wait():
         del core.step
@@ -187,7 +160,7 @@ def test_another_pipeline_answers_beside_a_stream_that_nobody_reads(kind, alone)
     assert second.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
     assert streamed(second.stream(PROMPTS[2], **KEYWORDS)) == alone[PROMPTS[2]]
     ids = torch.tensor([byte_tokenizer()(PROMPTS[3])["input_ids"]])
-    said = mmspec.generate(second.model, ids, drafter=second, do_sample=False, max_new_tokens=12, nodes=6)
+    said = mmspec.generate(second.model, ids, drafter=second, do_sample=False, **KEYWORDS)
     assert said[0, ids.shape[1] :].tolist() == alone[PROMPTS[3]]
     assert streamed([piece, *stream]) == alone[PROMPTS[1]]  # it did not notice
 
@@ -234,12 +207,11 @@ def test_an_error_of_one_request_leaves_the_others_alone(alone):
             raise RuntimeError("a processor's own")
         return scores
 
-    with pytest.raises(RuntimeError, match="own"):
-        pipe.generate(PROMPTS[0], **KEYWORDS, logits_processor=[fails])
-    with pytest.raises(RuntimeError, match="own"):
-        list(pipe.stream(PROMPTS[0], **KEYWORDS, logits_processor=[fails]))
-    with pytest.raises(RuntimeError, match="own"):
-        pipe.generate(PROMPTS[0], **KEYWORDS, stopping_criteria=[lambda ids, _: fails(ids, torch.tensor([False]))])
+    stops = [lambda ids, _: fails(ids, torch.tensor([False]))]
+    for options in ({"logits_processor": [fails]}, {"stopping_criteria": stops}):
+        for ask in (pipe.generate, lambda *given, **options: list(pipe.stream(*given, **options))):
+            with pytest.raises(RuntimeError, match="own"):
+                ask(PROMPTS[0], **KEYWORDS, **options)
     assert streamed([first, *stream]) == alone[PROMPTS[1]]
     assert free(pipe)
 
@@ -294,19 +266,6 @@ def test_the_last_piece_comes_when_the_target_is_free(alone):
             assert second.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
 
 
-def test_a_stream_moves_between_threads(alone):
-    pipe = pipeline(Recycle())
-    stream, first = begun(pipe)
-    second = in_thread(next, stream)
-    rest = threading.Thread(target=lambda: found.extend(stream))
-    found = []
-    rest.start()
-    answer = pipe.generate(PROMPTS[0], **KEYWORDS)
-    rest.join()
-    assert answer.token_ids == alone[PROMPTS[0]]
-    assert streamed([first, second, *found]) == alone[PROMPTS[1]]
-
-
 @pytest.mark.parametrize("from_where", ["logits_processor", "stopping_criteria"])
 def test_a_request_from_within_a_request_is_refused(from_where):
     pipe = pipeline()
@@ -330,13 +289,9 @@ def test_a_drafter_that_one_target_refuses_is_free_for_others(alone):
     drafter = Choosy()
     with pytest.raises(UserError, match="made for another target"):
         pipeline(drafter)
-    drafter.refuses, answers = False, []
-    thread = threading.Thread(
-        target=lambda: answers.append(pipeline(drafter).generate(PROMPTS[0], **KEYWORDS)), daemon=True
-    )
-    thread.start()
-    thread.join(60)
-    assert [answer.token_ids for answer in answers] == [alone[PROMPTS[0]]]
+    drafter.refuses = False
+    answer = in_thread(lambda: pipeline(drafter).generate(PROMPTS[0], **KEYWORDS))
+    assert answer.token_ids == alone[PROMPTS[0]]
 
 
 def test_a_drafter_follows_the_pipeline_that_uses_it():
@@ -373,15 +328,7 @@ def test_members_of_a_union_are_held_with_it(alone):
     assert [key for key, _ in itertools.groupby(using)] == [first._speculation, second._speculation]
 
 
-@pytest.fixture
-def interruptible():
-    """SIGINT raises ``KeyboardInterrupt``; in background jobs of a shell it is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_ends_one_request(alone, interruptible):
+def test_ctrl_c_ends_one_request(alone):
     """The client that is interrupted leaves; the others' requests go on."""
     pipe = pipeline(Recycle())
     stream, piece = begun(pipe)
@@ -397,8 +344,12 @@ def test_ctrl_c_ends_one_request(alone, interruptible):
         step()
 
     pipe.engine.core.step = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        pipe.generate(PROMPTS[0], max_new_tokens=40, nodes=6)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs of a shell
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pipe.generate(PROMPTS[0], max_new_tokens=40, nodes=6)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert streamed([piece, *stream]) == alone[PROMPTS[1]]
     assert free(pipe)
 
@@ -435,13 +386,9 @@ def test_a_model_is_freed_with_its_pipeline():
 
 def test_a_program_ends_beside_a_stream_that_nobody_reads():
     program = """
-import sys
+import mmspec
 from tests.tiny import byte_model, byte_tokenizer
-from mmspec import Pipeline
-from mmspec.targets.processor import Processor
-from mmspec.targets.transformers_target import TransformersTarget
-pipe = Pipeline(TransformersTarget(byte_model()), Processor(byte_tokenizer()))
-stream = pipe.stream("a", max_new_tokens=100_000)
+stream = mmspec.load(byte_model(), None, processor=byte_tokenizer()).stream("a", max_new_tokens=100_000)
 next(stream)
 print("ended")
 """

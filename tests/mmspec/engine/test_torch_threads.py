@@ -1,4 +1,4 @@
-"""Torch's threads next to other programs: their number follows the delays of steps."""
+"""Torch's threads next to other programs: their number follows the delays of steps; clients give up theirs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import sys
 import threading
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
-from mmspec import Pipeline
+import mmspec
 from mmspec.engine import threads
 from mmspec.engine.threads import TorchThreads
 from mmspec.ops.cpu import kernel_threads, limit_torch
-from mmspec.targets.processor import Processor
-from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
 BUSY, NOISY, QUIET = (1.0, 0.9), (1.0, 0.1), (1.0, 0.01)  # seconds of steps, and of their threads' delays
@@ -37,26 +36,18 @@ def starting(most, count=None):
     return chosen
 
 
-def counts(most, records):
-    chosen = starting(most)
-    found = []
-    for record in records:
-        chosen.record(*record)
-        found.append(chosen.count)
-    return found
-
-
-def test_delays_halve_the_number_down_to_one():
-    assert counts(12, [QUIET, BUSY, BUSY, BUSY, BUSY]) == [12, 6, 3, 1, 1]
-
-
-def test_the_number_grows_again_on_a_quiet_machine():
-    assert counts(8, [BUSY, BUSY, QUIET, QUIET, QUIET]) == [4, 2, 4, 8, 8]
-
-
-def test_some_delays_change_nothing():
-    assert counts(4, [NOISY] * 5) == [4] * 5
-    assert counts(4, [BUSY, NOISY, NOISY, NOISY]) == [2] * 4
+@pytest.mark.parametrize(
+    ("records", "counts"),
+    [
+        ([QUIET, BUSY, BUSY, BUSY, BUSY, BUSY], [8, 4, 2, 1, 1, 1]),
+        ([BUSY, BUSY, QUIET, QUIET, QUIET], [4, 2, 4, 8, 8]),
+        ([NOISY] * 5, [8] * 5),
+        ([BUSY, NOISY, NOISY, NOISY], [4] * 4),
+    ],
+)
+def test_the_number_follows_delays(records, counts):
+    chosen = starting(8)
+    assert [(chosen.record(*record), chosen.count)[1] for record in records] == counts
 
 
 def test_attempts_that_fail_become_rare():
@@ -132,7 +123,7 @@ def test_an_engine_beside_other_programs_lowers_its_own_number(monkeypatch):
     delays = iter(range(0, 10**15, 10**12))
     monkeypatch.setattr(threads, "_WINDOW", 0.0)
     monkeypatch.setattr(threads, "_delays", lambda: {"1": next(delays)})
-    pipe = Pipeline(TransformersTarget(byte_model()), Processor(byte_tokenizer()), None)
+    pipe = mmspec.load(byte_model(), None, processor=byte_tokenizer())
     seen = []
     criteria = [lambda *_: seen.append((torch.get_num_threads(), kernel_threads())) or False]
     expected = pipe.generate("a", max_new_tokens=6).token_ids
@@ -178,3 +169,92 @@ def test_delays_are_those_of_threads_that_wait_for_a_processor():
         os.sched_setaffinity(0, allowed)
     mine = str(threading.get_native_id())
     assert threads._delays()[mine] - before.get(mine, 0) > 1e8
+
+
+# ---------------------------------------------------------------------- OpenMP's threads
+
+SPINNING = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"
+
+PROGRAM = """
+import os, torch, mmspec
+from mmspec.engine import threads
+from mmspec.engine.threads import release_threads
+
+threads._WINDOW = float("inf")  # seconds: the number of threads does not follow other programs
+
+torch.set_num_threads(3)
+busy = lambda: torch.ones(2_000_000).exp()
+count = lambda: len(os.listdir("/proc/self/task"))
+
+before = count()
+busy()
+computed = count()
+release_threads()
+release_threads()
+print(*(n - before for n in (computed, count())))
+
+pipe = mmspec.load("tiny-hybrid", drafter="ngram", device="cpu", dtype="float32")
+loaded = count() - before
+pipe.encode([{"prompt": "Red"}])  # starts threads of the tokenizer, which stay
+release_threads()
+before = count()
+busy()
+seen = []
+pipe.generate("Red", max_new_tokens=4, stopping_criteria=[lambda *_: seen.append(count()) or False])
+print(loaded, max(seen) - before, torch.get_num_threads())
+"""
+
+
+FORKED = """
+import os, torch
+from mmspec.engine.threads import release_threads
+
+torch.ones(2_000_000).exp()
+if child := os.fork():
+    os._exit(os.waitpid(child, 0)[1])
+release_threads()
+os._exit(0)
+"""
+
+
+def output_of(program, **variables):
+    """Output of a process with these variables, and no others of OpenMP."""
+    environment = {name: value for name, value in os.environ.items() if name not in SPINNING} | variables
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_clients_give_up_their_threads():
+    """Three threads each: the engine's are its worker and two more, and the client computed before."""
+    alone, served = (tuple(map(int, line.split())) for line in output_of(PROGRAM, OMP_NUM_THREADS="3"))
+    assert alone == (2, 0)
+    assert served == (0, 3, 3)
+
+
+def test_a_forked_process_does_not_wait_for_threads_of_its_parent():
+    output_of(FORKED, OMP_NUM_THREADS="3")
+
+
+def policies(program, **variables):
+    printed = f"\nprint(*(os.environ.get(name, '') for name in {SPINNING}), sep=',')"
+    return output_of(f"import os, sys\n{program}{printed}", **variables)[-1]
+
+
+def test_programs_bound_spinning_before_torch_is_loaded():
+    program = "from mmspec.cli.app import main\nassert 'torch' not in sys.modules\nmain(['--version'])"
+    assert policies(program) == ",1000,1"
+    study = "import contextlib, runpy\nsys.argv = ['eval', '--help']\nwith contextlib.suppress(SystemExit):\n"
+    assert policies(study + "    runpy.run_module('mmspec.eval', run_name='__main__')") == ",1000,1"
+
+
+def test_the_user_s_settings_take_precedence():
+    program = "from mmspec.cli.app import main\nmain(['--version'])"
+    assert policies(program, OMP_WAIT_POLICY="active") == "active,,"
+    assert policies(program, GOMP_SPINCOUNT="7") == ",7,"
+
+
+def test_a_library_changes_no_settings():
+    assert policies("import mmspec\nmmspec.load('tiny-hybrid', device='cpu')") == ",,"
+    assert policies("import torch\nfrom mmspec.cli.app import main\nmain(['--version'])") == ",,"

@@ -5,7 +5,8 @@ Shares no code with the package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -91,3 +92,20 @@ def allowed_tokens(tokenizer: Any, eos: Sequence[int], form: str, said: list[int
         return None
     allowed = [token for token, bias in enumerate(matcher.compute_logit_bias()) if bias]
     return [*allowed, *eos[1:]] if eos[0] in allowed else allowed
+
+
+def chi_square(seen: Mapping[Any, int], expected: Mapping[Any, float], total: int) -> tuple[float, float]:
+    """The statistic, and its 99.99 % quantile by Wilson and Hilferty; outcomes seen less than five times are joined.
+
+    Args:
+        seen: numbers of outcomes, which must be possible.
+        expected: probability of each outcome.
+    """
+    assert all(expected.get(outcome) for outcome in seen)
+    rare = {outcome for outcome, p in expected.items() if total * p < 5}
+    cells = [(seen.get(outcome, 0), total * p) for outcome, p in expected.items() if outcome not in rare]
+    if rare:
+        cells.append((sum(seen.get(one, 0) for one in rare), max(total * sum(expected[one] for one in rare), 1.0)))
+    df = len(cells) - 1
+    limit = df * (1 - 2 / (9 * df) + 3.719 * math.sqrt(2 / (9 * df))) ** 3
+    return sum((count - mean) ** 2 / mean for count, mean in cells), limit

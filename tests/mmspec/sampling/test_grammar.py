@@ -57,17 +57,34 @@ def compiled(kind, text, tokenizer=None, eos=(EOS,)):
     return Grammars(tokenizer or byte_tokenizer(), eos).compile(*params.constraint)
 
 
+def forced(kind, text, *given, **more):
+    """The tokens at the beginning of all outputs."""
+    grammar = compiled(kind, text, *given, **more)
+    return grammar.forced(grammar.start([]))
+
+
+def allowed(matcher, path=(), vocab=VOCAB):
+    """The tokens that are allowed after a path."""
+    return set(matcher.allowed([], tuple(path), vocab).nonzero().flatten().tolist())
+
+
 @pytest.mark.parametrize("name", LANGUAGES)
-def test_masks_allow_what_the_language_contains(name):
+def test_masks_and_forced_tokens_are_those_of_the_language(name):
     kind, text, words = LANGUAGES[name]
-    spelt = [tuple(ids_of(word)) for word in words]
+    grammar, spelt = compiled(kind, text), [tuple(ids_of(word)) for word in words]
     paths = sorted({word[:n] for word in spelt for n in range(len(word) + 1) if n < 12})
-    matcher = Matcher(compiled(kind, text), [7, 8])
+    matcher, certain = Matcher(grammar, []), 0
     random.Random(0).shuffle(paths)  # jumps between branches, back and forth
     for path in paths:
-        allowed = matcher.allowed([7, 8], path, VOCAB).nonzero().flatten().tolist()
         after = {word[len(path)] for word in spelt if word[: len(path)] == path and len(word) > len(path)}
-        assert set(allowed) == after | ({EOS} if path in spelt else set()), byte_tokenizer().decode(path)
+        assert allowed(matcher, path) == after | ({EOS} if path in spelt else set()), byte_tokenizer().decode(path)
+        state = matcher.at([], path)
+        assert {token for token in range(VOCAB) if grammar.allows(state, token)} == after
+        if tokens := grammar.forced(state):
+            assert after == {tokens[0]}
+            assert path not in spelt
+            certain += len(tokens)
+    assert certain
 
 
 @pytest.mark.parametrize("size", [0, 1 << 20])
@@ -81,27 +98,6 @@ def test_the_stack_size_of_other_threads_stays(size):
         assert threading.stack_size() == size
     finally:
         threading.stack_size(before)
-
-
-@pytest.mark.parametrize("name", LANGUAGES)
-def test_forced_and_allowed_tokens(name):
-    kind, text, words = LANGUAGES[name]
-    grammar, spelt = compiled(kind, text), [tuple(ids_of(word)) for word in words]
-    matcher, forced = Matcher(grammar, []), 0
-    for word in spelt:
-        for n in range(min(len(word), 11)):
-            state = matcher.at([], word[:n])
-            after = {other[n] for other in spelt if other[:n] == word[:n] and len(other) > n}
-            tokens = grammar.forced(state)
-            forced += len(tokens)
-            if tokens:
-                assert after == {tokens[0]}
-                assert word[:n] not in spelt
-            assert {token for token in range(VOCAB) if grammar.allows(state, token)} == after
-        state = matcher.at([], word)
-        assert grammar.forced(state) == []
-        assert not grammar.allows(state, EOS)
-    assert forced > 5
 
 
 def test_the_matcher_follows_emitted_tokens_only():
@@ -125,7 +121,7 @@ def test_an_eos_token_is_never_consumed():
     matcher = Matcher(compiled("regex", "a?"), [])
     with pytest.raises(UserError, match="forbids token 2 after 0 tokens of output"):
         matcher.allowed([], (EOS,), VOCAB)
-    assert set(matcher.allowed([], (), VOCAB).nonzero().flatten().tolist()) == {EOS, *ids_of("a")}
+    assert allowed(matcher) == {EOS, *ids_of("a")}
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -135,14 +131,13 @@ def test_an_ordinary_token_as_eos_is_allowed_where_the_grammar_may_end_only(firs
     eos = (letter,) if first else (EOS, letter)
     matcher = Matcher(compiled("regex", "a[a-c]{0,2}x?", eos=eos), [])
     for word, follow in {"": "a", "a": "acx", "aa": "acx", "acc": "x", "acx": "", "accx": ""}.items():
-        allowed = set(matcher.allowed([], tuple(ids_of(word)), VOCAB).nonzero().flatten().tolist())
-        assert allowed == {*ids_of(follow), *(eos if word else ())}, word
+        assert allowed(matcher, ids_of(word)) == {*ids_of(follow), *(eos if word else ())}, word
     matcher = Matcher(compiled("regex", "a[a-c]{2}x", eos=eos), [])
-    assert set(matcher.allowed([], tuple(ids_of("ac")), VOCAB).nonzero().flatten().tolist()) == set(ids_of("ac"))
-    assert compiled("regex", "abc", eos=eos).forced(compiled("regex", "abc", eos=eos).start([])) == ids_of("a")
+    assert allowed(matcher, ids_of("ac")) == set(ids_of("ac"))
+    assert forced("regex", "abc", eos=eos) == ids_of("a")
     matcher = Matcher(compiled("regex", "a(b|bc)", eos=eos), [])
     with pytest.raises(UserError, match=r"^the regex needs an EOS token, which .*, after 1 tokens of output$"):
-        matcher.allowed([], tuple(ids_of("a")), VOCAB)
+        allowed(matcher, ids_of("a"))
     with pytest.raises(UserError, match=r"^the regex needs an EOS token, .* after 0 tokens of output$"):
         compiled("regex", "b", eos=eos)
 
@@ -209,10 +204,8 @@ def spells(schema, text):
 def test_layout():
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"const": 1}, "minItems": 2}}}
     schema |= {"required": ["a"], "additionalProperties": False}
-    grammar = compiled("json_schema", schema)
-    assert byte_tokenizer().decode(grammar.forced(grammar.start([]))) == '{"a": [1, 1'
-    free = compiled("json_schema", schema | {"x-guidance": {"whitespace_flexible": True}})
-    assert byte_tokenizer().decode(free.forced(free.start([]))) == "{"
+    assert forced("json_schema", schema) == ids_of('{"a": [1, 1')
+    assert forced("json_schema", schema | {"x-guidance": {"whitespace_flexible": True}}) == ids_of("{")
 
 
 # ---------------------------------------------------------------------- mistakes
@@ -224,12 +217,7 @@ def test_layout():
         ({"json_schema": {"type": "thing"}}, "json_schema must be a JSON schema .* follow: Invalid type: thing"),
         ({"json_schema": {"$ref": "#/nowhere"}}, "json_schema must be .*: Pointer '/nowhere' does not exist"),
         ({"json_schema": {"not": {"type": "string"}}}, r'json_schema must be .*: Unimplemented keys: \["not"\]'),
-        (
-            {"json_schema": '{"type":'},
-            "json_schema must be a JSON schema, as a dict or as text: got '{\"type\":'",
-        ),
         ({"json_schema": {"const": float("nan")}}, "json_schema must be a JSON schema"),
-        ({"json_schema": 3}, "json_schema must be a JSON schema, as a dict or as text: got 3"),
         ({"regex": "("}, "regex must be a regular expression that llguidance can follow: unclosed group"),
         ({"regex": "(?=a)b"}, "regex must be .*: look-around, .* is not supported"),
         ({"grammar": "start: foo"}, r'grammar must be a Lark grammar that .*: at 1\(8\): unknown name: "foo"'),
@@ -256,9 +244,8 @@ def test_added_tokens_that_are_not_special_are_text():
     call, (less, c, e, a, x) = VOCAB, ids_of("<ceax")
     matcher = Matcher(compiled("regex", "(<call>|<eat>)a?", tokenizer), [])
     for path, after in (((), {less, call}), ((less,), {c, e}), ((call,), {a, EOS}), ((call, a), {EOS})):
-        assert set(matcher.allowed([], path, VOCAB + 2).nonzero().flatten().tolist()) == after
-    grammar = compiled("regex", "x<call>a", tokenizer)
-    assert grammar.forced(grammar.start([])) == [x, call, a]
+        assert allowed(matcher, path, VOCAB + 2) == after
+    assert forced("regex", "x<call>a", tokenizer) == [x, call, a]
 
 
 def test_a_grammar_that_no_output_satisfies():
@@ -324,7 +311,7 @@ def test_a_grammar_that_compiles_slowly_is_not_compiled_in_a_step(monkeypatch):
     assert grammars.compile("regex", STATES) is first
     monkeypatch.setattr(module, "compiled", lambda *_: pytest.fail("compiled"))
     with pytest.raises(UserError, match=r"too complex after \d+ tokens of output: lexer error: too"):
-        Matcher(first, []).allowed([], MANY_STATES, VOCAB)
+        allowed(Matcher(first, []), MANY_STATES)
     monkeypatch.undo()
     assert grammars.compile("regex", STATES) is not first
 
@@ -365,8 +352,7 @@ def test_large_grammars_are_refused(keywords, message):
 def test_long_chains_of_rules_do_not_overflow_the_stack():
     """On a stack of 8 MiB, 4,000 rules end the process."""
     chain = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(9000)) + 'r9000: "a"\n'
-    grammar = compiled("grammar", chain)
-    assert grammar.forced(grammar.start([])) == ids_of("a")
+    assert forced("grammar", chain) == ids_of("a")
 
 
 def test_a_limit_reached_within_an_output(monkeypatch):
@@ -410,11 +396,10 @@ def test_a_limit_depends_on_the_tokens_alone(monkeypatch):
     first, used, other = grammar._first, Matcher(grammar, []), Matcher(grammar, [])
     other.at([], ids_of("abbabaab"))
     for letters in itertools.product("ab", repeat=7):
-        allowed = used.allowed([], ids_of("".join(letters)), VOCAB).nonzero().flatten().tolist()
-        assert allowed == sorted(ids_of("ab"))
+        assert allowed(used, ids_of("".join(letters))) == set(ids_of("ab"))
     assert grammar._first is not first  # it was compiled again
     for matcher in (used, Matcher(compiled("regex", STATES), [])):
         with pytest.raises(UserError, match=r"too complex after \d+ tokens of output: lexer error: too"):
-            matcher.allowed([], MANY_STATES, VOCAB)
-        assert matcher.allowed([], ids_of("ab"), VOCAB).nonzero().flatten().tolist() == sorted(ids_of("ab"))
+            allowed(matcher, MANY_STATES)
+        assert allowed(matcher, ids_of("ab")) == set(ids_of("ab"))
     assert other.at([], ids_of("abbabaab")).tokens == ids_of("abbabaab")

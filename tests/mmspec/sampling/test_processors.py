@@ -28,13 +28,13 @@ from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling import defaults
 from mmspec.sampling import sampler as sampler_module
 from mmspec.sampling.batch_sampler import BatchSampler
-from mmspec.sampling.processors import NOTHING, Histories, NodeHistories, tree_form
+from mmspec.sampling.processors import tree_form
 from mmspec.sampling.sampler import Sampler, SamplingState
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.decoding import SteppedEngine
 from tests.mmspec.sampling.plain import decode_plainly
 from tests.targets import prompt_of
-from tests.tiny import byte_model, byte_tokenizer, random_tree, root_path, shared_model, valid_nodes
+from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model, valid_nodes
 from tests.tiny.models import text_inputs
 
 VOCAB, NEW, ONE = 101, 24, text_inputs(1, 9)
@@ -120,11 +120,11 @@ STATEFUL = {
     "self-hashed": lambda: hf.WatermarkLogitsProcessor(VOCAB, "cpu", bias=4.0, seeding_scheme="selfhash"),
     "codebooks": lambda: hf.AlternatingCodebooksLogitsProcessor(9, 50, 20),
     "end of speech": lambda: hf.BarkEosPrioritizerLogitsProcessor(2, 0.01),
+    "grammar": Grammar,
 }
 DRAFTERS = {
     "plain": lambda references: None,
     "oracle": lambda references: Oracle(references, vocab=90, spoil=0.2),
-    "ngram": lambda references: Ngram(),
     "recycle": lambda references: Recycle(top_k=3),
     "union": lambda references: Union([Small(shared_model("llama"), top_k=2), Ngram()]),
 }
@@ -138,14 +138,6 @@ def rows_alone(model, inputs, processors):
         options = {"max_new_tokens": NEW, "do_sample": False, "logits_processor": processors()}
         said.append(model.generate(**alone, **options)[0, length:].tolist())
     return said
-
-
-def ours(model, inputs, processors, drafter):
-    """The same by ``mmspec.generate``, called with all rows, and the statistics of each."""
-    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
-    out = mmspec.generate(model, drafter=drafter, nodes=12, **inputs, logits_processor=processors, **options)
-    answers = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
-    return [answer[: one.num_generated_tokens] for answer, one in zip(answers, out.stats, strict=True)], out.stats
 
 
 def plainly(inputs, processors, new=NEW, seed=None):
@@ -182,16 +174,27 @@ def chosen(row):
 # ---------------------------------------------------------------------- path by path
 
 
-@pytest.mark.parametrize("drafter", ["plain", "oracle", "recycle"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("name", STATEFUL)
-def test_a_stateful_processor_is_called_as_by_generate(name, drafter):
+def test_a_processor_with_states_is_called_as_by_generate(name, drafter):
+    """All rows of a prompt at once, against ``generate`` with each row alone."""
     model, inputs, made = shared_model("llama"), text_inputs(3, 9), STATEFUL[name]
-    reference = rows_alone(model, inputs, lambda: [made()])
-    assert reference != rows_alone(model, inputs, list)
-    said, stats = ours(model, inputs, [made()], DRAFTERS[drafter](reference))
+    plain = rows_alone(model, inputs, list)
+    reference = rows_alone(model, inputs, lambda: [Plainly(9) if made is Grammar else made()])
+    assert reference != plain
+    processor, drafts = made(), DRAFTERS[drafter](reference)
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    out = mmspec.generate(model, drafter=drafts, nodes=12, logits_processor=[processor], **inputs, **options)
+    answers = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    said = [answer[: one.num_generated_tokens] for answer, one in zip(answers, out.stats, strict=True)]
     assert said == reference
     if drafter == "oracle":
-        assert max(one.mean_acceptance_length for one in stats) > 1.3
+        assert max(one.mean_acceptance_length for one in out.stats) > 1.3
+    if made is Grammar:
+        assert processor.started == 3
+        # Each was undone, but the tokens that were emitted and followed by a step.
+        assert 0 < processor.advanced - processor.undone <= sum(map(len, said))
+        assert drafter == "plain" or processor.undone > 0
 
 
 @pytest.mark.parametrize("drafter", ["plain", "recycle", "union"])
@@ -411,22 +414,6 @@ def test_padding_and_prefixes_belong_to_rows_of_the_request():
 # ---------------------------------------------------------------------- tree processors
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_grammar_says_what_generate_says(drafter):
-    model, inputs = shared_model("llama"), text_inputs(3, 9)
-    reference = rows_alone(model, inputs, lambda: [Plainly(9)])
-    assert reference != rows_alone(model, inputs, list)
-    grammar = Grammar()
-    said, stats = ours(model, inputs, [grammar], DRAFTERS[drafter](reference))
-    assert said == reference
-    if drafter == "oracle":
-        assert max(one.mean_acceptance_length for one in stats) > 1.3
-    assert grammar.started == 3
-    # Each was undone, but the tokens that were emitted and followed by a step.
-    assert 0 < grammar.advanced - grammar.undone <= sum(map(len, said))
-    assert drafter == "plain" or grammar.undone > 0
-
-
 @pytest.mark.parametrize("drafter", ["plain", "oracle"])
 @pytest.mark.parametrize("seed", range(2))
 def test_masks_apply_at_their_place_in_the_chain(drafter, seed):
@@ -571,41 +558,6 @@ def test_a_tree_processor_that_fails(where):
     engine.wait(lambda: all(row.done for row in rows))
     assert str(rows[0].error) == "no more"
     assert rows[1].token_ids == reference
-
-
-# ---------------------------------------------------------------------- histories
-
-
-def test_histories_follow_the_rows_not_their_number():
-    followed, device = Histories(), torch.device("cpu")
-    followed.follow([[1, 2, 3], [4]], device)
-    for rows in ([[5, 6, 7], [8]], [[9, 9], [1, 2, 3, 4]]):
-        found, expected = followed.follow(rows, device), Histories().follow(rows, device)
-        assert all(map(torch.equal, found, expected))
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_nodes_see_their_rows_as_they_grow(batch):
-    """Rows grow unevenly, one of them not at all from some step on."""
-    g = torch.Generator().manual_seed(batch)
-    number = lambda most: int(torch.randint(most, (1,), generator=g))  # noqa: E731
-    rows, followed = [[number(50) for _ in range(1 + 3 * b)] for b in range(batch)], Histories()
-    for step in range(12):
-        tree = random_tree(g, batch, 1 + number(9), 50)
-        tokens = torch.cat([torch.tensor([[row[-1]] for row in rows]), tree.tokens[:, 1:]], dim=1)
-        tree = TokenTree(tokens, tree.parents, tree.valid, check=False)
-        seen = NodeHistories(followed, rows, tree, range(batch))
-        assert seen.prefix.tolist() == [[NOTHING] * (max(map(len, rows)) - len(row)) + row for row in rows]
-        for b, row in enumerate(rows):
-            for node in valid_nodes(tree, b):
-                expected = row + [int(tokens[b, i]) for i in root_path(tree, b, node)[1:]]
-                assert [token for token in seen.whole[b, node].tolist() if token != NOTHING] == expected
-                assert int(seen.lengths[b, node]) == len(expected)
-                for count in (0, 1, 3, len(expected) + 2):
-                    last = [NOTHING] * max(0, count - len(expected)) + expected[max(0, len(expected) - count) :]
-                    assert seen.last(count)[b, node].tolist() == last
-        for b, row in enumerate(rows):
-            row += [number(50) for _ in range(number(4) if b or step < 6 else 0)]
 
 
 # ---------------------------------------------------------------------- plug-ins

@@ -17,7 +17,6 @@ from transformers.generation import logits_process as hf
 
 pytest.importorskip("llguidance")
 
-from mmspec.errors import UserError
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling.reasoning import FORMATS, NAMES, reasoning_format
 from mmspec.targets.detokenizer import AnswerReader
@@ -103,7 +102,14 @@ def allowed(spelling: str, mode: str, form: str, said: list[int]) -> list[int] |
     return sorted(found)
 
 
-def plainly(spelling: str, mode: str, kind: str, wanted: list[int], seed: int | None) -> list[int]:
+def answered(wanted: str, mode: str = "begun", **options: Any) -> Any:
+    """The answer of a model that wants to write a text."""
+    script("added", mode, ids_of("added", wanted))
+    options = {"chat_template_kwargs": {"mode": mode}, "reasoning": "auto", "max_new_tokens": NEW, **options}
+    return pipeline("added").generate(PROMPT, **options)
+
+
+def plainly(spelling: str, mode: str, kind: str, seed: int | None) -> list[int]:
     prompt, model = prompt_of(spelling, mode), target(spelling).model
     form = source(kind, KINDS[kind])
     chain: list[Any] = [masking(lambda said, _: allowed(spelling, mode, form, said), len(prompt))]
@@ -134,7 +140,7 @@ def test_grammars_begin_after_reasoning(spelling: str, mode: str, kind: str) -> 
         wanted = ids_of(spelling, text)
         script(spelling, mode, wanted)
         for seed in (None, 4):
-            expected = plainly(spelling, mode, kind, wanted, seed)
+            expected = plainly(spelling, mode, kind, seed)
             sampling = {} if seed is None else {"temperature": 1.0, "seed": seed}
             pipe = pipeline(spelling, Oracle([[*expected, *wanted]], vocab=len(tokenizer(spelling)), seed=number))
             options = {"chat_template_kwargs": {"mode": mode}, "reasoning": "auto", kind: KINDS[kind], **sampling}
@@ -197,43 +203,30 @@ def test_what_begins_like_a_marker_is_an_answer_at_the_end() -> None:
 
 def test_outputs_may_be_rejected_after_reasoning() -> None:
     """With rejection in place of masks; the model writes white space before its answer."""
-    wanted = ids_of("added", "Hm.</think>\n\nyes, ab")
-    script("added", "begun", wanted)
-    options = {"chat_template_kwargs": {"mode": "begun"}, "reasoning": "qwen3", "regex": KINDS["regex"]}
-    answer = pipeline("added").generate(PROMPT, **options, temperature=1.0, seed=1, grammar_aligned=True)
+    options = {"reasoning": "qwen3", "temperature": 1.0, "seed": 1, "grammar_aligned": True}
+    answer = answered("Hm.</think>\n\nyes, ab", regex=KINDS["regex"], **options)
     assert (answer.reasoning, answer.text) == ("Hm.", "yes, ab")
 
 
 def test_white_space_of_the_grammar_is_its_own() -> None:
     """Only what precedes it is left out."""
-    script("added", "begun", ids_of("added", "Hm.</think>\n yes"))
-    options = {"chat_template_kwargs": {"mode": "begun"}, "reasoning": "auto"}
-    answer = pipeline("added").generate(PROMPT, regex=" (yes|no)", **options)
+    answer = answered("Hm.</think>\n yes", regex=" (yes|no)")
     assert (answer.text, answer.token_ids[answer.num_reasoning_tokens :]) == ("yes", [*ids_of("added", "\n yes"), END])
 
 
 def test_an_end_of_sequence_that_is_white_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    (line,) = ids_of("added", "\n")
-    monkeypatch.setattr(TransformersTarget, "eos_token_ids", [END, line])
-    script("added", "begun", ids_of("added", "Hm.</think>\nyes"))
-    options = {"chat_template_kwargs": {"mode": "begun"}, "reasoning": "auto"}
-    answer = pipeline("added").generate(PROMPT, regex="(yes|no)", **options)
-    assert re.fullmatch("yes|no", answer.text)
+    monkeypatch.setattr(TransformersTarget, "eos_token_ids", [END, *ids_of("added", "\n")])
+    assert re.fullmatch("yes|no", answered("Hm.</think>\nyes", regex="(yes|no)").text)
 
 
 def test_a_trigger_counts_after_reasoning() -> None:
-    wanted = ids_of("added", "CALL no.</think>\nNo CALL 7a")
-    script("added", "begun", wanted)
-    options = {"chat_template_kwargs": {"mode": "begun"}, "regex": "[ 0-9]{3}", "grammar_trigger": "CALL"}
-    answer = pipeline("added").generate(PROMPT, **options, reasoning="auto", max_new_tokens=60)
+    options, wanted = {"regex": "[ 0-9]{3}", "grammar_trigger": "CALL"}, "CALL no.</think>\nNo CALL 7a"
+    answer = answered(wanted, **options)
     assert answer.reasoning == "CALL no."
     assert re.fullmatch("No CALL 7[ 0-9]", answer.text)
-    at_once = pipeline("added").generate(PROMPT, **options, max_new_tokens=60)
-    assert re.fullmatch("CALL[ 0-9]{3}", at_once.text)
-    script("added", "begun", ids_of("added", "CALL no.</think>\n\nCALL 7a"))
+    assert re.fullmatch("CALL[ 0-9]{3}", answered(wanted, **options, reasoning=None).text)
     at_start = {**options, "grammar_trigger": "^CALL"}  # of the answer, white space aside
-    answer = pipeline("added").generate(PROMPT, **at_start, reasoning="auto", max_new_tokens=60)
-    assert re.fullmatch("CALL 7[ 0-9]", answer.text)
+    assert re.fullmatch("CALL 7[ 0-9]", answered("CALL no.</think>\n\nCALL 7a", **at_start).text)
 
 
 @pytest.mark.parametrize(
@@ -255,22 +248,16 @@ def test_formats_of_templates(template: str, name: str | None) -> None:
 
 def test_names() -> None:
     assert len(set(NAMES)) == len(NAMES)
-    with pytest.raises(UserError, match=r"^reasoning must be .auto. or .none. or .think. or .*: got 'x'$"):
-        pipeline("text").generate("a", reasoning="x")
 
 
 def test_masks_of_one_grammar_are_not_those_of_another() -> None:
     """Two grammars on one model: the cached masks of markers must not contain tokens of another grammar."""
-    pipe, options = pipeline("added"), {"chat_template_kwargs": {"mode": "open"}, "reasoning": "auto"}
-    script("added", "open", ids_of("added", "{42}"))
-    assert pipe.generate(PROMPT, grammar='start: "{" /[0-9]{2,3}/ "}"', **options).text == "{42}"
-    assert re.fullmatch("yes|no", pipe.generate(PROMPT, regex="yes|no", **options).text)
+    assert answered("{42}", "open", grammar=KINDS["grammar"]).text == "{42}"
+    assert re.fullmatch("yes|no", answered("{42}", "open", regex="yes|no", max_new_tokens=256).text)
 
 
 @pytest.mark.parametrize("answer", ["Ulm.", "\n\nUlm."])
 def test_a_stop_string_at_the_beginning_of_an_answer_without_reasoning(answer: str) -> None:
-    script("added", "open", ids_of("added", f"{answer} It is there."))
-    options = {"chat_template_kwargs": {"mode": "open"}, "reasoning": "auto"}
-    found = pipeline("added").generate(PROMPT, stop="Ulm", max_new_tokens=30, **options)
+    found = answered(f"{answer} It is there.", "open", stop="Ulm")
     assert (found.text, found.finish_reason) == ("", "stop")
     assert found.token_ids == ids_of("added", answer.removesuffix("."))
