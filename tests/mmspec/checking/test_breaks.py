@@ -44,6 +44,12 @@ def _fewer_draws(monkeypatch: Patch) -> None:
     monkeypatch.setattr(cases, "_DRAWS", 512)
 
 
+def around(patch: Patch, owner: Any, name: str, changed: Callable[..., Any]) -> None:
+    """Replace a function by ``changed``, which gets the function before its arguments."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args: changed(original, *args))
+
+
 def trust_first_children(patch: Patch) -> None:
     """Drafts are accepted without verification."""
 
@@ -59,47 +65,43 @@ def trust_first_children(patch: Patch) -> None:
 
 def trust_first_drafts_of_samples(patch: Patch) -> None:
     """Sampling takes the first draft at the root, greedy decoding verifies."""
-    choose = core.BatchSampler.choose
 
-    def choosing(self: Any, rows: Any, tree: TokenTree, logits: torch.Tensor) -> Any:
+    def choosing(choose: Any, self: Any, rows: Any, tree: TokenTree, logits: torch.Tensor) -> Any:
         choices = choose(self, rows, tree, logits)
         if tree.nodes > 1 and rows[0].sampler.do_sample:
             choices.tokens[:, 0] = tree.tokens[:, 1]
         return choices
 
-    patch.setattr(core.BatchSampler, "choose", choosing)
+    around(patch, core.BatchSampler, "choose", choosing)
 
 
 def keep_first_nodes(patch: Patch) -> None:
     """A commit keeps the states of the first nodes, whichever were accepted."""
-    commit = TransformersTarget.commit
 
-    def committing(self: Any, verdict: Verdict) -> None:
+    def committing(commit: Any, self: Any, verdict: Verdict) -> None:
         packed = verdict.packed.clone()
         for row in packed:
             row[2 : 2 + row[0]] = torch.arange(int(row[0]))
         commit(self, Verdict(packed))
 
-    patch.setattr(TransformersTarget, "commit", committing)
+    around(patch, TransformersTarget, "commit", committing)
 
 
 def forget_accepted_drafts_in_plain_steps(patch: Patch) -> None:
     """A plain step after accepted drafts reads the second to last token."""
-    forward, commit = TransformersTarget.verify, TransformersTarget.commit
-    accepted = [0]
+    last: list[Verdict] = []
 
-    def committing(self: Any, verdict: Verdict) -> None:
-        accepted[0] = int(verdict.length.max()) - 1
-        committing.token = verdict.tokens[:, :1]  # type: ignore[attr-defined]
+    def committing(commit: Any, self: Any, verdict: Verdict) -> None:
+        last[:] = [verdict]
         commit(self, verdict)
 
-    def reading(self: Any, tree: TokenTree, *rest: Any) -> Any:
-        if tree.nodes == 1 and accepted[0] > 0 and len(tree.tokens) == len(committing.token):  # type: ignore[attr-defined]
-            tree = TokenTree.root(committing.token[:, 0])  # type: ignore[attr-defined]
-        return forward(self, tree, *rest)
+    def reading(verify: Any, self: Any, tree: TokenTree, *rest: Any) -> Any:
+        if tree.nodes == 1 and last and int(last[0].length.max()) > 1 and len(tree.tokens) == len(last[0].tokens):
+            tree = TokenTree.root(last[0].tokens[:, 0])
+        return verify(self, tree, *rest)
 
-    patch.setattr(TransformersTarget, "commit", committing)
-    patch.setattr(TransformersTarget, "verify", reading)
+    around(patch, TransformersTarget, "commit", committing)
+    around(patch, TransformersTarget, "verify", reading)
 
 
 def drop_deep_drafts_of_large_trees(patch: Patch) -> None:
@@ -118,59 +120,53 @@ def ignore_images_in_prefixes(patch: Patch) -> None:
 
 def stop_at_ends_of_steps(patch: Patch) -> None:
     """A stop string is looked for after the last token of a step."""
-    append = Stopper.append
 
-    def appending(self: Stopper, history: list[int], prompt_length: int, tokens: list[int], readers: Any) -> Any:
+    def appending(append: Any, self: Any, history: list[int], prompt_length: int, tokens: Any, readers: Any) -> Any:
         emitted, reason = append(self, history, prompt_length, tokens)
         for reader in readers:
             for token in emitted:
                 reader.append(token)
         return emitted, reason or ("stop" if any(reader.answer.stopped for reader in readers) else None)
 
-    patch.setattr(Stopper, "append", appending)
+    around(patch, Stopper, "append", appending)
 
 
 def mix_rows(patch: Patch) -> None:
     """When a sequence leaves a batch, the last sequence does not move to its row."""
-    keep = TransformersTarget.keep
-    patch.setattr(TransformersTarget, "keep", lambda self, rows: keep(self, sorted(rows)))
+    around(patch, TransformersTarget, "keep", lambda keep, self, rows: keep(self, sorted(rows)))
 
 
 def use_other_prefixes(patch: Patch) -> None:
     """A prompt continues the state of another conversation of at least its length."""
-    find = PrefixCache.find
 
-    def finding(self: Any, *args: Any) -> Any:
+    def finding(find: Any, self: Any, *args: Any) -> Any:
         found = find(self, *args)
         if found is None:
             return None
         others = (one for one in self._entries if one is not found[0] and len(one.tokens) > found[1])
         return next(others, found[0]), found[1]
 
-    patch.setattr(PrefixCache, "find", finding)
+    around(patch, PrefixCache, "find", finding)
 
 
 def ignore_least_length(patch: Patch) -> None:
     """``min_new_tokens`` is dropped."""
-    processors = ModelDefaults.processors
-    patch.setattr(
-        ModelDefaults,
-        "processors",
-        lambda self, params, *rest: processors(self, replace(params, min_new_tokens=0), *rest),
-    )
+
+    def processors(original: Any, self: Any, params: Any, *rest: Any) -> Any:
+        return original(self, replace(params, min_new_tokens=0), *rest)
+
+    around(patch, ModelDefaults, "processors", processors)
 
 
 def record_logprobs_of_roots(patch: Patch) -> None:
     """All log probabilities are taken at the root."""
-    found = sequence.token_logprobs
-    patch.setattr(sequence, "token_logprobs", lambda logits, *rest: found(logits[:1].expand_as(logits), *rest))
+    around(patch, sequence, "token_logprobs", lambda found, logits, *rest: found(logits[:1].expand_as(logits), *rest))
 
 
 def keep_states_of_aborted_requests(patch: Patch) -> None:
     """An abort removes the last row in place of the aborted row."""
-    remove = EngineCore.remove_finished
 
-    def removing(self: EngineCore) -> None:
+    def removing(remove: Any, self: EngineCore) -> None:
         if not (len(self.running) > 1 and any(one.cancelled for one in self.running)):
             remove(self)
             return
@@ -181,48 +177,35 @@ def keep_states_of_aborted_requests(patch: Patch) -> None:
         finally:
             del self.target.keep
 
-    patch.setattr(EngineCore, "remove_finished", removing)
+    around(patch, EngineCore, "remove_finished", removing)
 
 
 def ignore_seeds(patch: Patch) -> None:
     """All choices have one seed."""
-    sampler = defaults.sampler
 
-    def seeded(params: Any, *rest: Any) -> Any:
+    def seeded(sampler: Any, params: Any, *rest: Any) -> Any:
         return sampler(params if params.seed is None else replace(params, seed=0), *rest)
 
-    patch.setattr(defaults, "sampler", seeded)
+    around(patch, defaults, "sampler", seeded)
 
 
 def sample_at_another_temperature(patch: Patch) -> None:
     """0.9 times the temperature that was asked for."""
-    choose = core.BatchSampler.choose
-
-    def choosing(self: Any, rows: Any, tree: TokenTree, logits: torch.Tensor) -> torch.Tensor:
-        return choose(self, rows, tree, logits / 0.9)
-
-    patch.setattr(core.BatchSampler, "choose", choosing)
+    around(patch, core.BatchSampler, "choose", lambda choose, *args: choose(*args[:-1], args[-1] / 0.9))
 
 
 def ignore_adapters(patch: Patch) -> None:
     """All requests use the model without an adapter."""
-    prefill = TransformersTarget.prefill
-    patch.setattr(
-        TransformersTarget,
-        "prefill",
-        lambda self, prompts, *rest: prefill(self, [replace(one, adapter=None) for one in prompts], *rest),
-    )
+
+    def prefilling(prefill: Any, self: Any, prompts: Any, *rest: Any) -> Any:
+        return prefill(self, [replace(one, adapter=None) for one in prompts], *rest)
+
+    around(patch, TransformersTarget, "prefill", prefilling)
 
 
 def exceed_the_context(patch: Patch) -> None:
     """The context limit is off by one."""
-    limit = Stopper.limit
-
-    def limiting(self: Stopper, prompt_length: int) -> int:
-        most = limit(self, prompt_length)
-        return min(most + 1, self.max_new_tokens)
-
-    patch.setattr(Stopper, "limit", limiting)
+    around(patch, Stopper, "limit", lambda limit, self, length: min(limit(self, length) + 1, self.max_new_tokens))
 
 
 BREAKS: list[tuple[Callable[[Patch], None], str]] = [

@@ -98,25 +98,25 @@ def without_images(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "messages": [first, *texts]}
 
 
-def greedy(body: dict[str, Any]) -> dict[str, Any]:
-    return {**body, "temperature": 0}
-
-
 def cooler(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "temperature": 0.9 * body["temperature"]}
 
 
-def penalising(body: dict[str, Any]) -> dict[str, Any]:
-    return {**body, "repetition_penalty": 1.5}
+def with_fields(**fields: Any) -> Change:
+    return lambda body: {**body, **fields}
+
+
+def logprobs_of(reply: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Log probabilities of each choice that has any."""
+    return [choice["logprobs"]["content"] for choice in reply["choices"] if choice.get("logprobs")]
 
 
 def with_scaled_logprobs(reply: dict[str, Any]) -> dict[str, Any]:
     """Log probabilities at temperature 0.9, as reported by servers that apply the temperature first."""
-    for choice in reply["choices"]:
-        for one in (choice.get("logprobs") or {}).get("content", ()):
-            total = log(sum(exp(other["logprob"] / 0.9) for other in one["top_logprobs"]))
-            for other in (one, *one["top_logprobs"]):
-                other["logprob"] = other["logprob"] / 0.9 - total
+    for one in (one for content in logprobs_of(reply) for one in content):
+        total = log(sum(exp(other["logprob"] / 0.9) for other in one["top_logprobs"]))
+        for other in (one, *one["top_logprobs"]):
+            other["logprob"] = other["logprob"] / 0.9 - total
     return reply
 
 
@@ -127,20 +127,17 @@ def with_first_choice(reply: dict[str, Any]) -> dict[str, Any]:
 
 def with_later_logprobs(reply: dict[str, Any]) -> dict[str, Any]:
     """Each token has the log probability of the next token."""
-    for choice in reply["choices"]:
-        if choice.get("logprobs"):
-            content = choice["logprobs"]["content"]
-            numbers = [one["logprob"] for one in content]
-            for one, number in zip(content, [*numbers[1:], 0.0], strict=True):
-                one["logprob"] = number
+    for content in logprobs_of(reply):
+        numbers = [one["logprob"] for one in content]
+        for one, number in zip(content, [*numbers[1:], 0.0], strict=True):
+            one["logprob"] = number
     return reply
 
 
 def without_alternatives(reply: dict[str, Any]) -> dict[str, Any]:
     """Of the third token."""
-    for choice in reply["choices"]:
-        if choice.get("logprobs"):
-            choice["logprobs"]["content"][2]["top_logprobs"] = []
+    for content in logprobs_of(reply):
+        content[2]["top_logprobs"] = []
     return reply
 
 
@@ -162,7 +159,7 @@ WRONG = [
     ("choices", {"reply": with_first_choice}),
     ("logprobs", {"reply": with_later_logprobs}),
     ("logprobs", {"reply": without_alternatives}),
-    ("sampling", {"request": greedy}),
+    ("sampling", {"request": with_fields(temperature=0)}),
     ("choices", {"request": without("n")}),
     ("temperature", {"request": cooler}),
 ]
@@ -189,8 +186,12 @@ def test_a_server_with_drafts_equals_one_without(name: str, servers: tuple[Serve
     ("changes", "outcome", "reason"),
     [
         ({"request": cooler, "reply": with_scaled_logprobs}, "different", ""),
-        ({"request": penalising}, "skipped", "other does not sample from the log probabilities that it reports"),
-        ({"request": lambda body: {**body, "top_logprobs": 5}}, "skipped", "needs 20 log probabilities"),
+        (
+            {"request": with_fields(repetition_penalty=1.5)},
+            "skipped",
+            "other does not sample from the log probabilities",
+        ),
+        ({"request": with_fields(top_logprobs=5)}, "skipped", "needs 20 log probabilities"),
     ],
 )
 def test_log_probabilities_that_are_not_the_samplers(
@@ -214,7 +215,7 @@ def test_a_server_that_ignores_an_adapter(tmp_path: Path) -> None:
     pipe = mmspec.load("tiny-llava", adapters={"one": folder}, device="cpu", dtype="float32")
     with served(pipe) as own, served(Pipeline(pipe.target, pipe.processor, None, pipe.name)) as plain:
         assert result(own.url, plain.url, "adapters")["outcome"] == "equal"
-        with wrong(own.url, lambda body: {**body, "model": pipe.name}) as url:
+        with wrong(own.url, with_fields(model=pipe.name)) as url:
             assert result(url, plain.url, "adapters")["outcome"] == "different"
             found = result(own.url, url, "adapters")
             assert found["outcome"] == "different", found
@@ -230,18 +231,14 @@ def test_cases_that_need_the_model_here_are_skipped(name: str, servers: tuple[Se
     assert found["reason"]
 
 
-def test_what_a_server_refuses_is_skipped_with_its_message(servers: tuple[Served, Served]) -> None:
-    with wrong(servers[0].url, lambda body: {**body, "temperature": -1}) as url:
-        found = result(url, servers[1].url, "prose")
-    assert (found["outcome"], found["reason"]) == (
-        "skipped",
-        "tested refuses: temperature must be >= 0: got -1",
-    )
-
-
-def test_an_error_of_a_server_fails_a_case(servers: tuple[Served, Served]) -> None:
-    with wrong(servers[0].url, reply=lambda reply: {**reply, "choices": None}) as url:
-        assert result(url, servers[1].url, "prose")["outcome"] == "failed"
+def test_what_a_server_refuses_is_skipped_and_its_error_fails_a_case(servers: tuple[Served, Served]) -> None:
+    for changes, expected in (
+        ({"request": with_fields(temperature=-1)}, ("skipped", "tested refuses: temperature must be >= 0: got -1")),
+        ({"reply": with_fields(choices=None)}, ("failed", "TypeError: 'NoneType' object is not iterable")),
+    ):
+        with wrong(servers[0].url, **changes) as url:
+            found = result(url, servers[1].url, "prose")
+        assert (found["outcome"], found["reason"]) == expected
 
 
 def answer(*steps: tuple[str, float, dict[str, float]], text: str = "") -> Answer:
@@ -288,12 +285,8 @@ def test_the_command_between_servers(servers: tuple[Served, Served], capfd: pyte
     with wrong(servers[0].url, without("stop")) as url:
         assert main(["check", "--url", url, *options[2:]]) == 1
     assert [one["outcome"] for one in json.loads(capfd.readouterr().out)["cases"]] == ["equal", "different"]
-
-
-def test_both_servers_get_the_key(servers: tuple[Served, Served]) -> None:
-    with served(servers[1].pipe, api_key="sesame") as one:
-        options = ["--url", one.url, "--against", one.url, "--api-key", "sesame"]
-        assert main(["check", *options, "--only", "list"]) == 0
+    with served(servers[1].pipe, api_key="sesame") as one:  # both sides get the key
+        assert main(["check", "--url", one.url, "--against", one.url, "--api-key", "sesame", "--only", "list"]) == 0
 
 
 def test_what_is_no_server() -> None:

@@ -214,19 +214,9 @@ def test_models_health_and_metrics(server: Served) -> None:
     before = figures(server)
     assert before["vllm:num_requests_running"] == before["vllm:num_requests_waiting"] == 0
     assert before["vllm:num_torch_threads"] == torch.get_num_threads()
-    answers = [server.post(question(max_tokens=20, n=2)).json() for _ in range(2)]
+    for _ in range(2):
+        server.post(question(max_tokens=20, n=2))
     after = figures(server)
-    for name, field in (
-        ("spec_decode_num_drafts", "num_spec_steps"),
-        ("spec_decode_num_draft_tokens", "num_draft_tokens"),
-        ("spec_decode_num_accepted_tokens", "num_accepted_draft_tokens"),
-    ):
-        added = after[f"vllm:{name}_total/flash"] - before[f"vllm:{name}_total/flash"]
-        assert after[f"vllm:{name}_total/none"] == before[f"vllm:{name}_total/none"]
-        assert added == sum(answer["metrics"]["speculative_decoding"][field] for answer in answers) > 0
-    by_position = {key: value for key, value in after.items() if "per_pos_total" in key}
-    accepted = sum(value - before.get(key, 0) for key, value in by_position.items())
-    assert accepted == sum(one["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] for one in answers)
     for name, count in (("time_to_first_token_seconds_count", 4), ("request_success_total/length", 4)):
         assert after[f"vllm:{name}"] - before.get(f"vllm:{name}", 0) == count
     assert after["vllm:inter_token_latency_seconds_count"] > before["vllm:inter_token_latency_seconds_count"]
@@ -333,7 +323,8 @@ def test_keys_hosts_and_origins(pipe: Pipeline) -> None:
         assert status(Authorization="Bearer secre") == status("/metrics", Authorization="") == 401
         assert status("/health", Authorization="") == 200
         assert status(Host="evil.example") == status(Origin="http://evil.example") == 403
-        assert httpx.get(f"{server.url}/v1/models").headers["WWW-Authenticate"] == "Bearer"
+        refused = httpx.get(f"{server.url}/v1/models")
+        assert (refused.headers["WWW-Authenticate"], refused.json()["error"]["code"]) == ("Bearer", "invalid_api_key")
         for origin, allowed in (("http://app.example", "http://app.example"), ("http://evil.example", None)):
             asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
             preflight = httpx.options(f"{server.url}/v1/chat/completions", headers=asked)

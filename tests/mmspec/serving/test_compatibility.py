@@ -1,8 +1,13 @@
-"""What clients of OpenAI's API and of other servers send: ranges, harmless fields, names of models; and errors."""
+"""What clients send: ranges of OpenAI's API, harmless fields of other servers, names of models; documented clients."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import httpx
@@ -10,14 +15,14 @@ import pytest
 
 import mmspec
 from mmspec.pipeline import Pipeline
-from mmspec.serving.limits import Limits
 from mmspec.serving.schemas import IGNORED
 from tests.mmspec.serving.test_app import figures
 from tests.model_folders import save_gguf
-from tests.testkit.served import Served, served
+from tests.process import ROOT
+from tests.testkit.served import SCENE, Served, served
 
-openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [1]}}}
 MODEL = {"model": "tiny-llava"}
@@ -37,11 +42,6 @@ EVERYWHERE: dict[str, tuple[list[Any], list[Any]]] = {
     "frequency_penalty": PENALTY,
     "logit_bias": ([{}, {"5": -100, "6": 100}, None], [{"5": -101}, {"5": 101}, {"a": 1}, [5]]),
     "stream": ([False, None], ["yes", 1]),
-    "user": (["", "u", None], []),
-    "metadata": ([{}, {"a": "b"}, None], []),
-    "service_tier": (["auto", "default", "flex", "priority", None], []),
-    "safety_identifier": (["a", None], []),
-    "prompt_cache_key": (["a", None], []),
     "model": (["tiny-llava", None], [5]),
 }
 TABLE: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
@@ -58,9 +58,6 @@ TABLE: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "response_format": ([FORMAT, {"type": "text"}, {"type": "json_object"}, None], ["text"]),
         "reasoning_effort": (["none", "minimal", "low", "medium", "high", "xhigh", None], [1]),
         "modalities": ([["text"], None], [["text", "audio"]]),
-        "verbosity": (["low", "high", None], []),
-        "prediction": ([{"type": "content", "content": "a"}, None], []),
-        "store": ([True, False, None], []),
         "stream_options": ([None], [5]),
         "web_search_options": ([None], [{}]),
     },
@@ -85,7 +82,6 @@ TABLE: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "text": ([{}, {"format": {"type": "text"}}, {"verbosity": "low"}, None], ["text"]),
         "reasoning": ([{}, {"effort": "low", "summary": "auto"}, None], ["low"]),
         "tool_choice": (["none", "auto", None], ["some"]),
-        "max_tool_calls": ([1, None], []),
         "store": ([True, False, None], [1]),
         "background": ([False, None], [True]),
         "previous_response_id": ([None], ["resp_x"]),
@@ -151,35 +147,44 @@ def test_the_only_name_of_a_model_may_be_left_out(tmp_path: Path) -> None:
         assert httpx.post(f"{server.url}/tokenize", json={"prompt": "a"}).status_code == 200
 
 
-def test_errors_have_openais_shape(pipe: Pipeline) -> None:
-    """By its client, and of requests that no endpoint gets; further errors are in ``test_errors``."""
-    with served(pipe, Limits(max_body=1), api_key="k") as server:
-        options: dict[str, Any] = {"base_url": f"{server.url}/v1", "max_retries": 0}
-        with openai.OpenAI(api_key="k", **options) as client, openai.OpenAI(api_key="no", **options) as stranger:
-            calls: list[tuple[Any, Any, Any]] = [
-                (stranger.models.list, openai.AuthenticationError, (None, "invalid_api_key")),
-                (lambda: client.models.retrieve("x"), openai.NotFoundError, ("model", "model_not_found")),
-                (lambda: client.responses.retrieve("x"), openai.NotFoundError, ("response_id", None)),
-                (lambda: client.completions.create(**MODEL, prompt="a", n=9), openai.BadRequestError, ("n", None)),
-                (
-                    lambda: client.completions.create(**MODEL, prompt="x" * (1 << 21)),
-                    openai.APIStatusError,
-                    (None,) * 2,
-                ),
-            ]
-            for call, kind, expected in calls:
-                with pytest.raises(kind) as caught:
-                    call()
-                body = caught.value.body
-                assert body.keys() == {"message", "type", "param", "code"}
-                assert (body["param"], body["code"]) == expected
-        head = {"Authorization": "Bearer k"}
-        for method, path, more in (
-            ("PUT", "/v1/models", {}),
-            ("GET", "/nothing", {}),
-            ("POST", "/v1/completions", {"content": b"{"}),
-            ("POST", "/v1/completions", {"headers": {**head, "Origin": "http://other"}}),
-        ):
-            found = httpx.request(method, server.url + path, **{"headers": head, **more})
-            assert 400 <= found.status_code < 500
-            assert found.json()["error"].keys() == {"message", "type", "param", "code"}, found.text
+WRITTEN = "http://127.0.0.1:8000"
+CLIENTS = ("curl", "openai", "langchain_openai")
+
+
+def documented() -> dict[str, list[str]]:
+    """The command of each client."""
+    section = (ROOT / "docs/serving.md").read_text().split("\n## Clients\n")[1].split("\n## ")[0]
+    found = {}
+    for language, code in re.findall(r"```(sh|python)\n(.*?)```", section, re.DOTALL):
+        name = "curl" if language == "sh" else re.findall(r"^from (\w+) import", code, re.MULTILINE)[0]
+        assert WRITTEN in code
+        found[name] = ["sh", "-c", code] if language == "sh" else [sys.executable, "-c", code]
+    return found
+
+
+def answer_of(client: str, url: str) -> str:
+    if not (which(client) if client == "curl" else find_spec(client)):
+        pytest.skip(f"needs {client}")
+    *command, code = documented()[client]
+    done = subprocess.run(
+        [*command, code.replace(WRITTEN, url)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def expected(client: str, pipe: Pipeline) -> str:
+    """A part of the output."""
+    if client == "openai":
+        return pipe.generate("Describe the image.", images=str(SCENE)).text
+    limit = {"max_new_tokens": 40} if client == "curl" else {}
+    return pipe.generate("What is in a picture?", **limit).text
+
+
+def test_all_clients_are_documented() -> None:
+    assert set(documented()) == set(CLIENTS)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_client(client: str, server: Served, pipe: Pipeline) -> None:
+    assert expected(client, pipe) in answer_of(client, server.url)

@@ -1,15 +1,28 @@
-"""Middleware by itself: hosts, origins and keys of requests, their number, and responses that break off."""
+"""Hosts, origins and keys of requests, their number, and responses that break off; the log of requests."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from mmspec.serving.limits import host_names, server_url
+from mmspec.pipeline import Pipeline
+from mmspec.serving.limits import Limits, host_names, server_url
 from mmspec.serving.middleware import AccessGuard, LostReplica, RequestLimit, RequestLog
+from mmspec.targets.detokenizer import AnswerReader
+from tests.testkit.serve_process import process
+from tests.testkit.served import LONG, TIMEOUT, Served, eventually, open_stream, question, served
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 HOSTS = {"localhost", "127.0.0.1", "[::1]"}
 HERE = {"Host": "localhost:8000"}
@@ -173,3 +186,151 @@ def test_a_request_that_is_cancelled_leaves_room_for_the_next() -> None:
 
     asyncio.run(scenario())
     assert seen == ["/long", 503, 503, "/next", 200]
+
+
+def pairs(record: logging.LogRecord) -> dict[str, str]:
+    return {name: value.strip('"') for name, value in re.findall(r'(\w+)=("[^"]*"|\S+)', record.getMessage())}
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[int], list[dict[str, str]]]:
+    """Waits for the next records of requests at the level info and above, and returns their pairs."""
+    caplog.set_level(logging.INFO, "mmspec.serving")
+
+    def found(count: int) -> list[dict[str, str]]:
+        assert eventually(lambda: len(caplog.records) >= count)
+        records = [*caplog.records]
+        caplog.clear()
+        assert len(records) == count, [record.getMessage() for record in records]
+        return [{**pairs(record), "level": record.levelname} for record in records]
+
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields", "prefix"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "n": 2}, "chatcmpl-"),
+        ("completions", {"prompt": ["Hi", "Ho ho"], "max_tokens": 9}, "cmpl-"),
+        ("responses", {"input": "Hi", "max_output_tokens": 9}, "resp_"),
+    ],
+)
+def test_an_answer_is_a_line(
+    path: str, fields: dict[str, Any], prefix: str, stream: bool, server: Served, lines: Any
+) -> None:
+    began = time.perf_counter()
+    response = server.post({**fields, "temperature": 0, "stream": stream}, path)
+    took = time.perf_counter() - began
+    (line,) = lines(1)
+    usage = server.post({**fields, "temperature": 0}, path).json()["usage"]
+    lines(1)
+    (identity,) = {*re.findall(rf'"id":"({prefix}\w+)"', response.text)}
+    (length,) = {*re.findall(r'"mean_acceptance_length":([\d.]+)', response.text)}
+    assert (line["id"], line["endpoint"]) == (identity, f"POST /v1/{path}")
+    assert (line["status"], line["finish"], line["level"]) == ("200", "length", "INFO")
+    prompt, generated = (
+        usage.get(f"{new}_tokens", usage.get(f"{old}_tokens"))
+        for new, old in (("input", "prompt"), ("output", "completion"))
+    )
+    assert (int(line["prompt_tokens"]), int(line["generated_tokens"])) == (prompt, generated)
+    assert float(line["acceptance_length"]) == round(float(length), 2)
+    queue, first, total = (float(line[f"{name}_s"]) for name in ("queue", "first_token", "total"))
+    assert 0 <= queue <= first <= total
+    assert total <= took + 1e-3
+
+
+def test_requests_that_fail_are_lines(server: Served, lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.post(question(top_p=2))
+    httpx.get(f"{server.url}/x%0A%22y")
+    httpx.get(f"{server.url}/v1/models", headers={"Origin": "http://evil.example"})
+    (wrong, unknown, refused) = lines(3)
+    assert (wrong["status"], wrong["finish"], wrong["level"]) == ("400", "error", "INFO")
+    assert wrong["error"] == "top_p must be <= 1: got 2"
+    assert (unknown["endpoint"], unknown["status"]) == ("GET /x%0A%22y", "404")
+    assert (refused["endpoint"], refused["status"], refused["finish"]) == ("GET /v1/models", "403", "error")
+    assert {"id", "prompt_tokens", "queue_s"}.isdisjoint(wrong)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("out of\norder")
+
+    monkeypatch.setattr(AnswerReader, "append", broken)
+    for stream in (False, True):
+        server.post(question(stream=stream))
+        (failed,) = lines(1)
+        assert (failed["status"], failed["finish"], failed["level"]) == ("500", "error", "ERROR")
+        assert failed["error"] == "out of"
+    assert eventually(lambda: server.idle)
+
+
+def test_tracebacks_probes_and_metrics_are_for_debugging(
+    server: Served, lines: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = ("/livez", "/health", "/readyz", "/metrics")
+
+    def all_sorts() -> list[logging.LogRecord]:
+        caplog.clear()
+        for path in paths:
+            httpx.get(server.url + path)
+        with monkeypatch.context() as patch:
+            patch.setattr(server.pipe.engine, "submit", lambda *_, **__: 1 / 0)
+            server.post(question())
+        assert eventually(lambda: any("status=500" in record.getMessage() for record in caplog.records))
+        return [*caplog.records]
+
+    (only,) = all_sorts()
+    assert only.exc_info is None
+    caplog.set_level(logging.DEBUG, "mmspec.serving")
+    *probes, failed, traceback = all_sorts()
+    assert [pairs(one)["endpoint"] for one in probes] == [f"GET {path}" for path in paths]
+    assert {one.levelname for one in (*probes, traceback)} == {"DEBUG"}
+    assert traceback.exc_info is not None
+    assert traceback.exc_info[0] is ZeroDivisionError
+    assert pairs(failed)["id"] in traceback.getMessage()
+
+
+def test_clients_that_disconnect_and_requests_that_do_not_fit(
+    pipe: Pipeline, slow: Callable[[float], None], lines: Any
+) -> None:
+    slow(0.02)
+    with served(pipe, Limits(max_running=1, max_waiting=0)) as server:
+        for stream in (False, True):
+            connection = open_stream(server, question(stream=stream, **LONG))
+            assert eventually(lambda: server.app.state.slots.running == 1)
+            if stream:
+                assert b"data: " in connection.recv(1 << 16)
+                assert server.post(question()).status_code == 429
+                (busy,) = lines(1)
+                assert (busy["status"], busy["finish"]) == ("429", "error")
+                assert "queue_s" not in busy
+            connection.close()
+            (gone,) = lines(1)
+            assert (gone["status"], gone["finish"], gone["level"]) == ("499", "disconnected", "INFO")
+            assert "prompt_tokens" not in gone
+            assert eventually(lambda: server.idle)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_that_the_end_of_the_server_cancels(
+    pipe: Pipeline, slow: Callable[[float], None], lines: Any, stream: bool
+) -> None:
+    slow(0.02)
+    with served(pipe, Limits(shutdown_timeout=0)) as server:
+        connection = open_stream(server, question(stream=stream, **LONG))
+        assert eventually(lambda: server.app.state.slots.running == 1)
+        assert not stream or b"data: " in connection.recv(1 << 16)
+    connection.close()
+    (cut,) = lines(1)
+    assert (cut["status"], cut["finish"], cut["level"]) == ("503", "error", "ERROR")
+    assert cut["error"] == "the server is stopping: try again later"
+
+
+@pytest.mark.parametrize(("level", "count"), [pytest.param("info", 2, marks=pytest.mark.long), ("warning", 0)])
+def test_the_process_writes_them_to_standard_error(level: str, count: int, tmp_path: Path) -> None:
+    with (tmp_path / "err").open("w") as err, process("--port", "0", "--log-level", level, stderr=err) as (_, url):
+        for body in (question(), question(top_p=2)):
+            httpx.post(f"{url}/chat/completions", json=body, timeout=TIMEOUT)
+        found = (tmp_path / "err").read_text()
+    line = r'^\d{4}-.* INFO .*endpoint="POST /v1/chat/completions" status=[24]00 '
+    assert len(re.findall(line, found, re.M)) == found.count("/v1/chat/completions") == count
+    assert "/health" not in found  # uvicorn has no lines of its own

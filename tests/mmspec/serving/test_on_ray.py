@@ -28,7 +28,7 @@ pytest.importorskip("ray.serve", reason="needs ray: pip install -e '.[ray]'")
 pytestmark = pytest.mark.long
 
 OPTIONS = ("--engine", "ray", "--replicas", "2", "--port", "0", "--api-key", "secret")
-LIMITS = ("--max-running", "2", "--max-waiting", "1", "--max-body", "1")
+LIMITS = ("--max-running", "2", "--max-waiting", "1")
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +39,9 @@ def url() -> Iterator[str]:
         assert running.wait(60) == 0
 
 
-def post(url: str, body: Any, session: str | None = None, **headers: str) -> httpx.Response:
-    given = KEY | ({"X-Session-Id": session} if session else {}) | headers
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(f"{url}/chat/completions", content=content, headers=given, timeout=TIMEOUT)
+def post(url: str, body: dict[str, Any], session: str | None = None) -> httpx.Response:
+    headers = KEY | ({"X-Session-Id": session} if session else {})
+    return httpx.post(f"{url}/chat/completions", json=body, headers=headers, timeout=TIMEOUT)
 
 
 def metrics(url: str, name: str) -> dict[str, float]:
@@ -79,21 +78,7 @@ def test_answers_are_those_of_the_pipeline(url: str, pipe: Pipeline) -> None:
     streamed = post(url, {**body, "stream": True})
     assert texts(streamed) == [expected]
     assert len(events(streamed)) > 2
-
-
-@pytest.mark.parametrize(
-    ("body", "headers", "status", "message"),
-    [
-        (question(), {"Authorization": "Bearer wrong"}, 401, "a valid API key is needed"),
-        (question(), {"Host": "example.org"}, 403, "the host must be one of"),
-        (b" " * (1 << 20) + b" ", {}, 413, "a request's body must have at most 1048576 bytes"),
-        (question(n=3), {}, 400, "n must be at most 2"),
-    ],
-)
-def test_errors(url: str, body: Any, headers: dict[str, str], status: int, message: str) -> None:
-    response = post(url, body, **headers)
-    assert response.status_code == status
-    assert message in response.json()["error"]["message"]
+    assert httpx.get(f"{url}/models", timeout=TIMEOUT).status_code == 401
 
 
 def test_a_session_stays_at_its_replica_whose_prefix_cache_it_uses(url: str) -> None:
@@ -143,15 +128,10 @@ def test_requests_beyond_a_replicas_queue_are_refused(url: str) -> None:
         assert waiting.result().status_code == 200
 
 
-def processes(running: subprocess.Popen[str]) -> list[psutil.Process]:
-    """All processes of a server and its Ray, of which some leave its process tree."""
+def processes(running: subprocess.Popen[str], name: str = "") -> list[psutil.Process]:
+    """Processes of a server and its Ray, of which some leave its process tree."""
     children = psutil.Process(running.pid).children(recursive=True)
-    assert len(replicas(children)) == 2
-    return children
-
-
-def replicas(children: list[psutil.Process]) -> list[psutil.Process]:
-    return [one for one in children if "ServeReplica" in " ".join(one.cmdline())]
+    return [one for one in children if name in " ".join(one.cmdline())]
 
 
 def sessions_by_replica(url: str) -> dict[str, str]:
@@ -190,7 +170,8 @@ def test_a_lost_replica(pipe: Pipeline) -> None:
         with stream(url, first) as one, stream(url, second) as other:
             whole = [threads.submit(post, url, question(**LONG), session) for session in (first, second)]
             assert eventually(lambda: running(url) == [2, 2])
-            replicas(processes(server))[0].kill()
+            replica, _ = processes(server, "ServeReplica")
+            replica.kill()
             errors = [error_of(list(one)), error_of(list(other))]
         assert sorted(found.result().status_code for found in whole) == [200, 503]
         (refused,) = (found.result() for found in whole if found.result().status_code == 503)

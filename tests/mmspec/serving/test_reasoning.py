@@ -11,8 +11,6 @@ import pytest
 
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.pipeline import Pipeline
-from mmspec.sampling.reasoning import FORMATS
-from mmspec.serving.command import serve
 from mmspec.serving.runner import effort_variables
 from tests.testkit.served import Served, served
 from tests.thinking import END, MARKERS, PROMPT, ids_of, pipeline, prompt_of, script, tokenizer
@@ -193,12 +191,6 @@ def test_none_takes_reasoning_for_the_answer() -> None:
     with serving(pipeline("added"), "begun", reasoning_parser="none") as (_, client):
         choice = both(client)
     assert (choice.message.content, choice.tokens) == ("Hm.\n</think>\n\nUlm", 0)
-
-
-def test_names_are_those_of_the_command_line() -> None:
-    (option,) = (one for one in serve.params if one.name == "reasoning_parser")
-    for one in FORMATS:
-        assert one.name in option.help  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------------- responses

@@ -144,8 +144,9 @@ def test_stored_conversations(server: Served, client: Any) -> None:
     assert second.output_text == chat(server, turns)["choices"][0]["message"]["content"]
     assert client.responses.retrieve(second.id).output_text == second.output_text
     client.responses.delete(second.id)
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError) as gone:
         client.responses.retrieve(second.id)
+    assert (gone.value.param, gone.value.code) == ("response_id", None)
     brief = client.responses.create(**GREEDY, input="A", store=False)
     with pytest.raises(openai.BadRequestError) as unknown:
         client.responses.create(**GREEDY, input="B", previous_response_id=brief.id)

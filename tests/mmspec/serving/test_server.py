@@ -15,11 +15,15 @@ import psutil
 import pytest
 
 import mmspec
+from mmspec.adaptation import AdaptOptions
 from mmspec.cli import main
 from mmspec.pipeline import Pipeline
+from mmspec.sampling import reasoning
+from mmspec.serving.command import serve
 from mmspec.serving.limits import Limits
 from mmspec.serving.server import listen, loading
 from mmspec.serving.settings import ServerSettings
+from mmspec.serving.tools import AUTO, FORMATS
 from tests.model_folders import save_gguf
 from tests.testkit.serve_process import KEY, answers, gone, long_stream, process
 from tests.testkit.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, question
@@ -139,6 +143,12 @@ def metrics(url: str) -> str:
         (["--host", "203.0.113.1", "--no-auth"], "cannot listen on 203.0.113.1, port 8000"),
         (["--replicas", "2"], "--replicas and --replica-gpus go with --engine ray: got --engine local"),
         (["--replica-gpus", "2"], "--replicas and --replica-gpus go with --engine ray: got --engine local"),
+        (
+            ["--engine", "ray", "--adapt-folder", "."],
+            "by one process: expected --engine local, received ray",
+        ),
+        (["--drafter", "a", "--drafter", "b", "--adapt"], "--adapt goes with one --drafter: got 2"),
+        (["--adapter", "one"], "must be NAME=FOLDER: got 'one'"),
         (["--max-running", "0"], "0 is not in the range x>=1"),
         (["--frames", "513"], "513 is not in the range 1<=x<=512"),
         (["--model", "nobody/nothing", "--port", "0"], "cannot load model 'nobody/nothing'"),
@@ -152,15 +162,34 @@ def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.C
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("options", "expected"), [([], "auto"), (["--device-map", '{"": "cpu"}'], {"": "cpu"})])
-def test_several_gpus_of_a_replica_share_the_model(
-    options: list[str], expected: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    monkeypatch.setattr("mmspec.serving.command._on_ray", lambda *given: seen.append(given))
-    assert main(["serve", "--engine", "ray", "--replica-gpus", "4", *options]) == 0
-    [(settings, replicas, gpus, *_)] = seen
-    assert (settings.loading["device_map"], replicas, gpus) == (expected, 1, 4)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", {"adapt": None, "drafter": "auto", "others": [], "rest": ("127.0.0.1", 8000)}),
+        ("--adapt", {"adapt": AdaptOptions()}),
+        ("--adapt-folder . --adapt-space 64", {"adapt": AdaptOptions(Path(), 64)}),
+        ("--drafter a", {"drafter": "a", "others": []}),
+        ("--drafter a --drafter b --max-draft-tokens 9", {"drafter": "a", "others": ["b"], "max_draft_tokens": 9}),
+        ("--engine ray --replica-gpus 4", {"device_map": "auto", "rest": (1, 4, "127.0.0.1", 8000)}),
+        ('--engine ray --replica-gpus 4 --device-map {"":"cpu"}', {"device_map": {"": "cpu"}}),
+    ],
+)
+def test_options(options: str, expected: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, object] = {}
+
+    def start(settings: ServerSettings, *rest: object) -> None:
+        given.update({**vars(settings), **settings.loading, **vars(settings.limits), "rest": rest})
+
+    monkeypatch.setattr("mmspec.serving.command._here", start)
+    monkeypatch.setattr("mmspec.serving.command._on_ray", start)
+    assert main(["serve", *options.split()]) == 0
+    assert {name: given[name] for name in expected} == expected
+
+
+def test_formats_are_those_of_the_command_line() -> None:
+    options = {one.name: one for one in serve.params}
+    assert options["tool_parser"].type.choices == (AUTO, *FORMATS)  # type: ignore[attr-defined]
+    assert all(one.name in options["reasoning_parser"].help for one in reasoning.FORMATS)  # type: ignore[attr-defined]
 
 
 def test_a_port_in_use(capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from mmspec import UserError
 from mmspec.sampling.syntax import check_grammar
-from mmspec.serving.command import serve
 from mmspec.serving.tools import (
-    AUTO,
     FORMATS,
     GENERIC,
     HERMES,
@@ -44,11 +42,6 @@ TEMPLATES: dict[str, tuple[Any, ToolFormat]] = {
     "no tools": ("{{ messages }}", GENERIC),
     "no template": (None, GENERIC),
 }
-
-
-def test_names_are_those_of_the_command_line() -> None:
-    (option,) = (one for one in serve.params if one.name == "tool_parser")
-    assert option.type.choices == (AUTO, *FORMATS)  # type: ignore[attr-defined]
 
 
 def processor(template: Any) -> Processor:

@@ -1,26 +1,103 @@
-"""Speculation by the request: plain decoding, drafters of several that are loaded, limits, metrics by drafter."""
+"""What requests select: plain decoding, drafters, LoRA adapters; drafters that learn; limits; metrics by drafter."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 from time import sleep
 from typing import Any
 
 import httpx
 import pytest
-from click.testing import CliRunner
 
 import mmspec
+from mmspec.adaptation import AdaptOptions
+from mmspec.drafters.per_sequence import PerSequence
+from mmspec.drafters.recycle import Recycle
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.serving import command
 from mmspec.serving.limits import Limits
 from mmspec.serving.settings import ServerSettings, _label
+from tests.model_folders import save_text_model
 from tests.testkit.served import SCENE, Served, data_uri, events, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+LIMITS = Limits(max_running=2, max_tokens=16)
+
+
+def settings(model, adapt=None):
+    loading = {"model": str(model), "drafter": "recycle", "device": "cpu", "dtype": "float32"}
+    return ServerSettings({**loading, "generation_config": "auto"}, LIMITS, {}, adapt=adapt)
+
+
+def test_answers_are_equal_and_the_table_is_kept(tmp_path):
+    model = save_text_model(tmp_path / "model")
+    plain = settings(model).pipeline()
+    assert isinstance(plain.drafter, PerSequence)
+    options = AdaptOptions(tmp_path / "learned")
+    pipe = settings(model, options).pipeline()
+    (table,) = pipe.drafter.members
+    assert isinstance(table, Recycle)
+    with served(pipe) as server:
+        for prompt in ("one, two", "one, two, one", "one, two"):
+            request = {"model": pipe.name, "prompt": prompt, "max_tokens": 12, "temperature": 0}
+            response = server.post(request, "completions")
+            expected = plain.generate(prompt, max_new_tokens=12, temperature=0.0, chat_template=False)
+            assert response.json()["choices"][0]["text"] == expected.text
+    assert table.entries > 0
+    (kept,) = (tmp_path / "learned" / "recycle").iterdir()
+    assert json.loads((kept / "config.json").read_text())["mmspec_drafter"] == "recycle"
+    again = settings(model, options).pipeline()
+    assert again.drafter.entries == table.entries
+    for one in (plain, pipe, again):
+        one.engine.drain()
+
+
+__all__ = ["pytestmark"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # which peft asks for
+def test_adapters_are_models(tmp_path: Path) -> None:
+    """Clients of several of them at once get what each gets alone."""
+    pytest.importorskip("peft")
+    from tests.mmspec.targets.test_lora import saved
+
+    folders = {name: saved(tmp_path / name, "tiny-llava", seed) for seed, name in enumerate(("one", "two"))}
+    pipe = mmspec.load("tiny-llava", adapters=folders, prefix_cache=1 << 26)
+    asked = [(model, prompt) for prompt in PROMPTS for model in ("tiny-llava", "one", "two")]
+
+    def expected(model: str, prompt: str) -> str:
+        name = None if model == "tiny-llava" else model
+        return pipe.generate(prompt, max_new_tokens=16, temperature=0.0, adapter=name).text
+
+    def body(model: str, prompt: str) -> dict[str, object]:
+        return {
+            "model": model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": 16,
+            "temperature": 0,
+        }
+
+    texts = [expected(*one) for one in asked]
+    with served(pipe, Limits(max_running=4, max_waiting=16)) as server:
+        listed = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert [one["id"] for one in listed] == ["tiny-llava", "one", "two"]
+        with ThreadPoolExecutor(9) as threads:
+            answers = [found.json() for found in threads.map(lambda one: server.post(body(*one)), asked)]
+        unknown = server.post(body("three", PROMPTS[0]))
+        completion = {"model": "one", "prompt": PROMPTS[0], "max_tokens": 16, "temperature": 0}
+        completed = server.post(completion, "completions").json()["choices"][0]["text"]
+    options = {"max_new_tokens": 16, "temperature": 0.0, "chat_template": False}
+    assert completed == pipe.generate(PROMPTS[0], adapter="one", **options).text
+    assert [answer["model"] for answer in answers] == [model for model, _ in asked]
+    assert [answer["choices"][0]["message"]["content"] for answer in answers] == texts
+    assert len(set(texts)) > len(PROMPTS)
+    assert unknown.status_code == 404
+    assert "expected 'tiny-llava' or 'one' or 'two', got 'three'" in unknown.text
+
 
 NAMES = ["flash", "recycle@chain", "none"]
 LOADING = {"model": "tiny-llava", "drafter": "flash", "device": "cpu", "dtype": "float32"}
@@ -148,17 +225,6 @@ def test_an_operators_choice(pipes: dict[str, Pipeline]) -> None:
             error = server.post(asked(1, **{name: value})).json()["error"]
             assert error["message"] == f"{name} is chosen by this server: expected none, got {value!r}"
         assert answer(server.post(asked(1)))[1]["drafter"] == "flash"
-
-
-def test_options_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[ServerSettings] = []
-    monkeypatch.setattr(command, "_here", lambda settings, host, port: given.append(settings))
-    for options in ([], ["--drafter", "a"], ["--drafter", "a", "--drafter", "b", "--max-draft-tokens", "9"]):
-        assert CliRunner().invoke(command.serve, options).exit_code == 0
-    assert [(one.loading["drafter"], list(one.others)) for one in given] == [("auto", []), ("a", []), ("a", ["b"])]
-    assert given[-1].limits.max_draft_tokens == 9
-    result = CliRunner().invoke(command.serve, ["--drafter", "a", "--drafter", "b", "--adapt"])
-    assert str(result.exception) == "--adapt goes with one --drafter: got 2"
 
 
 def test_names_of_drafters(pipes: dict[str, Pipeline]) -> None:
