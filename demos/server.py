@@ -37,8 +37,8 @@ from mmspec.demos.storage import UploadFolder, running, temporary_folder
 from mmspec.errors import UserError
 from mmspec.progress import show_steps
 from mmspec.serving.errors import APIError
-from mmspec.serving.limits import Limits, host_names
 from mmspec.serving.middleware import PROBES
+from mmspec.serving.settings import Limits, host_names
 
 _log = logging.getLogger("mmspec.demo")
 

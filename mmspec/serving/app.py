@@ -26,7 +26,6 @@ from mmspec.pipeline import Pipeline
 from mmspec.sampling.reasoning import reasoning_format
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.formats import WireFormat
-from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.middleware import CLIENT_GONE, LOG, PROBES, AccessGuard, RequestLimit, RequestLog, Watched
@@ -48,6 +47,7 @@ from mmspec.serving.schemas import (
     TokenizeRequest,
     parse,
 )
+from mmspec.serving.settings import Limits, ServerSettings
 from mmspec.serving.tools import AUTO, tool_format
 from mmspec.targets.processor import template_variables
 
@@ -146,6 +146,13 @@ def create_app(
     return app
 
 
+def app_of(
+    settings: ServerSettings, pipes: Mapping[str, Pipeline], scrape: Callable[[], Awaitable[Collector]] | None = None
+) -> FastAPI:
+    """Create the application of a server over ``settings.pipelines()``; see ``create_app``."""
+    return create_app(next(iter(pipes.values())), settings.limits, **settings.access, drafters=pipes, scrape=scrape)
+
+
 def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, body_bytes: int) -> None:
     """Add the POST endpoints."""
 
@@ -163,8 +170,8 @@ def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, bo
             return JSONResponse(await unless_gone(request.receive, _whole(runner, job, form)))
         events = _events(runner, job, form, request.scope[LOG])
         # Errors before the first token still determine the response's status.
-        first = await unless_gone(request.receive, events.__anext__())
-        return EventStream(first, events)
+        await unless_gone(request.receive, events.__anext__())
+        return EventStream(events)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -257,7 +264,7 @@ async def _whole(runner: RequestRunner, job: GenerationJob, form: WireFormat) ->
 
 
 async def _events(runner: RequestRunner, job: GenerationJob, form: WireFormat, log: Watched) -> AsyncGenerator[bytes]:
-    """Server-sent events; exceptions after the first event are sent as events, too."""
+    """Server-sent events, after an empty one at the first token; exceptions after that are sent as events, too."""
     started = False
     try:
         async with runner.start(job) as pieces:
@@ -265,9 +272,10 @@ async def _events(runner: RequestRunner, job: GenerationJob, form: WireFormat, l
             async for index, piece in pieces:
                 form.reached("first_token_s")
                 if not started:
+                    started = True
+                    yield b""
                     for chunk in form.first_chunks():
                         yield form.event(chunk)
-                    started = True
                 for chunk in form.chunks(index, piece):
                     yield form.event(chunk)
     except Exception as error:
@@ -330,20 +338,11 @@ class EventStream(StreamingResponse):
     """A stream of server-sent events that closes its generator when the client disconnects.
 
     starlette's ``StreamingResponse`` leaves an open generator to the garbage collector.
-
-    Args:
-        first: the first event, already taken from the generator.
-        events: the remaining events.
     """
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes]) -> None:
-        async def all_events() -> AsyncIterator[bytes]:
-            yield first
-            async for event in events:
-                yield event
-
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
         self._events = events
-        super().__init__(all_events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

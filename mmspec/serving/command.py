@@ -30,8 +30,7 @@ from mmspec.cli.options import (
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES, rank, ranks
 from mmspec.sampling.reasoning import AUTO, FORMATS, NAMES
-from mmspec.serving.limits import Limits, host_names, is_loopback, server_url
-from mmspec.serving.settings import ServerSettings
+from mmspec.serving.settings import Limits, ServerSettings, host_names, is_loopback, server_url
 
 _log = logging.getLogger("mmspec.serve")
 
@@ -168,7 +167,9 @@ def _here(settings: ServerSettings, host: str, port: int) -> None:
             dtype = vars(pipe.model.generation_config).get("gguf_format", own)
         what = f"model {pipe.name}, {drafters}, {dtype} on {pipe.target.device}"
         _announce(host, listening.getsockname()[1], f"{what}; by default {settings.defaults(pipe)}")
-        run(settings.app(pipes), settings.limits, listening, pipe.engine)
+        from mmspec.serving.app import app_of
+
+        run(app_of(settings, pipes), settings.limits, listening, pipe.engine)
 
 
 def _follow(settings: ServerSettings) -> None:

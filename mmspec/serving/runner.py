@@ -23,7 +23,6 @@ from mmspec.sampling.syntax import CheckedText
 from mmspec.sampling.trial import GrammarTrial
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat, TextFormat, WireFormat
-from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.responses import ResponsesFormat, ResponsesRequest, StoredResponses, chat_messages
@@ -36,6 +35,7 @@ from mmspec.serving.schemas import (
     TokenizeRequest,
     conversation,
 )
+from mmspec.serving.settings import Limits
 from mmspec.serving.tools import ToolFormat, ToolPlan, plan_tools
 from mmspec.workers import Cancellation
 

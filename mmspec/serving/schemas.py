@@ -25,8 +25,8 @@ from mmspec.errors import nearest, shown
 from mmspec.sampling.params import Logprobs, MaxTokens, MinTokens, SamplingParams, SchemaText
 from mmspec.sampling.syntax import KINDS
 from mmspec.serving.errors import APIError
-from mmspec.serving.limits import Limits
 from mmspec.serving.media import Medium
+from mmspec.serving.settings import Limits
 from mmspec.targets.processor import is_token_ids
 from mmspec.validation import check, condition, explain
 

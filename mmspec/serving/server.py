@@ -15,8 +15,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from mmspec.errors import UserError
-from mmspec.serving.limits import Limits
 from mmspec.serving.middleware import Unready, log_to_stderr
+from mmspec.serving.settings import Limits
 
 if TYPE_CHECKING:
     from mmspec.engine.engine import Engine

@@ -24,8 +24,8 @@ from fastapi import FastAPI
 
 from mmspec.pipeline import Pipeline
 from mmspec.serving.app import create_app
-from mmspec.serving.limits import Limits
 from mmspec.serving.server import Server, listen
+from mmspec.serving.settings import Limits
 from mmspec.vision.embedded import samples
 
 SCENE, CLIP = samples() / "scene.png", samples() / "clip.mp4"

@@ -17,8 +17,8 @@ from mmspec import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import Defaults
 from mmspec.sampling.params import SamplingParams
-from mmspec.serving.limits import Limits
 from mmspec.serving.metrics import _PER_REQUEST
+from mmspec.serving.settings import Limits
 from mmspec.serving.tools import GENERIC, prompted
 from tests.testkit.served import CLIP, QUESTION, SCENE, TIMEOUT, Served, data_uri, events, question, served, texts
 

@@ -15,8 +15,8 @@ import pytest
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.pipeline import Piece, Pipeline
-from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
+from mmspec.serving.settings import Limits
 from tests.testkit.served import (
     LONG,
     QUESTION,

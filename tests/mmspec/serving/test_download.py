@@ -14,8 +14,8 @@ import pytest
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.serving import media
-from mmspec.serving.limits import is_loopback
 from mmspec.serving.media import download, is_public
+from mmspec.serving.settings import is_loopback
 from tests.testkit.served import QUESTION, SCENE, data_uri, question, served
 
 PRIVATE = {

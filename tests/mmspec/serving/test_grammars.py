@@ -19,8 +19,8 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.syntax import CheckedText
 from mmspec.sampling.trial import GrammarTrial
-from mmspec.serving.limits import Limits
 from mmspec.serving.runner import GrammarChecker
+from mmspec.serving.settings import Limits
 from tests.testkit.served import TIMEOUT, Served, eventually, open_stream, question, served
 
 pytestmark = pytest.mark.usefixtures("server", "one_thread")

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from mmspec.pipeline import Pipeline
-from mmspec.serving.limits import Limits, host_names, server_url
 from mmspec.serving.middleware import AccessGuard, LostReplica, RequestLimit, RequestLog
+from mmspec.serving.settings import Limits, host_names, server_url
 from mmspec.targets.detokenizer import AnswerReader
 from tests.testkit.serve_process import process
 from tests.testkit.served import LONG, TIMEOUT, Served, eventually, open_stream, question, served

@@ -19,7 +19,7 @@ import pytest
 
 from mmspec.cli import main
 from mmspec.pipeline import Pipeline
-from mmspec.serving.limits import Limits
+from mmspec.serving.settings import Limits
 from tests.testkit.serve_process import KEY, answers, gone, long_stream, process
 from tests.testkit.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, events, eventually, question, texts
 

@@ -17,10 +17,9 @@ from prometheus_client.exposition import generate_latest
 from mmspec.cli import main
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
-from mmspec.serving.limits import SPARE_REQUESTS, Limits
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.middleware import LostReplica
-from mmspec.serving.settings import ServerSettings
+from mmspec.serving.settings import SPARE_REQUESTS, Limits, ServerSettings
 
 SETTINGS = ServerSettings({"model": "tiny"}, Limits(max_running=3, max_waiting=5), {})
 CALLS = ["init", "serve.start", "serve.deployment", "serve.run", "serve.delete", "serve.shutdown", "shutdown"]

@@ -16,11 +16,11 @@ from starlette.requests import Request
 from mmspec.pipeline import Pipeline
 from mmspec.serving import app
 from mmspec.serving.errors import APIError
-from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.responses import StoredResponses
 from mmspec.serving.runner import Deadline, JobBuilder, Slots
 from mmspec.serving.schemas import ChatCompletionRequest, parse
+from mmspec.serving.settings import Limits
 from tests.testkit.served import LONG, Served, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")

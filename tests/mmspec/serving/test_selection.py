@@ -19,8 +19,7 @@ from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle import Recycle
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.serving.limits import Limits
-from mmspec.serving.settings import ServerSettings, _label
+from mmspec.serving.settings import Limits, ServerSettings, _label
 from tests.model_folders import save_text_model
 from tests.testkit.served import SCENE, Served, data_uri, events, eventually, question, served
 

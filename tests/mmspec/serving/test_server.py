@@ -20,9 +20,8 @@ from mmspec.cli import main
 from mmspec.pipeline import Pipeline
 from mmspec.sampling import reasoning
 from mmspec.serving.command import serve
-from mmspec.serving.limits import Limits
 from mmspec.serving.server import listen, loading
-from mmspec.serving.settings import ServerSettings
+from mmspec.serving.settings import Limits, ServerSettings
 from mmspec.serving.tools import AUTO, FORMATS
 from tests.model_folders import save_gguf
 from tests.testkit.serve_process import KEY, answers, gone, long_stream, process
