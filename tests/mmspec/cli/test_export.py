@@ -1,7 +1,5 @@
 """Drafters written for other engines: tensors and trees as before, names and fields as published."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import product

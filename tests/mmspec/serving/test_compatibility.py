@@ -1,39 +1,34 @@
 """What clients send: ranges of OpenAI's API, harmless fields of other servers, names of models; documented clients."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from shutil import which
-from typing import Any
 
 import httpx
 import pytest
 
 import mmspec
-from mmspec.pipeline import Pipeline
 from mmspec.serving.schemas import IGNORED
 from tests.mmspec.serving.test_app import figures
 from tests.model_folders import save_gguf
 from tests.process import ROOT
-from tests.testkit.served import SCENE, Served, served
+from tests.testkit.served import SCENE, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [1]}}}
 MODEL = {"model": "tiny-llava"}
-BODIES: dict[str, dict[str, Any]] = {
+BODIES = {
     "chat/completions": {**MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
     "completions": {**MODEL, "prompt": "Hi", "max_tokens": 2},
     "responses": {**MODEL, "input": "Hi", "max_output_tokens": 2},
 }
 PENALTY = ([-2, 0, 1.5, 2, None], [-2.01, 2.01, "1"])
 COUNT = ([1, 2048, None], [0, -1, 1.5, "1"])
-EVERYWHERE: dict[str, tuple[list[Any], list[Any]]] = {
+EVERYWHERE = {
     "temperature": ([0, 1e-8, 0.7, 2, None], [-0.01, "1", True]),
     "top_p": ([0, 0.0, 1e-9, 0.5, 1, None], [-0.01, 1.01, "1"]),
     "seed": ([-(2**63), -1, 0, 2**63 - 1, None], [1.5, "1"]),
@@ -44,7 +39,7 @@ EVERYWHERE: dict[str, tuple[list[Any], list[Any]]] = {
     "stream": ([False, None], ["yes", 1]),
     "model": (["tiny-llava", None], [5]),
 }
-TABLE: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
+TABLE = {
     "chat/completions": {
         **EVERYWHERE,
         "n": ([1, 8, None], [0, 9, 1.5]),
@@ -90,7 +85,7 @@ TABLE: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
 
 
 @pytest.mark.parametrize(("path", "field"), [(path, field) for path, fields in TABLE.items() for field in fields])
-def test_ranges_contain_those_of_openai(path: str, field: str, server: Served) -> None:
+def test_ranges_contain_those_of_openai(path, field, server):
     accepted, refused = TABLE[path][field]
     for value in accepted:
         found = server.post({**BODIES[path], field: value}, path)
@@ -109,7 +104,7 @@ HARMLESS = {
 NEUTRAL = {"typical_p": 1, "mirostat": 0, "repeat_penalty": 1.0, "use_beam_search": False, "stop_token_ids": []}
 
 
-def test_harmless_fields_of_other_engines_are_ignored_and_counted(server: Served) -> None:
+def test_harmless_fields_of_other_engines_are_ignored_and_counted(server):
     asked = {
         **MODEL,
         "temperature": 1.5,
@@ -129,7 +124,7 @@ def test_harmless_fields_of_other_engines_are_ignored_and_counted(server: Served
     assert not any("xyz" in name for name in figures(server))
 
 
-def test_the_only_name_of_a_model_may_be_left_out(tmp_path: Path) -> None:
+def test_the_only_name_of_a_model_may_be_left_out(tmp_path):
     file = save_gguf(tmp_path / "Tiny-1B.Q8_0.gguf")
     pipe = mmspec.load(str(file), drafter=None, dtype="float32")
     asked = {"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0}
@@ -151,7 +146,7 @@ WRITTEN = "http://127.0.0.1:8000"
 CLIENTS = ("curl", "openai", "langchain_openai")
 
 
-def documented() -> dict[str, list[str]]:
+def documented():
     """The command of each client."""
     section = (ROOT / "docs/serving.md").read_text().split("\n## Clients\n")[1].split("\n## ")[0]
     found = {}
@@ -162,7 +157,7 @@ def documented() -> dict[str, list[str]]:
     return found
 
 
-def answer_of(client: str, url: str) -> str:
+def answer_of(client, url):
     if not (which(client) if client == "curl" else find_spec(client)):
         pytest.skip(f"needs {client}")
     *command, code = documented()[client]
@@ -173,7 +168,7 @@ def answer_of(client: str, url: str) -> str:
     return done.stdout
 
 
-def expected(client: str, pipe: Pipeline) -> str:
+def expected(client, pipe):
     """A part of the output."""
     if client == "openai":
         return pipe.generate("Describe the image.", images=str(SCENE)).text
@@ -181,10 +176,10 @@ def expected(client: str, pipe: Pipeline) -> str:
     return pipe.generate("What is in a picture?", **limit).text
 
 
-def test_all_clients_are_documented() -> None:
+def test_all_clients_are_documented():
     assert set(documented()) == set(CLIENTS)
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_client(client: str, server: Served, pipe: Pipeline) -> None:
+def test_client(client, server, pipe):
     assert expected(client, pipe) in answer_of(client, server.url)

@@ -1,9 +1,6 @@
 """Errors of requests by endpoint: status, field, message; unexpected exceptions at any stage of a request."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -16,20 +13,20 @@ from mmspec.serving import formats, runner
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
 from mmspec.targets.detokenizer import AnswerReader
-from tests.testkit.served import SCENE, TIMEOUT, Served, data_uri, eventually, question
+from tests.testkit.served import SCENE, TIMEOUT, data_uri, eventually, question
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def user(content: Any) -> list[dict[str, Any]]:
+def user(content):
     return [{"role": "user", "content": content}]
 
 
-def function(name: str, **parameters: Any) -> dict[str, Any]:
+def function(name, **parameters):
     return {"type": "function", "function": {"name": name, **({"parameters": parameters} if parameters else {})}}
 
 
-def form(**schema: Any) -> dict[str, Any]:
+def form(**schema):
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
@@ -37,13 +34,13 @@ URL = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
 CALL = {"tools": [function("a")], "tool_choice": "required"}
 WRONG = [function("a"), function("wrong", type="x")]
 SCHEMA = "tool wrong: json_schema must be a JSON schema that llguidance can follow: Invalid type: x"
-BODIES: dict[str, dict[str, Any]] = {
+BODIES = {
     "v1/chat/completions": question(max_tokens=2),
     "v1/completions": {"model": "tiny-llava", "prompt": "A", "max_tokens": 1},
     "v1/responses": {"model": "tiny-llava", "input": "A", "max_output_tokens": 1},
 }
 Error = tuple[dict[str, Any], str | None, str]
-ERRORS: dict[str, list[Error]] = {
+ERRORS = {
     "v1/chat/completions": [
         ({"top_p": 1.01}, "top_p", "top_p must be <= 1: got 1.01"),
         ({"messages": user([URL])}, "messages[0].content[0].image_url.url", "image_url must be a data URI"),
@@ -123,7 +120,7 @@ ERRORS: dict[str, list[Error]] = {
 
 
 @pytest.mark.parametrize(("path", "error"), [(path, one) for path, errors in ERRORS.items() for one in errors])
-def test_errors(server: Served, path: str, error: Error) -> None:
+def test_errors(server, path, error):
     """Of streams, too: these errors precede the first event, unless the field ``stream`` is given."""
     pytest.importorskip("llguidance")
     fields, param, message = error
@@ -143,11 +140,11 @@ class BrokenError(Exception):
     """Raised by the stages."""
 
 
-def at_call(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+def at_call(number, function):
     """The function, whose call of this number, from 0 on, raises."""
     left = [number]
 
-    def called(*args: Any, **keywords: Any) -> Any:
+    def called(*args, **keywords):
         left[0] -= 1
         if left[0] < 0:
             raise BrokenError("out of order")
@@ -157,7 +154,7 @@ def at_call(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # The object that owns a stage's function, given the server; the function; the call that fails.
-STAGES: dict[str, tuple[Callable[[Served], Any], str, int]] = {
+STAGES = {
     "media": (lambda server: MediaReader, "read", 0),
     "encoding": (lambda server: server.pipe.io, "encode", 0),
     "defaults": (lambda server: Defaults, "complete", 0),
@@ -181,9 +178,7 @@ STAGES: dict[str, tuple[Callable[[Served], Any], str, int]] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_it_reaches_the_client(
-    stage: str, stream: bool, server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_reaches_the_client(stage, stream, server, monkeypatch, caplog):
     body = question("Describe the image.", data_uri(SCENE), temperature=1.0, seed=2**64 - 1, n=2, stream=stream)
     expected = server.post(body)
     assert expected.status_code == 200

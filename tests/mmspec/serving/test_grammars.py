@@ -1,7 +1,5 @@
 """Grammars of requests: other clients are served while one is compiled; limits; clients that go away."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -9,19 +7,17 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Event
-from typing import Any
 
 import httpx
 import psutil
 import pytest
 
 from mmspec.errors import UserError
-from mmspec.pipeline import Pipeline
 from mmspec.sampling.syntax import CheckedText
 from mmspec.sampling.trial import GrammarTrial
 from mmspec.serving.runner import GrammarChecker
 from mmspec.serving.settings import Limits
-from tests.testkit.served import TIMEOUT, Served, eventually, open_stream, question, served
+from tests.testkit.served import TIMEOUT, eventually, open_stream, question, served
 
 pytestmark = pytest.mark.usefixtures("server", "one_thread")
 
@@ -29,25 +25,23 @@ PATTERN = {"type": "string", "pattern": "(?i)" + r"\p{Lu}\p{Ll}" * 7500}  # 3 s,
 WIDE = {"type": "object", "properties": {f"p{n:04}": {"type": "string"} for n in range(4000)}}
 
 
-def constrained(schema: dict[str, Any], **fields: Any) -> dict[str, Any]:
+def constrained(schema, **fields):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     return question(response_format=form, **fields)
 
 
-def workers() -> list[psutil.Process]:
+def workers():
     return [one for one in psutil.Process().children() if "mmspec.sampling.trial" in " ".join(one.cmdline())]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("schema", [PATTERN, WIDE], ids=["pattern", "wide"])
-def test_others_are_served_while_a_grammar_is_compiled(
-    server: Served, schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_are_served_while_a_grammar_is_compiled(server, schema, monkeypatch):
     """Both while it is compiled in a worker and after that; times are the processor's, as other load takes none."""
     server.post(constrained({"type": "boolean"}))  # starts a worker
     health, chat, served = [], [], Event()
 
-    def held(trial: GrammarTrial, *given: Any, **options: Any) -> Any:
+    def held(trial, *given, **options):
         served.wait(10 * TIMEOUT)
         return CHECK(trial, *given, **options)
 
@@ -76,11 +70,11 @@ def test_others_are_served_while_a_grammar_is_compiled(
     assert eventually(lambda: server.idle)
 
 
-def test_a_client_that_goes_away_ends_its_compilation(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_goes_away_ends_its_compilation(pipe, monkeypatch):
     monkeypatch.setattr(GrammarTrial, "check", _patient)
     others = workers()  # of the package's server
 
-    def compiling() -> bool:
+    def compiling():
         with suppress(psutil.NoSuchProcess):
             return any(one.cpu_times().user > 0.3 for one in workers() if one not in others)
         return False
@@ -94,7 +88,7 @@ def test_a_client_that_goes_away_ends_its_compilation(pipe: Pipeline, monkeypatc
         assert server.post(constrained({"const": "red"})).json()["choices"][0]["message"]["content"] == '"red"'
 
 
-def _patient(trial: GrammarTrial, *given: Any, **options: Any) -> Any:
+def _patient(trial, *given, **options):
     trial.seconds = 10 * TIMEOUT
     return CHECK(trial, *given, **options)
 
@@ -102,10 +96,10 @@ def _patient(trial: GrammarTrial, *given: Any, **options: Any) -> Any:
 CHECK = GrammarTrial.check
 
 
-def test_a_grammar_is_checked_once(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_is_checked_once(server, monkeypatch):
     texts = []
 
-    def record(trial: GrammarTrial, kind: str, text: str, **options: Any) -> Any:
+    def record(trial, kind, text, **options):
         texts.append(text)
         time.sleep(0.3)
         return CHECK(trial, kind, text, **options)
@@ -120,11 +114,11 @@ def test_a_grammar_is_checked_once(server: Served, monkeypatch: pytest.MonkeyPat
     assert sorted(texts) == [json.dumps({"const": "blue"}), json.dumps({"type": "thing"})]
 
 
-def test_results_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_kept(monkeypatch):
     """The last 64 results, errors of grammars included; other errors are not kept."""
-    checked: Counter[str] = Counter()
+    checked = Counter()
 
-    def check(trial: GrammarTrial, kind: str, text: str, **options: Any) -> CheckedText:
+    def check(trial, kind, text, **options):
         checked[text] += 1
         if text == "wrong":
             raise UserError("a wrong grammar")
@@ -132,7 +126,7 @@ def test_results_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("no worker")
         return CheckedText(text)
 
-    async def scenario() -> None:
+    async def scenario():
         checker = GrammarChecker()
         for _ in range(2):
             assert await checker.check(("regex", "right")) == "right"
@@ -152,14 +146,14 @@ def test_results_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (checked["right"], checked["0"], checked["62"]) == (2, 1, 1)
 
 
-def test_millions_of_values(server: Served) -> None:
+def test_millions_of_values(server):
     for content in (b'{"messages":[' + b"[]," * 2_000_000 + b"[]]}", b"[" * 3_000_000):
         response = httpx.post(f"{server.url}/v1/chat/completions", content=content, timeout=60)
         assert response.status_code == 400
         assert "must have at most 1000000 values" in response.json()["error"]["message"]
 
 
-def test_outputs_that_follow_the_model_given_the_grammar(server: Served, pipe: Pipeline) -> None:
+def test_outputs_that_follow_the_model_given_the_grammar(server, pipe):
     schema = {"enum": ["a", "b"]}
     fields = {"temperature": 1.5, "seed": 3, "grammar_aligned": True}
     body = server.post(constrained(schema, max_tokens=4, **fields)).json()

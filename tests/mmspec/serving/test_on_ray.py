@@ -1,24 +1,18 @@
 """``mmspec serve --engine ray`` with two replicas: answers, sessions, load, disconnects, limits, signals."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
-import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import httpx
 import psutil
 import pytest
 
 from mmspec.cli import main
-from mmspec.pipeline import Pipeline
 from mmspec.serving.settings import Limits
 from tests.testkit.serve_process import KEY, answers, gone, long_stream, process
 from tests.testkit.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, events, eventually, question, texts
@@ -32,34 +26,34 @@ LIMITS = ("--max-running", "2", "--max-waiting", "1")
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url():
     with process(*OPTIONS, *LIMITS) as (running, found):
         yield found
         running.terminate()
         assert running.wait(60) == 0
 
 
-def post(url: str, body: dict[str, Any], session: str | None = None) -> httpx.Response:
+def post(url, body, session=None):
     headers = KEY | ({"X-Session-Id": session} if session else {})
     return httpx.post(f"{url}/chat/completions", json=body, headers=headers, timeout=TIMEOUT)
 
 
-def metrics(url: str, name: str) -> dict[str, float]:
+def metrics(url, name):
     """The values of a metric by replica."""
     response = httpx.get(f"{url.removesuffix('/v1')}/metrics", headers=KEY, timeout=TIMEOUT)
     assert response.status_code == 200
-    found: Counter[str] = Counter()
+    found = Counter()
     for labels, value in re.findall(rf"^vllm:{name}{{(.*)}} (\S+)$", response.text, re.MULTILINE):
         found[re.findall('replica="(.+?)"', labels)[0]] += float(value)
     return found
 
 
-def running(url: str) -> list[float]:
+def running(url):
     return sorted(metrics(url, "num_requests_running").values())
 
 
 @contextmanager
-def stream(url: str, session: str | None = None, **fields: Any) -> Iterator[Iterator[str]]:
+def stream(url, session=None, **fields):
     """Lines of a long answer that has begun."""
     headers = KEY | ({"X-Session-Id": session} if session else {})
     body = question(stream=True, **{**LONG, **fields})
@@ -70,7 +64,7 @@ def stream(url: str, session: str | None = None, **fields: Any) -> Iterator[Iter
         yield lines
 
 
-def test_answers_are_those_of_the_pipeline(url: str, pipe: Pipeline) -> None:
+def test_answers_are_those_of_the_pipeline(url, pipe):
     body = question(QUESTION, data_uri(SCENE))
     expected = pipe.generate(QUESTION, images=str(SCENE), max_new_tokens=16).text
     for session in "abcd":
@@ -81,7 +75,7 @@ def test_answers_are_those_of_the_pipeline(url: str, pipe: Pipeline) -> None:
     assert httpx.get(f"{url}/models", timeout=TIMEOUT).status_code == 401
 
 
-def test_a_session_stays_at_its_replica_whose_prefix_cache_it_uses(url: str) -> None:
+def test_a_session_stays_at_its_replica_whose_prefix_cache_it_uses(url):
     homes = {}
     for session in map(str, range(12)):
         first = question(f"Describe picture {session} in the album of a long journey.")
@@ -96,7 +90,7 @@ def test_a_session_stays_at_its_replica_whose_prefix_cache_it_uses(url: str) -> 
     assert len(set(homes.values())) == 2  # fails by chance once in 2000 runs
 
 
-def test_requests_without_a_session_go_to_the_replica_with_fewer_requests(url: str) -> None:
+def test_requests_without_a_session_go_to_the_replica_with_fewer_requests(url):
     with ExitStack() as streams:
         for _ in range(4):
             streams.enter_context(stream(url))
@@ -105,7 +99,7 @@ def test_requests_without_a_session_go_to_the_replica_with_fewer_requests(url: s
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}])
-def test_a_client_that_goes_away_frees_its_slots(url: str, fields: dict[str, Any]) -> None:
+def test_a_client_that_goes_away_frees_its_slots(url, fields):
     ended = metrics(url, "request_success_total")
     with stream(url, **fields):
         assert sum(running(url)) == fields.get("n", 1)
@@ -116,7 +110,7 @@ def test_a_client_that_goes_away_frees_its_slots(url: str, fields: dict[str, Any
     assert metrics(url, "request_success_total") == ended  # none to its end
 
 
-def test_requests_beyond_a_replicas_queue_are_refused(url: str) -> None:
+def test_requests_beyond_a_replicas_queue_are_refused(url):
     with ThreadPoolExecutor(1) as threads:
         with stream(url, "one", n=2):
             waiting = threads.submit(post, url, question(), "one")
@@ -128,15 +122,15 @@ def test_requests_beyond_a_replicas_queue_are_refused(url: str) -> None:
         assert waiting.result().status_code == 200
 
 
-def processes(running: subprocess.Popen[str], name: str = "") -> list[psutil.Process]:
+def processes(running, name=""):
     """Processes of a server and its Ray, of which some leave its process tree."""
     children = psutil.Process(running.pid).children(recursive=True)
     return [one for one in children if name in " ".join(one.cmdline())]
 
 
-def sessions_by_replica(url: str) -> dict[str, str]:
+def sessions_by_replica(url):
     """A session of each replica."""
-    found: dict[str, str] = {}
+    found = {}
     for session in map(str, range(20)):
         before = metrics(url, "request_success_total")
         assert post(url, question(max_tokens=1), session).status_code == 200
@@ -147,7 +141,7 @@ def sessions_by_replica(url: str) -> dict[str, str]:
     return found
 
 
-def error_of(lines: list[str]) -> dict[str, Any] | None:
+def error_of(lines):
     """The error that a stream ends with; None if it ends without one."""
     *_, last, done = filter(None, lines)
     assert done == "data: [DONE]"
@@ -155,12 +149,12 @@ def error_of(lines: list[str]) -> dict[str, Any] | None:
 
 
 @pytest.mark.slow
-def test_a_lost_replica(pipe: Pipeline) -> None:
+def test_a_lost_replica(pipe):
     """Its requests get an error, other requests and later requests their answers; another replica replaces it."""
     body = question(QUESTION, data_uri(SCENE))
     expected = pipe.generate(QUESTION, images=str(SCENE), max_new_tokens=16).text
 
-    def check_answers() -> None:
+    def check_answers():
         for session in "abcdef":
             assert post(url, body, session).json()["choices"][0]["message"]["content"] == expected
 
@@ -189,7 +183,7 @@ def test_a_lost_replica(pipe: Pipeline) -> None:
 
 
 @pytest.mark.slow
-def test_an_orderly_end() -> None:
+def test_an_orderly_end():
     with process(*OPTIONS) as (running, url):
         children = processes(running)
         with long_stream(url) as lines:
@@ -203,7 +197,7 @@ def test_an_orderly_end() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_there_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_not_there_is_one_line(capfd):
     assert main(["serve", *OPTIONS, "--model", "nobody/nothing"]) == 2
     err = capfd.readouterr().err
     assert err.startswith("error: cannot load model 'nobody/nothing'")

@@ -1,19 +1,14 @@
 """Limits of requests, exactly at the limit and one beyond it; the time of a request; slots of choices."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from starlette.requests import Request
 
-from mmspec.pipeline import Pipeline
 from mmspec.serving import app
 from mmspec.serving.errors import APIError
 from mmspec.serving.media import MediaReader, Medium
@@ -21,7 +16,7 @@ from mmspec.serving.responses import StoredResponses
 from mmspec.serving.runner import Deadline, JobBuilder, Slots
 from mmspec.serving.schemas import ChatCompletionRequest, parse
 from mmspec.serving.settings import Limits
-from tests.testkit.served import LONG, Served, eventually, question, served
+from tests.testkit.served import LONG, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MESSAGE = "a request must end within 5 s (--request-timeout): this one had not"
 
 
-def test_a_time_of_the_answer(server: Served, slow: Callable[[float], None]) -> None:
+def test_a_time_of_the_answer(server, slow):
     """It is shorter, and is the beginning of the whole one."""
     body = question(**{**LONG, "max_tokens": 60})
     whole = server.post(body).json()["choices"][0]["message"]["content"]
@@ -41,14 +36,14 @@ def test_a_time_of_the_answer(server: Served, slow: Callable[[float], None]) -> 
 
 
 @pytest.fixture
-def brief(pipe: Pipeline, slow: Callable[[float], None]) -> Iterator[Served]:
+def brief(pipe, slow):
     """A server whose answers take longer than a request may."""
     slow(0.05)
     with served(pipe, Limits(max_running=1, request_timeout=5)) as running:
         yield running
 
 
-def test_requests_that_run_and_wait(brief: Served) -> None:
+def test_requests_that_run_and_wait(brief):
     """A stream that has begun ends with the error, others have its status; nothing is left of them."""
     with ThreadPoolExecutor(2) as threads:
         stream = threads.submit(brief.post, question(stream=True, **LONG))
@@ -64,11 +59,11 @@ def test_requests_that_run_and_wait(brief: Served) -> None:
     assert brief.post(question(max_tokens=2)).status_code == 200
 
 
-def test_errors_of_the_work_are_its_own() -> None:
-    async def fail() -> None:
+def test_errors_of_the_work_are_its_own():
+    async def fail():
         raise TimeoutError("its own")
 
-    async def scenario() -> None:
+    async def scenario():
         with pytest.raises(TimeoutError, match="its own"):
             await Deadline(9).wait(fail())
         with pytest.raises(APIError, match="must end within"):
@@ -89,15 +84,15 @@ def test_errors_of_the_work_are_its_own() -> None:
         ("+a5 +b1 +c1 -a", "b", "c"),  # the queue is full, then its head is cancelled
     ],
 )
-def test_slots_are_given_in_order(events: str, order: str, refused: str) -> None:
+def test_slots_are_given_in_order(events, order, refused):
     """Requests of some slots come (+) and end or are cancelled (-); there are 4 slots, and at most 6 may wait."""
-    granted: list[str] = []
-    denied: list[tuple[str, int, Any]] = []
+    granted = []
+    denied = []
 
-    async def scenario() -> None:
+    async def scenario():
         slots, tasks = Slots(4, 6), dict[str, asyncio.Task[None]]()
 
-        async def ask(name: str, count: int) -> None:
+        async def ask(name, count):
             try:
                 await slots.acquire(count)
             except APIError as error:
@@ -132,16 +127,16 @@ LIMITS = Limits(max_body=1)
 MOST = 1 << 20
 
 
-def builder(limits: Limits = LIMITS) -> JobBuilder:
-    pipe: Any = SimpleNamespace(adapters=())
-    parts: Any = (SimpleNamespace(), SimpleNamespace())
+def builder(limits=LIMITS):
+    pipe = SimpleNamespace(adapters=())
+    parts = (SimpleNamespace(), SimpleNamespace())
     return JobBuilder(pipe, limits, ["tiny"], *parts, StoredResponses(1, 1))
 
 
-def read(pieces: list[bytes], length: bytes | None) -> bytes:
+def read(pieces, length):
     """Read a request's body as the endpoints do."""
 
-    async def receive() -> dict[str, Any]:
+    async def receive():
         return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
 
     headers = [] if length is None else [(b"content-length", length)]
@@ -150,7 +145,7 @@ def read(pieces: list[bytes], length: bytes | None) -> bytes:
 
 
 @pytest.mark.parametrize("length", [None, b"10", b"%d" % MOST, "²".encode("latin-1")])
-def test_bodies_have_at_most_the_limit_whatever_they_say_of_their_length(length: bytes | None) -> None:
+def test_bodies_have_at_most_the_limit_whatever_they_say_of_their_length(length):
     assert read([b""], length) == b""
     assert read([bytes(MOST - 1), b"1"], length) == bytes(MOST - 1) + b"1"
     with pytest.raises(APIError, match=f"a request's body must have at most {MOST} bytes: got more") as caught:
@@ -158,7 +153,7 @@ def test_bodies_have_at_most_the_limit_whatever_they_say_of_their_length(length:
     assert caught.value.status == 413
 
 
-def test_a_body_that_says_to_be_too_large_is_not_read() -> None:
+def test_a_body_that_says_to_be_too_large_is_not_read():
     with pytest.raises(APIError):
         read([], b"%d" % (MOST + 1))  # receiving would raise IndexError
 
@@ -181,18 +176,18 @@ _CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
         {"role": "tool", "tool_call_id": "a", "name": _LONG, "content": ""},
     ],
 )
-def test_all_texts_of_a_message_count(message: dict[str, Any]) -> None:
+def test_all_texts_of_a_message_count(message):
     asked = parse(ChatCompletionRequest, json.dumps({"model": "tiny", "messages": [message]}).encode())
     with pytest.raises(APIError, match=r"at most 99 characters: got 1\d\d"):
         builder(Limits(max_characters=99)).chat(asked)
 
 
-def test_limits_reach_the_decoder() -> None:
+def test_limits_reach_the_decoder():
     """20 s and 2 GiB per file; frames and duration of videos."""
-    asked: list[dict[str, Any]] = []
+    asked = []
     picture = SimpleNamespace(size=(1, 1), frames=[SimpleNamespace(size=(1, 1))])
     decoder = SimpleNamespace(load=lambda *_, **given: asked.append(given) or picture, close=lambda: None)
-    io: Any = SimpleNamespace(media_decoder=lambda **given: asked.append(given) or decoder)
+    io = SimpleNamespace(media_decoder=lambda **given: asked.append(given) or decoder)
     reader = MediaReader(io, Limits(frames=3, max_video_seconds=7))
     data = "data:x/y;base64," + base64.b64encode(b"content").decode()
     asyncio.run(reader.read([Medium("image", data, "a"), Medium("video", data, "b")]))

@@ -1,11 +1,9 @@
 """Requests: each type of pydantic's errors in our own words; a decision for each published field; forms of messages."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
 
@@ -13,18 +11,18 @@ from mmspec.errors import shown
 from mmspec.serving import responses, schemas
 from mmspec.serving.errors import APIError
 from mmspec.serving.media import Medium
-from mmspec.serving.schemas import ChatCompletionRequest, CompletionRequest, Fields, conversation, parse
+from mmspec.serving.schemas import ChatCompletionRequest, CompletionRequest, conversation, parse
 
 MODEL = {"model": "m"}
 CHAT = {**MODEL, "messages": [{"role": "user", "content": "a"}]}
 FORMAT = {"type": "json_schema", "json_schema": {"schema": {}}}
 
 
-def content(part: Any) -> dict[str, Any]:
+def content(part):
     return {"messages": [{"role": "user", "content": [part]}]}
 
 
-CASES: list[tuple[dict[str, Any], str | None, str]] = [
+CASES = [
     ({"model": 5}, "model", "@ must be text: got 5"),
     ({"stop": ["a", 5]}, "stop", "@ must be text or a list of texts: got ['a', 5]"),
     (content({"type": "text", "text": 5}), "messages[0].content[0].text", "@ must be text: got 5"),
@@ -107,7 +105,7 @@ CASES: list[tuple[dict[str, Any], str | None, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), CASES)
-def test_messages(fields: dict[str, Any], param: str | None, message: str) -> None:
+def test_messages(fields, param, message):
     with pytest.raises(APIError) as caught:
         parse(ChatCompletionRequest, json.dumps({**CHAT, **fields}).encode())
     assert (caught.value.message, caught.value.param) == (message.replace("@", param or ""), param)
@@ -124,13 +122,13 @@ def test_messages(fields: dict[str, Any], param: str | None, message: str) -> No
         ({"prompt": "a", "logprobs": 21}, "logprobs must be <= 20: got 21"),
     ],
 )
-def test_completions(fields: dict[str, Any], message: str) -> None:
+def test_completions(fields, message):
     with pytest.raises(APIError) as caught:
         parse(CompletionRequest, json.dumps({**MODEL, **fields}).encode())
     assert caught.value.message.startswith(message)
 
 
-def test_values_at_their_limits() -> None:
+def test_values_at_their_limits():
     parse(CompletionRequest, json.dumps({**MODEL, "prompt": ["a"] * 1024, "logprobs": 20}).encode())
     fields = {"messages": CHAT["messages"] * 1024, "stop": ["a" * 512] * 16, "top_logprobs": 20, "logprobs": True}
     parse(ChatCompletionRequest, json.dumps({**MODEL, **fields}).encode())
@@ -141,14 +139,14 @@ def test_values_at_their_limits() -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b"\xff", b'{"model": NaN}', b'{"model": "\\ud800"}', b"[" * 100_000]
 )
-def test_malformed_bodies(body: bytes) -> None:
+def test_malformed_bodies(body):
     for kind in (ChatCompletionRequest, CompletionRequest):
         with pytest.raises(APIError, match=r"the body must be|model is required") as caught:
             parse(kind, body)
         assert caught.value.status == 400
 
 
-PUBLISHED: list[tuple[type[Fields], str]] = [
+PUBLISHED = [
     (ChatCompletionRequest, "chat.completion_create_params.CompletionCreateParamsStreaming"),
     (CompletionRequest, "completion_create_params.CompletionCreateParamsStreaming"),
     (responses.ResponsesRequest, "responses.response_create_params.ResponseCreateParamsStreaming"),
@@ -189,7 +187,7 @@ PUBLISHED: list[tuple[type[Fields], str]] = [
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PUBLISHED)
-def test_every_published_field_has_a_decision(ours: type[Fields], theirs: str) -> None:
+def test_every_published_field_has_a_decision(ours, theirs):
     module, _, name = f"openai.types.{theirs}".rpartition(".")
     try:
         published = set(get_type_hints(getattr(importlib.import_module(module), name)))
@@ -207,7 +205,7 @@ def test_every_published_field_has_a_decision(ours: type[Fields], theirs: str) -
     assert published - decided == set()
 
 
-BODIES: dict[type[Fields], dict[str, Any]] = {
+BODIES = {
     ChatCompletionRequest: {"model": "m", "messages": [{"role": "user", "content": "a"}]},
     CompletionRequest: {"model": "m", "prompt": "a"},
     responses.ResponsesRequest: {"model": "m", "input": "a"},
@@ -215,7 +213,7 @@ BODIES: dict[type[Fields], dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_refusals_are_named_with_their_reason(kind: type[Fields]) -> None:
+def test_refusals_are_named_with_their_reason(kind):
     for name, reason in kind.refused.items():
         with pytest.raises(APIError) as caught:
             parse(kind, json.dumps({**BODIES[kind], name: {"x": 1}}).encode())
@@ -224,7 +222,7 @@ def test_refusals_are_named_with_their_reason(kind: type[Fields]) -> None:
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_ignored_and_neutral_fields_leave_no_trace(kind: type[Fields]) -> None:
+def test_ignored_and_neutral_fields_leave_no_trace(kind):
     plain = parse(kind, json.dumps(BODIES[kind]).encode())
     more = {name: {"x": 1} for name in kind.ignored} | {name: values[0] for name, values in kind.neutral.items()}
     more |= dict.fromkeys(set(kind.model_fields) - set(BODIES[kind]))
@@ -233,12 +231,12 @@ def test_ignored_and_neutral_fields_leave_no_trace(kind: type[Fields]) -> None:
     assert not set(kind.ignored) & set(kind.model_fields)
 
 
-def test_text_is_no_format_with_a_grammar() -> None:
+def test_text_is_no_format_with_a_grammar():
     asked = {**BODIES[CompletionRequest], "response_format": {"type": "text"}}
     assert parse(CompletionRequest, json.dumps(asked).encode()).constraint() is None
 
 
-def conversation_of(*messages: dict[str, Any], reads_media: bool = False) -> Any:
+def conversation_of(*messages, reads_media=False):
     body = json.dumps({"model": "m", "messages": messages}).encode()
     return conversation(parse(ChatCompletionRequest, body).messages, reads_media)
 
@@ -258,14 +256,14 @@ def conversation_of(*messages: dict[str, Any], reads_media: bool = False) -> Any
         ),
     ],
 )
-def test_forms_of_messages(content: str, forms: list[dict[str, Any]]) -> None:
+def test_forms_of_messages(content, forms):
     """Names of speakers are ignored, refusals are text."""
     for form in forms:
         role = form["role"].replace("developer", "system")
         assert conversation_of(form) == ([{"role": role, "content": content}], [])
 
 
-def test_forms_of_an_image() -> None:
+def test_forms_of_an_image():
     medium = Medium("image", "data:x", "messages[0].content[0].image_url.url")
     for form in ("data:x", {"url": "data:x", "detail": "high"}):
         found = conversation_of(

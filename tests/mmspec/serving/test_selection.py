@@ -1,14 +1,9 @@
 """What requests select: plain decoding, drafters, LoRA adapters; drafters that learn; limits; metrics by drafter."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Barrier
 from time import sleep
-from typing import Any
 
 import httpx
 import pytest
@@ -21,7 +16,7 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.serving.settings import Limits, ServerSettings, _label
 from tests.model_folders import save_text_model
-from tests.testkit.served import SCENE, Served, data_uri, events, eventually, question, served
+from tests.testkit.served import SCENE, data_uri, events, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LIMITS = Limits(max_running=2, max_tokens=16)
@@ -59,7 +54,7 @@ __all__ = ["pytestmark"]
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # which peft asks for
-def test_adapters_are_models(tmp_path: Path) -> None:
+def test_adapters_are_models(tmp_path):
     """Clients of several of them at once get what each gets alone."""
     pytest.importorskip("peft")
     from tests.mmspec.targets.test_lora import saved
@@ -68,11 +63,11 @@ def test_adapters_are_models(tmp_path: Path) -> None:
     pipe = mmspec.load("tiny-llava", adapters=folders, prefix_cache=1 << 26)
     asked = [(model, prompt) for prompt in PROMPTS for model in ("tiny-llava", "one", "two")]
 
-    def expected(model: str, prompt: str) -> str:
+    def expected(model, prompt):
         name = None if model == "tiny-llava" else model
         return pipe.generate(prompt, max_new_tokens=16, temperature=0.0, adapter=name).text
 
-    def body(model: str, prompt: str) -> dict[str, object]:
+    def body(model, prompt):
         return {
             "model": model,
             "messages": [{"role": "user", "content": prompt}],
@@ -105,30 +100,30 @@ PROMPTS = ["Describe the image.", "one two one two one two one", "What is in a p
 
 
 @pytest.fixture(scope="module")
-def pipes() -> dict[str, Pipeline]:
+def pipes():
     return ServerSettings(LOADING, Limits(max_draft_tokens=20), {}, prefix_cache=64, others=NAMES[1:]).pipelines()
 
 
 @pytest.fixture(scope="module")
-def running(pipes: dict[str, Pipeline]) -> Iterator[Served]:
+def running(pipes):
     with served(pipes["flash"], Limits(max_draft_tokens=20), drafters=pipes) as server:
         yield server
 
 
-def asked(number: int, **fields: Any) -> dict[str, Any]:
+def asked(number, **fields):
     image = [data_uri(SCENE)] if number == 0 else []
     return question(PROMPTS[number], *image, max_tokens=24, **fields)
 
 
-def answer(response: httpx.Response) -> tuple[str, dict[str, Any]]:
+def answer(response):
     assert response.status_code == 200, response.text
     body = response.json()
     return body["choices"][0]["message"]["content"], body["metrics"]["speculative_decoding"]
 
 
-def counted(server: Served) -> dict[tuple[str, str], float]:
+def counted(server):
     """Values of the counters of speculation by name and drafter."""
-    found: dict[tuple[str, str], float] = {}
+    found = {}
     for line in httpx.get(f"{server.url}/metrics").text.splitlines():
         if line.startswith("vllm:spec_decode") and "_total{" in line:
             labels = dict(one.split("=") for one in line.partition("{")[2].partition("}")[0].split(","))
@@ -137,7 +132,7 @@ def counted(server: Served) -> dict[tuple[str, str], float]:
     return found
 
 
-def test_answers_are_those_of_plain_decoding(running: Served, pipes: dict[str, Pipeline]) -> None:
+def test_answers_are_those_of_plain_decoding(running, pipes):
     """One by one and all at once, with a shared prefix cache; the counters of each drafter add up."""
     assert list(pipes) == NAMES
     assert len({pipe.engine for pipe in pipes.values()}) == 1
@@ -149,7 +144,7 @@ def test_answers_are_those_of_plain_decoding(running: Served, pipes: dict[str, P
     jobs = [(number, choice) for choice in choices for number in range(3)]
     start = Barrier(6)
 
-    def ask(job: tuple[int, Any]) -> tuple[str, dict[str, Any]]:
+    def ask(job):
         start.wait()
         return answer(running.post(asked(job[0], speculative=job[1])))
 
@@ -178,12 +173,12 @@ def test_answers_are_those_of_plain_decoding(running: Served, pipes: dict[str, P
         assert positions == sum(one["num_accepted_draft_tokens"] for one in own)
 
 
-def test_plain_requests_decode_with_others(running: Served, pipes: dict[str, Pipeline], monkeypatch: Any) -> None:
+def test_plain_requests_decode_with_others(running, pipes, monkeypatch):
     """In one batch, where requests of another drafter wait for the first to end."""
     core, batches = pipes["flash"].engine.core, []
     decode, step = core._decode, core.step
 
-    def watched() -> None:
+    def watched():
         assert core.key is not None
         batches.append((core.key.speculation, [row.drafts for row in core.running]))
         decode()
@@ -203,7 +198,7 @@ def test_plain_requests_decode_with_others(running: Served, pipes: dict[str, Pip
     assert {len(rows) for speculation, rows in batches if speculation is pipes["recycle@chain"]._speculation} == {1}
 
 
-def test_draft_tokens_of_a_request(running: Served, pipes: dict[str, Pipeline]) -> None:
+def test_draft_tokens_of_a_request(running, pipes):
     for number in (0, 5, 20):
         text, figures = answer(running.post(asked(1, num_draft_tokens=number)))
         expected = pipes["flash"].generate(PROMPTS[1], max_new_tokens=24, num_draft_tokens=number)
@@ -218,7 +213,7 @@ def test_draft_tokens_of_a_request(running: Served, pipes: dict[str, Pipeline]) 
     assert running.post(body, "completions").json()["metrics"]["speculative_decoding"]["drafter"] == "recycle@chain"
 
 
-def test_an_operators_choice(pipes: dict[str, Pipeline]) -> None:
+def test_an_operators_choice(pipes):
     with served(pipes["flash"], Limits(fixed_speculation=True), drafters=pipes) as server:
         for name, value in (("speculative", False), ("speculative", "none"), ("num_draft_tokens", 4)):
             error = server.post(asked(1, **{name: value})).json()["error"]
@@ -226,7 +221,7 @@ def test_an_operators_choice(pipes: dict[str, Pipeline]) -> None:
         assert answer(server.post(asked(1)))[1]["drafter"] == "flash"
 
 
-def test_names_of_drafters(pipes: dict[str, Pipeline]) -> None:
+def test_names_of_drafters(pipes):
     given = ("auto", "ngram@chain", "out/law", "/out/law/")
     assert [_label(one, pipes["flash"]) for one in given] == ["flash", "ngram@chain", "law", "law"]
     with pytest.raises(UserError, match=r"^unknown drafter"):
@@ -236,7 +231,7 @@ def test_names_of_drafters(pipes: dict[str, Pipeline]) -> None:
         settings.pipelines()
 
 
-def test_the_limit_of_the_context_is_that_of_every_drafter() -> None:
+def test_the_limit_of_the_context_is_that_of_every_drafter():
     pipe = mmspec.load("tiny-llava", "flash", device="cpu", dtype="float32")
     pipes = {"flash": pipe, "none": Pipeline(pipe.target, pipe.io, None, pipe.name)}
     with served(pipe, Limits(max_model_len=60), drafters=pipes) as server:

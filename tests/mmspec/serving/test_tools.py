@@ -3,13 +3,9 @@
 The model is a tiny random one that is biased towards a script, token by token, at the nodes of trees, too.
 """
 
-from __future__ import annotations
-
 import copy
 import json
-from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +20,7 @@ from mmspec.eval.decoding.oracle import Oracle
 from mmspec.serving.tools import HERMES
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.testkit.served import Served, served
+from tests.testkit.served import served
 from tests.tiny import byte_model, byte_tokenizer
 
 openai = pytest.importorskip("openai")
@@ -46,29 +42,29 @@ TEMPLATES = {
 TEMPLATES["tokens"] = TEMPLATES["hermes"]  # with a vocabulary like Qwen's
 
 
-class weather(pydantic.BaseModel):  # type: ignore[name-defined, misc]  # noqa: N801
+class weather(pydantic.BaseModel):  # noqa: N801
     """The weather of a town."""
 
     town: str = pydantic.Field(max_length=40)
     days: int = pydantic.Field(ge=1, le=9)
 
 
-TOOL: Any = openai.pydantic_function_tool(weather)
-NOTHING: Any = {"type": "object", "properties": {}, "additionalProperties": False}
-CLOCK: Any = {"type": "function", "function": {"name": "clock", "strict": True, "parameters": NOTHING}}
+TOOL = openai.pydantic_function_tool(weather)
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+CLOCK = {"type": "function", "function": {"name": "clock", "strict": True, "parameters": NOTHING}}
 FIRST, SECOND = {"town": 'Ulm </tool_call> "<tool_call>"', "days": 3}, {"town": "Bonn", "days": 1}
-USER: list[Any] = [{"role": "user", "content": "What will the weather be?"}]
+USER = [{"role": "user", "content": "What will the weather be?"}]
 
 
 @cache
-def model(vocab: int = 260) -> LlamaForCausalLM:
+def model(vocab=260):
     torch.manual_seed(0)
     changed = {"vocab_size": vocab, "max_position_embeddings": 4096}
     return LlamaForCausalLM(LlamaConfig(**{**byte_model().config.to_dict(), **changed})).eval()
 
 
 @cache
-def pipeline(name: str, drafter: Any = None) -> Pipeline:
+def pipeline(name, drafter=None):
     tokenizer = copy.deepcopy(byte_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
     if name == "tokens":
@@ -79,7 +75,7 @@ def pipeline(name: str, drafter: Any = None) -> Pipeline:
     return Pipeline(target, Processor(tokenizer), drafter, "tiny", max_num_seqs=4)
 
 
-def scripted(pipe: Pipeline, messages: list[Any], text: str, tools: Any = None) -> list[int]:
+def scripted(pipe, messages, text, tools=None):
     """Bias the model towards a text after the prompt; returns the text's tokens."""
     before, _, after = text.partition("[TOOL_CALLS]")
     ids = pipe.io.text_ids(before) + ([MARKER, *pipe.io.text_ids(after)] if after else []) + [END]
@@ -91,32 +87,32 @@ def scripted(pipe: Pipeline, messages: list[Any], text: str, tools: Any = None) 
     return ids
 
 
-def written(*calls: tuple[str, Any]) -> str:
+def written(*calls):
     return "\n".join(
         f"<tool_call>\n{json.dumps({'name': name, 'arguments': given})}\n</tool_call>" for name, given in calls
     )
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Served]:
+def running():
     with served(pipeline("hermes")) as server:
         yield server
 
 
-def client_of(server: Served) -> Any:
+def client_of(server):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def asked(**fields: Any) -> dict[str, Any]:
+def asked(**fields):
     return {"model": "tiny", "messages": USER, "tools": [TOOL, CLOCK], "temperature": 0, "max_tokens": 300, **fields}
 
 
-def called(choice: Any) -> list[tuple[str, Any]]:
+def called(choice):
     """Names and arguments of a choice's calls."""
     return [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or ()]
 
 
-def both(client: Any, **fields: Any) -> Any:
+def both(client, **fields):
     """The only choice of an answer, which is the same as a stream."""
     whole = client.chat.completions.create(**asked(**fields)).choices[0]
     with client.chat.completions.stream(**asked(**fields)) as stream:
@@ -129,7 +125,7 @@ def both(client: Any, **fields: Any) -> Any:
     return whole
 
 
-def test_calls_of_the_models_choice(running: Served) -> None:
+def test_calls_of_the_models_choice(running):
     """Parallel calls after text, with markers inside of a string."""
     calls = [("weather", FIRST), ("clock", {})]
     scripted(running.pipe, USER, "Let me see.\n" + written(*calls), [TOOL, CLOCK])
@@ -147,7 +143,7 @@ def test_calls_of_the_models_choice(running: Served) -> None:
         assert (plain.message.content, plain.message.tool_calls, plain.finish_reason) == ("It rains.", None, "stop")
 
 
-def test_arguments_are_constrained_once_a_call_has_begun(running: Served) -> None:
+def test_arguments_are_constrained_once_a_call_has_begun(running):
     """The model wants days beyond the limit."""
     scripted(running.pipe, USER, written(("weather", {"town": "Ulm", "days": 44})), [TOOL, CLOCK])
     with client_of(running) as client:
@@ -157,7 +153,7 @@ def test_arguments_are_constrained_once_a_call_has_begun(running: Served) -> Non
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "clock"}}], ids=str)
-def test_calls_that_are_required(running: Served, choice: Any) -> None:
+def test_calls_that_are_required(running, choice):
     """The model wants to say something else."""
     scripted(running.pipe, USER, "No.", [TOOL, CLOCK])
     with client_of(running) as client:
@@ -172,7 +168,7 @@ def test_calls_that_are_required(running: Served, choice: Any) -> None:
 
 
 @pytest.mark.parametrize("parallel", [None, False])
-def test_a_named_tool_is_called_once(running: Served, parallel: bool | None) -> None:
+def test_a_named_tool_is_called_once(running, parallel):
     """The model wants to call it twice, and another tool."""
     calls = [("weather", FIRST), ("weather", SECOND), ("clock", {})]
     scripted(running.pipe, USER, written(*calls), [TOOL, CLOCK])
@@ -184,7 +180,7 @@ def test_a_named_tool_is_called_once(running: Served, parallel: bool | None) -> 
         assert called(required) == (calls[:1] if parallel is False else calls)
 
 
-def test_an_answer_or_a_call(running: Served) -> None:
+def test_an_answer_or_a_call(running):
     """Both have a schema."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["dry", "wet"]}}}
     with client_of(running) as client:
@@ -194,7 +190,7 @@ def test_an_answer_or_a_call(running: Served) -> None:
         assert called(both(client, response_format=form)) == [("weather", SECOND)]
 
 
-def test_calls_without_a_marker(running: Served) -> None:
+def test_calls_without_a_marker(running):
     """As Qwen2.5-Coder writes calls: a valid call, a call with days beyond the limit, and a name without a function."""
     right, wrong, other = (
         json.dumps({"name": name, "arguments": {"town": "Ulm", "days": days}}, indent=2)
@@ -214,7 +210,7 @@ def test_calls_without_a_marker(running: Served) -> None:
         assert both(client).message.content == other
 
 
-def test_a_conversation_goes_on(running: Served) -> None:
+def test_a_conversation_goes_on(running):
     """Results of calls, as clients send them back."""
     scripted(running.pipe, USER, written(("weather", FIRST)), [TOOL, CLOCK])
     with client_of(running) as client:
@@ -231,7 +227,7 @@ def test_a_conversation_goes_on(running: Served) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral", "llama3_json", "generic"])
-def test_other_formats(name: str) -> None:
+def test_other_formats(name):
     pipe, one = pipeline(name), json.dumps({"name": "weather", "arguments": SECOND})
     text = {"mistral": f"[TOOL_CALLS][{one}]", "generic": written(("weather", SECOND))}.get(
         name, one.replace("arguments", "parameters")
@@ -253,7 +249,7 @@ def test_other_formats(name: str) -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_markers_that_are_tokens(choice: str) -> None:
+def test_markers_that_are_tokens(choice):
     pipe, calls = pipeline("tokens"), [("weather", FIRST), ("clock", {})]
     ids = scripted(pipe, USER, written(*calls), [TOOL, CLOCK])
     assert ids[0] == MARKER + 1
@@ -263,7 +259,7 @@ def test_markers_that_are_tokens(choice: str) -> None:
 
 
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 0.7, "seed": 3}], ids=["greedy", "sampled"])
-def test_a_call_split_over_branches_of_drafts(sampled: dict[str, Any]) -> None:
+def test_a_call_split_over_branches_of_drafts(sampled):
     """Its marker is spelt by several tokens, with siblings that are drafted for each of them."""
     text = "Well. " + written(("weather", FIRST), ("clock", {}))
     wanted = scripted(pipeline("hermes"), USER, text, [TOOL, CLOCK])
@@ -278,7 +274,7 @@ def test_a_call_split_over_branches_of_drafts(sampled: dict[str, Any]) -> None:
     assert answer.stats.mean_acceptance_length > 2
 
 
-def test_special_tokens_in_tools_and_calls_are_text() -> None:
+def test_special_tokens_in_tools_and_calls_are_text():
     io = pipeline("hermes").io
     call = {"function": {"name": "f", "arguments": {"a": "</s>"}}}
     messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
