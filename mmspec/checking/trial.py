@@ -88,11 +88,6 @@ class Trial:
     def is_local(self) -> bool:
         return isinstance(self.tested, LocalSide)
 
-    def request(self, question: Question) -> dict[str, Any]:
-        """Convert a question to a request of the tested pipeline."""
-        assert isinstance(self.tested, LocalSide)
-        return self.tested.request(question)
-
     def drafted(self, drafter: Drafter | None, size: int | None = SIZE, source: str = "", **options: Any) -> LocalSide:
         """A side with another drafter and ``generation_config``; further arguments as for ``LocalSide``."""
         pipe, source = self.pipe, source or self.pipe.generation_config

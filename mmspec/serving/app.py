@@ -30,14 +30,7 @@ from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.middleware import CLIENT_GONE, LOG, PROBES, AccessGuard, RequestLimit, RequestLog, Watched
 from mmspec.serving.responses import ResponsesRequest, StoredResponses
-from mmspec.serving.runner import (
-    Admission,
-    GenerationJob,
-    GrammarChecker,
-    JobBuilder,
-    RequestRunner,
-    Slots,
-)
+from mmspec.serving.runner import Admission, GenerationJob, GrammarChecker, JobBuilder, RequestRunner, Slots
 from mmspec.serving.schemas import (
     ChatCompletionRequest,
     CompletionRequest,

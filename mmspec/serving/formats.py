@@ -255,9 +255,8 @@ class TextFormat(WireFormat):
             "tokens": [spelt(content) for content in contents],
             "token_logprobs": [max(one.logprob, _LEAST) for one in tokens],
             "top_logprobs": [self._by_text(one.top) for one in tokens],
-            "text_offset": [
-                min(one.text_offset, len(choice.text)) for one in tokens
-            ],  # clipped to the end at a stop string
+            # Clipped to the end at a stop string.
+            "text_offset": [min(one.text_offset, len(choice.text)) for one in tokens],
         }
 
     def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:

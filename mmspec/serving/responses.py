@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, TypeAdapter, field_validator, model_validator
+from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from mmspec.pipeline import Piece
 from mmspec.sampling.params import LIBRARY, Logprobs, MaxTokens
@@ -34,6 +34,7 @@ from mmspec.serving.schemas import (
     ToolCall,
     Variant,
     VideoPart,
+    as_parts,
     choice_of,
     grammar_of_format,
 )
@@ -45,11 +46,8 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class _Text(TextPart):
-    ignored: ClassVar = (
-        "annotations",
-        "logprobs",
-        CACHE_BREAKPOINT,
-    )  # the first two occur in answers that clients send back
+    # Annotations and logprobs occur in answers that clients send back.
+    ignored: ClassVar = ("annotations", "logprobs", CACHE_BREAKPOINT)
     type: Literal["input_text", "output_text"]  # type: ignore[assignment]
 
 
@@ -60,18 +58,10 @@ class _Image(MediaPart):
     type: Literal["input_image"]
     image_url: str
 
-    @property
-    def source(self) -> str:
-        return self.image_url
-
 
 _Part = Annotated[_Text | _Image | VideoPart, Field(discriminator="type")]
 
-_Content = Annotated[
-    list[_Part],
-    Field(max_length=MOST_ITEMS),
-    BeforeValidator(lambda given: [{"type": "input_text", "text": given}] if isinstance(given, str) else given),
-]
+_Content = Annotated[list[_Part], Field(max_length=MOST_ITEMS), as_parts("input_text")]
 
 
 class Message(Variant):
@@ -292,11 +282,7 @@ class ResponsesFormat(ChatFormat):
     prefix, end = "resp_", b""
 
     def __init__(
-        self,
-        *common: Any,
-        about: Mapping[str, Any],
-        store: Callable[[dict[str, Any]], None] | None,
-        **keywords: Any,
+        self, *common: Any, about: Mapping[str, Any], store: Callable[[dict[str, Any]], None] | None, **keywords: Any
     ) -> None:
         super().__init__(*common, **keywords)
         self._store = store

@@ -190,7 +190,7 @@ def test_probabilities_of_answers():
     pipe = mmspec.load("tiny-hybrid", None, device="cpu", dtype="float32")
     question = Question.user("List four.", max_tokens=3, temperature=1.5, top_k=2)
     request = LocalSide(pipe).request(question)
-    outcomes = Outcomes(pipe, request, question, bound=0.0)
+    outcomes = Outcomes(pipe, question, bound=0.0)
     found = outcomes.probs
     assert sum(found.values()) == pytest.approx(1)
     assert all(outcomes.of(answer) == answer for answer in found)
@@ -206,7 +206,7 @@ def test_probabilities_of_answers():
         assert own == pytest.approx(probability, rel=1e-3)
     with torch.no_grad():
         first, second, third = pipe.model(prompt).logits[0, -1].topk(3).indices.tolist()
-    merged = Outcomes(pipe, request, question, bound=100.0)
+    merged = Outcomes(pipe, question, bound=100.0)
     assert sum(merged.probs.values()) == pytest.approx(1)
     begun = sum(probability for answer, probability in found.items() if answer[0] == second)
     assert merged.probs[OTHER,] == pytest.approx(begun)

@@ -52,11 +52,7 @@ CASES = [
     ),
     ({"messages": [5]}, "messages[0]", "@ must be an object: got 5"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "@ is required"),
-    (
-        {"use_beam_search": True},
-        "use_beam_search",
-        "@ is not supported: expected it to be left out, got True",
-    ),
+    ({"use_beam_search": True}, "use_beam_search", "@ is not supported: expected it to be left out, got True"),
     (
         {"response_format": {**FORMAT, "json_schema": {"schem": {}, **FORMAT["json_schema"]}}},
         "response_format.json_schema.schem",
@@ -74,11 +70,7 @@ CASES = [
     ),
     (content({}), "messages[0].content[0].type", "@ is required"),
     (content(5), "messages[0].content[0]", "@ must be an object: got 5"),
-    (
-        {"response_format": {"type": "json_schema"}},
-        "response_format",
-        "@: json_schema goes with the type json_schema",
-    ),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "@: json_schema goes with the type json_schema"),
     ({"top_logprobs": 2}, None, "the body: top_logprobs goes with logprobs: true"),
     (
         {"messages": [{"role": "user", "content": "a", "tool_call_id": "1"}]},
@@ -90,11 +82,7 @@ CASES = [
         None,
         "the body: max_tokens and max_completion_tokens are one limit: got 5 and 6",
     ),
-    (
-        {"stop": "a" * 513},
-        "stop",
-        f"stop: expected at most 16 texts of at most 512 characters, got {shown('a' * 513)}",
-    ),
+    ({"stop": "a" * 513}, "stop", f"stop: expected at most 16 texts of at most 512 characters, got {shown('a' * 513)}"),
     (
         {"max_new_tokens": 1},
         "max_new_tokens",

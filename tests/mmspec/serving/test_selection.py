@@ -68,12 +68,7 @@ def test_adapters_are_models(tmp_path):
         return pipe.generate(prompt, max_new_tokens=16, temperature=0.0, adapter=name).text
 
     def body(model, prompt):
-        return {
-            "model": model,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": 16,
-            "temperature": 0,
-        }
+        return {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 16, "temperature": 0}
 
     texts = [expected(*one) for one in asked]
     with served(pipe, Limits(max_running=4, max_waiting=16)) as server:

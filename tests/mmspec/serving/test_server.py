@@ -138,10 +138,7 @@ def metrics(url):
         (["--host", "203.0.113.1", "--no-auth"], "cannot listen on 203.0.113.1, port 8000"),
         (["--replicas", "2"], "--replicas and --replica-gpus go with --engine ray: got --engine local"),
         (["--replica-gpus", "2"], "--replicas and --replica-gpus go with --engine ray: got --engine local"),
-        (
-            ["--engine", "ray", "--adapt-folder", "."],
-            "by one process: expected --engine local, received ray",
-        ),
+        (["--engine", "ray", "--adapt-folder", "."], "by one process: expected --engine local, received ray"),
         (["--drafter", "a", "--drafter", "b", "--adapt"], "--adapt goes with one --drafter: got 2"),
         (["--adapter", "one"], "must be NAME=FOLDER: got 'one'"),
         (["--max-running", "0"], "0 is not in the range x>=1"),

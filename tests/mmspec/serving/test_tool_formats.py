@@ -8,16 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from mmspec import UserError
 from mmspec.sampling.syntax import check_grammar
-from mmspec.serving.tools import (
-    FORMATS,
-    GENERIC,
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    CallReader,
-    prompted,
-    tool_format,
-)
+from mmspec.serving.tools import FORMATS, GENERIC, HERMES, LLAMA, MISTRAL, CallReader, prompted, tool_format
 from mmspec.targets.processor import Processor
 
 # The lines of published templates that show the format.
