@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmspec.errors import first_line
-from mmspec.serving.errors import APIError, as_api_error, as_events
+from mmspec.serving.errors import APIError, as_api_error
 
 if TYPE_CHECKING:
     from mmspec.serving.formats import WireFormat
@@ -89,7 +89,8 @@ class Watched:
         if self.status is None:
             await error.response()(scope, receive, self._send)
         elif self._stream and not self.ended:
-            await self._send({"type": "http.response.body", "body": as_events(error)})
+            body = f"data: {json.dumps(error.content())}\n\ndata: [DONE]\n\n".encode()
+            await self._send({"type": "http.response.body", "body": body})
 
 
 class RequestLimit:

@@ -61,6 +61,20 @@ class Limits:
         return self.max_running + self.max_waiting + SPARE_REQUESTS
 
 
+@options
+class ServeOptions:
+    """Further options of ``mmspec serve``."""
+
+    allow_urls: bool = option(False, "Download images and videos of requests from public addresses.")
+    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral", "generic"] = option(
+        "auto", "Format of the model's tool calls; auto: from the chat template."
+    )
+    prefix_cache: int = option(512, "Memory for the states of earlier prompts; 0 computes every prompt.", ge=0)
+    engine: Literal["local", "ray"] = option("local", "local: this process; ray: replicas on Ray Serve.")
+    replicas: int = option(1, "With --engine ray.", ge=1)
+    replica_gpus: int = option(1, "GPUs per replica on Ray; --device-map auto spreads the model over them.", ge=1)
+
+
 def is_loopback(host: str) -> bool:
     """Whether a listening host is a loopback address; False for names, which may resolve to any address."""
     if host == "localhost":

@@ -50,9 +50,6 @@ def test_answers_are_equal_and_the_table_is_kept(tmp_path):
         one.engine.drain()
 
 
-__all__ = ["pytestmark"]
-
-
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # which peft asks for
 def test_adapters_are_models(tmp_path):
     """Clients of several of them at once get what each gets alone."""
