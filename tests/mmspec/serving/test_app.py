@@ -377,10 +377,6 @@ def completion(server, **fields):
     return texts(server.post({**GREEDY, **fields}, "completions"))
 
 
-def answer(server, messages, **fields):
-    return texts(server.post({**GREEDY, "messages": messages, **fields}))
-
-
 def test_prompts_of_token_ids_and_echo(server, pipe):
     ids = pipe.io.tokenizer(TEXT)["input_ids"]
     said = pipe.generate(TEXT, max_new_tokens=8, chat_template=False).text
@@ -400,12 +396,9 @@ def test_an_images_token_needs_its_image(pipe):
 
 
 def test_structured_completions(server):
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    (text,) = completion(server, prompt="A: ", response_format=form, max_tokens=20)
-    assert json.loads(text)["a"] in (1, 2)
-    (text,) = completion(server, prompt="A: ", response_format={"type": "json_object"}, max_tokens=20)
-    assert text.startswith("{")
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [1, 2]}}}
+    assert completion(server, prompt="A: ", response_format=form)[0] in ("1", "2")
+    assert completion(server, prompt="A: ", response_format={"type": "json_object"})[0].startswith("{")
 
 
 def test_tokens(server, pipe):
@@ -428,20 +421,6 @@ def test_tokens(server, pipe):
     chat = post("tokenize", {"messages": messages})
     assert chat["count"] == pipe.generate(messages, max_new_tokens=1).stats.num_prompt_tokens
     assert post("detokenize", {"tokens": plain}) == {"prompt": TEXT}
-
-
-def test_other_names_of_the_model(pipe):
-    with served(pipe, names=["gpt-4o", "other"]) as server:
-        models = httpx.get(f"{server.url}/v1/models").json()["data"]
-        assert [model["id"] for model in models] == ["gpt-4o", "other"]
-        for name, status in (("gpt-4o", 200), ("other", 200), ("tiny-llava", 404)):
-            response = server.post({**GREEDY, "model": name, "prompt": "1 + 1", "max_tokens": 1}, "completions")
-            assert response.status_code == status
-            assert httpx.get(f"{server.url}/v1/models/{name}").status_code == status
-            if status == 200:
-                assert response.json()["model"] == "gpt-4o"
-        assert 'model_name="gpt-4o"' in httpx.get(f"{server.url}/metrics").text
-        assert "serve: gpt-4o\n" in httpx.get(server.url).text
 
 
 def test_paths(server):

@@ -135,11 +135,16 @@ def test_the_only_name_of_a_model_may_be_left_out(tmp_path):
         assert server.post(asked, "completions").status_code == 200
         assert server.post({**asked, "model": "Tiny-1B"}, "completions").status_code == 404
     with served(pipe, names=("a", "b")) as server:
-        assert server.post({**asked, "model": "b"}, "completions").status_code == 200
-        assert server.post({**asked, "model": "Tiny-1B.Q8_0"}, "completions").status_code == 404
+        assert [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]] == ["a", "b"]
+        for name, status in (("a", 200), ("b", 200), ("Tiny-1B.Q8_0", 404)):
+            response = server.post({**asked, "model": name}, "completions")
+            assert (response.status_code, response.json().get("model")) == (status, "a" if status == 200 else None)
+            assert httpx.get(f"{server.url}/v1/models/{name}").status_code == status
         error = server.post(asked, "completions").json()["error"]
         assert (error["param"], error["message"]) == ("model", "model is required: expected 'a' or 'b', got none")
         assert httpx.post(f"{server.url}/tokenize", json={"prompt": "a"}).status_code == 200
+        assert 'model_name="a"' in httpx.get(f"{server.url}/metrics").text
+        assert "serve: a\n" in httpx.get(server.url).text
 
 
 WRITTEN = "http://127.0.0.1:8000"

@@ -110,18 +110,6 @@ def test_a_client_that_goes_away_frees_its_slots(url, fields):
     assert metrics(url, "request_success_total") == ended  # none to its end
 
 
-def test_requests_beyond_a_replicas_queue_are_refused(url):
-    with ThreadPoolExecutor(1) as threads:
-        with stream(url, "one", n=2):
-            waiting = threads.submit(post, url, question(), "one")
-            assert eventually(lambda: sum(metrics(url, "num_requests_waiting").values()) == 1)
-            refused = post(url, question(), "one")
-            assert refused.status_code == 429
-            assert refused.headers["retry-after"] == "1"
-            assert "at most 1 choices may wait" in refused.json()["error"]["message"]
-        assert waiting.result().status_code == 200
-
-
 def processes(running, name=""):
     """Processes of a server and its Ray, of which some leave its process tree."""
     children = psutil.Process(running.pid).children(recursive=True)

@@ -75,11 +75,12 @@ def pipeline(name, drafter=None):
     return Pipeline(target, Processor(tokenizer), drafter, "tiny", max_num_seqs=4)
 
 
-def scripted(pipe, messages, text, tools=None):
+def scripted(text, messages=USER, tools=(TOOL, CLOCK), pipe=None):
     """Bias the model towards a text after the prompt; returns the text's tokens."""
+    pipe = pipe or pipeline("hermes")
     before, _, after = text.partition("[TOOL_CALLS]")
     ids = pipe.io.text_ids(before) + ([MARKER, *pipe.io.text_ids(after)] if after else []) + [END]
-    prompt = pipe.encode([{"prompt": messages}], tools=tools).input_ids[0].tolist()
+    prompt = pipe.encode([{"prompt": messages}], tools=list(tools)).input_ids[0].tolist()
     whole = prompt[-CONTEXT:] + ids
     bias = {tuple(whole[at : at + CONTEXT + 1]): 100.0 for at in range(len(ids))}
     assert len(bias) == len(ids)
@@ -93,14 +94,14 @@ def written(*calls):
     )
 
 
-@pytest.fixture(scope="module")
-def running():
-    with served(pipeline("hermes")) as server:
-        yield server
-
-
 def client_of(server):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client():
+    with served(pipeline("hermes")) as server, client_of(server) as found:
+        yield found
 
 
 def asked(**fields):
@@ -125,39 +126,36 @@ def both(client, **fields):
     return whole
 
 
-def test_calls_of_the_models_choice(running):
+def test_calls_of_the_models_choice(client):
     """Parallel calls after text, with markers inside of a string."""
     calls = [("weather", FIRST), ("clock", {})]
-    scripted(running.pipe, USER, "Let me see.\n" + written(*calls), [TOOL, CLOCK])
-    with client_of(running) as client:
-        choice = both(client)
-        assert (choice.message.content, choice.finish_reason, called(choice)) == ("Let me see.", "tool_calls", calls)
-        single = client.chat.completions.create(**asked(parallel_tool_calls=False)).choices[0]
-        assert (single.finish_reason, called(single)) == ("tool_calls", calls[:1])
-        cut = client.chat.completions.create(**asked(max_tokens=60)).choices[0]
-        assert (cut.message.content, cut.finish_reason) == ("Let me see.", "length")
-        parsed = client.chat.completions.parse(**asked()).choices[0].message.tool_calls
-        assert parsed[0].function.parsed_arguments == weather(**FIRST)
-        scripted(running.pipe, USER, "It rains.")
-        plain = both(client, tool_choice="none")
-        assert (plain.message.content, plain.message.tool_calls, plain.finish_reason) == ("It rains.", None, "stop")
+    scripted("Let me see.\n" + written(*calls))
+    choice = both(client)
+    assert (choice.message.content, choice.finish_reason, called(choice)) == ("Let me see.", "tool_calls", calls)
+    single = client.chat.completions.create(**asked(parallel_tool_calls=False)).choices[0]
+    assert (single.finish_reason, called(single)) == ("tool_calls", calls[:1])
+    cut = client.chat.completions.create(**asked(max_tokens=60)).choices[0]
+    assert (cut.message.content, cut.finish_reason) == ("Let me see.", "length")
+    parsed = client.chat.completions.parse(**asked()).choices[0].message.tool_calls
+    assert parsed[0].function.parsed_arguments == weather(**FIRST)
+    scripted("It rains.", tools=())
+    plain = both(client, tool_choice="none")
+    assert (plain.message.content, plain.message.tool_calls, plain.finish_reason) == ("It rains.", None, "stop")
 
 
-def test_arguments_are_constrained_once_a_call_has_begun(running):
+def test_arguments_are_constrained_once_a_call_has_begun(client):
     """The model wants days beyond the limit."""
-    scripted(running.pipe, USER, written(("weather", {"town": "Ulm", "days": 44})), [TOOL, CLOCK])
-    with client_of(running) as client:
-        ((name, arguments),) = called(both(client, logit_bias={str(END): 50}))
+    scripted(written(("weather", {"town": "Ulm", "days": 44})))
+    ((name, arguments),) = called(both(client, logit_bias={str(END): 50}))
     assert (name, arguments["town"]) == ("weather", "Ulm")
     assert weather(**arguments).days <= 9
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "clock"}}], ids=str)
-def test_calls_that_are_required(running, choice):
+def test_calls_that_are_required(client, choice):
     """The model wants to say something else."""
-    scripted(running.pipe, USER, "No.", [TOOL, CLOCK])
-    with client_of(running) as client:
-        found = both(client, tool_choice=choice, logit_bias={str(END): 100})
+    scripted("No.")
+    found = both(client, tool_choice=choice, logit_bias={str(END): 100})
     assert (found.message.content, found.finish_reason) == (None, "tool_calls")
     ((name, arguments),) = called(found)
     if name == "clock":
@@ -168,62 +166,58 @@ def test_calls_that_are_required(running, choice):
 
 
 @pytest.mark.parametrize("parallel", [None, False])
-def test_a_named_tool_is_called_once(running, parallel):
+def test_a_named_tool_is_called_once(client, parallel):
     """The model wants to call it twice, and another tool."""
     calls = [("weather", FIRST), ("weather", SECOND), ("clock", {})]
-    scripted(running.pipe, USER, written(*calls), [TOOL, CLOCK])
+    scripted(written(*calls))
     more = {} if parallel is None else {"parallel_tool_calls": parallel}
-    with client_of(running) as client:
-        named = both(client, tool_choice={"type": "function", "function": {"name": "weather"}}, **more)
-        assert (named.finish_reason, called(named)) == ("tool_calls", calls[:1])
-        required = both(client, tool_choice="required", **more)
-        assert called(required) == (calls[:1] if parallel is False else calls)
+    named = both(client, tool_choice={"type": "function", "function": {"name": "weather"}}, **more)
+    assert (named.finish_reason, called(named)) == ("tool_calls", calls[:1])
+    required = both(client, tool_choice="required", **more)
+    assert called(required) == (calls[:1] if parallel is False else calls)
 
 
-def test_an_answer_or_a_call(running):
+def test_an_answer_or_a_call(client):
     """Both have a schema."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["dry", "wet"]}}}
-    with client_of(running) as client:
-        scripted(running.pipe, USER, '"wet"', [TOOL, CLOCK])
-        assert both(client, response_format=form).message.content == '"wet"'
-        scripted(running.pipe, USER, written(("weather", SECOND)), [TOOL, CLOCK])
-        assert called(both(client, response_format=form)) == [("weather", SECOND)]
+    scripted('"wet"')
+    assert both(client, response_format=form).message.content == '"wet"'
+    scripted(written(("weather", SECOND)))
+    assert called(both(client, response_format=form)) == [("weather", SECOND)]
 
 
-def test_calls_without_a_marker(running):
+def test_calls_without_a_marker(client):
     """As Qwen2.5-Coder writes calls: a valid call, a call with days beyond the limit, and a name without a function."""
     right, wrong, other = (
         json.dumps({"name": name, "arguments": {"town": "Ulm", "days": days}}, indent=2)
         for name, days in (("weather", 3), ("weather", 44), ("Ana", 3))
     )
-    with client_of(running) as client:
-        scripted(running.pipe, USER, f"```json\n{right}\n```", [TOOL, CLOCK])
-        choice = both(client)
-        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
-        assert choice.message.tool_calls[0].function.arguments in right  # laid out as the model does
-        assert called(choice) == [("weather", {"town": "Ulm", "days": 3})]
-        scripted(running.pipe, USER, wrong, [TOOL, CLOCK])
-        ((name, arguments),) = called(both(client, logit_bias={str(END): 50}))
-        assert (name, arguments["town"]) == ("weather", "Ulm")
-        assert weather(**arguments).days <= 9
-        scripted(running.pipe, USER, other, [TOOL, CLOCK])
-        assert both(client).message.content == other
+    scripted(f"```json\n{right}\n```")
+    choice = both(client)
+    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    assert choice.message.tool_calls[0].function.arguments in right  # laid out as the model does
+    assert called(choice) == [("weather", {"town": "Ulm", "days": 3})]
+    scripted(wrong)
+    ((name, arguments),) = called(both(client, logit_bias={str(END): 50}))
+    assert (name, arguments["town"]) == ("weather", "Ulm")
+    assert weather(**arguments).days <= 9
+    scripted(other)
+    assert both(client).message.content == other
 
 
-def test_a_conversation_goes_on(running):
+def test_a_conversation_goes_on(client):
     """Results of calls, as clients send them back."""
-    scripted(running.pipe, USER, written(("weather", FIRST)), [TOOL, CLOCK])
-    with client_of(running) as client:
-        message = both(client).message
-        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
-        call = {"function": {"name": "weather", "arguments": FIRST}}
-        rendered = [
-            *USER,
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "rain", "name": "weather"},
-        ]
-        scripted(running.pipe, rendered, "Rain.", [TOOL, CLOCK])
-        assert both(client, messages=[*USER, message, result]).message.content == "Rain."
+    scripted(written(("weather", FIRST)))
+    message = both(client).message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
+    call = {"function": {"name": "weather", "arguments": FIRST}}
+    rendered = [
+        *USER,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "rain", "name": "weather"},
+    ]
+    scripted("Rain.", rendered)
+    assert both(client, messages=[*USER, message, result]).message.content == "Rain."
 
 
 @pytest.mark.parametrize("name", ["mistral", "llama3_json", "generic"])
@@ -236,7 +230,7 @@ def test_other_formats(name):
         if name == "generic":
             pipe.model.generation_config.sequence_bias = None
         else:
-            scripted(pipe, USER, text, [TOOL, CLOCK])
+            scripted(text, pipe=pipe)
             choice = both(client)
             assert (choice.message.content, called(choice)) == (None, [("weather", SECOND)])
             assert name != "mistral" or len(choice.message.tool_calls[0].id) == 9
@@ -251,7 +245,7 @@ def test_other_formats(name):
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_markers_that_are_tokens(choice):
     pipe, calls = pipeline("tokens"), [("weather", FIRST), ("clock", {})]
-    ids = scripted(pipe, USER, written(*calls), [TOOL, CLOCK])
+    ids = scripted(written(*calls), pipe=pipe)
     assert ids[0] == MARKER + 1
     with served(pipe) as server, client_of(server) as client:
         assert called(both(client, tool_choice=choice)) == calls
@@ -262,10 +256,10 @@ def test_markers_that_are_tokens(choice):
 def test_a_call_split_over_branches_of_drafts(sampled):
     """Its marker is spelt by several tokens, with siblings that are drafted for each of them."""
     text = "Well. " + written(("weather", FIRST), ("clock", {}))
-    wanted = scripted(pipeline("hermes"), USER, text, [TOOL, CLOCK])
+    wanted = scripted(text)
     beside = [*wanted[:9], *byte_tokenizer()("<tool_cash>").input_ids, *wanted[12:]]
     pipe = pipeline("hermes", Oracle([wanted, beside], vocab=250, spoil=0.2))
-    scripted(pipe, USER, text, [TOOL, CLOCK])
+    scripted(text, pipe=pipe)
     grammar = HERMES.grammar([TOOL["function"], CLOCK["function"]], marked=False, several=True)
     options = {"tools": [TOOL, CLOCK], "grammar": grammar, "grammar_trigger": "<tool_call>", **sampled}
     answer = pipe.generate(USER, nodes=12, max_new_tokens=300, **options)
@@ -279,6 +273,6 @@ def test_special_tokens_in_tools_and_calls_are_text():
     call = {"function": {"name": "f", "arguments": {"a": "</s>"}}}
     messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
     tools = [{"type": "function", "function": {"name": "f", "description": "</s>"}}]
-    ids = io.encode([{"prompt": messages}], tools=tools).input_ids[0].tolist()
+    ids = io.encode([{"prompt": messages}], tools=list(tools)).input_ids[0].tolist()
     assert ids.count(END) == 1  # the template's
     assert io.tokenizer.decode(ids).count("</s>") == 3
