@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
-from mmspec.checking.drafters import NowAndThen, Rehearsed
 from mmspec.checking.sides import Answer, LocalSide, Question, SkippedError
 from mmspec.checking.statistics import ALPHA, COLD, POWER, against_logprobs, against_probabilities, two_samples
-from mmspec.checking.trial import Trial
+from mmspec.checking.trial import NowAndThen, Rehearsed, Trial
 from mmspec.compare import next_token_scores
 from mmspec.core.drafter import Drafter
 from mmspec.errors import UserError, first_line

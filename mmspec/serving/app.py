@@ -281,10 +281,7 @@ async def _events(runner: RequestRunner, job: GenerationJob, form: WireFormat, l
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """Read a request body.
-
-    Args:
-        most: maximum bytes.
+    """Read a request body of at most ``most`` bytes.
 
     Raises:
         APIError: status 413, the body is too large.
@@ -302,10 +299,7 @@ async def read_body(request: Request, most: int) -> bytes:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``, and cancel it when the client disconnects.
-
-    Args:
-        receive: ASGI ``receive`` of the request, whose body has been read.
+    """Await ``work``, and cancel it when the client of the request, whose body has been read, disconnects.
 
     Raises:
         ClientDisconnect: the client has disconnected.

@@ -90,11 +90,7 @@ class Metrics:
         gauge("num_torch_threads", "Threads of torch: fewer beside other programs.", threads)
 
     def ended(self, stats: Stats, reason: str, drafter: str) -> None:
-        """Record a choice that has ended.
-
-        Args:
-            drafter: name of the drafter, a label of the speculation counters.
-        """
+        """Record a choice that has ended; the drafter's name is a label of the speculation counters."""
         for field, counter in self._counters:
             self._of(field, counter, drafter).inc(getattr(stats, field))
         for position in range(len(stats.acceptance_histogram) - 1):

@@ -55,10 +55,7 @@ class Unready:
 
 
 class Watched:
-    """Sends a response, and can complete it if the application does not.
-
-    Args:
-        send: ASGI ``send`` of the connection.
+    """ASGI ``send`` that watches a response, and can complete it if the application does not.
 
     Attributes:
         status: status of the response; None before its start.

@@ -237,11 +237,7 @@ class ResponsesRequest(GenerationRequest):
         return None if form is None else grammar_of_format(form.type, form.schema_)
 
     def about(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """Response fields that echo the request, with defaults filled in.
-
-        Args:
-            sampling: fields of ``SamplingParams``.
-        """
+        """Response fields that echo the request, with the defaults of ``sampling``: fields of ``SamplingParams``."""
         form = {"type": "text"}
         if self.text.format is not None:
             form = self.text.format.model_dump(by_alias=True, exclude_none=True)
@@ -345,11 +341,7 @@ class ResponsesFormat(ChatFormat):
         }
 
     def _grow(self, reasoning: str, text: str, logprobs: Iterable[Any]) -> Iterator[Event]:
-        """Events for new output; includes the final events if the answer has ended.
-
-        Args:
-            logprobs: log probabilities of the tokens after the reasoning.
-        """
+        """Events for new output, with the final events if the answer has ended; log probabilities exclude reasoning."""
         final = self.choices[0].finish_reason is not None
         if reasoning:
             yield from self._write("reasoning", reasoning)

@@ -254,15 +254,11 @@ class Admission(Protocol):
 
 
 class Slots:
-    """FIFO semaphore of decoding slots with a bounded queue. Used from one event loop only.
+    """FIFO semaphore of decoding slots. Used from one event loop only.
 
     Args:
         size: number of slots.
-        longest: maximum number of queued slots; further requests are refused.
-
-    Attributes:
-        running: slots in use.
-        waiting: slots that are waited for.
+        longest: maximum number of slots that are waited for; further requests are refused.
     """
 
     def __init__(self, size: int, longest: int) -> None:
@@ -346,11 +342,7 @@ class GrammarChecker:
 
 @dataclass
 class _Check:
-    """A running or finished grammar check.
-
-    Attributes:
-        waiting: number of requests that wait for the result.
-    """
+    """A running or finished grammar check, and the number of requests that wait for its result."""
 
     future: Future[CheckedText]
     stop: Cancellation
@@ -479,11 +471,7 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """Deadline of a request.
-
-    Args:
-        seconds: time limit from now; 0 sets no limit.
-    """
+    """Deadline of a request, in seconds from now; 0 sets no limit."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
