@@ -47,10 +47,8 @@ class NowAndThen(Wrapper):
 class Rehearsed(Drafter):
     """Drafts 1 to 6 tokens of a known answer, then wrong tokens, in most steps with wrong siblings.
 
-    This accepts and rejects drafts at all depths, regardless of the user's drafter.
-
-    Args:
-        answer: token ids. Sequences that diverge from it get no drafts.
+    This accepts and rejects drafts at all depths, regardless of the user's drafter. Sequences that diverge from the
+    answer's token ids get no drafts.
     """
 
     learns = False

@@ -178,11 +178,7 @@ debug_option = click.Option(
 
 
 class Commands(click.Group):
-    """A group of commands that are plug-ins.
-
-    Args:
-        plugin_group: ``"commands"`` or ``"train"``, see ``mmspec.plugins``.
-    """
+    """A group of commands that are plug-ins of the group ``"commands"`` or ``"train"``, see ``mmspec.plugins``."""
 
     def __init__(self, plugin_group: str, **settings: Any) -> None:
         super().__init__(invoke_without_command=True, callback=click.pass_context(_help_if_alone), **settings)

@@ -154,29 +154,21 @@ def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, bo
         content = await read_body(request, body_bytes)
         return await asyncio.to_thread(lambda: use(parse(kind, content, runner.metrics.ignored)))
 
-    async def answered(
-        request: Request, kind: type[R], build: Callable[[R], tuple[GenerationJob, WireFormat]]
-    ) -> Response:
-        asked, (job, form) = await parsed(request, kind, lambda asked: (asked, build(asked)))
-        request.scope[LOG].form = form
-        if not asked.stream:
-            return JSONResponse(await unless_gone(request.receive, _whole(runner, job, form)))
-        events = _events(runner, job, form, request.scope[LOG])
-        # Errors before the first token still determine the response's status.
-        await unless_gone(request.receive, events.__anext__())
-        return EventStream(events)
+    def add(path: str, kind: type[R], build: Callable[[R], tuple[GenerationJob, WireFormat]]) -> None:
+        @app.post(path)
+        async def answer(request: Request) -> Response:
+            asked, (job, form) = await parsed(request, kind, lambda asked: (asked, build(asked)))
+            request.scope[LOG].form = form
+            if not asked.stream:
+                return JSONResponse(await unless_gone(request.receive, _whole(runner, job, form)))
+            events = _events(runner, job, form, request.scope[LOG])
+            # Errors before the first token still determine the response's status.
+            await unless_gone(request.receive, events.__anext__())
+            return EventStream(events)
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await answered(request, ChatCompletionRequest, builder.chat)
-
-    @app.post("/v1/completions")
-    async def complete(request: Request) -> Response:
-        return await answered(request, CompletionRequest, builder.completion)
-
-    @app.post("/v1/responses")
-    async def respond(request: Request) -> Response:
-        return await answered(request, ResponsesRequest, builder.response)
+    add("/v1/chat/completions", ChatCompletionRequest, builder.chat)
+    add("/v1/completions", CompletionRequest, builder.completion)
+    add("/v1/responses", ResponsesRequest, builder.response)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:

@@ -173,11 +173,7 @@ class WireFormat(ABC):
 
 
 class ChatFormat(WireFormat):
-    """``chat.completion`` and ``chat.completion.chunk``.
-
-    Args:
-        reader: factory of tool call parsers; None for text outputs.
-    """
+    """``chat.completion`` and ``chat.completion.chunk``; ``reader`` makes parsers of tool calls, None for text."""
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 

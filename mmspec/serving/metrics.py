@@ -107,11 +107,7 @@ class Metrics:
 
 
 class ReplicaMetrics(Collector):
-    """Merges the metrics of several server replicas.
-
-    Args:
-        found: metrics by replica name, which is added as a label.
-    """
+    """Merges the metrics of several server replicas; the name of a replica is added as a label."""
 
     def __init__(self, found: Mapping[str, Iterable[Metric]]) -> None:
         self._found = found

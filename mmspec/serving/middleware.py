@@ -39,11 +39,7 @@ _log = logging.getLogger("mmspec.serving")
 
 
 class Unready:
-    """An application that rejects all requests with status 503 and ``Retry-After``, and the liveness probe with 200.
-
-    Args:
-        why: completes "the server is".
-    """
+    """An application that rejects requests with status 503 and ``Retry-After``; the liveness probe has status 200."""
 
     def __init__(self, why: str) -> None:
         self.error = APIError(503, f"the server is {why}: try again later", headers={"Retry-After": "1"})

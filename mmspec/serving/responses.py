@@ -440,11 +440,7 @@ class StoredResponses:
         self._lock = Lock()
 
     def add(self, response: dict[str, Any], asked: Sequence[Item]) -> None:
-        """Store a response and its conversation, without truncated calls.
-
-        Args:
-            asked: the items before the response's output.
-        """
+        """Store a response and its conversation: the items ``asked`` and its output, without truncated calls."""
         answered = [one for one in response["output"] if one["type"] != "function_call" or one["status"] == "completed"]
         items = [*asked, *ITEMS.validate_python(answered)]
         size = len(json.dumps(response)) + len(ITEMS.dump_json(items))

@@ -90,10 +90,7 @@ F = TypeVar("F", bound=Fields)
 
 
 def parse(kind: type[F], body: bytes, ignored: Callable[[str], object] = str) -> F:
-    """Parse a request body. Call it in a thread: large bodies take long.
-
-    Args:
-        ignored: called with the name of each ignored field.
+    """Parse a request body, and call ``ignored`` with the names of ignored fields. Takes long for large bodies.
 
     Raises:
         APIError: the body is not JSON, or a field is missing, unknown, of another type or out of range (the message
