@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mmspec.drafters.registry import PLAIN, registered_name
+from mmspec.drafters.registry import PLAIN
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.reasoning import reasoning_format
@@ -40,7 +40,7 @@ from mmspec.serving.schemas import (
     TokenizeRequest,
     parse,
 )
-from mmspec.serving.settings import Limits, ServerSettings
+from mmspec.serving.settings import Limits
 from mmspec.serving.tools import AUTO, tool_format
 from mmspec.targets.processor import template_variables
 
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 def create_app(
-    pipe: Pipeline,
+    pipes: Mapping[str, Pipeline],
     limits: Limits,
     *,
     api_key: str | None = None,
@@ -62,14 +62,14 @@ def create_app(
     reasoning_parser: str = AUTO,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     allow_urls: bool = False,
-    drafters: Mapping[str, Pipeline] | None = None,
     scrape: Callable[[], Awaitable[Collector]] | None = None,
     slots: Admission | None = None,
 ) -> FastAPI:
     """Create the application.
 
     Args:
-        pipe: default pipeline; its ``max_num_seqs`` must be at least ``limits.max_running``.
+        pipes: pipelines over one target by drafter, the default first; ``max_num_seqs`` of each must be at least
+            ``limits.max_running``.
         api_key: required API key; None requires none.
         hosts: accepted Host names; None accepts all.
         origins: origins of web pages that may call the server.
@@ -78,11 +78,9 @@ def create_app(
         reasoning_parser: format of reasoning; see ``mmspec.sampling.reasoning``.
         chat_template_kwargs: default variables of the chat template.
         allow_urls: whether images and videos are downloaded from public addresses.
-        drafters: selectable pipelines by drafter name: ``pipe``, and others over its target.
         scrape: collects the metrics for ``GET /metrics``; None for this application's own.
         slots: admission of requests; None creates slots.
     """
-    pipes = dict(drafters or {registered_name(pipe.drafter) or PLAIN: pipe})
     pipe = next(iter(pipes.values()))
     slots = slots or Slots(limits.max_running, limits.max_waiting)
     names = tuple(names) or (pipe.name,)
@@ -137,13 +135,6 @@ def create_app(
     app.add_middleware(RequestLog)
     app.state.slots, app.state.metrics = slots, metrics
     return app
-
-
-def app_of(
-    settings: ServerSettings, pipes: Mapping[str, Pipeline], scrape: Callable[[], Awaitable[Collector]] | None = None
-) -> FastAPI:
-    """Create the application of a server over ``settings.pipelines()``; see ``create_app``."""
-    return create_app(next(iter(pipes.values())), settings.limits, **settings.access, drafters=pipes, scrape=scrape)
 
 
 def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, body_bytes: int) -> None:

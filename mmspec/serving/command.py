@@ -137,9 +137,9 @@ def _here(settings: ServerSettings, host: str, port: int) -> None:
             dtype = vars(pipe.model.generation_config).get("gguf_format", own)
         what = f"model {pipe.name}, {drafters}, {dtype} on {pipe.target.device}"
         _announce(host, listening.getsockname()[1], f"{what}; by default {settings.defaults(pipe)}")
-        from mmspec.serving.app import app_of
+        from mmspec.serving.app import create_app
 
-        run(app_of(settings, pipes), settings.limits, listening, pipe.engine)
+        run(create_app(pipes, settings.limits, **settings.access), settings.limits, listening, pipe.engine)
 
 
 def _follow(settings: ServerSettings) -> None:
