@@ -499,14 +499,9 @@ def run_case(trial: Trial, name: str) -> dict[str, Any]:
         "name": name,
         "outcome": found if outcome is None or found == "different" else outcome,
         "reason": reason,
-        "tokens": record.tokens,
-        "accepted": record.accepted,
-        "rehearsed": record.rehearsed,
         "seconds": round(monotonic() - start, 3),
-        "differences": record.differences,
+        **{field: value for field, value in vars(record).items() if value or field != "sampling"},
         "notes": list(record.notes),
-        "power": record.power,
-        **({"sampling": record.sampling} if record.sampling else {}),
     }
 
 

@@ -51,35 +51,18 @@ def test_an_answer_is_that_of_the_pipeline(server, pipe):
 def test_conversations_images_and_videos_keep_their_places(server, pipe, tmp_path):
     red = tmp_path / "red.png"
     Image.new("RGB", (96, 96), "red").save(red)
+    text, then = ({"type": "text", "text": text} for text in ("One.", "Two?"))
+    images = [{"type": "image_url", "image_url": {"url": data_uri(file), "detail": "auto"}} for file in (red, SCENE)]
+    video = {"type": "video_url", "video_url": {"url": data_uri(CLIP, "video/mp4")}}
     asked = [
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "One."},
-                {"type": "image_url", "image_url": {"url": data_uri(red), "detail": "auto"}},
-                {"type": "image_url", "image_url": {"url": data_uri(SCENE)}},
-            ],
-        },
+        {"role": "user", "content": [text, *images]},
         {"role": "assistant", "content": "Yes.", "tool_calls": None, "refusal": None},
-        {
-            "role": "user",
-            "content": [
-                {"type": "video_url", "video_url": {"url": data_uri(CLIP, "video/mp4")}},
-                {"type": "text", "text": "Two?"},
-            ],
-        },
+        {"role": "user", "content": [video, then]},
     ]
     messages = [
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "One."},
-                {"type": "image", "path": str(red)},
-                {"type": "image", "path": str(SCENE)},
-            ],
-        },
+        {"role": "user", "content": [text, *({"type": "image", "path": str(file)} for file in (red, SCENE))]},
         {"role": "assistant", "content": "Yes."},
-        {"role": "user", "content": [{"type": "video", "path": str(CLIP)}, {"type": "text", "text": "Two?"}]},
+        {"role": "user", "content": [{"type": "video", "path": str(CLIP)}, then]},
     ]
     body = {"model": "tiny-llava", "messages": asked, "temperature": 0, "max_completion_tokens": 16}
     assert texts(server.post(body)) == [pipe.generate(messages, max_new_tokens=16).text]

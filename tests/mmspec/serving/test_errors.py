@@ -42,7 +42,6 @@ BODIES = {
 Error = tuple[dict[str, Any], str | None, str]
 ERRORS = {
     "v1/chat/completions": [
-        ({"top_p": 1.01}, "top_p", "top_p must be <= 1: got 1.01"),
         ({"messages": user([URL])}, "messages[0].content[0].image_url.url", "image_url must be a data URI"),
         ({"model": "gpt-4o"}, "model", "unknown model: expected 'tiny-llava', got 'gpt-4o'"),
         ({"logit_bias": {"90000": 1}}, None, "biased tokens must be below the vocabulary's size 896: got 90000"),
@@ -52,7 +51,6 @@ ERRORS = {
         ({"messages": user("x " * 250_000)}, None, "the prompt must be shorter than the model's context"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice required goes with tools: got none"),
         ({"tools": [function("a")] * 2}, "tools", "tools must have different names: got a, a"),
-        ({"tools": [function("a b")]}, "tools[0].function.name", "tools[0].function.name must be 1 to"),
         ({**CALL, "tool_choice": function("x")}, "tool_choice", "tool_choice must name one of the tools: got 'x'"),
         (
             {**CALL, "stream": False, "min_tokens": 900, "max_tokens": 999, "parallel_tool_calls": False},

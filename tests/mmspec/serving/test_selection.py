@@ -64,16 +64,15 @@ def test_adapters_are_models(tmp_path):
         name = None if model == "tiny-llava" else model
         return pipe.generate(prompt, max_new_tokens=16, temperature=0.0, adapter=name).text
 
-    def body(model, prompt):
-        return {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 16, "temperature": 0}
-
     texts = [expected(*one) for one in asked]
     with served(pipe, Limits(max_running=4, max_waiting=16)) as server:
         listed = httpx.get(f"{server.url}/v1/models").json()["data"]
         assert [one["id"] for one in listed] == ["tiny-llava", "one", "two"]
         with ThreadPoolExecutor(9) as threads:
-            answers = [found.json() for found in threads.map(lambda one: server.post(body(*one)), asked)]
-        unknown = server.post(body("three", PROMPTS[0]))
+            answers = [
+                found.json() for found in threads.map(lambda one: server.post(question(one[1], model=one[0])), asked)
+            ]
+        unknown = server.post(question(model="three"))
         completion = {"model": "one", "prompt": PROMPTS[0], "max_tokens": 16, "temperature": 0}
         completed = server.post(completion, "completions").json()["choices"][0]["text"]
     options = {"max_new_tokens": 16, "temperature": 0.0, "chat_template": False}
