@@ -436,7 +436,6 @@ class StoredResponses:
     def __init__(self, most: int, seconds: float) -> None:
         self._most, self._seconds = most, seconds
         self._kept: dict[str, _Stored] = {}  # oldest first
-        self._size = 0
         self._lock = Lock()
 
     def add(self, response: dict[str, Any], asked: Sequence[Item]) -> None:
@@ -446,7 +445,6 @@ class StoredResponses:
         size = len(json.dumps(response)) + len(ITEMS.dump_json(items))
         with self._lock:
             self._kept[response["id"]] = _Stored(response, items, size, time.monotonic())
-            self._size += size
             self._trim()
 
     def items(self, name: str | None) -> Sequence[Item]:
@@ -480,7 +478,7 @@ class StoredResponses:
         """
         self.get(name)
         with self._lock:
-            self._drop(name)
+            self._kept.pop(name, None)
         return {"id": name, "object": "response", "deleted": True}
 
     def _find(self, name: str) -> _Stored | None:
@@ -492,10 +490,7 @@ class StoredResponses:
         oldest = time.monotonic() - self._seconds
         while self._kept:
             name, first = next(iter(self._kept.items()))
-            if len(self._kept) <= self._most and self._size <= _STORED_BYTES and first.time >= oldest:
+            size = sum(kept.size for kept in self._kept.values())
+            if len(self._kept) <= self._most and size <= _STORED_BYTES and first.time >= oldest:
                 return
-            self._drop(name)
-
-    def _drop(self, name: str) -> None:
-        if (gone := self._kept.pop(name, None)) is not None:
-            self._size -= gone.size
+            del self._kept[name]
