@@ -235,7 +235,7 @@ async def _whole(runner: RequestRunner, job: GenerationJob, form: WireFormat) ->
         form.reached("queue_s")
         async for index, piece in pieces:
             form.reached("first_token_s")
-            form.choices[index].append(piece)
+            form.add(index, piece)
     return form.whole()
 
 

@@ -301,7 +301,7 @@ class ResponsesFormat(ChatFormat):
             yield self._event(f"response.{name}", response=self._response("in_progress"))
 
     def chunks(self, index: int, piece: Piece) -> Iterator[Event]:
-        self.choices[index].append(piece)
+        self.add(index, piece)
         yield from self._grow(piece.reasoning, piece.text, piece.logprobs[piece.num_reasoning_tokens :])
         if piece.finish_reason is not None:
             response = self._ended()

@@ -97,8 +97,8 @@ def test_tokens_of_one_text():
     form = TextFormat("m", io, asked, [""])
     ids = [named("▁the"), named("▁a"), named("</s>")]
     top = [(named("a"), -1.0), (named("<0x61>"), -2.0)]
-    form.choices[0].text = " the a"
-    form.choices[0].logprobs = [TokenLogprob(token, -1.0, top, 4 * at) for at, token in enumerate(ids)]
+    logprobs = [TokenLogprob(token, -1.0, top, 4 * at) for at, token in enumerate(ids)]
+    form.add(0, mmspec.Piece(" the a", ids, "stop", logprobs=logprobs))
     logprobs = form.whole()["choices"][0]["logprobs"]
     assert logprobs["tokens"] == [" the", " a", "</s>"]
     assert logprobs["text_offset"] == [0, 4, 6]
