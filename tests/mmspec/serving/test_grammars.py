@@ -1,7 +1,6 @@
 """Grammars of requests: other clients are served while one is compiled; limits; clients that go away."""
 
 import asyncio
-import json
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -96,30 +95,13 @@ def _patient(trial, *given, **options):
 CHECK = GrammarTrial.check
 
 
-def test_a_grammar_is_checked_once(server, monkeypatch):
-    texts = []
-
-    def record(trial, kind, text, **options):
-        texts.append(text)
-        time.sleep(0.3)
-        return CHECK(trial, kind, text, **options)
-
-    monkeypatch.setattr(GrammarTrial, "check", record)
-    bodies = [constrained({"const": "blue"}, n=2, temperature=1.0, seed=3)] * 3 + [constrained({"type": "thing"})] * 3
-    with ThreadPoolExecutor(6) as threads:
-        found = list(threads.map(server.post, bodies))
-    found.append(server.post(bodies[0]))
-    found.append(server.post(bodies[-1]))
-    assert [one.status_code for one in found] == [200] * 3 + [400] * 3 + [200, 400]
-    assert sorted(texts) == [json.dumps({"const": "blue"}), json.dumps({"type": "thing"})]
-
-
 def test_results_are_kept(monkeypatch):
-    """The last 64 results, errors of grammars included; other errors are not kept."""
+    """Requests share a check; the last 64 results are kept, errors of grammars included, other errors are not."""
     checked = Counter()
 
     def check(trial, kind, text, **options):
         checked[text] += 1
+        time.sleep(0.1 * (text == "shared"))
         if text == "wrong":
             raise UserError("a wrong grammar")
         if text == "broken":
@@ -128,13 +110,14 @@ def test_results_are_kept(monkeypatch):
 
     async def scenario():
         checker = GrammarChecker()
+        await asyncio.gather(*(checker.check(("regex", "shared")) for _ in range(3)))
         for _ in range(2):
             assert await checker.check(("regex", "right")) == "right"
             with pytest.raises(UserError, match=r"^a wrong grammar$"):
                 await checker.check(("regex", "wrong"))
             with pytest.raises(RuntimeError, match="no worker"):
                 await checker.check(("regex", "broken"))
-        assert checked == {"right": 1, "wrong": 1, "broken": 2}
+        assert checked == {"shared": 1, "right": 1, "wrong": 1, "broken": 2}
         for number in range(63):
             await checker.check(("regex", str(number)))
         for text in ("right", "0", "62"):
