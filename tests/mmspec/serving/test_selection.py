@@ -15,6 +15,7 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.serving.settings import Limits, ServerSettings, _label
+from tests.mmspec.serving.test_app import figures
 from tests.model_folders import save_text_model
 from tests.testkit.served import SCENE, data_uri, events, eventually, question, served
 
@@ -112,22 +113,11 @@ def answer(response):
     return body["choices"][0]["message"]["content"], body["metrics"]["speculative_decoding"]
 
 
-def counted(server):
-    """Values of the counters of speculation by name and drafter."""
-    found = {}
-    for line in httpx.get(f"{server.url}/metrics").text.splitlines():
-        if line.startswith("vllm:spec_decode") and "_total{" in line:
-            labels = dict(one.split("=") for one in line.partition("{")[2].partition("}")[0].split(","))
-            key = line.partition("_total")[0].removeprefix("vllm:spec_decode_num_"), labels["drafter"].strip('"')
-            found[key] = found.get(key, 0) + float(line.rsplit(" ", 1)[1])
-    return found
-
-
 def test_answers_are_those_of_plain_decoding(running, pipes):
     """One by one and all at once, with a shared prefix cache; the counters of each drafter add up."""
     assert list(pipes) == NAMES
     assert len({pipe.engine for pipe in pipes.values()}) == 1
-    before, choices = counted(running), [True, False, *NAMES, None]
+    before, choices = figures(running), [True, False, *NAMES, None]
     plain = [
         pipes["none"].generate(PROMPTS[n], **({"images": str(SCENE)} if n == 0 else {}), max_new_tokens=24)
         for n in range(3)
@@ -144,24 +134,24 @@ def test_answers_are_those_of_plain_decoding(running, pipes):
         together = list(threads.map(ask, jobs))
     for (number, choice), *found in zip(jobs, alone, together, strict=True):
         name = {True: "flash", False: "none", None: "flash"}.get(choice, choice)
-        for text, figures in found:
+        for text, stats in found:
             assert text == plain[number].text, (choice, number)
-            assert figures["drafter"] == name
-            assert figures["num_draft_tokens"] == 0 or name != "none"
-    after = counted(running)
-    fields = {
-        "drafts": "num_spec_steps",
-        "draft_tokens": "num_draft_tokens",
-        "accepted_tokens": "num_accepted_draft_tokens",
-    }
+            assert stats["drafter"] == name
+            assert stats["num_draft_tokens"] == 0 or name != "none"
+    after = figures(running)
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
     for name in NAMES:
-        own = [figures for _, figures in (*alone, *together) if figures["drafter"] == name]
-        for counter, field in fields.items():
-            added = after[counter, name] - before.get((counter, name), 0)
+        own = [one for _, one in (*alone, *together) if one["drafter"] == name]
+        for counter, field in (
+            ("drafts", "num_spec_steps"),
+            ("draft_tokens", "num_draft_tokens"),
+            ("accepted_tokens", "num_accepted_draft_tokens"),
+        ):
+            added = grown[f"vllm:spec_decode_num_{counter}_total/{name}"]
             assert added == sum(one[field] for one in own)
             assert (added > 0) == (name != "none" or counter == "drafts"), (name, counter)
-        positions = after.get(("accepted_tokens_per_pos", name), 0) - before.get(("accepted_tokens_per_pos", name), 0)
-        assert positions == sum(one["num_accepted_draft_tokens"] for one in own)
+        by_position = f"vllm:spec_decode_num_accepted_tokens_per_pos_total/{name}/"
+        assert added == sum(value for key, value in grown.items() if key.startswith(by_position))
 
 
 def test_plain_requests_decode_with_others(running, pipes, monkeypatch):
@@ -191,10 +181,10 @@ def test_plain_requests_decode_with_others(running, pipes, monkeypatch):
 
 def test_draft_tokens_of_a_request(running, pipes):
     for number in (0, 5, 20):
-        text, figures = answer(running.post(asked(1, num_draft_tokens=number)))
+        text, stats = answer(running.post(asked(1, num_draft_tokens=number)))
         expected = pipes["flash"].generate(PROMPTS[1], max_new_tokens=24, num_draft_tokens=number)
-        assert (text, figures["num_draft_tokens"]) == (expected.text, expected.stats.num_draft_tokens)
-        assert figures["drafter"] == ("flash" if number else "none")
+        assert (text, stats["num_draft_tokens"]) == (expected.text, expected.stats.num_draft_tokens)
+        assert stats["drafter"] == ("flash" if number else "none")
     streamed = events(running.post(asked(1, speculative="recycle@chain", num_draft_tokens=3, stream=True)))
     assert streamed[-1]["metrics"]["speculative_decoding"]["drafter"] == "recycle@chain"
     body = {"model": "tiny-llava", "input": PROMPTS[1], "speculative": False, "temperature": 0, "max_output_tokens": 24}
