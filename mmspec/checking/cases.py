@@ -1,4 +1,4 @@
-"""Test cases of ``mmspec check``: requests that a faulty speculative decoder would answer differently; their run."""
+"""Test cases of ``mmspec check``: requests that a faulty speculative decoder would answer differently. Runs all cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run of a test case: sends requests to both sides, compares answers and records differences; drafters of cases."""
+"""Trial of a case: sends requests to both sides, compares answers, records differences. Drafters that cases use."""
 
 from __future__ import annotations
 
