@@ -1,4 +1,4 @@
-"""Test cases of ``mmspec check``: requests that a faulty speculative decoder would answer differently. Runs all cases."""
+"""Cases of ``mmspec check``: requests that a faulty speculative decoder would answer differently; runs all cases."""
 
 from __future__ import annotations
 
