@@ -28,7 +28,7 @@ from mmspec.cli.options import (
     steps_shown,
 )
 from mmspec.errors import UserError, missing
-from mmspec.serving.limits import is_loopback
+from mmspec.serving.settings import is_loopback
 
 _log = logging.getLogger("mmspec.demo")
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]

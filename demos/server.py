@@ -33,10 +33,11 @@ from mmspec.demos.models import RUNNING, WAITING, ModelCache
 from mmspec.demos.page import build
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder, temporary_folder
+from mmspec.drafters.registry import PLAIN, registered_name
 from mmspec.errors import UserError
 from mmspec.progress import show_steps
-from mmspec.serving.limits import Limits, host_names
 from mmspec.serving.middleware import PROBES
+from mmspec.serving.settings import Limits, host_names
 
 _log = logging.getLogger("mmspec.demo")
 
@@ -138,8 +139,9 @@ def make_api(
     """
     from mmspec.serving.app import create_app  # the page alone does not need its packages
 
+    pipe = models.keep(model, drafter, adapt)
     return create_app(
-        models.keep(model, drafter, adapt),
+        {registered_name(pipe.drafter) or PLAIN: pipe},
         Limits(max_running=RUNNING, max_waiting=WAITING),
         api_key=key,
         hosts=None if host is None else host_names(host),

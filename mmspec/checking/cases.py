@@ -1,4 +1,4 @@
-"""Test cases of ``mmspec check``: requests that a faulty speculative decoder would answer differently; their run."""
+"""Cases of ``mmspec check``: requests that a faulty speculative decoder would answer differently; runs all cases."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
-from mmspec.checking.drafters import NowAndThen, Rehearsed
-from mmspec.checking.sides import Answer, Question, SkippedError
+from mmspec.checking.sides import Answer, LocalSide, Question, SkippedError
 from mmspec.checking.statistics import ALPHA, COLD, POWER, against_logprobs, against_probabilities, two_samples
-from mmspec.checking.trial import Trial
+from mmspec.checking.trial import NowAndThen, Rehearsed, Trial
 from mmspec.compare import next_token_scores
 from mmspec.core.drafter import Drafter
 from mmspec.errors import UserError, first_line
@@ -385,7 +384,7 @@ def _sampling(trial: Trial) -> None:
 def _enumerate(trial: Trial, question: Question) -> None:
     """Compare samples with the probabilities of all sequences, computed from plain decoding's scores. Half of the
     answers use the user's drafter, half use the most probable answer as draft."""
-    outcomes = Outcomes(trial.pipe, trial.request(question), question, trial.bound)
+    outcomes = Outcomes(trial.pipe, question, trial.bound)
     best = max((one for one in outcomes.probs if OTHER not in one), key=lambda one: outcomes.probs[one])
     sides = [trial.tested, trial.drafted(Rehearsed(best))]
     counts: Counter[tuple[int, ...]] = Counter()
@@ -412,8 +411,8 @@ class Outcomes:
             which of the two is a candidate, and answers that continue with either are merged into one outcome.
     """
 
-    def __init__(self, pipe: Pipeline, request: dict[str, Any], question: Question, bound: float) -> None:
-        params, prompt = pipe.defaults.complete(question.params()), pipe.encode([request])
+    def __init__(self, pipe: Pipeline, question: Question, bound: float) -> None:
+        params, prompt = pipe.defaults.complete(question.params()), pipe.encode([LocalSide(pipe).request(question)])
         processors = pipe.defaults.processors(params, prompt.input_ids)
         self._candidates: dict[tuple[int, ...], dict[int, float]] = {}
         self.probs: dict[tuple[int, ...], float] = {(): 1.0}
@@ -500,14 +499,9 @@ def run_case(trial: Trial, name: str) -> dict[str, Any]:
         "name": name,
         "outcome": found if outcome is None or found == "different" else outcome,
         "reason": reason,
-        "tokens": record.tokens,
-        "accepted": record.accepted,
-        "rehearsed": record.rehearsed,
         "seconds": round(monotonic() - start, 3),
-        "differences": record.differences,
+        **{field: value for field, value in vars(record).items() if value or field != "sampling"},
         "notes": list(record.notes),
-        "power": record.power,
-        **({"sampling": record.sampling} if record.sampling else {}),
     }
 
 

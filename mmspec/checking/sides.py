@@ -80,15 +80,9 @@ class Question:
 
     def params(self, choice: int = 0) -> SamplingParams:
         """Sampling parameters of a choice."""
-        return SamplingParams(
-            temperature=self.temperature,
-            max_new_tokens=self.max_tokens,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=None if self.seed is None else self.seed + choice,
-            stop=self.stop,
-            min_new_tokens=self.min_tokens,
-        )
+        seed = None if self.seed is None else self.seed + choice
+        given = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "stop")}
+        return SamplingParams(**given, seed=seed, max_new_tokens=self.max_tokens, min_new_tokens=self.min_tokens)
 
 
 @dataclass(frozen=True)
@@ -223,16 +217,8 @@ class LocalSide:
 
     def _answer(self, one: Generation) -> Answer:
         steps = tuple((step.token_id, step.logprob, tuple(step.top)) for step in one.logprobs)
-        stats = one.stats
-        return Answer(
-            one.text,
-            one.finish_reason,
-            tuple(one.token_ids),
-            steps,
-            stats.num_accepted_draft_tokens,
-            stats.num_cached_tokens,
-            stats.drafter_error,
-        )
+        counts = one.stats.num_accepted_draft_tokens, one.stats.num_cached_tokens
+        return Answer(one.text, one.finish_reason, tuple(one.token_ids), steps, *counts, one.stats.drafter_error)
 
 
 class GenerateSide(LocalSide):
@@ -254,15 +240,9 @@ class GenerateSide(LocalSide):
         options |= {"min_new_tokens": question.min_tokens} if question.min_tokens else {}
         if self.adapters:
             pipe.target.adapters.use(question.adapter)
+        options |= {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": most}
         try:
-            output = pipe.model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                **prompt.inputs,
-                **options,
-                do_sample=False,
-                max_new_tokens=most,
-            )
+            output = pipe.model.generate(input_ids=ids, **prompt.inputs, **options)
         except Exception as error:
             raise SkippedError(f"generate raises {type(error).__name__}: {first_line(error)}") from error
         tokens = output[0, ids.shape[1] :].tolist()
@@ -349,16 +329,10 @@ class ServerSide:
     def _answers(self, question: Question) -> list[Answer]:
         reply = self._post(question)
         choices = sorted(reply["choices"], key=lambda choice: choice["index"])
-        accepted, cached = _accepted(reply), _at(reply, "usage", "prompt_tokens_details", "cached_tokens")
+        accepted, cached = _accepted(reply), _at(reply, "usage", "prompt_tokens_details", "cached_tokens") or 0
+        share = None if accepted is None else accepted // len(choices)
         return [
-            Answer(
-                _text(choice["message"]),
-                choice["finish_reason"],
-                steps=_steps(choice),
-                accepted=None if accepted is None else accepted // len(choices),
-                cached=cached or 0,
-            )
-            for choice in choices
+            Answer(_text(one["message"]), one["finish_reason"], None, _steps(one), share, cached) for one in choices
         ]
 
     def _post(self, question: Question) -> dict[str, Any]:

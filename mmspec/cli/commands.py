@@ -25,10 +25,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         'mmspec generate --model smollm2 --compare "List the planets."',
         "mmspec generate --model smollm2 --temperature 0.7 --seed 1 - < prompt.txt",
     ),
-    "serve": (
-        "mmspec serve --model smollm2",
-        "mmspec serve --model smol-llava --host 0.0.0.0 --api-key KEY",
-    ),
+    "serve": ("mmspec serve --model smollm2", "mmspec serve --model smol-llava --host 0.0.0.0 --api-key KEY"),
     "demo": ("mmspec demo", "mmspec demo --model smollm2 --api --port 8080"),
     "export": (
         "mmspec export --model TARGET --drafter run/drafter --out vllm",
@@ -38,18 +35,12 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "mmspec datastore build notes.txt --model smollm2 --out store",
         "mmspec datastore build data.jsonl --model smollm2 --out store",
     ),
-    "eval": (
-        "mmspec eval --model tiny-llava --out results",
-        "mmspec eval --list",
-    ),
+    "eval": ("mmspec eval --model tiny-llava --out results", "mmspec eval --list"),
     "tune": (
         "mmspec tune --model smollm2 --prompts prompts.txt",
         "mmspec tune --model smollm2 --prompts prompts.txt --minutes 10 --drafters recycle,ngram",
     ),
-    "check": (
-        "mmspec check smollm2",
-        "mmspec check --url http://127.0.0.1:8000 --against http://127.0.0.1:8001",
-    ),
+    "check": ("mmspec check smollm2", "mmspec check --url http://127.0.0.1:8000 --against http://127.0.0.1:8001"),
     "info": ("mmspec info", "mmspec info smollm2 --drafters"),
     "clean": ("mmspec clean", "mmspec clean --json"),
     "train make-data": (
@@ -133,14 +124,8 @@ class TrainingCommand(Command):
 
 # Help lines are duplicated here: reading them from the commands would import torch, which takes seconds.
 _SECTIONS = {
-    "Decode": {
-        "caption": "Describe an image, a video, or a folder of them.",
-        "generate": "Answer a text prompt.",
-    },
-    "Serve": {
-        "serve": "Serve a model through OpenAI's API.",
-        "demo": "Open the web demo.",
-    },
+    "Decode": {"caption": "Describe an image, a video, or a folder of them.", "generate": "Answer a text prompt."},
+    "Serve": {"serve": "Serve a model through OpenAI's API.", "demo": "Open the web demo."},
     "Train": {
         "train": "Train drafters.",
         "export": "Write a drafter for other engines.",
@@ -155,9 +140,7 @@ _SECTIONS = {
         "info": "Show devices, versions, models and drafters.",
         "clean": "Remove from the cache what earlier versions left.",
     },
-    "Data": {
-        "make-data": "Generate training data for drafters with a model.",
-    },
+    "Data": {"make-data": "Generate training data for drafters with a model."},
 }
 _HELP = {name: text for section in _SECTIONS.values() for name, text in section.items()}
 _RUNS = """Run the same command again to resume an interrupted run. The drafter is written to OUT/drafter, metrics to
@@ -178,11 +161,7 @@ debug_option = click.Option(
 
 
 class Commands(click.Group):
-    """A group of commands that are plug-ins.
-
-    Args:
-        plugin_group: ``"commands"`` or ``"train"``, see ``mmspec.plugins``.
-    """
+    """A group of commands that are plug-ins of the group ``"commands"`` or ``"train"``, see ``mmspec.plugins``."""
 
     def __init__(self, plugin_group: str, **settings: Any) -> None:
         super().__init__(invoke_without_command=True, callback=click.pass_context(_help_if_alone), **settings)

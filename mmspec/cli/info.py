@@ -127,14 +127,8 @@ def _devices() -> list[dict[str, Any]]:
     ]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        devices.append(
-            {
-                "name": f"cuda:{index}",
-                "kind": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_bytes": properties.total_memory,
-            }
-        )
+        found = {"name": f"cuda:{index}", "kind": properties.name, "memory_bytes": properties.total_memory}
+        devices.append({**found, "capability": f"{properties.major}.{properties.minor}"})
     return devices
 
 

@@ -341,11 +341,7 @@ GENERATING = (*SAMPLING, "num_draft_tokens")
 
 
 def listen_options(port: int) -> Decorator:
-    """``--host``, ``--port`` and ``--no-auth``.
-
-    Args:
-        port: default port.
-    """
+    """``--host``, ``--port``, whose default is ``port``, and ``--no-auth``."""
     return stack(
         click.option(
             "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 listens on all."

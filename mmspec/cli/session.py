@@ -73,7 +73,9 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
             )
     drafter = registered_name(pipe.drafter)
     if options["as_json"]:
-        click.echo(json.dumps(_as_object(generation, pipe.name, drafter, comparison)))
+        content = {name: getattr(generation, name) for name in ("text", "token_ids", "finish_reason")}
+        content |= {"model": pipe.name, "drafter": drafter, "stats": generation.stats.to_dict()}
+        click.echo(json.dumps(content | ({"compare": comparison.to_dict()} if comparison else {})))
         return
     compared = _comparison_lines(comparison, pipe) if comparison else ()
     for line in (_stats_line(generation, drafter, pipe.context_limit), *compared):
@@ -98,13 +100,7 @@ def show_limits(notes: Console, model: str) -> None:
 
 
 def open_pipeline(
-    notes: Console,
-    model: str,
-    drafter: Any,
-    device: str,
-    dtype: str,
-    trust_remote_code: bool = False,
-    **options: Any,
+    notes: Console, model: str, drafter: Any, device: str, dtype: str, trust_remote_code: bool = False, **options: Any
 ) -> Pipeline:
     """Call ``mmspec.load`` with a status line, hiding messages of other libraries."""
     if not os.environ.get("MMSPEC_DEBUG"):
@@ -120,21 +116,6 @@ def open_pipeline(
     if "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < SINGLE_THREADED:
         torch.set_num_threads(1)
     return pipe
-
-
-def _as_object(
-    generation: Generation, model: str, drafter: str | None, comparison: Comparison | None
-) -> dict[str, Any]:
-    """The result as the JSON object of ``--json``."""
-    content = {
-        "text": generation.text,
-        "token_ids": generation.token_ids,
-        "finish_reason": generation.finish_reason,
-        "model": model,
-        "drafter": drafter,
-        "stats": generation.stats.to_dict(),
-    }
-    return content if comparison is None else {**content, "compare": comparison.to_dict()}
 
 
 def _stats_line(generation: Generation, drafter: str | None, context_limit: int | None) -> str:

@@ -20,25 +20,17 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mmspec.drafters.registry import PLAIN, registered_name
+from mmspec.drafters.registry import PLAIN
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.reasoning import reasoning_format
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.formats import WireFormat
-from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.middleware import CLIENT_GONE, LOG, PROBES, AccessGuard, RequestLimit, RequestLog, Watched
 from mmspec.serving.responses import ResponsesRequest, StoredResponses
-from mmspec.serving.runner import (
-    Admission,
-    GenerationJob,
-    GrammarChecker,
-    JobBuilder,
-    RequestRunner,
-    Slots,
-)
+from mmspec.serving.runner import Admission, GenerationJob, GrammarChecker, JobBuilder, RequestRunner, Slots
 from mmspec.serving.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -48,6 +40,7 @@ from mmspec.serving.schemas import (
     TokenizeRequest,
     parse,
 )
+from mmspec.serving.settings import Limits
 from mmspec.serving.tools import AUTO, tool_format
 from mmspec.targets.processor import template_variables
 
@@ -58,7 +51,7 @@ T = TypeVar("T")
 
 
 def create_app(
-    pipe: Pipeline,
+    pipes: Mapping[str, Pipeline],
     limits: Limits,
     *,
     api_key: str | None = None,
@@ -69,14 +62,14 @@ def create_app(
     reasoning_parser: str = AUTO,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     allow_urls: bool = False,
-    drafters: Mapping[str, Pipeline] | None = None,
     scrape: Callable[[], Awaitable[Collector]] | None = None,
     slots: Admission | None = None,
 ) -> FastAPI:
     """Create the application.
 
     Args:
-        pipe: default pipeline; its ``max_num_seqs`` must be at least ``limits.max_running``.
+        pipes: pipelines over one target by drafter, the default first; ``max_num_seqs`` of each must be at least
+            ``limits.max_running``.
         api_key: required API key; None requires none.
         hosts: accepted Host names; None accepts all.
         origins: origins of web pages that may call the server.
@@ -85,11 +78,9 @@ def create_app(
         reasoning_parser: format of reasoning; see ``mmspec.sampling.reasoning``.
         chat_template_kwargs: default variables of the chat template.
         allow_urls: whether images and videos are downloaded from public addresses.
-        drafters: selectable pipelines by drafter name: ``pipe``, and others over its target.
         scrape: collects the metrics for ``GET /metrics``; None for this application's own.
         slots: admission of requests; None creates slots.
     """
-    pipes = dict(drafters or {registered_name(pipe.drafter) or PLAIN: pipe})
     pipe = next(iter(pipes.values()))
     slots = slots or Slots(limits.max_running, limits.max_waiting)
     names = tuple(names) or (pipe.name,)
@@ -154,29 +145,21 @@ def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, bo
         content = await read_body(request, body_bytes)
         return await asyncio.to_thread(lambda: use(parse(kind, content, runner.metrics.ignored)))
 
-    async def answered(
-        request: Request, kind: type[R], build: Callable[[R], tuple[GenerationJob, WireFormat]]
-    ) -> Response:
-        asked, (job, form) = await parsed(request, kind, lambda asked: (asked, build(asked)))
-        request.scope[LOG].form = form
-        if not asked.stream:
-            return JSONResponse(await unless_gone(request.receive, _whole(runner, job, form)))
-        events = _events(runner, job, form, request.scope[LOG])
-        # Errors before the first token still determine the response's status.
-        first = await unless_gone(request.receive, events.__anext__())
-        return EventStream(first, events)
+    def add(path: str, kind: type[R], build: Callable[[R], tuple[GenerationJob, WireFormat]]) -> None:
+        @app.post(path)
+        async def answer(request: Request) -> Response:
+            asked, (job, form) = await parsed(request, kind, lambda asked: (asked, build(asked)))
+            request.scope[LOG].form = form
+            if not asked.stream:
+                return JSONResponse(await unless_gone(request.receive, _whole(runner, job, form)))
+            events = _events(runner, job, form, request.scope[LOG])
+            # Errors before the first token still determine the response's status.
+            await unless_gone(request.receive, events.__anext__())
+            return EventStream(events)
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await answered(request, ChatCompletionRequest, builder.chat)
-
-    @app.post("/v1/completions")
-    async def complete(request: Request) -> Response:
-        return await answered(request, CompletionRequest, builder.completion)
-
-    @app.post("/v1/responses")
-    async def respond(request: Request) -> Response:
-        return await answered(request, ResponsesRequest, builder.response)
+    add("/v1/chat/completions", ChatCompletionRequest, builder.chat)
+    add("/v1/completions", CompletionRequest, builder.completion)
+    add("/v1/responses", ResponsesRequest, builder.response)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -252,12 +235,12 @@ async def _whole(runner: RequestRunner, job: GenerationJob, form: WireFormat) ->
         form.reached("queue_s")
         async for index, piece in pieces:
             form.reached("first_token_s")
-            form.choices[index].append(piece)
+            form.add(index, piece)
     return form.whole()
 
 
 async def _events(runner: RequestRunner, job: GenerationJob, form: WireFormat, log: Watched) -> AsyncGenerator[bytes]:
-    """Server-sent events; exceptions after the first event are sent as events, too."""
+    """Server-sent events, after an empty one at the first token; exceptions after that are sent as events, too."""
     started = False
     try:
         async with runner.start(job) as pieces:
@@ -265,9 +248,10 @@ async def _events(runner: RequestRunner, job: GenerationJob, form: WireFormat, l
             async for index, piece in pieces:
                 form.reached("first_token_s")
                 if not started:
+                    started = True
+                    yield b""
                     for chunk in form.first_chunks():
                         yield form.event(chunk)
-                    started = True
                 for chunk in form.chunks(index, piece):
                     yield form.event(chunk)
     except Exception as error:
@@ -280,10 +264,7 @@ async def _events(runner: RequestRunner, job: GenerationJob, form: WireFormat, l
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """Read a request body.
-
-    Args:
-        most: maximum bytes.
+    """Read a request body of at most ``most`` bytes.
 
     Raises:
         APIError: status 413, the body is too large.
@@ -301,10 +282,7 @@ async def read_body(request: Request, most: int) -> bytes:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``, and cancel it when the client disconnects.
-
-    Args:
-        receive: ASGI ``receive`` of the request, whose body has been read.
+    """Await ``work``, and cancel it when the client of the request, whose body has been read, disconnects.
 
     Raises:
         ClientDisconnect: the client has disconnected.
@@ -330,20 +308,11 @@ class EventStream(StreamingResponse):
     """A stream of server-sent events that closes its generator when the client disconnects.
 
     starlette's ``StreamingResponse`` leaves an open generator to the garbage collector.
-
-    Args:
-        first: the first event, already taken from the generator.
-        events: the remaining events.
     """
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes]) -> None:
-        async def all_events() -> AsyncIterator[bytes]:
-            yield first
-            async for event in events:
-                yield event
-
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
         self._events = events
-        super().__init__(all_events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -28,10 +28,9 @@ from mmspec.cli.options import (
     trust_option,
 )
 from mmspec.errors import UserError
-from mmspec.jobs import ENGINES, rank, ranks
+from mmspec.jobs import rank, ranks
 from mmspec.sampling.reasoning import AUTO, FORMATS, NAMES
-from mmspec.serving.limits import Limits, host_names, is_loopback, server_url
-from mmspec.serving.settings import ServerSettings
+from mmspec.serving.settings import Limits, ServeOptions, ServerSettings, host_names, is_loopback, server_url
 
 _log = logging.getLogger("mmspec.serve")
 
@@ -52,7 +51,6 @@ _log = logging.getLogger("mmspec.serve")
     metavar="ORIGIN",
     help="Web pages that may call the server, such as http://localhost:3000; repeatable.",
 )
-@click.option("--allow-urls", is_flag=True, help="Download images and videos of requests from public addresses.")
 @click.option(
     "--served-model-name",
     "names",
@@ -61,13 +59,6 @@ _log = logging.getLogger("mmspec.serve")
     help="Model name in requests, in place of --model; repeatable, responses have the first name.",
 )
 @adapter_option
-@click.option(
-    "--tool-parser",
-    type=click.Choice(("auto", "hermes", "llama3_json", "mistral", "generic")),
-    default="auto",
-    show_default=True,
-    help="Format of the model's tool calls; auto: from the chat template.",
-)
 @click.option(
     "--reasoning-parser",
     type=click.Choice(NAMES),
@@ -84,31 +75,9 @@ _log = logging.getLogger("mmspec.serve")
     metavar="JSON",
     help='Default variables of the chat template, such as {"enable_thinking": false}.',
 )
-@click.option(
-    "--prefix-cache",
-    type=click.IntRange(0),
-    default=512,
-    show_default=True,
-    metavar="MIB",
-    help="Memory for the states of earlier prompts; 0 computes every prompt.",
-)
 @adapt_options
 @derived(Limits)
-@click.option(
-    "--engine",
-    type=click.Choice(ENGINES),
-    default="local",
-    show_default=True,
-    help="local: this process; ray: replicas on Ray Serve.",
-)
-@click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="With --engine ray.")
-@click.option(
-    "--replica-gpus",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="GPUs per replica on Ray; --device-map auto spreads the model over them.",
-)
+@derived(ServeOptions, settings={"prefix_cache": {"metavar": "MIB"}})
 def serve(
     host: str,
     port: int,
@@ -168,7 +137,9 @@ def _here(settings: ServerSettings, host: str, port: int) -> None:
             dtype = vars(pipe.model.generation_config).get("gguf_format", own)
         what = f"model {pipe.name}, {drafters}, {dtype} on {pipe.target.device}"
         _announce(host, listening.getsockname()[1], f"{what}; by default {settings.defaults(pipe)}")
-        run(settings.app(pipes), settings.limits, listening, pipe.engine)
+        from mmspec.serving.app import create_app
+
+        run(create_app(pipes, settings.limits, **settings.access), settings.limits, listening, pipe.engine)
 
 
 def _follow(settings: ServerSettings) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,11 +42,6 @@ class APIError(Exception):
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.content(), self.status, self.headers)
-
-
-def as_events(error: APIError) -> bytes:
-    """An error as the last event of a stream."""
-    return f"data: {json.dumps(error.content())}\n\ndata: [DONE]\n\n".encode()
 
 
 def as_api_error(error: Exception) -> APIError:

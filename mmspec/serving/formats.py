@@ -7,7 +7,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from time import perf_counter as clock
 from typing import Any
 
@@ -23,33 +23,6 @@ from mmspec.targets.processor import Processor
 _LEAST = -9999.0  # JSON has no infinity
 
 
-@dataclass
-class Choice:
-    """A complete or growing choice.
-
-    Attributes:
-        reasoning: text of the reasoning.
-        num_reasoning_tokens: number of reasoning tokens.
-        tokens: number of all tokens.
-    """
-
-    text: str = ""
-    reasoning: str = ""
-    num_reasoning_tokens: int = 0
-    tokens: int = 0
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    stats: Stats | None = None
-    finish_reason: str | None = None
-
-    def append(self, piece: Piece) -> None:
-        self.text += piece.text
-        self.reasoning += piece.reasoning
-        self.num_reasoning_tokens += piece.num_reasoning_tokens
-        self.tokens += len(piece.token_ids)
-        self.logprobs += piece.logprobs
-        self.stats, self.finish_reason = piece.stats, piece.finish_reason
-
-
 def spelt(token: bytes) -> str:
     """Text of a token; incomplete characters are shown as bytes, like OpenAI's ``bytes:\\xe2\\x80``."""
     try:
@@ -59,7 +32,7 @@ def spelt(token: bytes) -> str:
 
 
 class WireFormat(ABC):
-    """Builds the response of one request.
+    """Builds the response of one request from the pieces of its choices.
 
     Args:
         io: the model's processor, for the bytes of tokens.
@@ -81,7 +54,7 @@ class WireFormat(ABC):
         self._include_usage, self._drafter = asked.include_usage, drafter
         self._head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._made, self._times = clock(), dict[str, float]()
-        self.choices = [Choice(text) for text in before]
+        self.choices = [Piece(text, []) for text in before]
 
     def whole(self) -> dict[str, Any]:
         """The complete response; all choices must be complete."""
@@ -96,6 +69,21 @@ class WireFormat(ABC):
         ]
         return {**self._head, "object": self.whole_object, "choices": choices, **self._figures()}
 
+    def add(self, index: int, piece: Piece) -> Piece:
+        """Append a piece to a choice; returns the whole choice so far."""
+        before = self.choices[index]
+        before.token_ids.extend(piece.token_ids)
+        before.logprobs.extend(piece.logprobs)
+        self.choices[index] = replace(
+            piece,
+            text=before.text + piece.text,
+            token_ids=before.token_ids,
+            logprobs=before.logprobs,
+            reasoning=before.reasoning + piece.reasoning,
+            num_reasoning_tokens=before.num_reasoning_tokens + piece.num_reasoning_tokens,
+        )
+        return self.choices[index]
+
     def event(self, chunk: dict[str, Any]) -> bytes:
         """A chunk as a server-sent event."""
         return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
@@ -106,8 +94,7 @@ class WireFormat(ABC):
 
     def chunks(self, index: int, piece: Piece) -> Iterable[dict[str, Any]]:
         """Chunks for a piece of a choice. Without ``include_usage``, the last piece's chunk has the statistics."""
-        choice = self.choices[index]
-        choice.append(piece)
+        choice = self.add(index, piece)
         delta = {**self._delta(index, piece), "logprobs": self._logprobs_of(piece.logprobs, choice)}
         chunk = self._chunk({"index": index, **delta, "finish_reason": self._finish_reason(index)})
         ended = all(choice.finish_reason is not None for choice in self.choices)
@@ -128,7 +115,7 @@ class WireFormat(ABC):
             "id": self._head["id"],
             "finish": None if None in reasons else ",".join(dict.fromkeys(map(str, reasons))),
             "prompt_tokens": sum(one.num_prompt_tokens for one in stats[:: self._n]) or None,
-            "generated_tokens": sum(choice.tokens for choice in self.choices),
+            "generated_tokens": sum(len(choice.token_ids) for choice in self.choices),
             "acceptance_length": round(Stats.combined(stats).mean_acceptance_length, 2) or None,
             **{name: f"{seconds:.3f}" for name, seconds in self._times.items()},
         }
@@ -159,7 +146,7 @@ class WireFormat(ABC):
         return self.choices[index].finish_reason
 
     @abstractmethod
-    def _content(self, index: int, choice: Choice) -> Mapping[str, Any]:
+    def _content(self, index: int, choice: Piece) -> Mapping[str, Any]:
         """Fields of a whole choice that contain its text."""
 
     @abstractmethod
@@ -167,16 +154,12 @@ class WireFormat(ABC):
         """Fields of a chunk's choice that contain the new text."""
 
     @abstractmethod
-    def _logprobs_of(self, tokens: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any] | None:
+    def _logprobs_of(self, tokens: Sequence[TokenLogprob], choice: Piece) -> dict[str, Any] | None:
         """Format the log probabilities of a choice's next tokens; called once per token, after its text was added."""
 
 
 class ChatFormat(WireFormat):
-    """``chat.completion`` and ``chat.completion.chunk``.
-
-    Args:
-        reader: factory of tool call parsers; None for text outputs.
-    """
+    """``chat.completion`` and ``chat.completion.chunk``; ``reader`` makes parsers of tool calls, None for text."""
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
@@ -188,7 +171,7 @@ class ChatFormat(WireFormat):
         for index in range(len(self.choices)):
             yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
-    def _content(self, index: int, choice: Choice) -> Mapping[str, Any]:
+    def _content(self, index: int, choice: Piece) -> Mapping[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if self._readers is not None:
             read = self._readers[index].feed(choice.text, final=True).to_dict()
@@ -213,7 +196,7 @@ class ChatFormat(WireFormat):
         called = self._readers is not None and self._readers[index].calls > 0
         return "tool_calls" if called and reason == "stop" else reason
 
-    def _logprobs_of(self, tokens: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any] | None:
+    def _logprobs_of(self, tokens: Sequence[TokenLogprob], choice: Piece) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         content = [
@@ -240,13 +223,13 @@ class TextFormat(WireFormat):
             if choice.text:
                 yield self._chunk({"index": index, "text": choice.text, "logprobs": None, "finish_reason": None})
 
-    def _content(self, index: int, choice: Choice) -> Mapping[str, Any]:
+    def _content(self, index: int, choice: Piece) -> Mapping[str, Any]:
         return {"text": choice.text}
 
     def _delta(self, index: int, piece: Piece) -> Mapping[str, Any]:
         return {"text": piece.text}
 
-    def _logprobs_of(self, tokens: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any] | None:
+    def _logprobs_of(self, tokens: Sequence[TokenLogprob], choice: Piece) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         contents = [self._io.token_bytes(one.token_id) for one in tokens]
@@ -254,9 +237,8 @@ class TextFormat(WireFormat):
             "tokens": [spelt(content) for content in contents],
             "token_logprobs": [max(one.logprob, _LEAST) for one in tokens],
             "top_logprobs": [self._by_text(one.top) for one in tokens],
-            "text_offset": [
-                min(one.text_offset, len(choice.text)) for one in tokens
-            ],  # clipped to the end at a stop string
+            # Clipped to the end at a stop string.
+            "text_offset": [min(one.text_offset, len(choice.text)) for one in tokens],
         }
 
     def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:

@@ -16,7 +16,7 @@ import httpx
 
 from mmspec.errors import UserError
 from mmspec.serving.errors import APIError
-from mmspec.serving.limits import Limits
+from mmspec.serving.settings import Limits
 from mmspec.targets.processor import Processor
 from mmspec.validation import data_of, is_data_uri
 

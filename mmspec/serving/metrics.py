@@ -90,11 +90,7 @@ class Metrics:
         gauge("num_torch_threads", "Threads of torch: fewer beside other programs.", threads)
 
     def ended(self, stats: Stats, reason: str, drafter: str) -> None:
-        """Record a choice that has ended.
-
-        Args:
-            drafter: name of the drafter, a label of the speculation counters.
-        """
+        """Record a choice that has ended; the drafter's name is a label of the speculation counters."""
         for field, counter in self._counters:
             self._of(field, counter, drafter).inc(getattr(stats, field))
         for position in range(len(stats.acceptance_histogram) - 1):
@@ -111,11 +107,7 @@ class Metrics:
 
 
 class ReplicaMetrics(Collector):
-    """Merges the metrics of several server replicas.
-
-    Args:
-        found: metrics by replica name, which is added as a label.
-    """
+    """Merges the metrics of several server replicas; the name of a replica is added as a label."""
 
     def __init__(self, found: Mapping[str, Iterable[Metric]]) -> None:
         self._found = found

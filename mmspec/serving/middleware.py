@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmspec.errors import first_line
-from mmspec.serving.errors import APIError, as_api_error, as_events
+from mmspec.serving.errors import APIError, as_api_error
 
 if TYPE_CHECKING:
     from mmspec.serving.formats import WireFormat
@@ -39,11 +39,7 @@ _log = logging.getLogger("mmspec.serving")
 
 
 class Unready:
-    """An application that rejects all requests with status 503 and ``Retry-After``, and the liveness probe with 200.
-
-    Args:
-        why: completes "the server is".
-    """
+    """An application that rejects requests with status 503 and ``Retry-After``; the liveness probe has status 200."""
 
     def __init__(self, why: str) -> None:
         self.error = APIError(503, f"the server is {why}: try again later", headers={"Retry-After": "1"})
@@ -55,10 +51,7 @@ class Unready:
 
 
 class Watched:
-    """Sends a response, and can complete it if the application does not.
-
-    Args:
-        send: ASGI ``send`` of the connection.
+    """ASGI ``send`` that watches a response, and can complete it if the application does not.
 
     Attributes:
         status: status of the response; None before its start.
@@ -89,7 +82,8 @@ class Watched:
         if self.status is None:
             await error.response()(scope, receive, self._send)
         elif self._stream and not self.ended:
-            await self._send({"type": "http.response.body", "body": as_events(error)})
+            body = f"data: {json.dumps(error.content())}\n\ndata: [DONE]\n\n".encode()
+            await self._send({"type": "http.response.body", "body": body})
 
 
 class RequestLimit:

@@ -17,6 +17,7 @@ from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.request_router import PendingRequest, RunningReplica
 
 from mmspec.errors import UserError
+from mmspec.serving.app import create_app
 from mmspec.serving.metrics import ReplicaMetrics
 from mmspec.serving.middleware import log_to_stderr
 from mmspec.serving.settings import ServerSettings
@@ -44,7 +45,7 @@ class SessionRouter(ConsistentHashRouter):
 class Replica:
     def __init__(self, settings: ServerSettings) -> None:
         log_to_stderr(settings.limits.log_level)  # Ray redirects it to a file
-        self._app = settings.app(settings.pipelines(), scrape=self._scrape)
+        self._app = create_app(settings.pipelines(), settings.limits, **settings.access, scrape=self._scrape)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, TypeAdapter, field_validator, model_validator
+from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from mmspec.pipeline import Piece
 from mmspec.sampling.params import LIBRARY, Logprobs, MaxTokens
@@ -34,6 +34,7 @@ from mmspec.serving.schemas import (
     ToolCall,
     Variant,
     VideoPart,
+    as_parts,
     choice_of,
     grammar_of_format,
 )
@@ -45,11 +46,8 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class _Text(TextPart):
-    ignored: ClassVar = (
-        "annotations",
-        "logprobs",
-        CACHE_BREAKPOINT,
-    )  # the first two occur in answers that clients send back
+    # Annotations and logprobs occur in answers that clients send back.
+    ignored: ClassVar = ("annotations", "logprobs", CACHE_BREAKPOINT)
     type: Literal["input_text", "output_text"]  # type: ignore[assignment]
 
 
@@ -60,18 +58,10 @@ class _Image(MediaPart):
     type: Literal["input_image"]
     image_url: str
 
-    @property
-    def source(self) -> str:
-        return self.image_url
-
 
 _Part = Annotated[_Text | _Image | VideoPart, Field(discriminator="type")]
 
-_Content = Annotated[
-    list[_Part],
-    Field(max_length=MOST_ITEMS),
-    BeforeValidator(lambda given: [{"type": "input_text", "text": given}] if isinstance(given, str) else given),
-]
+_Content = Annotated[list[_Part], Field(max_length=MOST_ITEMS), as_parts("input_text")]
 
 
 class Message(Variant):
@@ -247,11 +237,7 @@ class ResponsesRequest(GenerationRequest):
         return None if form is None else grammar_of_format(form.type, form.schema_)
 
     def about(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """Response fields that echo the request, with defaults filled in.
-
-        Args:
-            sampling: fields of ``SamplingParams``.
-        """
+        """Response fields that echo the request, with the defaults of ``sampling``: fields of ``SamplingParams``."""
         form = {"type": "text"}
         if self.text.format is not None:
             form = self.text.format.model_dump(by_alias=True, exclude_none=True)
@@ -292,11 +278,7 @@ class ResponsesFormat(ChatFormat):
     prefix, end = "resp_", b""
 
     def __init__(
-        self,
-        *common: Any,
-        about: Mapping[str, Any],
-        store: Callable[[dict[str, Any]], None] | None,
-        **keywords: Any,
+        self, *common: Any, about: Mapping[str, Any], store: Callable[[dict[str, Any]], None] | None, **keywords: Any
     ) -> None:
         super().__init__(*common, **keywords)
         self._store = store
@@ -319,7 +301,7 @@ class ResponsesFormat(ChatFormat):
             yield self._event(f"response.{name}", response=self._response("in_progress"))
 
     def chunks(self, index: int, piece: Piece) -> Iterator[Event]:
-        self.choices[index].append(piece)
+        self.add(index, piece)
         yield from self._grow(piece.reasoning, piece.text, piece.logprobs[piece.num_reasoning_tokens :])
         if piece.finish_reason is not None:
             response = self._ended()
@@ -359,11 +341,7 @@ class ResponsesFormat(ChatFormat):
         }
 
     def _grow(self, reasoning: str, text: str, logprobs: Iterable[Any]) -> Iterator[Event]:
-        """Events for new output; includes the final events if the answer has ended.
-
-        Args:
-            logprobs: log probabilities of the tokens after the reasoning.
-        """
+        """Events for new output, with the final events if the answer has ended; log probabilities exclude reasoning."""
         final = self.choices[0].finish_reason is not None
         if reasoning:
             yield from self._write("reasoning", reasoning)
@@ -458,21 +436,15 @@ class StoredResponses:
     def __init__(self, most: int, seconds: float) -> None:
         self._most, self._seconds = most, seconds
         self._kept: dict[str, _Stored] = {}  # oldest first
-        self._size = 0
         self._lock = Lock()
 
     def add(self, response: dict[str, Any], asked: Sequence[Item]) -> None:
-        """Store a response and its conversation, without truncated calls.
-
-        Args:
-            asked: the items before the response's output.
-        """
+        """Store a response and its conversation: the items ``asked`` and its output, without truncated calls."""
         answered = [one for one in response["output"] if one["type"] != "function_call" or one["status"] == "completed"]
         items = [*asked, *ITEMS.validate_python(answered)]
         size = len(json.dumps(response)) + len(ITEMS.dump_json(items))
         with self._lock:
             self._kept[response["id"]] = _Stored(response, items, size, time.monotonic())
-            self._size += size
             self._trim()
 
     def items(self, name: str | None) -> Sequence[Item]:
@@ -506,7 +478,7 @@ class StoredResponses:
         """
         self.get(name)
         with self._lock:
-            self._drop(name)
+            self._kept.pop(name, None)
         return {"id": name, "object": "response", "deleted": True}
 
     def _find(self, name: str) -> _Stored | None:
@@ -518,10 +490,7 @@ class StoredResponses:
         oldest = time.monotonic() - self._seconds
         while self._kept:
             name, first = next(iter(self._kept.items()))
-            if len(self._kept) <= self._most and self._size <= _STORED_BYTES and first.time >= oldest:
+            size = sum(kept.size for kept in self._kept.values())
+            if len(self._kept) <= self._most and size <= _STORED_BYTES and first.time >= oldest:
                 return
-            self._drop(name)
-
-    def _drop(self, name: str) -> None:
-        if (gone := self._kept.pop(name, None)) is not None:
-            self._size -= gone.size
+            del self._kept[name]

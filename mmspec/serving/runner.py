@@ -22,7 +22,6 @@ from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.syntax import CheckedText, GrammarTrial
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat, TextFormat, WireFormat
-from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.responses import ResponsesFormat, ResponsesRequest, StoredResponses, chat_messages
@@ -35,6 +34,7 @@ from mmspec.serving.schemas import (
     TokenizeRequest,
     conversation,
 )
+from mmspec.serving.settings import Limits
 from mmspec.serving.tools import ToolFormat, ToolPlan, plan_tools
 from mmspec.workers import Cancellation
 
@@ -85,6 +85,7 @@ class GenerationJob:
         return "tools or response_format" if "response_format" in self.schemas else "tools"
 
 
+@dataclass
 class JobBuilder:
     """Converts requests to jobs.
 
@@ -100,26 +101,21 @@ class JobBuilder:
         APIError: raised by each method for requests beyond the limits, or for another model.
     """
 
-    def __init__(
-        self,
-        pipe: Pipeline,
-        limits: Limits,
-        names: Sequence[str],
-        tools: ToolFormat,
-        media: MediaReader,
-        stored: StoredResponses,
-        reasoning: str | None = None,
-        variables: Mapping[str, Any] | None = None,
-        drafters: Sequence[str] = (PLAIN,),
-    ) -> None:
-        self._pipe, self._limits, self._names, self._tools, self._media = pipe, limits, names, tools, media
-        self._stored, self._variables, self._drafters = stored, variables or {}, drafters
-        self._reasoning = {"reasoning": reasoning} if reasoning else {}
-        self._adapters = pipe.adapters
-        self._known: list[str | None] = [*names, *self._adapters]
+    pipe: Pipeline
+    limits: Limits
+    names: Sequence[str]
+    tools: ToolFormat
+    media: MediaReader
+    stored: StoredResponses
+    reasoning: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    drafters: Sequence[str] = (PLAIN,)
+
+    def __post_init__(self) -> None:
+        self._known: list[str | None] = [*self.names, *self.pipe.adapters]
         self._expected = " or ".join(map(repr, self._known))
         if len(self._known) == 1:
-            path = Path(names[0])
+            path = Path(self.names[0])
             self._known += [None, *((path.name, path.stem) if path.is_file() else ())]
 
     def check_model(self, name: str | None) -> None:
@@ -132,8 +128,8 @@ class JobBuilder:
         """Model name in the response, and the keywords of ``Pipeline.stream`` that it implies."""
         if name not in self._known:  # None
             raise APIError(400, f"model is required: expected {self._expected}, got none", "model")
-        own = {"context_limit": self._limits.max_model_len or None}
-        return (name, own | {"adapter": name}) if name in self._adapters else (self._names[0], own)
+        own = {"context_limit": self.limits.max_model_len or None}
+        return (name, own | {"adapter": name}) if name in self.pipe.adapters else (self.names[0], own)
 
     def chat(self, asked: ChatCompletionRequest) -> tuple[GenerationJob, WireFormat]:
         """Job and response format of a chat request."""
@@ -142,10 +138,10 @@ class JobBuilder:
 
     def response(self, asked: ResponsesRequest) -> tuple[GenerationJob, WireFormat]:
         """Job and response format of a Responses API request."""
-        earlier = self._stored.items(asked.previous_response_id)
+        earlier = self.stored.items(asked.previous_response_id)
         job, plan = self._chat(asked, chat_messages([*earlier, *asked.input], asked.instructions))
         about = asked.about(job.sampling)
-        store = partial(self._stored.add, asked=[*earlier, *asked.input]) if asked.store else None
+        store = partial(self.stored.add, asked=[*earlier, *asked.input]) if asked.store else None
         return job, ResponsesFormat(*self._form(asked, job, [""]), reader=plan.reader, about=about, store=store)
 
     def _chat(
@@ -154,29 +150,29 @@ class JobBuilder:
         self.check_model(asked.model)
         functions = [tool.declaration for tool in asked.tools]
         turns, media = self._conversation(messages, functions)
-        sampling, constraint = asked.sampling(self._limits, self._pipe.defaults.served), asked.constraint()
-        self._media.check(media)
+        sampling, constraint = asked.sampling(self.limits, self.pipe.defaults.served), asked.constraint()
+        self.media.check(media)
         schema = None if constraint is None else constraint[1]
         plan = plan_tools(
-            self._pipe.io, self._tools, functions, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema
+            self.pipe.io, self.tools, functions, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema
         )
         constraint = constraint if plan.grammar is None else ("grammar", plan.grammar)
-        variables = effort_variables(asked.reasoning_effort, self._pipe.io.chat_template_text())
+        variables = effort_variables(asked.reasoning_effort, self.pipe.io.chat_template_text())
         variables |= asked.chat_template_kwargs
         keywords = {**asked.keywords, **plan.keywords, **self._answers(asked.model)[1], **self._rendering(variables)}
-        if "answer_start" not in keywords:  # a call starts at once there
-            keywords |= self._reasoning
+        if self.reasoning and "answer_start" not in keywords:  # a call starts at once there
+            keywords["reasoning"] = self.reasoning
         prompts = [plan.messages(turns)]
-        common = (prompts, sampling, constraint, asked.n, media, keywords, asked.drafter(self._limits, self._drafters))
+        common = (prompts, sampling, constraint, asked.n, media, keywords, asked.drafter(self.limits, self.drafters))
         return GenerationJob(*common, plan.trigger, plan.schemas), plan
 
     def _form(self, asked: GenerationRequest, job: GenerationJob, texts: Sequence[str]) -> tuple[Any, ...]:
         """Constructor arguments of a ``WireFormat``."""
-        return self._answers(asked.model)[0], self._pipe.io, asked, texts, job.drafts
+        return self._answers(asked.model)[0], self.pipe.io, asked, texts, job.drafts
 
     def _rendering(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Keywords for the chat template."""
-        variables = {**self._variables, **variables}
+        variables = {**self.variables, **variables}
         return {"chat_template_kwargs": variables} if variables else {}
 
     def _conversation(
@@ -184,18 +180,18 @@ class JobBuilder:
     ) -> tuple[list[dict[str, Any]], list[Medium]]:
         texts = [text for message in messages for text in message.texts]
         self._check_characters([*texts, *map(json.dumps, functions)], "messages")
-        return conversation(messages, self._pipe.io.reads_media)
+        return conversation(messages, self.pipe.io.reads_media)
 
     def completion(self, asked: CompletionRequest) -> tuple[GenerationJob, WireFormat]:
         """Job and response format of a completion request."""
         self.check_model(asked.model)
         self._check_characters(asked.prompt, "prompt")
         keywords = asked.keywords | {"chat_template": False} | self._answers(asked.model)[1]
-        sampling = asked.sampling(self._limits, self._pipe.defaults.served)
-        drafter = asked.drafter(self._limits, self._drafters)
+        sampling = asked.sampling(self.limits, self.pipe.defaults.served)
+        drafter = asked.drafter(self.limits, self.drafters)
         job = GenerationJob(asked.prompt, sampling, asked.constraint(), asked.n, (), keywords, drafter)
-        if job.choices > self._limits.max_running:
-            most = self._limits.max_running
+        if job.choices > self.limits.max_running:
+            most = self.limits.max_running
             raise APIError(400, f"a request may have at most {most} choices: got {job.choices}", "prompt")
         before = [self._prompt_text(prompt) if asked.echo else "" for prompt in job.prompts for _ in range(job.n)]
         return job, TextFormat(*self._form(asked, job, before))
@@ -203,13 +199,13 @@ class JobBuilder:
     def _prompt_text(self, prompt: Any) -> str:
         if isinstance(prompt, str):
             return prompt
-        self._pipe.io.check_ids(prompt)
-        return self._pipe.io.decode(prompt, skip_special_tokens=False)
+        self.pipe.io.check_ids(prompt)
+        return self.pipe.io.decode(prompt, skip_special_tokens=False)
 
     def tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
         """The response to ``POST /tokenize``."""
         self.check_model(asked.model)
-        io = self._pipe.io
+        io = self.pipe.io
         if asked.messages is None:
             self._check_characters([asked.prompt or ""], "prompt")
             tokens = io.text_ids(asked.prompt or "", add_special_tokens=asked.add_special_tokens is not False)
@@ -218,11 +214,11 @@ class JobBuilder:
             messages, media = self._conversation(asked.messages, functions)
             if media:
                 raise APIError(400, f"tokens are those of texts: got {media[0].kind}_url", media[0].param)
-            plan = plan_tools(io, self._tools, functions, "auto")
+            plan = plan_tools(io, self.tools, functions, "auto")
             keywords = {**plan.keywords, **self._rendering(asked.chat_template_kwargs)}
             tokens = io.encode([{"prompt": plan.messages(messages)}], **keywords).input_ids[0].tolist()
         names = io.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
-        limit = {"max_model_len": self._limits.context_limit(self._pipe.context_limit)}
+        limit = {"max_model_len": self.limits.context_limit(self.pipe.context_limit)}
         return {"count": len(tokens), **limit, "tokens": tokens, "token_strs": names}
 
     def text(self, asked: DetokenizeRequest) -> dict[str, Any]:
@@ -232,7 +228,7 @@ class JobBuilder:
         return {"prompt": self._prompt_text(asked.tokens)}
 
     def _check_characters(self, texts: Sequence[Sequence[Any]], param: str) -> None:
-        most, found = self._limits.max_characters, sum(map(len, texts))
+        most, found = self.limits.max_characters, sum(map(len, texts))
         if found > most:
             raise APIError(400, f"prompts must have at most {most} characters: got {found}", param)
 
@@ -257,15 +253,11 @@ class Admission(Protocol):
 
 
 class Slots:
-    """FIFO semaphore of decoding slots with a bounded queue. Used from one event loop only.
+    """FIFO semaphore of decoding slots. Used from one event loop only.
 
     Args:
         size: number of slots.
-        longest: maximum number of queued slots; further requests are refused.
-
-    Attributes:
-        running: slots in use.
-        waiting: slots that are waited for.
+        longest: maximum number of slots that are waited for; further requests are refused.
     """
 
     def __init__(self, size: int, longest: int) -> None:
@@ -349,11 +341,7 @@ class GrammarChecker:
 
 @dataclass
 class _Check:
-    """A running or finished grammar check.
-
-    Attributes:
-        waiting: number of requests that wait for the result.
-    """
+    """A running or finished grammar check, and the number of requests that wait for its result."""
 
     future: Future[CheckedText]
     stop: Cancellation
@@ -364,6 +352,7 @@ Pieces = AsyncIterator[tuple[int, Piece]]
 """Pieces of a request's choices as they arrive, each with the number of its choice."""
 
 
+@dataclass
 class RequestRunner:
     """Runs requests: a choice holds a slot from grammar check and media decoding to its last token.
 
@@ -372,17 +361,12 @@ class RequestRunner:
         seconds: time limit of a request; 0 sets no limit.
     """
 
-    def __init__(
-        self,
-        pipes: Mapping[str, Pipeline],
-        media: MediaReader,
-        grammars: GrammarChecker,
-        slots: Admission,
-        metrics: Metrics,
-        seconds: float = 0,
-    ) -> None:
-        self.pipes, self.media, self.grammars, self.slots, self.metrics = pipes, media, grammars, slots, metrics
-        self._seconds = seconds
+    pipes: Mapping[str, Pipeline]
+    media: MediaReader
+    grammars: GrammarChecker
+    slots: Admission
+    metrics: Metrics
+    seconds: float = 0
 
     def close(self) -> None:
         self.media.close()
@@ -399,7 +383,7 @@ class RequestRunner:
             UserError: the grammar is invalid or exceeds a limit. The iterator of pieces raises the pipeline's errors
                 and, on timeout, ``APIError``.
         """
-        arrived, deadline = clock(), Deadline(self._seconds)
+        arrived, deadline = clock(), Deadline(self.seconds)
         await deadline.wait(self.slots.acquire(job.choices))
         try:
             params, media = await deadline.wait(self._prepared(job))
@@ -486,11 +470,7 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """Deadline of a request.
-
-    Args:
-        seconds: time limit from now; 0 sets no limit.
-    """
+    """Deadline of a request, in seconds from now; 0 sets no limit."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

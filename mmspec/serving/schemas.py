@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 import pydantic_core
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeInt,
@@ -25,8 +26,8 @@ from mmspec.errors import nearest, shown
 from mmspec.sampling.params import Logprobs, MaxTokens, MinTokens, SamplingParams, SchemaText
 from mmspec.sampling.syntax import KINDS
 from mmspec.serving.errors import APIError
-from mmspec.serving.limits import Limits
 from mmspec.serving.media import Medium
+from mmspec.serving.settings import Limits
 from mmspec.targets.processor import is_token_ids
 from mmspec.validation import check, condition, explain
 
@@ -89,10 +90,7 @@ F = TypeVar("F", bound=Fields)
 
 
 def parse(kind: type[F], body: bytes, ignored: Callable[[str], object] = str) -> F:
-    """Parse a request body. Call it in a thread: large bodies take long.
-
-    Args:
-        ignored: called with the name of each ignored field.
+    """Parse a request body, and call ``ignored`` with the names of ignored fields. Takes long for large bodies.
 
     Raises:
         APIError: the body is not JSON, or a field is missing, unknown, of another type or out of range (the message
@@ -152,7 +150,8 @@ class MediaPart(Variant):
     @property
     def source(self) -> str:
         """URL of the file."""
-        raise NotImplementedError
+        given: _URL | str = getattr(self, f"{self.kind}_url")
+        return given if isinstance(given, str) else given.url
 
 
 class ImagePart(MediaPart):
@@ -161,16 +160,7 @@ class ImagePart(MediaPart):
     ignored: ClassVar = (CACHE_BREAKPOINT,)
     kind = "image"
     type: Literal["image_url"]
-    image_url: _URL
-
-    @field_validator("image_url", mode="before")
-    @classmethod
-    def _as_object(cls, given: Any) -> Any:
-        return {"url": given} if isinstance(given, str) else given
-
-    @property
-    def source(self) -> str:
-        return self.image_url.url
+    image_url: Annotated[_URL, BeforeValidator(lambda given: {"url": given} if isinstance(given, str) else given)]
 
 
 class VideoPart(MediaPart):
@@ -178,9 +168,10 @@ class VideoPart(MediaPart):
     type: Literal["video_url"]
     video_url: _URL
 
-    @property
-    def source(self) -> str:
-        return self.video_url.url
+
+def as_parts(kind: str) -> BeforeValidator:
+    """Converts a message's content that is a string to one part of type ``kind``."""
+    return BeforeValidator(lambda given: [{"type": kind, "text": given}] if isinstance(given, str) else given)
 
 
 Part = Annotated[TextPart | RefusalPart | ImagePart | VideoPart, Field(discriminator="type")]
@@ -206,7 +197,7 @@ class ChatMessage(Fields):
     refused: ClassVar = {"audio": "answers are text", "function_call": "tool_calls replaces it"}
     neutral: ClassVar = {"annotations": ([],), "tool_calls": ([],)}  # in answers that clients send back
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: list[Part] = Field(max_length=MOST_ITEMS)
+    content: Annotated[list[Part], Field(max_length=MOST_ITEMS), as_parts("text")]
     tool_calls: list[ToolCall] | None = Field(None, max_length=MOST_ITEMS)
     tool_call_id: str | None = None
     name: str | None = None
@@ -223,11 +214,6 @@ class ChatMessage(Fields):
         if given.get("content") is None:
             given["content"] = [] if refusal is None else refusal
         return given
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _as_parts(cls, content: Any) -> Any:
-        return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
     @model_validator(mode="after")
     def _of_its_role(self) -> ChatMessage:

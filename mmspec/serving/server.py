@@ -15,14 +15,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from mmspec.errors import UserError
-from mmspec.serving.limits import Limits
 from mmspec.serving.middleware import Unready, log_to_stderr
+from mmspec.serving.settings import Limits
 
 if TYPE_CHECKING:
     from mmspec.engine.engine import Engine
 
-
 _THREADS = 0.75  # seconds to wait for threads after the requests: compiling or encoding cannot be interrupted
+_OPTIONS: dict[str, Any] = {"ws": "none", "log_level": "warning", "access_log": False, "server_header": False}
 _IDLE_CONNECTIONS = 256  # without a request, which clients keep for their next request
 
 
@@ -57,14 +57,10 @@ def loading(listening: socket.socket) -> Iterator[None]:
         thread.join()
 
 
-_OPTIONS: dict[str, Any] = {"ws": "none", "log_level": "warning", "access_log": False, "server_header": False}
-
-
 class Server(uvicorn.Server):
     """uvicorn's server: after SIGTERM, running requests have ``limits.shutdown_timeout`` seconds to finish.
 
-    Args:
-        abandon: exit the process if its threads outlive its requests by some time.
+    With ``abandon``, exits the process if its threads outlive its requests by some time.
     """
 
     def __init__(self, app: FastAPI, limits: Limits, abandon: bool = False) -> None:

@@ -1,22 +1,99 @@
-"""Server settings: everything a process needs to build the application."""
+"""Settings of a server: request limits, listening address, and everything a process needs to build the application.
+
+Imports neither torch nor the server packages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import ipaddress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mmspec.adaptation import AdaptOptions
 from mmspec.errors import UserError
 from mmspec.jobs import ranks
 from mmspec.sampling.params import LIBRARY
-from mmspec.serving.limits import Limits
+from mmspec.validation import option, options
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-    from prometheus_client.registry import Collector
-
     from mmspec.pipeline import Pipeline
+
+
+SPARE_REQUESTS = 64
+"""Further requests in addition to running and waiting requests: they are read, refused, or ask for metrics."""
+
+
+@options
+class Limits:
+    """Request limits and log level: options of ``mmspec serve``."""
+
+    max_running: int = option(8, "Choices that decode at the same time.", ge=1)
+    max_waiting: int = option(32, "Choices that wait for others; further requests get status 429.", ge=0)
+    max_body: int = option(32, "MiB of a request's body and of a downloaded file.", ge=1)
+    max_characters: int = option(500_000, "Characters of a request's prompts.", ge=1)
+    max_tokens: int = option(2048, "Generated tokens of a choice, at most and by default.", ge=1)
+    max_draft_tokens: int = option(64, "Draft tokens per step that a request may ask for.", ge=0, le=512)
+    fixed_speculation: bool = option(False, "Refuse the fields speculative and num_draft_tokens of requests.")
+    max_model_len: int = option(0, "Tokens of prompt and output together; 0 is the model's limit.", ge=0)
+    max_images: int = option(8, "Images of a request.", ge=0)
+    max_videos: int = option(2, "Videos of a request.", ge=0)
+    max_pixels: int = option(1 << 24, "Pixels of an image or video frame.", ge=1)
+    frames: int = option(8, "Frames that are sampled from a video.", ge=1, le=512)
+    max_video_seconds: int = option(300, "Duration of a video, in seconds.", ge=1)
+    max_stored: int = option(256, "Responses that are kept for previous_response_id, for an hour.", ge=0)
+    request_timeout: int = option(0, "Seconds after which a request ends with an error; 0 is no limit.", ge=0)
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "Of the log on standard error.")
+    shutdown_timeout: int = option(3, "Seconds that running requests have to end after SIGTERM.", ge=0)
+
+    def context_limit(self, model: int | None) -> int | None:
+        """Maximum tokens of prompt and output together, for a model with this limit of its own."""
+        return min((limit for limit in (self.max_model_len, model) if limit), default=None)
+
+    @property
+    def body_bytes(self) -> int:
+        """Maximum bytes of a request body or a downloaded file."""
+        return self.max_body << 20
+
+    @property
+    def requests(self) -> int:
+        """Maximum concurrent requests, probes excluded."""
+        return self.max_running + self.max_waiting + SPARE_REQUESTS
+
+
+@options
+class ServeOptions:
+    """Further options of ``mmspec serve``."""
+
+    allow_urls: bool = option(False, "Download images and videos of requests from public addresses.")
+    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral", "generic"] = option(
+        "auto", "Format of the model's tool calls; auto: from the chat template."
+    )
+    prefix_cache: int = option(512, "Memory for the states of earlier prompts; 0 computes every prompt.", ge=0)
+    engine: Literal["local", "ray"] = option("local", "local: this process; ray: replicas on Ray Serve.")
+    replicas: int = option(1, "With --engine ray.", ge=1)
+    replica_gpus: int = option(1, "GPUs per replica on Ray; --device-map auto spreads the model over them.", ge=1)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a listening host is a loopback address; False for names, which may resolve to any address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def host_names(host: str) -> set[str] | None:
+    """Accepted Host header values, without ports, of a server listening on ``host``; None accepts all (``host`` is not
+    a loopback address)."""
+    return {"localhost", "127.0.0.1", "[::1]", host} if is_loopback(host) else None
+
+
+def server_url(host: str, port: int) -> str:
+    """URL of a server listening on ``host``, without a path."""
+    return f"http://[{host.strip('[]')}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @dataclass(frozen=True)
@@ -98,12 +175,6 @@ class ServerSettings:
         shown = {name: value for name, value in values.items() if name == "temperature" or value != LIBRARY[name]}
         names = [f"{name} {value}" for name, value in shown.items()]
         return ", ".join([*names, f"max_tokens {tokens}", *pipe.defaults.others()])
-
-    def app(self, pipes: Mapping[str, Pipeline], scrape: Callable[[], Awaitable[Collector]] | None = None) -> FastAPI:
-        """Build the application over ``pipelines()``; see ``create_app``."""
-        from mmspec.serving.app import create_app
-
-        return create_app(next(iter(pipes.values())), self.limits, **self.access, drafters=pipes, scrape=scrape)
 
 
 def _label(drafter: str, pipe: Pipeline) -> str:

@@ -264,11 +264,7 @@ class CallReader:
         self._json = _Object()
 
     def feed(self, text: str, *, final: bool = False) -> Delta:
-        """Parse the next piece of the output.
-
-        Args:
-            final: whether this is the last piece.
-        """
+        """Parse the next piece of the output, which may be the last."""
         self._rest += text
         delta = Delta()
         while self._step(delta, final):
@@ -344,11 +340,7 @@ class CallReader:
 
 
 class _Object:
-    """Finds the end of a JSON object that arrives in pieces.
-
-    Attributes:
-        over: whether the end was read.
-    """
+    """Finds the end of a JSON object that arrives in pieces; ``over`` is whether it was read."""
 
     def __init__(self) -> None:
         self.over = False

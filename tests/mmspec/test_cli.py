@@ -1,7 +1,5 @@
 """The command line: output on stdout and stderr, and exit status."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import io
@@ -11,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,38 +18,38 @@ from transformers import AutoConfig, GenerationConfig
 
 import mmspec
 from mmspec import plugins
-from tests.commandline import Run, assert_user_error, runner
+from tests.commandline import assert_user_error, runner
 from tests.model_folders import save_gguf, save_text_model
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     return str(save_text_model(tmp_path_factory.mktemp("models") / "text"))
 
 
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Run:
+def run(capfd):
     """Runs a command line; returns status, standard output and standard error."""
     return runner(capfd)
 
 
 @pytest.fixture
-def generate(run: Run, model: str) -> Run:
+def generate(run, model):
     """Runs ``mmspec generate`` with the model."""
     return lambda *args: run("generate", "--model", model, *args)
 
 
-def in_new_process(code: str) -> subprocess.CompletedProcess[str]:
+def in_new_process(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-def test_help_does_not_import_torch() -> None:
+def test_help_does_not_import_torch():
     code = "import sys; from mmspec.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
     done = in_new_process(code)
     assert (done.returncode, "caption" in done.stdout) == (0, True)
 
 
-def test_help_and_version_go_to_stdout(run: Run) -> None:
+def test_help_and_version_go_to_stdout(run):
     for args in ([], ["train"], ["--help"]):
         status, out, err = run(*args)
         assert (status, out[:13], err) == (0, "Usage: mmspec", "")
@@ -59,7 +57,7 @@ def test_help_and_version_go_to_stdout(run: Run) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_no_internal_error() -> None:
+def test_a_full_disk_is_no_internal_error():
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
             [sys.executable, "-m", "mmspec", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
@@ -67,16 +65,7 @@ def test_a_full_disk_is_no_internal_error() -> None:
     assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")
 
 
-@pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 2), (errno.EDQUOT, 2), (errno.EIO, 1)])
-def test_errors_of_the_system(number: int, status: int, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(model: str | None) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("mmspec.cli.info.collect", write)
-    assert run("info")[0] == status
-
-
-def test_answer_on_stdout_and_statistics_on_stderr(generate: Run, model: str) -> None:
+def test_answer_on_stdout_and_statistics_on_stderr(generate, model):
     status, out, err = generate("Describe", "--max-new-tokens", "12")
     expected = mmspec.load(model, drafter=None).generate("Describe", max_new_tokens=12)
     assert (status, out.rstrip("\n")) == (0, expected.text.rstrip("\n"))
@@ -92,7 +81,7 @@ def test_answer_on_stdout_and_statistics_on_stderr(generate: Run, model: str) ->
     assert f" tokens (length, the model's context of {whole}) | " in full
 
 
-def test_json_is_one_object(generate: Run, model: str) -> None:
+def test_json_is_one_object(generate, model):
     expected = mmspec.load(model, drafter=None).generate("A red circle", max_new_tokens=30)
     args = ("A red circle", "--max-new-tokens", "30", "--nodes", "4", "--json")
     status, out, err = generate(*args, "--drafter", "ngram")
@@ -108,7 +97,7 @@ def test_json_is_one_object(generate: Run, model: str) -> None:
     assert stopped["drafter"] is None
 
 
-def test_comparison_with_plain_decoding(generate: Run) -> None:
+def test_comparison_with_plain_decoding(generate):
     args = ("A", "--max-new-tokens", "5", "--compare")
     _, out, err = generate(*args)
     assert "tokens: equal" in err
@@ -124,7 +113,7 @@ def test_comparison_with_plain_decoding(generate: Run) -> None:
         assert compared["decode_ratio"] > 0 < compared["end_to_end_ratio"]
 
 
-def test_prompt_from_stdin(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_from_stdin(generate, monkeypatch):
     args = ("--max-new-tokens", "5", "--json")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Ein größeres Quadrat\n".encode())))
     given = json.loads(generate("-", *args)[1])
@@ -133,7 +122,7 @@ def test_prompt_from_stdin(generate: Run, monkeypatch: pytest.MonkeyPatch) -> No
     assert_user_error(generate("-", *args), "UTF-8", "0xff")
 
 
-def test_info_lists_registered_plug_ins(run: Run) -> None:
+def test_info_lists_registered_plug_ins(run):
     facts = json.loads(run("info", "--json")[1])
     assert {"text", "vision"} <= {target["name"] for target in facts["targets"]}
     assert {"ngram", "recycle", "small"} <= {drafter["name"] for drafter in facts["drafters"]}
@@ -144,9 +133,7 @@ def test_info_lists_registered_plug_ins(run: Run) -> None:
     assert facts["packages"]["torch"] in out
 
 
-def test_what_earlier_versions_left_is_shown_and_removed(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_earlier_versions_left_is_shown_and_removed(run, tmp_path, monkeypatch):
     """Converted models, whole and in shards, and files of killed conversions, but neither indices nor files in use."""
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
     sizes = {
@@ -175,7 +162,7 @@ def test_what_earlier_versions_left_is_shown_and_removed(
     assert {name for name in sizes if (tmp_path / name).exists()} == {name for name, size in sizes.items() if size == 9}
 
 
-def test_what_cannot_be_removed_is_not_counted(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_removed_is_not_counted(run, tmp_path, monkeypatch):
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)
     (tmp_path / "gguf/0/coder").mkdir(parents=True)
@@ -184,11 +171,11 @@ def test_what_cannot_be_removed_is_not_counted(run: Run, tmp_path: Path, monkeyp
     assert json.loads(run("clean", "--json")[1]) == {"removed": []}
 
 
-def test_info_shows_what_a_file_or_folder_contains(run: Run, model: str, tmp_path: Path) -> None:
+def test_info_shows_what_a_file_or_folder_contains(run, model, tmp_path):
     gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
     marked = {"tokenizer.chat_template": "<|im_start|>{{ messages }}", "general.sampling.top_k": 7}
     file = save_gguf(tmp_path / "blob", entries=marked)
-    sizes: dict[str, int] = {}
+    sizes = {}
     for tensor in gguf.GGUFReader(file).tensors:
         sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
     (shown,) = json.loads(run("info", str(file), "--json")[1])["models"]
@@ -210,15 +197,13 @@ def test_info_shows_what_a_file_or_folder_contains(run: Run, model: str, tmp_pat
     assert "; cannot load model" in line
 
 
-def _described(run: Run, model: str) -> dict[str, Any]:
+def _described(run, model):
     (facts,) = json.loads(run("info", model, "--json")[1])["models"]
     return facts
 
 
-def test_info_shows_problems_without_the_names_of_exceptions(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def broken(name: str) -> str:
+def test_info_shows_problems_without_the_names_of_exceptions(run, monkeypatch, tmp_path):
+    def broken(name):
         raise RuntimeError(f"{name} is damaged\nmore")
 
     monkeypatch.setattr("mmspec.plugins.model_path", broken)
@@ -229,7 +214,7 @@ def test_info_shows_problems_without_the_names_of_exceptions(
     assert "Error" not in out
 
 
-def test_info_shows_the_sampling_defaults_of_a_model(run: Run, model: str, tmp_path: Path) -> None:
+def test_info_shows_the_sampling_defaults_of_a_model(run, model, tmp_path):
     folder = shutil.copytree(model, tmp_path / "model")
     defaults = {"repetition_penalty": 1.2, "suppress_tokens": [3]}
     GenerationConfig(eos_token_id=2, do_sample=True, temperature=0.5, **defaults).save_pretrained(folder)
@@ -245,7 +230,7 @@ def test_info_shows_the_sampling_defaults_of_a_model(run: Run, model: str, tmp_p
     assert missing["problem"].startswith("expected a model in")
 
 
-def test_drafters_of_a_model(run: Run) -> None:
+def test_drafters_of_a_model(run):
     found = json.loads(run("info", "tiny-llava", "--drafters", "--json")[1])["drafters"]
     assert [entry["name"] for entry in found if entry["ready"]] == ["flash", "msd", "recycle", "ngram", "suffix"]
     assert [entry["name"] for entry in found if entry.get("default")] == ["flash"]
@@ -282,7 +267,7 @@ def test_drafters_of_a_model(run: Run) -> None:
         ),
     ],
 )
-def test_user_errors_found_without_a_model(run: Run, args: list[str], expected: list[str]) -> None:
+def test_user_errors_found_without_a_model(run, args, expected):
     assert_user_error(run(*args), *expected)
 
 
@@ -297,11 +282,11 @@ def test_user_errors_found_without_a_model(run: Run, args: list[str], expected: 
         (["--drafter", "ngram:x"], ["ngram", "'x'"]),
     ],
 )
-def test_user_errors_about_model_and_drafter(generate: Run, args: list[str], expected: list[str]) -> None:
+def test_user_errors_about_model_and_drafter(generate, args, expected):
     assert_user_error(generate("A", *args), *expected)
 
 
-def test_drafter_of_another_vocabulary(generate: Run, tmp_path: Path) -> None:
+def test_drafter_of_another_vocabulary(generate, tmp_path):
     other = save_text_model(tmp_path / "other", vocab=400)
     answers = [generate("A", "--max-new-tokens", "8", "--drafter", drafter) for drafter in ("none", f"small:{other}")]
     assert [status for status, _, _ in answers] == [0, 0]
@@ -311,7 +296,7 @@ def test_drafter_of_another_vocabulary(generate: Run, tmp_path: Path) -> None:
     assert_user_error(generate("A", "--drafter", f"small:{other}"), "vocabulary", "400", "320")
 
 
-def test_a_drafter_of_another_model_is_noted_once(generate: Run, model: str, tmp_path: Path) -> None:
+def test_a_drafter_of_another_model_is_noted_once(generate, model, tmp_path):
     other, options = Path(shutil.copytree(model, tmp_path / "other")), ("--max-new-tokens", "150", "--ignore-eos")
     weights = load_file(other / "model.safetensors")
     weights["lm_head.weight"] = weights["lm_head.weight"].flip(0).contiguous()
@@ -325,7 +310,7 @@ class Other:
     """Contents of a pickle besides tensors."""
 
 
-def damaged(folder: Path, how: str) -> list[str]:
+def damaged(folder, how):
     """Damage a model; returns the message, except for the folder or a weight's name."""
     weights, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
     kind, _, part = how.partition(" ")
@@ -370,7 +355,7 @@ def damaged(folder: Path, how: str) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
-def test_damaged_models(run: Run, model: str, tmp_path: Path, how: str, dtype: str) -> None:
+def test_damaged_models(run, model, tmp_path, how, dtype):
     """Numbers that are not finite are found as the model is loaded, in every form of its weights."""
     folder = shutil.copytree(model, tmp_path / "model")
     expected = damaged(folder, how)
@@ -379,20 +364,24 @@ def test_damaged_models(run: Run, model: str, tmp_path: Path, how: str, dtype: s
     assert "weights_only" not in str(result)
 
 
-def test_internal_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(model: str | None) -> None:
-        raise RuntimeError("two\nlines \x1b[31m")
-
-    monkeypatch.setattr("mmspec.cli.info.collect", broken)
+@pytest.mark.parametrize(
+    ("raised", "status", "message"),
+    [
+        (RuntimeError("a\nb \x1b[31m"), 1, "internal error: RuntimeError: a b \\x1b[31m (--debug shows where)\n"),
+        (OSError(errno.EIO, "broken"), 1, "internal error: OSError: [Errno 5] broken (--debug shows where)\n"),
+        (OSError(errno.ENOSPC, "full"), 2, "error: [Errno 28] full\n"),
+        (OSError(errno.EDQUOT, "full"), 2, f"error: [Errno {errno.EDQUOT}] full\n"),
+    ],
+)
+def test_errors_of_a_command(raised, status, message, run, monkeypatch):
+    monkeypatch.setattr("mmspec.cli.info.collect", MagicMock(side_effect=raised))
     monkeypatch.delenv("MMSPEC_DEBUG", raising=False)
-    status, out, err = run("info")
-    assert (status, out) == (1, "")
-    assert err == "internal error: RuntimeError: two lines \\x1b[31m (--debug shows where)\n"
+    assert run("info") == (status, "", message)
     monkeypatch.setenv("MMSPEC_DEBUG", "1")
     assert "Traceback" in run("info")[2]
 
 
-def test_closed_pipe_ends_quietly(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_pipe_ends_quietly(generate, monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:  # its end writes the remaining rows
@@ -402,7 +391,7 @@ def test_closed_pipe_ends_quietly(generate: Run, monkeypatch: pytest.MonkeyPatch
     assert (status, err) == (141, "")
 
 
-def test_interrupts_are_one_line() -> None:
+def test_interrupts_are_one_line():
     """During the command's imports, and while it reads its standard input."""
     start = (
         "import os, signal, sys\n"
@@ -426,7 +415,7 @@ def test_interrupts_are_one_line() -> None:
         assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
 
 
-def test_embedded_models_state_what_they_were_trained_on(run: Run, model: str) -> None:
+def test_embedded_models_state_what_they_were_trained_on(run, model):
     args = ("generate", "A", "--max-new-tokens", "2", "--nodes", "0", "--json", "--model")
     for name in ("tiny-llava", "tiny-hybrid"):
         limits = plugins.limits(name)
@@ -438,12 +427,12 @@ def test_embedded_models_state_what_they_were_trained_on(run: Run, model: str) -
     assert run(*args, model)[2] == ""
 
 
-def test_options_that_are_left_out_are_the_models(run: Run, model: str, tmp_path: Path) -> None:
+def test_options_that_are_left_out_are_the_models(run, model, tmp_path):
     folder = shutil.copytree(model, tmp_path / "model")
     file = folder / "generation_config.json"
     config = json.loads(file.read_text())
 
-    def answer(*options: str) -> list[int]:
+    def answer(*options):
         args = ("generate", "A", "--model", str(folder), "--nodes", "4", "--json", *options)
         return json.loads(run(*args)[1])["token_ids"]
 

@@ -22,10 +22,11 @@ pytest.importorskip("uvicorn")
 
 from fastapi import FastAPI
 
+from mmspec.drafters.registry import PLAIN, registered_name
 from mmspec.pipeline import Pipeline
 from mmspec.serving.app import create_app
-from mmspec.serving.limits import Limits
 from mmspec.serving.server import Server, listen
+from mmspec.serving.settings import Limits
 from mmspec.vision.embedded import samples
 
 SCENE, CLIP = samples() / "scene.png", samples() / "clip.mp4"
@@ -61,10 +62,10 @@ class Served:
 
 
 @contextmanager
-def served(pipe: Pipeline, limits: Limits | None = None, **options: Any) -> Iterator[Served]:
+def served(pipe: Pipeline, limits: Limits | None = None, drafters: Any = None, **options: Any) -> Iterator[Served]:
     """Run a server on a free port."""
     limits = limits or Limits()
-    app = create_app(pipe, limits, **options)
+    app = create_app(drafters or {registered_name(pipe.drafter) or PLAIN: pipe}, limits, **options)
     with listen("127.0.0.1", 0) as listening:
         server = Server(app, limits)
         thread = Thread(target=server.run, kwargs={"sockets": [listening]})

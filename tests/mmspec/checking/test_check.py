@@ -1,12 +1,8 @@
 """``mmspec check`` of embedded models: its report, and how it goes on; outcomes; tests of samples."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,19 +15,19 @@ from mmspec.checking.statistics import ALPHA, against_logprobs, against_probabil
 from mmspec.checking.trial import Record
 from mmspec.drafters.ngram import Ngram
 from tests.checking import trial_of
-from tests.commandline import Run, assert_user_error, runner
+from tests.commandline import assert_user_error, runner
 from tests.process import ROOT
 
 FAST = "prose,copy,logprobs,stop-string"
 
 
 @pytest.fixture
-def check(capfd: pytest.CaptureFixture[str]) -> Run:
+def check(capfd):
     return runner(capfd, "check")
 
 
 @pytest.mark.parametrize("model", ["tiny-llava", "tiny-hybrid"])
-def test_the_report(model: str, check: Run) -> None:
+def test_the_report(model, check):
     status, out, err = check(model, "--only", FAST, "--json")
     found = json.loads(out)
     assert status == 0
@@ -49,7 +45,7 @@ def test_the_report(model: str, check: Run) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["tiny-llava", "tiny-hybrid"])
-def test_all_cases(model: str, check: Run, tmp_path: Path) -> None:
+def test_all_cases(model, check, tmp_path):
     status, out, _ = check(model, "--out", str(tmp_path / "report.json"))
     assert status == 0, out
     cases = json.loads((tmp_path / "report.json").read_text())["cases"]
@@ -67,11 +63,11 @@ def test_all_cases(model: str, check: Run, tmp_path: Path) -> None:
     assert sum(one["seconds"] for one in cases) < 240
 
 
-def test_the_table_and_the_same_command_again(check: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_and_the_same_command_again(check, tmp_path, monkeypatch):
     out, ran = tmp_path / "report.json", []
     run_case = cases.run_case
 
-    def counting(trial: Any, name: str) -> dict[str, Any]:
+    def counting(trial, name):
         assert len(json.loads(out.read_text())["cases"]) == len(ran) if ran else not out.exists()
         ran.append(name)
         if name == "adapters":
@@ -82,7 +78,7 @@ def test_the_table_and_the_same_command_again(check: Run, tmp_path: Path, monkey
     names = ("--only", "prose,markers,adapters", "--out", str(out))
     assert check("tiny-llava", *names)[0] == 130
     assert ran == ["prose", "markers", "adapters"]
-    monkeypatch.setattr(cases, "run_case", lambda trial, name: ran.append(name) or run_case(trial, name))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(cases, "run_case", lambda trial, name: ran.append(name) or run_case(trial, name))
     monkeypatch.setattr(cases, "CASES", {name: CASES[name] for name in ("prose", "markers", "adapters")})
     status, table, _ = check("tiny-llava", "--out", str(out))
     assert status == 0
@@ -101,14 +97,14 @@ def test_the_table_and_the_same_command_again(check: Run, tmp_path: Path, monkey
         assert_user_error(check("tiny-llava", *other, "--out", str(out)), name, "choose another --out")
 
 
-def test_what_plain_decoding_refuses_is_skipped() -> None:
+def test_what_plain_decoding_refuses_is_skipped():
     pipe = mmspec.load("tiny-llava", device="cpu", dtype="float32")
     found = cases.run_case(trial_of(pipe).limited(9), "prose")
     assert found["outcome"] == "skipped"
     assert "the prompt must be shorter than the model's context of 9 tokens" in found["reason"]
 
 
-def test_a_difference_shows_special_tokens() -> None:
+def test_a_difference_shows_special_tokens():
     pipe = mmspec.load("tiny-llava", None, device="cpu", dtype="float32")
     side, question, end = LocalSide(pipe), Question.user("List four.", max_tokens=4), pipe.target.eos_token_ids[0]
     ((own,),) = side.ask(question)
@@ -118,7 +114,7 @@ def test_a_difference_shows_special_tokens() -> None:
     assert (found.position, found.found) == (2, pipe.processor.tokenizer.convert_ids_to_tokens(end))
 
 
-def test_equal_choices_of_a_model_that_is_certain() -> None:
+def test_equal_choices_of_a_model_that_is_certain():
     plain = mmspec.load("tiny-llava", None, device="cpu", dtype="float32")
     plain.model.get_output_embeddings().weight.data *= 1000
     pipe = mmspec.load(plain.model, processor=plain.processor, drafter="ngram")
@@ -126,7 +122,7 @@ def test_equal_choices_of_a_model_that_is_certain() -> None:
     assert (found["outcome"], found["power"]) == ("equal", {"choices all the same": 0.0}), found
 
 
-def test_samples_follow_the_penalties_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_follow_the_penalties_of_the_model(monkeypatch):
     """Sampled tokens against enumerated sequences."""
     monkeypatch.setattr(cases, "_DRAWS", 512)
     plain = mmspec.load("tiny-llava", None, device="cpu", dtype="float32")
@@ -138,7 +134,7 @@ def test_samples_follow_the_penalties_of_the_model(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.drafter_fails
-def test_a_drafter_that_fails_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_fails_is_noted(monkeypatch):
     pipe = mmspec.load("tiny-llava", "ngram", device="cpu", dtype="float32")
     monkeypatch.setattr(Ngram, "propose", lambda self, *rest: 1 / 0)
     found = cases.run_case(trial_of(pipe), "prose")
@@ -146,7 +142,7 @@ def test_a_drafter_that_fails_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["notes"] == ["drafting stopped: Ngram: ZeroDivisionError: division by zero"]
 
 
-def test_a_difference_is_exit_status_1(check: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_exit_status_1(check, monkeypatch):
     difference = {
         "question": "Q",
         "against": "plain decoding",
@@ -157,8 +153,8 @@ def test_a_difference_is_exit_status_1(check: Run, monkeypatch: pytest.MonkeyPat
     }
     changed = {"name": "prose", "outcome": "different", "reason": "", "tokens": 3, "accepted": 0, "rehearsed": 0}
     changed |= {"seconds": 0.1, "differences": [difference], "notes": [], "power": {"variation 0.1": 0.954}}
-    bounds: list[float] = []
-    monkeypatch.setattr(cases, "run_case", lambda trial, name: bounds.append(trial.bound) or changed)  # type: ignore[func-returns-value]
+    bounds = []
+    monkeypatch.setattr(cases, "run_case", lambda trial, name: bounds.append(trial.bound) or changed)
     status, out, _ = check("tiny-llava", "--only", "prose", "--tie", "0")
     assert (status, bounds) == (1, [0])
     assert "prose: 'Q' differs from plain decoding at token 3, logit margin 2: 'a' against 'b'" in out
@@ -167,13 +163,13 @@ def test_a_difference_is_exit_status_1(check: Run, monkeypatch: pytest.MonkeyPat
     assert out.endswith("the drafter's drafts were never accepted, which proves little about them\n")
 
 
-def test_the_list(check: Run) -> None:
+def test_the_list(check):
     status, out, _ = check("--list")
     assert status == 0
     assert [line.split()[0] for line in out.splitlines()] == list(CASES)
 
 
-def test_mistakes(check: Run, tmp_path: Path) -> None:
+def test_mistakes(check, tmp_path):
     (tmp_path / "notes.txt").touch()
     assert_user_error(check("--url", "http://127.0.0.1:1"), "--url and --against go together")
     assert_user_error(check("--only", "prose,prse"), "cases must be of prose", "got prse")
@@ -185,16 +181,16 @@ def test_mistakes(check: Run, tmp_path: Path) -> None:
     ("margins", "outcome"),
     [([], "equal"), ([1e-5, 9e-5], "tie"), ([1e-5, 2e-4], "different"), ([1e-5, None], "different")],
 )
-def test_outcomes(margins: list[float | None], outcome: str) -> None:
+def test_outcomes(margins, outcome):
     assert Record([{"margin": margin} for margin in margins]).outcome(1e-4) == outcome
 
 
-def test_probabilities_of_answers() -> None:
+def test_probabilities_of_answers():
     """Against a pass of the model over each answer, without a cache."""
     pipe = mmspec.load("tiny-hybrid", None, device="cpu", dtype="float32")
     question = Question.user("List four.", max_tokens=3, temperature=1.5, top_k=2)
     request = LocalSide(pipe).request(question)
-    outcomes = Outcomes(pipe, request, question, bound=0.0)
+    outcomes = Outcomes(pipe, question, bound=0.0)
     found = outcomes.probs
     assert sum(found.values()) == pytest.approx(1)
     assert all(outcomes.of(answer) == answer for answer in found)
@@ -210,7 +206,7 @@ def test_probabilities_of_answers() -> None:
         assert own == pytest.approx(probability, rel=1e-3)
     with torch.no_grad():
         first, second, third = pipe.model(prompt).logits[0, -1].topk(3).indices.tolist()
-    merged = Outcomes(pipe, request, question, bound=100.0)
+    merged = Outcomes(pipe, question, bound=100.0)
     assert sum(merged.probs.values()) == pytest.approx(1)
     begun = sum(probability for answer, probability in found.items() if answer[0] == second)
     assert merged.probs[OTHER,] == pytest.approx(begun)
@@ -224,26 +220,26 @@ def test_probabilities_of_answers() -> None:
 PROBS = {number: (number + 1) / 55 for number in range(10)}
 
 
-def drawn(rng: random.Random, count: int, probs: dict[int, float]) -> list[int]:
+def drawn(rng, count, probs):
     return rng.choices(list(probs), list(probs.values()), k=count)
 
 
-def test_chi_square() -> None:
+def test_chi_square():
     """Tables of the distribution: 9 degrees of freedom, 21.666 for 0.01; 1 degree, 3.841 for 0.05."""
     fair = dict.fromkeys(range(10), 0.1)
     counts = dict.fromkeys(range(10), 100) | {0: 100 + 32.913, 1: 100 - 32.913}  # 2 * 32.913**2 / 100 = 21.666
-    assert against_probabilities(counts, fair)[0] == pytest.approx(0.01, rel=1e-3)  # type: ignore[arg-type]
+    assert against_probabilities(counts, fair)[0] == pytest.approx(0.01, rel=1e-3)
     shift = (3.841 * 25) ** 0.5
-    assert against_probabilities({0: 50 + shift, 1: 50 - shift}, {0: 0.5, 1: 0.5})[0] == pytest.approx(0.05, rel=1e-3)  # type: ignore[arg-type]
+    assert against_probabilities({0: 50 + shift, 1: 50 - shift}, {0: 0.5, 1: 0.5})[0] == pytest.approx(0.05, rel=1e-3)
     assert against_probabilities({0: 99, 7: 1}, {0: 1.0, 7: 0.0})[0] == 0
     # Three rare outcomes are one: 11.5 are expected.
     shift = (3.841 * 11.5 * 0.885) ** 0.5
     counts = {0: 3, 1: 4, 2: 4.5 + shift, 3: 88.5 - shift}
     rare = {0: 0.03, 1: 0.04, 2: 0.045, 3: 0.885}
-    assert against_probabilities(counts, rare)[0] == pytest.approx(0.05, rel=1e-3)  # type: ignore[arg-type]
+    assert against_probabilities(counts, rare)[0] == pytest.approx(0.05, rel=1e-3)
 
 
-def test_what_the_tests_find() -> None:
+def test_what_the_tests_find():
     """At least about 95 % of samples at the stated distance are rejected; samples of equal distributions are not."""
     rng = random.Random(7)
     p, distance = against_probabilities(Counter(drawn(rng, 1000, PROBS)), PROBS)
@@ -262,12 +258,12 @@ def test_what_the_tests_find() -> None:
     assert sum(against_probabilities(Counter(drawn(rng, 1000, PROBS)), PROBS)[0] < 0.01 for _ in range(1000)) < 25
 
 
-def test_a_temperature_is_found_as_often_as_stated() -> None:
+def test_a_temperature_is_found_as_often_as_stated():
     """At 0.9, in samples of any size; at 1, rarely."""
     torch.manual_seed(5)
     logits = 2 * torch.randn(2400, 20, dtype=torch.double)
     for count in (600, 1200, 2400):
-        shares: dict[float, list[float]] = {}
+        shares = {}
         for temperature in (1.0, 0.9):
             draws = torch.distributions.Categorical(logits=logits[:count] / temperature).sample((400,))
             tops = logits[:count].tolist()
@@ -282,7 +278,7 @@ def test_a_temperature_is_found_as_often_as_stated() -> None:
     assert against_logprobs([(0.0, [0.0, -torch.inf])] * 2) == (1.0, 0.0)
 
 
-def test_two_samples() -> None:
+def test_two_samples():
     rng = random.Random(3)
     equal = [two_samples(drawn(rng, 200, PROBS), drawn(rng, 200, PROBS))[0] for _ in range(12)]
     assert min(equal) > 1e-3
@@ -295,7 +291,7 @@ def test_two_samples() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # which peft asks for
 @pytest.mark.filterwarnings("ignore:.*(tied layer|embedding layers):UserWarning")
-def test_adapters(check: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters(check, tmp_path, monkeypatch):
     """Equal; and the reuse of another adapter's prefix is found."""
     peft = pytest.importorskip("peft")
     model = mmspec.load("tiny-hybrid", None, device="cpu").model
@@ -311,8 +307,8 @@ def test_adapters(check: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("error", ["skipped", "failed"])
-def test_a_difference_counts_although_the_case_ends_early(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(trial) -> None:
+def test_a_difference_counts_although_the_case_ends_early(error, monkeypatch):
+    def wrong(trial):
         trial.require(False, Question.user("Q"), "it is wrong")
         raise SkippedError("no more") if error == "skipped" else RuntimeError("no more")
 

@@ -1,7 +1,5 @@
 """Cases about states, on a small random model of every family of text models and hybrids."""
 
-from __future__ import annotations
-
 import pytest
 
 import mmspec
@@ -22,7 +20,7 @@ FEW = ("llama", "mamba2")
         for name in {**TEXT_CONFIGS, **HYBRID_CONFIGS}
     ],
 )
-def test_a_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family(family, monkeypatch):
     monkeypatch.setitem(TINY_SIZES, "vocab_size", len(byte_tokenizer()))
     monkeypatch.setitem(TINY_SIZES, "max_position_embeddings", 1024)
     pipe = mmspec.load(text_model(family), "ngram", processor=byte_tokenizer())

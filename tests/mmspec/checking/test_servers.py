@@ -1,13 +1,10 @@
 """Two servers compared: this project's own with itself, and with servers that are wrong on purpose."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import exp, log
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -26,7 +23,7 @@ from mmspec.cli import main
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from tests.mmspec.targets.test_lora import saved
-from tests.testkit.served import Served, served
+from tests.testkit.served import served
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 FEW = ("prose", "sessions", "markers", "logprobs")
@@ -34,7 +31,7 @@ LOCAL = ("rehearsed", "now-and-then", "tree-sizes", "adapters")
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[tuple[Served, Served]]:
+def servers():
     """One that speculates, and one that does not."""
     pipe = mmspec.load("tiny-llava", device="cpu", dtype="float32", prefix_cache=1 << 26)
     with served(pipe) as drafted, served(Pipeline(pipe.target, pipe.processor, None, pipe.name)) as plain:
@@ -42,11 +39,11 @@ def servers() -> Iterator[tuple[Served, Served]]:
 
 
 @pytest.fixture(autouse=True)
-def _fewer_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fewer_draws(monkeypatch):
     monkeypatch.setattr(cases, "_SERVER_DRAWS", 80)
 
 
-def result(url: str, against: str, name: str) -> dict[str, Any]:
+def result(url, against, name):
     """Of a case."""
     sides = ServerSide("tested", url, None, None), ServerSide("other", against, None, None, scored=True)
     with closing(Trial(sides[0], [sides[1]], 1e-4)) as trial:
@@ -54,18 +51,18 @@ def result(url: str, against: str, name: str) -> dict[str, Any]:
 
 
 @contextmanager
-def wrong(url: str, request: Change = dict, reply: Change = dict) -> Iterator[str]:
+def wrong(url, request=dict, reply=dict):
     """A server that passes requests on, and changes them or their replies."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             self._answer(httpx.get(f"{url}{self.path}"))  # models, metrics
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             body = request(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self._answer(httpx.post(f"{url}{self.path}", json=body, timeout=60), reply)
 
-        def _answer(self, found: httpx.Response, change: Change = dict) -> None:
+        def _answer(self, found, change=dict):
             is_json = found.headers["content-type"] == "application/json"
             content = json.dumps(change(found.json())).encode() if is_json and found.is_success else found.content
             self.send_response(found.status_code)
@@ -74,7 +71,7 @@ def wrong(url: str, request: Change = dict, reply: Change = dict) -> Iterator[st
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, *args: Any) -> None:
+        def log_message(self, *args):
             """Nothing on standard error."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -87,64 +84,61 @@ def wrong(url: str, request: Change = dict, reply: Change = dict) -> Iterator[st
             thread.join()
 
 
-def without(name: str) -> Change:
+def without(name):
     return lambda body: {key: value for key, value in body.items() if key != name}
 
 
-def without_images(body: dict[str, Any]) -> dict[str, Any]:
+def without_images(body):
     """In all turns but the first."""
     first, *later = body["messages"]
     texts = [one if isinstance(one["content"], str) else {**one, "content": one["content"][-1:]} for one in later]
     return {**body, "messages": [first, *texts]}
 
 
-def greedy(body: dict[str, Any]) -> dict[str, Any]:
-    return {**body, "temperature": 0}
-
-
-def cooler(body: dict[str, Any]) -> dict[str, Any]:
+def cooler(body):
     return {**body, "temperature": 0.9 * body["temperature"]}
 
 
-def penalising(body: dict[str, Any]) -> dict[str, Any]:
-    return {**body, "repetition_penalty": 1.5}
+def with_fields(**fields):
+    return lambda body: {**body, **fields}
 
 
-def with_scaled_logprobs(reply: dict[str, Any]) -> dict[str, Any]:
+def logprobs_of(reply):
+    """Log probabilities of each choice that has any."""
+    return [choice["logprobs"]["content"] for choice in reply["choices"] if choice.get("logprobs")]
+
+
+def with_scaled_logprobs(reply):
     """Log probabilities at temperature 0.9, as reported by servers that apply the temperature first."""
-    for choice in reply["choices"]:
-        for one in (choice.get("logprobs") or {}).get("content", ()):
-            total = log(sum(exp(other["logprob"] / 0.9) for other in one["top_logprobs"]))
-            for other in (one, *one["top_logprobs"]):
-                other["logprob"] = other["logprob"] / 0.9 - total
+    for one in (one for content in logprobs_of(reply) for one in content):
+        total = log(sum(exp(other["logprob"] / 0.9) for other in one["top_logprobs"]))
+        for other in (one, *one["top_logprobs"]):
+            other["logprob"] = other["logprob"] / 0.9 - total
     return reply
 
 
-def with_first_choice(reply: dict[str, Any]) -> dict[str, Any]:
+def with_first_choice(reply):
     choices = [{**reply["choices"][0], "index": index} for index in range(len(reply["choices"]))]
     return {**reply, "choices": choices}
 
 
-def with_later_logprobs(reply: dict[str, Any]) -> dict[str, Any]:
+def with_later_logprobs(reply):
     """Each token has the log probability of the next token."""
-    for choice in reply["choices"]:
-        if choice.get("logprobs"):
-            content = choice["logprobs"]["content"]
-            numbers = [one["logprob"] for one in content]
-            for one, number in zip(content, [*numbers[1:], 0.0], strict=True):
-                one["logprob"] = number
+    for content in logprobs_of(reply):
+        numbers = [one["logprob"] for one in content]
+        for one, number in zip(content, [*numbers[1:], 0.0], strict=True):
+            one["logprob"] = number
     return reply
 
 
-def without_alternatives(reply: dict[str, Any]) -> dict[str, Any]:
+def without_alternatives(reply):
     """Of the third token."""
-    for choice in reply["choices"]:
-        if choice.get("logprobs"):
-            choice["logprobs"]["content"][2]["top_logprobs"] = []
+    for content in logprobs_of(reply):
+        content[2]["top_logprobs"] = []
     return reply
 
 
-def with_other_word(reply: dict[str, Any]) -> dict[str, Any]:
+def with_other_word(reply):
     """Where an answer is long."""
     for choice in reply["choices"]:
         words = choice["message"]["content"].split(" ")
@@ -162,14 +156,14 @@ WRONG = [
     ("choices", {"reply": with_first_choice}),
     ("logprobs", {"reply": with_later_logprobs}),
     ("logprobs", {"reply": without_alternatives}),
-    ("sampling", {"request": greedy}),
+    ("sampling", {"request": with_fields(temperature=0)}),
     ("choices", {"request": without("n")}),
     ("temperature", {"request": cooler}),
 ]
 
 
 @pytest.mark.parametrize(("name", "changes"), WRONG, ids=[name for name, _ in WRONG])
-def test_a_wrong_server_is_found(name: str, changes: dict[str, Change], servers: tuple[Served, Served]) -> None:
+def test_a_wrong_server_is_found(name, changes, servers):
     with wrong(servers[0].url, **changes) as url:
         found = result(url, servers[1].url, name)
     assert found["outcome"] == "different", found
@@ -178,7 +172,7 @@ def test_a_wrong_server_is_found(name: str, changes: dict[str, Change], servers:
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in CASES if name not in LOCAL]
 )
-def test_a_server_with_drafts_equals_one_without(name: str, servers: tuple[Served, Served]) -> None:
+def test_a_server_with_drafts_equals_one_without(name, servers):
     found = result(servers[0].url, f"{servers[1].url}/v1/", name)
     assert found["outcome"] == "equal", found
     assert found["tokens"] > 15
@@ -189,17 +183,15 @@ def test_a_server_with_drafts_equals_one_without(name: str, servers: tuple[Serve
     ("changes", "outcome", "reason"),
     [
         ({"request": cooler, "reply": with_scaled_logprobs}, "different", ""),
-        ({"request": penalising}, "skipped", "other does not sample from the log probabilities that it reports"),
-        ({"request": lambda body: {**body, "top_logprobs": 5}}, "skipped", "needs 20 log probabilities"),
+        (
+            {"request": with_fields(repetition_penalty=1.5)},
+            "skipped",
+            "other does not sample from the log probabilities",
+        ),
+        ({"request": with_fields(top_logprobs=5)}, "skipped", "needs 20 log probabilities"),
     ],
 )
-def test_log_probabilities_that_are_not_the_samplers(
-    changes: dict[str, Change],
-    outcome: str,
-    reason: str,
-    servers: tuple[Served, Served],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_log_probabilities_that_are_not_the_samplers(changes, outcome, reason, servers, monkeypatch):
     """Log probabilities after the temperature are found; an equal penalty on both sides is not."""
     monkeypatch.setattr(cases, "POWER", 0.1)  # of fewer tokens
     with wrong(servers[0].url, **changes) as url:
@@ -208,13 +200,13 @@ def test_log_probabilities_that_are_not_the_samplers(
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # which peft asks for
-def test_a_server_that_ignores_an_adapter(tmp_path: Path) -> None:
+def test_a_server_that_ignores_an_adapter(tmp_path):
     """It is found by the one question of eight whose answer the adapter changes; without any, nothing is proven."""
     folder = saved(tmp_path, "tiny-llava", 2, lora_alpha=1, target_modules=["v_proj"])
     pipe = mmspec.load("tiny-llava", adapters={"one": folder}, device="cpu", dtype="float32")
     with served(pipe) as own, served(Pipeline(pipe.target, pipe.processor, None, pipe.name)) as plain:
         assert result(own.url, plain.url, "adapters")["outcome"] == "equal"
-        with wrong(own.url, lambda body: {**body, "model": pipe.name}) as url:
+        with wrong(own.url, with_fields(model=pipe.name)) as url:
             assert result(url, plain.url, "adapters")["outcome"] == "different"
             found = result(own.url, url, "adapters")
             assert found["outcome"] == "different", found
@@ -224,32 +216,28 @@ def test_a_server_that_ignores_an_adapter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_cases_that_need_the_model_here_are_skipped(name: str, servers: tuple[Served, Served]) -> None:
+def test_cases_that_need_the_model_here_are_skipped(name, servers):
     found = result(servers[0].url, servers[1].url, name)
     assert found["outcome"] == "skipped"
     assert found["reason"]
 
 
-def test_what_a_server_refuses_is_skipped_with_its_message(servers: tuple[Served, Served]) -> None:
-    with wrong(servers[0].url, lambda body: {**body, "temperature": -1}) as url:
-        found = result(url, servers[1].url, "prose")
-    assert (found["outcome"], found["reason"]) == (
-        "skipped",
-        "tested refuses: temperature must be >= 0: got -1",
-    )
+def test_what_a_server_refuses_is_skipped_and_its_error_fails_a_case(servers):
+    for changes, expected in (
+        ({"request": with_fields(temperature=-1)}, ("skipped", "tested refuses: temperature must be >= 0: got -1")),
+        ({"reply": with_fields(choices=None)}, ("failed", "TypeError: 'NoneType' object is not iterable")),
+    ):
+        with wrong(servers[0].url, **changes) as url:
+            found = result(url, servers[1].url, "prose")
+        assert (found["outcome"], found["reason"]) == expected
 
 
-def test_an_error_of_a_server_fails_a_case(servers: tuple[Served, Served]) -> None:
-    with wrong(servers[0].url, reply=lambda reply: {**reply, "choices": None}) as url:
-        assert result(url, servers[1].url, "prose")["outcome"] == "failed"
-
-
-def answer(*steps: tuple[str, float, dict[str, float]], text: str = "") -> Answer:
+def answer(*steps, text=""):
     found = [(token.encode(), p, tuple((other.encode(), q) for other, q in top.items())) for token, p, top in steps]
     return Answer(text or "".join(token for token, _, _ in steps), "stop", steps=tuple(found))
 
 
-def test_margins_are_those_of_the_other_texts_token(servers: tuple[Served, Served]) -> None:
+def test_margins_are_those_of_the_other_texts_token(servers):
     side = ServerSide("other", servers[1].url, None, None)
     own = answer(
         ("A ", -0.1, {"A ": -0.1, "The ": -2.5}),
@@ -278,7 +266,7 @@ def test_margins_are_those_of_the_other_texts_token(servers: tuple[Served, Serve
     assert side.difference(question, Answer("A cat sat", "length"), own) is not None
 
 
-def test_the_command_between_servers(servers: tuple[Served, Served], capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_between_servers(servers, capfd):
     options = ["--url", servers[0].url, "--against", servers[1].url, "--only", "list,stop-string", "--json"]
     assert main(["check", *options]) == 0
     found = json.loads(capfd.readouterr().out)
@@ -288,15 +276,11 @@ def test_the_command_between_servers(servers: tuple[Served, Served], capfd: pyte
     with wrong(servers[0].url, without("stop")) as url:
         assert main(["check", "--url", url, *options[2:]]) == 1
     assert [one["outcome"] for one in json.loads(capfd.readouterr().out)["cases"]] == ["equal", "different"]
+    with served(servers[1].pipe, api_key="sesame") as one:  # both sides get the key
+        assert main(["check", "--url", one.url, "--against", one.url, "--api-key", "sesame", "--only", "list"]) == 0
 
 
-def test_both_servers_get_the_key(servers: tuple[Served, Served]) -> None:
-    with served(servers[1].pipe, api_key="sesame") as one:
-        options = ["--url", one.url, "--against", one.url, "--api-key", "sesame"]
-        assert main(["check", *options, "--only", "list"]) == 0
-
-
-def test_what_is_no_server() -> None:
+def test_what_is_no_server():
     for url in ("http://127.0.0.1:1", "nonsense", "ftp://127.0.0.1"):
         with pytest.raises(UserError, match="expected a server with OpenAI's API"):
             ServerSide("tested", url, None, None)

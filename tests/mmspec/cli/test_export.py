@@ -1,7 +1,5 @@
 """Drafters written for other engines: tensors and trees as before, names and fields as published."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import product
@@ -96,8 +94,7 @@ def check_same(folder, tensors):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [*((name, "speculators") for name in CASES), *((name, "eagle") for name in EAGLE)],
+    ("name", "layout"), [*((name, "speculators") for name in CASES), *((name, "eagle") for name in EAGLE)]
 )
 def test_a_head_in_a_published_format_is_the_same_head(name, layout, tmp_path):
     config, options = CASES[name]

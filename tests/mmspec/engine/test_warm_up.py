@@ -17,8 +17,7 @@ from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.sampler import Sampler
-from mmspec.serving.limits import Limits
-from mmspec.serving.settings import ServerSettings
+from mmspec.serving.settings import Limits, ServerSettings
 from mmspec.targets.transformers_target import TransformersTarget
 from tests import matrix
 from tests.device import Replayed, record_captures

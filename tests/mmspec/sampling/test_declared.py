@@ -20,8 +20,8 @@ from mmspec.cli.generate import generate
 from mmspec.sampling.params import LIBRARY
 from mmspec.sampling.syntax import KINDS
 from mmspec.serving.errors import APIError
-from mmspec.serving.limits import Limits
 from mmspec.serving.schemas import ChatCompletionRequest, CompletionRequest, parse
+from mmspec.serving.settings import Limits
 from tests.mmspec.sampling.test_params import CHANGES
 
 NAMES = [one.name for one in fields(SamplingParams)]

@@ -1,10 +1,6 @@
 """Endpoints: answers, streams, choices, forms of messages and prompts, limits, errors, other paths."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -14,28 +10,26 @@ from transformers import GenerationConfig
 
 import mmspec
 from mmspec import UserError
-from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import Defaults
-from mmspec.sampling.params import SamplingParams
-from mmspec.serving.limits import Limits
 from mmspec.serving.metrics import _PER_REQUEST
+from mmspec.serving.settings import Limits
 from mmspec.serving.tools import GENERIC, prompted
-from tests.testkit.served import CLIP, QUESTION, SCENE, TIMEOUT, Served, data_uri, events, question, served, texts
+from tests.testkit.served import CLIP, QUESTION, SCENE, TIMEOUT, data_uri, events, question, served, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = ["A large red", "There is a", "Three"]
 SAMPLED = {"temperature": 1.5, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1}
 TEXT, TOKENS = "A large red", 6
-GREEDY: dict[str, Any] = {"model": "tiny-llava", "temperature": 0, "max_tokens": 8}
+GREEDY = {"model": "tiny-llava", "temperature": 0, "max_tokens": 8}
 
 
-def png(folder: Path, width: int, height: int) -> Path:
+def png(folder, width, height):
     Image.new("L", (width, height)).save(folder / "a.png")
     return folder / "a.png"
 
 
-def test_an_answer_is_that_of_the_pipeline(server: Served, pipe: Pipeline) -> None:
+def test_an_answer_is_that_of_the_pipeline(server, pipe):
     alone = pipe.generate(QUESTION, images=str(SCENE), max_new_tokens=16)
     body = server.post(question(QUESTION, data_uri(SCENE))).json()
     assert body["object"] == "chat.completion"
@@ -54,44 +48,27 @@ def test_an_answer_is_that_of_the_pipeline(server: Served, pipe: Pipeline) -> No
     assert figures["num_spec_steps"] + figures["num_accepted_draft_tokens"] == 15  # the first is the prefill's
 
 
-def test_conversations_images_and_videos_keep_their_places(server: Served, pipe: Pipeline, tmp_path: Path) -> None:
+def test_conversations_images_and_videos_keep_their_places(server, pipe, tmp_path):
     red = tmp_path / "red.png"
     Image.new("RGB", (96, 96), "red").save(red)
+    text, then = ({"type": "text", "text": text} for text in ("One.", "Two?"))
+    images = [{"type": "image_url", "image_url": {"url": data_uri(file), "detail": "auto"}} for file in (red, SCENE)]
+    video = {"type": "video_url", "video_url": {"url": data_uri(CLIP, "video/mp4")}}
     asked = [
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "One."},
-                {"type": "image_url", "image_url": {"url": data_uri(red), "detail": "auto"}},
-                {"type": "image_url", "image_url": {"url": data_uri(SCENE)}},
-            ],
-        },
+        {"role": "user", "content": [text, *images]},
         {"role": "assistant", "content": "Yes.", "tool_calls": None, "refusal": None},
-        {
-            "role": "user",
-            "content": [
-                {"type": "video_url", "video_url": {"url": data_uri(CLIP, "video/mp4")}},
-                {"type": "text", "text": "Two?"},
-            ],
-        },
+        {"role": "user", "content": [video, then]},
     ]
     messages = [
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "One."},
-                {"type": "image", "path": str(red)},
-                {"type": "image", "path": str(SCENE)},
-            ],
-        },
+        {"role": "user", "content": [text, *({"type": "image", "path": str(file)} for file in (red, SCENE))]},
         {"role": "assistant", "content": "Yes."},
-        {"role": "user", "content": [{"type": "video", "path": str(CLIP)}, {"type": "text", "text": "Two?"}]},
+        {"role": "user", "content": [{"type": "video", "path": str(CLIP)}, then]},
     ]
     body = {"model": "tiny-llava", "messages": asked, "temperature": 0, "max_completion_tokens": 16}
     assert texts(server.post(body)) == [pipe.generate(messages, max_new_tokens=16).text]
 
 
-def test_a_stream_is_the_whole_answer_in_pieces(server: Served) -> None:
+def test_a_stream_is_the_whole_answer_in_pieces(server):
     body = question(QUESTION, data_uri(SCENE), max_tokens=40)
     whole = server.post(body).json()
     response = server.post({**body, "stream": True, "stream_options": {"include_usage": True}})
@@ -127,12 +104,10 @@ def test_a_stream_is_the_whole_answer_in_pieces(server: Served) -> None:
         (None, {}, (0.0, 1.0, 0)),  # the library's
     ],
 )
-def test_defaults_are_those_of_mmspec_generate(
-    server: Served, monkeypatch: pytest.MonkeyPatch, config: Any, fields: Any, expected: tuple[Any, ...]
-) -> None:
-    asked: list[SamplingParams] = []
+def test_defaults_are_those_of_mmspec_generate(server, monkeypatch, config, fields, expected):
+    asked = []
 
-    async def record(prompt: Any, **keywords: Any) -> Any:
+    async def record(prompt, **keywords):
         asked.append(server.pipe.defaults.complete(keywords["params"]))
         yield mmspec.Piece("", [], "stop", mmspec.Stats())
 
@@ -146,7 +121,7 @@ def test_defaults_are_those_of_mmspec_generate(
     assert found == (*expected, Limits().max_tokens)[:4]
 
 
-def test_more_tokens_than_the_limit_are_cut(pipe: Pipeline) -> None:
+def test_more_tokens_than_the_limit_are_cut(pipe):
     with served(pipe, Limits(max_tokens=5)) as server:
         new = {"max_tokens": None, "max_completion_tokens": 6}
         for asked in ({"max_tokens": 4096}, new, {"max_tokens": 5}, {"max_tokens": None}):
@@ -155,7 +130,7 @@ def test_more_tokens_than_the_limit_are_cut(pipe: Pipeline) -> None:
         assert server.post(question(max_tokens=4)).json()["usage"]["completion_tokens"] == 4
 
 
-def test_a_follow_up_computes_its_own_tokens(pipe: Pipeline) -> None:
+def test_a_follow_up_computes_its_own_tokens(pipe):
     """Further choices of a prompt, and the next turn."""
     cached = mmspec.load("tiny-llava", drafter=None, device="cpu", dtype="float32", prefix_cache=1 << 26)
     with served(cached) as server:
@@ -171,7 +146,7 @@ def test_a_follow_up_computes_its_own_tokens(pipe: Pipeline) -> None:
         assert figures(server)["vllm:prefix_cache_hits_total"] == first["usage"]["prompt_tokens"] + known
 
 
-def test_logprobs(server: Served, pipe: Pipeline) -> None:
+def test_logprobs(server, pipe):
     alone = pipe.generate(QUESTION, max_new_tokens=8, logprobs=3, temperature=2.0, seed=1)
     response = server.post(question(logprobs=True, top_logprobs=3, max_tokens=8, temperature=2.0, seed=1))
     found = response.json()["choices"][0]["logprobs"]["content"]
@@ -184,7 +159,7 @@ def test_logprobs(server: Served, pipe: Pipeline) -> None:
         assert [top["token"] for top in one["top_logprobs"]] == [decode([token]) for token, _ in expected.top]
 
 
-def test_completions_take_prompts_as_they_are(server: Served, pipe: Pipeline) -> None:
+def test_completions_take_prompts_as_they_are(server, pipe):
     prompts = ["A large red", "There is a"]
     ids = [pipe.io.tokenizer(text, return_tensors="pt") for text in prompts]
     out = [pipe.model.generate(**one, max_new_tokens=10, do_sample=False)[0, one.input_ids.shape[1] :] for one in ids]
@@ -206,7 +181,7 @@ def test_completions_take_prompts_as_they_are(server: Served, pipe: Pipeline) ->
     assert streamed == offsets
 
 
-def test_models_health_and_metrics(server: Served) -> None:
+def test_models_health_and_metrics(server):
     model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny-llava", "model", 2048)
     assert httpx.get(f"{server.url}/v1/models/tiny-llava").json() == model
@@ -214,25 +189,15 @@ def test_models_health_and_metrics(server: Served) -> None:
     before = figures(server)
     assert before["vllm:num_requests_running"] == before["vllm:num_requests_waiting"] == 0
     assert before["vllm:num_torch_threads"] == torch.get_num_threads()
-    answers = [server.post(question(max_tokens=20, n=2)).json() for _ in range(2)]
+    for _ in range(2):
+        server.post(question(max_tokens=20, n=2))
     after = figures(server)
-    for name, field in (
-        ("spec_decode_num_drafts", "num_spec_steps"),
-        ("spec_decode_num_draft_tokens", "num_draft_tokens"),
-        ("spec_decode_num_accepted_tokens", "num_accepted_draft_tokens"),
-    ):
-        added = after[f"vllm:{name}_total/flash"] - before[f"vllm:{name}_total/flash"]
-        assert after[f"vllm:{name}_total/none"] == before[f"vllm:{name}_total/none"]
-        assert added == sum(answer["metrics"]["speculative_decoding"][field] for answer in answers) > 0
-    by_position = {key: value for key, value in after.items() if "per_pos_total" in key}
-    accepted = sum(value - before.get(key, 0) for key, value in by_position.items())
-    assert accepted == sum(one["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] for one in answers)
     for name, count in (("time_to_first_token_seconds_count", 4), ("request_success_total/length", 4)):
         assert after[f"vllm:{name}"] - before.get(f"vllm:{name}", 0) == count
     assert after["vllm:inter_token_latency_seconds_count"] > before["vllm:inter_token_latency_seconds_count"]
 
 
-def figures(server: Served) -> dict[str, float]:
+def figures(server):
     """Values of the metrics by name, with the last label if there are several."""
     found = {}
     for line in httpx.get(f"{server.url}/metrics").text.splitlines():
@@ -247,10 +212,10 @@ def figures(server: Served) -> dict[str, float]:
 USER = [{"role": "user", "content": "Hello."}]
 
 
-def test_media_are_limited(pipe: Pipeline, tmp_path: Path) -> None:
+def test_media_are_limited(pipe, tmp_path):
     with served(pipe, Limits(max_images=1, max_videos=1, max_pixels=10_000, max_body=1)) as server:
 
-        def answered(asked: dict[str, Any], status: int = 400) -> dict[str, Any]:
+        def answered(asked, status=400):
             response = server.post(asked)
             assert response.status_code == status, response.text
             return response.json() if status == 200 else response.json()["error"]
@@ -285,7 +250,7 @@ def test_media_are_limited(pipe: Pipeline, tmp_path: Path) -> None:
         assert server.idle
 
 
-def test_a_text_model_refuses_images_and_reads_parts_as_text(one_thread: None) -> None:
+def test_a_text_model_refuses_images_and_reads_parts_as_text(one_thread):
     pipe = mmspec.load("tiny-hybrid", drafter=None, device="cpu")
     with served(pipe) as server:
         parts = [{"type": "text", "text": "Work out:"}, {"type": "text", "text": "3 + 4"}]
@@ -299,7 +264,7 @@ def test_a_text_model_refuses_images_and_reads_parts_as_text(one_thread: None) -
         assert (figures["num_draft_tokens"], figures["mean_acceptance_length"]) == (0, 1.0)  # without a drafter
 
 
-def test_messages_that_a_chat_template_refuses(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_that_a_chat_template_refuses(server, monkeypatch):
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
     monkeypatch.setattr(server.pipe.hf_processor, "chat_template", refusing)
     response = server.post(question(messages=[{"role": "system", "content": "Be brief."}]))
@@ -308,7 +273,7 @@ def test_messages_that_a_chat_template_refuses(server: Served, monkeypatch: pyte
     assert response.json()["error"]["message"] == message
 
 
-def test_the_context_is_limited(one_thread: None) -> None:
+def test_the_context_is_limited(one_thread):
     pipe = mmspec.load("tiny-llava", drafter=None, device="cpu")
     with served(pipe, Limits(max_model_len=60)) as server:
         response = server.post(question("word " * 60))
@@ -320,12 +285,12 @@ def test_the_context_is_limited(one_thread: None) -> None:
     assert pipe.context_limit == 2048  # of the caller's own requests
 
 
-def test_keys_hosts_and_origins(pipe: Pipeline) -> None:
+def test_keys_hosts_and_origins(pipe):
     """The guard's own rules are in ``test_middleware``."""
     options = {"api_key": "secret", "hosts": {"127.0.0.1"}, "origins": ["http://app.example"]}
     with served(pipe, **options) as server:
 
-        def status(path: str = "/v1/models", **headers: str) -> int:
+        def status(path="/v1/models", **headers):
             found = httpx.get(f"{server.url}{path}", headers={"Authorization": "Bearer secret", **headers})
             return found.status_code
 
@@ -333,7 +298,8 @@ def test_keys_hosts_and_origins(pipe: Pipeline) -> None:
         assert status(Authorization="Bearer secre") == status("/metrics", Authorization="") == 401
         assert status("/health", Authorization="") == 200
         assert status(Host="evil.example") == status(Origin="http://evil.example") == 403
-        assert httpx.get(f"{server.url}/v1/models").headers["WWW-Authenticate"] == "Bearer"
+        refused = httpx.get(f"{server.url}/v1/models")
+        assert (refused.headers["WWW-Authenticate"], refused.json()["error"]["code"]) == ("Bearer", "invalid_api_key")
         for origin, allowed in (("http://app.example", "http://app.example"), ("http://evil.example", None)):
             asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
             preflight = httpx.options(f"{server.url}/v1/chat/completions", headers=asked)
@@ -342,9 +308,7 @@ def test_keys_hosts_and_origins(pipe: Pipeline) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("prompts", "n", "seed"), [(1, 3, 7), (2, 1, 7), (2, 2, (1 << 64) - 1)])
-def test_the_seed_of_a_choice_depends_on_its_place_among_those_of_its_prompt(
-    server: Served, pipe: Pipeline, prompts: int, n: int, seed: int, stream: bool
-) -> None:
+def test_the_seed_of_a_choice_depends_on_its_place_among_those_of_its_prompt(server, pipe, prompts, n, seed, stream):
     expected = [
         pipe.generate(
             prompt, max_new_tokens=TOKENS, chat_template=False, seed=(seed + number) % (1 << 64), **SAMPLED
@@ -353,11 +317,11 @@ def test_the_seed_of_a_choice_depends_on_its_place_among_those_of_its_prompt(
         for number in range(n)
     ]
     assert len(set(expected)) == len(expected)
-    body: dict[str, Any] = {"model": "tiny-llava", "prompt": PROMPTS[:prompts], "n": n, "seed": seed, **SAMPLED}
+    body = {"model": "tiny-llava", "prompt": PROMPTS[:prompts], "n": n, "seed": seed, **SAMPLED}
     assert texts(server.post({**body, "max_tokens": TOKENS, "stream": stream}, "completions")) == expected
 
 
-def test_usage_and_figures_are_those_of_all_choices(server: Served, pipe: Pipeline) -> None:
+def test_usage_and_figures_are_those_of_all_choices(server, pipe):
     """A prompt's tokens count once."""
     body = {"model": "tiny-llava", "prompt": PROMPTS, "n": 2, "temperature": 0, "max_tokens": TOKENS}
     alone = [pipe.generate(prompt, max_new_tokens=TOKENS, chat_template=False) for prompt in PROMPTS]
@@ -369,7 +333,7 @@ def test_usage_and_figures_are_those_of_all_choices(server: Served, pipe: Pipeli
     assert [choice["text"] for choice in found["choices"]] == [one.text for one in alone for _ in range(2)]
 
 
-def test_required_calls_beside_images(server: Served, pipe: Pipeline) -> None:
+def test_required_calls_beside_images(server, pipe):
     """Each choice is the call that the same grammar gives in the pipeline, with the image in the prompt."""
     pytest.importorskip("llguidance")
     shape = {"type": "object", "properties": {"colour": {"enum": ["red", "green", "blue"]}}, "required": ["colour"]}
@@ -392,15 +356,11 @@ def test_required_calls_beside_images(server: Served, pipe: Pipeline) -> None:
         assert said["arguments"]["colour"] in ("red", "green", "blue")
 
 
-def completion(server: Served, **fields: Any) -> list[str]:
+def completion(server, **fields):
     return texts(server.post({**GREEDY, **fields}, "completions"))
 
 
-def answer(server: Served, messages: list[Any], **fields: Any) -> list[str]:
-    return texts(server.post({**GREEDY, "messages": messages, **fields}))
-
-
-def test_prompts_of_token_ids_and_echo(server: Served, pipe: Pipeline) -> None:
+def test_prompts_of_token_ids_and_echo(server, pipe):
     ids = pipe.io.tokenizer(TEXT)["input_ids"]
     said = pipe.generate(TEXT, max_new_tokens=8, chat_template=False).text
     assert pipe.generate(ids, max_new_tokens=8).text == said
@@ -412,23 +372,20 @@ def test_prompts_of_token_ids_and_echo(server: Served, pipe: Pipeline) -> None:
         assert completion(server, prompt=TEXT, echo=True, stream=stream) == [TEXT + said]
 
 
-def test_an_images_token_needs_its_image(pipe: Pipeline) -> None:
+def test_an_images_token_needs_its_image(pipe):
     token = pipe.io.tokenizer.convert_tokens_to_ids(pipe.hf_processor.image_token)
     with pytest.raises(UserError, match=f"images and videos need chat messages: got their token {token}"):
         pipe.generate([1, token])
 
 
-def test_structured_completions(server: Served) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    (text,) = completion(server, prompt="A: ", response_format=form, max_tokens=20)
-    assert json.loads(text)["a"] in (1, 2)
-    (text,) = completion(server, prompt="A: ", response_format={"type": "json_object"}, max_tokens=20)
-    assert text.startswith("{")
+def test_structured_completions(server):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [1, 2]}}}
+    assert completion(server, prompt="A: ", response_format=form)[0] in ("1", "2")
+    assert completion(server, prompt="A: ", response_format={"type": "json_object"})[0].startswith("{")
 
 
-def test_tokens(server: Served, pipe: Pipeline) -> None:
-    def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+def test_tokens(server, pipe):
+    def post(path, body):
         response = httpx.post(f"{server.url}/{path}", json=body, timeout=TIMEOUT)
         return response.json()
 
@@ -449,21 +406,7 @@ def test_tokens(server: Served, pipe: Pipeline) -> None:
     assert post("detokenize", {"tokens": plain}) == {"prompt": TEXT}
 
 
-def test_other_names_of_the_model(pipe: Pipeline) -> None:
-    with served(pipe, names=["gpt-4o", "other"]) as server:
-        models = httpx.get(f"{server.url}/v1/models").json()["data"]
-        assert [model["id"] for model in models] == ["gpt-4o", "other"]
-        for name, status in (("gpt-4o", 200), ("other", 200), ("tiny-llava", 404)):
-            response = server.post({**GREEDY, "model": name, "prompt": "1 + 1", "max_tokens": 1}, "completions")
-            assert response.status_code == status
-            assert httpx.get(f"{server.url}/v1/models/{name}").status_code == status
-            if status == 200:
-                assert response.json()["model"] == "gpt-4o"
-        assert 'model_name="gpt-4o"' in httpx.get(f"{server.url}/metrics").text
-        assert "serve: gpt-4o\n" in httpx.get(server.url).text
-
-
-def test_paths(server: Served) -> None:
+def test_paths(server):
     page = httpx.get(server.url)
     assert page.headers["content-type"].startswith("text/html")
     unknown = httpx.get(f"{server.url}/v2").json()["error"]["message"]

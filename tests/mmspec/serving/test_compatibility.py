@@ -1,34 +1,34 @@
-"""What clients of OpenAI's API and of other servers send: ranges, harmless fields, names of models; and errors."""
+"""What clients send: ranges of OpenAI's API, harmless fields of other servers, names of models; documented clients."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from shutil import which
 
 import httpx
 import pytest
 
 import mmspec
-from mmspec.pipeline import Pipeline
-from mmspec.serving.limits import Limits
 from mmspec.serving.schemas import IGNORED
 from tests.mmspec.serving.test_app import figures
 from tests.model_folders import save_gguf
-from tests.testkit.served import Served, served
+from tests.process import ROOT
+from tests.testkit.served import SCENE, served
 
-openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [1]}}}
 MODEL = {"model": "tiny-llava"}
-BODIES: dict[str, dict[str, Any]] = {
+BODIES = {
     "chat/completions": {**MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
     "completions": {**MODEL, "prompt": "Hi", "max_tokens": 2},
     "responses": {**MODEL, "input": "Hi", "max_output_tokens": 2},
 }
 PENALTY = ([-2, 0, 1.5, 2, None], [-2.01, 2.01, "1"])
 COUNT = ([1, 2048, None], [0, -1, 1.5, "1"])
-EVERYWHERE: dict[str, tuple[list[Any], list[Any]]] = {
+EVERYWHERE = {
     "temperature": ([0, 1e-8, 0.7, 2, None], [-0.01, "1", True]),
     "top_p": ([0, 0.0, 1e-9, 0.5, 1, None], [-0.01, 1.01, "1"]),
     "seed": ([-(2**63), -1, 0, 2**63 - 1, None], [1.5, "1"]),
@@ -37,14 +37,9 @@ EVERYWHERE: dict[str, tuple[list[Any], list[Any]]] = {
     "frequency_penalty": PENALTY,
     "logit_bias": ([{}, {"5": -100, "6": 100}, None], [{"5": -101}, {"5": 101}, {"a": 1}, [5]]),
     "stream": ([False, None], ["yes", 1]),
-    "user": (["", "u", None], []),
-    "metadata": ([{}, {"a": "b"}, None], []),
-    "service_tier": (["auto", "default", "flex", "priority", None], []),
-    "safety_identifier": (["a", None], []),
-    "prompt_cache_key": (["a", None], []),
     "model": (["tiny-llava", None], [5]),
 }
-TABLE: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
+TABLE = {
     "chat/completions": {
         **EVERYWHERE,
         "n": ([1, 8, None], [0, 9, 1.5]),
@@ -58,9 +53,6 @@ TABLE: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "response_format": ([FORMAT, {"type": "text"}, {"type": "json_object"}, None], ["text"]),
         "reasoning_effort": (["none", "minimal", "low", "medium", "high", "xhigh", None], [1]),
         "modalities": ([["text"], None], [["text", "audio"]]),
-        "verbosity": (["low", "high", None], []),
-        "prediction": ([{"type": "content", "content": "a"}, None], []),
-        "store": ([True, False, None], []),
         "stream_options": ([None], [5]),
         "web_search_options": ([None], [{}]),
     },
@@ -85,7 +77,6 @@ TABLE: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "text": ([{}, {"format": {"type": "text"}}, {"verbosity": "low"}, None], ["text"]),
         "reasoning": ([{}, {"effort": "low", "summary": "auto"}, None], ["low"]),
         "tool_choice": (["none", "auto", None], ["some"]),
-        "max_tool_calls": ([1, None], []),
         "store": ([True, False, None], [1]),
         "background": ([False, None], [True]),
         "previous_response_id": ([None], ["resp_x"]),
@@ -94,7 +85,7 @@ TABLE: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
 
 
 @pytest.mark.parametrize(("path", "field"), [(path, field) for path, fields in TABLE.items() for field in fields])
-def test_ranges_contain_those_of_openai(path: str, field: str, server: Served) -> None:
+def test_ranges_contain_those_of_openai(path, field, server):
     accepted, refused = TABLE[path][field]
     for value in accepted:
         found = server.post({**BODIES[path], field: value}, path)
@@ -113,7 +104,7 @@ HARMLESS = {
 NEUTRAL = {"typical_p": 1, "mirostat": 0, "repeat_penalty": 1.0, "use_beam_search": False, "stop_token_ids": []}
 
 
-def test_harmless_fields_of_other_engines_are_ignored_and_counted(server: Served) -> None:
+def test_harmless_fields_of_other_engines_are_ignored_and_counted(server):
     asked = {
         **MODEL,
         "temperature": 1.5,
@@ -133,7 +124,7 @@ def test_harmless_fields_of_other_engines_are_ignored_and_counted(server: Served
     assert not any("xyz" in name for name in figures(server))
 
 
-def test_the_only_name_of_a_model_may_be_left_out(tmp_path: Path) -> None:
+def test_the_only_name_of_a_model_may_be_left_out(tmp_path):
     file = save_gguf(tmp_path / "Tiny-1B.Q8_0.gguf")
     pipe = mmspec.load(str(file), drafter=None, dtype="float32")
     asked = {"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0}
@@ -144,42 +135,56 @@ def test_the_only_name_of_a_model_may_be_left_out(tmp_path: Path) -> None:
         assert server.post(asked, "completions").status_code == 200
         assert server.post({**asked, "model": "Tiny-1B"}, "completions").status_code == 404
     with served(pipe, names=("a", "b")) as server:
-        assert server.post({**asked, "model": "b"}, "completions").status_code == 200
-        assert server.post({**asked, "model": "Tiny-1B.Q8_0"}, "completions").status_code == 404
+        assert [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]] == ["a", "b"]
+        for name, status in (("a", 200), ("b", 200), ("Tiny-1B.Q8_0", 404)):
+            response = server.post({**asked, "model": name}, "completions")
+            assert (response.status_code, response.json().get("model")) == (status, "a" if status == 200 else None)
+            assert httpx.get(f"{server.url}/v1/models/{name}").status_code == status
         error = server.post(asked, "completions").json()["error"]
         assert (error["param"], error["message"]) == ("model", "model is required: expected 'a' or 'b', got none")
         assert httpx.post(f"{server.url}/tokenize", json={"prompt": "a"}).status_code == 200
+        assert 'model_name="a"' in httpx.get(f"{server.url}/metrics").text
+        assert "serve: a\n" in httpx.get(server.url).text
 
 
-def test_errors_have_openais_shape(pipe: Pipeline) -> None:
-    """By its client, and of requests that no endpoint gets; further errors are in ``test_errors``."""
-    with served(pipe, Limits(max_body=1), api_key="k") as server:
-        options: dict[str, Any] = {"base_url": f"{server.url}/v1", "max_retries": 0}
-        with openai.OpenAI(api_key="k", **options) as client, openai.OpenAI(api_key="no", **options) as stranger:
-            calls: list[tuple[Any, Any, Any]] = [
-                (stranger.models.list, openai.AuthenticationError, (None, "invalid_api_key")),
-                (lambda: client.models.retrieve("x"), openai.NotFoundError, ("model", "model_not_found")),
-                (lambda: client.responses.retrieve("x"), openai.NotFoundError, ("response_id", None)),
-                (lambda: client.completions.create(**MODEL, prompt="a", n=9), openai.BadRequestError, ("n", None)),
-                (
-                    lambda: client.completions.create(**MODEL, prompt="x" * (1 << 21)),
-                    openai.APIStatusError,
-                    (None,) * 2,
-                ),
-            ]
-            for call, kind, expected in calls:
-                with pytest.raises(kind) as caught:
-                    call()
-                body = caught.value.body
-                assert body.keys() == {"message", "type", "param", "code"}
-                assert (body["param"], body["code"]) == expected
-        head = {"Authorization": "Bearer k"}
-        for method, path, more in (
-            ("PUT", "/v1/models", {}),
-            ("GET", "/nothing", {}),
-            ("POST", "/v1/completions", {"content": b"{"}),
-            ("POST", "/v1/completions", {"headers": {**head, "Origin": "http://other"}}),
-        ):
-            found = httpx.request(method, server.url + path, **{"headers": head, **more})
-            assert 400 <= found.status_code < 500
-            assert found.json()["error"].keys() == {"message", "type", "param", "code"}, found.text
+WRITTEN = "http://127.0.0.1:8000"
+CLIENTS = ("curl", "openai", "langchain_openai")
+
+
+def documented():
+    """The command of each client."""
+    section = (ROOT / "docs/serving.md").read_text().split("\n## Clients\n")[1].split("\n## ")[0]
+    found = {}
+    for language, code in re.findall(r"```(sh|python)\n(.*?)```", section, re.DOTALL):
+        name = "curl" if language == "sh" else re.findall(r"^from (\w+) import", code, re.MULTILINE)[0]
+        assert WRITTEN in code
+        found[name] = ["sh", "-c", code] if language == "sh" else [sys.executable, "-c", code]
+    return found
+
+
+def answer_of(client, url):
+    if not (which(client) if client == "curl" else find_spec(client)):
+        pytest.skip(f"needs {client}")
+    *command, code = documented()[client]
+    done = subprocess.run(
+        [*command, code.replace(WRITTEN, url)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def expected(client, pipe):
+    """A part of the output."""
+    if client == "openai":
+        return pipe.generate("Describe the image.", images=str(SCENE)).text
+    limit = {"max_new_tokens": 40} if client == "curl" else {}
+    return pipe.generate("What is in a picture?", **limit).text
+
+
+def test_all_clients_are_documented():
+    assert set(documented()) == set(CLIENTS)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_client(client, server, pipe):
+    assert expected(client, pipe) in answer_of(client, server.url)

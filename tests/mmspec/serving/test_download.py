@@ -1,21 +1,16 @@
 """Downloads on behalf of clients: public addresses only, also after redirects, within limits."""
 
-from __future__ import annotations
-
 import socket
 import time
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from typing import Any
 
 import pytest
 
 from mmspec.errors import UserError
-from mmspec.pipeline import Pipeline
 from mmspec.serving import media
-from mmspec.serving.limits import is_loopback
 from mmspec.serving.media import download, is_public
+from mmspec.serving.settings import is_loopback
 from tests.testkit.served import QUESTION, SCENE, data_uri, question, served
 
 PRIVATE = {
@@ -31,25 +26,25 @@ PUBLIC = "8.8.8.8 1.1.1.1 192.31.196.1 2606:4700:4700::1111 2620:4f:8000::1 ::ff
 
 
 @pytest.mark.parametrize("of", PRIVATE)
-def test_addresses_that_are_not_public(of: str) -> None:
+def test_addresses_that_are_not_public(of):
     assert [address for address in PRIVATE[of].split() if is_public(address)] == []
 
 
-def test_public_addresses() -> None:
+def test_public_addresses():
     assert [address for address in PUBLIC.split() if not is_public(address)] == []
 
 
-def test_loopback_hosts() -> None:
+def test_loopback_hosts():
     assert all(map(is_loopback, ["localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]"]))
     assert not any(map(is_loopback, ["0.0.0.0", "::", "10.0.0.1", "localhost.example.org", ""]))
 
 
 @pytest.fixture
-def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def site(monkeypatch):
     """A site at 127.0.0.1, which counts as public here; 127.0.0.2 does not."""
 
     class Site(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             name = self.path.strip("/")
             if name.startswith("to="):
                 self.send_response(302)
@@ -71,7 +66,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             else:
                 self.send_error(404)
 
-        def log_message(self, *args: Any) -> None:
+        def log_message(self, *args):
             pass
 
     monkeypatch.setattr(media, "is_public", lambda address: address == "127.0.0.1")
@@ -83,7 +78,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join()
 
 
-def test_a_file_is_downloaded(site: str) -> None:
+def test_a_file_is_downloaded(site):
     assert download(f"{site}/large", 5000) == b"x" * 5000
     assert download(f"{site}/to=/to={site}/scene.png", 1 << 20) == SCENE.read_bytes()
 
@@ -100,25 +95,25 @@ def test_a_file_is_downloaded(site: str) -> None:
         ("/to=http://[bad", "cannot download"),
     ],
 )
-def test_files_that_are_refused(site: str, path: str, message: str) -> None:
+def test_files_that_are_refused(site, path, message):
     with pytest.raises(UserError, match=message):
         download(site + path, 4999, seconds=0.3 if path == "/slow" else 60)
 
 
-def test_redirects_to_other_addresses_are_refused(site: str) -> None:
+def test_redirects_to_other_addresses_are_refused(site):
     port = site.rpartition(":")[2]
     for url in (f"http://127.0.0.2:{port}/scene.png", f"{site}/to=http://127.0.0.2:{port}/scene.png"):
         with pytest.raises(UserError, match=r"must lead to public addresses: '127\.0\.0\.2' does not"):
             download(url, 1 << 20)
 
 
-def test_names_are_judged_by_all_their_addresses_and_resolved_once(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_judged_by_all_their_addresses_and_resolved_once(site, monkeypatch):
     port = int(site.rpartition(":")[2])
-    asked: list[str] = []
+    asked = []
     answers = {"good.example": [["127.0.0.1"], ["127.0.0.2"]], "mixed.example": [["127.0.0.1", "127.0.0.2"]]}
     real = socket.getaddrinfo
 
-    def resolve(host: Any, *args: Any, **options: Any) -> Any:
+    def resolve(host, *args, **options):
         if host not in answers:
             return real(host, *args, **options)
         asked.append(host)
@@ -132,7 +127,7 @@ def test_names_are_judged_by_all_their_addresses_and_resolved_once(site: str, mo
         download(f"http://mixed.example:{port}/scene.png", 1 << 20)
 
 
-def test_hosts_that_cannot_be_reached(site: str) -> None:
+def test_hosts_that_cannot_be_reached(site):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         with pytest.raises(UserError, match=r"cannot download from '127\.0\.0\.1': ConnectError"):
@@ -141,7 +136,7 @@ def test_hosts_that_cannot_be_reached(site: str) -> None:
         download("http://nothing.invalid/", 10)
 
 
-def test_requests_with_urls(site: str, pipe: Pipeline, one_thread: None) -> None:
+def test_requests_with_urls(site, pipe, one_thread):
     with served(pipe, allow_urls=True) as server:
         expected = server.post(question(QUESTION, data_uri(SCENE))).json()["choices"]
         assert server.post(question(QUESTION, f"{site}/scene.png")).json()["choices"] == expected

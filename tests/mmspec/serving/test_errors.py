@@ -1,26 +1,32 @@
-"""Errors of requests by endpoint: status, field and message. Errors of single fields are in ``test_mistakes``."""
+"""Errors of requests by endpoint: status, field, message; unexpected exceptions at any stage of a request."""
 
-from __future__ import annotations
-
+import json
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.testkit.served import SCENE, TIMEOUT, Served, data_uri, question
+from mmspec.engine.sequence import Sequence
+from mmspec.engine.stopping import Stopper
+from mmspec.sampling.defaults import Defaults
+from mmspec.serving import formats, runner
+from mmspec.serving.media import MediaReader
+from mmspec.serving.metrics import Metrics
+from mmspec.targets.detokenizer import AnswerReader
+from tests.testkit.served import SCENE, TIMEOUT, data_uri, eventually, question
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def user(content: Any) -> list[dict[str, Any]]:
+def user(content):
     return [{"role": "user", "content": content}]
 
 
-def function(name: str, **parameters: Any) -> dict[str, Any]:
+def function(name, **parameters):
     return {"type": "function", "function": {"name": name, **({"parameters": parameters} if parameters else {})}}
 
 
-def form(**schema: Any) -> dict[str, Any]:
+def form(**schema):
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
@@ -28,15 +34,14 @@ URL = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
 CALL = {"tools": [function("a")], "tool_choice": "required"}
 WRONG = [function("a"), function("wrong", type="x")]
 SCHEMA = "tool wrong: json_schema must be a JSON schema that llguidance can follow: Invalid type: x"
-BODIES: dict[str, dict[str, Any]] = {
+BODIES = {
     "v1/chat/completions": question(max_tokens=2),
     "v1/completions": {"model": "tiny-llava", "prompt": "A", "max_tokens": 1},
     "v1/responses": {"model": "tiny-llava", "input": "A", "max_output_tokens": 1},
 }
 Error = tuple[dict[str, Any], str | None, str]
-ERRORS: dict[str, list[Error]] = {
+ERRORS = {
     "v1/chat/completions": [
-        ({"top_p": 1.01}, "top_p", "top_p must be <= 1: got 1.01"),
         ({"messages": user([URL])}, "messages[0].content[0].image_url.url", "image_url must be a data URI"),
         ({"model": "gpt-4o"}, "model", "unknown model: expected 'tiny-llava', got 'gpt-4o'"),
         ({"logit_bias": {"90000": 1}}, None, "biased tokens must be below the vocabulary's size 896: got 90000"),
@@ -46,7 +51,6 @@ ERRORS: dict[str, list[Error]] = {
         ({"messages": user("x " * 250_000)}, None, "the prompt must be shorter than the model's context"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice required goes with tools: got none"),
         ({"tools": [function("a")] * 2}, "tools", "tools must have different names: got a, a"),
-        ({"tools": [function("a b")]}, "tools[0].function.name", "tools[0].function.name must be 1 to"),
         ({**CALL, "tool_choice": function("x")}, "tool_choice", "tool_choice must name one of the tools: got 'x'"),
         (
             {**CALL, "stream": False, "min_tokens": 900, "max_tokens": 999, "parallel_tool_calls": False},
@@ -114,7 +118,7 @@ ERRORS: dict[str, list[Error]] = {
 
 
 @pytest.mark.parametrize(("path", "error"), [(path, one) for path, errors in ERRORS.items() for one in errors])
-def test_errors(server: Served, path: str, error: Error) -> None:
+def test_errors(server, path, error):
     """Of streams, too: these errors precede the first event, unless the field ``stream`` is given."""
     pytest.importorskip("llguidance")
     fields, param, message = error
@@ -125,4 +129,74 @@ def test_errors(server: Served, path: str, error: Error) -> None:
         assert found["message"].startswith(message)
         assert "\n" not in found["message"]
         status = 404 if message.startswith(("there is no", "unknown model")) else 400
-        assert (response.status_code, found["param"], found["type"]) == (status, param, "invalid_request_error")
+        code = "model_not_found" if message.startswith("unknown model") else None
+        expected = {"message": found["message"], "type": "invalid_request_error", "param": param, "code": code}
+        assert (response.status_code, found) == (status, expected)
+
+
+class BrokenError(Exception):
+    """Raised by the stages."""
+
+
+def at_call(number, function):
+    """The function, whose call of this number, from 0 on, raises."""
+    left = [number]
+
+    def called(*args, **keywords):
+        left[0] -= 1
+        if left[0] < 0:
+            raise BrokenError("out of order")
+        return function(*args, **keywords)
+
+    return called
+
+
+# The object that owns a stage's function, given the server; the function; the call that fails.
+STAGES = {
+    "media": (lambda server: MediaReader, "read", 0),
+    "encoding": (lambda server: server.pipe.io, "encode", 0),
+    "defaults": (lambda server: Defaults, "complete", 0),
+    "stopping": (lambda server: Stopper, "limit", 0),
+    "key of the batch": (lambda server: server.pipe.target, "batch_key", 0),
+    "queue": (lambda server: server.pipe.engine, "submit", 0),
+    "prefill": (lambda server: server.pipe.target, "prefill", 0),
+    "first token": (lambda server: Sequence, "accept", 0),
+    "verify pass": (lambda server: server.pipe.target, "verify", 1),
+    "commit": (lambda server: server.pipe.target, "commit", 1),
+    "later token": (lambda server: Sequence, "accept", 3),
+    "text": (lambda server: AnswerReader, "append", 0),
+    "later text": (lambda server: AnswerReader, "append", 2),
+    "figures of the first token": (lambda server: server.app.state.metrics.first_token, "observe", 0),
+    "figures of later tokens": (lambda server: server.app.state.metrics.next_tokens, "observe", 0),
+    "figures of the end": (lambda server: Metrics, "ended", 0),
+    "response": (lambda server: formats, "per_request", 0),
+    "parameters of the second choice": (lambda server: runner, "replace", 0),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_it_reaches_the_client(stage, stream, server, monkeypatch, caplog):
+    body = question("Describe the image.", data_uri(SCENE), temperature=1.0, seed=2**64 - 1, n=2, stream=stream)
+    expected = server.post(body)
+    assert expected.status_code == 200
+    owner, name, number = STAGES[stage]
+    where = owner(server)
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, at_call(number, getattr(where, name)))
+        response = server.post(body)
+    events = [line[6:] for line in response.text.split("\n\n") if line.startswith("data: ")]
+    found = json.loads(events[-2] if events else response.text)
+    assert "out of order" not in response.text  # nothing of the inside
+    assert eventually(lambda: "out of order" in caplog.text)
+    message = "internal error (BrokenError): details are in the server's log"
+    assert found["error"] == {"message": message, "type": "server_error", "param": None, "code": None}
+    assert response.status_code == (200 if events else 500)
+    if [*STAGES].index(stage) <= [*STAGES].index("first token"):
+        assert response.status_code == 500  # of a stream, too, before its first piece
+    assert not events or events[-1] == "[DONE]"
+    assert eventually(lambda: server.idle)
+    again = server.post(body)
+    assert again.status_code == 200
+    if not stream:
+        assert again.json()["choices"] == expected.json()["choices"]

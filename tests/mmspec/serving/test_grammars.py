@@ -1,26 +1,21 @@
 """Grammars of requests: other clients are served while one is compiled; limits; clients that go away."""
 
-from __future__ import annotations
-
 import asyncio
-import json
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Event
-from typing import Any
 
 import httpx
 import psutil
 import pytest
 
 from mmspec.errors import UserError
-from mmspec.pipeline import Pipeline
 from mmspec.sampling.syntax import CheckedText, GrammarTrial
-from mmspec.serving.limits import Limits
 from mmspec.serving.runner import GrammarChecker
-from tests.testkit.served import TIMEOUT, Served, eventually, open_stream, question, served
+from mmspec.serving.settings import Limits
+from tests.testkit.served import TIMEOUT, eventually, open_stream, question, served
 
 pytestmark = pytest.mark.usefixtures("server", "one_thread")
 
@@ -28,25 +23,23 @@ PATTERN = {"type": "string", "pattern": "(?i)" + r"\p{Lu}\p{Ll}" * 7500}  # 3 s,
 WIDE = {"type": "object", "properties": {f"p{n:04}": {"type": "string"} for n in range(4000)}}
 
 
-def constrained(schema: dict[str, Any], **fields: Any) -> dict[str, Any]:
+def constrained(schema, **fields):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     return question(response_format=form, **fields)
 
 
-def workers() -> list[psutil.Process]:
+def workers():
     return [one for one in psutil.Process().children() if "mmspec.sampling.syntax" in " ".join(one.cmdline())]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("schema", [PATTERN, WIDE], ids=["pattern", "wide"])
-def test_others_are_served_while_a_grammar_is_compiled(
-    server: Served, schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_are_served_while_a_grammar_is_compiled(server, schema, monkeypatch):
     """Both while it is compiled in a worker and after that; times are the processor's, as other load takes none."""
     server.post(constrained({"type": "boolean"}))  # starts a worker
     health, chat, served = [], [], Event()
 
-    def held(trial: GrammarTrial, *given: Any, **options: Any) -> Any:
+    def held(trial, *given, **options):
         served.wait(10 * TIMEOUT)
         return CHECK(trial, *given, **options)
 
@@ -75,11 +68,11 @@ def test_others_are_served_while_a_grammar_is_compiled(
     assert eventually(lambda: server.idle)
 
 
-def test_a_client_that_goes_away_ends_its_compilation(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_goes_away_ends_its_compilation(pipe, monkeypatch):
     monkeypatch.setattr(GrammarTrial, "check", _patient)
     others = workers()  # of the package's server
 
-    def compiling() -> bool:
+    def compiling():
         with suppress(psutil.NoSuchProcess):
             return any(one.cpu_times().user > 0.3 for one in workers() if one not in others)
         return False
@@ -93,7 +86,7 @@ def test_a_client_that_goes_away_ends_its_compilation(pipe: Pipeline, monkeypatc
         assert server.post(constrained({"const": "red"})).json()["choices"][0]["message"]["content"] == '"red"'
 
 
-def _patient(trial: GrammarTrial, *given: Any, **options: Any) -> Any:
+def _patient(trial, *given, **options):
     trial.seconds = 10 * TIMEOUT
     return CHECK(trial, *given, **options)
 
@@ -101,45 +94,29 @@ def _patient(trial: GrammarTrial, *given: Any, **options: Any) -> Any:
 CHECK = GrammarTrial.check
 
 
-def test_a_grammar_is_checked_once(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = []
+def test_results_are_kept(monkeypatch):
+    """Requests share a check; the last 64 results are kept, errors of grammars included, other errors are not."""
+    checked = Counter()
 
-    def record(trial: GrammarTrial, kind: str, text: str, **options: Any) -> Any:
-        texts.append(text)
-        time.sleep(0.3)
-        return CHECK(trial, kind, text, **options)
-
-    monkeypatch.setattr(GrammarTrial, "check", record)
-    bodies = [constrained({"const": "blue"}, n=2, temperature=1.0, seed=3)] * 3 + [constrained({"type": "thing"})] * 3
-    with ThreadPoolExecutor(6) as threads:
-        found = list(threads.map(server.post, bodies))
-    found.append(server.post(bodies[0]))
-    found.append(server.post(bodies[-1]))
-    assert [one.status_code for one in found] == [200] * 3 + [400] * 3 + [200, 400]
-    assert sorted(texts) == [json.dumps({"const": "blue"}), json.dumps({"type": "thing"})]
-
-
-def test_results_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last 64 results, errors of grammars included; other errors are not kept."""
-    checked: Counter[str] = Counter()
-
-    def check(trial: GrammarTrial, kind: str, text: str, **options: Any) -> CheckedText:
+    def check(trial, kind, text, **options):
         checked[text] += 1
+        time.sleep(0.1 * (text == "shared"))
         if text == "wrong":
             raise UserError("a wrong grammar")
         if text == "broken":
             raise RuntimeError("no worker")
         return CheckedText(text)
 
-    async def scenario() -> None:
+    async def scenario():
         checker = GrammarChecker()
+        await asyncio.gather(*(checker.check(("regex", "shared")) for _ in range(3)))
         for _ in range(2):
             assert await checker.check(("regex", "right")) == "right"
             with pytest.raises(UserError, match=r"^a wrong grammar$"):
                 await checker.check(("regex", "wrong"))
             with pytest.raises(RuntimeError, match="no worker"):
                 await checker.check(("regex", "broken"))
-        assert checked == {"right": 1, "wrong": 1, "broken": 2}
+        assert checked == {"shared": 1, "right": 1, "wrong": 1, "broken": 2}
         for number in range(63):
             await checker.check(("regex", str(number)))
         for text in ("right", "0", "62"):
@@ -151,14 +128,14 @@ def test_results_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (checked["right"], checked["0"], checked["62"]) == (2, 1, 1)
 
 
-def test_millions_of_values(server: Served) -> None:
+def test_millions_of_values(server):
     for content in (b'{"messages":[' + b"[]," * 2_000_000 + b"[]]}", b"[" * 3_000_000):
         response = httpx.post(f"{server.url}/v1/chat/completions", content=content, timeout=60)
         assert response.status_code == 400
         assert "must have at most 1000000 values" in response.json()["error"]["message"]
 
 
-def test_outputs_that_follow_the_model_given_the_grammar(server: Served, pipe: Pipeline) -> None:
+def test_outputs_that_follow_the_model_given_the_grammar(server, pipe):
     schema = {"enum": ["a", "b"]}
     fields = {"temperature": 1.5, "seed": 3, "grammar_aligned": True}
     body = server.post(constrained(schema, max_tokens=4, **fields)).json()

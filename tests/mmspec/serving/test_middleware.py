@@ -1,38 +1,45 @@
-"""Middleware by itself: hosts, origins and keys of requests, their number, and responses that break off."""
-
-from __future__ import annotations
+"""Hosts, origins and keys of requests, their number, and responses that break off; the log of requests."""
 
 import asyncio
 import json
-from typing import Any
+import logging
+import re
+import time
 
+import httpx
 import pytest
 
-from mmspec.serving.limits import host_names, server_url
 from mmspec.serving.middleware import AccessGuard, LostReplica, RequestLimit, RequestLog
+from mmspec.serving.settings import Limits, host_names, server_url
+from mmspec.targets.detokenizer import AnswerReader
+from tests.testkit.serve_process import process
+from tests.testkit.served import LONG, TIMEOUT, eventually, open_stream, question, served
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 HOSTS = {"localhost", "127.0.0.1", "[::1]"}
 HERE = {"Host": "localhost:8000"}
 
 
-def status(headers: dict[str, str], path: str, kind: str = "http", **options: Any) -> int:
+def status(headers, path, kind="http", **options):
     """Status of the response; the application has status 200."""
-    found: list[Any] = []
+    found = []
 
-    async def application(scope: Any, receive: Any, send: Any) -> None:
+    async def application(scope, receive, send):
         await send({"status": 200})
 
-    async def send(message: Any) -> None:
+    async def send(message):
         found.append(message)
 
     given = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
     scope = {"type": kind, "path": path, "headers": given}
     guard = AccessGuard(application, **{"hosts": HOSTS, "origins": ["http://app.example"], "api_key": None, **options})
-    asyncio.run(guard(scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(guard(scope, None, send))
     return found[0]["status"]
 
 
-ACCESS: dict[int, list[dict[str, str]]] = {
+ACCESS = {
     200: [
         *({"Host": host} for host in ("LOCALHOST:80", "127.0.0.1", "[::1]", "[::1]:8000")),
         *({**HERE, "Origin": o} for o in ("http://app.example", "http://localhost:8000", "https://localhost:8000")),
@@ -52,7 +59,7 @@ ACCESS: dict[int, list[dict[str, str]]] = {
 
 
 @pytest.mark.parametrize(("expected", "headers"), [(code, one) for code, rows in ACCESS.items() for one in rows])
-def test_access(expected: int, headers: dict[str, str]) -> None:
+def test_access(expected, headers):
     """Probes need no key; None as hosts accepts all hosts."""
     key = None if expected == 403 or ("Authorization" not in headers and expected == 200) else "secret"
     for path in ("/v1/models", "/metrics", "/health/x"):
@@ -76,7 +83,7 @@ def test_access(expected: int, headers: dict[str, str]) -> None:
         ("server.example", "http://server.example:80", None),
     ],
 )
-def test_addresses_and_names_of_a_server(host: str, address: str, known: set[str] | None) -> None:
+def test_addresses_and_names_of_a_server(host, address, known):
     assert (server_url(host, 80), host_names(host)) == (address, known)
 
 
@@ -84,27 +91,27 @@ STREAM = [(b"Content-Type", b"text/event-stream; charset=utf-8")]
 JSON = [(b"content-type", b"application/json")]
 
 
-def start(headers: Any, status: int = 200) -> dict[str, Any]:
+def start(headers, status=200):
     return {"type": "http.response.start", "status": status, "headers": headers}
 
 
-def body(content: bytes, more: bool | None = None) -> dict[str, Any]:
+def body(content, more=None):
     rest = {} if more is None else {"more_body": more}
     return {"type": "http.response.body", "body": content, **rest}
 
 
-def through(messages: list[dict[str, Any]], kind: str = "http") -> list[dict[str, Any]]:
+def through(messages, kind="http"):
     """Messages that a client receives if the proxy sends these messages and returns."""
-    received: list[dict[str, Any]] = []
+    received = []
 
-    async def proxy(scope: Any, receive: Any, send: Any) -> None:
+    async def proxy(scope, receive, send):
         for message in messages:
             await send(message)
 
-    async def send(message: Any) -> None:
+    async def send(message):
         received.append(message)
 
-    asyncio.run(LostReplica(proxy)({"type": kind, "headers": []}, None, send))  # type: ignore[arg-type]
+    asyncio.run(LostReplica(proxy)({"type": kind, "headers": []}, None, send))
     return received
 
 
@@ -118,11 +125,11 @@ def through(messages: list[dict[str, Any]], kind: str = "http") -> list[dict[str
         [start(JSON)],
     ],
 )
-def test_responses_pass_as_they_are(messages: list[dict[str, Any]]) -> None:
+def test_responses_pass_as_they_are(messages):
     assert through(messages) == messages
 
 
-def test_a_request_without_a_response_gets_an_error() -> None:
+def test_a_request_without_a_response_gets_an_error():
     begin, end = through([])
     headers = dict(begin["headers"])
     assert (begin["status"], headers[b"retry-after"], headers[b"content-type"]) == (503, b"1", b"application/json")
@@ -133,7 +140,7 @@ def test_a_request_without_a_response_gets_an_error() -> None:
 
 @pytest.mark.parametrize("sent", [[], [body(b"", True), body(b"data: 1\n\n", True)]])
 @pytest.mark.parametrize("name", [b"content-type", b"Content-Type"])
-def test_a_stream_that_breaks_off_ends_with_an_error(sent: list[dict[str, Any]], name: bytes) -> None:
+def test_a_stream_that_breaks_off_ends_with_an_error(sent, name):
     given = [start([(b"x", b"event-stream"), (name, b"text/event-stream")]), *sent]
     *before, last = through(given)
     assert before == given
@@ -143,25 +150,25 @@ def test_a_stream_that_breaks_off_ends_with_an_error(sent: list[dict[str, Any]],
     assert not last.get("more_body", False)
 
 
-def test_other_connections_get_nothing() -> None:
+def test_other_connections_get_nothing():
     assert through([], "lifespan") == []
 
 
-def test_a_request_that_is_cancelled_leaves_room_for_the_next() -> None:
+def test_a_request_that_is_cancelled_leaves_room_for_the_next():
     """As Ray cancels requests whose clients have gone; a cancelled request gets an error."""
-    seen: list[Any] = []
+    seen = []
 
-    async def application(scope: Any, receive: Any, send: Any) -> None:
+    async def application(scope, receive, send):
         seen.append(scope["path"])
         if scope["path"] == "/long":
             await asyncio.Event().wait()
         await send(start(JSON))
 
-    async def send(message: Any) -> None:
+    async def send(message):
         seen.extend([message["status"]] if "status" in message else [])
 
-    async def scenario() -> None:
-        limited: Any = RequestLog(RequestLimit(application, set(), most=1))
+    async def scenario():
+        limited = RequestLog(RequestLimit(application, set(), most=1))
         requests = [{"type": "http", "method": "GET", "path": path, "headers": []} for path in ("/long", "/next")]
         first = asyncio.ensure_future(limited(requests[0], None, send))
         while not seen:
@@ -173,3 +180,143 @@ def test_a_request_that_is_cancelled_leaves_room_for_the_next() -> None:
 
     asyncio.run(scenario())
     assert seen == ["/long", 503, 503, "/next", 200]
+
+
+def pairs(record):
+    return {name: value.strip('"') for name, value in re.findall(r'(\w+)=("[^"]*"|\S+)', record.getMessage())}
+
+
+@pytest.fixture
+def lines(caplog):
+    """Waits for the next records of requests at the level info and above, and returns their pairs."""
+    caplog.set_level(logging.INFO, "mmspec.serving")
+
+    def found(count):
+        assert eventually(lambda: len(caplog.records) >= count)
+        records = [*caplog.records]
+        caplog.clear()
+        assert len(records) == count, [record.getMessage() for record in records]
+        return [{**pairs(record), "level": record.levelname} for record in records]
+
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields", "prefix"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "n": 2}, "chatcmpl-"),
+        ("completions", {"prompt": ["Hi", "Ho ho"], "max_tokens": 9}, "cmpl-"),
+        ("responses", {"input": "Hi", "max_output_tokens": 9}, "resp_"),
+    ],
+)
+def test_an_answer_is_a_line(path, fields, prefix, stream, server, lines):
+    began = time.perf_counter()
+    response = server.post({**fields, "temperature": 0, "stream": stream}, path)
+    took = time.perf_counter() - began
+    (line,) = lines(1)
+    usage = server.post({**fields, "temperature": 0}, path).json()["usage"]
+    lines(1)
+    (identity,) = {*re.findall(rf'"id":"({prefix}\w+)"', response.text)}
+    (length,) = {*re.findall(r'"mean_acceptance_length":([\d.]+)', response.text)}
+    assert (line["id"], line["endpoint"]) == (identity, f"POST /v1/{path}")
+    assert (line["status"], line["finish"], line["level"]) == ("200", "length", "INFO")
+    prompt, generated = (
+        usage.get(f"{new}_tokens", usage.get(f"{old}_tokens"))
+        for new, old in (("input", "prompt"), ("output", "completion"))
+    )
+    assert (int(line["prompt_tokens"]), int(line["generated_tokens"])) == (prompt, generated)
+    assert float(line["acceptance_length"]) == round(float(length), 2)
+    queue, first, total = (float(line[f"{name}_s"]) for name in ("queue", "first_token", "total"))
+    assert 0 <= queue <= first <= total
+    assert total <= took + 1e-3
+
+
+def test_requests_that_fail_are_lines(server, lines, monkeypatch):
+    server.post(question(top_p=2))
+    httpx.get(f"{server.url}/x%0A%22y")
+    httpx.get(f"{server.url}/v1/models", headers={"Origin": "http://evil.example"})
+    (wrong, unknown, refused) = lines(3)
+    assert (wrong["status"], wrong["finish"], wrong["level"]) == ("400", "error", "INFO")
+    assert wrong["error"] == "top_p must be <= 1: got 2"
+    assert (unknown["endpoint"], unknown["status"]) == ("GET /x%0A%22y", "404")
+    assert (refused["endpoint"], refused["status"], refused["finish"]) == ("GET /v1/models", "403", "error")
+    assert {"id", "prompt_tokens", "queue_s"}.isdisjoint(wrong)
+
+    def broken(*_, **__):
+        raise RuntimeError("out of\norder")
+
+    monkeypatch.setattr(AnswerReader, "append", broken)
+    for stream in (False, True):
+        server.post(question(stream=stream))
+        (failed,) = lines(1)
+        assert (failed["status"], failed["finish"], failed["level"]) == ("500", "error", "ERROR")
+        assert failed["error"] == "out of"
+    assert eventually(lambda: server.idle)
+
+
+def test_tracebacks_probes_and_metrics_are_for_debugging(server, lines, caplog, monkeypatch):
+    paths = ("/livez", "/health", "/readyz", "/metrics")
+
+    def all_sorts():
+        caplog.clear()
+        for path in paths:
+            httpx.get(server.url + path)
+        with monkeypatch.context() as patch:
+            patch.setattr(server.pipe.engine, "submit", lambda *_, **__: 1 / 0)
+            server.post(question())
+        assert eventually(lambda: any("status=500" in record.getMessage() for record in caplog.records))
+        return [*caplog.records]
+
+    (only,) = all_sorts()
+    assert only.exc_info is None
+    caplog.set_level(logging.DEBUG, "mmspec.serving")
+    *probes, failed, traceback = all_sorts()
+    assert [pairs(one)["endpoint"] for one in probes] == [f"GET {path}" for path in paths]
+    assert {one.levelname for one in (*probes, traceback)} == {"DEBUG"}
+    assert traceback.exc_info is not None
+    assert traceback.exc_info[0] is ZeroDivisionError
+    assert pairs(failed)["id"] in traceback.getMessage()
+
+
+def test_clients_that_disconnect_and_requests_that_do_not_fit(pipe, slow, lines):
+    slow(0.02)
+    with served(pipe, Limits(max_running=1, max_waiting=0)) as server:
+        for stream in (False, True):
+            connection = open_stream(server, question(stream=stream, **LONG))
+            assert eventually(lambda: server.app.state.slots.running == 1)
+            if stream:
+                assert b"data: " in connection.recv(1 << 16)
+                assert server.post(question()).status_code == 429
+                (busy,) = lines(1)
+                assert (busy["status"], busy["finish"]) == ("429", "error")
+                assert "queue_s" not in busy
+            connection.close()
+            (gone,) = lines(1)
+            assert (gone["status"], gone["finish"], gone["level"]) == ("499", "disconnected", "INFO")
+            assert "prompt_tokens" not in gone
+            assert eventually(lambda: server.idle)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_that_the_end_of_the_server_cancels(pipe, slow, lines, stream):
+    slow(0.02)
+    with served(pipe, Limits(shutdown_timeout=0)) as server:
+        connection = open_stream(server, question(stream=stream, **LONG))
+        assert eventually(lambda: server.app.state.slots.running == 1)
+        assert not stream or b"data: " in connection.recv(1 << 16)
+    connection.close()
+    (cut,) = lines(1)
+    assert (cut["status"], cut["finish"], cut["level"]) == ("503", "error", "ERROR")
+    assert cut["error"] == "the server is stopping: try again later"
+
+
+@pytest.mark.parametrize(("level", "count"), [pytest.param("info", 2, marks=pytest.mark.long), ("warning", 0)])
+def test_the_process_writes_them_to_standard_error(level, count, tmp_path):
+    with (tmp_path / "err").open("w") as err, process("--port", "0", "--log-level", level, stderr=err) as (_, url):
+        for body in (question(), question(top_p=2)):
+            httpx.post(f"{url}/chat/completions", json=body, timeout=TIMEOUT)
+        found = (tmp_path / "err").read_text()
+    line = r'^\d{4}-.* INFO .*endpoint="POST /v1/chat/completions" status=[24]00 '
+    assert len(re.findall(line, found, re.M)) == found.count("/v1/chat/completions") == count
+    assert "/health" not in found  # uvicorn has no lines of its own

@@ -1,25 +1,19 @@
 """``mmspec serve --engine ray`` with two replicas: answers, sessions, load, disconnects, limits, signals."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
-import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import httpx
 import psutil
 import pytest
 
 from mmspec.cli import main
-from mmspec.pipeline import Pipeline
-from mmspec.serving.limits import Limits
+from mmspec.serving.settings import Limits
 from tests.testkit.serve_process import KEY, answers, gone, long_stream, process
 from tests.testkit.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, events, eventually, question, texts
 
@@ -28,39 +22,38 @@ pytest.importorskip("ray.serve", reason="needs ray: pip install -e '.[ray]'")
 pytestmark = pytest.mark.long
 
 OPTIONS = ("--engine", "ray", "--replicas", "2", "--port", "0", "--api-key", "secret")
-LIMITS = ("--max-running", "2", "--max-waiting", "1", "--max-body", "1")
+LIMITS = ("--max-running", "2", "--max-waiting", "1")
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url():
     with process(*OPTIONS, *LIMITS) as (running, found):
         yield found
         running.terminate()
         assert running.wait(60) == 0
 
 
-def post(url: str, body: Any, session: str | None = None, **headers: str) -> httpx.Response:
-    given = KEY | ({"X-Session-Id": session} if session else {}) | headers
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(f"{url}/chat/completions", content=content, headers=given, timeout=TIMEOUT)
+def post(url, body, session=None):
+    headers = KEY | ({"X-Session-Id": session} if session else {})
+    return httpx.post(f"{url}/chat/completions", json=body, headers=headers, timeout=TIMEOUT)
 
 
-def metrics(url: str, name: str) -> dict[str, float]:
+def metrics(url, name):
     """The values of a metric by replica."""
     response = httpx.get(f"{url.removesuffix('/v1')}/metrics", headers=KEY, timeout=TIMEOUT)
     assert response.status_code == 200
-    found: Counter[str] = Counter()
+    found = Counter()
     for labels, value in re.findall(rf"^vllm:{name}{{(.*)}} (\S+)$", response.text, re.MULTILINE):
         found[re.findall('replica="(.+?)"', labels)[0]] += float(value)
     return found
 
 
-def running(url: str) -> list[float]:
+def running(url):
     return sorted(metrics(url, "num_requests_running").values())
 
 
 @contextmanager
-def stream(url: str, session: str | None = None, **fields: Any) -> Iterator[Iterator[str]]:
+def stream(url, session=None, **fields):
     """Lines of a long answer that has begun."""
     headers = KEY | ({"X-Session-Id": session} if session else {})
     body = question(stream=True, **{**LONG, **fields})
@@ -71,7 +64,7 @@ def stream(url: str, session: str | None = None, **fields: Any) -> Iterator[Iter
         yield lines
 
 
-def test_answers_are_those_of_the_pipeline(url: str, pipe: Pipeline) -> None:
+def test_answers_are_those_of_the_pipeline(url, pipe):
     body = question(QUESTION, data_uri(SCENE))
     expected = pipe.generate(QUESTION, images=str(SCENE), max_new_tokens=16).text
     for session in "abcd":
@@ -79,24 +72,10 @@ def test_answers_are_those_of_the_pipeline(url: str, pipe: Pipeline) -> None:
     streamed = post(url, {**body, "stream": True})
     assert texts(streamed) == [expected]
     assert len(events(streamed)) > 2
+    assert httpx.get(f"{url}/models", timeout=TIMEOUT).status_code == 401
 
 
-@pytest.mark.parametrize(
-    ("body", "headers", "status", "message"),
-    [
-        (question(), {"Authorization": "Bearer wrong"}, 401, "a valid API key is needed"),
-        (question(), {"Host": "example.org"}, 403, "the host must be one of"),
-        (b" " * (1 << 20) + b" ", {}, 413, "a request's body must have at most 1048576 bytes"),
-        (question(n=3), {}, 400, "n must be at most 2"),
-    ],
-)
-def test_errors(url: str, body: Any, headers: dict[str, str], status: int, message: str) -> None:
-    response = post(url, body, **headers)
-    assert response.status_code == status
-    assert message in response.json()["error"]["message"]
-
-
-def test_a_session_stays_at_its_replica_whose_prefix_cache_it_uses(url: str) -> None:
+def test_a_session_stays_at_its_replica_whose_prefix_cache_it_uses(url):
     homes = {}
     for session in map(str, range(12)):
         first = question(f"Describe picture {session} in the album of a long journey.")
@@ -111,7 +90,7 @@ def test_a_session_stays_at_its_replica_whose_prefix_cache_it_uses(url: str) -> 
     assert len(set(homes.values())) == 2  # fails by chance once in 2000 runs
 
 
-def test_requests_without_a_session_go_to_the_replica_with_fewer_requests(url: str) -> None:
+def test_requests_without_a_session_go_to_the_replica_with_fewer_requests(url):
     with ExitStack() as streams:
         for _ in range(4):
             streams.enter_context(stream(url))
@@ -120,7 +99,7 @@ def test_requests_without_a_session_go_to_the_replica_with_fewer_requests(url: s
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}])
-def test_a_client_that_goes_away_frees_its_slots(url: str, fields: dict[str, Any]) -> None:
+def test_a_client_that_goes_away_frees_its_slots(url, fields):
     ended = metrics(url, "request_success_total")
     with stream(url, **fields):
         assert sum(running(url)) == fields.get("n", 1)
@@ -131,32 +110,15 @@ def test_a_client_that_goes_away_frees_its_slots(url: str, fields: dict[str, Any
     assert metrics(url, "request_success_total") == ended  # none to its end
 
 
-def test_requests_beyond_a_replicas_queue_are_refused(url: str) -> None:
-    with ThreadPoolExecutor(1) as threads:
-        with stream(url, "one", n=2):
-            waiting = threads.submit(post, url, question(), "one")
-            assert eventually(lambda: sum(metrics(url, "num_requests_waiting").values()) == 1)
-            refused = post(url, question(), "one")
-            assert refused.status_code == 429
-            assert refused.headers["retry-after"] == "1"
-            assert "at most 1 choices may wait" in refused.json()["error"]["message"]
-        assert waiting.result().status_code == 200
-
-
-def processes(running: subprocess.Popen[str]) -> list[psutil.Process]:
-    """All processes of a server and its Ray, of which some leave its process tree."""
+def processes(running, name=""):
+    """Processes of a server and its Ray, of which some leave its process tree."""
     children = psutil.Process(running.pid).children(recursive=True)
-    assert len(replicas(children)) == 2
-    return children
+    return [one for one in children if name in " ".join(one.cmdline())]
 
 
-def replicas(children: list[psutil.Process]) -> list[psutil.Process]:
-    return [one for one in children if "ServeReplica" in " ".join(one.cmdline())]
-
-
-def sessions_by_replica(url: str) -> dict[str, str]:
+def sessions_by_replica(url):
     """A session of each replica."""
-    found: dict[str, str] = {}
+    found = {}
     for session in map(str, range(20)):
         before = metrics(url, "request_success_total")
         assert post(url, question(max_tokens=1), session).status_code == 200
@@ -167,7 +129,7 @@ def sessions_by_replica(url: str) -> dict[str, str]:
     return found
 
 
-def error_of(lines: list[str]) -> dict[str, Any] | None:
+def error_of(lines):
     """The error that a stream ends with; None if it ends without one."""
     *_, last, done = filter(None, lines)
     assert done == "data: [DONE]"
@@ -175,12 +137,12 @@ def error_of(lines: list[str]) -> dict[str, Any] | None:
 
 
 @pytest.mark.slow
-def test_a_lost_replica(pipe: Pipeline) -> None:
+def test_a_lost_replica(pipe):
     """Its requests get an error, other requests and later requests their answers; another replica replaces it."""
     body = question(QUESTION, data_uri(SCENE))
     expected = pipe.generate(QUESTION, images=str(SCENE), max_new_tokens=16).text
 
-    def check_answers() -> None:
+    def check_answers():
         for session in "abcdef":
             assert post(url, body, session).json()["choices"][0]["message"]["content"] == expected
 
@@ -190,7 +152,8 @@ def test_a_lost_replica(pipe: Pipeline) -> None:
         with stream(url, first) as one, stream(url, second) as other:
             whole = [threads.submit(post, url, question(**LONG), session) for session in (first, second)]
             assert eventually(lambda: running(url) == [2, 2])
-            replicas(processes(server))[0].kill()
+            replica, _ = processes(server, "ServeReplica")
+            replica.kill()
             errors = [error_of(list(one)), error_of(list(other))]
         assert sorted(found.result().status_code for found in whole) == [200, 503]
         (refused,) = (found.result() for found in whole if found.result().status_code == 503)
@@ -208,7 +171,7 @@ def test_a_lost_replica(pipe: Pipeline) -> None:
 
 
 @pytest.mark.slow
-def test_an_orderly_end() -> None:
+def test_an_orderly_end():
     with process(*OPTIONS) as (running, url):
         children = processes(running)
         with long_stream(url) as lines:
@@ -222,7 +185,7 @@ def test_an_orderly_end() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_there_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_not_there_is_one_line(capfd):
     assert main(["serve", *OPTIONS, "--model", "nobody/nothing"]) == 2
     err = capfd.readouterr().err
     assert err.startswith("error: cannot load model 'nobody/nothing'")

@@ -1,13 +1,10 @@
 """Router and deployment of the engine ray, without Ray: its modules record calls."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import sys
 from importlib.util import find_spec, module_from_spec
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -17,10 +14,9 @@ from prometheus_client.exposition import generate_latest
 from mmspec.cli import main
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
-from mmspec.serving.limits import SPARE_REQUESTS, Limits
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.middleware import LostReplica
-from mmspec.serving.settings import ServerSettings
+from mmspec.serving.settings import SPARE_REQUESTS, Limits, ServerSettings
 
 SETTINGS = ServerSettings({"model": "tiny"}, Limits(max_running=3, max_waiting=5), {})
 CALLS = ["init", "serve.start", "serve.deployment", "serve.run", "serve.delete", "serve.shutdown", "shutdown"]
@@ -29,32 +25,32 @@ CALLS = ["init", "serve.start", "serve.deployment", "serve.run", "serve.delete",
 class Router:
     """Ranks replicas in the reverse order, each alone."""
 
-    async def choose_replicas(self, candidates: list[str], pending: Any = None) -> list[list[str]]:
+    async def choose_replicas(self, candidates, pending=None):
         return [[one] for one in reversed(candidates)]
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
+def ray(monkeypatch):
     """A stand-in for Ray; its attribute ``ours`` is our module over it."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 7)
-    found: Any = MagicMock()
+    found = MagicMock()
     found.cluster_resources.return_value = {}
     found.serve.ConsistentHashRouter = Router
     monkeypatch.setitem(sys.modules, "ray", found)
     for name in ("", ".experimental", ".experimental.consistent_hash_router", ".request_router"):
         monkeypatch.setitem(sys.modules, f"ray.serve{name}", found.serve)
-    spec: Any = find_spec("mmspec.serving.on_ray")
+    spec = find_spec("mmspec.serving.on_ray")
     found.ours = module_from_spec(spec)
     spec.loader.exec_module(found.ours)
     return found
 
 
-def calls(ray: Any) -> list[str]:
+def calls(ray):
     return [name for name, *_ in ray.mock_calls if name in CALLS]
 
 
-def test_the_paths_that_ray_imports_exist(ray: Any) -> None:
+def test_the_paths_that_ray_imports_exist(ray):
     (path,) = ray.ours._PROXY.values()
     module, _, name = path.rpartition(".")
     (middleware,) = getattr(importlib.import_module(module), name)()
@@ -64,7 +60,7 @@ def test_the_paths_that_ray_imports_exist(ray: Any) -> None:
 
 
 @pytest.mark.parametrize("session", ["a", "", None])
-def test_requests_of_a_session_have_an_order_of_replicas(session: str | None, ray: Any) -> None:
+def test_requests_of_a_session_have_an_order_of_replicas(session, ray):
     """Those without one are one group, of which Ray takes the replica with the shortest queue."""
     router, replicas = ray.ours.SessionRouter(), ["one", "two", "three"]
     pending = SimpleNamespace(metadata=SimpleNamespace(session_id=session))
@@ -83,9 +79,7 @@ def test_requests_of_a_session_have_an_order_of_replicas(session: str | None, ra
         ("head:6379", "[::1]", 2, 4, {"num_cpus": 1, "num_gpus": 4}),
     ],
 )
-def test_settings_of_the_deployment(
-    ray: Any, monkeypatch: Any, address: str, host: str, replicas: int, gpus: int, options: dict[str, int]
-) -> None:
+def test_settings_of_the_deployment(ray, monkeypatch, address, host, replicas, gpus, options):
     """A Ray started here has the processors of its replicas; a cluster has its own."""
     monkeypatch.setenv("RAY_ADDRESS", address)
     ray.cluster_resources.return_value = {"GPU": 8.0} if address else {}
@@ -109,7 +103,7 @@ def test_settings_of_the_deployment(
 
 
 @pytest.mark.parametrize(("gpus", "present", "needed"), [(4, 6.0, 8), (1, 1.0, 2), (2, 0.0, 4)])
-def test_more_gpus_than_there_are_is_a_mistake(ray: Any, gpus: int, present: float, needed: int) -> None:
+def test_more_gpus_than_there_are_is_a_mistake(ray, gpus, present, needed):
     ray.cluster_resources.return_value = {"GPU": present}
     message = f"expected {needed} GPUs in Ray's cluster, {gpus} for each replica: found {present:.0f}"
     with pytest.raises(UserError, match=message), ray.ours.deployed(SETTINGS, 2, gpus, "127.0.0.1", 8000):
@@ -125,7 +119,7 @@ def test_more_gpus_than_there_are_is_a_mistake(ray: Any, gpus: int, present: flo
         ("", RuntimeError, "deployment failed"),
     ],
 )
-def test_ray_ends_with_the_block(ray: Any, fails: str | None, raised: type[BaseException], message: str | None) -> None:
+def test_ray_ends_with_the_block(ray, fails, raised, message):
     """A mistake that a replica meets is the user's."""
     if fails is not None:
         ray.serve.run.side_effect = RuntimeError("deployment failed")
@@ -136,24 +130,24 @@ def test_ray_ends_with_the_block(ray: Any, fails: str | None, raised: type[BaseE
     assert calls(ray) == CALLS
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_package_is_named(monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "mmspec.serving.on_ray", raising=False)
     assert main(["serve", "--model", "tiny-llava", "--engine", "ray", "--port", "0"]) == 2
     assert "needs the package ray, which is not installed: run pip install -e '.[ray]'" in capfd.readouterr().err
 
 
-def test_a_scrape_collects_the_metrics_of_all_replicas_that_answer(ray: Any) -> None:
+def test_a_scrape_collects_the_metrics_of_all_replicas_that_answer(ray):
     """Counters keep the labels of replica and drafter."""
     one, two = (Metrics("tiny", lambda: 0, lambda: 0, lambda: 1, ["a", "none"]) for _ in range(2))
     one.ended(Stats(num_spec_steps=3), "stop", "a")
     two.ended(Stats(num_spec_steps=5), "stop", "a")
-    replica: Any = object.__new__(ray.ours.Replica)
+    replica = object.__new__(ray.ours.Replica)
     replica._app = SimpleNamespace(state=SimpleNamespace(metrics=one))
     ray.serve.get_replica_context.return_value.replica_tag = "one"
     answers = [replica.metrics(), RuntimeError("lost"), ("two", list(two.registry.collect()))]
 
-    async def results(timeout_s: float, return_exceptions: bool) -> list[Any]:
+    async def results(timeout_s, return_exceptions):
         assert return_exceptions
         return answers
 

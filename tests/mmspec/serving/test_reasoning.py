@@ -1,35 +1,28 @@
 """Models that think, over HTTP with openai-python: reasoning, answers, tools, histories, variables of templates."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
 from mmspec.eval.decoding.oracle import Oracle
-from mmspec.pipeline import Pipeline
-from mmspec.sampling.reasoning import FORMATS
-from mmspec.serving.command import serve
 from mmspec.serving.runner import effort_variables
-from tests.testkit.served import Served, served
+from tests.testkit.served import served
 from tests.thinking import END, MARKERS, PROMPT, ids_of, pipeline, prompt_of, script, tokenizer
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
-FORM: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"a": "x"}}\n</tool_call>'
 DECOY = '<tool_call>\n{"name": "look", "arguments": {"a": "no"}}\n</tool_call> {"a": 1}'
 """In reasoning: no call, and no JSON of the schema."""
 
 
 @contextmanager
-def serving(pipe: Pipeline, mode: str, **options: Any) -> Iterator[tuple[Served, Any]]:
+def serving(pipe, mode, **options):
     """A server with a client."""
     with (
         served(pipe, names=["tiny"], chat_template_kwargs={"mode": mode}, **options) as server,
@@ -38,11 +31,11 @@ def serving(pipe: Pipeline, mode: str, **options: Any) -> Iterator[tuple[Served,
         yield server, client
 
 
-def asked(**fields: Any) -> dict[str, Any]:
+def asked(**fields):
     return {"model": "tiny", "messages": PROMPT, "temperature": 0, "max_tokens": 200, **fields}
 
 
-def both(client: Any, **fields: Any) -> Any:
+def both(client, **fields):
     """The only choice of an answer, which is the same as a stream, and its reasoning under both names."""
     whole = client.chat.completions.create(**asked(**fields))
     choice, message = whole.choices[0], whole.choices[0].message
@@ -62,7 +55,7 @@ def both(client: Any, **fields: Any) -> Any:
     return choice
 
 
-def said(spelling: str, mode: str, reasoning: str, answer: str) -> list[int]:
+def said(spelling, mode, reasoning, answer):
     """Tokens of an output."""
     start, end = MARKERS[spelling]
     begun = {"begun": "", "open": f"{start}\n"}.get(mode)
@@ -71,7 +64,7 @@ def said(spelling: str, mode: str, reasoning: str, answer: str) -> list[int]:
 
 @pytest.mark.parametrize("mode", ["begun", "open", "closed"])
 @pytest.mark.parametrize("spelling", MARKERS)
-def test_reasoning_and_answers(spelling: str, mode: str) -> None:
+def test_reasoning_and_answers(spelling, mode):
     """Drafted across the markers; tools and formats concern the answer alone."""
     thinks = mode != "closed"
     for fields, answer in (
@@ -101,19 +94,19 @@ def test_reasoning_and_answers(spelling: str, mode: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[tuple[Served, Any]]:
+def running():
     with serving(pipeline("added"), "begun") as server:
         yield server
 
 
-def test_an_output_that_ends_in_reasoning(running: tuple[Served, Any]) -> None:
+def test_an_output_that_ends_in_reasoning(running):
     script("added", "begun", said("added", "begun", DECOY, "Never."))
     choice = both(running[1], max_tokens=9, tools=[TOOL])
     assert (choice.message.content, choice.finish_reason, choice.tokens) == (None, "length", 9)
     assert choice.message.reasoning_content == DECOY[:9]
 
 
-def test_stop_strings_count_in_the_answer(running: tuple[Served, Any]) -> None:
+def test_stop_strings_count_in_the_answer(running):
     """Which begins after white space: clients stop at blank lines."""
     script("added", "begun", said("added", "begun", "One. Two.\n\nThree.", "One. Two.\n\nThree."))
     for stop, answer in ((" Two", "One."), ("\n\n", "One. Two."), (["x", "Three."], "One. Two.\n\n")):
@@ -122,14 +115,14 @@ def test_stop_strings_count_in_the_answer(running: tuple[Served, Any]) -> None:
         assert (choice.message.content, choice.finish_reason) == (answer, "stop")
 
 
-def test_the_model_wants_to_leave_the_grammar(running: tuple[Served, Any]) -> None:
+def test_the_model_wants_to_leave_the_grammar(running):
     script("added", "begun", said("added", "begun", "So.", "No JSON."))
     choice = both(running[1], response_format=FORM, logit_bias={str(END): 50})
     assert choice.message.reasoning_content == "So."
     assert json.loads(choice.message.content)["a"] in ("x", "y")
 
 
-def test_reasoning_that_come_back(running: tuple[Served, Any]) -> None:
+def test_reasoning_that_come_back(running):
     server, client = running
     turns = [*PROMPT, {"role": "assistant", "content": "Ulm", "reasoning_content": "Hm </s>"}, *PROMPT]
     expected = len(prompt_of("added", "begun", turns))
@@ -144,13 +137,13 @@ def test_reasoning_that_come_back(running: tuple[Served, Any]) -> None:
         assert wrong["message"].endswith(f"{name} goes with the role assistant")
 
 
-def rendered(server: Served, **fields: Any) -> str:
+def rendered(server, **fields):
     """The prompt of a request, as ``/tokenize`` shows it."""
     tokens = server.post({"model": "tiny", "messages": PROMPT, **fields}, "../tokenize").json()["tokens"]
     return str(tokenizer("added").decode(tokens))
 
 
-def test_variables_of_the_template(running: tuple[Served, Any]) -> None:
+def test_variables_of_the_template(running):
     server, client = running
     assert rendered(server).endswith("<think>\n")
     assert rendered(server, chat_template_kwargs={"mode": "closed"}).endswith("</think>\n\n")
@@ -174,7 +167,7 @@ def test_variables_of_the_template(running: tuple[Served, Any]) -> None:
     )
 
 
-def test_effort() -> None:
+def test_effort():
     """Templates get the variables that they read."""
     both = "{{ enable_thinking }}{{ reasoning_effort }}"
     assert effort_variables("none", both) == {"enable_thinking": False}
@@ -188,23 +181,17 @@ def test_effort() -> None:
     assert effort_variables(None, both) == {}
 
 
-def test_none_takes_reasoning_for_the_answer() -> None:
+def test_none_takes_reasoning_for_the_answer():
     script("added", "begun", said("added", "begun", "Hm.", "Ulm"))
     with serving(pipeline("added"), "begun", reasoning_parser="none") as (_, client):
         choice = both(client)
     assert (choice.message.content, choice.tokens) == ("Hm.\n</think>\n\nUlm", 0)
 
 
-def test_names_are_those_of_the_command_line() -> None:
-    (option,) = (one for one in serve.params if one.name == "reasoning_parser")
-    for one in FORMATS:
-        assert one.name in option.help  # type: ignore[attr-defined]
-
-
 # ---------------------------------------------------------------------- responses
 
 
-def responded(client: Any, **fields: Any) -> Any:
+def responded(client, **fields):
     """A response, which is the same as a stream, and the types of its events."""
     request = {"model": "tiny", "input": "Which?", "temperature": 0, "max_output_tokens": 200, **fields}
     whole = client.responses.create(**request)
@@ -224,7 +211,7 @@ def responded(client: Any, **fields: Any) -> Any:
     return whole
 
 
-def test_items_of_reasoning(running: tuple[Served, Any]) -> None:
+def test_items_of_reasoning(running):
     _, client = running
     item = ("output_item.added", "content_part.added")
     done = ("content_part.done", "output_item.done")
@@ -247,7 +234,7 @@ def test_items_of_reasoning(running: tuple[Served, Any]) -> None:
     assert cut.output[0].content[0].text == DECOY[:9]
 
 
-def test_a_conversation_with_reasoning_goes_on(running: tuple[Served, Any]) -> None:
+def test_a_conversation_with_reasoning_goes_on(running):
     """By its items, or by its id: the template gets the reasoning of earlier turns."""
     _, client = running
     script("added", "begun", said("added", "begun", "Hm", "Ulm"))
@@ -257,7 +244,7 @@ def test_a_conversation_with_reasoning_goes_on(running: tuple[Served, Any]) -> N
     by_id = client.responses.create(model="tiny", input="Which?", previous_response_id=first.id, max_output_tokens=1)
     items = [*PROMPT, *[item.model_dump(exclude_none=True) for item in first.output], *PROMPT]
     by_items = client.responses.create(model="tiny", input=items, max_output_tokens=1)
-    hidden: Any = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
+    hidden = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
     with_hidden = client.responses.create(model="tiny", input=[*items[:-1], hidden, items[-1]], max_output_tokens=1)
     assert with_hidden.usage.input_tokens == expected
     assert by_id.usage.input_tokens == by_items.usage.input_tokens == expected

@@ -1,27 +1,30 @@
-"""The time in which a request must end, and slots of choices."""
-
-from __future__ import annotations
+"""Limits of requests, exactly at the limit and one beyond it; the time of a request; slots of choices."""
 
 import asyncio
+import base64
 import json
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
+from starlette.requests import Request
 
-from mmspec.pipeline import Pipeline
+from mmspec.serving import app
 from mmspec.serving.errors import APIError
-from mmspec.serving.limits import Limits
-from mmspec.serving.runner import Deadline, Slots
-from tests.testkit.served import LONG, Served, eventually, question, served
+from mmspec.serving.media import MediaReader, Medium
+from mmspec.serving.responses import StoredResponses
+from mmspec.serving.runner import Deadline, JobBuilder, Slots
+from mmspec.serving.schemas import ChatCompletionRequest, parse
+from mmspec.serving.settings import Limits
+from tests.testkit.served import LONG, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 MESSAGE = "a request must end within 5 s (--request-timeout): this one had not"
 
 
-def test_a_time_of_the_answer(server: Served, slow: Callable[[float], None]) -> None:
+def test_a_time_of_the_answer(server, slow):
     """It is shorter, and is the beginning of the whole one."""
     body = question(**{**LONG, "max_tokens": 60})
     whole = server.post(body).json()["choices"][0]["message"]["content"]
@@ -33,14 +36,14 @@ def test_a_time_of_the_answer(server: Served, slow: Callable[[float], None]) -> 
 
 
 @pytest.fixture
-def brief(pipe: Pipeline, slow: Callable[[float], None]) -> Iterator[Served]:
+def brief(pipe, slow):
     """A server whose answers take longer than a request may."""
     slow(0.05)
     with served(pipe, Limits(max_running=1, request_timeout=5)) as running:
         yield running
 
 
-def test_requests_that_run_and_wait(brief: Served) -> None:
+def test_requests_that_run_and_wait(brief):
     """A stream that has begun ends with the error, others have its status; nothing is left of them."""
     with ThreadPoolExecutor(2) as threads:
         stream = threads.submit(brief.post, question(stream=True, **LONG))
@@ -56,11 +59,11 @@ def test_requests_that_run_and_wait(brief: Served) -> None:
     assert brief.post(question(max_tokens=2)).status_code == 200
 
 
-def test_errors_of_the_work_are_its_own() -> None:
-    async def fail() -> None:
+def test_errors_of_the_work_are_its_own():
+    async def fail():
         raise TimeoutError("its own")
 
-    async def scenario() -> None:
+    async def scenario():
         with pytest.raises(TimeoutError, match="its own"):
             await Deadline(9).wait(fail())
         with pytest.raises(APIError, match="must end within"):
@@ -81,15 +84,15 @@ def test_errors_of_the_work_are_its_own() -> None:
         ("+a5 +b1 +c1 -a", "b", "c"),  # the queue is full, then its head is cancelled
     ],
 )
-def test_slots_are_given_in_order(events: str, order: str, refused: str) -> None:
+def test_slots_are_given_in_order(events, order, refused):
     """Requests of some slots come (+) and end or are cancelled (-); there are 4 slots, and at most 6 may wait."""
-    granted: list[str] = []
-    denied: list[tuple[str, int, Any]] = []
+    granted = []
+    denied = []
 
-    async def scenario() -> None:
+    async def scenario():
         slots, tasks = Slots(4, 6), dict[str, asyncio.Task[None]]()
 
-        async def ask(name: str, count: int) -> None:
+        async def ask(name, count):
             try:
                 await slots.acquire(count)
             except APIError as error:
@@ -118,3 +121,76 @@ def test_slots_are_given_in_order(events: str, order: str, refused: str) -> None
     asyncio.run(scenario())
     assert "".join(granted) == order
     assert denied == [(name, 429, {"Retry-After": "1"}) for name in refused]
+
+
+LIMITS = Limits(max_body=1)
+MOST = 1 << 20
+
+
+def builder(limits=LIMITS):
+    pipe = SimpleNamespace(adapters=())
+    parts = (SimpleNamespace(), SimpleNamespace())
+    return JobBuilder(pipe, limits, ["tiny"], *parts, StoredResponses(1, 1))
+
+
+def read(pieces, length):
+    """Read a request's body as the endpoints do."""
+
+    async def receive():
+        return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+
+    headers = [] if length is None else [(b"content-length", length)]
+    request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
+    return asyncio.run(app.read_body(request, LIMITS.body_bytes))
+
+
+@pytest.mark.parametrize("length", [None, b"10", b"%d" % MOST, "²".encode("latin-1")])
+def test_bodies_have_at_most_the_limit_whatever_they_say_of_their_length(length):
+    assert read([b""], length) == b""
+    assert read([bytes(MOST - 1), b"1"], length) == bytes(MOST - 1) + b"1"
+    with pytest.raises(APIError, match=f"a request's body must have at most {MOST} bytes: got more") as caught:
+        read([bytes(MOST), b"1", b""], length)
+    assert caught.value.status == 413
+
+
+def test_a_body_that_says_to_be_too_large_is_not_read():
+    with pytest.raises(APIError):
+        read([], b"%d" % (MOST + 1))  # receiving would raise IndexError
+
+
+_LONG = "x" * 100
+_CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": _LONG},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": _LONG}]},
+        {"role": "assistant", "refusal": _LONG},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": _LONG}]},
+        {"role": "assistant", "tool_calls": [_CALL, {**_CALL, "id": _LONG}]},
+        {"role": "assistant", "tool_calls": [_CALL, {**_CALL, "function": {"name": _LONG, "arguments": "{}"}}]},
+        {"role": "assistant", "tool_calls": [{**_CALL, "function": {"name": "f", "arguments": f'{{"{_LONG}": 1}}'}}]},
+        {"role": "tool", "tool_call_id": _LONG, "content": ""},
+        {"role": "tool", "tool_call_id": "a", "name": _LONG, "content": ""},
+    ],
+)
+def test_all_texts_of_a_message_count(message):
+    asked = parse(ChatCompletionRequest, json.dumps({"model": "tiny", "messages": [message]}).encode())
+    with pytest.raises(APIError, match=r"at most 99 characters: got 1\d\d"):
+        builder(Limits(max_characters=99)).chat(asked)
+
+
+def test_limits_reach_the_decoder():
+    """20 s and 2 GiB per file; frames and duration of videos."""
+    asked = []
+    picture = SimpleNamespace(size=(1, 1), frames=[SimpleNamespace(size=(1, 1))])
+    decoder = SimpleNamespace(load=lambda *_, **given: asked.append(given) or picture, close=lambda: None)
+    io = SimpleNamespace(media_decoder=lambda **given: asked.append(given) or decoder)
+    reader = MediaReader(io, Limits(frames=3, max_video_seconds=7))
+    data = "data:x/y;base64," + base64.b64encode(b"content").decode()
+    asyncio.run(reader.read([Medium("image", data, "a"), Medium("video", data, "b")]))
+    reader.close()
+    limits = {"frames": 3, "max_duration": 7}
+    assert asked == [{"seconds": 20, "memory": 2 << 30}, {"name": "a"}, {"name": "b", **limits}]

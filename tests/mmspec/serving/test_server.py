@@ -1,11 +1,8 @@
 """The process of ``mmspec serve``: start, signals, restart, mistakes on the command line."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,11 +12,13 @@ import psutil
 import pytest
 
 import mmspec
+from mmspec.adaptation import AdaptOptions
 from mmspec.cli import main
-from mmspec.pipeline import Pipeline
-from mmspec.serving.limits import Limits
+from mmspec.sampling import reasoning
+from mmspec.serving.command import serve
 from mmspec.serving.server import listen, loading
-from mmspec.serving.settings import ServerSettings
+from mmspec.serving.settings import Limits, ServerSettings
+from mmspec.serving.tools import AUTO, FORMATS
 from tests.model_folders import save_gguf
 from tests.testkit.serve_process import KEY, answers, gone, long_stream, process
 from tests.testkit.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, question
@@ -27,7 +26,7 @@ from tests.testkit.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, event
 GRACE = Limits().shutdown_timeout  # seconds
 
 
-def workers_of(running: subprocess.Popen[str], url: str) -> list[psutil.Process]:
+def workers_of(running, url):
     """The server's processes that decode images, after a request with one."""
     response = httpx.post(
         f"{url}/chat/completions", json=question(QUESTION, data_uri(SCENE)), headers=KEY, timeout=TIMEOUT
@@ -39,7 +38,7 @@ def workers_of(running: subprocess.Popen[str], url: str) -> list[psutil.Process]
 
 
 @pytest.mark.long
-def test_a_kill_a_restart_and_an_orderly_end(pipe: Pipeline) -> None:
+def test_a_kill_a_restart_and_an_orderly_end(pipe):
     with process("--port", "0", "--drafter", "none") as (running, url):
         workers = workers_of(running, url)
         with long_stream(url):
@@ -55,7 +54,7 @@ def test_a_kill_a_restart_and_an_orderly_end(pipe: Pipeline) -> None:
         check_an_orderly_end(running, url)
 
 
-def check_an_orderly_end(running: subprocess.Popen[str], url: str) -> None:
+def check_an_orderly_end(running, url):
     """A server with a key cancels what still runs some time after SIGTERM, and ends."""
     assert httpx.get(f"{url}/models", timeout=TIMEOUT).status_code == 401
     workers = workers_of(running, url)
@@ -72,7 +71,7 @@ def check_an_orderly_end(running: subprocess.Popen[str], url: str) -> None:
 
 
 @pytest.mark.long
-def test_sigterm_under_load(tmp_path: Path) -> None:
+def test_sigterm_under_load(tmp_path):
     """Streams, a request that waits, one that uploads its body, and one that comes too late."""
     options = ("--port", "0", "--shutdown-timeout", "10")
     with (tmp_path / "err").open("w") as err, process(*options, stderr=err) as (running, url):
@@ -109,7 +108,7 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "err").read_text()
 
 
-def test_while_the_model_loads() -> None:
+def test_while_the_model_loads():
     """Requests are refused, the process is alive; the same socket serves afterwards."""
     with listen("127.0.0.1", 0) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -125,7 +124,7 @@ def test_while_the_model_loads() -> None:
             client.get(f"{url}/livez")
 
 
-def metrics(url: str) -> str:
+def metrics(url):
     return httpx.get(f"{url.removesuffix('/v1')}/metrics", timeout=TIMEOUT).text
 
 
@@ -139,12 +138,15 @@ def metrics(url: str) -> str:
         (["--host", "203.0.113.1", "--no-auth"], "cannot listen on 203.0.113.1, port 8000"),
         (["--replicas", "2"], "--replicas and --replica-gpus go with --engine ray: got --engine local"),
         (["--replica-gpus", "2"], "--replicas and --replica-gpus go with --engine ray: got --engine local"),
+        (["--engine", "ray", "--adapt-folder", "."], "by one process: expected --engine local, received ray"),
+        (["--drafter", "a", "--drafter", "b", "--adapt"], "--adapt goes with one --drafter: got 2"),
+        (["--adapter", "one"], "must be NAME=FOLDER: got 'one'"),
         (["--max-running", "0"], "0 is not in the range x>=1"),
         (["--frames", "513"], "513 is not in the range 1<=x<=512"),
         (["--model", "nobody/nothing", "--port", "0"], "cannot load model 'nobody/nothing'"),
     ],
 )
-def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(options, message, capfd):
     assert main(["serve", *options]) == 2
     err = capfd.readouterr().err
     assert err.startswith("error: ")
@@ -152,27 +154,44 @@ def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.C
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("options", "expected"), [([], "auto"), (["--device-map", '{"": "cpu"}'], {"": "cpu"})])
-def test_several_gpus_of_a_replica_share_the_model(
-    options: list[str], expected: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    monkeypatch.setattr("mmspec.serving.command._on_ray", lambda *given: seen.append(given))
-    assert main(["serve", "--engine", "ray", "--replica-gpus", "4", *options]) == 0
-    [(settings, replicas, gpus, *_)] = seen
-    assert (settings.loading["device_map"], replicas, gpus) == (expected, 1, 4)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", {"adapt": None, "drafter": "auto", "others": [], "rest": ("127.0.0.1", 8000)}),
+        ("--adapt", {"adapt": AdaptOptions()}),
+        ("--adapt-folder . --adapt-space 64", {"adapt": AdaptOptions(Path(), 64)}),
+        ("--drafter a", {"drafter": "a", "others": []}),
+        ("--drafter a --drafter b --max-draft-tokens 9", {"drafter": "a", "others": ["b"], "max_draft_tokens": 9}),
+        ("--engine ray --replica-gpus 4", {"device_map": "auto", "rest": (1, 4, "127.0.0.1", 8000)}),
+        ('--engine ray --replica-gpus 4 --device-map {"":"cpu"}', {"device_map": {"": "cpu"}}),
+    ],
+)
+def test_options(options, expected, monkeypatch):
+    given = {}
+
+    def start(settings, *rest):
+        given.update({**vars(settings), **settings.loading, **vars(settings.limits), "rest": rest})
+
+    monkeypatch.setattr("mmspec.serving.command._here", start)
+    monkeypatch.setattr("mmspec.serving.command._on_ray", start)
+    assert main(["serve", *options.split()]) == 0
+    assert {name: given[name] for name in expected} == expected
 
 
-def test_a_port_in_use(capfd: pytest.CaptureFixture[str]) -> None:
+def test_formats_are_those_of_the_command_line():
+    options = {one.name: one for one in serve.params}
+    assert options["tool_parser"].type.choices == (AUTO, *FORMATS)
+    assert all(one.name in options["reasoning_parser"].help for one in reasoning.FORMATS)
+
+
+def test_a_port_in_use(capfd):
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 2
         assert capfd.readouterr().err == f"error: cannot listen on 127.0.0.1, port {port}: Address already in use\n"
 
 
-def test_the_first_line_and_mmspec_generate_have_the_defaults_of_a_gguf_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_first_line_and_mmspec_generate_have_the_defaults_of_a_gguf_file(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("mmspec.serving.server.run", lambda *_: None)
     named = {"temp": 0.6, "top_k": 5, "top_p": 0.7, "min_p": 0.1, "penalty_repeat": 1.5}
     sampling = {f"general.sampling.{key}": value for key, value in named.items()}
@@ -197,11 +216,9 @@ def test_the_first_line_and_mmspec_generate_have_the_defaults_of_a_gguf_file(
         assert (found == greedy) == (values["temperature"] == 0)
 
 
-def test_the_first_line_says_what_is_in_force(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_line_says_what_is_in_force(monkeypatch, capsys):
     class Changed(ServerSettings):
-        def pipeline(self) -> Pipeline:
+        def pipeline(self):
             pipe = super().pipeline()
             pipe.model.generation_config.update(do_sample=True, temperature=0.5, top_p=0.5, suppress_tokens=[5])
             return pipe

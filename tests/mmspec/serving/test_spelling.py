@@ -1,12 +1,7 @@
 """Bytes and places of tokens whose log probabilities are asked for, where characters consist of several tokens."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from typing import Any
 
-import httpx
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,7 +16,7 @@ from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.mmspec.targets.test_detokenizer import TOKENIZERS
 from tests.mmspec.targets.test_user_text import _TOKENIZERS, _sentencepiece
-from tests.testkit.served import Served, events, served, texts
+from tests.testkit.served import events, served, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,16 +31,16 @@ ASKED = {
 
 
 @pytest.fixture(scope="module")
-def hybrid(one_thread: None) -> Iterator[Served]:
+def hybrid(one_thread):
     with served(mmspec.load("tiny-hybrid", drafter=None, device="cpu")) as running:
         yield running
 
 
-def chunks(response: httpx.Response) -> list[dict[str, Any]]:
+def chunks(response):
     return [chunk["choices"][0] for chunk in events(response)]
 
 
-def test_bytes_spell_the_text(hybrid: Served) -> None:
+def test_bytes_spell_the_text(hybrid):
     body = {**ASKED, "messages": [{"role": "user", "content": "Say it."}], "logprobs": True, "top_logprobs": 2}
     choice = hybrid.post(body).json()["choices"][0]
     tokens = choice["logprobs"]["content"]
@@ -56,7 +51,7 @@ def test_bytes_spell_the_text(hybrid: Served) -> None:
     assert [one for part in streamed if part for one in part["content"]] == tokens
 
 
-def test_offsets_are_characters_of_the_text(hybrid: Served) -> None:
+def test_offsets_are_characters_of_the_text(hybrid):
     body = {**ASKED, "prompt": "Say it.", "logprobs": 5}
     choice = hybrid.post(body, "completions").json()["choices"][0]
     text, found = choice["text"], choice["logprobs"]
@@ -69,7 +64,7 @@ def test_offsets_are_characters_of_the_text(hybrid: Served) -> None:
     assert [at for chunk in streamed for at in chunk["logprobs"]["text_offset"]] == found["text_offset"]
 
 
-def test_offsets_of_a_stop_string_are_at_the_end(hybrid: Served) -> None:
+def test_offsets_of_a_stop_string_are_at_the_end(hybrid):
     body = {**ASKED, "prompt": "Say it.", "logprobs": 0, "stop": "ve 👩"}
     choice = hybrid.post(body, "completions").json()["choices"][0]
     assert choice["text"] == '"naï'
@@ -77,7 +72,7 @@ def test_offsets_of_a_stop_string_are_at_the_end(hybrid: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echoes_of_sentencepiece(one_thread: None, stream: bool) -> None:
+def test_echoes_of_sentencepiece(one_thread, stream):
     """Prompts and answers join as in the decoded whole: one blank before a word, none before the prompt."""
     tokenizer = _sentencepiece("legacy")
     tokenizer.backend_tokenizer.decoder = TOKENIZERS["llama"]().backend_tokenizer.decoder
@@ -94,7 +89,7 @@ def test_echoes_of_sentencepiece(one_thread: None, stream: bool) -> None:
     assert found == [whole for whole in wholes for _ in range(2)]
 
 
-def test_tokens_of_one_text() -> None:
+def test_tokens_of_one_text():
     """SentencePiece: letters are tokens twice. Offsets after a stop string are at the end."""
     io = Processor(_TOKENIZERS["first"]())
     named = io.tokenizer.convert_tokens_to_ids
@@ -102,8 +97,8 @@ def test_tokens_of_one_text() -> None:
     form = TextFormat("m", io, asked, [""])
     ids = [named("▁the"), named("▁a"), named("</s>")]
     top = [(named("a"), -1.0), (named("<0x61>"), -2.0)]
-    form.choices[0].text = " the a"
-    form.choices[0].logprobs = [TokenLogprob(token, -1.0, top, 4 * at) for at, token in enumerate(ids)]
+    logprobs = [TokenLogprob(token, -1.0, top, 4 * at) for at, token in enumerate(ids)]
+    form.add(0, mmspec.Piece(" the a", ids, "stop", logprobs=logprobs))
     logprobs = form.whole()["choices"][0]["logprobs"]
     assert logprobs["tokens"] == [" the", " a", "</s>"]
     assert logprobs["text_offset"] == [0, 4, 6]

@@ -1,33 +1,18 @@
 """Forms of tool calls: recognised from templates, as grammars, and read from streamed outputs."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from mmspec import UserError
 from mmspec.sampling.syntax import check_grammar
-from mmspec.serving.command import serve
-from mmspec.serving.tools import (
-    AUTO,
-    FORMATS,
-    GENERIC,
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    CallReader,
-    ToolFormat,
-    prompted,
-    tool_format,
-)
+from mmspec.serving.tools import FORMATS, GENERIC, HERMES, LLAMA, MISTRAL, CallReader, prompted, tool_format
 from mmspec.targets.processor import Processor
 
 # The lines of published templates that show the format.
-TEMPLATES: dict[str, tuple[Any, ToolFormat]] = {
+TEMPLATES = {
     "Qwen2.5, Qwen3": (
         "{% if tools %}... <tool_call>\n{'name': <function-name>, 'arguments': <args-json-object>}\n</tool_call>",
         HERMES,
@@ -46,17 +31,12 @@ TEMPLATES: dict[str, tuple[Any, ToolFormat]] = {
 }
 
 
-def test_names_are_those_of_the_command_line() -> None:
-    (option,) = (one for one in serve.params if one.name == "tool_parser")
-    assert option.type.choices == (AUTO, *FORMATS)  # type: ignore[attr-defined]
-
-
-def processor(template: Any) -> Processor:
+def processor(template):
     return Processor(SimpleNamespace(chat_template=template))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_templates(name: str) -> None:
+def test_templates(name):
     template, form = TEMPLATES[name]
     assert tool_format(processor(template)) is form
     assert tool_format(processor(template), "generic") is GENERIC
@@ -74,10 +54,10 @@ SCHEMA = {
     "additionalProperties": False,
     "$defs": {"Unit": {"enum": ["C", "F"]}},
 }
-TOOLS: list[dict[str, Any]] = [{"name": "heat", "parameters": SCHEMA}, {"name": "stop"}]
+TOOLS = [{"name": "heat", "parameters": SCHEMA}, {"name": "stop"}]
 
 
-def accepts(grammar: str, text: str) -> bool:
+def accepts(grammar, text):
     """Whether a grammar accepts a text as a whole."""
     check_grammar("grammar", grammar)
     tokenizer = LLTokenizer("byte")
@@ -86,7 +66,7 @@ def accepts(grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def written(form: ToolFormat, *calls: tuple[str, Any]) -> str:
+def written(form, *calls):
     """Calls as the format's documentation shows them."""
     texts = [json.dumps({"name": name, form.key: arguments}) for name, arguments in calls]
     if form is MISTRAL:
@@ -95,7 +75,7 @@ def written(form: ToolFormat, *calls: tuple[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_grammars(form: ToolFormat) -> None:
+def test_grammars(form):
     heat, stop = ("heat", {"unit": "C", "n": 3}), ("stop", {})
     many = {"several": True, "marked": True}
     assert accepts(form.grammar(TOOLS, **many), written(form, heat))
@@ -126,10 +106,10 @@ def test_grammars(form: ToolFormat) -> None:
     assert accepts(either, written(form, heat))
 
 
-def test_bare_calls_may_be_spread_over_many_lines() -> None:
+def test_bare_calls_may_be_spread_over_many_lines():
     """Objects in objects, as far to the right as they come."""
-    inner: dict[str, Any] = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    given: dict[str, Any] = {"n": 1}
+    inner = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    given = {"n": 1}
     for _ in range(4):
         inner = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
         given = {"a": given}
@@ -140,7 +120,7 @@ def test_bare_calls_may_be_spread_over_many_lines() -> None:
     assert not accepts(bare, json.dumps({"name": "f", "arguments": given}, indent=4) + "\n")
 
 
-def test_descriptions_are_not_in_grammars() -> None:
+def test_descriptions_are_not_in_grammars():
     """Fields and definitions of these names are."""
     text = "x" * 100_000
     named = {"title": {"type": "string", "description": text}, "n": {"$ref": "#/description"}}
@@ -150,8 +130,8 @@ def test_descriptions_are_not_in_grammars() -> None:
         assert accepts(grammar, written(HERMES, ("f", arguments))) == right
 
 
-def test_prompts_without_a_template_for_tools() -> None:
-    def turns(wrap: Any) -> list[dict[str, Any]]:
+def test_prompts_without_a_template_for_tools():
+    def turns(wrap):
         calls = [{"id": "1", "function": {"name": "heat", "arguments": {"unit": "°"}}}]
         return [
             {"role": "system", "content": wrap("Be brief.")},
@@ -181,22 +161,22 @@ BACKSLASH = json.dumps({"path": "C:\\", "quoted": '\\"', "last": "}\\"})
 """Arguments that end in a backslash before their quote."""
 
 
-def call(name: str, arguments: str, key: str = "arguments") -> str:
+def call(name, arguments, key="arguments"):
     return f'{{"name": "{name}", "{key}": {arguments}}}'
 
 
-def spread(name: str, arguments: str) -> str:
+def spread(name, arguments):
     return call(name, arguments).replace("{", "{\n  ", 1).replace(', "', ',\n  "', 1)
 
 
-def hermes(*calls: str) -> str:
+def hermes(*calls):
     return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in calls)
 
 
 BOTH = [("first", TRICKY), ("second", SMALL)]
 OTHER = call("third", SMALL)
 LATER = call("first", SMALL, "parameters")
-CASES: dict[str, tuple[ToolFormat, str, str, list[tuple[str, str]]]] = {
+CASES = {
     "hermes": (HERMES, hermes(call("first", TRICKY), call("second", SMALL)), "", BOTH),
     "backslashes": (
         HERMES,
@@ -227,10 +207,10 @@ CASES: dict[str, tuple[ToolFormat, str, str, list[tuple[str, str]]]] = {
 }
 
 
-def read(form: ToolFormat, pieces: list[str], begun: bool = False) -> tuple[str, list[tuple[str, str]]]:
+def read(form, pieces, begun=False):
     """Content and calls, put together from deltas as openai-python does."""
     reader, content = CallReader(form, ["first", "second"], begun=begun), ""
-    calls: list[dict[str, Any]] = []
+    calls = []
     for number, piece in enumerate(pieces):
         delta = reader.feed(piece, final=number == len(pieces) - 1).to_dict()
         content += delta.get("content", "")
@@ -245,14 +225,14 @@ def read(form: ToolFormat, pieces: list[str], begun: bool = False) -> tuple[str,
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_calls_do_not_depend_on_where_pieces_end(case: str) -> None:
+def test_calls_do_not_depend_on_where_pieces_end(case):
     form, text, content, calls = CASES[case]
     assert read(form, [*text]) == (content, calls)
     for cut in range(1, len(text)):
         assert read(form, [text[:cut], text[cut:]]) == (content, calls), text[:cut]
 
 
-def test_content_and_arguments_are_passed_on_at_once() -> None:
+def test_content_and_arguments_are_passed_on_at_once():
     reader = CallReader(HERMES)
     assert reader.feed("One two").to_dict() == {"content": "One two"}
     reader.feed('\n<tool_call>\n{"name": "f", "arguments": ')
@@ -261,18 +241,18 @@ def test_content_and_arguments_are_passed_on_at_once() -> None:
     assert reader.feed('": 1').to_dict() == {"tool_calls": [{"index": 0, "function": {"arguments": '": 1'}}]}
 
 
-def test_only_what_may_be_a_call_is_held() -> None:
+def test_only_what_may_be_a_call_is_held():
     for held, more in (("```", "py"), ("```json\n{", '"title'), ('\n{ "name" : "fi', 'sh"')):
         reader = CallReader(HERMES, ["first"])
         assert reader.feed(held).to_dict() == {}
         assert reader.feed(more).to_dict() == {"content": held + more}
 
 
-def test_a_marker_before_the_output() -> None:
+def test_a_marker_before_the_output():
     assert read(MISTRAL, [f"[{call('second', SMALL)}]"], begun=True) == ("", BOTH[1:])
 
 
-def test_what_begins_like_a_call_is_not_held_for_ever() -> None:
+def test_what_begins_like_a_call_is_not_held_for_ever():
     reader = CallReader(HERMES)
     assert not reader.feed("<tool_call>" + "x" * 150).content
     assert reader.feed("y" * 100).content == "<tool_call>" + "x" * 150 + "y" * 100

@@ -3,13 +3,9 @@
 The model is a tiny random one that is biased towards a script, token by token, at the nodes of trees, too.
 """
 
-from __future__ import annotations
-
 import copy
 import json
-from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +20,7 @@ from mmspec.eval.decoding.oracle import Oracle
 from mmspec.serving.tools import HERMES
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.testkit.served import Served, served
+from tests.testkit.served import served
 from tests.tiny import byte_model, byte_tokenizer
 
 openai = pytest.importorskip("openai")
@@ -46,29 +42,29 @@ TEMPLATES = {
 TEMPLATES["tokens"] = TEMPLATES["hermes"]  # with a vocabulary like Qwen's
 
 
-class weather(pydantic.BaseModel):  # type: ignore[name-defined, misc]  # noqa: N801
+class weather(pydantic.BaseModel):  # noqa: N801
     """The weather of a town."""
 
     town: str = pydantic.Field(max_length=40)
     days: int = pydantic.Field(ge=1, le=9)
 
 
-TOOL: Any = openai.pydantic_function_tool(weather)
-NOTHING: Any = {"type": "object", "properties": {}, "additionalProperties": False}
-CLOCK: Any = {"type": "function", "function": {"name": "clock", "strict": True, "parameters": NOTHING}}
+TOOL = openai.pydantic_function_tool(weather)
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+CLOCK = {"type": "function", "function": {"name": "clock", "strict": True, "parameters": NOTHING}}
 FIRST, SECOND = {"town": 'Ulm </tool_call> "<tool_call>"', "days": 3}, {"town": "Bonn", "days": 1}
-USER: list[Any] = [{"role": "user", "content": "What will the weather be?"}]
+USER = [{"role": "user", "content": "What will the weather be?"}]
 
 
 @cache
-def model(vocab: int = 260) -> LlamaForCausalLM:
+def model(vocab=260):
     torch.manual_seed(0)
     changed = {"vocab_size": vocab, "max_position_embeddings": 4096}
     return LlamaForCausalLM(LlamaConfig(**{**byte_model().config.to_dict(), **changed})).eval()
 
 
 @cache
-def pipeline(name: str, drafter: Any = None) -> Pipeline:
+def pipeline(name, drafter=None):
     tokenizer = copy.deepcopy(byte_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
     if name == "tokens":
@@ -79,11 +75,12 @@ def pipeline(name: str, drafter: Any = None) -> Pipeline:
     return Pipeline(target, Processor(tokenizer), drafter, "tiny", max_num_seqs=4)
 
 
-def scripted(pipe: Pipeline, messages: list[Any], text: str, tools: Any = None) -> list[int]:
+def scripted(text, messages=USER, tools=(TOOL, CLOCK), pipe=None):
     """Bias the model towards a text after the prompt; returns the text's tokens."""
+    pipe = pipe or pipeline("hermes")
     before, _, after = text.partition("[TOOL_CALLS]")
     ids = pipe.io.text_ids(before) + ([MARKER, *pipe.io.text_ids(after)] if after else []) + [END]
-    prompt = pipe.encode([{"prompt": messages}], tools=tools).input_ids[0].tolist()
+    prompt = pipe.encode([{"prompt": messages}], tools=list(tools)).input_ids[0].tolist()
     whole = prompt[-CONTEXT:] + ids
     bias = {tuple(whole[at : at + CONTEXT + 1]): 100.0 for at in range(len(ids))}
     assert len(bias) == len(ids)
@@ -91,32 +88,32 @@ def scripted(pipe: Pipeline, messages: list[Any], text: str, tools: Any = None) 
     return ids
 
 
-def written(*calls: tuple[str, Any]) -> str:
+def written(*calls):
     return "\n".join(
         f"<tool_call>\n{json.dumps({'name': name, 'arguments': given})}\n</tool_call>" for name, given in calls
     )
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Served]:
-    with served(pipeline("hermes")) as server:
-        yield server
-
-
-def client_of(server: Served) -> Any:
+def client_of(server):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def asked(**fields: Any) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def client():
+    with served(pipeline("hermes")) as server, client_of(server) as found:
+        yield found
+
+
+def asked(**fields):
     return {"model": "tiny", "messages": USER, "tools": [TOOL, CLOCK], "temperature": 0, "max_tokens": 300, **fields}
 
 
-def called(choice: Any) -> list[tuple[str, Any]]:
+def called(choice):
     """Names and arguments of a choice's calls."""
     return [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or ()]
 
 
-def both(client: Any, **fields: Any) -> Any:
+def both(client, **fields):
     """The only choice of an answer, which is the same as a stream."""
     whole = client.chat.completions.create(**asked(**fields)).choices[0]
     with client.chat.completions.stream(**asked(**fields)) as stream:
@@ -129,39 +126,36 @@ def both(client: Any, **fields: Any) -> Any:
     return whole
 
 
-def test_calls_of_the_models_choice(running: Served) -> None:
+def test_calls_of_the_models_choice(client):
     """Parallel calls after text, with markers inside of a string."""
     calls = [("weather", FIRST), ("clock", {})]
-    scripted(running.pipe, USER, "Let me see.\n" + written(*calls), [TOOL, CLOCK])
-    with client_of(running) as client:
-        choice = both(client)
-        assert (choice.message.content, choice.finish_reason, called(choice)) == ("Let me see.", "tool_calls", calls)
-        single = client.chat.completions.create(**asked(parallel_tool_calls=False)).choices[0]
-        assert (single.finish_reason, called(single)) == ("tool_calls", calls[:1])
-        cut = client.chat.completions.create(**asked(max_tokens=60)).choices[0]
-        assert (cut.message.content, cut.finish_reason) == ("Let me see.", "length")
-        parsed = client.chat.completions.parse(**asked()).choices[0].message.tool_calls
-        assert parsed[0].function.parsed_arguments == weather(**FIRST)
-        scripted(running.pipe, USER, "It rains.")
-        plain = both(client, tool_choice="none")
-        assert (plain.message.content, plain.message.tool_calls, plain.finish_reason) == ("It rains.", None, "stop")
+    scripted("Let me see.\n" + written(*calls))
+    choice = both(client)
+    assert (choice.message.content, choice.finish_reason, called(choice)) == ("Let me see.", "tool_calls", calls)
+    single = client.chat.completions.create(**asked(parallel_tool_calls=False)).choices[0]
+    assert (single.finish_reason, called(single)) == ("tool_calls", calls[:1])
+    cut = client.chat.completions.create(**asked(max_tokens=60)).choices[0]
+    assert (cut.message.content, cut.finish_reason) == ("Let me see.", "length")
+    parsed = client.chat.completions.parse(**asked()).choices[0].message.tool_calls
+    assert parsed[0].function.parsed_arguments == weather(**FIRST)
+    scripted("It rains.", tools=())
+    plain = both(client, tool_choice="none")
+    assert (plain.message.content, plain.message.tool_calls, plain.finish_reason) == ("It rains.", None, "stop")
 
 
-def test_arguments_are_constrained_once_a_call_has_begun(running: Served) -> None:
+def test_arguments_are_constrained_once_a_call_has_begun(client):
     """The model wants days beyond the limit."""
-    scripted(running.pipe, USER, written(("weather", {"town": "Ulm", "days": 44})), [TOOL, CLOCK])
-    with client_of(running) as client:
-        ((name, arguments),) = called(both(client, logit_bias={str(END): 50}))
+    scripted(written(("weather", {"town": "Ulm", "days": 44})))
+    ((name, arguments),) = called(both(client, logit_bias={str(END): 50}))
     assert (name, arguments["town"]) == ("weather", "Ulm")
     assert weather(**arguments).days <= 9
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "clock"}}], ids=str)
-def test_calls_that_are_required(running: Served, choice: Any) -> None:
+def test_calls_that_are_required(client, choice):
     """The model wants to say something else."""
-    scripted(running.pipe, USER, "No.", [TOOL, CLOCK])
-    with client_of(running) as client:
-        found = both(client, tool_choice=choice, logit_bias={str(END): 100})
+    scripted("No.")
+    found = both(client, tool_choice=choice, logit_bias={str(END): 100})
     assert (found.message.content, found.finish_reason) == (None, "tool_calls")
     ((name, arguments),) = called(found)
     if name == "clock":
@@ -172,66 +166,62 @@ def test_calls_that_are_required(running: Served, choice: Any) -> None:
 
 
 @pytest.mark.parametrize("parallel", [None, False])
-def test_a_named_tool_is_called_once(running: Served, parallel: bool | None) -> None:
+def test_a_named_tool_is_called_once(client, parallel):
     """The model wants to call it twice, and another tool."""
     calls = [("weather", FIRST), ("weather", SECOND), ("clock", {})]
-    scripted(running.pipe, USER, written(*calls), [TOOL, CLOCK])
+    scripted(written(*calls))
     more = {} if parallel is None else {"parallel_tool_calls": parallel}
-    with client_of(running) as client:
-        named = both(client, tool_choice={"type": "function", "function": {"name": "weather"}}, **more)
-        assert (named.finish_reason, called(named)) == ("tool_calls", calls[:1])
-        required = both(client, tool_choice="required", **more)
-        assert called(required) == (calls[:1] if parallel is False else calls)
+    named = both(client, tool_choice={"type": "function", "function": {"name": "weather"}}, **more)
+    assert (named.finish_reason, called(named)) == ("tool_calls", calls[:1])
+    required = both(client, tool_choice="required", **more)
+    assert called(required) == (calls[:1] if parallel is False else calls)
 
 
-def test_an_answer_or_a_call(running: Served) -> None:
+def test_an_answer_or_a_call(client):
     """Both have a schema."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["dry", "wet"]}}}
-    with client_of(running) as client:
-        scripted(running.pipe, USER, '"wet"', [TOOL, CLOCK])
-        assert both(client, response_format=form).message.content == '"wet"'
-        scripted(running.pipe, USER, written(("weather", SECOND)), [TOOL, CLOCK])
-        assert called(both(client, response_format=form)) == [("weather", SECOND)]
+    scripted('"wet"')
+    assert both(client, response_format=form).message.content == '"wet"'
+    scripted(written(("weather", SECOND)))
+    assert called(both(client, response_format=form)) == [("weather", SECOND)]
 
 
-def test_calls_without_a_marker(running: Served) -> None:
+def test_calls_without_a_marker(client):
     """As Qwen2.5-Coder writes calls: a valid call, a call with days beyond the limit, and a name without a function."""
     right, wrong, other = (
         json.dumps({"name": name, "arguments": {"town": "Ulm", "days": days}}, indent=2)
         for name, days in (("weather", 3), ("weather", 44), ("Ana", 3))
     )
-    with client_of(running) as client:
-        scripted(running.pipe, USER, f"```json\n{right}\n```", [TOOL, CLOCK])
-        choice = both(client)
-        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
-        assert choice.message.tool_calls[0].function.arguments in right  # laid out as the model does
-        assert called(choice) == [("weather", {"town": "Ulm", "days": 3})]
-        scripted(running.pipe, USER, wrong, [TOOL, CLOCK])
-        ((name, arguments),) = called(both(client, logit_bias={str(END): 50}))
-        assert (name, arguments["town"]) == ("weather", "Ulm")
-        assert weather(**arguments).days <= 9
-        scripted(running.pipe, USER, other, [TOOL, CLOCK])
-        assert both(client).message.content == other
+    scripted(f"```json\n{right}\n```")
+    choice = both(client)
+    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    assert choice.message.tool_calls[0].function.arguments in right  # laid out as the model does
+    assert called(choice) == [("weather", {"town": "Ulm", "days": 3})]
+    scripted(wrong)
+    ((name, arguments),) = called(both(client, logit_bias={str(END): 50}))
+    assert (name, arguments["town"]) == ("weather", "Ulm")
+    assert weather(**arguments).days <= 9
+    scripted(other)
+    assert both(client).message.content == other
 
 
-def test_a_conversation_goes_on(running: Served) -> None:
+def test_a_conversation_goes_on(client):
     """Results of calls, as clients send them back."""
-    scripted(running.pipe, USER, written(("weather", FIRST)), [TOOL, CLOCK])
-    with client_of(running) as client:
-        message = both(client).message
-        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
-        call = {"function": {"name": "weather", "arguments": FIRST}}
-        rendered = [
-            *USER,
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "rain", "name": "weather"},
-        ]
-        scripted(running.pipe, rendered, "Rain.", [TOOL, CLOCK])
-        assert both(client, messages=[*USER, message, result]).message.content == "Rain."
+    scripted(written(("weather", FIRST)))
+    message = both(client).message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
+    call = {"function": {"name": "weather", "arguments": FIRST}}
+    rendered = [
+        *USER,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "rain", "name": "weather"},
+    ]
+    scripted("Rain.", rendered)
+    assert both(client, messages=[*USER, message, result]).message.content == "Rain."
 
 
 @pytest.mark.parametrize("name", ["mistral", "llama3_json", "generic"])
-def test_other_formats(name: str) -> None:
+def test_other_formats(name):
     pipe, one = pipeline(name), json.dumps({"name": "weather", "arguments": SECOND})
     text = {"mistral": f"[TOOL_CALLS][{one}]", "generic": written(("weather", SECOND))}.get(
         name, one.replace("arguments", "parameters")
@@ -240,7 +230,7 @@ def test_other_formats(name: str) -> None:
         if name == "generic":
             pipe.model.generation_config.sequence_bias = None
         else:
-            scripted(pipe, USER, text, [TOOL, CLOCK])
+            scripted(text, pipe=pipe)
             choice = both(client)
             assert (choice.message.content, called(choice)) == (None, [("weather", SECOND)])
             assert name != "mistral" or len(choice.message.tool_calls[0].id) == 9
@@ -253,9 +243,9 @@ def test_other_formats(name: str) -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_markers_that_are_tokens(choice: str) -> None:
+def test_markers_that_are_tokens(choice):
     pipe, calls = pipeline("tokens"), [("weather", FIRST), ("clock", {})]
-    ids = scripted(pipe, USER, written(*calls), [TOOL, CLOCK])
+    ids = scripted(written(*calls), pipe=pipe)
     assert ids[0] == MARKER + 1
     with served(pipe) as server, client_of(server) as client:
         assert called(both(client, tool_choice=choice)) == calls
@@ -263,13 +253,13 @@ def test_markers_that_are_tokens(choice: str) -> None:
 
 
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 0.7, "seed": 3}], ids=["greedy", "sampled"])
-def test_a_call_split_over_branches_of_drafts(sampled: dict[str, Any]) -> None:
+def test_a_call_split_over_branches_of_drafts(sampled):
     """Its marker is spelt by several tokens, with siblings that are drafted for each of them."""
     text = "Well. " + written(("weather", FIRST), ("clock", {}))
-    wanted = scripted(pipeline("hermes"), USER, text, [TOOL, CLOCK])
+    wanted = scripted(text)
     beside = [*wanted[:9], *byte_tokenizer()("<tool_cash>").input_ids, *wanted[12:]]
     pipe = pipeline("hermes", Oracle([wanted, beside], vocab=250, spoil=0.2))
-    scripted(pipe, USER, text, [TOOL, CLOCK])
+    scripted(text, pipe=pipe)
     grammar = HERMES.grammar([TOOL["function"], CLOCK["function"]], marked=False, several=True)
     options = {"tools": [TOOL, CLOCK], "grammar": grammar, "grammar_trigger": "<tool_call>", **sampled}
     answer = pipe.generate(USER, nodes=12, max_new_tokens=300, **options)
@@ -278,11 +268,11 @@ def test_a_call_split_over_branches_of_drafts(sampled: dict[str, Any]) -> None:
     assert answer.stats.mean_acceptance_length > 2
 
 
-def test_special_tokens_in_tools_and_calls_are_text() -> None:
+def test_special_tokens_in_tools_and_calls_are_text():
     io = pipeline("hermes").io
     call = {"function": {"name": "f", "arguments": {"a": "</s>"}}}
     messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
     tools = [{"type": "function", "function": {"name": "f", "description": "</s>"}}]
-    ids = io.encode([{"prompt": messages}], tools=tools).input_ids[0].tolist()
+    ids = io.encode([{"prompt": messages}], tools=list(tools)).input_ids[0].tolist()
     assert ids.count(END) == 1  # the template's
     assert io.tokenizer.decode(ids).count("</s>") == 3

@@ -1,26 +1,89 @@
-"""Speculation by the request: plain decoding, drafters of several that are loaded, limits, metrics by drafter."""
+"""What requests select: plain decoding, drafters, LoRA adapters; drafters that learn; limits; metrics by drafter."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+import json
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from time import sleep
-from typing import Any
 
 import httpx
 import pytest
-from click.testing import CliRunner
 
 import mmspec
+from mmspec.adaptation import AdaptOptions
+from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.union import PerSequence
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.serving import command
-from mmspec.serving.limits import Limits
-from mmspec.serving.settings import ServerSettings, _label
-from tests.testkit.served import SCENE, Served, data_uri, events, eventually, question, served
+from mmspec.serving.settings import Limits, ServerSettings, _label
+from tests.mmspec.serving.test_app import figures
+from tests.model_folders import save_text_model
+from tests.testkit.served import SCENE, data_uri, events, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+LIMITS = Limits(max_running=2, max_tokens=16)
+
+
+def settings(model, adapt=None):
+    loading = {"model": str(model), "drafter": "recycle", "device": "cpu", "dtype": "float32"}
+    return ServerSettings({**loading, "generation_config": "auto"}, LIMITS, {}, adapt=adapt)
+
+
+def test_answers_are_equal_and_the_table_is_kept(tmp_path):
+    model = save_text_model(tmp_path / "model")
+    plain = settings(model).pipeline()
+    assert isinstance(plain.drafter, PerSequence)
+    options = AdaptOptions(tmp_path / "learned")
+    pipe = settings(model, options).pipeline()
+    (table,) = pipe.drafter.members
+    assert isinstance(table, Recycle)
+    with served(pipe) as server:
+        for prompt in ("one, two", "one, two, one", "one, two"):
+            request = {"model": pipe.name, "prompt": prompt, "max_tokens": 12, "temperature": 0}
+            response = server.post(request, "completions")
+            expected = plain.generate(prompt, max_new_tokens=12, temperature=0.0, chat_template=False)
+            assert response.json()["choices"][0]["text"] == expected.text
+    assert table.entries > 0
+    (kept,) = (tmp_path / "learned" / "recycle").iterdir()
+    assert json.loads((kept / "config.json").read_text())["mmspec_drafter"] == "recycle"
+    again = settings(model, options).pipeline()
+    assert again.drafter.entries == table.entries
+    for one in (plain, pipe, again):
+        one.engine.drain()
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # which peft asks for
+def test_adapters_are_models(tmp_path):
+    """Clients of several of them at once get what each gets alone."""
+    pytest.importorskip("peft")
+    from tests.mmspec.targets.test_lora import saved
+
+    folders = {name: saved(tmp_path / name, "tiny-llava", seed) for seed, name in enumerate(("one", "two"))}
+    pipe = mmspec.load("tiny-llava", adapters=folders, prefix_cache=1 << 26)
+    asked = [(model, prompt) for prompt in PROMPTS for model in ("tiny-llava", "one", "two")]
+
+    def expected(model, prompt):
+        name = None if model == "tiny-llava" else model
+        return pipe.generate(prompt, max_new_tokens=16, temperature=0.0, adapter=name).text
+
+    texts = [expected(*one) for one in asked]
+    with served(pipe, Limits(max_running=4, max_waiting=16)) as server:
+        listed = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert [one["id"] for one in listed] == ["tiny-llava", "one", "two"]
+        with ThreadPoolExecutor(9) as threads:
+            answers = [
+                found.json() for found in threads.map(lambda one: server.post(question(one[1], model=one[0])), asked)
+            ]
+        unknown = server.post(question(model="three"))
+        completion = {"model": "one", "prompt": PROMPTS[0], "max_tokens": 16, "temperature": 0}
+        completed = server.post(completion, "completions").json()["choices"][0]["text"]
+    options = {"max_new_tokens": 16, "temperature": 0.0, "chat_template": False}
+    assert completed == pipe.generate(PROMPTS[0], adapter="one", **options).text
+    assert [answer["model"] for answer in answers] == [model for model, _ in asked]
+    assert [answer["choices"][0]["message"]["content"] for answer in answers] == texts
+    assert len(set(texts)) > len(PROMPTS)
+    assert unknown.status_code == 404
+    assert "expected 'tiny-llava' or 'one' or 'two', got 'three'" in unknown.text
+
 
 NAMES = ["flash", "recycle@chain", "none"]
 LOADING = {"model": "tiny-llava", "drafter": "flash", "device": "cpu", "dtype": "float32"}
@@ -29,43 +92,32 @@ PROMPTS = ["Describe the image.", "one two one two one two one", "What is in a p
 
 
 @pytest.fixture(scope="module")
-def pipes() -> dict[str, Pipeline]:
+def pipes():
     return ServerSettings(LOADING, Limits(max_draft_tokens=20), {}, prefix_cache=64, others=NAMES[1:]).pipelines()
 
 
 @pytest.fixture(scope="module")
-def running(pipes: dict[str, Pipeline]) -> Iterator[Served]:
+def running(pipes):
     with served(pipes["flash"], Limits(max_draft_tokens=20), drafters=pipes) as server:
         yield server
 
 
-def asked(number: int, **fields: Any) -> dict[str, Any]:
+def asked(number, **fields):
     image = [data_uri(SCENE)] if number == 0 else []
     return question(PROMPTS[number], *image, max_tokens=24, **fields)
 
 
-def answer(response: httpx.Response) -> tuple[str, dict[str, Any]]:
+def answer(response):
     assert response.status_code == 200, response.text
     body = response.json()
     return body["choices"][0]["message"]["content"], body["metrics"]["speculative_decoding"]
 
 
-def counted(server: Served) -> dict[tuple[str, str], float]:
-    """Values of the counters of speculation by name and drafter."""
-    found: dict[tuple[str, str], float] = {}
-    for line in httpx.get(f"{server.url}/metrics").text.splitlines():
-        if line.startswith("vllm:spec_decode") and "_total{" in line:
-            labels = dict(one.split("=") for one in line.partition("{")[2].partition("}")[0].split(","))
-            key = line.partition("_total")[0].removeprefix("vllm:spec_decode_num_"), labels["drafter"].strip('"')
-            found[key] = found.get(key, 0) + float(line.rsplit(" ", 1)[1])
-    return found
-
-
-def test_answers_are_those_of_plain_decoding(running: Served, pipes: dict[str, Pipeline]) -> None:
+def test_answers_are_those_of_plain_decoding(running, pipes):
     """One by one and all at once, with a shared prefix cache; the counters of each drafter add up."""
     assert list(pipes) == NAMES
     assert len({pipe.engine for pipe in pipes.values()}) == 1
-    before, choices = counted(running), [True, False, *NAMES, None]
+    before, choices = figures(running), [True, False, *NAMES, None]
     plain = [
         pipes["none"].generate(PROMPTS[n], **({"images": str(SCENE)} if n == 0 else {}), max_new_tokens=24)
         for n in range(3)
@@ -73,7 +125,7 @@ def test_answers_are_those_of_plain_decoding(running: Served, pipes: dict[str, P
     jobs = [(number, choice) for choice in choices for number in range(3)]
     start = Barrier(6)
 
-    def ask(job: tuple[int, Any]) -> tuple[str, dict[str, Any]]:
+    def ask(job):
         start.wait()
         return answer(running.post(asked(job[0], speculative=job[1])))
 
@@ -82,32 +134,32 @@ def test_answers_are_those_of_plain_decoding(running: Served, pipes: dict[str, P
         together = list(threads.map(ask, jobs))
     for (number, choice), *found in zip(jobs, alone, together, strict=True):
         name = {True: "flash", False: "none", None: "flash"}.get(choice, choice)
-        for text, figures in found:
+        for text, stats in found:
             assert text == plain[number].text, (choice, number)
-            assert figures["drafter"] == name
-            assert figures["num_draft_tokens"] == 0 or name != "none"
-    after = counted(running)
-    fields = {
-        "drafts": "num_spec_steps",
-        "draft_tokens": "num_draft_tokens",
-        "accepted_tokens": "num_accepted_draft_tokens",
-    }
+            assert stats["drafter"] == name
+            assert stats["num_draft_tokens"] == 0 or name != "none"
+    after = figures(running)
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
     for name in NAMES:
-        own = [figures for _, figures in (*alone, *together) if figures["drafter"] == name]
-        for counter, field in fields.items():
-            added = after[counter, name] - before.get((counter, name), 0)
+        own = [one for _, one in (*alone, *together) if one["drafter"] == name]
+        for counter, field in (
+            ("drafts", "num_spec_steps"),
+            ("draft_tokens", "num_draft_tokens"),
+            ("accepted_tokens", "num_accepted_draft_tokens"),
+        ):
+            added = grown[f"vllm:spec_decode_num_{counter}_total/{name}"]
             assert added == sum(one[field] for one in own)
             assert (added > 0) == (name != "none" or counter == "drafts"), (name, counter)
-        positions = after.get(("accepted_tokens_per_pos", name), 0) - before.get(("accepted_tokens_per_pos", name), 0)
-        assert positions == sum(one["num_accepted_draft_tokens"] for one in own)
+        by_position = f"vllm:spec_decode_num_accepted_tokens_per_pos_total/{name}/"
+        assert added == sum(value for key, value in grown.items() if key.startswith(by_position))
 
 
-def test_plain_requests_decode_with_others(running: Served, pipes: dict[str, Pipeline], monkeypatch: Any) -> None:
+def test_plain_requests_decode_with_others(running, pipes, monkeypatch):
     """In one batch, where requests of another drafter wait for the first to end."""
     core, batches = pipes["flash"].engine.core, []
     decode, step = core._decode, core.step
 
-    def watched() -> None:
+    def watched():
         assert core.key is not None
         batches.append((core.key.speculation, [row.drafts for row in core.running]))
         decode()
@@ -127,12 +179,12 @@ def test_plain_requests_decode_with_others(running: Served, pipes: dict[str, Pip
     assert {len(rows) for speculation, rows in batches if speculation is pipes["recycle@chain"]._speculation} == {1}
 
 
-def test_draft_tokens_of_a_request(running: Served, pipes: dict[str, Pipeline]) -> None:
+def test_draft_tokens_of_a_request(running, pipes):
     for number in (0, 5, 20):
-        text, figures = answer(running.post(asked(1, num_draft_tokens=number)))
+        text, stats = answer(running.post(asked(1, num_draft_tokens=number)))
         expected = pipes["flash"].generate(PROMPTS[1], max_new_tokens=24, num_draft_tokens=number)
-        assert (text, figures["num_draft_tokens"]) == (expected.text, expected.stats.num_draft_tokens)
-        assert figures["drafter"] == ("flash" if number else "none")
+        assert (text, stats["num_draft_tokens"]) == (expected.text, expected.stats.num_draft_tokens)
+        assert stats["drafter"] == ("flash" if number else "none")
     streamed = events(running.post(asked(1, speculative="recycle@chain", num_draft_tokens=3, stream=True)))
     assert streamed[-1]["metrics"]["speculative_decoding"]["drafter"] == "recycle@chain"
     body = {"model": "tiny-llava", "input": PROMPTS[1], "speculative": False, "temperature": 0, "max_output_tokens": 24}
@@ -142,7 +194,7 @@ def test_draft_tokens_of_a_request(running: Served, pipes: dict[str, Pipeline]) 
     assert running.post(body, "completions").json()["metrics"]["speculative_decoding"]["drafter"] == "recycle@chain"
 
 
-def test_an_operators_choice(pipes: dict[str, Pipeline]) -> None:
+def test_an_operators_choice(pipes):
     with served(pipes["flash"], Limits(fixed_speculation=True), drafters=pipes) as server:
         for name, value in (("speculative", False), ("speculative", "none"), ("num_draft_tokens", 4)):
             error = server.post(asked(1, **{name: value})).json()["error"]
@@ -150,18 +202,7 @@ def test_an_operators_choice(pipes: dict[str, Pipeline]) -> None:
         assert answer(server.post(asked(1)))[1]["drafter"] == "flash"
 
 
-def test_options_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[ServerSettings] = []
-    monkeypatch.setattr(command, "_here", lambda settings, host, port: given.append(settings))
-    for options in ([], ["--drafter", "a"], ["--drafter", "a", "--drafter", "b", "--max-draft-tokens", "9"]):
-        assert CliRunner().invoke(command.serve, options).exit_code == 0
-    assert [(one.loading["drafter"], list(one.others)) for one in given] == [("auto", []), ("a", []), ("a", ["b"])]
-    assert given[-1].limits.max_draft_tokens == 9
-    result = CliRunner().invoke(command.serve, ["--drafter", "a", "--drafter", "b", "--adapt"])
-    assert str(result.exception) == "--adapt goes with one --drafter: got 2"
-
-
-def test_names_of_drafters(pipes: dict[str, Pipeline]) -> None:
+def test_names_of_drafters(pipes):
     given = ("auto", "ngram@chain", "out/law", "/out/law/")
     assert [_label(one, pipes["flash"]) for one in given] == ["flash", "ngram@chain", "law", "law"]
     with pytest.raises(UserError, match=r"^unknown drafter"):
@@ -171,7 +212,7 @@ def test_names_of_drafters(pipes: dict[str, Pipeline]) -> None:
         settings.pipelines()
 
 
-def test_the_limit_of_the_context_is_that_of_every_drafter() -> None:
+def test_the_limit_of_the_context_is_that_of_every_drafter():
     pipe = mmspec.load("tiny-llava", "flash", device="cpu", dtype="float32")
     pipes = {"flash": pipe, "none": Pipeline(pipe.target, pipe.io, None, pipe.name)}
     with served(pipe, Limits(max_model_len=60), drafters=pipes) as server:
