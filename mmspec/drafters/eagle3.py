@@ -19,7 +19,7 @@ from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Target, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import grow_slots
-from mmspec.drafters.hidden_state import PositionedDrafter, allowed_slots, causal
+from mmspec.drafters.hidden_state import HiddenStateDrafter, allowed_slots, causal
 from mmspec.drafters.layer import Attend, DecoderLayer, LayerParts, LlamaLayer, NodeInputs, Norm, Rotation
 from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.spec import DrafterSpec, HeadShape, TreeShape
@@ -36,10 +36,6 @@ class Eagle3Config(HeadShape):
         states: number of target hidden states per position.
         reads: target layers whose inputs are read, 0 to the number of layers L; empty means 2, L/2 and L - 3.
         outputs: read the raw outputs of these layers instead of their inputs.
-        norm_before_residual: the residual of the first layer is the normed state.
-        norm_before_fc: RMSNorm over the concatenated states before their projection.
-        fc_norm: RMSNorm of each state before the projection (3.1).
-        norm_output: norm the state before it is fed to the next level (3.1).
         mask_token_id: input token of all levels after the first, in one pass (P-EAGLE, arXiv 2602.01469); None: one
             pass per level.
         window: sliding window in entries, including the query; 0 is full attention.
@@ -226,7 +222,7 @@ class Eagle3Network(nn.Module):
         return torch.full_like(ranked, -torch.inf).scatter(-1, candidates, logits)
 
 
-class Eagle3(PositionedDrafter):
+class Eagle3(HiddenStateDrafter):
     name: ClassVar[str] = "eagle3"
 
     config_class = Eagle3Config
@@ -247,7 +243,7 @@ class Eagle3(PositionedDrafter):
         network: Any = self.network
         decoder: Any = target.config  # type: ignore[attr-defined]
         self.features, self.window = network.config.features(decoder.num_hidden_layers), network.config.window
-        rows = network.config.head or (self.published or {}).get("vocab_size", decoder.vocab_size)
+        rows = network.config.head or (self.verifier or {}).get("vocab_size", decoder.vocab_size)
         self.keep_to(rows, target)
         self._embed = network.embed_tokens if network.config.embedding else target.embed
         self._embedded = network.config.embedding or decoder.vocab_size

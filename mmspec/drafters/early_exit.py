@@ -23,7 +23,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter
 from mmspec.drafters.growth import LevelPasses, grow_tree
-from mmspec.drafters.hidden_state import PositionedDrafter
+from mmspec.drafters.hidden_state import HiddenStateDrafter
 from mmspec.drafters.layer import Attend, LlamaLayer, Norm, Rotation
 from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.spec import DrafterSpec, RotaryShape
@@ -149,7 +149,7 @@ class KangarooNetwork(nn.Module):
         return self.norm(self.layers[0](x, rotation, attend))
 
 
-class Kangaroo(PositionedDrafter):
+class Kangaroo(HiddenStateDrafter):
     name: ClassVar[str] = "kangaroo"
     config_class = KangarooConfig
     network_class = KangarooNetwork

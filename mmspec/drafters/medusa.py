@@ -23,7 +23,7 @@ from mmspec.core.plan import StepPlan
 from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import grow_slots, grow_tree
-from mmspec.drafters.hidden_state import PositionedDrafter
+from mmspec.drafters.hidden_state import HiddenStateDrafter
 from mmspec.drafters.layer import Attend, LlamaLayer, Norm, Rotation, rotary_of, take
 from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.spec import DrafterSpec, RotaryShape
@@ -146,7 +146,7 @@ class MedusaNetwork(nn.Module):
                 output.bias.zero_()
 
 
-class Medusa(PositionedDrafter):
+class Medusa(HiddenStateDrafter):
     """Medusa drafter; trees have at most a level per head."""
 
     name: ClassVar[str] = "medusa"
@@ -159,10 +159,10 @@ class Medusa(PositionedDrafter):
     def shape_of(network: MedusaNetwork) -> RotaryShape:
         return network.config.layer
 
-    def attach(self, target: Target) -> None:
-        if self.published is not None and self.network.config.prefix and target is not self._target:
+    def place(self, target: Target, probe: Tensor) -> None:
+        if "model_type" in (self.verifier or {}) and self.network.config.prefix:  # of a published checkpoint
             self._take_shape(target)
-        super().attach(target)
+        super().place(target, probe)
 
     def _take_shape(self, target: Any) -> None:
         """Copy the decoder layer's shape from the target, as published files do not contain it."""
@@ -177,7 +177,7 @@ class Medusa(PositionedDrafter):
 
     def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         own = self.network.config.head
-        self.keep_to(own or (self.published or {}).get("vocab_size"), target)
+        self.keep_to(own or (self.verifier or {}).get("vocab_size"), target)
         return target.head if own else self.target_head(target)
 
     def reserve(self, width: int) -> None:

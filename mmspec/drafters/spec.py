@@ -146,6 +146,11 @@ class LayerShape:
         if self.head_dim % 2:
             raise UserError(f"head_dim must be even, as rotary positions turn pairs: got {self.head_dim}")
 
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """Rotary positions as transformers' ``rope_parameters``."""
+        return {"rope_type": "default", "rope_theta": self.rope_theta}
+
     @classmethod
     def like(cls, config: object, **changes: object) -> Self:
         """Configuration for a target's text configuration."""
@@ -192,8 +197,7 @@ class RotaryShape(LayerShape):
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """``rope`` with its defaults."""
-        return {"rope_type": "default", "rope_theta": self.rope_theta, **self.rope}
+        return {**super().rope_parameters, **self.rope}
 
 
 @options

@@ -357,9 +357,12 @@ def test_tokens_that_the_checkpoint_lacks_are_never_drafted(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (WIDE, "hidden size 60 and 96 tokens: got LlavaForConditionalGeneration with hidden size 48 and 101 tokens"),
-        ({**LLAVA, "vocab_size": 102}, "hidden size 48 and 102 tokens: got Llava"),
-        ({**LLAVA, "vocab_size": 50}, "hidden size 48 and 50 tokens: got Llava"),
+        (
+            WIDE,
+            "(hidden_size 60): got LlavaForConditionalGeneration with hidden_size 48",
+        ),
+        ({**LLAVA, "vocab_size": 102}, "(vocab_size 102): got LlavaForConditionalGeneration with vocab_size 101"),
+        ({**LLAVA, "vocab_size": 50}, "(vocab_size 50): got LlavaForConditionalGeneration with vocab_size 101"),
     ],
 )
 def test_a_drafter_of_another_target_is_refused(config, message, tmp_path):

@@ -66,14 +66,14 @@ from mmspec.drafters.layouts.fields import (
     stack,
     unstack,
 )
-from mmspec.drafters.spec import LayerShape, RotaryShape
+from mmspec.drafters.spec import LayerShape
 from mmspec.errors import UserError
 from mmspec.files import atomic, read_json, write_text
 from mmspec.validation import read as read_options
 
 Published = tuple[Any, dict[str, Tensor], Tensor | None, dict[str, Any]]
 """Result of reading a published drafter: network configuration, tensors in their original dtype, draft vocabulary, (n,)
-int64 (None is the target's), and the target, for ``check_target``."""
+int64 (None is the target's), and the target, for ``check_verifier``."""
 
 
 class Layout(NamedTuple):
@@ -199,8 +199,7 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], drafter: A
     settings = {name: value for name, value in found.network.items() if name in known and value is not None}
     ours: Any = read_options(kind, settings, f"{where}/config.json")
     shape: LayerShape = getattr(ours, "layer", ours)
-    if isinstance(shape, RotaryShape):
-        rotary_of(shape)  # raises
+    rotary_of(shape)  # raises
     tensors = source.tensors if source.halves else pair_halves(source.tensors, shape.head_dim)
     prefixes = found.prefixes if any(source.has(after) for after in found.prefixes.values()) else {}
     with torch.device("meta"):
@@ -237,32 +236,6 @@ def _verifier(config: Mapping[str, Any], ours: Any, vocab: int | None) -> dict[s
     }
 
 
-def check_target(verifier: Mapping[str, Any], target: Any) -> None:
-    """Check that a target matches the known properties of a published drafter's target; raises ``UserError`` if not.
-
-    A target may have more tokens than the drafter, like transformers' LLaVA-1.5 (32064, drafter 32000), but fewer than
-    twice as many, which would be another tokenizer.
-
-    Args:
-        verifier: ``hidden_size``, ``vocab_size``, and if known ``name_or_path``, ``architectures`` and ``model_type``.
-    """
-    width, vocab, here = verifier["hidden_size"], verifier["vocab_size"], target.config
-    model, expected = target.architecture, [f"hidden size {width}" + (f" and {vocab} tokens" if vocab else "")]
-    types = {here.model_type, target.model_config.model_type}
-    received = [f"hidden size {here.hidden_size} and {here.vocab_size} tokens"]
-    fits = width == here.hidden_size and (vocab is None or here.vocab_size / 2 < vocab <= here.vocab_size)
-    if (kind := verifier.get("model_type")) and kind not in types:
-        fits, expected = False, [*expected, f"of type {kind}"]
-        received = [*received, f"of type {target.model_config.model_type}"]
-    if (classes := verifier.get("architectures")) and model not in classes:
-        fits, expected = False, [*expected, f"of class {', '.join(classes)}"]
-    if not fits:
-        name = verifier.get("name_or_path") or "a target"
-        raise UserError(
-            f"the drafter was trained for {name} of {', '.join(expected)}: got {model} with {', '.join(received)}"
-        )
-
-
 def write(drafter: Any, target: Any, folder: Path, name: str, tokens: int = 3) -> None:
     """Write a drafter for another engine. There, a drafter without its own output layer drafts the full vocabulary.
 
@@ -279,7 +252,7 @@ def write(drafter: Any, target: Any, folder: Path, name: str, tokens: int = 3) -
     known = {"hidden_size": getattr(network, "source", network.hidden_size)}
     received = {name: getattr(target, name) for name in ("name_or_path", "architectures")}
     received |= {name: getattr(decoder, name) for name in ("hidden_size", "vocab_size")}
-    check_same_target(known | (drafter.verifier or drafter.published or {}), received)
+    check_same_target(known | (drafter.verifier or {}), received)
     form = FORMATS[drafter.layout][name](network, target, tokens)
     if hasattr(network, "features"):
         network.features(decoder.num_hidden_layers)  # raises if the target has too few layers

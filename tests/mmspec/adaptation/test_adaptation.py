@@ -9,7 +9,7 @@ import torch
 
 from mmspec import Pipeline, SamplingParams, UserError
 from mmspec.adaptation import AdaptOptions, adaptation
-from mmspec.adaptation.adaptation import Adaptation, Ended, RecordedDrafter, Store
+from mmspec.adaptation.adaptation import Adaptation, RecordedDrafter, Recording, Store
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
@@ -166,7 +166,8 @@ def test_a_batch_of_answers_takes_the_step_of_their_mean_loss(kind):
 def ended(pipe, length, count=REQUESTS):
     """Let requests of an acceptance length end."""
     head = pipe.adaptation.heads[0]
-    head.drafter.ended += [Ended(None, round(100 * length) + number, 100) for number in range(count)]
+    tokens = round(100 * length)
+    head.drafter.ended += [Recording([], 0, None, tokens=tokens + number, steps=100) for number in range(count)]
     pipe.adaptation.finish()
 
 

@@ -36,6 +36,7 @@ from tests.eagle3 import (
     head_tensors,
     states_read,
 )
+from tests.mmspec.drafters.test_drafters import target_of
 from tests.published import write
 from tests.targets import prefilled, prompt_of, row_of
 from tests.tiny import shared_model
@@ -195,8 +196,7 @@ def test_an_output_is_read_before_visual_features_are_added_to_it():
 
 
 def test_layers_that_the_target_lacks_are_named(tmp_path):
-    model = shared_model("llama")
-    target = plugins.target_class(model.config)(model)
+    target = target_of("llama")
     drafter, _ = head(tmp_path, cut(GPT_OSS, [2, 12, 22]), "C")
     with pytest.raises(UserError, match="reads inputs of layers 2, 12, 22: the target has 2 layers"):
         drafter.attach(target)
@@ -230,9 +230,8 @@ def test_passes_without_drafts_say_nothing_about_a_head(tmp_path):
 
 def test_placeholders_outside_of_the_table_are_fed_as_token_0(tmp_path):
     """Of a target whose placeholder has an id above those of the head's own embedding."""
-    model = shared_model("llava")
     drafter, _ = head(tmp_path, cut(LLAMA3), embedding=True)
-    target = plugins.target_class(model.config)(model)
+    target = target_of("llava")
     drafter.attach(target)
     states = torch.randn(1, 4, 3 * 48, generator=torch.Generator().manual_seed(0))
     beyond, zero = torch.tensor([[5, VOCAB, VOCAB + 9, VOCAB - 1]]), torch.tensor([[5, 0, 0, VOCAB - 1]])
@@ -356,21 +355,18 @@ def test_the_targets_window_in_a_flat_configuration_is_not_read():
 
 
 def attach(config, tmp_path, name="llama", layout="A", **options):
-    model = shared_model(name)
     drafter = make_drafter(str(write(tmp_path, config, head_tensors(config, layout, **options))))
-    drafter.attach(plugins.target_class(model.config)(model))
+    drafter.attach(target_of(name))
     return drafter
 
 
 def test_a_head_of_another_target_is_refused_by_name(tmp_path):
-    with pytest.raises(
-        UserError, match=r"trained for a target of .* of type qwen3: got LlamaForCausalLM .* of type llama$"
-    ):
+    with pytest.raises(UserError, match=r"for another target \(model_type qwen3\): got .*model_type \['llama'\]$"):
         attach(cut(QWEN3), tmp_path / "a")
     attach(cut(QWEN3), tmp_path / "a", "qwen3")
     named = cut(GEMMA4, [0, 1, 2])
     named["speculators_config"]["verifier"]["architectures"] = ["Gemma4ForConditionalGeneration"]
-    message = "trained for google/gemma-4-31B-it of .* of class Gemma4ForConditionalGeneration: got LlamaForCausalLM"
+    message = r"google/gemma-4-31B-it \(architectures .*Gemma4ForConditional.*\): got .*\['LlamaForCausalLM'\]"
     with pytest.raises(UserError, match=message):
         attach(named, tmp_path / "b", layout="B")
 
@@ -408,8 +404,7 @@ def test_a_head_for_fewer_tokens_never_drafts_the_others(own, tmp_path):
     tensors = head_tensors(config, "C")
     if not own:
         del tensors["lm_head.weight"]
-    model = shared_model("llama")
-    target = plugins.target_class(model.config)(model)
+    target = target_of("llama")
     drafter = make_drafter(str(write(tmp_path / "a", config, tensors)))
     drafter.attach(target)
     assert torch.equal(drafter.draft_ids, torch.arange(60))

@@ -17,6 +17,7 @@ from mmspec.drafters.gemma4 import Gemma4, sharing_allowed
 from mmspec.drafters.registry import make_drafter, registered_name
 from tests.draft_checks import check_drafts
 from tests.gemma4 import CENTROIDS, assistant_of, target_model
+from tests.mmspec.drafters.test_drafters import target_of
 from tests.mtp import dense
 from tests.targets import prefilled, prompt_of, row_of
 from tests.tiny import shared_model
@@ -148,7 +149,7 @@ def test_other_targets_and_other_models_are_one_line(tmp_path):
         other.backbone_hidden_size, other.config.get_text_config().vocab_size = width, vocab
         message = f"hidden size {width} and {vocab} tokens.*: got llama with hidden size 48 and 101 tokens"
         with pytest.raises(UserError, match=message):
-            Gemma4(other).attach(plugins.target_class(shared_model("llama").config)(shared_model("llama")))
+            Gemma4(other).attach(target_of("llama"))
     with pytest.raises(UserError, match=r"gemma4 takes a model of type gemma4_assistant, .*: got llama"):
         Gemma4(shared_model("llama"))
     assistant.save_pretrained(tmp_path)

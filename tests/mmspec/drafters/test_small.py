@@ -11,13 +11,14 @@ from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausa
 from transformers.generation.candidate_generator import AssistantToTargetTranslator
 
 import mmspec
-from mmspec import UserError, plugins
+from mmspec import UserError
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import SharedTokens, Small
 from mmspec.targets.packing import pack_model, weights_kind
 from tests.compiled import needs_kernels
 from tests.draft_checks import check_drafts, check_logits
-from tests.mmspec.drafters.test_visual_share import selected_by_loop
+from tests.mmspec.drafters.test_drafters import target_of
+from tests.mmspec.drafters.test_prompt_share import selected_by_loop
 from tests.targets import plain_logits, row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import IMAGE, VIDEO, VISION_CONFIGS, VOCAB
@@ -94,7 +95,7 @@ def test_vocabularies_with_nothing_in_common_are_refused():
     shared = SharedTokens(target, nothing, (VOCAB, 49))
     assert shared.target_ids.tolist() == [0]  # both have an unknown token
     with pytest.raises(UserError, match="must share tokens: their vocabularies have none in common"):
-        Small(smaller(), tokenizers=(words(list(LETTERS), "▁"), _Named({"1": 0}))).attach(_target("llama"))
+        Small(smaller(), tokenizers=(words(list(LETTERS), "▁"), _Named({"1": 0}))).attach(target_of("llama"))
 
 
 class _Named:
@@ -106,11 +107,6 @@ class _Named:
 
     def __call__(self, text, add_special_tokens=True):
         return {"input_ids": []}
-
-
-def _target(name):
-    model = shared_model(name)
-    return plugins.target_class(model.config)(model)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "bamba", "mamba", "qwen3_5_text"])
