@@ -245,8 +245,7 @@ class TreeDrafter(CapturedDrafter):
         if self.verifier is not None:
             checkpoint.check_verifier(self.verifier, target)
         probe = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
-        with torch.inference_mode():
-            self.place(target, probe)
+        self.place(target, probe)
         self._target = target
         self.reset()
 

@@ -307,7 +307,8 @@ class HiddenStateDrafter(TrainedDrafter):
         if self.draft_ids is not None:
             self.draft_ids = self.draft_ids.to(probe.device)
         self.sample_embedding = probe.detach()
-        self._scores = self.scoring(target)
+        with torch.inference_mode():
+            self._scores = self.scoring(target)
 
     @staticmethod
     def shape_of(network: Any) -> Any:

@@ -25,7 +25,7 @@ from mmspec.drafters.recycle import DeviceTable, Recycle
 from mmspec.drafters.registry import drafter_specs, make_drafter, registered_name
 from mmspec.drafters.union import PerSequence
 from tests import matrix
-from tests.mmspec.drafters.test_drafters import target_of
+from tests.mmspec.drafters.test_drafters import OPTIONS, target_of
 from tests.targets import prefilled, prompt_of
 from tests.tiny import root_path, shared_model, valid_nodes
 from tests.tiny.drafters import VARIANTS, tiny_drafter
@@ -39,11 +39,7 @@ every_drafter = pytest.mark.parametrize("kind", matrix.DRAFTERS[1:])
 def answer(model, drafter):
     """Tokens of three prompts, which must be those of plain decoding."""
     inputs = vision_inputs("llava", 3)
-    found = mmspec.generate(model, drafter=drafter, nodes=12, **OPTIONS, **inputs)
-    assert torch.equal(found, plain(model))
-
-
-OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(mmspec.generate(model, drafter=drafter, nodes=12, **OPTIONS, **inputs), plain(model))
 
 
 @cache

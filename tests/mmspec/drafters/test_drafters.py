@@ -35,6 +35,16 @@ def target_of(name):
     return plugins.target_class(model.config)(model)
 
 
+OPTIONS = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0}
+
+
+def assert_equal(model, drafter, inputs, **options):
+    """The drafter changes no token of the model's ``generate``; returns each answer's statistics."""
+    out = mmspec.generate(model, drafter=drafter, return_dict_in_generate=True, **inputs, **OPTIONS, **options)
+    assert torch.equal(out.sequences, model.generate(**inputs, **OPTIONS))
+    return out.stats
+
+
 def begun(drafter, rows, vocab=30):
     prompt = Prompt(torch.tensor(rows))
     logits = torch.randn(len(rows), 1, vocab, generator=torch.Generator().manual_seed(0))
@@ -285,7 +295,7 @@ def test_recycle_checkpoints(tmp_path):
     model = shared_model("llama")
     target = TransformersTarget(model)
     drafter = Recycle(top_k=3)
-    mmspec.generate(model, drafter=drafter, nodes=6, max_new_tokens=20, do_sample=False, **text_inputs(1, 9))
+    assert_equal(model, drafter, text_inputs(1, 9), nodes=6)
     drafter.save(tmp_path, target, smallest=0.0)
     again = make_drafter(str(tmp_path))
     again.attach(target)
@@ -400,13 +410,11 @@ def test_a_drafter_of_fewer_tokens_serves_and_of_more_is_refused():
     torch.manual_seed(0)
     fewer, more = (LlamaForCausalLM(LlamaConfig(**{**TINY_SIZES, "vocab_size": size})).eval() for size in (50, 120))
     model, inputs = shared_model("llama"), text_inputs(3, 9)
-    options = dict(max_new_tokens=20, do_sample=False)
-    reference = model.generate(**inputs, **options)
-    assert int(reference.max()) >= 50  # the target says what the drafter cannot read
+    assert int(model.generate(**inputs, **OPTIONS).max()) >= 50  # the target says what the drafter cannot read
     assert Small(fewer)._readable(torch.tensor([0, 48, 49, 50, 100])).tolist() == [0, 48, 49, 49, 49]
-    assert torch.equal(mmspec.generate(model, drafter=Small(fewer), nodes=8, **inputs, **options), reference)
+    assert_equal(model, Small(fewer), inputs, nodes=8)
     with pytest.raises(UserError, match="have tokenizers in their folders: the drafter has 120 tokens, the target 101"):
-        mmspec.generate(model, drafter=Small(more), nodes=8, **inputs, **options)
+        assert_equal(model, Small(more), inputs, nodes=8)
 
 
 # ---------------------------------------------------------------------- names
@@ -422,20 +430,11 @@ def test_a_drafter_of_fewer_tokens_serves_and_of_more_is_refused():
         (lambda: make_drafter("small:/nowhere/at/all"), "cannot load drafter '/nowhere/at/all'"),
         (lambda: make_drafter("ngram:x"), "drafter 'ngram' does not take the argument 'x'"),
         (lambda: make_drafter("recycle:8"), "8: expected the folder of a drafter checkpoint, there is none"),
-        (
-            lambda: make_drafter("eagle:/nowhere"),
-            "/nowhere: expected the folder of a drafter checkpoint, there is none",
-        ),
-        (
-            lambda: make_drafter("/nowhere/at/all"),
-            "/nowhere/at/all: expected the folder of a drafter",
-        ),
+        (lambda: make_drafter("eagle:/nowhere"), "/nowhere: expected the folder of a drafter checkpoint"),
+        (lambda: make_drafter("/nowhere/at/all"), "/nowhere/at/all: expected the folder of a drafter"),
         (lambda: make_drafter("tests"), "tests: expected a drafter's config.json with mmspec_drafter, received none"),
         (lambda: make_drafter("nobody"), "unknown drafter: expected one of .*ngram.*, got 'nobody'"),
-        (
-            lambda: make_drafter(object()),
-            "drafter must be a name, a folder, None or derive from mmspec.Drafter: got object",
-        ),
+        (lambda: make_drafter(object()), "drafter must be a name, a folder, None or .*mmspec.Drafter: got object"),
     ],
 )
 def test_mistakes_are_named(make, message):

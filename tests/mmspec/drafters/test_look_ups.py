@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import mmspec
 from mmspec import UserError
 from mmspec.core.drafter import Drafter, Wrapper
 from mmspec.core.plan import StepPlan
@@ -16,7 +15,7 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.union import PerSequence, Union
 from mmspec.ops import kernels
-from tests.mmspec.drafters.test_drafters import begun, paths, target_of
+from tests.mmspec.drafters.test_drafters import assert_equal, begun, paths, target_of
 from tests.targets import prefilled
 from tests.tiny import root_path, shared_model, valid_nodes
 from tests.tiny.models import text_inputs
@@ -268,13 +267,10 @@ def test_an_error_names_the_drafters():
 @pytest.mark.parametrize("name", ["recycle+ngram@chain4", "auto@chain", "recycle+early-exit:1@chain3"])
 def test_chains(name, static, monkeypatch):
     monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
-    model, inputs = shared_model("llama"), text_inputs(2, 9)
     union, drafted = make_drafter(name), []
     propose = union.propose
     union.propose = lambda token, plan: drafted.append(propose(token, plan)) or drafted[-1]
-    options = dict(max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
-    found = mmspec.generate(model, drafter=union, nodes=6, **inputs, **options)
-    assert torch.equal(found, model.generate(**inputs, **options))
+    assert_equal(shared_model("llama"), union, text_inputs(2, 9), nodes=6)
     assert any(tree.max_depth > 1 for tree in drafted)
     for tree in drafted:
         for row in range(tree.batch):

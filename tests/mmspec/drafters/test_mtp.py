@@ -16,7 +16,7 @@ from mmspec.cli import main
 from mmspec.drafters.mtp import MTP, SPEC
 from mmspec.drafters.registry import make_drafter
 from tests.draft_checks import check_drafts
-from tests.mmspec.drafters.test_drafters import target_of
+from tests.mmspec.drafters.test_drafters import assert_equal, target_of
 from tests.model_folders import tokenizer
 from tests.mtp import (
     LAYERS,
@@ -78,11 +78,8 @@ def test_trees_of_several_layers(name, layers, tmp_path):
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_prompts_shorter_than_the_layers_are_many(length, tmp_path):
     model, _ = dense("deepseek_v3", 3)
-    folder, inputs = published(tmp_path, "deepseek_v3", 3), text_inputs(1, length)
-    options = dict(do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0)
-    drafter = make_drafter("mtp", str(folder))
-    tokens = mmspec.generate(model, drafter=drafter, num_draft_tokens=9, **inputs, **options)
-    assert torch.equal(tokens, model.generate(**inputs, **options))
+    drafter = make_drafter("mtp", str(published(tmp_path, "deepseek_v3", 3)))
+    assert_equal(model, drafter, text_inputs(1, length), num_draft_tokens=9)
 
 
 @pytest.mark.long
@@ -199,10 +196,7 @@ def test_missing_further_and_misshapen_tensors_are_named(tmp_path):
     tensors, folder = mtp_tensors(model), write_target(tmp_path, model, {})
     name, value = "mtp.layers.0.self_attn.q_proj.weight", tensors["mtp.layers.0.self_attn.q_proj.weight"]
     for changed, message in (
-        (
-            {name: None},
-            "expected exactly the tensors of its MTP layers, received missing layers.0.mtp_block.self_attn.q",
-        ),
+        ({name: None}, "exactly the tensors of its MTP layers, received missing layers.0.mtp_block.self_attn.q"),
         ({"mtp.norm.weight": None}, "received missing layers.0.post_norm.weight"),
         ({"mtp.fc.bias": torch.zeros(2)}, "received unknown layers.0.eh_proj.bias"),
         ({"mtp.layers.1.mlp.up_proj.weight": torch.zeros(2)}, "received unknown layers.1.mtp_block.mlp.up_proj.weight"),

@@ -8,13 +8,12 @@ from collections import Counter
 import pytest
 import torch
 
-import mmspec
 from mmspec import UserError, plugins
 from mmspec.core.target import TargetOutput
 from mmspec.drafters import small as prompt_share
 from mmspec.drafters.small import Small, VisualShare, attended, evenly, relevant
 from tests.draft_checks import check_logits
-from tests.mmspec.drafters.test_drafters import target_of
+from tests.mmspec.drafters.test_drafters import assert_equal, target_of
 from tests.targets import prefilled, prompt_of, row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import IMAGE, VIDEO
@@ -110,9 +109,7 @@ def test_text_around_images(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         begin(prompt, *others)
 
     drafter._begin_with_media = noted
-    options = dict(do_sample=False, max_new_tokens=8, eos_token_id=None, pad_token_id=0)
-    found = mmspec.generate(model, drafter=drafter, num_draft_tokens=6, **inputs, **options)
-    assert torch.equal(found, model.generate(**inputs, **options))
+    assert_equal(model, drafter, inputs, num_draft_tokens=6)
     (prompt,) = prompts
     text = (prompt.attention_mask == 1) & (prompt.input_ids != IMAGE) & (prompt.input_ids != VIDEO)
     assert torch.equal(prompt.prefill_mask & text, relevant(prompt.input_ids, text, 0.3))

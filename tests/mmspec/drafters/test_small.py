@@ -17,15 +17,13 @@ from mmspec.drafters.small import SharedTokens, Small
 from mmspec.targets.packing import pack_model, weights_kind
 from tests.compiled import needs_kernels
 from tests.draft_checks import check_drafts, check_logits
-from tests.mmspec.drafters.test_drafters import target_of
+from tests.mmspec.drafters.test_drafters import OPTIONS, assert_equal, target_of
 from tests.mmspec.drafters.test_prompt_share import selected_by_loop
 from tests.targets import plain_logits, row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import IMAGE, VIDEO, VISION_CONFIGS, VOCAB
 from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
 from tests.vocabularies import LETTERS, pair, smaller, words
-
-OPTIONS = dict(do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=0)
 
 
 def test_shared_tokens_are_those_of_transformers():
@@ -67,9 +65,8 @@ def test_tokenizers_are_read_from_the_folders(tmp_path, monkeypatch):
         one.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     model.config.name_or_path = str(tmp_path / "target")
-    tokens = model.generate(**inputs, **OPTIONS)
     drafter = Small(str(tmp_path / "draft"))
-    assert torch.equal(mmspec.generate(model, drafter=drafter, num_draft_tokens=8, **inputs, **OPTIONS), tokens)
+    assert_equal(model, drafter, inputs, num_draft_tokens=8)
     assert len(drafter._shared.draft_ids) > 20
 
 
@@ -187,7 +184,6 @@ def test_vision_language_draft_models(name, share):
 def test_a_folder_and_a_share(tmp_path):
     vision_model("llava", seed=1).save_pretrained(tmp_path)
     model, inputs = shared_model("llava"), vision_inputs("llava", 1)
-    tokens = model.generate(**inputs, **OPTIONS)
     prompts = []
     for spec, length in (
         (f"small:{tmp_path}@0.25", 8 + 4),
@@ -202,7 +198,7 @@ def test_a_folder_and_a_share(tmp_path):
             prompts.append(drafter.lm.runner.cache.length)
 
         drafter.begin = noted
-        assert torch.equal(mmspec.generate(model, drafter=drafter, num_draft_tokens=8, **inputs, **OPTIONS), tokens)
+        assert_equal(model, drafter, inputs, num_draft_tokens=8)
         assert prompts[-1] == length  # with the first token, where no image is read
     with pytest.raises(UserError, match=r"^the share of the prompt must be from 0 to 1: got 1.5$"):
         make_drafter(f"small:{tmp_path}@1.5")
@@ -220,10 +216,8 @@ def test_a_draft_model_may_cross_the_length_at_which_its_rotary_embeddings_chang
         LlamaConfig(**shape, num_hidden_layers=1, max_position_embeddings=limit, rope_parameters=rope)
     ).eval()
     for length in (5, 14, 20):
-        model, inputs = shared_model("llama"), text_inputs(1, length)
-        out = mmspec.generate(model, drafter=Small(draft), nodes=4, return_dict_in_generate=True, **inputs, **OPTIONS)
-        assert torch.equal(out.sequences, model.generate(**inputs, **OPTIONS))
-        assert out.stats[0].num_draft_tokens > 0
+        (stats,) = assert_equal(shared_model("llama"), Small(draft), text_inputs(1, length), nodes=4)
+        assert stats.num_draft_tokens > 0
 
 
 @pytest.mark.drafter_fails
@@ -232,11 +226,9 @@ def test_images_of_another_size_are_not_drafted_for():
     other.vision_config.image_size = 24
     torch.manual_seed(0)
     small = AutoModelForImageTextToText.from_config(other).eval()
-    model, inputs = shared_model("llava"), vision_inputs("llava", 1)
-    out = mmspec.generate(model, drafter=Small(small), return_dict_in_generate=True, **inputs, **OPTIONS)
-    assert torch.equal(out.sequences, model.generate(**inputs, **OPTIONS))
+    (stats,) = assert_equal(shared_model("llava"), Small(small), vision_inputs("llava", 1))
     why = "Small: UserError: the draft model must take the target's images and videos; with small:MODEL@0 "
-    assert out.stats[0].drafter_error.startswith(why)
+    assert stats.drafter_error.startswith(why)
 
 
 @pytest.mark.parametrize(("name", "hooked"), [("llava", True), ("qwen2_vl", False)])
