@@ -280,10 +280,7 @@ class TreeDrafter(CapturedDrafter):
 
 
 class TrainedDrafter(TreeDrafter):
-    """``TreeDrafter`` with checkpoints of its own.
-
-    Attributes:
-        layout: layout of published checkpoints, a key of ``LAYOUTS``; None without published checkpoints.
+    """``TreeDrafter`` with checkpoints of its own; published checkpoints have the layout of its name in ``LAYOUTS``.
 
     Args:
         draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
@@ -291,7 +288,6 @@ class TrainedDrafter(TreeDrafter):
 
     config_class: ClassVar[type[Any]]
     network_class: ClassVar[type[nn.Module]]
-    layout: ClassVar[str | None] = None
 
     def __init__(
         self, network: Any, draft_ids: Tensor | None = None, *, verifier: dict[str, Any] | None = None, **tree: int
@@ -307,7 +303,7 @@ class TrainedDrafter(TreeDrafter):
             changes: fields of the network's configuration that override the checkpoint.
         """
         tree: dict[str, int] = {}
-        if cls.layout is not None and checkpoint.drafter_name(folder) is None:
+        if cls.name in layouts.LAYOUTS and checkpoint.drafter_name(folder) is None:
             config, tensors, draft_ids, verifier = cls.read_published(folder)
         else:
             config, tensors, draft_ids, verifier, tree = checkpoint.read_network(folder, cls.config_class)

@@ -39,7 +39,6 @@ from mmspec.drafters.hidden_state import (
 )
 from mmspec.drafters.kernels import FusedLayers, Native, NativeLayers
 from mmspec.drafters.layer import Attend, LayerParts, Norm, Rotation, rotate, take
-from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.spec import DrafterSpec, HeadShape, TreeShape
 from mmspec.errors import UserError
 from mmspec.ops import cpu
@@ -453,7 +452,6 @@ class DFlash(HiddenStateDrafter):
 
     config_class = DFlashConfig
     network_class = DFlashNetwork
-    layout = "dflash"
     usual_tree = TreeShape(top_k=10, depth=15, total_tokens=59)
     features = ()  # known when attached
     _markov: NativeMarkov | None = None
@@ -676,6 +674,5 @@ SPEC = DrafterSpec(
     "a block of tokens in one pass, verified as a tree (arXiv 2602.06036, 2604.12989)",
     DFlash,
     weights="required",
-    recognises=recogniser("dflash"),
     train="dflash",
 )

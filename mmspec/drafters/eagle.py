@@ -25,7 +25,6 @@ from mmspec.drafters.layer import (
     Rotation,
     TokenLinear,
 )
-from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.spec import DrafterSpec, LayerShape
 from mmspec.errors import UserError
 from mmspec.ops import kernels
@@ -206,7 +205,6 @@ class Eagle(HiddenStateDrafter):
     """EAGLE drafter, for any target that provides hidden states."""
 
     name: ClassVar[str] = "eagle"
-    layout: ClassVar[str | None] = "eagle"
     config_class = EagleConfig
     network_class: ClassVar[type[EagleNetwork]] = EagleNetwork
 
@@ -271,6 +269,5 @@ SPEC = DrafterSpec(
     "EAGLE-1 and EAGLE-2 heads, which extrapolate the target's hidden states (arXiv 2401.15077)",
     Eagle,
     weights="required",
-    recognises=recogniser("eagle"),
     train="msd --no-decoupled",
 )

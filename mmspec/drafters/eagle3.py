@@ -21,7 +21,6 @@ from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import grow_slots
 from mmspec.drafters.hidden_state import HiddenStateDrafter, allowed_slots, causal
 from mmspec.drafters.layer import Attend, DecoderLayer, LayerParts, LlamaLayer, NodeInputs, Norm, Rotation
-from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.spec import DrafterSpec, HeadShape, TreeShape
 from mmspec.errors import UserError
 from mmspec.validation import option, options
@@ -227,7 +226,6 @@ class Eagle3(HiddenStateDrafter):
 
     config_class = Eagle3Config
     network_class = Eagle3Network
-    layout = "eagle3"
     usual_tree = TreeShape(top_k=10, depth=8, total_tokens=59)
     features = ()  # known when attached
 
@@ -294,7 +292,6 @@ SPEC = DrafterSpec(
     "EAGLE-3, EAGLE-3.1, EAGLE-4 and P-EAGLE heads, which read several layers of the target (arXiv 2503.01840)",
     Eagle3,
     weights="required",
-    recognises=recogniser("eagle3"),
     parse_argument=parse_argument,
     train="eagle3",
 )

@@ -25,7 +25,6 @@ from mmspec.drafters.captured import CapturedDrafter
 from mmspec.drafters.growth import LevelPasses, grow_tree
 from mmspec.drafters.hidden_state import HiddenStateDrafter
 from mmspec.drafters.layer import Attend, LlamaLayer, Norm, Rotation
-from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.spec import DrafterSpec, RotaryShape
 from mmspec.errors import UserError
 from mmspec.validation import option, options
@@ -153,7 +152,6 @@ class Kangaroo(HiddenStateDrafter):
     name: ClassVar[str] = "kangaroo"
     config_class = KangarooConfig
     network_class = KangarooNetwork
-    layout = "kangaroo"
 
     def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         exit_layer = self.network.config.exit_layer
@@ -192,7 +190,6 @@ KANGAROO = DrafterSpec(
     "the target's own first layers, and a trained attention layer before its output layer (arXiv 2404.18911)",
     Kangaroo,
     weights="required",
-    recognises=recogniser("kangaroo"),
     parse_argument=parse_argument,
     train="kangaroo",
 )

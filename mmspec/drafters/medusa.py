@@ -25,7 +25,6 @@ from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import grow_slots, grow_tree
 from mmspec.drafters.hidden_state import HiddenStateDrafter
 from mmspec.drafters.layer import Attend, LlamaLayer, Norm, Rotation, rotary_of, take
-from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.spec import DrafterSpec, RotaryShape
 from mmspec.errors import UserError
 from mmspec.validation import option, options, read
@@ -150,7 +149,6 @@ class Medusa(HiddenStateDrafter):
     """Medusa drafter; trees have at most a level per head."""
 
     name: ClassVar[str] = "medusa"
-    layout: ClassVar[str | None] = "medusa"
 
     config_class = MedusaConfig
     network_class = MedusaNetwork
@@ -206,7 +204,6 @@ class Hydra(Medusa):
     """Hydra drafter; arguments as for ``Medusa``."""
 
     name: ClassVar[str] = "hydra"
-    layout: ClassVar[str | None] = "hydra"
 
     def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         heads = self.network.heads
@@ -230,7 +227,6 @@ MEDUSA = DrafterSpec(
     "heads on the target's last state, one per token ahead, verified as a tree (arXiv 2401.10774)",
     Medusa,
     weights="required",
-    recognises=recogniser("medusa"),
     train="medusa",
 )
 HYDRA = DrafterSpec(
@@ -239,6 +235,5 @@ HYDRA = DrafterSpec(
     "Medusa's heads, which also read the tokens drafted before (arXiv 2402.05109)",
     Hydra,
     weights="required",
-    recognises=recogniser("hydra"),
     train="medusa --grounded",
 )

@@ -27,7 +27,7 @@ from mmspec.drafters import checkpoint
 from mmspec.drafters.checkpoint import HEADS
 from mmspec.drafters.early_exit import EarlyExit
 from mmspec.drafters.gemma4 import MODEL_TYPES, Gemma4
-from mmspec.drafters.layouts import LAYOUTS, layout_of
+from mmspec.drafters.layouts import LAYOUTS, REFUSED, layout_of, recognise
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.small import Small
 from mmspec.drafters.spec import DrafterSpec
@@ -181,6 +181,8 @@ def _make(part: str, home: str, trust_remote_code: bool) -> Drafter:
     folder = _checkpoint_folder(part)
     if name := checkpoint.drafter_name(folder):
         return drafter_spec(name).from_checkpoint(folder)
+    if layout := recognise(folder):  # drafters have the names of their layouts
+        return drafter_spec("eagle" if layout in REFUSED else layout).from_checkpoint(folder)
     for spec in drafter_specs():
         if spec.recognises is not None and spec.recognises(folder):
             return spec.from_checkpoint(folder)

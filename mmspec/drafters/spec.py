@@ -29,7 +29,8 @@ class DrafterSpec:
             required; ``"published"``: only third parties publish checkpoints; ``"target"``: the checkpoint is the
             target's own folder.
         argument: placeholder for TEXT, in capitals, if ``weights`` is ``"none"`` and TEXT is required.
-        recognises: whether a folder without ``mmspec_drafter`` contains a published checkpoint of this drafter.
+        recognises: whether a folder without ``mmspec_drafter`` contains a published checkpoint of this drafter, in a
+            layout that is not in ``LAYOUTS``.
         parse_argument: splits TEXT into the constructor's or ``from_checkpoint``'s first and keyword arguments.
         trusts: whether the constructor takes ``trust_remote_code``.
         chains: whether lists of methods also offer it as a chain (``NAME@chain``).

@@ -230,7 +230,7 @@ def test_published_configurations_are_read_and_draft_beside_their_targets(name, 
     model = gemma4.target_model() if target == "gemma4" else shared_model(target)
     inputs = vision_inputs(target, 2) if target in VISION_CONFIGS else text_inputs(2)
     drafter = make_drafter(str(write(tmp_path, *small(dflash.CONFIGS[name]))))
-    assert drafter.layout == name.split()[0]
+    assert drafter.name == name.split()[0]
     options = dict(do_sample=False, eos_token_id=None, max_new_tokens=9)
     found = mmspec.generate(model, drafter=drafter, return_dict_in_generate=True, nodes=9, **inputs, **options)
     assert torch.equal(found.sequences, generate(model, 2, **inputs, **options))

@@ -8,7 +8,6 @@ from transformers import LlamaConfig, Qwen3VLTextConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
-import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import output_of
@@ -16,7 +15,6 @@ from mmspec.drafters.checkpoint import load_network
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
 from mmspec.drafters.layer import rotary_of
 from mmspec.drafters.registry import make_drafter
-from mmspec.errors import SlowWarning
 from mmspec.ops import kernels
 from mmspec.targets.packing import pack_drafter
 from tests.eagle3 import (
@@ -171,6 +169,7 @@ def test_layers_may_be_given_with_the_folder(tmp_path):
     drafter, tensors = head(tmp_path / "a", config, "C", at="@2,0,1")
     check_head(model, text_inputs(2), drafter, config, tensors, [2, 0, 1], new=6)
     assert drafter.features == (output_of(1), 0, 1)
+    assert drafter.checks.endswith("and the layers output 1, 0, 1 that it reads: try eagle3:FOLDER@LAYERS")
     drafter, tensors = head(tmp_path / "b", config, "C", at="@outputs:0,1,0")
     check_head(model, vision_inputs("qwen3_vl", 2), drafter, config, tensors, [0, 1, 0], outputs=True, new=6)
     assert drafter.features == (output_of(0), output_of(1), output_of(0))
@@ -203,29 +202,6 @@ def test_layers_that_the_target_lacks_are_named(tmp_path):
     drafter, _ = head(tmp_path, cut(GPT_OSS), "C", at="@outputs:0,1,2")
     with pytest.raises(UserError, match="reads outputs of layers 0, 1, 2: the target has 2 layers"):
         drafter.attach(target)
-
-
-def test_a_head_that_is_never_right_is_told(tmp_path):
-    model = shared_model("llama")
-    config = cut(LLAMA3)
-    drafter, _ = head(tmp_path, config)
-    inputs = text_inputs(1)
-    options = dict(do_sample=False, eos_token_id=None, max_new_tokens=150, nodes=2)
-    with pytest.warns(
-        SlowWarning,
-        match=r"of little use: below 1\.05 tokens per step.* layers 0, 1, output 1 that it reads: try eagle3:",
-    ):
-        mmspec.generate(model, drafter=drafter, **inputs, **options)
-
-
-@pytest.mark.filterwarnings("error")
-def test_passes_without_drafts_say_nothing_about_a_head(tmp_path):
-    """More of them than are watched: a warning would be an error."""
-    drafter, _ = head(tmp_path, cut(LLAMA3))
-    inputs = text_inputs(1)
-    options = dict(do_sample=False, eos_token_id=None, max_new_tokens=150, nodes=0)
-    out = mmspec.generate(shared_model("llama"), drafter=drafter, return_dict_in_generate=True, **inputs, **options)
-    assert out.stats[0].num_spec_steps == 149
 
 
 def test_placeholders_outside_of_the_table_are_fed_as_token_0(tmp_path):

@@ -31,7 +31,7 @@ from tests.mmspec.drafters.test_fields import SHAPE
 from tests.published import LLAVA, QWEN, VICUNA, VISPEC, tensors_of, vispec_tensors, write
 from tests.tiny import shared_model
 
-KINDS = {kind.layout: kind for kind in (Eagle, Eagle3, DFlash, Kangaroo, Medusa, Hydra, MSD, ViSpec)}
+KINDS = {kind.name: kind for kind in (Eagle, Eagle3, DFlash, Kangaroo, Medusa, Hydra, MSD, ViSpec)}
 SWITCHES = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": True, "norm_output": False}
 HEAD = cut(LLAMA3, [0, 1, 2], **SWITCHES)
 FOUR = cut(EAGLE4, [0, 1, 2], num_candidates=9, draft_vocab_size=101)
@@ -125,7 +125,7 @@ RULES = {
 @every_checkpoint
 def test_every_field_that_breaks_its_rule_is_named(name):
     kind, config, tensors = checkpoint(name)
-    ignored = {"medusa": ("vocab_size", "hidden_size"), "kangaroo": ("rope_theta",)}.get(kind.layout, ())
+    ignored = {"medusa": ("vocab_size", "hidden_size"), "kangaroo": ("rope_theta",)}.get(kind.name, ())
     count = 0
     for place in (None, *(key for key, value in config.items() if isinstance(value, dict))):
         inside = config if place is None else config[place]
@@ -134,7 +134,7 @@ def test_every_field_that_breaks_its_rule_is_named(name):
             for value in ("text", {"a": 1}, -1):
                 changed = {**inside, field: value}
                 line = refusal(kind, changed if place is None else {**config, place: changed}, tensors)
-                assert re.search(f"{field.removeprefix(f'{kind.layout}_')} must be {RULES[field]}", line), (line, value)
+                assert re.search(f"{field.removeprefix(f'{kind.name}_')} must be {RULES[field]}", line), (line, value)
                 count += 1
     assert count > 5
 
@@ -143,14 +143,14 @@ def test_every_field_that_breaks_its_rule_is_named(name):
 def test_folders_are_recognised_and_read_by_their_own_drafter_alone(name, tmp_path):
     kind, config, tensors = checkpoint(name)
     folder = write(tmp_path, config, {key: value.contiguous() for key, value in tensors.items()}, "bin")
-    assert layouts.recognise(folder) == kind.layout
+    assert layouts.recognise(folder) == kind.name
     assert kind.read_published(folder)[0] == kind.convert(config, tensors, "here")[0]
     for other in KINDS.values():
-        if kind.layout not in (other.layout, *LAYOUTS[other.layout].like):
+        if kind.name not in (other.name, *LAYOUTS[other.name].like):
             with pytest.raises(UserError) as caught:
                 other.read_published(folder)
-            title = LAYOUTS[kind.layout].title
-            assert str(caught.value).endswith(f", received {title}: use {kind.layout}:{folder}")
+            title = LAYOUTS[kind.name].title
+            assert str(caught.value).endswith(f", received {title}: use {kind.name}:{folder}")
 
 
 @pytest.mark.parametrize("name", ["eagle3 midlayer", "eagle3 without t2d", "msd"])
@@ -274,7 +274,7 @@ def test_fields_that_may_change_numbers_are_refused_by_name_wherever_they_are(na
             return ""
 
         assert not [one for one in (None, False, 0, 1.0, [], "") if "are known" in said(one)]
-        known = f"expected {LAYOUTS[kind.layout].title} whose fields are known, received {field} {value!r}:"
+        known = f"expected {LAYOUTS[kind.name].title} whose fields are known, received {field} {value!r}:"
         assert said(value).startswith(f"here/config.json: {known}")
 
 
