@@ -104,18 +104,13 @@ class Eagle3Config(HeadShape):
         return tuple(layer if layer < layers else output_of(layer - 1) for layer in reads)
 
 
-def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
-    """Split the text after ``eagle3:`` into a folder and arguments of ``Eagle3.from_checkpoint``.
-
-    ``FOLDER@2,16,29`` reads the inputs of these target layers, ``FOLDER@outputs:1,15,28`` their outputs.
-    """
-    folder, at, layers = argument.rpartition("@")
-    if not at:
-        return argument, {}
+def parse_layers(layers: str) -> dict[str, Any]:
+    """Read the layers of ``eagle3:FOLDER@LAYERS``: ``2,16,29`` are read at their inputs, ``outputs:1,15,28`` at their
+    outputs."""
     kind, _, numbers = layers.rpartition(":")
     if kind not in ("", "inputs", "outputs") or not all(number.isdecimal() for number in numbers.split(",")):
         raise UserError(f"layers to read must be as in FOLDER@2,16,29 or FOLDER@outputs:1,15,28: got @{layers}")
-    return folder, {"reads": [int(number) for number in numbers.split(",")], "outputs": kind == "outputs"}
+    return {"reads": [int(number) for number in numbers.split(",")], "outputs": kind == "outputs"}
 
 
 class FirstLayer(DecoderLayer):
@@ -292,6 +287,6 @@ SPEC = DrafterSpec(
     "EAGLE-3, EAGLE-3.1, EAGLE-4 and P-EAGLE heads, which read several layers of the target (arXiv 2503.01840)",
     Eagle3,
     weights="required",
-    parse_argument=parse_argument,
+    parse_settings=parse_layers,
     train="eagle3",
 )

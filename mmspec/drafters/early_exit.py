@@ -114,20 +114,11 @@ class KangarooConfig(RotaryShape):
 
     Attributes:
         mlp: always 0: the layer has no MLP.
-        exit_layer: number of the target's first layers to run.
+        exit_layer: number of the target's first layers to run, 2 in ``kangaroo:FOLDER@2``.
     """
 
     mlp: int = option(0, ge=0, le=0)
     exit_layer: int = option(2, ge=1, le=2**10)
-
-
-def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
-    """Split the text after ``kangaroo:`` into a folder and arguments of ``Kangaroo.from_checkpoint``.
-
-    ``FOLDER@2`` exits after the target's first two layers.
-    """
-    folder, at, layers = argument.rpartition("@")
-    return (folder, {"exit_layer": int(layers)}) if at and layers.isdecimal() else (argument, {})
 
 
 class KangarooNetwork(nn.Module):
@@ -190,6 +181,6 @@ KANGAROO = DrafterSpec(
     "the target's own first layers, and a trained attention layer before its output layer (arXiv 2404.18911)",
     Kangaroo,
     weights="required",
-    parse_argument=parse_argument,
+    parse_settings=lambda layers: {"exit_layer": int(layers)} if layers.isdecimal() else None,
     train="kangaroo",
 )

@@ -42,7 +42,7 @@ LONGEST_CHAIN = 8
 
 _SHAPE = re.compile(r"@(?:tree|(chain)(\d*))$")
 _PREFIX = re.compile(r"([^+,@/:=]*[:=])+")  # of an argument: NAME: and, in lists of ``mmspec eval``, LABEL=
-_SETTINGS = re.compile(r"@([a-z]+:)?[\d.,]+$")  # of an argument, see ``DrafterSpec.parse_argument``
+_SETTINGS = re.compile(r"@([a-z]+:)?[\d.,]+$")  # of an argument, see ``DrafterSpec.parse_settings``
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,9 @@ class Small(CapturedDrafter):
         trust_remote_code: allow Python code in the model's folder.
         tokenizers: of target and model, if they differ; if the vocabularies have other sizes, None reads them from the
             models' folders.
-        share: share of the visual tokens for a vision-language model: the most attended tokens and evenly spaced
-            tokens; above 0, also the share of chunks kept of a long text: the chunks most similar to its end.
+        share: 0.1 in ``small:MODEL@0.1``; share of the visual tokens for a vision-language model: the most attended
+            tokens and evenly spaced tokens; above 0, also the share of chunks kept of a long text: the chunks most
+            similar to its end.
         visual_top_p: share of the target's attention to cover by the most attended tokens; 0 spaces all evenly.
 
     Raises:
@@ -282,17 +283,6 @@ def _read(name: str, trust_remote_code: bool) -> tuple[PreTrainedModel, Any]:
         return source.model(plugins.target_class(config).auto_class, config, "auto", on_cpu, **options)
 
 
-def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
-    """Split the text after ``small:`` into a model and arguments of ``Small``.
-
-    ``MODEL@0.1`` keeps a tenth of the visual tokens, and of a long text's chunks.
-    """
-    model, at, share = argument.rpartition("@")
-    if not at or not re.fullmatch(r"\d*\.?\d+", share):
-        return argument, {}
-    return model, {"share": float(share)}
-
-
 class SharedTokens:
     """Tokens shared by the tokenizers of target and draft model, and translation of other tokens.
 
@@ -474,7 +464,7 @@ SPEC = DrafterSpec(
     "a small language or vision-language model, as in assisted generation (arXiv 2211.17192)",
     Small,
     argument="MODEL",
-    parse_argument=parse_argument,
+    parse_settings=lambda share: {"share": float(share)} if re.fullmatch(r"\d*\.?\d+", share) else None,
     trusts=True,
     train="small",
 )
