@@ -16,7 +16,7 @@ import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.plan import StepPlan
 from mmspec.drafters.dflash import DFlash, default_layer_ids
-from mmspec.drafters.growth import grow_levels, grow_slots
+from mmspec.drafters.growth import grow_slots
 from mmspec.drafters.hidden_state import plain_embedding
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels
@@ -209,27 +209,6 @@ def test_layers_with_a_window_are_causal_unless_the_configuration_says_otherwise
     drafter = loaded(tmp_path / "b", config, tensors)
     assert drafter.network.config.causal == [1]
     check_blocks(shared_model("llama"), text_inputs(2), drafter, plain, causal=("sliding_attention",))
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 9, 40])
-def test_levels_give_the_most_probable_paths(nodes):
-    """Where the beam is as wide as a level, of all paths; with static shapes the same."""
-    g = torch.Generator().manual_seed(nodes)
-    shares = torch.randn(4, 6, 6, generator=g).log_softmax(-1)  # level, parent, child
-
-    def children(level, parents, above):
-        log_probs, tokens = shares[level][parents].sort(-1, descending=True)
-        return tokens, log_probs
-
-    def every(last, level, gain):
-        for child in range(6) if level < 4 else ():
-            yield gain + float(shares[level, last, child])
-            yield from every(child, level + 1, gain + float(shares[level, last, child]))
-
-    tree = grow_levels(torch.tensor([2, 5]), children, StepPlan(nodes, 4), 6**3, depth=4, nodes=64)
-    for row, root in enumerate((2, 5)):
-        best = sorted(every(root, 0, 0.0), reverse=True)[:nodes]
-        assert tree.log_probs[row, 1:].tolist() == pytest.approx(best, abs=1e-4)
 
 
 @needs_kernels

@@ -155,17 +155,6 @@ def test_an_empty_grant_is_plain_decoding():
     assert tree.nodes == 1
 
 
-@pytest.mark.parametrize(("least_gain", "levels"), [(0.0, 5), (0.06, 5), (0.07, 4), (0.2, 3), (0.25, 2), (0.5, 1)])
-def test_a_level_must_add_enough_tokens(least_gain, levels):
-    """Two tokens of chance one half each; the beam keeps one node, which is reached with half the mass per level."""
-    half = torch.tensor([[0.5, 0.5]]).log()
-    children = torch.tensor([[1, 2]])
-    extend = lambda beam, origin: (children[None], half[None])  # noqa: E731
-    plan = StepPlan(64, 5, least_gain=least_gain)
-    tree = grow_tree(torch.tensor([0]), (children, half), extend, plan, 1)
-    assert tree.max_depth == tree.levels == levels
-
-
 @pytest.mark.parametrize("batch", [2, 5])
 def test_a_level_is_judged_by_what_it_adds_to_each_row(batch):
     """Row i is reached with a chance of 1 / (i + 1) per level."""

@@ -234,14 +234,6 @@ class Apart(Wrapper):
 
 def test_ensembles():
     ngram = dict(attached(Ngram(), TEXT).continuations(0, (6,)))
-    union = attached(Union([Recycle(top_k=3), Ngram()]), TEXT)
-    union.drafters[0]._table = {(5, 6): {7: 0.1, 11: 0.3}}
-    # Odds add up, those of recycled tokens by a reliability of 0.7.
-    odds = {token: p / (1 - p) for token, p in ngram.items()} | {11: 0.21 / 0.79}
-    odds[7] += 0.07 / 0.93
-    found = dict(union.continuations(0, (6,)))
-    assert found == pytest.approx({token: odd / (1 + sum(odds.values())) for token, odd in odds.items()})
-
     union = attached(Union([Apart(Recycle(top_k=3)), Ngram()]), TEXT)
     union.drafters[0].drafter._table = {(5, 6): {7: 0.1, 11: 0.3}}
     found = dict(union.continuations(0, (6,)))
