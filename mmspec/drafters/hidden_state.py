@@ -108,14 +108,9 @@ def allowed_slots(cache: TreeCache, reach: Tensor, window: int = 0) -> Tensor:
     prefix = cache.attended[:, None, :] if cache.padded else reach.new_ones(1, 1, 1)
     if window:
         lengths = torch.tensor(cache.lengths, dtype=torch.long, device=reach.device)[:, None, None]
-        at = lengths + _depth(reach)[..., None]
+        at = lengths + reach.sum(-1, keepdim=True) - 1
         prefix = prefix & (at - torch.arange(cache.length, device=reach.device) < window)
     return torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]
-
-
-def _depth(reach: Tensor) -> Tensor:
-    """(batch, nodes) int64, number of entries between each node and the prefix."""
-    return reach.sum(-1) - 1
 
 
 def attention(
@@ -141,7 +136,7 @@ def attention_metadata(
 ) -> AttentionMetadata:
     """Attention metadata of new entries in a static-shape cache; ``depth`` as for ``attention``."""
     assert cache.bounds is not None
-    depth = _depth(reach) if window and depth is None else depth
+    depth = reach.sum(-1) - 1 if window and depth is None else depth
     return AttentionMetadata(cache.bounds.first(len(reach)), cache.offset, reach, depth, window or None)
 
 
