@@ -23,8 +23,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteri
 from mmspec import plugins
 from mmspec.cache.tree_cache import CACHE_NAMES, cache_in
 from mmspec.core.target import Prompt
-from mmspec.drafters.assisted import chosen_drafter
-from mmspec.drafters.registry import make_drafter
+from mmspec.drafters.registry import chosen_drafter, make_drafter
 from mmspec.engine.request import num_draft_tokens_of
 from mmspec.engine.sequence import DecodeRequest, Delta, Sequence
 from mmspec.engine.stats import Stats

@@ -66,42 +66,37 @@ class RecordedAnswer:
 
 
 @dataclass
-class _Row:
-    """A running sequence; ``passes`` are its states from prefill and verify passes, None if not recorded."""
+class Recording:
+    """A sequence.
+
+    Attributes:
+        passes: states from prefill and verify passes of a running sequence; None if not recorded.
+        tokens, steps: number of tokens emitted by draft steps, and of draft steps.
+        length: length of the history after the last step.
+        answer: recorded states of a finished sequence; None if not recorded.
+    """
 
     history: list[int]
     prompt: int
     passes: list[dict[Feature, Tensor]] | None
     visual: Tensor | None = None
     shown: Tensor | None = None
-    tokens: int = 0  # tokens emitted by draft steps
+    tokens: int = 0
     steps: int = 0
-    length: int = 0  # length of the history after the last step
+    length: int = 0
+    answer: RecordedAnswer | None = None
 
-    def answer(self) -> RecordedAnswer | None:
+    def finish(self) -> None:
+        """Set ``answer``, and drop the passes."""
         if not self.passes:
-            return None
+            return
         features = {name: torch.cat([one[name] for one in self.passes]) for name in self.passes[0]}
         length = min(len(next(iter(features.values()))), len(self.history))  # tokens after a stop are dropped
         visual, shown = torch.zeros(length, dtype=torch.bool), next(iter(features.values()))[:0]
         if self.visual is not None and self.shown is not None:
             visual[: self.prompt], shown = self.visual.cpu(), self.shown
-        tokens = torch.tensor(self.history[:length], dtype=torch.long)
-        return RecordedAnswer(tokens, self.prompt, {name: x[:length] for name, x in features.items()}, visual, shown)
-
-
-@dataclass
-class Ended:
-    """A finished sequence.
-
-    Attributes:
-        answer: recorded states; None if not recorded.
-        tokens, steps: number of tokens emitted by draft steps, and of draft steps.
-    """
-
-    answer: RecordedAnswer | None
-    tokens: int
-    steps: int
+        tokens, features = torch.tensor(self.history[:length]), {name: x[:length] for name, x in features.items()}
+        self.answer, self.passes = RecordedAnswer(tokens, self.prompt, features, visual, shown), None
 
 
 @dataclass(eq=False)
@@ -116,9 +111,9 @@ class RecordedDrafter(Wrapper):
     """
 
     drafter: TrainedDrafter
-    ended: list[Ended] = field(default_factory=list)
+    ended: list[Recording] = field(default_factory=list)
     fresh: TrainedDrafter | None = None
-    _rows: list[_Row] = field(default_factory=list)
+    _rows: list[Recording] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Drafter:
         return copy.deepcopy(self.drafter, memo)
@@ -133,7 +128,7 @@ class RecordedDrafter(Wrapper):
         recorded = len(self.ended) < _WAITING and length <= _LONGEST
         for number, tokens in enumerate(history):
             own = slice(length + 1 - len(tokens), None)  # without padding
-            row = _Row(tokens, len(tokens) - 1, None, length=len(tokens))
+            row = Recording(tokens, len(tokens) - 1, None, length=len(tokens))
             if recorded:
                 row.passes = [{name: output.features[name][number, own].clone() for name in self.features}]
                 if output.visual is not None and output.embeds is not None:
@@ -146,7 +141,8 @@ class RecordedDrafter(Wrapper):
         kept = set(rows)
         for number, row in enumerate(self._rows):
             if number not in kept:
-                self.ended.append(Ended(row.answer(), row.tokens, row.steps))
+                row.finish()
+                self.ended.append(row)
         self._rows = [self._rows[row] for row in rows]
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
@@ -165,34 +161,12 @@ REQUESTS = 16
 """Number of requests to compare before and after a replacement."""
 
 
-class AcceptanceWatch:
-    """Compares acceptance lengths of requests before and after the last replacement."""
-
-    def __init__(self) -> None:
-        self._before: list[float] = []
-        self._since: list[float] = []
-
-    def add(self, acceptance_length: float) -> None:
-        self._since.append(acceptance_length)
-
-    @property
-    def complete(self) -> bool:
-        """Whether enough requests have ended since the last replacement."""
-        return len(self._since) >= REQUESTS
-
-    @property
-    def fallen(self) -> bool:
-        """Whether acceptance is lower than before by more than its standard error."""
-        if not self._before:
-            return False
-        error = sqrt(variance(self._before) / len(self._before) + variance(self._since) / len(self._since))
-        return fmean(self._since) + error < fmean(self._before)
-
-    def replaced(self, kept: bool) -> None:
-        """Restart the comparison; ``kept`` makes the requests since the last replacement the reference."""
-        if kept or not self._before:
-            self._before = self._since[-REQUESTS:]
-        self._since = []
+def _fallen(before: list[float], since: list[float]) -> bool:
+    """Whether the mean of ``since`` is lower than the mean of ``before`` by more than its standard error."""
+    if not before:
+        return False
+    error = sqrt(variance(before) / len(before) + variance(since) / len(since))
+    return fmean(since) + error < fmean(before)
 
 
 _EARLIER = 7  # replayed answers per new answer
@@ -233,7 +207,8 @@ class HeadAdaptation:
         self._target, self._store = target, store
         self._current = self._former = self._learner.weights()
         self._proven = True  # the current weights were compared and are not worse
-        self._watch = AcceptanceWatch()
+        self._before: list[float] = []  # acceptance lengths of requests before the last replacement, and since
+        self._since: list[float] = []
         self._buffer: deque[RecordedAnswer] = deque()
         self._queue: deque[RecordedAnswer] = deque()  # answers to learn
         self._random = random.Random(0)
@@ -251,14 +226,14 @@ class HeadAdaptation:
         elif self._queue:
             self._learner.learn(self._queue.popleft())
             self.answers += 1
-        if self._watch.complete and not self._queue:
+        if len(self._since) >= REQUESTS and not self._queue:
             self._judge()
 
     def _take_in(self) -> None:
         ended, self.drafter.ended = self.drafter.ended, []
         for one in ended:
             if one.steps:
-                self._watch.add(one.tokens / one.steps)
+                self._since.append(one.tokens / one.steps)
             if one.answer is not None:
                 earlier = self._random.sample(self._buffer, min(_EARLIER, len(self._buffer)))
                 self._queue += [one.answer, *earlier]
@@ -268,8 +243,7 @@ class HeadAdaptation:
 
     def _judge(self) -> None:
         """Replace the weights by the learned weights, or roll back if acceptance has fallen."""
-        fallen = self._watch.fallen
-        self._watch.replaced(kept=not fallen)
+        fallen, since, self._since = _fallen(self._before, self._since), self._since[-REQUESTS:], []
         if fallen:
             self._current, self._proven = self._former, True
             self._learner.restart(self._former)
@@ -277,6 +251,7 @@ class HeadAdaptation:
         else:
             if not self._proven and self._store is not None:
                 self._store.write(lambda folder: self._drafter(self._current).save(folder, self._target))
+            self._before = since
             self._former, self._current, self._proven = self._current, self._learner.weights(), False
             self.replacements += 1
         fresh = self._drafter(self._current)

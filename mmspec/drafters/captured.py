@@ -27,7 +27,6 @@ from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint, layouts
-from mmspec.drafters.layouts import Published
 from mmspec.drafters.spec import TREE, TreeShape
 from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
@@ -223,17 +222,40 @@ def write_last(state: RowTensor, outputs: Tensor, length: Tensor) -> None:
 
 
 class TreeDrafter(CapturedDrafter):
-    """Drafter with a network, which grows trees of a configured shape."""
+    """Drafter with a network, which grows trees of a configured shape.
+
+    Attributes:
+        verifier: target that the network was trained for, see ``checkpoint.check_verifier``; None if unknown.
+    """
 
     name: ClassVar[str]  # as registered
     learns: ClassVar[bool] = False
     usual_tree: ClassVar[TreeShape] = TreeShape(top_k=10, depth=6, total_tokens=59)
+    verifier: dict[str, Any] | None = None
 
     def __init__(self, network: Any, **tree: int) -> None:
         shape = replace(self.usual_tree, **tree)
         self.network = network
         self.top_k, self.depth, self.total_tokens = shape.top_k, shape.depth, shape.total_tokens
         super().__init__()
+
+    def attach(self, target: Target) -> None:
+        if target is self._target:
+            return  # captured graphs refer to the current weights
+        if self.verifier is not None:
+            checkpoint.check_verifier(self.verifier, target)
+        probe = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
+        self.place(target, probe)
+        self._target = target
+        self.reset()
+
+    @abstractmethod
+    def place(self, target: Target, probe: Tensor) -> None:
+        """Move the network to the device and dtype of ``probe``, (1, hidden), an embedding of the target.
+
+        Raises:
+            UserError: the network does not fit the target.
+        """
 
     @property
     def target(self) -> Target:
@@ -258,21 +280,14 @@ class TreeDrafter(CapturedDrafter):
 
 
 class TrainedDrafter(TreeDrafter):
-    """``TreeDrafter`` with checkpoints of its own.
-
-    Attributes:
-        layout: layout of published checkpoints, a key of ``LAYOUTS``; None without published checkpoints.
-        published: target of a published checkpoint, see ``layouts.check_target``.
+    """``TreeDrafter`` with checkpoints of its own; published checkpoints have the layout of its name in ``LAYOUTS``.
 
     Args:
         draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
-        verifier: target that the drafter was trained for, see ``checkpoint.Verifier``.
     """
 
     config_class: ClassVar[type[Any]]
     network_class: ClassVar[type[nn.Module]]
-    layout: ClassVar[str | None] = None
-    published: dict[str, Any] | None = None
 
     def __init__(
         self, network: Any, draft_ids: Tensor | None = None, *, verifier: dict[str, Any] | None = None, **tree: int
@@ -287,30 +302,27 @@ class TrainedDrafter(TreeDrafter):
         Args:
             changes: fields of the network's configuration that override the checkpoint.
         """
-        keywords: dict[str, Any] = {}
-        published = None
-        if cls.layout is not None and checkpoint.drafter_name(folder) is None:
-            config, tensors, draft_ids, published = cls.read_published(folder)
+        tree: dict[str, int] = {}
+        if cls.name in layouts.LAYOUTS and checkpoint.drafter_name(folder) is None:
+            config, tensors, draft_ids, verifier = cls.read_published(folder)
         else:
-            config, tensors, draft_ids, keywords = checkpoint.read_network(folder, cls.config_class)
+            config, tensors, draft_ids, verifier, tree = checkpoint.read_network(folder, cls.config_class)
         network = checkpoint.load_network(cls.network_class, replace(config, **changes), tensors, folder)
-        drafter = cls(network, draft_ids, **keywords)
-        drafter.published = published
-        return drafter
+        return cls(network, draft_ids, verifier=verifier, **tree)
 
     @classmethod
-    def read_published(cls, folder: Path) -> Published:
+    def read_published(cls, folder: Path) -> layouts.Published:
         """Read and convert a published checkpoint; raises ``UserError`` if it is invalid."""
         return layouts.read(folder, cls)
 
     @classmethod
-    def convert(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> Published:
+    def convert(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> layouts.Published:
         """Like ``read_published``, from the contents of the files; ``where`` is the checkpoint's name in messages."""
         return layouts.convert(config, tensors, cls, where)
 
     @property
     def checks(self) -> str:
-        return "" if self.published is None and self.verifier is None else super().checks
+        return "" if self.verifier is None else super().checks
 
     def target_tokens(self, drafted: Tensor) -> Tensor:
         """Map draft-vocabulary indices to target tokens, (...) int64."""

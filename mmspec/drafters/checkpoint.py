@@ -70,15 +70,17 @@ def read(folder: Path, kind: type[S]) -> tuple[S, dict[str, Any], dict[str, Tens
     return read_options(kind, config, source), verifier, _load_tensors(folder)
 
 
-def read_network(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], Tensor | None, dict[str, Any]]:
+def read_network(
+    folder: Path, kind: type[S]
+) -> tuple[S, dict[str, Tensor], Tensor | None, dict[str, Any], dict[str, int]]:
     """Read a checkpoint of a trained network.
 
     Args:
         kind: class of the network's configuration; an optional ``head`` is the number of rows of its output layer.
 
     Returns:
-        Configuration, tensors, draft vocabulary, (n,) int64 (None is the target's full vocabulary), and keyword
-        arguments of ``TrainedDrafter``: tree shape and ``verifier``.
+        Configuration, tensors, draft vocabulary, (n,) int64 (None is the target's full vocabulary), target (see
+        ``Verifier``) and tree shape.
     """
     config, verifier, source = _read_config(folder)
     network = read_options(kind, config.pop("network", None), f"{source}: network")
@@ -87,7 +89,7 @@ def read_network(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], Ten
     draft_ids = take_draft_ids(tensors, verifier["vocab_size"], folder)
     if draft_ids is not None and head not in (0, len(draft_ids)):
         raise UserError(f"{folder}: head must have a row per draft token, {len(draft_ids)}: got {head}")
-    return network, tensors, draft_ids, {**asdict(tree), "verifier": verifier}
+    return network, tensors, draft_ids, verifier, asdict(tree)
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
@@ -182,24 +184,38 @@ def verifier_of(target: Any) -> dict[str, Any]:
 
 
 def check_verifier(verifier: Mapping[str, Any], target: Any) -> None:
-    """Check that a target matches a drafter's ``verifier``; raises ``UserError`` if not."""
-    check_same_target(verifier, verifier_of(target))
+    """Check that a target matches the known properties of a drafter's target, see ``check_same_target``.
+
+    The target of a published drafter, which has the entry ``model_type``, may have more tokens than the drafter, like
+    transformers' LLaVA-1.5 (32064, drafter 32000), but fewer than twice as many, which would be another tokenizer.
+    """
+    received, kinds = verifier_of(target), dict.fromkeys((target.config.model_type, target.model_config.model_type))
+    received |= {"model_type": [*kinds], "name_or_path": received["name_or_path"] or target.architecture}
+    check_same_target(verifier, received, more_tokens="model_type" in verifier)
 
 
-def check_same_target(known: Mapping[str, Any], received: Mapping[str, Any]) -> None:
-    """Check that another target has the known properties of a drafter's target, see ``Verifier``.
+def check_same_target(known: Mapping[str, Any], received: Mapping[str, Any], more_tokens: bool = False) -> None:
+    """Check that a target has the known properties of a drafter's target, see ``Verifier``.
+
+    Args:
+        more_tokens: accept less than twice as many tokens, too.
 
     Raises:
-        UserError: a size differs, or no class is in both lists of ``architectures``.
+        UserError: a size or the type of the model differs, or no class is in both lists of ``architectures``.
     """
 
     def differs(name: str) -> bool:
-        ours, theirs = known.get(name), received[name]
+        ours, theirs = known.get(name), received.get(name)
+        if not ours or not theirs:
+            return False
         if name == "architectures":
-            return bool(ours and theirs) and set(ours or ()).isdisjoint(theirs)
-        return ours not in (None, theirs)
+            return set(ours).isdisjoint(theirs)
+        if name == "vocab_size" and more_tokens:
+            return not theirs / 2 < ours <= theirs
+        return ours not in theirs if isinstance(theirs, list) else ours != theirs
 
-    if different := [name for name in ("architectures", "hidden_size", "vocab_size") if differs(name)]:
+    names = ("architectures", "model_type", "hidden_size", "vocab_size")
+    if different := [name for name in names if differs(name)]:
         expected, found = (", ".join(f"{name} {one[name]}" for name in different) for one in (known, received))
         trained, name = known.get("name_or_path") or "another target", received.get("name_or_path")
         found = f"{name} with {found}" if name else found

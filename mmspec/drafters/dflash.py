@@ -31,7 +31,7 @@ from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import RowState
 from mmspec.drafters.growth import grow_levels, grow_slots
 from mmspec.drafters.hidden_state import (
-    PositionedDrafter,
+    HiddenStateDrafter,
     allowed_slots,
     attention,
     attention_metadata,
@@ -39,7 +39,6 @@ from mmspec.drafters.hidden_state import (
 )
 from mmspec.drafters.kernels import FusedLayers, Native, NativeLayers
 from mmspec.drafters.layer import Attend, LayerParts, Norm, Rotation, rotate, take
-from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.spec import DrafterSpec, HeadShape, TreeShape
 from mmspec.errors import UserError
 from mmspec.ops import cpu
@@ -67,10 +66,6 @@ class DFlashConfig(HeadShape):
             ``Refiner`` (xpress).
         refiner_ratio: width of a ``Refiner``'s MLP, in ranks.
         confidence: inputs of the confidence head: the state, or the state and the Markov head's embedding (formula 7).
-        conv_kernel_size: taps of the convolutions around attention and MLP (DFlash2); 0 disables them.
-        conv_group_size: channels that share the input-dependent part of a tap.
-        selector_rank: rank of the selector (DFlash2); 0 disables it.
-        selector_top_k: candidates per position, its most probable tokens, that the selector scores.
         selector_tokens: vocabulary size of the target.
     """
 
@@ -449,7 +444,7 @@ def attended(distance: Tensor, config: DFlashConfig) -> list[Tensor]:
     return [kinds[layer in config.sliding, layer in config.causal] for layer in range(config.layers)]
 
 
-class DFlash(PositionedDrafter):
+class DFlash(HiddenStateDrafter):
     """DFlash drafter; trees have at most a level per drafted position."""
 
     name: ClassVar[str] = "dflash"
@@ -457,7 +452,6 @@ class DFlash(PositionedDrafter):
 
     config_class = DFlashConfig
     network_class = DFlashNetwork
-    layout = "dflash"
     usual_tree = TreeShape(top_k=10, depth=15, total_tokens=59)
     features = ()  # known when attached
     _markov: NativeMarkov | None = None
@@ -484,10 +478,9 @@ class DFlash(PositionedDrafter):
     def from_model(cls, model: PreTrainedModel) -> Self:
         """Convert a transformers ``MuseGlimmerAssistantModel``; raises ``UserError`` if unsupported."""
         name = type(model).__name__
-        config, tensors, draft_ids, found = cls.convert(model.config.to_dict(), model.state_dict(), name)
-        drafter = cls(checkpoint.load_network(DFlashNetwork, config, tensors, Path(name)), draft_ids)
-        drafter.published = found
-        return drafter
+        config, tensors, draft_ids, verifier = cls.convert(model.config.to_dict(), model.state_dict(), name)
+        network = checkpoint.load_network(DFlashNetwork, config, tensors, Path(name))
+        return cls(network, draft_ids, verifier=verifier)
 
     def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         network, decoder = self.network, target.config  # type: ignore[attr-defined]
@@ -495,7 +488,7 @@ class DFlash(PositionedDrafter):
         rows = network.config.embedding or decoder.vocab_size
         if network.config.mask_token_id >= rows:
             raise UserError(f"mask_token_id must be a token below {rows}: got {network.config.mask_token_id}")
-        self.keep_to(network.config.head or (self.published or {}).get("vocab_size"), target)
+        self.keep_to(network.config.head or (self.verifier or {}).get("vocab_size"), target)
         head = network.lm_head if network.config.head else self.target_head(target)
         drafted = head(self.sample_embedding).shape[-1]
         for name in ("markov_outputs", "selector_tokens"):
@@ -681,6 +674,5 @@ SPEC = DrafterSpec(
     "a block of tokens in one pass, verified as a tree (arXiv 2602.06036, 2604.12989)",
     DFlash,
     weights="required",
-    recognises=recogniser("dflash"),
     train="dflash",
 )

@@ -22,12 +22,9 @@ from mmspec.drafters.layer import (
     DecoderLayer,
     NodeInputs,
     Norm,
-    Rotary,
     Rotation,
     TokenLinear,
-    rotary_frequencies,
 )
-from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.spec import DrafterSpec, LayerShape
 from mmspec.errors import UserError
 from mmspec.ops import kernels
@@ -44,7 +41,6 @@ class EagleConfig(LayerShape):
         slots: tokens drafted per pass of the layer (FLASH); 1 is EAGLE.
         reads: layers of the target whose inputs are normed, projected and added to its last hidden state (as EAGLE-3
             reads several layers, arXiv 2503.01840).
-        norm_output: RMSNorm of predicted hidden states, before the head and before they are fed back (EAGLE-3.1).
         rank: rank of the cell's own output layer for the slots after the first, instead of the target's head (SlimSpec,
             arXiv 2605.10453); it limits trees to ``slots`` levels. 0 uses the target's head.
         head: rows of the cell's output layer, the draft vocabulary.
@@ -209,14 +205,12 @@ class Eagle(HiddenStateDrafter):
     """EAGLE drafter, for any target that provides hidden states."""
 
     name: ClassVar[str] = "eagle"
-    layout: ClassVar[str | None] = "eagle"
     config_class = EagleConfig
     network_class: ClassVar[type[EagleNetwork]] = EagleNetwork
 
     def __init__(self, network: EagleNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
         config = network.config
-        rotary = Rotary(rotary_frequencies(config.head_dim, config.rope_theta))
-        super().__init__(network, rotary, draft_ids, **settings)
+        super().__init__(network, draft_ids, **settings)
         if config.rank and self.depth > config.slots:
             raise UserError(f"depth must be at most the {config.slots} slots of a pass, with rank: got {self.depth}")
         if config.head and draft_ids is not None and len(draft_ids) != config.head:
@@ -227,7 +221,7 @@ class Eagle(HiddenStateDrafter):
         layers = getattr(getattr(target, "config", None), "num_hidden_layers", 0)
         if max(self.network.config.reads, default=0) >= layers > 0:
             raise UserError(f"reads must name layers of the target, below {layers}: got {self.network.config.reads}")
-        self.keep_to((self.published or {}).get("vocab_size"), target)
+        self.keep_to((self.verifier or {}).get("vocab_size"), target)
         head = self.target_head(target)
         inputs = NodeInputs.of(target, self.draft_ids)
         self.node_inputs = TokenLinear(self.network.fc, inputs)
@@ -275,6 +269,5 @@ SPEC = DrafterSpec(
     "EAGLE-1 and EAGLE-2 heads, which extrapolate the target's hidden states (arXiv 2401.15077)",
     Eagle,
     weights="required",
-    recognises=recogniser("eagle"),
     train="msd --no-decoupled",
 )

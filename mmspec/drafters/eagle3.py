@@ -19,9 +19,8 @@ from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Target, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import grow_slots
-from mmspec.drafters.hidden_state import PositionedDrafter, allowed_slots, causal
+from mmspec.drafters.hidden_state import HiddenStateDrafter, allowed_slots, causal
 from mmspec.drafters.layer import Attend, DecoderLayer, LayerParts, LlamaLayer, NodeInputs, Norm, Rotation
-from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.spec import DrafterSpec, HeadShape, TreeShape
 from mmspec.errors import UserError
 from mmspec.validation import option, options
@@ -36,10 +35,6 @@ class Eagle3Config(HeadShape):
         states: number of target hidden states per position.
         reads: target layers whose inputs are read, 0 to the number of layers L; empty means 2, L/2 and L - 3.
         outputs: read the raw outputs of these layers instead of their inputs.
-        norm_before_residual: the residual of the first layer is the normed state.
-        norm_before_fc: RMSNorm over the concatenated states before their projection.
-        fc_norm: RMSNorm of each state before the projection (3.1).
-        norm_output: norm the state before it is fed to the next level (3.1).
         mask_token_id: input token of all levels after the first, in one pass (P-EAGLE, arXiv 2602.01469); None: one
             pass per level.
         window: sliding window in entries, including the query; 0 is full attention.
@@ -109,18 +104,13 @@ class Eagle3Config(HeadShape):
         return tuple(layer if layer < layers else output_of(layer - 1) for layer in reads)
 
 
-def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
-    """Split the text after ``eagle3:`` into a folder and arguments of ``Eagle3.from_checkpoint``.
-
-    ``FOLDER@2,16,29`` reads the inputs of these target layers, ``FOLDER@outputs:1,15,28`` their outputs.
-    """
-    folder, at, layers = argument.rpartition("@")
-    if not at:
-        return argument, {}
+def parse_layers(layers: str) -> dict[str, Any]:
+    """Read the layers of ``eagle3:FOLDER@LAYERS``: ``2,16,29`` are read at their inputs, ``outputs:1,15,28`` at their
+    outputs."""
     kind, _, numbers = layers.rpartition(":")
     if kind not in ("", "inputs", "outputs") or not all(number.isdecimal() for number in numbers.split(",")):
         raise UserError(f"layers to read must be as in FOLDER@2,16,29 or FOLDER@outputs:1,15,28: got @{layers}")
-    return folder, {"reads": [int(number) for number in numbers.split(",")], "outputs": kind == "outputs"}
+    return {"reads": [int(number) for number in numbers.split(",")], "outputs": kind == "outputs"}
 
 
 class FirstLayer(DecoderLayer):
@@ -226,12 +216,11 @@ class Eagle3Network(nn.Module):
         return torch.full_like(ranked, -torch.inf).scatter(-1, candidates, logits)
 
 
-class Eagle3(PositionedDrafter):
+class Eagle3(HiddenStateDrafter):
     name: ClassVar[str] = "eagle3"
 
     config_class = Eagle3Config
     network_class = Eagle3Network
-    layout = "eagle3"
     usual_tree = TreeShape(top_k=10, depth=8, total_tokens=59)
     features = ()  # known when attached
 
@@ -247,7 +236,7 @@ class Eagle3(PositionedDrafter):
         network: Any = self.network
         decoder: Any = target.config  # type: ignore[attr-defined]
         self.features, self.window = network.config.features(decoder.num_hidden_layers), network.config.window
-        rows = network.config.head or (self.published or {}).get("vocab_size", decoder.vocab_size)
+        rows = network.config.head or (self.verifier or {}).get("vocab_size", decoder.vocab_size)
         self.keep_to(rows, target)
         self._embed = network.embed_tokens if network.config.embedding else target.embed
         self._embedded = network.config.embedding or decoder.vocab_size
@@ -298,7 +287,6 @@ SPEC = DrafterSpec(
     "EAGLE-3, EAGLE-3.1, EAGLE-4 and P-EAGLE heads, which read several layers of the target (arXiv 2503.01840)",
     Eagle3,
     weights="required",
-    recognises=recogniser("eagle3"),
-    parse_argument=parse_argument,
+    parse_settings=parse_layers,
     train="eagle3",
 )

@@ -23,9 +23,8 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter
 from mmspec.drafters.growth import LevelPasses, grow_tree
-from mmspec.drafters.hidden_state import PositionedDrafter
+from mmspec.drafters.hidden_state import HiddenStateDrafter
 from mmspec.drafters.layer import Attend, LlamaLayer, Norm, Rotation
-from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.spec import DrafterSpec, RotaryShape
 from mmspec.errors import UserError
 from mmspec.targets.transformers_target import FirstLayers, TransformersTarget
@@ -116,20 +115,11 @@ class KangarooConfig(RotaryShape):
 
     Attributes:
         mlp: always 0: the layer has no MLP.
-        exit_layer: number of the target's first layers to run.
+        exit_layer: number of the target's first layers to run, 2 in ``kangaroo:FOLDER@2``.
     """
 
     mlp: int = option(0, ge=0, le=0)
     exit_layer: int = option(2, ge=1, le=2**10)
-
-
-def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
-    """Split the text after ``kangaroo:`` into a folder and arguments of ``Kangaroo.from_checkpoint``.
-
-    ``FOLDER@2`` exits after the target's first two layers.
-    """
-    folder, at, layers = argument.rpartition("@")
-    return (folder, {"exit_layer": int(layers)}) if at and layers.isdecimal() else (argument, {})
 
 
 class KangarooNetwork(nn.Module):
@@ -150,11 +140,10 @@ class KangarooNetwork(nn.Module):
         return self.norm(self.layers[0](x, rotation, attend))
 
 
-class Kangaroo(PositionedDrafter):
+class Kangaroo(HiddenStateDrafter):
     name: ClassVar[str] = "kangaroo"
     config_class = KangarooConfig
     network_class = KangarooNetwork
-    layout = "kangaroo"
 
     def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         exit_layer = self.network.config.exit_layer
@@ -193,7 +182,6 @@ KANGAROO = DrafterSpec(
     "the target's own first layers, and a trained attention layer before its output layer (arXiv 2404.18911)",
     Kangaroo,
     weights="required",
-    recognises=recogniser("kangaroo"),
-    parse_argument=parse_argument,
+    parse_settings=lambda layers: {"exit_layer": int(layers)} if layers.isdecimal() else None,
     train="kangaroo",
 )

@@ -99,11 +99,8 @@ class Gemma4(TreeDrafter):
         with sharing_allowed():
             return cls(read_whole(AutoModelForCausalLM, str(folder)))
 
-    def attach(self, target: Target) -> None:
-        if target is self._target:
-            return  # captured graphs refer to the current weights
+    def place(self, target: Target, probe: Tensor) -> None:
         self._sources = self._checked_sources(target)
-        probe = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
         network = self.network
         rotary, like = network.model.rotary_emb, probe.new_empty(0)
         frequencies = dict(rotary.named_buffers())  # frequencies must stay float32
@@ -114,8 +111,6 @@ class Gemma4(TreeDrafter):
             pack_drafter(network.model, like, drafter_kind(target, like))
         for name, value in frequencies.items():
             setattr(rotary, name, value.to(like.device))
-        self._target = target
-        self.reset()
 
     def _checked_sources(self, target: Target) -> dict[str, int]:
         """Target layer whose keys and values each kind of layer reads.

@@ -24,12 +24,10 @@ from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
-from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import AHEAD, Counts, RowState, TrainedDrafter, commit_chain, write_last
 from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.drafters.kernels import FusedLayers, NativeCell, NativeLayers
-from mmspec.drafters.layer import Rotary, Rotation, TokenLinear, rotary_of, take
-from mmspec.drafters.layouts import check_target
+from mmspec.drafters.layer import Rotation, TokenLinear, rotary_of, take
 from mmspec.errors import UserError
 from mmspec.ops import cpu_library, kernels
 from mmspec.ops.transfer import on_device
@@ -110,14 +108,9 @@ def allowed_slots(cache: TreeCache, reach: Tensor, window: int = 0) -> Tensor:
     prefix = cache.attended[:, None, :] if cache.padded else reach.new_ones(1, 1, 1)
     if window:
         lengths = torch.tensor(cache.lengths, dtype=torch.long, device=reach.device)[:, None, None]
-        at = lengths + _depth(reach)[..., None]
+        at = lengths + reach.sum(-1, keepdim=True) - 1
         prefix = prefix & (at - torch.arange(cache.length, device=reach.device) < window)
     return torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]
-
-
-def _depth(reach: Tensor) -> Tensor:
-    """(batch, nodes) int64, number of entries between each node and the prefix."""
-    return reach.sum(-1) - 1
 
 
 def attention(
@@ -143,7 +136,7 @@ def attention_metadata(
 ) -> AttentionMetadata:
     """Attention metadata of new entries in a static-shape cache; ``depth`` as for ``attention``."""
     assert cache.bounds is not None
-    depth = _depth(reach) if window and depth is None else depth
+    depth = reach.sum(-1) - 1 if window and depth is None else depth
     return AttentionMetadata(cache.bounds.first(len(reach)), cache.offset, reach, depth, window or None)
 
 
@@ -259,7 +252,8 @@ class TreeState:
 
 
 class HiddenStateDrafter(TrainedDrafter):
-    """Drafter with one cache entry per token and trees grown on predicted states.
+    """Drafter with one cache entry per token and trees grown on predicted states. Entries have the target's rotary
+    positions: multi-axis at images if the network's configuration has ``mrope_section``.
 
     Args:
         network: trained network, moved to the target's device and dtype; without ``layers``, it needs no KV cache.
@@ -267,6 +261,7 @@ class HiddenStateDrafter(TrainedDrafter):
         **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
 
     Attributes:
+        counts_tokens: without ``mrope_section``, replace multi-axis positions by token counts, not the largest axis.
         node_inputs: maps drafted tokens and the states that predicted them, (batch, entries, hidden), to network
             inputs, (batch, nodes, any); arguments as for ``NodeInputs``. Set by ``scoring``.
         cell_input: like ``node_inputs``, for the recurrent cell before its activation, with several slots.
@@ -285,9 +280,10 @@ class HiddenStateDrafter(TrainedDrafter):
     features: Sequence[Feature] = ("last",)
     position_slack = 0  # maximum excess of a row's next position over its number of tokens
     window = 0
+    counts_tokens = True
 
-    def __init__(self, network: Any, rotary: Rotary, draft_ids: Tensor | None, **settings: Any) -> None:
-        self._rotary, self._layers = rotary, len(network.layers)
+    def __init__(self, network: Any, draft_ids: Tensor | None = None, **settings: Any) -> None:
+        (self._rotary, self._axis), self._layers = rotary_of(self.shape_of(network)), len(network.layers)
         super().__init__(network.eval().requires_grad_(False), draft_ids, **settings)
 
     def reset(self, static_shapes: bool = False) -> None:
@@ -298,22 +294,14 @@ class HiddenStateDrafter(TrainedDrafter):
         self._history: list[list[int]] = []
         self._constants: dict[tuple[str, int], Tensor] = {}  # by name and size
 
-    def attach(self, target: Target) -> None:
-        if target is self._target:
-            return  # captured graphs refer to the current weights
-        if self.verifier is not None:
-            checkpoint.check_verifier(self.verifier, target)
-        if self.published is not None:
-            check_target(self.published, target)
-        probe = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
+    def place(self, target: Target, probe: Tensor) -> None:
         self.check_width(probe.shape[-1])
         kind = drafter_kind(target, probe)
         pack_drafter(self.network, probe, kind)
         self.native_layers, self.fused_layers = self._native_layers(kind), self._fused_layers()
         if self.draft_ids is not None:
             self.draft_ids = self.draft_ids.to(probe.device)
-        self._target, self.sample_embedding = target, probe.detach()
-        self.reset()
+        self.sample_embedding = probe.detach()
         with torch.inference_mode():
             self._scores = self.scoring(target)
 
@@ -336,13 +324,13 @@ class HiddenStateDrafter(TrainedDrafter):
         read = [output.features[name] for name in self.features]
         return torch.cat(read, dim=-1) if len(read) > 1 else read[0]
 
-    @abstractmethod
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
-        """Network inputs of accepted tokens, (batch, width, any).
+        """Network inputs of accepted tokens, (batch, width, any): by default, the states.
 
         Args:
             states: (batch, width, any), see ``states``, at the previous tokens.
         """
+        return states
 
     def keep_to(self, rows: int | None, target: Any) -> None:
         """Limit drafts to the first ``rows`` tokens, the trained vocabulary, if the target has more tokens."""
@@ -364,6 +352,35 @@ class HiddenStateDrafter(TrainedDrafter):
     @property
     def parts(self) -> tuple[RowState, ...]:
         return self.cache, self._output, self._position
+
+    def join(self, rows: int, static_shapes: bool) -> None:
+        if not self.rows:
+            self.position_slack = 0
+        super().join(rows, static_shapes)
+
+    @torch.inference_mode()
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        mask = None if prompt.attention_mask is None else prompt.attention_mask.bool()
+        first = last_tokens(history, prompt.input_ids.device)
+        x = self.inputs(torch.cat([prompt.input_ids[:, 1:], first], dim=1), self.states(output))
+        self.join(len(history), kernels.static_shapes(x.device))
+        rotation, position = self._places(output, prompt, x)
+        self.start(x, rotation, mask, position, history)
+
+    def _places(self, output: TargetOutput, prompt: Prompt, x: Tensor) -> tuple[Rotation, Tensor]:
+        """Rotation of the prompt's entries, and the position of each row's next entry, (batch,) int64."""
+        length, (at, tokens) = prompt.input_ids.shape[1], counted_positions(prompt)
+        found = None if self._axis is None and self.counts_tokens else axis_positions(prompt, output)
+        if found is None:
+            self._rotary.reserve(length + AHEAD, x)
+            return self._rotary(at), tokens
+        axes, position = found
+        # Video positions follow frame times and may exceed the number of tokens.
+        self.position_slack = max(self.position_slack, int((position - tokens).max()))
+        self._rotary.reserve(max(int(position.max()), length) + AHEAD, x)
+        if self._axis is None:
+            return self._rotary(axes.amax(0)), position
+        return self._rotary.by_axis(axes, self._axis), position
 
     def start(
         self, x: Tensor, rotation: Rotation, mask: Tensor | None, position: Tensor, history: list[list[int]]
@@ -520,50 +537,3 @@ class HiddenStateDrafter(TrainedDrafter):
     def adjusted(self, tokens: Tensor, log_probs: Tensor, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         """Hook for subclasses to adjust the tokens and log probabilities of ``children``."""
         return tokens, log_probs
-
-
-class PositionedDrafter(HiddenStateDrafter):
-    """``HiddenStateDrafter`` with one entry per prompt token at the target's rotary positions: multi-axis at images if
-    the network's configuration has ``mrope_section``.
-
-    Attributes:
-        counts_tokens: without ``mrope_section``, replace multi-axis positions by token counts, not the largest axis.
-    """
-
-    counts_tokens = True
-
-    def __init__(self, network: Any, draft_ids: Tensor | None = None, **settings: Any) -> None:
-        rotary, self._axis = rotary_of(self.shape_of(network))
-        super().__init__(network, rotary, draft_ids, **settings)
-
-    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
-        return states
-
-    @torch.inference_mode()
-    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        mask = None if prompt.attention_mask is None else prompt.attention_mask.bool()
-        first = last_tokens(history, prompt.input_ids.device)
-        x = self.inputs(torch.cat([prompt.input_ids[:, 1:], first], dim=1), self.states(output))
-        self.join(len(history), kernels.static_shapes(x.device))
-        rotation, position = self._places(output, prompt, x)
-        self.start(x, rotation, mask, position, history)
-
-    def _places(self, output: TargetOutput, prompt: Prompt, x: Tensor) -> tuple[Rotation, Tensor]:
-        """Rotation of the prompt's entries, and the position of each row's next entry, (batch,) int64."""
-        length, (at, tokens) = prompt.input_ids.shape[1], counted_positions(prompt)
-        found = None if self._axis is None and self.counts_tokens else axis_positions(prompt, output)
-        if found is None:
-            self._rotary.reserve(length + AHEAD, x)
-            return self._rotary(at), tokens
-        axes, position = found
-        # Video positions follow frame times and may exceed the number of tokens.
-        self.position_slack = max(self.position_slack, int((position - tokens).max()))
-        self._rotary.reserve(max(int(position.max()), length) + AHEAD, x)
-        if self._axis is None:
-            return self._rotary(axes.amax(0)), position
-        return self._rotary.by_axis(axes, self._axis), position
-
-    def join(self, rows: int, static_shapes: bool) -> None:
-        if not self.rows:
-            self.position_slack = 0
-        super().join(rows, static_shapes)

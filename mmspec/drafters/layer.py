@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mmspec import ops
 from mmspec.core.target import Target
-from mmspec.drafters.spec import LayerShape, RotaryShape
+from mmspec.drafters.spec import LayerShape
 from mmspec.errors import explained
 from mmspec.quantisation.linear import PackedLinear
 from mmspec.targets.recognise import is_hooked
@@ -266,7 +266,7 @@ class Rotary:
         return cos, sin
 
 
-def rotary_of(config: RotaryShape) -> tuple[Rotary, Tensor | None]:
+def rotary_of(config: LayerShape) -> tuple[Rotary, Tensor | None]:
     """Rotary positions, and for M-RoPE the position axis of each frequency, (head_dim / 2,) int64.
 
     Raises:

@@ -106,7 +106,7 @@ class LookUps(LookUpDrafter):
         return best_chains(trees) if plan.chain or self.width == 1 else merge(trees)
 
     def start(self, row: int, path: Sequence[int] = ()) -> tuple[Any, Children]:
-        starts = [part.start(row, path) if part.on_host else (None, _no_children) for part in self.parts]
+        starts = [part.start(row, path) if part.on_host else (None, lambda _: ()) for part in self.parts]
         below = [children for _, children in starts]
         reliabilities = [came / given for came, given in self._borne_out]
         if not path:
@@ -135,10 +135,6 @@ class LookUps(LookUpDrafter):
                 if path and guess is not None:
                     counts[:] = counts[0] * _STEPS_DECAY + (guess[0] == tokens[0]), counts[1] * _STEPS_DECAY + guess[1]
         self._expected = {}
-
-
-def _no_children(state: None) -> tuple[()]:
-    return ()
 
 
 _ESCAPE = 0.5  # weight of all shorter contexts relative to one occurrence of a context

@@ -23,9 +23,8 @@ from mmspec.core.plan import StepPlan
 from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import grow_slots, grow_tree
-from mmspec.drafters.hidden_state import PositionedDrafter
+from mmspec.drafters.hidden_state import HiddenStateDrafter
 from mmspec.drafters.layer import Attend, LlamaLayer, Norm, Rotation, rotary_of, take
-from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.spec import DrafterSpec, RotaryShape
 from mmspec.errors import UserError
 from mmspec.validation import option, options, read
@@ -146,11 +145,10 @@ class MedusaNetwork(nn.Module):
                 output.bias.zero_()
 
 
-class Medusa(PositionedDrafter):
+class Medusa(HiddenStateDrafter):
     """Medusa drafter; trees have at most a level per head."""
 
     name: ClassVar[str] = "medusa"
-    layout: ClassVar[str | None] = "medusa"
 
     config_class = MedusaConfig
     network_class = MedusaNetwork
@@ -159,10 +157,10 @@ class Medusa(PositionedDrafter):
     def shape_of(network: MedusaNetwork) -> RotaryShape:
         return network.config.layer
 
-    def attach(self, target: Target) -> None:
-        if self.published is not None and self.network.config.prefix and target is not self._target:
+    def place(self, target: Target, probe: Tensor) -> None:
+        if "model_type" in (self.verifier or {}) and self.network.config.prefix:  # of a published checkpoint
             self._take_shape(target)
-        super().attach(target)
+        super().place(target, probe)
 
     def _take_shape(self, target: Any) -> None:
         """Copy the decoder layer's shape from the target, as published files do not contain it."""
@@ -177,7 +175,7 @@ class Medusa(PositionedDrafter):
 
     def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         own = self.network.config.head
-        self.keep_to(own or (self.published or {}).get("vocab_size"), target)
+        self.keep_to(own or (self.verifier or {}).get("vocab_size"), target)
         return target.head if own else self.target_head(target)
 
     def reserve(self, width: int) -> None:
@@ -206,7 +204,6 @@ class Hydra(Medusa):
     """Hydra drafter; arguments as for ``Medusa``."""
 
     name: ClassVar[str] = "hydra"
-    layout: ClassVar[str | None] = "hydra"
 
     def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
         heads = self.network.heads
@@ -230,7 +227,6 @@ MEDUSA = DrafterSpec(
     "heads on the target's last state, one per token ahead, verified as a tree (arXiv 2401.10774)",
     Medusa,
     weights="required",
-    recognises=recogniser("medusa"),
     train="medusa",
 )
 HYDRA = DrafterSpec(
@@ -239,6 +235,5 @@ HYDRA = DrafterSpec(
     "Medusa's heads, which also read the tokens drafted before (arXiv 2402.05109)",
     Hydra,
     weights="required",
-    recognises=recogniser("hydra"),
     train="medusa --grounded",
 )

@@ -47,7 +47,6 @@ from mmspec.drafters.hidden_state import (
     following_embeds,
     take,
 )
-from mmspec.drafters.layouts import check_target
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError, explained
 from mmspec.ops import kernels
@@ -163,7 +162,7 @@ def read_mtp(folder: Path) -> tuple[MTPNetwork, dict[str, Any]]:
     """Read the MTP layers of a target's checkpoint; other tensors are not read.
 
     Returns:
-        The layers, in their original dtype, and the target, for ``layouts.check_target``.
+        The layers, in their original dtype, and the target, for ``checkpoint.check_verifier``.
 
     Raises:
         UserError: MTP layers are missing or do not support trees, or a tensor is missing, unexpected or misshapen.
@@ -240,34 +239,24 @@ class MTP(TreeDrafter):
 
     Args:
         network: MTP layers, moved to the target's device and dtype.
-
-    Attributes:
-        published: the target if known, for ``layouts.check_target``.
     """
 
     name: ClassVar[str] = "mtp"
     features: Sequence[Feature] = ("last",)
-    published: dict[str, Any] | None = None
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:
         """Load the layers of a target's checkpoint; raises ``UserError`` if invalid."""
         network, verifier = read_mtp(folder)
         drafter = cls(network.eval().requires_grad_(False))
-        drafter.published = verifier
+        drafter.verifier = verifier
         return drafter
 
-    def attach(self, target: Target) -> None:
-        if target is self._target:
-            return  # captured graphs refer to the current weights
-        if self.published is not None:
-            check_target(self.published, target)
-        probe = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
+    def place(self, target: Target, probe: Tensor) -> None:
         if (width := self.network.config.hidden_size) != probe.shape[-1]:
             raise UserError(f"mtp must have the target's hidden size {probe.shape[-1]}: the layers have {width}")
         pack_drafter(self.network, probe, drafter_kind(target, probe))
-        self._target, self._scores = target, target.head
-        self.reset()
+        self._scores = target.head
 
     def reset(self, static_shapes: bool = False) -> None:
         super().reset(static_shapes)

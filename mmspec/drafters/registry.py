@@ -1,4 +1,4 @@
-"""Drafter registry and drafter specifications.
+"""Drafter registry, drafter specifications, and drafters for the arguments of transformers' assisted generation.
 
     SPEC[@SHAPE]    SPEC is ``none`` or drafters joined by ``+``, which draft one tree together; SHAPE is ``tree`` (the
                     default), ``chain`` or ``chainN`` (one child per node, at most N draft tokens)
@@ -19,15 +19,22 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from transformers import GenerationConfig, PreTrainedModel
 
 from mmspec import plugins
 from mmspec.core.drafter import Drafter, as_drafter
 from mmspec.drafters import checkpoint
 from mmspec.drafters.checkpoint import HEADS
+from mmspec.drafters.early_exit import EarlyExit
+from mmspec.drafters.gemma4 import MODEL_TYPES, Gemma4
+from mmspec.drafters.layouts import LAYOUTS, REFUSED, layout_of, recognise
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.small import Small
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.drafters.union import Union
-from mmspec.errors import UserError, explained
+from mmspec.errors import UserError, explained, shown
 from mmspec.targets.checkpoints import cache_if_offline, is_path
+from mmspec.targets.support import base_model
 
 PLAIN, AUTO, DEFAULT = "none", "auto", "recycle+ngram"
 LONGEST_CHAIN = 8
@@ -35,7 +42,7 @@ LONGEST_CHAIN = 8
 
 _SHAPE = re.compile(r"@(?:tree|(chain)(\d*))$")
 _PREFIX = re.compile(r"([^+,@/:=]*[:=])+")  # of an argument: NAME: and, in lists of ``mmspec eval``, LABEL=
-_SETTINGS = re.compile(r"@([a-z]+:)?[\d.,]+$")  # of an argument, see ``DrafterSpec.parse_argument``
+_SETTINGS = re.compile(r"@([a-z]+:)?[\d.,]+$")  # of an argument, see ``DrafterSpec.parse_settings``
 
 
 @dataclass(frozen=True)
@@ -174,6 +181,8 @@ def _make(part: str, home: str, trust_remote_code: bool) -> Drafter:
     folder = _checkpoint_folder(part)
     if name := checkpoint.drafter_name(folder):
         return drafter_spec(name).from_checkpoint(folder)
+    if layout := recognise(folder):  # drafters have the names of their layouts
+        return drafter_spec("eagle" if layout in REFUSED else layout).from_checkpoint(folder)
     for spec in drafter_specs():
         if spec.recognises is not None and spec.recognises(folder):
             return spec.from_checkpoint(folder)
@@ -227,3 +236,41 @@ def _checkpoint_folder(name: str) -> Path:
     patterns = ["config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json", *HEADS]
     with explained(message, OSError, ValueError), cache_if_offline("drafter", name) as options:
         return Path(snapshot_download(name, allow_patterns=patterns, **options))
+
+
+def chosen_drafter(drafter: Any, config: GenerationConfig, assistant: Any, tokenizers: Any, home: str) -> Any:
+    """The drafter for a call of ``generate``, from its arguments for assisted generation if it has any.
+
+    Args:
+        drafter: ``drafter`` argument of the call; ``"auto"`` if absent.
+        assistant: ``assistant_model`` argument of the call.
+        tokenizers: ``tokenizer`` and ``assistant_tokenizer`` arguments of the call.
+
+    Raises:
+        UserError: no drafter is equivalent, or the call also names a drafter.
+    """
+    chosen = _assisted(config, assistant, tokenizers, home)
+    if chosen is not None and drafter != "auto":
+        raise UserError(f"assisted generation chooses the drafter: expected no drafter argument, got {shown(drafter)}")
+    return drafter if chosen is None else chosen
+
+
+def _assisted(config: GenerationConfig, assistant: Any, tokenizers: Any, home: str) -> Drafter | None:
+    if getattr(config, "assistant_ensemble_weight", None) is not None:
+        raise UserError("assistant_ensemble_weight changes the output, which drafters do not: expected None")
+    if config.assistant_early_exit is not None:
+        return EarlyExit(config.assistant_early_exit)
+    if config.prompt_lookup_num_tokens is not None:
+        return Ngram(config.max_matching_ngram_size) if config.max_matching_ngram_size else Ngram()
+    if getattr(config, "use_mtp", None):
+        return make_drafter("mtp", home)
+    if assistant is None:
+        return None
+    assistant = base_model(assistant)
+    if not isinstance(assistant, PreTrainedModel):
+        raise UserError(f"assistant_model must be a model of transformers: got {shown(assistant)}")
+    if assistant.config.model_type in MODEL_TYPES:
+        return Gemma4(assistant)
+    if (layout := layout_of({"architectures": [type(assistant).__name__]}, set())) in LAYOUTS:
+        return drafter_spec(str(layout)).load().from_model(assistant)
+    return Small(assistant, tokenizers=None if tokenizers[1] is None else tokenizers)

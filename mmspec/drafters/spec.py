@@ -29,8 +29,10 @@ class DrafterSpec:
             required; ``"published"``: only third parties publish checkpoints; ``"target"``: the checkpoint is the
             target's own folder.
         argument: placeholder for TEXT, in capitals, if ``weights`` is ``"none"`` and TEXT is required.
-        recognises: whether a folder without ``mmspec_drafter`` contains a published checkpoint of this drafter.
-        parse_argument: splits TEXT into the constructor's or ``from_checkpoint``'s first and keyword arguments.
+        recognises: whether a folder without ``mmspec_drafter`` contains a published checkpoint of this drafter, in a
+            layout that is not in ``LAYOUTS``.
+        parse_settings: reads SETTINGS of ``NAME:TEXT@SETTINGS`` as keyword arguments of the constructor or
+            ``from_checkpoint``; None if it is a part of TEXT.
         trusts: whether the constructor takes ``trust_remote_code``.
         chains: whether lists of methods also offer it as a chain (``NAME@chain``).
         train: its command of ``mmspec train``; empty without one.
@@ -43,7 +45,7 @@ class DrafterSpec:
     weights: Weights = "none"
     argument: str = ""
     recognises: Callable[[Path], bool] | None = None
-    parse_argument: Callable[[str], tuple[str, dict[str, Any]]] | None = None
+    parse_settings: Callable[[str], dict[str, Any] | None] | None = None
     trusts: bool = False
     chains: bool = True
     train: str = ""
@@ -76,10 +78,12 @@ class DrafterSpec:
         return self.weights in ("none", "optional") and not self.argument
 
     def parsed(self, argument: str) -> tuple[str, dict[str, Any]]:
-        """Apply ``parse_argument``, unless ``argument`` is a path that exists."""
-        if self.parse_argument is None or os.path.exists(argument):
+        """TEXT and settings of an argument, without settings if it is a path that exists."""
+        text, at, given = argument.rpartition("@")
+        if self.parse_settings is None or not at or os.path.exists(argument):
             return argument, {}
-        return self.parse_argument(argument)
+        settings = self.parse_settings(given)
+        return (argument, {}) if settings is None else (text, settings)
 
     def make(self, argument: str = "", trust_remote_code: bool = False) -> Drafter:
         """Construct the drafter without a checkpoint.
@@ -146,6 +150,11 @@ class LayerShape:
         if self.head_dim % 2:
             raise UserError(f"head_dim must be even, as rotary positions turn pairs: got {self.head_dim}")
 
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """Rotary positions as transformers' ``rope_parameters``."""
+        return {"rope_type": "default", "rope_theta": self.rope_theta}
+
     @classmethod
     def like(cls, config: object, **changes: object) -> Self:
         """Configuration for a target's text configuration."""
@@ -192,8 +201,7 @@ class RotaryShape(LayerShape):
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """``rope`` with its defaults."""
-        return {"rope_type": "default", "rope_theta": self.rope_theta, **self.rope}
+        return {**super().rope_parameters, **self.rope}
 
 
 @options

@@ -19,7 +19,6 @@ from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
-from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import RowState, TrainedDrafter, write_last
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.spec import DrafterSpec, TreeShape
@@ -281,26 +280,19 @@ class Mamba(TrainedDrafter):
         self._state = [(RowTensor(static_shapes), RowTensor(static_shapes)) for _ in range(self.network.config.layers)]
         self._buffers: list[list[Tensor]] = []  # states of even and odd tree levels
 
-    def attach(self, target: Target) -> None:
-        if target is self._target:
-            return
-        if self.verifier is not None:
-            checkpoint.check_verifier(self.verifier, target)
+    def place(self, target: Target, probe: Tensor) -> None:
         config: Any = getattr(target, "config", None)
         size, target_size = self.network.config.vocab_size, getattr(config, "vocab_size", None)
         if target_size is not None and size != target_size:
             raise UserError(
                 f"drafter and target must share a vocabulary: the drafter has {size} tokens, the target {target_size}"
             )
-        like = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
-        self.network.to(like.device, torch.float32 if like.device.type == "cpu" else like.dtype)
+        self.network.to(probe.device, torch.float32 if probe.device.type == "cpu" else probe.dtype)
         lay_out_for_few_rows(self.network)
         self.network.freeze()
         if self.draft_ids is not None:
             self.draft_ids = self.draft_ids.to(target.device)
         self._head = self.network.head_rows(self.draft_ids)
-        self._target = target
-        self.reset()
 
     @property
     def parts(self) -> tuple[RowState, ...]:

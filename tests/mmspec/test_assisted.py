@@ -9,8 +9,7 @@ import torch
 
 import mmspec
 from mmspec import UserError
-from mmspec.drafters.assisted import chosen_drafter
-from mmspec.drafters.registry import registered_name
+from mmspec.drafters.registry import chosen_drafter, registered_name
 from mmspec.eval.decoding.oracle import Oracle
 from tests import dflash, gemma4, mtp, vocabularies
 from tests.tiny import shared_model

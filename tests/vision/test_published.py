@@ -219,7 +219,7 @@ def test_published_configurations_are_read_and_draft_beside_their_targets(name, 
     model = gemma4.target_model() if target == "gemma4" else shared_model(target)
     inputs = vision_inputs(target, 2) if target in VISION_CONFIGS else text_inputs(2)
     drafter = make_drafter(str(write(tmp_path, *small(dflash.CONFIGS[name]))))
-    assert drafter.layout == name.split()[0]
+    assert drafter.name == name.split()[0]
     options = dict(do_sample=False, eos_token_id=None, max_new_tokens=9)
     found = mmspec.generate(model, drafter=drafter, return_dict_in_generate=True, nodes=9, **inputs, **options)
     assert torch.equal(found.sequences, generate(model, 2, **inputs, **options))
@@ -346,9 +346,12 @@ def test_tokens_that_the_checkpoint_lacks_are_never_drafted(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (WIDE, "hidden size 60 and 96 tokens: got LlavaForConditionalGeneration with hidden size 48 and 101 tokens"),
-        ({**LLAVA, "vocab_size": 102}, "hidden size 48 and 102 tokens: got Llava"),
-        ({**LLAVA, "vocab_size": 50}, "hidden size 48 and 50 tokens: got Llava"),
+        (
+            WIDE,
+            "(hidden_size 60): got LlavaForConditionalGeneration with hidden_size 48",
+        ),
+        ({**LLAVA, "vocab_size": 102}, "(vocab_size 102): got LlavaForConditionalGeneration with vocab_size 101"),
+        ({**LLAVA, "vocab_size": 50}, "(vocab_size 50): got LlavaForConditionalGeneration with vocab_size 101"),
     ],
 )
 def test_a_drafter_of_another_target_is_refused(config, message, tmp_path):

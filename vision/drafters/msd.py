@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from mmspec.drafters.eagle import Eagle, EagleConfig, EagleNetwork, Entries
 from mmspec.drafters.hidden_state import packing
 from mmspec.drafters.layer import take
-from mmspec.drafters.layouts import REFUSED, recogniser
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 from mmspec.validation import option, options
@@ -194,7 +193,6 @@ class MSD(Eagle):
     """MSD drafter, for any target that provides hidden states and the mask of visual positions; see ``Eagle``."""
 
     name: ClassVar[str] = "msd"
-    layout: ClassVar[str | None] = "msd"
     config_class = MSDConfig
     network_class: ClassVar[type[EagleNetwork]] = MSDNetwork
 
@@ -217,7 +215,6 @@ class Flash(MSD):
     """FLASH drafter (arXiv 2505.12728): MSD with latents or several slots."""
 
     name = "flash"
-    layout = None
 
 
 def _drop(entries: Entries, kept: Tensor, visual: Tensor) -> Tensor:
@@ -236,7 +233,6 @@ MSD_SPEC = DrafterSpec(
     "a small trained layer on the target's hidden states, with separate text and images (arXiv 2505.14260)",
     MSD,
     weights="required",
-    recognises=recogniser("msd", *REFUSED),  # the latter raise an explanation when loaded
     train="msd",
 )
 FLASH_SPEC = DrafterSpec(

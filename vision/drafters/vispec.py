@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from mmspec.cache.rows import RowTensor
 from mmspec.core.target import Target
 from mmspec.drafters.captured import RowState
-from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.vision.drafters.msd import MSD, Images, MSDConfig, MSDNetwork, find_runs
 
@@ -77,7 +76,6 @@ class ViSpec(MSD):
     """ViSpec drafter; see ``MSD``."""
 
     name = "vispec"
-    layout = "vispec"
     network_class = ViSpecNetwork
 
     def reset(self, static: bool = False) -> None:
@@ -114,5 +112,4 @@ SPEC = DrafterSpec(
     "EAGLE with one token per image, and an image vector in its text states (arXiv 2509.15235)",
     ViSpec,
     weights="required",
-    recognises=recogniser("vispec"),
 )

@@ -66,14 +66,14 @@ from mmspec.drafters.layouts.fields import (
     stack,
     unstack,
 )
-from mmspec.drafters.spec import LayerShape, RotaryShape
+from mmspec.drafters.spec import LayerShape
 from mmspec.errors import UserError
 from mmspec.files import atomic, read_json, write_text
 from mmspec.validation import read as read_options
 
 Published = tuple[Any, dict[str, Tensor], Tensor | None, dict[str, Any]]
 """Result of reading a published drafter: network configuration, tensors in their original dtype, draft vocabulary, (n,)
-int64 (None is the target's), and the target, for ``check_target``."""
+int64 (None is the target's), and the target, for ``check_verifier``."""
 
 
 class Layout(NamedTuple):
@@ -160,14 +160,9 @@ def recognise(folder: Path) -> str | None:
     return layout_of(config, {name for file in weight_files(folder) for name in tensor_names(file)})
 
 
-def recogniser(*layouts: str) -> Callable[[Path], bool]:
-    """Predicate for folders with one of these layouts; for ``DrafterSpec.recognises``."""
-    return lambda folder: recognise(folder) in layouts
-
-
 def read(folder: Path, drafter: Any) -> Published:
     """Read a published drafter of class ``drafter``, see ``convert``."""
-    config, tensors, row = read_json(folder / "config.json"), dict[str, Tensor](), LAYOUTS[drafter.layout]
+    config, tensors, row = read_json(folder / "config.json"), dict[str, Tensor](), LAYOUTS[drafter.name]
     for file in weight_files(folder):
         tensors |= load_weights(file, row.copies)
     found = layout_of(config, set(tensors))
@@ -176,7 +171,7 @@ def read(folder: Path, drafter: Any) -> Published:
     if found is None:
         received = ", ".join(sorted(tensors)[:4]) or "no weights"
         raise UserError(f"{folder}: expected the tensors of {row.title}, received {received}")
-    if found not in (drafter.layout, *row.like):
+    if found not in (drafter.name, *row.like):
         raise UserError(f"{folder}: expected {row.title}, received {LAYOUTS[found].title}: use {found}:{folder}")
     return convert(config, tensors, drafter, str(folder))
 
@@ -186,12 +181,12 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], drafter: A
 
     Args:
         tensors: published tensors; may be on the meta device.
-        drafter: a subclass of ``TrainedDrafter`` with a ``layout``.
+        drafter: a subclass of ``TrainedDrafter`` with a name in ``LAYOUTS``.
 
     Raises:
         UserError: the network is not supported, or a tensor is missing, unexpected or does not match ``config.json``.
     """
-    row, kind = LAYOUTS[drafter.layout], drafter.config_class
+    row, kind = LAYOUTS[drafter.name], drafter.config_class
     source = Source(config, tensors, row.prefix, row.nested, where)
     found = row.read(source)
     source.check_all_read(row.title)
@@ -199,15 +194,14 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], drafter: A
     settings = {name: value for name, value in found.network.items() if name in known and value is not None}
     ours: Any = read_options(kind, settings, f"{where}/config.json")
     shape: LayerShape = getattr(ours, "layer", ours)
-    if isinstance(shape, RotaryShape):
-        rotary_of(shape)  # raises
+    rotary_of(shape)  # raises
     tensors = source.tensors if source.halves else pair_halves(source.tensors, shape.head_dim)
     prefixes = found.prefixes if any(source.has(after) for after in found.prefixes.values()) else {}
     with torch.device("meta"):
         state = drafter.network_class(ours).state_dict()
     parts = published_names(state, found.names, prefixes, getattr(ours, "layers", 1))
     shapes, optional = _unused_tensors(source, found, row, ours.hidden_size)
-    check_tensors(tensors, shapes_of(state, parts, shape) | shapes, f"layout {drafter.layout}", where, optional)
+    check_tensors(tensors, shapes_of(state, parts, shape) | shapes, f"layout {drafter.name}", where, optional)
     draft_ids = draft_tokens(tensors, found.draft, found.vocab or 0, where) if found.draft else found.draft_ids
     return ours, stack(tensors, parts), draft_ids, _verifier(config, ours, found.vocab)
 
@@ -237,37 +231,11 @@ def _verifier(config: Mapping[str, Any], ours: Any, vocab: int | None) -> dict[s
     }
 
 
-def check_target(verifier: Mapping[str, Any], target: Any) -> None:
-    """Check that a target matches the known properties of a published drafter's target; raises ``UserError`` if not.
-
-    A target may have more tokens than the drafter, like transformers' LLaVA-1.5 (32064, drafter 32000), but fewer than
-    twice as many, which would be another tokenizer.
-
-    Args:
-        verifier: ``hidden_size``, ``vocab_size``, and if known ``name_or_path``, ``architectures`` and ``model_type``.
-    """
-    width, vocab, here = verifier["hidden_size"], verifier["vocab_size"], target.config
-    model, expected = target.architecture, [f"hidden size {width}" + (f" and {vocab} tokens" if vocab else "")]
-    types = {here.model_type, target.model_config.model_type}
-    received = [f"hidden size {here.hidden_size} and {here.vocab_size} tokens"]
-    fits = width == here.hidden_size and (vocab is None or here.vocab_size / 2 < vocab <= here.vocab_size)
-    if (kind := verifier.get("model_type")) and kind not in types:
-        fits, expected = False, [*expected, f"of type {kind}"]
-        received = [*received, f"of type {target.model_config.model_type}"]
-    if (classes := verifier.get("architectures")) and model not in classes:
-        fits, expected = False, [*expected, f"of class {', '.join(classes)}"]
-    if not fits:
-        name = verifier.get("name_or_path") or "a target"
-        raise UserError(
-            f"the drafter was trained for {name} of {', '.join(expected)}: got {model} with {', '.join(received)}"
-        )
-
-
 def write(drafter: Any, target: Any, folder: Path, name: str, tokens: int = 3) -> None:
     """Write a drafter for another engine. There, a drafter without its own output layer drafts the full vocabulary.
 
     Args:
-        drafter: a ``TrainedDrafter`` with a layout in ``FORMATS``. The ``speculators`` format was verified with the
+        drafter: a ``TrainedDrafter`` with a name in ``FORMATS``. The ``speculators`` format was verified with the
             classes of speculators, ``z-lab`` with no other program.
         target: transformers configuration of the target, with ``name_or_path``.
         tokens: default number of draft tokens per step in vLLM; the block's for DFlash.
@@ -279,8 +247,8 @@ def write(drafter: Any, target: Any, folder: Path, name: str, tokens: int = 3) -
     known = {"hidden_size": getattr(network, "source", network.hidden_size)}
     received = {name: getattr(target, name) for name in ("name_or_path", "architectures")}
     received |= {name: getattr(decoder, name) for name in ("hidden_size", "vocab_size")}
-    check_same_target(known | (drafter.verifier or drafter.published or {}), received)
-    form = FORMATS[drafter.layout][name](network, target, tokens)
+    check_same_target(known | (drafter.verifier or {}), received)
+    form = FORMATS[drafter.name][name](network, target, tokens)
     if hasattr(network, "features"):
         network.features(decoder.num_hidden_layers)  # raises if the target has too few layers
     if (corrected := getattr(network, "markov_outputs", 0)) not in (0, network.head or decoder.vocab_size):
@@ -294,7 +262,7 @@ def write(drafter: Any, target: Any, folder: Path, name: str, tokens: int = 3) -
     dtype = str(next(iter(tensors.values())).dtype)
     if drafter.draft_ids is not None and form.file != "model.safetensors":
         raise UserError(f"format {name} requires output layers of all the target's tokens: got a draft vocabulary")
-    if drafter.draft_ids is not None and drafter.layout == "medusa":
+    if drafter.draft_ids is not None and drafter.name == "medusa":
         tensors["token_map"] = drafter.draft_ids.cpu()
     elif drafter.draft_ids is not None and network.head:
         ids = drafter.draft_ids.cpu()

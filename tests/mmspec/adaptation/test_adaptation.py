@@ -9,7 +9,7 @@ import torch
 
 from mmspec import Pipeline, SamplingParams, UserError
 from mmspec.adaptation import AdaptOptions, adaptation
-from mmspec.adaptation.adaptation import Adaptation, Ended, RecordedDrafter, Store
+from mmspec.adaptation.adaptation import Adaptation, RecordedDrafter, Recording, Store
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
@@ -164,9 +164,13 @@ def test_a_batch_of_answers_takes_the_step_of_their_mean_loss(kind):
 
 
 def ended(pipe, length, count=REQUESTS):
-    """Let requests of an acceptance length end."""
+    """Learn other weights, and let requests of an acceptance length end."""
     head = pipe.adaptation.heads[0]
-    head.drafter.ended += [Ended(None, round(100 * length) + number, 100) for number in range(count)]
+    with torch.no_grad():
+        for parameter in head._learner._network.parameters():
+            parameter += 0.01
+    tokens = round(100 * length)
+    head.drafter.ended += [Recording([], 0, None, tokens=tokens + number, steps=100) for number in range(count)]
     pipe.adaptation.finish()
 
 
@@ -178,12 +182,6 @@ def same(some, others):
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-def train(pipe):
-    with torch.no_grad():
-        for parameter in pipe.adaptation.heads[0]._learner._network.parameters():
-            parameter += 0.01
-
-
 def learned(pipe):
     return [one.detach().clone() for one in pipe.adaptation.heads[0]._learner._network.parameters()]
 
@@ -192,39 +190,32 @@ def test_weights_return_when_acceptance_falls_and_only_proven_ones_are_kept(tmp_
     """Learning goes on from those that have returned; later weights are compared with the weights in force."""
     pipe = adapting(folder=tmp_path)
     head, first = pipe.adaptation.heads[0], weights(pipe)
-    train(pipe)
     ended(pipe, 2.0)
     assert not same(first, weights(pipe))
     assert not list(tmp_path.glob("*/*"))  # not proven yet
-    train(pipe)
     ended(pipe, 1.5)
     assert (head.replacements, head.rollbacks) == (1, 1)
     assert same(weights(pipe), first)
     assert same(learned(pipe), first)
     assert same(list(head.drafter.fresh.network.parameters()), first)
-    train(pipe)
     ended(pipe, 2.0)
     assert head.replacements == 2
     for found, old in zip(weights(pipe), first, strict=True):
         torch.testing.assert_close(found, old + 0.01)
-    train(pipe)
     ended(pipe, 1.5)  # the second fall: back to the weights in force before, which are the first ones again
     assert head.rollbacks == 2
     assert same(weights(pipe), first)
     assert same(learned(pipe), first)
     assert not list(tmp_path.glob("*/*"))
-    train(pipe)
     ended(pipe, 1.8)  # still lower than before the fall
     assert head.rollbacks == 3
     assert same(weights(pipe), first)
     for length in (2.0, 2.1):
         before = weights(pipe)
-        train(pipe)
         ended(pipe, length)
     (kept,) = tmp_path.glob("medusa/*")
     assert kept.name == "00000000"
     assert same(weights(adapting(folder=tmp_path)), before)
-    train(pipe)
     ended(pipe, 1.5)  # back by one replacement
     assert head.rollbacks == 4
     assert same(weights(pipe), before)

@@ -9,7 +9,7 @@ import copy
 import pickle
 import random
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -24,12 +24,12 @@ from mmspec.drafters.ngram import Ngram, Trust
 from mmspec.drafters.recycle import DeviceTable, Recycle
 from mmspec.drafters.registry import drafter_specs, make_drafter, registered_name
 from mmspec.drafters.union import PerSequence
-from mmspec.training.small import DraftModel
 from tests import matrix
+from tests.mmspec.drafters.test_drafters import OPTIONS, target_of
 from tests.targets import prefilled, prompt_of
-from tests.tiny import byte_tokenizer, root_path, shared_model, valid_nodes
-from tests.tiny.drafters import VARIANTS, drafter_class, tiny_drafter
-from tests.tiny.models import text_model, vision_inputs
+from tests.tiny import root_path, shared_model, valid_nodes
+from tests.tiny.drafters import VARIANTS, tiny_drafter
+from tests.tiny.models import vision_inputs
 
 VOCAB = 101
 
@@ -39,11 +39,7 @@ every_drafter = pytest.mark.parametrize("kind", matrix.DRAFTERS[1:])
 def answer(model, drafter):
     """Tokens of three prompts, which must be those of plain decoding."""
     inputs = vision_inputs("llava", 3)
-    found = mmspec.generate(model, drafter=drafter, nodes=12, **OPTIONS, **inputs)
-    assert torch.equal(found, plain(model))
-
-
-OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(mmspec.generate(model, drafter=drafter, nodes=12, **OPTIONS, **inputs), plain(model))
 
 
 @cache
@@ -103,47 +99,9 @@ def test_a_checkpoint_drafts_the_same_and_refuses_other_targets(kind, tmp_path):
         for file in ("config.json", "model.safetensors"):
             assert kind == "recycle" or (tmp_path / "again" / file).read_bytes() == (folder / file).read_bytes()
     answer(model, again)
-    other = shared_model("qwen3")
     with pytest.raises(UserError, match="the drafter was trained for") as caught:
-        make_drafter(str(folder)).attach(plugins.target_class(other.config)(other))
+        make_drafter(str(folder)).attach(target_of("qwen3"))
     assert len(str(caught.value).splitlines()) == 1
-
-
-def _state(modules):
-    """All that ``save`` might change of modules, by name; a tensor's values as bytes, which NaN and -0.0 equal."""
-    found = {}
-    for place, module in enumerate(modules):
-        found |= {(place, name): part.training for name, part in module.named_modules()}
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            about = id(tensor), tensor.dtype, tensor.device, tensor.requires_grad
-            found[place, "weight", name] = *about, tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
-    return found
-
-
-SAVED = {spec.name: partial(tiny_drafter, spec.name) for spec in drafter_specs() if hasattr(spec.load(), "save")}
-SAVED |= {name: partial(tiny_drafter, name) for name in VARIANTS if hasattr(drafter_class(name), "save")}
-SAVED["a draft model in training"] = lambda model: DraftModel(byte_tokenizer(), text_model("llama"), None)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", SAVED)
-def test_saving_changes_neither_drafter_nor_target(kind, dtype, tmp_path):
-    """As in training: of modules in training mode, with weights that require gradients and weights that do not."""
-    model = copy.deepcopy(shared_model("llava"))
-    target, drafter = plugins.target_class(model.config)(model), SAVED[kind](model)
-    networks = [module for module in (drafter.network, vars(drafter).get("model")) if module is not None]
-    assert networks or kind == "recycle"
-    for module in networks:
-        module.to(dtype).train()
-        for number, weight in enumerate(module.parameters()):
-            weight.requires_grad_(number % 2 == 0)
-    answer(model, drafter) if kind == "recycle" else None
-    learned = lambda: {key: dict(each) for key, each in dict(drafter._rankings()).items()} if not networks else None  # noqa: E731
-    before, known = _state([model, *networks]), learned()
-    drafter.save(tmp_path / "saved", target)
-    assert _state([model, *networks]) == before
-    assert learned() == known
-    assert known is None or len(known) > 5
 
 
 def test_declarations_and_classes_agree():

@@ -16,13 +16,14 @@ import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.plan import StepPlan
 from mmspec.drafters.dflash import DFlash, default_layer_ids
-from mmspec.drafters.growth import grow_levels, grow_slots
+from mmspec.drafters.growth import grow_slots
 from mmspec.drafters.hidden_state import plain_embedding
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels
 from mmspec.targets.packing import pack_model
 from tests.compiled import needs_kernels
 from tests.dflash import BLOCK, CONFIGS, WIDTH, check_blocks, cut, published, reference, with_heads, write
+from tests.mmspec.drafters.test_drafters import target_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
 from tests.tiny.drafters import NETWORKS
@@ -210,32 +211,12 @@ def test_layers_with_a_window_are_causal_unless_the_configuration_says_otherwise
     check_blocks(shared_model("llama"), text_inputs(2), drafter, plain, causal=("sliding_attention",))
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 9, 40])
-def test_levels_give_the_most_probable_paths(nodes):
-    """Where the beam is as wide as a level, of all paths; with static shapes the same."""
-    g = torch.Generator().manual_seed(nodes)
-    shares = torch.randn(4, 6, 6, generator=g).log_softmax(-1)  # level, parent, child
-
-    def children(level, parents, above):
-        log_probs, tokens = shares[level][parents].sort(-1, descending=True)
-        return tokens, log_probs
-
-    def every(last, level, gain):
-        for child in range(6) if level < 4 else ():
-            yield gain + float(shares[level, last, child])
-            yield from every(child, level + 1, gain + float(shares[level, last, child]))
-
-    tree = grow_levels(torch.tensor([2, 5]), children, StepPlan(nodes, 4), 6**3, depth=4, nodes=64)
-    for row, root in enumerate((2, 5)):
-        best = sorted(every(root, 0, 0.0), reverse=True)[:nodes]
-        assert tree.log_probs[row, 1:].tolist() == pytest.approx(best, abs=1e-4)
-
-
 @needs_kernels
+@pytest.mark.parametrize("chain", [False, True])
 @pytest.mark.parametrize(
     ("kind", "confidence"), [("vanilla", "none"), ("vanilla", "state"), ("gated", "none"), ("rnn", "none")]
 )
-def test_trees_beside_quantised_weights(kind, confidence):
+def test_trees_beside_quantised_weights(kind, confidence, chain):
     """A vanilla head's tree is a call of the kernels, equal to the one that the others have from torch."""
     model = copy.deepcopy(shared_model("llama"))
     pack_model(model, "int8")
@@ -245,6 +226,7 @@ def test_trees_beside_quantised_weights(kind, confidence):
     trees = []
 
     def propose(token, plan):
+        plan = replace(plan, chain=chain)
         trees.append([grow(token, plan)])
         native, drafter._markov = drafter._markov, None
         trees[-1].append(grow(token, plan))
@@ -260,31 +242,15 @@ def test_trees_beside_quantised_weights(kind, confidence):
         assert torch.equal(ours.tokens, theirs.tokens)
         assert torch.equal(ours.parents, theirs.parents)
         torch.testing.assert_close(ours.log_probs, theirs.log_probs, atol=1e-3, rtol=1e-3)
-
-
-@needs_kernels
-def test_chains_beside_quantised_weights():
-    model = copy.deepcopy(shared_model("llama"))
-    pack_model(model, "int8")
-    drafter = DFlash(_network(model, "vanilla"), top_k=3, total_tokens=12)
-    trees, grow = [], drafter.grow
-
-    def grown(token, plan):
-        trees.append(grow(token, replace(plan, chain=True)))
-        return trees[-1]
-
-    drafter.grow = grown
-    mmspec.generate(model, drafter=drafter, nodes=4, max_new_tokens=8, eos_token_id=None, **text_inputs(3))
-    assert drafter._markov is not None
-    assert max(tree.nodes for tree in trees) > 2
-    assert all(torch.equal(tree.parents, torch.arange(-1, tree.nodes - 1).expand(3, -1)) for tree in trees)
+        assert not chain or torch.equal(ours.parents, torch.arange(-1, ours.nodes - 1).expand(3, -1))
+    assert max(ours.nodes for ours, _ in trees) > 2
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "xpress"])
 def test_a_target_may_have_more_tokens_than_the_drafter(kind):
     """Its further tokens are never drafted, but others follow them."""
     drafter = DFlash(NETWORKS[kind](shared_model("llama")), top_k=3)
-    drafter.published = {"vocab_size": VOCAB, "hidden_size": 48}
+    drafter.verifier = {"vocab_size": VOCAB, "hidden_size": 48, "model_type": None}
     torch.manual_seed(0)
     config = copy.deepcopy(shared_model("llama").config)
     config.vocab_size = VOCAB + 27
@@ -335,7 +301,7 @@ def test_a_block_size_may_be_nested(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"vocab_size": 140}, "hidden size 48 and 140 tokens: got .* and 101 tokens"),
+        ({"vocab_size": 140}, r"\(vocab_size 140\): got LlamaForCausalLM with vocab_size 101$"),
         ({"mask": VOCAB}, "mask_token_id must be a token below 101: got 101"),
         ({"layers": [0, 2]}, "reads outputs of layers 0, 2: the target has 2 layers"),
     ],
@@ -344,9 +310,8 @@ def test_targets_that_do_not_fit_are_refused(changes, said, tmp_path):
     changes = dict(changes)
     own = {"mask_token_id": changes.pop("mask", 99), "target_layer_ids": changes.pop("layers", [1, 0])}
     drafter = drafter_of(tmp_path, reference(), dflash_config=own, **changes)
-    model = shared_model("llama")
     with pytest.raises(UserError, match=said) as caught:
-        drafter.attach(plugins.target_class(model.config)(model))
+        drafter.attach(target_of("llama"))
     assert "\n" not in str(caught.value)
 
 

@@ -8,7 +8,6 @@ from transformers import LlamaConfig, Qwen3VLTextConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
-import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import output_of
@@ -16,7 +15,6 @@ from mmspec.drafters.checkpoint import load_network
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
 from mmspec.drafters.layer import rotary_of
 from mmspec.drafters.registry import make_drafter
-from mmspec.errors import SlowWarning
 from mmspec.ops import kernels
 from mmspec.targets.packing import pack_drafter
 from tests.eagle3 import (
@@ -36,6 +34,7 @@ from tests.eagle3 import (
     head_tensors,
     states_read,
 )
+from tests.mmspec.drafters.test_drafters import target_of
 from tests.published import write
 from tests.targets import prefilled, prompt_of, row_of
 from tests.tiny import shared_model
@@ -170,6 +169,7 @@ def test_layers_may_be_given_with_the_folder(tmp_path):
     drafter, tensors = head(tmp_path / "a", config, "C", at="@2,0,1")
     check_head(model, text_inputs(2), drafter, config, tensors, [2, 0, 1], new=6)
     assert drafter.features == (output_of(1), 0, 1)
+    assert drafter.checks.endswith("and the layers output 1, 0, 1 that it reads: try eagle3:FOLDER@LAYERS")
     drafter, tensors = head(tmp_path / "b", config, "C", at="@outputs:0,1,0")
     check_head(model, vision_inputs("qwen3_vl", 2), drafter, config, tensors, [0, 1, 0], outputs=True, new=6)
     assert drafter.features == (output_of(0), output_of(1), output_of(0))
@@ -195,8 +195,7 @@ def test_an_output_is_read_before_visual_features_are_added_to_it():
 
 
 def test_layers_that_the_target_lacks_are_named(tmp_path):
-    model = shared_model("llama")
-    target = plugins.target_class(model.config)(model)
+    target = target_of("llama")
     drafter, _ = head(tmp_path, cut(GPT_OSS, [2, 12, 22]), "C")
     with pytest.raises(UserError, match="reads inputs of layers 2, 12, 22: the target has 2 layers"):
         drafter.attach(target)
@@ -205,34 +204,10 @@ def test_layers_that_the_target_lacks_are_named(tmp_path):
         drafter.attach(target)
 
 
-def test_a_head_that_is_never_right_is_told(tmp_path):
-    model = shared_model("llama")
-    config = cut(LLAMA3)
-    drafter, _ = head(tmp_path, config)
-    inputs = text_inputs(1)
-    options = dict(do_sample=False, eos_token_id=None, max_new_tokens=150, nodes=2)
-    with pytest.warns(
-        SlowWarning,
-        match=r"of little use: below 1\.05 tokens per step.* layers 0, 1, output 1 that it reads: try eagle3:",
-    ):
-        mmspec.generate(model, drafter=drafter, **inputs, **options)
-
-
-@pytest.mark.filterwarnings("error")
-def test_passes_without_drafts_say_nothing_about_a_head(tmp_path):
-    """More of them than are watched: a warning would be an error."""
-    drafter, _ = head(tmp_path, cut(LLAMA3))
-    inputs = text_inputs(1)
-    options = dict(do_sample=False, eos_token_id=None, max_new_tokens=150, nodes=0)
-    out = mmspec.generate(shared_model("llama"), drafter=drafter, return_dict_in_generate=True, **inputs, **options)
-    assert out.stats[0].num_spec_steps == 149
-
-
 def test_placeholders_outside_of_the_table_are_fed_as_token_0(tmp_path):
     """Of a target whose placeholder has an id above those of the head's own embedding."""
-    model = shared_model("llava")
     drafter, _ = head(tmp_path, cut(LLAMA3), embedding=True)
-    target = plugins.target_class(model.config)(model)
+    target = target_of("llava")
     drafter.attach(target)
     states = torch.randn(1, 4, 3 * 48, generator=torch.Generator().manual_seed(0))
     beyond, zero = torch.tensor([[5, VOCAB, VOCAB + 9, VOCAB - 1]]), torch.tensor([[5, 0, 0, VOCAB - 1]])
@@ -356,21 +331,18 @@ def test_the_targets_window_in_a_flat_configuration_is_not_read():
 
 
 def attach(config, tmp_path, name="llama", layout="A", **options):
-    model = shared_model(name)
     drafter = make_drafter(str(write(tmp_path, config, head_tensors(config, layout, **options))))
-    drafter.attach(plugins.target_class(model.config)(model))
+    drafter.attach(target_of(name))
     return drafter
 
 
 def test_a_head_of_another_target_is_refused_by_name(tmp_path):
-    with pytest.raises(
-        UserError, match=r"trained for a target of .* of type qwen3: got LlamaForCausalLM .* of type llama$"
-    ):
+    with pytest.raises(UserError, match=r"for another target \(model_type qwen3\): got .*model_type \['llama'\]$"):
         attach(cut(QWEN3), tmp_path / "a")
     attach(cut(QWEN3), tmp_path / "a", "qwen3")
     named = cut(GEMMA4, [0, 1, 2])
     named["speculators_config"]["verifier"]["architectures"] = ["Gemma4ForConditionalGeneration"]
-    message = "trained for google/gemma-4-31B-it of .* of class Gemma4ForConditionalGeneration: got LlamaForCausalLM"
+    message = r"google/gemma-4-31B-it \(architectures .*Gemma4ForConditional.*\): got .*\['LlamaForCausalLM'\]"
     with pytest.raises(UserError, match=message):
         attach(named, tmp_path / "b", layout="B")
 
@@ -408,8 +380,7 @@ def test_a_head_for_fewer_tokens_never_drafts_the_others(own, tmp_path):
     tensors = head_tensors(config, "C")
     if not own:
         del tensors["lm_head.weight"]
-    model = shared_model("llama")
-    target = plugins.target_class(model.config)(model)
+    target = target_of("llama")
     drafter = make_drafter(str(write(tmp_path / "a", config, tensors)))
     drafter.attach(target)
     assert torch.equal(drafter.draft_ids, torch.arange(60))

@@ -1,4 +1,6 @@
-"""Drafts of the target's own first layers, against transformers' early exit and models of these layers alone."""
+"""Drafts of the target's own first layers, against transformers' early exit and models of these layers alone, and of
+Kangaroo adapters as published, against plain loops.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +9,26 @@ import copy
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
-from mmspec import UserError, plugins
+from mmspec import TokenTree, UserError
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
-from mmspec.drafters.early_exit import EarlyExit
+from mmspec.drafters.early_exit import EarlyExit, Kangaroo, first_layers
+from mmspec.drafters.growth import LevelPasses
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import cpu, cpu_library
 from mmspec.targets.decoder import Decoder
 from mmspec.targets.packing import pack_model
 from mmspec.targets.transformers_target import TransformersTarget
+from tests import kangaroo
 from tests.draft_checks import check_logits
+from tests.mmspec.drafters.test_drafters import target_of
 from tests.targets import plain_logits, prefilled, row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import TINY_SIZES
-from tests.tiny.models import text_inputs, vision_inputs
+from tests.tiny.models import kangaroo_network, text_inputs, vision_inputs
+
+needs_library = pytest.mark.skipif(not cpu_library.available(), reason=f"no C++ kernels: {cpu_library.problem()}")
 
 
 def llama(**changes):
@@ -33,39 +39,19 @@ def llama(**changes):
 def shortened(model, layers):
     """A copy of a model with its first layers alone."""
     short = copy.deepcopy(model)
-    decoder = short.get_decoder()
-    del decoder.layers[layers:]
+    del short.get_decoder().layers[layers:]
     return short
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-def test_chains_are_the_candidates_of_transformers(layers, monkeypatch):
-    model, inputs, asked = llama(), text_inputs(1, 9), []
-    candidates = EarlyExitCandidateGenerator.get_candidates
+def packed():
+    """A model of four layers with packed weights, and a copy of its first two layers, not packed."""
+    model = llama(hidden_size=64, num_attention_heads=2, head_dim=32, intermediate_size=64)
+    short = shortened(model, 2)
+    pack_model(model, "bfloat16")
+    return model, short
 
-    def noted(self, input_ids, **keywords):
-        found = candidates(self, input_ids, **keywords)
-        asked.append((input_ids, found[0][0, input_ids.shape[1] :].tolist()))
-        return found
 
-    monkeypatch.setattr(EarlyExitCandidateGenerator, "get_candidates", noted)
-    model.generation_config.update(num_assistant_tokens=6, num_assistant_tokens_schedule="constant")
-    model.generation_config.assistant_confidence_threshold = 0.0
-    options = dict(do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=0)
-    model.generate(**inputs, **options, assistant_early_exit=layers)
-    drafter, target = EarlyExit(layers, top_k=1), TransformersTarget(model)
-    drafter.attach(target)
-    longest = 0
-    for ids, expected in asked:
-        output = prefilled(target, Prompt(ids[:, :-1]), 32)
-        drafter.begin(Prompt(ids[:, :-1]), output, ids.tolist())
-        if expected:
-            tree = drafter.propose(ids[:, -1], StepPlan(len(expected), len(expected)))
-            assert tree.tokens[0, 1:].tolist() == expected
-        longest = max(longest, len(expected))
-        target.keep([])
-        drafter.select([])
-    assert longest > 4
+PROMPT = Prompt(torch.arange(3, 12)[None])
 
 
 @pytest.mark.parametrize("name", ["gemma2", "llava", "qwen3_vl", "qwen3_5_text"])
@@ -78,16 +64,26 @@ def test_nodes_have_the_probabilities_of_the_first_layers(name):
     check_logits(model, inputs, EarlyExit(1, top_k=3), logits, nodes=7, depth=3, skip=(2,), new=10)
 
 
-@pytest.mark.skipif(not cpu_library.available(), reason=f"the C++ kernels do not run: {cpu_library.problem()}")
+@pytest.mark.parametrize("name", ["llama", "qwen2_vl", "bamba"])
+def test_nodes_of_kangaroo_have_the_probabilities_of_plain_loops(name, tmp_path):
+    model, plain = shared_model(name), kangaroo.adapter()
+    kangaroo.published(tmp_path, plain)
+    inputs = vision_inputs(name, 2) if name == "qwen2_vl" else text_inputs(2, 9)
+    rows = [row_of(inputs, number) for number in range(2)]
+    drafter = make_drafter(f"kangaroo:{tmp_path}@1")
+    drafter.top_k = 3
+    scores = lambda row, tokens: kangaroo.logits(model, 1, plain, rows[row], tokens)  # noqa: E731
+    check_logits(model, inputs, drafter, scores, nodes=7, depth=3, skip=(2,), new=10)
+
+
+@needs_library
 def test_packed_targets_run_the_first_layers_alone(monkeypatch):
     """All of them in one call of the kernels; the target's passes stay calls of all layers."""
-    model = llama(hidden_size=64, num_attention_heads=2, head_dim=32, intermediate_size=64)
-    short = shortened(model, 2)
-    pack_model(model, "bfloat16")
+    model, short = packed()
     target, drafter, counts = TransformersTarget(model), EarlyExit(2, top_k=1), []
     drafter.attach(target)
-    prompt, history = Prompt(torch.arange(3, 12)[None]), [*range(3, 12), 7]
-    drafter.begin(prompt, prefilled(target, prompt, 32), [history])
+    history = [*range(3, 12), 7]
+    drafter.begin(PROMPT, prefilled(target, PROMPT, 32), [history])
     decode = cpu.decode
     monkeypatch.setattr(cpu, "decode", lambda weights, *rest: counts.append(len(weights)) or decode(weights, *rest))
     tree = drafter.propose(torch.tensor([7]), StepPlan(3, 3))
@@ -101,6 +97,23 @@ def test_packed_targets_run_the_first_layers_alone(monkeypatch):
     assert tree.path_probs[0][-1] == pytest.approx(float(logits[range(3), path[1:]].sum().exp()), rel=0.2)
 
 
+@needs_library
+def test_states_of_packed_targets_are_those_of_their_verify_passes():
+    """Passes of the first layers in the kernels give the bits that a pass of all layers gives there."""
+    model, _ = packed()
+    target, drafter = TransformersTarget(model), Kangaroo(kangaroo_network(model, exit_layer=2))
+    drafter.attach(target)
+    prefilled(target, PROMPT, 32)
+    tokens, first = torch.tensor([[7, 5, 9]]), first_layers(target, 2)
+    passes = LevelPasses(first.runner, first.recurrent, drafter.features[0])
+    target.runner.cache.reserve_nodes(3)
+    origin = torch.zeros(1, 1, dtype=torch.long)
+    states = [passes(tokens[:, place : place + 1], origin) for place in range(3)]
+    passes.end()
+    chain = TokenTree(tokens, torch.tensor([[-1, 0, 1]]))
+    assert torch.equal(torch.cat(states, dim=1), target.verify(chain, drafter.features).features[drafter.features[0]])
+
+
 def test_weights_are_the_targets():
     model = llama()
     before = sum(1 for _ in model.parameters())
@@ -112,15 +125,22 @@ def test_weights_are_the_targets():
     assert sum(1 for _ in model.parameters()) == before
 
 
-@pytest.mark.parametrize("layers", ["0", "4", "9"])
-def test_numbers_of_layers(layers):
-    model = llama()
-    with pytest.raises(
-        UserError, match=f"^an early exit must be after a layer before the last: .* 1 to 3, got {layers}$"
-    ):
-        make_drafter(f"early-exit:{layers}").attach(plugins.target_class(model.config)(model))
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *((f"early-exit:{n}", rf"^an early exit .* the last: .* 1 to 3, got {n}$") for n in (0, 4, 9)),
+        ("early-exit:half", r"^early-exit takes a number of layers, as in early-exit:4: got 'half'$"),
+    ],
+)
+def test_numbers_of_layers(name, message):
+    with pytest.raises(UserError, match=message):
+        make_drafter(name).attach(TransformersTarget(llama()))
 
 
-def test_no_number():
-    with pytest.raises(UserError, match=r"^early-exit takes a number of layers, as in early-exit:4: got 'half'$"):
-        make_drafter("early-exit:half")
+def test_a_folder_of_kangaroo_is_recognised_and_leaves_the_target_after_two_layers(tmp_path):
+    kangaroo.published(tmp_path, kangaroo.adapter())
+    drafter = make_drafter(str(tmp_path))
+    assert isinstance(drafter, Kangaroo)
+    assert drafter.network.config.exit_layer == 2
+    with pytest.raises(UserError, match=r"^an early exit must be after a layer before the last: .* 1 to 1, got 2$"):
+        drafter.attach(target_of("llama"))

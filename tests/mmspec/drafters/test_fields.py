@@ -20,10 +20,9 @@ from mmspec.drafters.medusa import MedusaConfig
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import drafter_specs, make_drafter
 from mmspec.drafters.spec import RotaryShape
-from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.drafters.msd import MSDConfig
+from tests.mmspec.drafters.test_drafters import target_of
 from tests.targets import prefilled, prompt_of
-from tests.tiny import shared_model
 from tests.tiny.drafters import NETWORKS, tiny_drafter
 from tests.tiny.models import text_inputs
 
@@ -47,7 +46,7 @@ _MORE = {"flash": {"slots": 3, "visual_states": True}, "hydra": {"prefix": True}
 @pytest.fixture(scope="module", params=_SAVED)
 def saved(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    target = TransformersTarget(shared_model("llama"))
+    target = target_of("llama")
     kind, made = request.param, _recycle(target)
     if kind != "recycle":
         made = tiny_drafter(kind, target.model, 20, **_MORE.get(kind, {}))
@@ -263,7 +262,7 @@ def test_settings_that_contradict_each_other(message, name, changes):
 
 
 def test_settings_of_a_caller_are_checked_too():
-    target = TransformersTarget(shared_model("llama"))
+    target = target_of("llama")
     for settings in ({"top_k": 10**9}, {"depth": 0}, {"total_tokens": "many"}, {"depth": 2.5}, {"top_k": True}):
         for name in NETWORKS:
             with pytest.raises(UserError, match=r" must be (>= 1|<= \d+|a whole number): got "):

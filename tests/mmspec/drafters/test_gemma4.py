@@ -10,13 +10,13 @@ import torch
 import transformers
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
-import mmspec
 from mmspec import UserError, plugins
 from mmspec.core.plan import StepPlan
 from mmspec.drafters.gemma4 import Gemma4, sharing_allowed
 from mmspec.drafters.registry import make_drafter, registered_name
 from tests.draft_checks import check_drafts
 from tests.gemma4 import CENTROIDS, assistant_of, target_model
+from tests.mmspec.drafters.test_drafters import assert_equal, target_of
 from tests.mtp import dense
 from tests.targets import prefilled, prompt_of, row_of
 from tests.tiny import shared_model
@@ -71,9 +71,7 @@ def test_chains_are_those_of_transformers(centroids, length):
 
     drafter.propose = proposed
     inputs = text_inputs(1, length)
-    options = dict(do_sample=False, max_new_tokens=14, eos_token_id=None, pad_token_id=0)
-    tokens = mmspec.generate(model, drafter=drafter, num_draft_tokens=4, **inputs, **options)
-    assert torch.equal(tokens, model.generate(**inputs, **options))
+    assert_equal(model, drafter, inputs, num_draft_tokens=4)
     assert len(trees) > 5
     for tokens, chain in trees:
         assert chain == proposals(assistant, model, tokens, 4)[0][: len(chain)]
@@ -124,13 +122,10 @@ def test_a_folder(unified, tmp_path):
         same.load_state_dict(assistant.state_dict())
         assistant = same
     assistant.save_pretrained(tmp_path)
-    options = dict(do_sample=False, max_new_tokens=14, eos_token_id=None, pad_token_id=0)
-    inputs = text_inputs(2, 9)
-    tokens = model.generate(**inputs, **options)
     for name in (str(tmp_path), f"gemma4:{tmp_path}"):
         drafter = make_drafter(name)
         assert registered_name(drafter) == "gemma4"
-        assert torch.equal(mmspec.generate(model, drafter=drafter, num_draft_tokens=8, **inputs, **options), tokens)
+        assert_equal(model, drafter, text_inputs(2, 9), num_draft_tokens=8)
 
 
 def test_other_targets_and_other_models_are_one_line(tmp_path):
@@ -148,7 +143,7 @@ def test_other_targets_and_other_models_are_one_line(tmp_path):
         other.backbone_hidden_size, other.config.get_text_config().vocab_size = width, vocab
         message = f"hidden size {width} and {vocab} tokens.*: got llama with hidden size 48 and 101 tokens"
         with pytest.raises(UserError, match=message):
-            Gemma4(other).attach(plugins.target_class(shared_model("llama").config)(shared_model("llama")))
+            Gemma4(other).attach(target_of("llama"))
     with pytest.raises(UserError, match=r"gemma4 takes a model of type gemma4_assistant, .*: got llama"):
         Gemma4(shared_model("llama"))
     assistant.save_pretrained(tmp_path)

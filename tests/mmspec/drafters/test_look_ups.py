@@ -1,21 +1,22 @@
-"""Look-up drafters that grow one tree together."""
+"""Look-up drafters that grow one tree together, and what they expect after drafts of another origin."""
 
 import pytest
 import torch
 
-import mmspec
 from mmspec import UserError
 from mmspec.core.drafter import Drafter, Wrapper
 from mmspec.core.plan import StepPlan
+from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.lookup import LookUpDrafter, LookUps
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import make_drafter
-from mmspec.drafters.union import Union
+from mmspec.drafters.union import PerSequence, Union
 from mmspec.ops import kernels
-from tests.mmspec.drafters.test_drafters import begun, paths
+from tests.mmspec.drafters.test_drafters import assert_equal, begun, paths, target_of
+from tests.targets import prefilled
 from tests.tiny import root_path, shared_model, valid_nodes
 from tests.tiny.models import text_inputs
 
@@ -178,6 +179,70 @@ def test_continuations_beside_a_table_with_static_shapes(monkeypatch):
     assert union.failure(0) == ""
 
 
+TEXT = [5, 6, 7, 8, 5, 6, 9, 8, 5, 6, 7, 5]
+
+
+def attached(drafter, history):
+    """The drafter, with one sequence of this history."""
+    target = target_of("llama")
+    drafter.attach(target)
+    prompt = Prompt(torch.tensor([history[:-1]]))
+    output = prefilled(target, prompt, 8)
+    drafter.begin(prompt, output, [list(history)])
+    return drafter
+
+
+def first_level(drafter, history):
+    """Children of the root of the drafter's tree: tokens and probabilities."""
+    tree = drafter.propose(torch.tensor([history[-1]]), StepPlan(nodes=64, depth=1, floor=0.0))
+    if tree.nodes == 1:
+        return {}
+    return dict(zip(tree.tokens[0, 1:].tolist(), tree.path_probs[0], strict=True))
+
+
+def test_ngram_looks_up_drafts_like_emitted_tokens():
+    for path in ((), (6,), (6, 7), (6, 9), (6, 7, 8, 5), (99,), (99, 6)):
+        found = dict(attached(Ngram(), TEXT).continuations(0, path))
+        longer = [*TEXT, *path]
+        expected = first_level(attached(Ngram(), longer), longer)
+        # Occurrences in the draft itself are not indexed.
+        assert {token: p for token, p in found.items() if token in expected} == found
+        if not path:
+            assert found == expected
+    assert (
+        dict(attached(Ngram(), TEXT).continuations(0, (6,)))[7]
+        > dict(attached(Ngram(), TEXT).continuations(0, (6,)))[9]
+    )
+
+
+def test_recycle_looks_up_the_last_two_tokens():
+    drafter = attached(Recycle(top_k=3), TEXT)
+    drafter._table = {(5, 6): {7: 0.6, 9: 0.3}, (-1, 5): {6: 1.0}, (6, 9): {8: 0.5}}
+    assert drafter.continuations(0, (6,)) == [(7, 0.6), (9, 0.3)]
+    assert drafter.continuations(0, (6, 9)) == [(8, 0.5)]
+    assert drafter.continuations(0, (6, 9, 5)) == [(6, 1.0)]
+    assert drafter.continuations(0, (1, 2)) == []
+    assert dict(drafter.continuations(0, ())) == first_level(drafter, TEXT)
+
+
+class Apart(Wrapper):
+    """A drafter that does not grow its tree together with others."""
+
+    def __init__(self, drafter):
+        self.drafter = drafter
+
+
+def test_ensembles():
+    ngram = dict(attached(Ngram(), TEXT).continuations(0, (6,)))
+    union = attached(Union([Apart(Recycle(top_k=3)), Ngram()]), TEXT)
+    union.drafters[0].drafter._table = {(5, 6): {7: 0.1, 11: 0.3}}
+    found = dict(union.continuations(0, (6,)))
+    total = max(1.0, ngram[7] + ngram[9] + 0.3)
+    assert found == {7: ngram[7] / total, 9: ngram[9] / total, 11: 0.3 / total}
+    alone = attached(PerSequence(Ngram()), TEXT)
+    assert dict(alone.continuations(0, (6,))) == ngram
+
+
 @pytest.mark.drafter_fails
 def test_an_error_names_the_drafters():
     class Broken(Ngram):
@@ -194,13 +259,10 @@ def test_an_error_names_the_drafters():
 @pytest.mark.parametrize("name", ["recycle+ngram@chain4", "auto@chain", "recycle+early-exit:1@chain3"])
 def test_chains(name, static, monkeypatch):
     monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
-    model, inputs = shared_model("llama"), text_inputs(2, 9)
     union, drafted = make_drafter(name), []
     propose = union.propose
     union.propose = lambda token, plan: drafted.append(propose(token, plan)) or drafted[-1]
-    options = dict(max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
-    found = mmspec.generate(model, drafter=union, nodes=6, **inputs, **options)
-    assert torch.equal(found, model.generate(**inputs, **options))
+    assert_equal(shared_model("llama"), union, text_inputs(2, 9), nodes=6)
     assert any(tree.max_depth > 1 for tree in drafted)
     for tree in drafted:
         for row in range(tree.batch):

@@ -5,13 +5,8 @@ import torch
 
 from mmspec.core.plan import StepPlan
 from mmspec.drafters.ngram import Ngram
-from mmspec.engine.stopping import Stopper
-from mmspec.sampling.sampler import Sampler
-from mmspec.targets.transformers_target import TransformersTarget
-from tests.decoding import SteppedEngine
-from tests.mmspec.drafters.test_drafters import begun, paths
-from tests.mmspec.engine.test_engine import VOCAB, TableTarget, prompt_of
-from tests.tiny import shared_model, table_model
+from tests.mmspec.drafters.test_drafters import begun, paths, target_of
+from tests.mmspec.engine.test_engine import VOCAB
 
 SOURCE = list(range(100, 160))  # no token twice: a match of any length is the only one
 
@@ -172,25 +167,8 @@ def test_long_matches_of_earlier_requests_come_before_chance():
     assert max(found, key=found.get) == SOURCE[10]
 
 
-def test_what_an_aborted_request_said_is_remembered():
-    drafter = Ngram()
-    engine = SteppedEngine(TableTarget(table_model(VOCAB, 0)), drafter, StepPlan(6, 4))
-    rows = [engine.add(prompt_of([prompt]), Sampler(), Stopper(30))[0] for prompt in ([1, 2, 3], [4, 5, 6])]
-    for _ in range(4):
-        engine._has_work()
-        engine._turn()
-    aborted = list(drafter.rows[0].own.text)
-    assert aborted[:3] == [1, 2, 3]
-    assert len(aborted) > 5
-    engine.remove([rows[0]])
-    engine.wait(lambda: rows[1].done)
-    engine._has_work()
-    assert drafter._past.text[: len(aborted)] == aborted
-    assert drafter._past.text[len(aborted) :][:3] == [4, 5, 6]
-
-
 def test_copies_do_not_remember_running_requests():
-    target, drafter = TransformersTarget(shared_model("llama")), Ngram()
+    target, drafter = target_of("llama"), Ngram()
     drafter.attach(target)
     begun(drafter, [SOURCE])
     drafter.select([])

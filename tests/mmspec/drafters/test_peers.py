@@ -149,35 +149,20 @@ def test_peagle(tmp_path, monkeypatch):
 
 
 SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64, "use_sliding_window": True}
+ALL, SOME = {"draft_vocab_size": VOCAB}, {"draft_vocab_size": len(IDS)}
 BLOCKS = [
-    ("dflash", {"draft_vocab_size": VOCAB}, SLIDING),
-    ("dflash", {"draft_vocab_size": len(IDS), "sliding_window_non_causal": True}, SLIDING),
-    ("dspark", {"draft_vocab_size": VOCAB, "markov_rank": 6}, {}),
-    ("dspark", {"draft_vocab_size": len(IDS), "markov_rank": 6, "confidence_head_with_markov": False}, {}),
-    ("dspark", {"draft_vocab_size": VOCAB, "markov_rank": 6, "markov_head_type": "gated"}, {}),
-    ("dspark", {"draft_vocab_size": VOCAB, "markov_rank": 6, "markov_head_type": "rnn"}, {}),
-    (
-        "dspark",
-        {"draft_vocab_size": VOCAB, "markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": False},
-        {},
-    ),
-    (
-        "dspark",
-        {"draft_vocab_size": VOCAB, "markov_rank": 0, "confidence_head_with_markov": False},
-        {},
-    ),
-    ("xpress", {"draft_vocab_size": VOCAB, "xpress_rank": 6}, {}),
-    (
-        "xpress",
-        {"draft_vocab_size": len(IDS), "xpress_rank": 6, "xpress_mlp_ratio": 3, "sample_from_anchor": True},
-        SLIDING,
-    ),
-    ("dflash2", {"draft_vocab_size": VOCAB, "selector_rank": 6, "selector_top_k": 7}, SLIDING),
-    (
-        "dflash2",
-        {"draft_vocab_size": VOCAB, "conv_kernel_size": 3, "conv_group_size": 8, "sample_from_anchor": True},
-        {},
-    ),
+    ("dflash", ALL, SLIDING),
+    ("dflash", {**SOME, "sliding_window_non_causal": True}, SLIDING),
+    ("dspark", {**ALL, "markov_rank": 6}, {}),
+    ("dspark", {**SOME, "markov_rank": 6, "confidence_head_with_markov": False}, {}),
+    ("dspark", {**ALL, "markov_rank": 6, "markov_head_type": "gated"}, {}),
+    ("dspark", {**ALL, "markov_rank": 6, "markov_head_type": "rnn"}, {}),
+    ("dspark", {**ALL, "markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": False}, {}),
+    ("dspark", {**ALL, "markov_rank": 0, "confidence_head_with_markov": False}, {}),
+    ("xpress", {**ALL, "xpress_rank": 6}, {}),
+    ("xpress", {**SOME, "xpress_rank": 6, "xpress_mlp_ratio": 3, "sample_from_anchor": True}, SLIDING),
+    ("dflash2", {**ALL, "selector_rank": 6, "selector_top_k": 7}, SLIDING),
+    ("dflash2", {**ALL, "conv_kernel_size": 3, "conv_group_size": 8, "sample_from_anchor": True}, {}),
 ]
 
 
@@ -266,14 +251,8 @@ def test_drafters_that_are_written_are_read(algorithm, tmp_path):
     again, state = SpeculatorModel.from_pretrained(tmp_path / "ours"), model.state_dict()
     assert type(again) is type(model)
     fields = ("mask_token_id", "block_size", "sliding_window_non_causal", "sample_from_anchor", "markov_rank")
-    fields += (
-        "xpress_rank",
-        "xpress_mlp_ratio",
-        "conv_kernel_size",
-        "conv_group_size",
-        "selector_rank",
-        "selector_top_k",
-    )
+    fields += ("xpress_rank", "xpress_mlp_ratio", "conv_kernel_size", "conv_group_size")
+    fields += ("selector_rank", "selector_top_k")
     for name in (*fields, reads, f"eagle_{reads}", *layouts.eagle.SWITCHES):
         assert getattr(again.config, name, None) == getattr(model.config, name, None)
     for name, tensor in again.state_dict().items():

@@ -11,20 +11,19 @@ from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausa
 from transformers.generation.candidate_generator import AssistantToTargetTranslator
 
 import mmspec
-from mmspec import UserError, plugins
+from mmspec import UserError
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import SharedTokens, Small
 from mmspec.targets.packing import pack_model, weights_kind
 from tests.compiled import needs_kernels
 from tests.draft_checks import check_drafts, check_logits
-from tests.mmspec.drafters.test_visual_share import selected_by_loop
+from tests.mmspec.drafters.test_drafters import OPTIONS, assert_equal, target_of
+from tests.mmspec.drafters.test_prompt_share import selected_by_loop
 from tests.targets import plain_logits, row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import IMAGE, VIDEO, VISION_CONFIGS, VOCAB
 from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
 from tests.vocabularies import LETTERS, pair, smaller, words
-
-OPTIONS = dict(do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=0)
 
 
 def test_shared_tokens_are_those_of_transformers():
@@ -66,9 +65,8 @@ def test_tokenizers_are_read_from_the_folders(tmp_path, monkeypatch):
         one.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     model.config.name_or_path = str(tmp_path / "target")
-    tokens = model.generate(**inputs, **OPTIONS)
     drafter = Small(str(tmp_path / "draft"))
-    assert torch.equal(mmspec.generate(model, drafter=drafter, num_draft_tokens=8, **inputs, **OPTIONS), tokens)
+    assert_equal(model, drafter, inputs, num_draft_tokens=8)
     assert len(drafter._shared.draft_ids) > 20
 
 
@@ -94,7 +92,7 @@ def test_vocabularies_with_nothing_in_common_are_refused():
     shared = SharedTokens(target, nothing, (VOCAB, 49))
     assert shared.target_ids.tolist() == [0]  # both have an unknown token
     with pytest.raises(UserError, match="must share tokens: their vocabularies have none in common"):
-        Small(smaller(), tokenizers=(words(list(LETTERS), "▁"), _Named({"1": 0}))).attach(_target("llama"))
+        Small(smaller(), tokenizers=(words(list(LETTERS), "▁"), _Named({"1": 0}))).attach(target_of("llama"))
 
 
 class _Named:
@@ -106,11 +104,6 @@ class _Named:
 
     def __call__(self, text, add_special_tokens=True):
         return {"input_ids": []}
-
-
-def _target(name):
-    model = shared_model(name)
-    return plugins.target_class(model.config)(model)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "bamba", "mamba", "qwen3_5_text"])
@@ -191,7 +184,6 @@ def test_vision_language_draft_models(name, share):
 def test_a_folder_and_a_share(tmp_path):
     vision_model("llava", seed=1).save_pretrained(tmp_path)
     model, inputs = shared_model("llava"), vision_inputs("llava", 1)
-    tokens = model.generate(**inputs, **OPTIONS)
     prompts = []
     for spec, length in (
         (f"small:{tmp_path}@0.25", 8 + 4),
@@ -206,7 +198,7 @@ def test_a_folder_and_a_share(tmp_path):
             prompts.append(drafter.lm.runner.cache.length)
 
         drafter.begin = noted
-        assert torch.equal(mmspec.generate(model, drafter=drafter, num_draft_tokens=8, **inputs, **OPTIONS), tokens)
+        assert_equal(model, drafter, inputs, num_draft_tokens=8)
         assert prompts[-1] == length  # with the first token, where no image is read
     with pytest.raises(UserError, match=r"^the share of the prompt must be from 0 to 1: got 1.5$"):
         make_drafter(f"small:{tmp_path}@1.5")
@@ -224,10 +216,8 @@ def test_a_draft_model_may_cross_the_length_at_which_its_rotary_embeddings_chang
         LlamaConfig(**shape, num_hidden_layers=1, max_position_embeddings=limit, rope_parameters=rope)
     ).eval()
     for length in (5, 14, 20):
-        model, inputs = shared_model("llama"), text_inputs(1, length)
-        out = mmspec.generate(model, drafter=Small(draft), nodes=4, return_dict_in_generate=True, **inputs, **OPTIONS)
-        assert torch.equal(out.sequences, model.generate(**inputs, **OPTIONS))
-        assert out.stats[0].num_draft_tokens > 0
+        (stats,) = assert_equal(shared_model("llama"), Small(draft), text_inputs(1, length), nodes=4)
+        assert stats.num_draft_tokens > 0
 
 
 @pytest.mark.drafter_fails
@@ -236,11 +226,9 @@ def test_images_of_another_size_are_not_drafted_for():
     other.vision_config.image_size = 24
     torch.manual_seed(0)
     small = AutoModelForImageTextToText.from_config(other).eval()
-    model, inputs = shared_model("llava"), vision_inputs("llava", 1)
-    out = mmspec.generate(model, drafter=Small(small), return_dict_in_generate=True, **inputs, **OPTIONS)
-    assert torch.equal(out.sequences, model.generate(**inputs, **OPTIONS))
+    (stats,) = assert_equal(shared_model("llava"), Small(small), vision_inputs("llava", 1))
     why = "Small: UserError: the draft model must take the target's images and videos; with small:MODEL@0 "
-    assert out.stats[0].drafter_error.startswith(why)
+    assert stats.drafter_error.startswith(why)
 
 
 @pytest.mark.parametrize(("name", "hooked"), [("llava", True), ("qwen2_vl", False)])

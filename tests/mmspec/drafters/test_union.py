@@ -15,8 +15,7 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
-from mmspec.targets.transformers_target import TransformersTarget
-from tests.mmspec.drafters.test_drafters import begun, paths
+from tests.mmspec.drafters.test_drafters import begun, paths, target_of
 from tests.tiny import shared_model
 
 ADAPTIVE = StepPlan(adaptive=True)
@@ -64,7 +63,7 @@ def test_names_joined_by_plus():
 
 
 def test_a_lent_union_shares_weights_and_forgets():
-    target = TransformersTarget(shared_model("llama"))
+    target = target_of("llama")
     union = Union([Small(shared_model("qwen3")), Recycle()])
     union.attach(target)
     lent = union.lend(target)

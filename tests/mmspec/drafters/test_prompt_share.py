@@ -1,4 +1,4 @@
-"""Which parts of a long prompt a draft model gets, and that it drafts after these."""
+"""Which visual tokens and which parts of a long text a draft model gets, against plain loops; drafts after these."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections import Counter
 import pytest
 import torch
 
-import mmspec
-from mmspec.drafters import prompt_share
-from mmspec.drafters.prompt_share import relevant
-from mmspec.drafters.small import Small
+from mmspec import UserError, plugins
+from mmspec.core.target import TargetOutput
+from mmspec.drafters import small as prompt_share
+from mmspec.drafters.small import Small, VisualShare, attended, evenly, relevant
 from tests.draft_checks import check_logits
-from tests.targets import row_of
+from tests.mmspec.drafters.test_drafters import assert_equal, target_of
+from tests.targets import prefilled, prompt_of, row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import IMAGE, VIDEO
 from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
@@ -54,7 +55,7 @@ def test_the_chunks_that_the_end_asks_about() -> None:
 
 
 @pytest.mark.usefixtures("small_sizes")
-def test_selection_equals_a_loop() -> None:
+def test_selected_text_equals_a_loop() -> None:
     g = torch.Generator().manual_seed(0)
     shortened = 0
     for case in range(40):
@@ -108,11 +109,73 @@ def test_text_around_images(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         begin(prompt, *others)
 
     drafter._begin_with_media = noted
-    options = dict(do_sample=False, max_new_tokens=8, eos_token_id=None, pad_token_id=0)
-    found = mmspec.generate(model, drafter=drafter, num_draft_tokens=6, **inputs, **options)
-    assert torch.equal(found, model.generate(**inputs, **options))
+    assert_equal(model, drafter, inputs, num_draft_tokens=6)
     (prompt,) = prompts
     text = (prompt.attention_mask == 1) & (prompt.input_ids != IMAGE) & (prompt.input_ids != VIDEO)
     assert torch.equal(prompt.prefill_mask & text, relevant(prompt.input_ids, text, 0.3))
     assert int((prompt.prefill_mask & text).sum()) < int(text.sum())
     assert not prompt.prefill_mask[prompt.attention_mask == 0].any()
+
+
+def selected_by_loop(visual: list[int], weights: list[float], kept: int) -> set[int]:
+    """Places of ``visual``: the heaviest until they have 0.4 of the weight, then evenly spaced ones of the others."""
+    top: list[int] = []
+    for place in sorted(visual, key=lambda place: -weights[place]):
+        if len(top) == kept or sum(weights[at] for at in top) >= 0.4 * sum(weights[at] for at in visual):
+            break
+        top.append(place)
+    others, more = [place for place in visual if place not in top], kept - len(top)
+    spaced = {others[at] for at in range(len(others)) if (at + 1) * more // len(others) > at * more // len(others)}
+    assert len(spaced) == more
+    return spaced | {*top}
+
+
+def test_selected_visual_tokens_equal_a_loop():
+    g = torch.Generator().manual_seed(0)
+    for case in range(40):
+        length, share = 30, [0.1, 0.25, 0.5, 0.9][case % 4]
+        visual = torch.rand(3, length, generator=g) < [0.2, 0.5, 1.0][case % 3]
+        visual[:, 0] = True
+        weights = torch.rand(3, length, generator=g) ** [1, 8][case % 2]
+        weights[2] = 0  # nothing is known of a row's attention
+        kept = (visual.sum(1, keepdim=True) * share).round().long().clamp(min=1)
+        found = attended(visual, weights, kept, 0.4)
+        for row in range(3):
+            places = visual[row].nonzero()[:, 0].tolist()
+            expected = selected_by_loop(places, weights[row].tolist(), int(kept[row]))
+            assert set(found[row].nonzero()[:, 0].tolist()) == expected
+        assert torch.equal(found[2], evenly(visual, kept)[2])
+
+
+def test_a_row_does_not_depend_on_the_others():
+    model, inputs = shared_model("qwen2_vl"), vision_inputs("qwen2_vl", 3)
+    target = plugins.target_class(model.config)(model)
+    share = VisualShare(0.4)
+    share.attach(target)
+    reads = share.features
+    first = 0
+    together = prefilled(target, prompt_of(inputs), reads=reads)
+    found = share.selected(together.visual, together, first)
+    for row in range(3):
+        first += [3, 1, 1][row]
+        alone = {**row_of(inputs, row)}
+        alone["attention_mask"] = torch.ones_like(alone["input_ids"])
+        output = prefilled(target, prompt_of(alone), reads=reads)
+        length = alone["input_ids"].shape[1]
+        chosen = share.selected(output.visual, output, first)
+        assert torch.equal(chosen[0], found[row, -length:])
+        assert int(chosen.sum()) == round(0.4 * int(output.visual.sum()))
+        assert not torch.equal(chosen, evenly(output.visual, chosen.sum(1, keepdim=True)))
+
+
+def test_other_targets_and_shares_need_no_attention():
+    target = target_of("llava")
+    for share, top_p, other in ((1.0, 0.4, target), (0.0, 0.4, target), (0.4, 0.4, object()), (0.4, 0.0, target)):
+        spaced = VisualShare(share, top_p)
+        spaced.attach(other)
+        assert spaced.features == ()
+    visual = torch.arange(20)[None] > 3
+    found = spaced.selected(visual, TargetOutput(torch.empty(0), {}), 0)
+    assert torch.equal(found, evenly(visual, torch.tensor([[6]])))
+    with pytest.raises(UserError, match=r"^the part of the attention must be from 0 to 1: got 2$"):
+        VisualShare(0.4, 2)
