@@ -6,7 +6,6 @@ Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -85,80 +84,55 @@ def copy_oracle(answers: Sequence[Sequence[int]], seconds: Callable[[int], float
     return {"tokens_per_step": lengths, "speedup": speedups[best], "draft_tokens": best}
 
 
-@dataclass
-class AcceptanceStats:
-    """Acceptance of one drafter over many requests.
+def acceptance(requests: Sequence[Stats]) -> dict[str, Any]:
+    """Acceptance over requests as plain JSON values.
 
-    Attributes:
-        groups: the resampling group of each request. Requests of one group (the turns of a conversation, one prompt
-            with several seeds) are not independent.
-        requests: statistics of each request.
-        equal: number of requests whose output equals plain decoding's.
+    ``acceptance_by_position`` is the share of steps that accepted at least 1, 2, ... draft tokens. The prefill's
+    token of each request is generated in no step.
     """
+    total = Stats.combined(requests)
+    at_least = np.cumsum(total.acceptance_histogram[::-1])[::-1]
+    return {
+        "mean_acceptance_length": total.mean_acceptance_length,
+        "draft_acceptance_rate": total.draft_acceptance_rate,
+        "acceptance_by_position": [round(float(count / at_least[0]), 4) for count in at_least[1:]],
+        "histogram": total.acceptance_histogram,
+        "num_spec_steps": total.num_spec_steps,
+        "num_generated_tokens": sum(total.accept_lengths) + len(requests),
+        "requests": len(requests),
+    }
 
-    groups: list[Hashable] = field(default_factory=list)
-    requests: list[Stats] = field(default_factory=list)
-    equal: int = 0
 
-    def add(self, group: Hashable, stats: Stats, equal: bool) -> None:
-        self.groups.append(group)
-        self.requests.append(stats)
-        self.equal += equal
-
-    @property
-    def total(self) -> Stats:
-        """Statistics over all requests."""
-        return Stats.combined(self.requests)
-
-    def log_line(self) -> str:
-        """Mean acceptance length as one line for a log."""
-        length = self.total.mean_acceptance_length
-        return f"mmspec: {length:.2f} tokens per verify step over {len(self.requests)} requests"
-
-    def to_dict(self) -> dict[str, Any]:
-        """All statistics as plain JSON values.
-
-        ``acceptance_by_position`` is the share of steps that accepted at least 1, 2, ... draft tokens. The prefill's
-        token of each request is generated in no step.
-        """
-        total = self.total
-        at_least = np.cumsum(total.acceptance_histogram[::-1])[::-1]
-        return {
-            "mean_acceptance_length": total.mean_acceptance_length,
-            "draft_acceptance_rate": total.draft_acceptance_rate,
-            "acceptance_by_position": [round(float(count / at_least[0]), 4) for count in at_least[1:]],
-            "histogram": total.acceptance_histogram,
-            "num_spec_steps": total.num_spec_steps,
-            "num_generated_tokens": sum(total.accept_lengths) + len(self.requests),
-            "requests": len(self.requests),
-            "equal": self.equal,
-        }
+def acceptance_line(requests: Sequence[Stats]) -> str:
+    """Mean acceptance length over requests as one line for a log."""
+    length = Stats.combined(requests).mean_acceptance_length
+    return f"mmspec: {length:.2f} tokens per verify step over {len(requests)} requests"
 
 
 def acceptance_difference(
-    first: AcceptanceStats, second: AcceptanceStats, resamples: int = 4000, seed: int = 0
+    pairs: Sequence[tuple[Hashable, Stats, Stats]], resamples: int = 4000, seed: int = 0
 ) -> dict[str, float]:
-    """Paired difference of mean acceptance length, ``first`` minus ``second``, on the same requests.
+    """Paired difference of mean acceptance length, first minus second, on the same requests.
+
+    Args:
+        pairs: resampling group of each request, and both statistics. Requests of one group (the turns of a
+            conversation, one prompt with several seeds) are not independent.
 
     Returns:
         The ``difference`` and its 95 % interval, ``low`` and ``high``, by a bootstrap over groups of requests.
-
-    Raises:
-        ValueError: the statistics are of different requests.
     """
-    if first.groups != second.groups:
-        raise ValueError(
-            f"both must have decoded the same requests: got {len(first.groups)} and {len(second.groups)} of them"
-        )
-    indices = {group: index for index, group in enumerate(dict.fromkeys(first.groups))}
-    of_request = [indices[group] for group in first.groups]
-    counts = [[sum(row.accept_lengths), row.num_spec_steps] for side in (first, second) for row in side.requests]
-    columns = np.array(counts).reshape(2, -1, 2).transpose(0, 2, 1).reshape(4, -1)  # tokens and steps of both
+    groups, *sides = zip(*pairs, strict=True)
+    indices = {group: index for index, group in enumerate(dict.fromkeys(groups))}
+    of_request = [indices[group] for group in groups]
+    columns = [
+        column
+        for side in sides
+        for column in ([sum(one.accept_lengths) for one in side], [one.num_spec_steps for one in side])
+    ]
     sums = np.stack([np.bincount(of_request, column, len(indices)) for column in columns], axis=1)  # (groups, 4)
     weights = np.full(len(indices), 1 / len(indices))
     drawn = np.random.default_rng(seed).multinomial(len(indices), weights, resamples)  # (resamples, groups)
     a_tokens, a_steps, b_tokens, b_steps = (drawn @ sums).T
-    return {
-        "difference": first.total.mean_acceptance_length - second.total.mean_acceptance_length,
-        **percentile_interval(a_tokens / np.maximum(a_steps, 1) - b_tokens / np.maximum(b_steps, 1)),
-    }
+    first, second = (Stats.combined(side).mean_acceptance_length for side in sides)
+    spread = a_tokens / np.maximum(a_steps, 1) - b_tokens / np.maximum(b_steps, 1)
+    return {"difference": first - second, **percentile_interval(spread)}

@@ -142,11 +142,7 @@ def git_commit() -> str:
 
 def print_result(content: dict[str, Any], out: Path | None = None) -> None:
     """Print a result as one JSON line, and write it to ``out`` if given."""
+    line = json.dumps(content)
     if out is not None:
-        write_result(content, out)
-    click.echo(json.dumps(content))
-
-
-def write_result(content: dict[str, Any], out: Path) -> None:
-    """Write a result as a JSON file, atomically."""
-    write_text(out, json.dumps(content) + "\n")
+        write_text(out, line + "\n")
+    click.echo(line)

@@ -49,6 +49,7 @@ from mmspec.progress import show_progress
 
 Job = dict[str, Any]
 _WARM_UP_TOKENS = 64
+_RECORDS = "records.jsonl"
 
 
 class Evaluator:
@@ -218,37 +219,23 @@ def job_key(job: Job) -> tuple[Any, ...]:
     return job["task"], job["temperature"], job["batch"], job["group"]
 
 
-class RunRecords:
-    """The records of a run, stored in its folder.
+def read_records(folder: Path, settings: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The records of a run by ``job_key``. A new run's folder gets its ``settings.json``.
 
     Raises:
-        UserError: the folder holds a run with other settings.
+        UserError: the folder holds a run with other settings, or a damaged record.
     """
-
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self._path = folder / "records.jsonl"
-        settings_file = folder / "settings.json"
-        if settings_file.exists():
-            check_settings(folder, read_json(settings_file), settings)
-        else:
-            write_text(settings_file, json.dumps(settings, indent=1) + "\n")
-        self.records = {}
-        for number, record in read_rows(self._path, cut=True):
-            if missing := {"task", "temperature", "batch", "group", "turns"} - record.keys():
-                raise UserError(f"{self._path}, line {number}: expected a record with {min(missing)}, received none")
-            self.records[job_key(record)] = record
-        write_text(self._path, "".join(json.dumps(record) + "\n" for record in self.records.values()))
-
-    def add(self, record: dict[str, Any]) -> None:
-        append_row(self._path, record)
-        self.records[job_key(record)] = record
-
-    def missing(self, jobs: Sequence[Job]) -> list[Job]:
-        return [job for job in jobs if job_key(job) not in self.records]
-
-    def ordered(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        """Records of ``jobs``, in the same order."""
-        return [self.records[job_key(job)] for job in jobs if job_key(job) in self.records]
+    settings_file, path, records = folder / "settings.json", folder / _RECORDS, {}
+    if settings_file.exists():
+        check_settings(folder, read_json(settings_file), settings)
+    else:
+        write_text(settings_file, json.dumps(settings, indent=1) + "\n")
+    for number, record in read_rows(path, cut=True):
+        if missing := {"task", "temperature", "batch", "group", "turns"} - record.keys():
+            raise UserError(f"{path}, line {number}: expected a record with {min(missing)}, received none")
+        records[job_key(record)] = record
+    write_text(path, "".join(json.dumps(record) + "\n" for record in records.values()))
+    return records
 
 
 def is_visual(model: str) -> bool:
@@ -272,17 +259,18 @@ def run_suite(settings: SuiteSettings, out: Path, engine: str = "local", workers
     """
     plain = json.loads(json.dumps(dataclasses.asdict(settings)))
     samples = {task: settings.samples(task) for task in settings.tasks}
-    run_records = RunRecords(out, plain)
+    known = read_records(out, plain)
     jobs = suite_jobs(settings, {task: len(part) for task, part in samples.items()})
-    missing = run_records.missing(jobs)
+    missing = [job for job in jobs if job_key(job) not in known]
     done = len(jobs) - len(missing)
     with show_progress(Console(stderr=True), "measuring") as show:
         show(done, len(jobs))
         for job, record in run_jobs(missing, Evaluator, plain, engine, workers):
-            run_records.add(record)
+            append_row(out / _RECORDS, record)
+            known[job_key(job)] = record
             done += 1
             show(done, len(jobs), part=job["task"])
-    records = run_records.ordered(jobs)
+    records = [known[job_key(job)] for job in jobs]
     write_answers(records, out / "answers")
     refused = {
         (method, record["temperature"], record["batch"]): reason

@@ -14,7 +14,7 @@ import numpy as np
 
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
-from mmspec.eval.harness.acceptance import AcceptanceStats, acceptance_difference, copy_oracle, median_interval
+from mmspec.eval.harness.acceptance import acceptance, acceptance_difference, copy_oracle, median_interval
 from mmspec.eval.harness.timing import PHASES
 from mmspec.eval.suite.methods import BASELINE, LLAMA, PLAIN
 from mmspec.eval.suite.scoring import Sample, Scorer
@@ -48,7 +48,7 @@ def summarise(
     for (task, temperature, batch), group in sorted(cells.items(), key=lambda cell: cell[0][0] != ALL):
         methods = dict.fromkeys(m for record in group for m in record["turns"][0]["methods"])
         drafting = [
-            method for method in methods if _acceptance(_measured(group, method), method).total.num_draft_tokens
+            name for name in methods if any(one.num_draft_tokens for one in _stats(_measured(group, name), name))
         ]
         for method in methods:
             measured = _measured(group, method)
@@ -96,21 +96,18 @@ def _measured(records: Sequence[Record], method: str) -> list[Record]:
     return [record for record in records if method in record["turns"][0]["methods"]]
 
 
-def _acceptance(records: Sequence[Record], method: str) -> AcceptanceStats:
-    acceptance = AcceptanceStats()
-    for group, record in enumerate(records):
-        for turn in record["turns"]:
-            for figures, equal in zip(turn["methods"][method]["stats"], turn["methods"][method]["equal"], strict=False):
-                acceptance.add(group, Stats(**figures), bool(equal))
-    return acceptance
+def _stats(records: Sequence[Record], method: str) -> list[Stats]:
+    return [Stats(**row) for record in records for turn in record["turns"] for row in turn["methods"][method]["stats"]]
 
 
 def _difference(records: Sequence[Record], method: str, other: str) -> dict[str, Any] | None:
     """Paired difference in tokens per verify step to ``other``, where both were measured."""
-    both = _measured(records, other)
-    if not both:
-        return None
-    return {"against": other, **acceptance_difference(_acceptance(both, method), _acceptance(both, other))}
+    pairs = [
+        (group, *rows)
+        for group, record in enumerate(_measured(records, other))
+        for rows in zip(_stats([record], method), _stats([record], other), strict=True)
+    ]
+    return {"against": other, **acceptance_difference(pairs)} if pairs else None
 
 
 def _copy_oracle(records: Sequence[Record]) -> dict[str, Any] | None:
@@ -125,7 +122,7 @@ def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
     base = BASELINE if _measured(records, BASELINE) else PLAIN
     spent = [_spent(record, method) for record in records]
     results = [result["methods"][method] for record in records for result in record["turns"]]
-    acceptance = _acceptance(records, method)
+    stats = _stats(records, method)
     passes = [(own.get("tree"), _spent(record, PLAIN).get("pass")) for own, record in zip(spent, records, strict=True)]
     costs = [tree / one for tree, one in passes if tree and one]
     shares = {part: sum(s[part] for s in spent) / sum(s["total"] for s in spent) for part in PHASES if part in spent[0]}
@@ -146,7 +143,7 @@ def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
         "time_to_first_token": median(s["first"] for s in spent),
         "shares": shares,
         "memory": max((result["memory"] for result in results if result["memory"] is not None), default=None),
-        "acceptance": acceptance.to_dict() if acceptance.total.num_spec_steps else None,
+        "acceptance": acceptance(stats) if any(one.num_spec_steps for one in stats) else None,
         "lossless": all(figures.get("lossless", True) for result in results for figures in result["stats"]),
         "equal": sum(compared),
         "compared": len(compared),

@@ -20,7 +20,7 @@ from mmspec.eval.harness.output import (
     git_commit,
     make_table,
     milliseconds,
-    write_result,
+    print_result,
 )
 from mmspec.eval.suite.command import SIZES
 
@@ -79,7 +79,7 @@ def test_a_benchmark_prints_and_writes_its_result_atomically(tmp_path):
         torch.set_num_threads(before)
     assert json.loads(run.output) == json.loads(out.read_text()) == {"size": 5, "threads": 2}
     with pytest.raises(TypeError):
-        write_result({"a": object()}, out)
+        print_result({"a": object()}, out)
     assert json.loads(out.read_text())["size"] == 5
     assert [path.name for path in out.parent.iterdir()] == ["out.json"]
 

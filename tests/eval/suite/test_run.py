@@ -22,7 +22,7 @@ from mmspec.eval.suite import run
 from mmspec.eval.suite.command import SuiteSettings, evaluate
 from mmspec.eval.suite.methods import auto_methods, parse_methods
 from mmspec.eval.suite.report import write_report
-from mmspec.eval.suite.run import Evaluator, RunRecords, answer_lines, run_suite
+from mmspec.eval.suite.run import Evaluator, answer_lines, read_records, run_suite
 from mmspec.eval.suite.summary import summarise
 from mmspec.files import alone
 from mmspec.vision.drafters.msd import MSD
@@ -165,13 +165,13 @@ def test_a_killed_run_resumes_and_gives_the_same_results(whole, folder, tmp_path
 
 
 def test_damaged_records_are_named(tmp_path):
-    RunRecords(tmp_path, {})
+    read_records(tmp_path, {})
     (tmp_path / "records.jsonl").write_text('{"task": "a"}\n')
     with pytest.raises(UserError, match=r"records\.jsonl, line 1: expected a record with batch, received none"):
-        RunRecords(tmp_path, {})
+        read_records(tmp_path, {})
     (tmp_path / "settings.json").write_bytes(b"[]")
     with pytest.raises(UserError, match=r"settings\.json: expected a JSON object"):
-        RunRecords(tmp_path, {})
+        read_records(tmp_path, {})
 
 
 def test_answers_are_in_spec_benchs_format(whole):
