@@ -98,6 +98,7 @@ def acceptance(requests: Sequence[Stats]) -> dict[str, Any]:
         "acceptance_by_position": [round(float(count / at_least[0]), 4) for count in at_least[1:]],
         "histogram": total.acceptance_histogram,
         "num_spec_steps": total.num_spec_steps,
+        "nodes_per_step": total.num_draft_tokens / max(total.num_spec_steps, 1),
         "num_generated_tokens": sum(total.accept_lengths) + len(requests),
         "requests": len(requests),
     }

@@ -89,7 +89,7 @@ def make_table(
     def text(cell: str | Callable[[Mapping[str, Any]], str], row: Mapping[str, Any]) -> str:
         if not isinstance(cell, str):
             return cell(row)
-        fields = [name for _, name, _, _ in string.Formatter().parse(cell) if name]
+        fields = [name.partition("[")[0] for _, name, _, _ in string.Formatter().parse(cell) if name]
         return "" if any(row.get(name) is None for name in fields) else cell.format_map(row)
 
     table = Table(*(header for header, _ in columns), **options)

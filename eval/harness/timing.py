@@ -104,6 +104,18 @@ class TimedBatch:
         return self.stats[0].mean_acceptance_length if self.stats else 1.0
 
 
+def results_of(rounds: Sequence[TimedBatch]) -> dict[str, Any]:
+    """The rounds of a batch as JSON values: ``answers`` and ``stats`` of the first, ``seconds`` and ``request_seconds``
+    of each, and the peak of ``memory``."""
+    return {
+        "answers": rounds[0].answers,
+        "stats": [dict(vars(stats)) for stats in rounds[0].stats],
+        "seconds": [batch.seconds for batch in rounds],
+        "request_seconds": [batch.request_seconds for batch in rounds],
+        "memory": max((batch.memory for batch in rounds if batch.memory is not None), default=None),
+    }
+
+
 @dataclass
 class Method:
     """A decoding method.

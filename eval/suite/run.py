@@ -35,7 +35,7 @@ from mmspec.eval.harness.acceptance import copy_lengths
 from mmspec.eval.harness.output import describe
 from mmspec.eval.harness.peers import LlamaServer, OpenVino, Peer
 from mmspec.eval.harness.prompts import warm_up_requests
-from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, pass_costs, run_interleaved
+from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, pass_costs, results_of, run_interleaved
 from mmspec.eval.suite.command import SuiteSettings
 from mmspec.eval.suite.methods import BASELINE, LLAMA, OPENVINO, PLAIN, parse_methods
 from mmspec.eval.suite.report import write_report
@@ -192,12 +192,8 @@ def _method_results(
                     difference = first_difference(pipe, requests[row], keywords, other, expected)
                     differences.append({"row": row, **vars(difference)})
         results[method.name] = {
-            "answers": first.answers,
             "texts": [pipe.processor.decode(answer).strip() for answer in first.answers],
-            "seconds": [batch.seconds for batch in rounds],
-            "request_seconds": [batch.request_seconds for batch in rounds],
-            "stats": [dict(vars(stats)) for stats in first.stats],
-            "memory": max((batch.memory for batch in rounds if batch.memory is not None), default=None),
+            **results_of(rounds),
             "equal": equal,
             "differences": differences,
         }

@@ -35,9 +35,9 @@ def summarise(
         ``generate`` where it was measured, else our plain decoding), over our plain decoding and over llama.cpp's, by
         batch of conversations: their ``median`` with its 95 % bootstrap interval, ``low`` and ``high``.
         ``acceptance_difference`` is the difference in tokens per verify step to the first drafting method
-        (``against``), on the conversations that both answered. ``draft_cost`` is in one-node passes. ``requests`` has
-        per-request metrics, see ``_by_request``. ``copy_oracle`` is computed from plain decoding's answers in batches
-        of one conversation.
+        (``against``), on the conversations that both answered. ``draft_cost`` and ``verify_cost`` of a tree are in
+        one-node passes. ``requests`` has per-request metrics, see ``by_request``. ``copy_oracle`` is computed from
+        plain decoding's answers in batches of one conversation.
     """
     cells: dict[tuple[str, float, int], list[Record]] = {}
     tasks = dict.fromkeys(record["task"] for record in records)
@@ -53,11 +53,11 @@ def summarise(
         for method in methods:
             measured = _measured(group, method)
             row = {"task": task, "temperature": temperature, "batch": batch, "method": method}
-            row |= _figures(measured, method)
+            row |= figures(measured, method)
             compared = method in drafting[1:]
             row["acceptance_difference"] = _difference(measured, method, drafting[0]) if compared else None
             row["categories"] = _by_category(measured, method)
-            row["requests"] = _by_request(measured, method)
+            row["requests"] = by_request(measured, method)
             row["copy_oracle"] = _copy_oracle(measured) if method == PLAIN else None
             if task != ALL:
                 row |= _scores(measured, method, samples[task], scorers[task])
@@ -118,13 +118,17 @@ def _copy_oracle(records: Sequence[Record]) -> dict[str, Any] | None:
     return copy_oracle(found, lambda nodes: float(np.interp(nodes, cost["tokens"], cost["seconds"])))
 
 
-def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
+def figures(records: Sequence[Record], method: str) -> dict[str, Any]:
+    """Results of a method over conversations, see ``summarise``."""
     base = BASELINE if _measured(records, BASELINE) else PLAIN
     spent = [_spent(record, method) for record in records]
     results = [result["methods"][method] for record in records for result in record["turns"]]
     stats = _stats(records, method)
-    passes = [(own.get("tree"), _spent(record, PLAIN).get("pass")) for own, record in zip(spent, records, strict=True)]
-    costs = [tree / one for tree, one in passes if tree and one]
+    passes = [_spent(record, PLAIN).get("pass") for record in records]
+    costs = {  # an adaptive method may not have drafted in some conversations
+        part: [own[part] / one for own, one in zip(spent, passes, strict=True) if one and own.get(part)]
+        for part in ("tree", "pass")
+    }
     shares = {part: sum(s[part] for s in spent) / sum(s["total"] for s in spent) for part in PHASES if part in spent[0]}
     if shares:
         shares["rest"] = 1 - sum(shares.values())
@@ -138,13 +142,14 @@ def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
         "end_to_end_llama": _ratio(records, method, LLAMA, "total", "tokens"),
         "decoding": _ratio(records, method, base, "decoding", "later_tokens"),
         "decoding_plain": _ratio(records, method, PLAIN, "decoding", "later_tokens"),
-        "draft_cost": median(costs) if costs else None,
+        "draft_cost": median(costs["tree"]) if costs["tree"] else None,
+        "verify_cost": median(costs["pass"]) if costs["pass"] else None,
         "tokens_per_second": median(s["tokens"] / s["total"] for s in spent),
         "time_to_first_token": median(s["first"] for s in spent),
         "shares": shares,
         "memory": max((result["memory"] for result in results if result["memory"] is not None), default=None),
         "acceptance": acceptance(stats) if any(one.num_spec_steps for one in stats) else None,
-        "lossless": all(figures.get("lossless", True) for result in results for figures in result["stats"]),
+        "lossless": all(stats.get("lossless", True) for result in results for stats in result["stats"]),
         "equal": sum(compared),
         "compared": len(compared),
         "differences": [
@@ -163,8 +168,8 @@ def _by_category(records: Sequence[Record], method: str) -> dict[str, dict[str, 
         if len(set(record["categories"])) == 1 and record["categories"][0]:
             groups.setdefault(record["categories"][0], []).append(record)
     names = "conversations", "end_to_end_plain", "decoding_plain", "acceptance"
-    every = {category: _figures(part, method) for category, part in groups.items()}
-    return {category: {name: figures[name] for name in names} for category, figures in every.items()}
+    every = {category: figures(part, method) for category, part in groups.items()}
+    return {category: {name: found[name] for name in names} for category, found in every.items()}
 
 
 def _requests(records: Sequence[Record], method: str) -> dict[tuple[str, int, int, int], Record]:
@@ -188,7 +193,7 @@ def _requests(records: Sequence[Record], method: str) -> dict[tuple[str, int, in
     return found
 
 
-def _by_request(records: Sequence[Record], method: str) -> dict[str, dict[str, Any]]:
+def by_request(records: Sequence[Record], method: str) -> dict[str, dict[str, Any]]:
     """Per-request metrics, ``overall`` and by category.
 
     Returns:
@@ -199,7 +204,7 @@ def _by_request(records: Sequence[Record], method: str) -> dict[str, dict[str, A
         and its ratio to plain decoding, ``throughput_speedup``. Throughput leaves batches of several categories out.
     """
     every, plain = _requests(records, method), _requests(records, PLAIN)
-    figures = {}
+    found = {}
     for category in dict.fromkeys([OVERALL, *(name for record in records for name in record["categories"] if name)]):
         own = {key: one for key, one in every.items() if category in (OVERALL, one["category"])}
         both = [
@@ -213,28 +218,29 @@ def _by_request(records: Sequence[Record], method: str) -> dict[str, dict[str, A
         ]
         steps = [tokens for one in own.values() for tokens in one["steps"]]
         whole = [record for record in records if category == OVERALL or set(record["categories"]) == {category}]
-        throughput, base = _throughput(whole, method), _throughput(whole, PLAIN)
+        speed, base = throughput(whole, method), throughput(whole, PLAIN)
         later = [one for one in own.values() if one["tokens"] > 1 and one["decoding"] > 0]
         compared = [one["equal"] for one in own.values() if one["equal"] is not None]
-        figures[category] = {
+        found[category] = {
             "requests": len(own),
             "tokens": sum(one["tokens"] for one in own.values()),
             "mean_accepted_tokens": fmean(steps) if steps else None,
             "walltime_speedup": fmean(ratios) if ratios else None,
             "slowest": {"total": min(ratios, default=None), "decoding": min(decoding, default=None)},
-            "throughput_speedup": throughput / base if throughput and base else None,
+            "throughput_speedup": speed / base if speed and base else None,
             "latency": _percentiles([one["total"] for one in own.values()]),
-            "output_tokens_per_second": throughput,
+            "output_tokens_per_second": speed,
             "user_tokens_per_second": _percentiles([(one["tokens"] - 1) / one["decoding"] for one in later]),
             "equal": sum(compared),
             "compared": len(compared),
         }
-    return figures
+    return found
 
 
-def _throughput(records: Sequence[Record], method: str) -> float | None:
+def throughput(records: Sequence[Record], method: str, seconds: str = "total", tokens: str = "tokens") -> float | None:
+    """Tokens per second of batches one after another, with the names of ``_spent``; None without any."""
     spent = [_spent(record, method) for record in _measured(records, method)]
-    return sum(s["tokens"] for s in spent) / sum(s["total"] for s in spent) if spent else None
+    return sum(s[tokens] for s in spent) / sum(s[seconds] for s in spent) if any(s[tokens] for s in spent) else None
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float] | None:

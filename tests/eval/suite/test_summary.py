@@ -232,6 +232,7 @@ def test_the_cost_of_a_draft_is_in_one_node_passes():
     made = [record(k, {"none": timed(0.0, 0.5), "msd": timed(tree, 9.0)}) for k, tree in enumerate((0.1, 0.2, 0.4))]
     rows = rows_of(*made)
     assert rows["msd"]["draft_cost"] == pytest.approx(0.2 / 0.5)
+    assert rows["msd"]["verify_cost"] == pytest.approx(9.0 / 0.5)
     assert rows["none"]["draft_cost"] is rows["generate"]["draft_cost"] is None
 
 
