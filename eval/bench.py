@@ -53,6 +53,7 @@ from mmspec.eval.harness.timing import (
 from mmspec.eval.suite.command import SIZES, llama_server_option
 from mmspec.eval.suite.methods import BASELINE, LLAMA, OPENVINO, parse_methods
 from mmspec.eval.suite.race import read_requests
+from mmspec.eval.suite.report import equal_of_compared
 from mmspec.eval.suite.summary import OVERALL, Record, by_request, figures, throughput
 from mmspec.pipeline import Pipeline
 
@@ -161,10 +162,10 @@ _ANSWERS: list[Column] = [
     ("vs plain", "{end_to_end_plain[median]:.2f}"),
     ("worst", "{slowest[total]:.2f}"),
     ("decoding", "{decoding_plain[median]:.2f}"),
-    ("worst", lambda row: "" if row["slowest"]["decoding"] is None else f"{row['slowest']['decoding']:.2f}"),
+    ("worst", "{slowest[decoding]:.2f}"),
     ("tokens/s", "{output_tokens_per_second:.1f}"),
     ("decoding", "{decoding_tokens_per_second:.1f}"),
-    ("equal", lambda row: f"{row['equal']}/{row['compared']}" if row["compared"] else ""),
+    ("equal", equal_of_compared),
 ]
 _TIMES: list[Column] = [
     ("method", "{method}"),

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import string
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -30,8 +29,11 @@ from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.version import __version__
 
 WIDTH = 120
-Column = tuple[str, str | Callable[[Mapping[str, Any]], str]]
-"""Header and cell of a table's column: a format string over the row's fields, or a function of the row."""
+Cell = str | Callable[[Mapping[str, Any]], str]
+"""A format string over a row's fields, or a function of the row."""
+
+Column = tuple[str, Cell]
+"""Header and cell of a table's column."""
 
 
 class BenchmarkCommand(ModuleCommand):
@@ -74,28 +76,32 @@ def wide_console() -> Console:
     return default if default.is_terminal or "COLUMNS" in os.environ else Console(width=WIDTH)
 
 
+def cell_text(cell: Cell, row: Mapping[str, Any]) -> str:
+    """A cell of a row; empty if its format string names a field that is missing or None."""
+    if not isinstance(cell, str):
+        return cell(row)
+    try:
+        return cell.format_map({name: value for name, value in row.items() if value is not None})
+    except (KeyError, TypeError):  # a missing field, or None within one
+        return ""
+
+
 def make_table(
     columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *, sections: Sequence[str] = (), **options: Any
 ) -> Table:
     """A table with one line per row.
 
     Args:
-        columns: header and cell of each. A cell whose format string names a field that is missing or None is empty.
+        columns: header and cell of each.
         rows: fields by name.
         sections: fields at whose changes a rule is drawn.
         **options: of ``rich.table.Table``, e.g. ``title`` and ``caption``.
     """
 
-    def text(cell: str | Callable[[Mapping[str, Any]], str], row: Mapping[str, Any]) -> str:
-        if not isinstance(cell, str):
-            return cell(row)
-        fields = [name.partition("[")[0] for _, name, _, _ in string.Formatter().parse(cell) if name]
-        return "" if any(row.get(name) is None for name in fields) else cell.format_map(row)
-
     table = Table(*(header for header, _ in columns), **options)
     for row, following in zip(rows, [*rows[1:], None], strict=False):
         end = following is not None and any(row[name] != following[name] for name in sections)
-        table.add_row(*(text(cell, row) for _, cell in columns), end_section=end)
+        table.add_row(*(cell_text(cell, row) for _, cell in columns), end_section=end)
     return table
 
 

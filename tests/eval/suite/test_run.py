@@ -228,14 +228,17 @@ def test_a_difference_is_reported_with_its_margin(folder, tmp_path, monkeypatch)
 
 def test_top_p_reaches_every_method(folder, monkeypatch):
     given = []
+
+    def recording(call):
+        def recorded(*requests, **keywords):
+            given.append(keywords["top_p"])
+            return call(*requests, **keywords)
+
+        return recorded
+
     evaluate = Evaluator(vars(settings(folder, methods="generate", temperatures=(0.7,), top_p=0.4, rounds=1)))
     for owner, name in ((Pipeline, "generate_batch"), (type(evaluate.pipe.model), "generate")):
-
-        def recorded(self, *requests, call=getattr(owner, name), **keywords):
-            given.append(keywords["top_p"])
-            return call(self, *requests, **keywords)
-
-        monkeypatch.setattr(owner, name, recorded)
+        monkeypatch.setattr(owner, name, recording(getattr(owner, name)))
     evaluate({"task": "scenes-captions", "temperature": 0.7, "batch": 1, "group": 0})
     assert given == [0.4, 0.4]
 
