@@ -102,6 +102,7 @@ def test_cider_prefers_the_right_caption():
 
 
 DOCUMENTED = "def f(x):\n    '''Doc.'''\n    return [y for y in x]"
+LAID_OUT = 'import re\n\ndef f( x ):  # new\n    """Other.\n\n    Words."""\n    return [y for y in x]'
 TYPED = "def f(x: int, *rest: str) -> dict[str, int]:\n    return x"
 KEYWORDS = "def f(x, *, k: int = 0):\n    y: int = x\n    return y + k"
 
@@ -114,8 +115,7 @@ def fenced(code, language="python"):
     ("expected", "answer", "edited", "parses"),
     [
         (DOCUMENTED, f"Here:\n\n{fenced(DOCUMENTED)}\nDone.", 1, 1),
-        (DOCUMENTED, fenced('import re\n\ndef f( x ):  # new\n    """Other.\n\n    Word."""\n    return [y for y in x]'),
-         1, 1),
+        (DOCUMENTED, fenced(LAID_OUT), 1, 1),
         (DOCUMENTED, DOCUMENTED, 0, 0),  # no fenced block
         (DOCUMENTED, "```python\n" + DOCUMENTED, 0, 0),  # cut
         (DOCUMENTED, fenced(DOCUMENTED.replace("    '''Doc.'''\n", "")), 0, 1),
