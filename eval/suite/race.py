@@ -35,17 +35,16 @@ def read_requests(path: Path) -> list[dict[str, Any]]:
         UserError: an unreadable file or row, or none at all.
     """
     if path.suffix == ".jsonl":
-        requests = [_request(row) for row in rows_of(path)]
+        requests = []
+        for row in rows_of(path):
+            prompt, *_ = row.texts("turns" if "turns" in row.values else "prompt")
+            media = {"images": list(row.images("images")), "videos": list(row.videos("videos"))}
+            requests.append({"prompt": prompt, **media})
     else:
         requests = [{"prompt": line.rstrip("\n")} for _, line in read_lines(path) if line.strip()]
     if not requests:
         raise UserError(f"{path}: expected at least one prompt, received none")
     return requests
-
-
-def _request(row: Any) -> dict[str, Any]:
-    texts = row.texts("turns" if "turns" in row.values else "prompt")
-    return {"prompt": texts[0], "images": list(row.images("images")), "videos": list(row.videos("videos"))}
 
 
 _FEWEST = 4  # minimum prompts to detect a small difference

@@ -19,6 +19,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -82,10 +83,6 @@ class Evaluator:
         self._samples: dict[str, list[Sample]] = {}
         self._warm_up()
 
-    @property
-    def visual(self) -> bool:
-        return self.pipe.processor.reads_media
-
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
         """Decode a batch of conversations.
 
@@ -137,7 +134,7 @@ class Evaluator:
         count = self.settings.warm_up
         for size in self.settings.batch_sizes:
             number = max(count, 1) * size
-            prompts = warm_up_requests(number, self.visual)
+            prompts = warm_up_requests(number, self.pipe.processor.reads_media)
             for temperature in self.settings.temperatures:
                 options = DecodingOptions(_WARM_UP_TOKENS, temperature)
                 self._find_refused(prompts[:size], size, temperature)
@@ -200,17 +197,6 @@ def _method_results(
     return results
 
 
-def suite_jobs(settings: SuiteSettings, counts: dict[str, int]) -> list[Job]:
-    """All batches of a run, given the number of samples of each task."""
-    return [
-        {"task": task, "temperature": temperature, "batch": size, "group": group}
-        for task in settings.tasks
-        for temperature in settings.temperatures
-        for size in settings.batch_sizes
-        for group in range(-(-counts[task] // size))
-    ]
-
-
 def job_key(job: Job) -> tuple[Any, ...]:
     return job["task"], job["temperature"], job["batch"], job["group"]
 
@@ -256,7 +242,11 @@ def run_suite(settings: SuiteSettings, out: Path, engine: str = "local", workers
     plain = json.loads(json.dumps(dataclasses.asdict(settings)))
     samples = {task: settings.samples(task) for task in settings.tasks}
     known = read_records(out, plain)
-    jobs = suite_jobs(settings, {task: len(part) for task, part in samples.items()})
+    jobs = [
+        {"task": task, "temperature": temperature, "batch": size, "group": group}
+        for task, temperature, size in product(settings.tasks, settings.temperatures, settings.batch_sizes)
+        for group in range(-(-len(samples[task]) // size))
+    ]
     missing = [job for job in jobs if job_key(job) not in known]
     done = len(jobs) - len(missing)
     with show_progress(Console(stderr=True), "measuring") as show:
