@@ -7,7 +7,7 @@ import pytest
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.eval.harness.prompts import Questions
-from mmspec.eval.harness.timing import TimedBatch
+from mmspec.eval.harness.timing import PHASES, TimedBatch
 from mmspec.eval.suite.scoring import Sample
 from mmspec.eval.suite.summary import summarise
 
@@ -46,17 +46,22 @@ def steps(*accepted, drafted=4):
     return {**figures, "acceptance_histogram": histogram}
 
 
+RATIOS = "end_to_end", "end_to_end_plain", "end_to_end_llama", "decoding", "decoding_plain"
+
+
+def medians(row):
+    return {name: row[name] and row[name]["median"] for name in RATIOS}
+
+
 def test_ratios_are_paired_by_conversation():
     # Ratios by conversation are 2, 2 and 4; a ratio of sums would be dominated by the slow conversation.
     seconds = [(2.0, 1.0), (200.0, 100.0), (4.0, 1.0)]
     made = [record(k, {"generate": method(slow), "none": method(fast)}) for k, (slow, fast) in enumerate(seconds)]
     none = rows_of(*made)["none"]
-    assert none["end_to_end"]["median"] == none["decoding"]["median"] == 2.0
-    assert none["end_to_end"]["low"] == 2.0
-    assert none["end_to_end"]["high"] == 4.0
+    assert none["end_to_end"] == {"median": 2.0, "low": 2.0, "high": 4.0}
+    assert none["decoding"]["median"] == 2.0
     assert none["end_to_end_llama"] is None  # it was not measured
-    assert none["tokens_per_second"] == 11.0
-    assert none["time_to_first_token"] == 0.5
+    assert (none["tokens_per_second"], none["time_to_first_token"]) == (11.0, 0.5)
 
 
 def test_ratios_are_of_seconds_per_token():
@@ -66,23 +71,17 @@ def test_ratios_are_of_seconds_per_token():
         {"generate": method(2.0, (7,), 1.0), "none": method(1.0, (5,), 0.8), "llama.cpp": method(1.0, (2,), 0.5)},
     ]
     rows = rows_of(record(0, *turns))
-    found = {name: {key: row[key] and row[key]["median"] for key in row if "end_to_end" in key or
-             "decoding" in key} for name, row in rows.items()}  # fmt: skip
     whole = {"generate": 6 / 12, "none": 4 / 20, "llama.cpp": 4 / 6}
     decoding = {"generate": 2.5 / (12 - 2), "none": 1.8 / (20 - 2), "llama.cpp": 2.5 / (6 - 2)}
-    for name in rows:
-        assert found[name] == {
-            "end_to_end": pytest.approx(whole["generate"] / whole[name]),
-            "end_to_end_plain": pytest.approx(whole["none"] / whole[name]),
-            "end_to_end_llama": pytest.approx(whole["llama.cpp"] / whole[name]),
-            "decoding": pytest.approx(decoding["generate"] / decoding[name]),
-            "decoding_plain": pytest.approx(decoding["none"] / decoding[name]),
-        }
+    for name, row in rows.items():
+        expected = [whole[base] / whole[name] for base in whole]
+        expected += [decoding[base] / decoding[name] for base in ("generate", "none")]
+        assert medians(row) == pytest.approx(dict(zip(RATIOS, expected, strict=True)))
     assert [row["tokens"] for row in rows.values()] == [12, 20, 6]
     assert [row["tokens_per_second"] for row in rows.values()] == pytest.approx([12 / 6, 20 / 4, 6 / 4])
     # The mean time to first token over the turns.
-    assert rows["llama.cpp"]["time_to_first_token"] == pytest.approx((1.0 + 0.5) / 2)
-    assert rows["none"]["time_to_first_token"] == pytest.approx((2.0 + 0.2) / 2)
+    first = [rows[name]["time_to_first_token"] for name in ("llama.cpp", "none")]
+    assert first == pytest.approx([(1.0 + 0.5) / 2, (2.0 + 0.2) / 2])
 
 
 def test_without_generate_ratios_are_to_plain_decoding():
@@ -92,10 +91,9 @@ def test_without_generate_ratios_are_to_plain_decoding():
     rows = rows_of(*made)
     assert {row["baseline"] for row in rows.values()} == {"none"}
     found = rows["msd"]
-    assert found["end_to_end"] == found["end_to_end_plain"]
-    assert found["decoding"] == found["decoding_plain"]
-    assert found["end_to_end"]["median"] == pytest.approx((1 / 11) / (0.5 / 6))
-    assert found["decoding"]["median"] == pytest.approx((0.5 / 10) / (0.125 / 5))
+    whole, decoding = (1 / 11) / (0.5 / 6), (0.5 / 10) / (0.125 / 5)
+    expected = {"end_to_end_llama": None, **dict.fromkeys(RATIOS[:2], whole), **dict.fromkeys(RATIOS[3:], decoding)}
+    assert medians(found) == pytest.approx(expected)
     slowest = {"total": (1 / 11) / (1 / 6), "decoding": (0.5 / 10) / (0.25 / 5)}
     assert found["requests"]["overall"]["slowest"] == pytest.approx(slowest)
     assert rows_of(record(0, {}))["none"]["baseline"] == "generate"
@@ -133,17 +131,15 @@ def test_tokens_of_all_rows_are_counted():
 
 
 def test_shares_of_time():
-    parts = [{"prefill": 1.0, "draft": 2.0, "verify": 4.0, "commit": 1.0}, {"prefill": 2.0, "draft": 0.0, "verify": 8.0,
-             "commit": 0.0}]  # fmt: skip
+    parts = [(10.0, (1.0, 2.0, 4.0, 1.0)), (15.0, (2.0, 0.0, 8.0, 0.0))]
     made = [
-        record(k, {"generate": method(30.0), "none": method(total, **part)})
-        for k, (total, part) in enumerate(zip((10.0, 15.0), parts, strict=True))
+        record(k, {"generate": method(30.0), "none": method(total, **dict(zip(PHASES, part, strict=True)))})
+        for k, (total, part) in enumerate(parts)
     ]
     rows = rows_of(*made)
     assert rows["generate"]["shares"] == {}
-    assert rows["none"]["shares"] == pytest.approx(
-        {"prefill": 3 / 25, "draft": 2 / 25, "verify": 12 / 25, "commit": 1 / 25, "rest": 7 / 25}
-    )
+    shares = {"prefill": 3 / 25, "draft": 2 / 25, "verify": 12 / 25, "commit": 1 / 25, "rest": 7 / 25}
+    assert rows["none"]["shares"] == pytest.approx(shares)
 
 
 def test_acceptance_memory_and_equality():
