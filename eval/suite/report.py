@@ -283,7 +283,6 @@ def draw_all(rows: Sequence[Figures], folder: Path) -> dict[str, str]:
         ),
         "tasks": ("Speed by task", _by_task, tasks if len({row["task"] for row in tasks}) > 1 else []),
         "accepted": ("Accepted draft tokens per step", _histogram, drafting),
-        "positions": ("Acceptance by position", _positions, drafting),
         "time": ("Where the time goes", _time, phased),
         "tree-size": ("Speed by tree size", _tree_size, sized),
     }
@@ -344,17 +343,6 @@ def _grid(axes: Axes, rows: Sequence[str], columns: Sequence[str], values: list[
     slanted: Figures = {"rotation": 20, "ha": "right"} if max(map(len, columns)) > 8 else {}
     axes.set_xticks(range(len(columns)), columns, **slanted)
     axes.set_yticks(range(len(rows)), rows)
-
-
-def _positions(axes: Axes, rows: Sequence[Figures]) -> None:
-    colors = _colors(rows)
-    for row in rows:
-        shares, (drafter, _, shape) = row["acceptance"]["acceptance_by_position"], row["method"].partition("@")
-        dash = {"": "-", "tree": "-"}.get(shape, ":" if shape.isdecimal() else "--")
-        style: Figures = {"color": colors[drafter], "linestyle": dash, "marker": "o", "markersize": 3}
-        axes.plot(range(1, len(shares) + 1), shares, label=row["method"], **style)
-    axes.set(xlabel="position in the draft", ylabel="share of steps that accepted it", ylim=(0, 1))
-    axes.legend(fontsize=8, ncols=2)
 
 
 def _colors(rows: Sequence[Figures]) -> dict[str, str]:

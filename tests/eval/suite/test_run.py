@@ -187,7 +187,7 @@ def test_the_report_has_figures_and_plots(whole):
     assert ", 1 round after a warm-up" in text
     found = next(row["acceptance_difference"] for row in whole[1]["rows"] if row["acceptance_difference"])
     assert f"| {found['difference']:+.2f} ({found['low']:+.2f} to {found['high']:+.2f}) |" in text
-    for name in ("speedup", "tasks", "accepted", "positions", "time", "tree-size"):
+    for name in ("speedup", "tasks", "accepted", "time", "tree-size"):
         assert f"(plots/{name}.svg)" in text
         assert (whole[0] / "plots" / f"{name}.svg").read_text().startswith("<?xml")
 
