@@ -117,7 +117,7 @@ def test_a_part_fails_with_a_step_or_a_capture(failure, step, monkeypatch):
 def test_a_copy_reads_and_writes_its_bytes(monkeypatch):
     seconds, copied = (4.0, 0.5, 1.0), []
     monkeypatch.setattr(gpu, "device_seconds", lambda run, _: [copied.append(run().nbytes) or s for s in seconds])
-    assert gpu.copy_bandwidth(PLAN.device) == 2 * copied[0]
+    assert Plan(torch.device("cpu"), True, 0.8).bandwidth == 2 * copied[0]
 
 
 @pytest.mark.parametrize("name", ["tree_attention", "compact_kv"])
