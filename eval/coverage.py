@@ -132,14 +132,10 @@ def _decodes_alone(config_class: type[PreTrainedConfig]) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of checking one class.
+    """The worst of ``OUTCOMES`` over the inputs of a class, with a ``reason`` of one line unless equal.
 
-    Attributes:
-        outcome: the worst of ``OUTCOMES`` over the inputs.
-        reason: one line; empty if equal.
-        model_class: class name; empty if the model could not be built.
-        inputs: compared inputs, which ``generate`` could decode.
-        note: missing inputs, with reasons.
+    ``inputs`` were compared; ``note`` has those that ``generate`` could not decode, with reasons. ``model_class`` is
+    empty if the model could not be built.
     """
 
     outcome: str
@@ -235,10 +231,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def image_inputs(network: PreTrainedModel, lengths: list[int]) -> dict[str, Tensor]:
-    """A left-padded batch of prompts with one random image each, as inputs of the model.
-
-    Args:
-        lengths: text tokens of each row.
+    """A left-padded batch of prompts of ``lengths`` text tokens with one random image each, as inputs of the model.
 
     Raises:
         Exception: any exception of the class's image processor or vision tower.

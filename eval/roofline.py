@@ -82,13 +82,9 @@ def measure(
 
 
 def table_rows(seconds: Any, outputs: dict[str, int], done: dict[str, int], size: int) -> list[dict[str, Any]]:
-    """Rows of the table.
+    """Rows of the table, from output features and numbers of multiply-adds by format, and the ``size`` read in bytes.
 
-    Args:
-        seconds: seconds by round, of products by (format, rows), of multiply-adds by format, and of ``READ``.
-        outputs: output features of a product by format.
-        done: number of multiply-adds by format.
-        size: bytes read.
+    ``seconds`` by round are of products by (format, rows), of multiply-adds by format, and of ``READ``.
     """
     rows = []
     for kind, count in (name for name in seconds if isinstance(name, tuple)):

@@ -50,10 +50,7 @@ class RunningServer:
 
 @contextmanager
 def serving(**options: Any) -> Iterator[RunningServer]:
-    """Run ``mmspec serve`` on a free port.
-
-    Args:
-        **options: command options; None omits an option, a tuple repeats it.
+    """Run ``mmspec serve`` on a free port with options; None omits an option, a tuple repeats it.
 
     Raises:
         UserError: the server does not start; contains the server's message.
@@ -81,11 +78,9 @@ class StreamedRequest:
     """Client-side measurements of one request.
 
     Attributes:
-        text: the answer.
-        tokens: generated tokens.
-        first: seconds until the first text.
+        tokens: number of generated tokens.
+        first, seconds: until the first text and until the end.
         gaps: seconds between later chunks of text; a chunk has the tokens of a decode step.
-        seconds: seconds until the end.
         metrics: the server's speculative decoding metrics.
     """
 

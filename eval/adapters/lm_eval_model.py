@@ -33,8 +33,7 @@ class MmspecLM(HFLM):
         **options: of the harness's ``HFLM``.
 
     Attributes:
-        pipe: the model and its drafter.
-        stats: statistics of each request so far.
+        stats: of each request so far.
     """
 
     def __init__(

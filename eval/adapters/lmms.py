@@ -29,7 +29,7 @@ class MmspecLMM(lmms):
         max_batch_size: always passed by lmms-eval; ignored.
 
     Attributes:
-        stats: statistics of each request so far.
+        stats: of each request so far.
     """
 
     is_simple = False

@@ -89,13 +89,9 @@ def cell_text(cell: Cell, row: Mapping[str, Any]) -> str:
 def make_table(
     columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *, sections: Sequence[str] = (), **options: Any
 ) -> Table:
-    """A table with one line per row.
+    """A table with one line per row, and a rule where one of the fields ``sections`` changes.
 
-    Args:
-        columns: header and cell of each.
-        rows: fields by name.
-        sections: fields at whose changes a rule is drawn.
-        **options: of ``rich.table.Table``, e.g. ``title`` and ``caption``.
+    ``options`` are those of ``rich.table.Table``, e.g. ``title`` and ``caption``.
     """
 
     table = Table(*(header for header, _ in columns), **options)

@@ -74,12 +74,10 @@ class LlamaServer:
     Args:
         program: path of llama-server.
         model: a GGUF file, or the name of a GGUF model.
-        threads: threads of prefill and decoding.
         speculation: value of ``--spec-type``, and further options after blanks, quoted as in a shell; empty for plain
             decoding.
 
     Attributes:
-        pid: process id.
         close: terminates the process; also called when this object is collected.
 
     Raises:
@@ -157,7 +155,6 @@ class OpenVino:
 
     Args:
         model: a GGUF file, or the name of a GGUF model.
-        threads: threads of prefill and decoding.
         speculation: ``"lookup"`` for prompt lookup, with 5 candidates after 3 tokens, as in OpenVINO's documentation;
             empty for plain decoding.
 

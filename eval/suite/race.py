@@ -60,7 +60,6 @@ class Contender:
     """A method and its measurements.
 
     Attributes:
-        method: drafter and draft tokens per step.
         ratios: speedup of whole requests over plain decoding, by prompt; clipped to the prompt's mean acceptance
             length, since a verify pass is not faster than a plain step.
         lengths: mean acceptance lengths, by prompt.
@@ -145,7 +144,6 @@ def race(
     """Measure methods until time or prompts run out, or a single method remains.
 
     Args:
-        pipe: pipeline of the model.
         requests: requests in decoding order; the first of several requests is the warm-up.
         methods: methods to measure in addition to plain decoding.
         seconds: time limit; the current method completes its prompt, which is then dropped.

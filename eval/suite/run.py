@@ -60,7 +60,6 @@ class Evaluator:
         settings: fields of ``SuiteSettings``.
 
     Attributes:
-        methods: the decoding methods.
         refused: the reason why a method cannot decode, by (method, temperature, batch size).
     """
 

@@ -37,7 +37,6 @@ class DatasetRow:
     """One row of a benchmark's data.
 
     Attributes:
-        values: fields by name.
         where: file and line, for error messages.
         number: index from 0.
         folder: folder of its media files; None if fields contain the media.
@@ -206,7 +205,6 @@ class EvalTask:
     """A benchmark.
 
     Attributes:
-        name: on the command line and in results.
         description: one line for ``mmspec eval --list``.
         visual: whether samples have images or videos, which a text model cannot take.
         score: the scorer; None if only speed and equality are measured.
@@ -228,11 +226,7 @@ class EvalTask:
     local: Callable[[str, Path], Iterator[DatasetRow]] = local_rows
 
     def samples(self, data: Path | None, limit: int | None) -> list[Sample]:
-        """The first samples.
-
-        Args:
-            data: folder of local benchmark files; None reads through ``datasets``.
-            limit: maximum number; None is all.
+        """The samples, or the first ``limit``, from a folder of local benchmark files or through ``datasets``.
 
         Raises:
             UserError: data is missing or has another layout.
@@ -476,10 +470,7 @@ GROUPS: dict[str, tuple[str, ...]] = {"embedded": tuple(task.name for task in _E
 
 
 def select_tasks(names: str, visual: bool) -> list[EvalTask]:
-    """The tasks of a ``--tasks`` option: names and groups, separated by commas.
-
-    Args:
-        visual: whether the model takes images.
+    """The tasks of a ``--tasks`` option, names and groups separated by commas, for a model that is ``visual`` or not.
 
     Raises:
         UserError: an unknown name, none at all, or a visual task for a text model.
