@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
 import mmspec
 from mmspec.engine.stats import Stats
-from mmspec.eval.harness.acceptance import acceptance_line
+from mmspec.eval.suite.summary import acceptance_line
 from mmspec.targets.detokenizer import AnswerReader, Vocabulary
 
 _log = logging.getLogger("lm_eval.mmspec")  # below the harness's logger

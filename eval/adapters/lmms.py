@@ -15,7 +15,7 @@ import mmspec
 from mmspec.cli.options import GENERATING
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
-from mmspec.eval.harness.acceptance import acceptance_line
+from mmspec.eval.suite.summary import acceptance_line
 
 
 class MmspecLMM(lmms):

@@ -17,10 +17,10 @@ from typing import Any
 
 from mmspec.drafters.registry import drafters_for, make_drafter, split
 from mmspec.errors import UserError
-from mmspec.eval.harness.acceptance import median_interval
 from mmspec.eval.harness.output import Column, make_table, wide_console
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, decode, rotated
 from mmspec.eval.suite.methods import PLAIN
+from mmspec.eval.suite.summary import median_interval
 from mmspec.eval.suite.tasks import rows_of
 from mmspec.files import read_lines
 from mmspec.pipeline import Pipeline

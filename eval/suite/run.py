@@ -32,7 +32,6 @@ import mmspec
 from mmspec import plugins
 from mmspec.compare import first_difference
 from mmspec.errors import UserError, first_line
-from mmspec.eval.harness.acceptance import copy_lengths
 from mmspec.eval.harness.output import describe
 from mmspec.eval.harness.peers import LlamaServer, OpenVino, Peer
 from mmspec.eval.harness.prompts import warm_up_requests
@@ -40,7 +39,7 @@ from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, pass
 from mmspec.eval.suite.command import SuiteSettings
 from mmspec.eval.suite.methods import BASELINE, LLAMA, OPENVINO, PLAIN, parse_methods
 from mmspec.eval.suite.report import write_report
-from mmspec.eval.suite.summary import summarise
+from mmspec.eval.suite.summary import copy_lengths, summarise
 from mmspec.eval.suite.tasks import TASKS, Sample
 from mmspec.files import append_row, check_settings, read_json, read_rows, write_text
 from mmspec.jobs import run_jobs

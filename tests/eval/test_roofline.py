@@ -1,17 +1,22 @@
-"""Products against the limits of the processor: results of given times, and the loops of the limits."""
+"""Products against the limits of the processor, and load times of GGUF files."""
 
 from __future__ import annotations
 
 import ctypes
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
-from mmspec.eval import roofline
+import mmspec
+from mmspec.eval import opening, roofline
 from mmspec.eval.harness.output import make_table
 from mmspec.ops import cpu, cpu_library
 from tests.compiled import needs_kernels
+from tests.model_folders import save_gguf
 
 pytestmark = needs_kernels
 MEMORY = 3 << 20
@@ -59,3 +64,18 @@ def test_products_and_limits_are_timed() -> None:
     for row in rows:  # weights fill the memory
         assert 0 <= 1 - row["gigabytes"] * row["milliseconds"] * 1e6 / MEMORY < 0.05
     assert make_table(roofline.COLUMNS, rows).row_count == 4
+
+
+@pytest.mark.long
+def test_load_times_of_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
+    file = save_gguf(tmp_path / "a.gguf")
+    mmspec.load(str(file), drafter=None)  # compiles the kernels
+    done = CliRunner().invoke(opening.main, ["--model", str(file), "--rounds", "1", "--threads", "1"])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [(row["model"], row["by"]) for row in rows] == [("a.gguf", opening.FIRST), ("a.gguf", opening.LATER)]
+    for row in rows:
+        assert 0 < row["seconds"] < row["imports"] + 60
+        assert 1e8 < row["resident"] <= row["peak"]
+        assert 1000 < row["written"] < 1e6
