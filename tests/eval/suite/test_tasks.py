@@ -4,6 +4,7 @@ import ast
 import difflib
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,20 @@ from PIL import Image
 
 from mmspec.errors import UserError
 from mmspec.eval.suite.tasks import GROUPS, TASKS, local_rows, select_tasks
+from mmspec.vision.images import load_image
+
+try:
+    import datasets
+except ImportError:
+    datasets = None
+else:
+    TEXT, PICTURE = datasets.Value("string"), datasets.Image()
+needs = pytest.mark.skipif(datasets is None, reason="needs datasets: pip install -e '.[eval]'")
+
+
+def through_datasets(test):
+    return needs(pytest.mark.filterwarnings("ignore")(test))
+
 
 ROWS = {
     "coco": {"image": "a.png", "answer": ["A dog.", "One dog."], "id": 7},
@@ -216,3 +231,107 @@ def test_tasks_are_selected_by_name_and_group():
         select_tasks("pope", visual=False)
     with pytest.raises(UserError, match=r"expected at least one task"):
         select_tasks(" ,", visual=True)
+
+
+# ------------------------------------------------------------------ through datasets
+
+
+def picture(red):
+    return Image.new("RGB", (8, 6), (red, 0, 0))
+
+
+def pope(name, count):
+    columns = {"id": TEXT, "question_id": TEXT, "question": TEXT, "answer": TEXT, "image_source": TEXT}
+    row = {"question": "Is there a dog in the image?", "answer": "yes", "image_source": "COCO", "category": name}
+    rows = [{**row, "id": str(k), "question_id": str(k + 1), "image": picture(40 * k)} for k in range(count)]
+    return rows, {**columns, "image": PICTURE, "category": TEXT}
+
+
+def gqa():
+    columns = dict.fromkeys(("id", "imageId", "question", "answer", "fullAnswer"), TEXT) | {
+        "isBalanced": datasets.Value("bool")
+    }
+    row = {"id": "201", "imageId": "n2", "question": "Is it?", "answer": "no", "fullAnswer": "No.", "isBalanced": True}
+    return [row], columns
+
+
+def mmmu():
+    texts = ("id", "question", "options", "explanation", "img_type", "answer", "topic_difficulty", "question_type")
+    columns = dict.fromkeys((*texts, "subfield"), TEXT) | {f"image_{k}": PICTURE for k in range(1, 8)}
+    row = dict.fromkeys(columns) | {"id": "validation_Art_1", "question": "Which? <image 1>", "answer": "B"}
+    row |= {"image_1": picture(1), "image_2": picture(2), "subfield": "Drawing"}
+    rows = [{**row, "options": "['sun', 'moon']"}, {**row, "options": "[]", "answer": "['4', 'four']"}]
+    return rows, columns
+
+
+def releases():
+    """Rows and columns by benchmark, configuration and split; columns, splits and configurations follow the cards."""
+    images = [{"id": f"n{k}", "image": picture(40 * k)} for k in range(3)], {"id": TEXT, "image": PICTURE}
+    instructions = {f"{split}_balanced_instructions": {split: gqa()} for split in ("testdev", "train")}
+    return {
+        "pope": {"default": {"test": pope("popular", 3)}, "Full": {"adversarial": pope("adversarial", 2)}},
+        "gqa": {**instructions, "testdev_balanced_images": {"testdev": images}},
+        "mmmu": {"default": {"dev": mmmu(), "validation": mmmu()}},
+    }
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """Dataset folders as on the hub: Parquet files, and a card that lists them."""
+    root = tmp_path_factory.mktemp("hub")
+    for name, configs in releases().items():
+        card = ["---", "configs:"]
+        for config, splits in configs.items():
+            card += [f"- config_name: {config}", "  data_files:"]
+            for split, (rows, columns) in splits.items():
+                path = root / name / ("data" if config == "default" else config) / f"{split}-00000-of-00001.parquet"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                datasets.Dataset.from_list(rows, features=datasets.Features(columns)).to_parquet(path)
+                card += [f"  - split: {split}", f"    path: {path.parent.name}/{split}-*"]
+        (root / name / "README.md").write_text("\n".join([*card, "---", ""]))
+    return root
+
+
+@pytest.fixture
+def samples(hub, tmp_path, monkeypatch):
+    """Reads a task as from the hub, with the path of its repository replaced."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+
+    def read(name, limit, **changes):
+        task = TASKS[name]
+        return replace(task, hub=replace(task.hub, **{"path": str(hub / name), **changes})).samples(None, limit)
+
+    return read
+
+
+@through_datasets
+@pytest.mark.parametrize("limit", [2, None])
+def test_a_benchmark_is_read_whole_or_streamed(samples, limit):
+    found = samples("pope", limit)
+    assert [(one.id, one.category) for one in found] == [(str(k), "popular") for k in range(limit or 3)]
+    assert all(one.references == (("yes",),) for one in found)
+    for k, one in enumerate(found):
+        (stored,) = one.conversation.images
+        assert isinstance(stored, bytes)  # decoded images of a benchmark would not fit into memory
+        assert load_image(stored).getpixel((0, 0)) == (40 * k, 0, 0)
+
+
+@through_datasets
+def test_images_of_another_table_and_several_images(samples):
+    (one,) = samples("gqa", 1)
+    assert (one.id, one.references) == ("201", (("no",),))
+    assert load_image(one.conversation.images[0]).getpixel((0, 0)) == (80, 0, 0)
+    choice, free = samples("mmmu", None)
+    assert [load_image(image).getpixel((0, 0))[0] for image in choice.conversation.images] == [1, 2]
+    assert (choice.references, choice.metadata, choice.category) == ((("B",),), ["sun", "moon"], "Drawing")
+    assert (free.references, free.metadata) == ((("4", "four"),), [])
+
+
+@through_datasets
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"split": "testing"}, "testing"), ({"config": "Half"}, "Half"), ({"path": "/x/y"}, "/x/y")],
+)
+def test_missing_splits_configs_and_repositories_are_reported(samples, changes, message):
+    with pytest.raises(UserError, match=rf"pope: expected to read .* through datasets, or --data FOLDER: .*{message}"):
+        samples("pope", 1, **changes)
