@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial, wraps
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,7 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.eval import bench
 from mmspec.eval.bench import busy_programs, conditions_of, load_requests, measure, rows_of
 from mmspec.eval.harness import timing
-from mmspec.eval.harness.timing import DecodingOptions, interleaved, wait_for_huge_pages
+from mmspec.eval.harness.timing import DecodingOptions, wait_for_huge_pages
 from mmspec.eval.suite.methods import PLAIN, parse_methods
 from mmspec.ops import cpu, cpu_library
 from mmspec.targets.decoder import Decoder
@@ -263,16 +263,9 @@ def test_passes_are_timed_once_weights_are_in_huge_pages():
     assert ended.is_set()
 
 
-def test_calls_are_interleaved_in_rotating_order_after_a_warm_up():
-    order = []
-
-    def call(name):
-        order.append(name)
-        return float(len(order))
-
-    calls = {name: partial(call, name) for name in ("a", "b")}
-    assert interleaved(calls, 2, 2) == {"a": [5.0, 8.0], "b": [6.0, 7.0]}
-    assert order == ["a", "b", "b", "a"] * 2
+def test_the_order_rotates():
+    assert [timing.rotated("abc", turn) for turn in range(4)] == [[*"abc"], [*"bca"], [*"cab"], [*"abc"]]
+    assert timing.rotated([], 1) == []
 
 
 # ------------------------------------------------------------------ passes
@@ -311,7 +304,7 @@ def test_a_read_takes_all_packed_weights(monkeypatch):
     monkeypatch.setattr(cpu_library, "functions", lambda: functions)
     read = timing.read_weights(TransformersTarget(model))
     assert read is not None
-    assert read() > 0
+    assert read > 0
     layer = 64 * (128 + 64 + 64) + 128 * 64 + 3 * 64 * 96
     assert sum(counts) == 2 * (3 * layer + 64 * 2000)
     assert timing.read_weights(TransformersTarget(model_of(LlamaConfig))) is None

@@ -56,9 +56,12 @@ def test_multiply_adds_are_counted(kind: str) -> None:
         assert library().multiply_add(number, 1000, threads) == 1000 * once
 
 
-def test_products_and_limits_are_timed() -> None:
+def test_products_and_limits_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = torch.randint(60, (MEMORY,), dtype=torch.uint8)
+    calls, multiply = [], roofline._multiply
+    monkeypatch.setattr(roofline, "_multiply", lambda *given: calls.append(multiply(*given)))
     limits, rows = roofline.measure(library(), memory, ["int4", "q6_k"], [1, 3], rounds=2)
+    assert len(calls) == 4 * (1 + 2)  # with a warm-up
     assert limits.keys() == {roofline.READ, "int4", "q6_k"}
     assert [(row["weights"], row["rows"]) for row in rows] == [("int4", 1), ("int4", 3), ("q6_k", 1), ("q6_k", 3)]
     for row in rows:  # weights fill the memory
