@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -36,7 +36,7 @@ from mmspec.cli.options import Listed
 from mmspec.drafters.ngram import Ngram
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, describe, make_table, wide_console
-from mmspec.eval.harness.peers import LlamaServer, OpenVino
+from mmspec.eval.harness.peers import LLAMA, LlamaServer, engines
 from mmspec.eval.harness.prompts import held_out_requests, warm_up_requests
 from mmspec.eval.harness.timing import (
     PHASES,
@@ -51,7 +51,7 @@ from mmspec.eval.harness.timing import (
     wait_for_huge_pages,
 )
 from mmspec.eval.suite.command import SIZES, llama_server_option
-from mmspec.eval.suite.methods import BASELINE, LLAMA, OPENVINO, parse_methods
+from mmspec.eval.suite.methods import BASELINE, LLAMA, parse_methods
 from mmspec.eval.suite.race import read_requests
 from mmspec.eval.suite.report import equal_of_compared
 from mmspec.eval.suite.summary import OVERALL, Record, by_request, figures, throughput
@@ -337,13 +337,10 @@ def main(
     """Measure verify passes or, with --methods, answers: tables, then one JSON line."""
     before = torch.get_num_threads()
     threads = threads or (before,)
-    start_llama = cache(partial(LlamaServer, llama_server, model)) if llama_server else None
 
     @cache
     def peers(count: int) -> dict[str, Any]:
-        return {OPENVINO: cache(partial(OpenVino, model, count))} | (
-            {LLAMA: partial(start_llama, count)} if start_llama else {}
-        )
+        return {name: cache(start) for name, start in engines(model, count, llama_server).items()}
 
     pipes = {dtype: mmspec.load(model, drafter=None, dtype=dtype) for dtype in dtypes}
     about = {"model": model, **describe(next(iter(pipes.values())).target), "rounds": rounds}
@@ -352,7 +349,7 @@ def main(
         if methods is None:
             about["equal"] = {dtype: drafts_equal(pipe) for dtype, pipe in pipes.items()}
             about["divergence"] = divergences(model, pipes) if divergence else {}
-            servers = {count: start_llama(count) for count in threads} if start_llama else {}
+            servers = {count: peers(count)[LLAMA]("") for count in threads} if llama_server else {}
             rows = []
             for programs in busy:
                 with busy_programs(programs):

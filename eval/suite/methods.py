@@ -22,13 +22,13 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from mmspec.drafters.registry import drafter_spec, drafters_for, make_drafter
 from mmspec.errors import UserError, explained
-from mmspec.eval.harness.peers import Peer
+from mmspec.eval.harness.peers import LLAMA, Peer
 from mmspec.eval.harness.timing import Method
 from mmspec.targets.hub import cache_if_offline
 from mmspec.targets.support import from_pretrained
 from mmspec.targets.transformers_target import TransformersTarget
 
-BASELINE, PLAIN, LLAMA, OPENVINO = "generate", "none", "llama.cpp", "openvino"
+BASELINE, PLAIN = "generate", "none"
 
 _GENERATE: dict[str, dict[str, Any]] = {
     BASELINE: {},

@@ -17,8 +17,7 @@ import dataclasses
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -33,11 +32,11 @@ from mmspec import plugins
 from mmspec.compare import first_difference
 from mmspec.errors import UserError, first_line
 from mmspec.eval.harness.output import describe
-from mmspec.eval.harness.peers import LlamaServer, OpenVino, Peer
+from mmspec.eval.harness.peers import engines
 from mmspec.eval.harness.prompts import warm_up_requests
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, pass_costs, results_of, run_interleaved
 from mmspec.eval.suite.command import SuiteSettings
-from mmspec.eval.suite.methods import BASELINE, LLAMA, OPENVINO, PLAIN, parse_methods
+from mmspec.eval.suite.methods import BASELINE, PLAIN, parse_methods
 from mmspec.eval.suite.report import write_report
 from mmspec.eval.suite.summary import copy_lengths, summarise
 from mmspec.eval.suite.tasks import TASKS, Sample
@@ -70,10 +69,7 @@ class Evaluator:
             torch.set_num_threads(self.settings.threads)
         pipe = mmspec.load(self.settings.model, drafter=None, device=self.settings.device, dtype=self.settings.dtype)
         self.pipe = pipe
-        program, model, threads = self.settings.llama_server, self.settings.model, torch.get_num_threads()
-        peers: dict[str, Callable[[str], Peer]] = {OPENVINO: partial(OpenVino, model, threads)}
-        if program is not None:
-            peers[LLAMA] = partial(LlamaServer, program, model, threads)
+        peers = engines(self.settings.model, torch.get_num_threads(), self.settings.llama_server)
         self.methods = parse_methods(self.settings.methods, pipe.target, peers)
         for method in self.methods:
             method.max_num_seqs = max(method.max_num_seqs, *self.settings.batch_sizes)

@@ -16,8 +16,9 @@ import numpy as np
 
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
+from mmspec.eval.harness.peers import LLAMA
 from mmspec.eval.harness.timing import PHASES
-from mmspec.eval.suite.methods import BASELINE, LLAMA, PLAIN
+from mmspec.eval.suite.methods import BASELINE, PLAIN
 from mmspec.eval.suite.scoring import Sample, Scorer
 
 Record = dict[str, Any]
