@@ -345,11 +345,6 @@ def _grid(axes: Axes, rows: Sequence[str], columns: Sequence[str], values: list[
     axes.set_yticks(range(len(rows)), rows)
 
 
-def _colors(rows: Sequence[Figures]) -> dict[str, str]:
-    """One color per drafter, whatever the tree shape."""
-    return {name: f"C{k}" for k, name in enumerate(dict.fromkeys(row["method"].partition("@")[0] for row in rows))}
-
-
 def _time(axes: Axes, rows: Sequence[Figures]) -> None:
     names = [row["method"] for row in rows]
     left = [0.0] * len(rows)
@@ -364,7 +359,8 @@ def _time(axes: Axes, rows: Sequence[Figures]) -> None:
 
 def _tree_size(axes: Axes, rows: Sequence[Figures]) -> None:
     sizes: set[int] = set()
-    for drafter, color in _colors(rows).items():
+    drafters = dict.fromkeys(row["method"].partition("@")[0] for row in rows)
+    for color, drafter in ((f"C{number}", drafter) for number, drafter in enumerate(drafters)):
         parts = [(*row["method"].partition("@")[::2], row["decoding"]) for row in rows if row["decoding"]]
         mine = {shape: ratio for name, shape, ratio in parts if name == drafter}
         fixed = sorted((int(shape), ratio["median"]) for shape, ratio in mine.items() if shape.isdecimal())
