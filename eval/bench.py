@@ -21,9 +21,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
+from itertools import product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import click
@@ -33,10 +34,9 @@ from torch import Tensor
 import mmspec
 from mmspec.cli.options import Listed
 from mmspec.drafters.ngram import Ngram
-from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, describe, make_table, wide_console
-from mmspec.eval.harness.peers import LlamaServer, OpenVino
+from mmspec.eval.harness.peers import LLAMA, LlamaServer, engines
 from mmspec.eval.harness.prompts import held_out_requests, warm_up_requests
 from mmspec.eval.harness.timing import (
     PHASES,
@@ -46,12 +46,15 @@ from mmspec.eval.harness.timing import (
     TimedBatch,
     decode,
     pass_seconds,
+    results_of,
     rotated,
     wait_for_huge_pages,
 )
 from mmspec.eval.suite.command import SIZES, llama_server_option
-from mmspec.eval.suite.methods import BASELINE, LLAMA, OPENVINO, PLAIN, parse_methods
+from mmspec.eval.suite.methods import BASELINE, parse_methods
 from mmspec.eval.suite.race import read_requests
+from mmspec.eval.suite.report import equal_of_compared
+from mmspec.eval.suite.summary import OVERALL, Record, by_request, figures, throughput
 from mmspec.pipeline import Pipeline
 
 _LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**5))"  # until its parent exits
@@ -69,83 +72,20 @@ def busy_programs(count: int) -> Iterator[None]:
 
 
 @dataclass
-class Cell:
-    """A method under the conditions of a row, and its measurements.
-
-    Attributes:
-        busy: measured next to this number of busy programs.
-        seconds: medians over the rounds, with the keys of ``TimedBatch.seconds``, by unit: a request, or all requests
-            that a batch decoded.
-        tokens, answers: by unit, new tokens and the number of answers.
-        stats: of all requests, in the last round.
-        equal: number of answers that equal the reference in all rounds.
-    """
+class Condition:
+    """Methods, next to a number of ``busy`` programs, and their ``records`` for ``mmspec.eval.suite.summary``: one per
+    request, or one of all requests that a batch decoded."""
 
     pipe: Pipeline
-    method: Method
     dtype: str
     threads: int
     busy: int
     batch: int
-    seconds: list[dict[str, float]] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    answers: list[int] = field(default_factory=list)
-    stats: list[Stats] = field(default_factory=list)
-    equal: int = 0
-
-    @property
-    def conditions(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("dtype", "threads", "busy", "batch")}
-
-    def add(self, rounds: Sequence[TimedBatch], expected: Sequence[Sequence[int]]) -> None:
-        """Add the rounds of a unit."""
-        times = [one.seconds for one in rounds]
-        self.seconds.append({name: median(spent[name] for spent in times) for name in times[0]})
-        self.tokens.append(sum(map(len, rounds[-1].answers)))
-        self.answers.append(len(expected))
-        self.stats += rounds[-1].stats
-        rows = zip(*(one.answers for one in rounds), strict=True)
-        self.equal += sum(all(answer == right for answer in row) for row, right in zip(rows, expected, strict=True))
-
-    def ratios(self, slow: Cell, name: str) -> list[float]:
-        """Speedup over ``slow`` in seconds per token, by unit.
-
-        Args:
-            name: ``total`` for all new tokens, or ``decoding`` for tokens after the first. Units whose answers have no
-                such tokens are left out.
-        """
-        first = name == "decoding"
-        spent = [
-            [(spent[name], tokens - first * count) for spent, tokens, count in zip(*columns, strict=True)]
-            for columns in ((one.seconds, one.tokens, one.answers) for one in (slow, self))
-        ]
-        return [a * n / (b * m) for (a, m), (b, n) in zip(*spent, strict=True) if min(m, n) > 0]
+    methods: list[Method]
+    records: list[Record] = field(default_factory=list)
 
 
-def measure(cells: Sequence[Cell], requests: Sequence[dict[str, Any]], rounds: int, options: DecodingOptions) -> None:
-    """Answer all requests by all cells, and add the measurements to them."""
-    known: dict[Any, list[int]] = {}
-    for size in dict.fromkeys(cell.batch for cell in cells):
-        places = range(len(requests))
-        alike = [cell for cell in cells if cell.batch == size]
-        for unit in [[place] for place in places] if size == 1 else [list(places)]:
-            found: dict[int, list[TimedBatch]] = {}
-            for turn in range(rounds):
-                for busy in rotated(list(dict.fromkeys(cell.busy for cell in alike)), turn):
-                    with busy_programs(busy):
-                        for cell in rotated([cell for cell in alike if cell.busy == busy], turn):
-                            torch.set_num_threads(cell.threads)
-                            asked = [requests[place] for place in unit]
-                            one = decode(cell.pipe, cell.method, asked, options, learn=turn == rounds - 1)
-                            found.setdefault(id(cell), []).append(one)
-            for cell in alike:
-                # The rows of a batch have other seeds than single requests.
-                keys = [(cell.dtype, place, options.temperature > 0 and size) for place in unit]
-                own = found[id(cell)][0].answers
-                cell.add(found[id(cell)], [known.setdefault(*pair) for pair in zip(keys, own, strict=True)])
-
-
-def make_cells(
+def conditions_of(
     pipes: Mapping[str, Pipeline],
     methods: str,
     threads: Sequence[int],
@@ -153,81 +93,85 @@ def make_cells(
     sizes: Sequence[int],
     peers: Callable[[int], Mapping[str, Any]],
     sampled: bool,
-) -> list[Cell]:
-    """A cell per combination; other engines and transformers decode greedily, one request after another."""
-    cells = []
-    for dtype, pipe in pipes.items():
-        for count in threads:
-            for programs in busy:
-                for size in sizes:
-                    target = pipe.target.fork()  # pipelines over one target share an engine
-                    for method in parse_methods(methods, target, peers(count)):
-                        other = method.peer is not None or method.generate_options is not None
-                        if other and (sampled or size > 1):
-                            continue
-                        method.target, method.max_num_seqs = target, size
-                        cells.append(Cell(pipe, method, dtype, count, programs, size))
-    return cells
+) -> list[Condition]:
+    """All combinations; other engines and transformers decode greedily, one request after another."""
+    conditions = []
+    for (dtype, pipe), count, programs, size in product(pipes.items(), threads, busy, sizes):
+        target = pipe.target.fork()  # pipelines over one target share an engine
+        chosen = parse_methods(methods, target, peers(count))
+        if sampled or size > 1:
+            chosen = [one for one in chosen if one.peer is None and one.generate_options is None]
+        for method in chosen:
+            method.target, method.max_num_seqs = target, size
+        conditions.append(Condition(pipe, dtype, count, programs, size, chosen))
+    return conditions
 
 
-def rows_of(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """A row of results per cell: medians and minima over the units of ratios in seconds per token.
+def measure(
+    conditions: Sequence[Condition], requests: Sequence[dict[str, Any]], rounds: int, options: DecodingOptions
+) -> None:
+    """Answer all requests by all methods, and add the records.
 
-    ``shares`` are of the time of a request by phase; ``tree_passes`` and ``pass_passes`` are the times to draft a tree
-    and to verify it, in passes of plain decoding.
+    An answer is ``equal`` if it was the first method's in all rounds.
     """
+    known: dict[Any, list[int]] = {}
+    for size in dict.fromkeys(one.batch for one in conditions):
+        alike, places = [one for one in conditions if one.batch == size], list(range(len(requests)))
+        for unit in [[place] for place in places] if size == 1 else [places]:
+            asked, timed = [requests[place] for place in unit], dict[tuple[int, str], list[TimedBatch]]()
+            for turn in range(rounds):
+                for busy in rotated(list(dict.fromkeys(one.busy for one in alike)), turn):
+                    pairs = [(one, method) for one in alike if one.busy == busy for method in one.methods]
+                    with busy_programs(busy):
+                        for one, method in rotated(pairs, turn):
+                            torch.set_num_threads(one.threads)
+                            batch = decode(one.pipe, method, asked, options, learn=turn == rounds - 1)
+                            timed.setdefault((id(one), method.name), []).append(batch)
+            for one in alike:
+                methods = {method.name: results_of(timed[id(one), method.name]) for method in one.methods}
+                for method in one.methods:
+                    answers = [batch.answers for batch in timed[id(one), method.name]]
+                    # The rows of a batch have other seeds than single requests.
+                    keys = [(one.dtype, place, options.temperature > 0 and size) for place in unit]
+                    first = [known.setdefault(key, answer) for key, answer in zip(keys, answers[0], strict=True)]
+                    equal = [all(rows[row] == right for rows in answers) for row, right in enumerate(first)]
+                    methods[method.name] |= {"equal": [None] * len(unit) if method.peer else equal, "differences": []}
+                head = {"task": "bench", "group": unit[0], "ids": unit, "categories": [""] * len(unit)}
+                one.records.append({**head, "turns": [{"rows": list(range(len(unit))), "methods": methods}]})
+
+
+def rows_of(conditions: Sequence[Condition]) -> list[dict[str, Any]]:
+    """A row of results per condition and method: ``figures`` and ``by_request`` of ``mmspec.eval.suite.summary``, and
+    ``decoding_tokens_per_second``, after the first token."""
     rows = []
-    for cell in cells:
-        alike = {one.method.name: one for one in cells if one.conditions == cell.conditions}
-        plain, steps = alike[PLAIN], Stats.combined(cell.stats) if cell.stats else Stats()
-        total, decoding = cell.ratios(plain, "total"), cell.ratios(plain, "decoding")
-        spent = [sum(one[name] for one in cell.seconds) for name in ("total", "decoding")]
-        later = sum(cell.tokens) - sum(cell.answers)
-        row = {
-            **cell.conditions,
-            "method": cell.method.name,
-            "tokens_per_step": fmean([one.mean_acceptance_length for one in cell.stats if one.num_spec_steps] or [1.0]),
-            "nodes_per_step": steps.num_draft_tokens / max(steps.num_spec_steps, 1),
-            "ratio_generate": median(cell.ratios(alike[BASELINE], "total")) if BASELINE in alike else None,
-            "ratio_plain": median(total),
-            "ratio_plain_worst": min(total),
-            "decoding_ratio_plain": median(decoding) if decoding else None,
-            "decoding_ratio_plain_worst": min(decoding, default=None),
-            "tokens_per_second": sum(cell.tokens) / spent[0],
-            "decoding_tokens_per_second": later / spent[1] if later else None,
-            "equal": None if cell.method.peer else cell.equal,
-            "answers": sum(cell.answers),
-        }
-        if PHASES[0] in cell.seconds[0]:
-            shares = {phase: fmean(one[phase] / one["total"] for one in cell.seconds) for phase in PHASES}
-            row["shares"] = {**shares, "rest": 1 - sum(shares.values())}
-            for name in ("tree", "pass"):
-                # An adaptive method may not have drafted for some requests.
-                pairs = [(a[name], b["pass"]) for a, b in zip(cell.seconds, plain.seconds, strict=True) if a[name] > 0]
-                row[f"{name}_passes"] = median(a / b for a, b in pairs) if pairs else 0.0
-        rows.append(row)
+    for one in conditions:
+        where = {name: getattr(one, name) for name in _CONDITIONS}
+        for method in one.methods:
+            results = figures(one.records, method.name) | by_request(one.records, method.name)[OVERALL]
+            later = throughput(one.records, method.name, "decoding", "later_tokens")
+            rows.append({**where, "method": method.name, **results, "decoding_tokens_per_second": later})
     return rows
 
 
 _CONDITIONS = ("dtype", "threads", "busy", "batch")
 _ANSWERS: list[Column] = [
     ("method", "{method}"),
-    ("tokens per step", "{tokens_per_step:.2f}"),
-    ("nodes", "{nodes_per_step:.1f}"),
-    ("vs generate", "{ratio_generate:.2f}"),
-    ("vs plain", "{ratio_plain:.2f}"),
-    ("worst", "{ratio_plain_worst:.2f}"),
-    ("decoding", "{decoding_ratio_plain:.2f}"),
-    ("worst", "{decoding_ratio_plain_worst:.2f}"),
-    ("tokens/s", "{tokens_per_second:.1f}"),
+    ("tokens per step", "{acceptance[mean_acceptance_length]:.2f}"),
+    ("nodes", "{acceptance[nodes_per_step]:.1f}"),
+    ("vs generate", lambda row: f"{row['end_to_end']['median']:.2f}" if row["baseline"] == BASELINE else ""),
+    ("vs plain", "{end_to_end_plain[median]:.2f}"),
+    ("worst", "{slowest[total]:.2f}"),
+    ("decoding", "{decoding_plain[median]:.2f}"),
+    ("worst", "{slowest[decoding]:.2f}"),
+    ("tokens/s", "{output_tokens_per_second:.1f}"),
     ("decoding", "{decoding_tokens_per_second:.1f}"),
-    ("equal", "{equal}/{answers}"),
+    ("equal", equal_of_compared),
 ]
 _TIMES: list[Column] = [
     ("method", "{method}"),
     *((phase, lambda row, phase=phase: f"{row['shares'][phase]:.0%}") for phase in (*PHASES, "rest")),
-    ("a tree, in passes", "{tree_passes:.2f}"),
-    ("its verify pass", "{pass_passes:.2f}"),
+    ("a tree, in passes", "{draft_cost:.2f}"),
+    ("its verify pass", "{verify_cost:.2f}"),
 ]
 
 
@@ -393,13 +337,10 @@ def main(
     """Measure verify passes or, with --methods, answers: tables, then one JSON line."""
     before = torch.get_num_threads()
     threads = threads or (before,)
-    start_llama = cache(partial(LlamaServer, llama_server, model)) if llama_server else None
 
     @cache
     def peers(count: int) -> dict[str, Any]:
-        return {OPENVINO: cache(partial(OpenVino, model, count))} | (
-            {LLAMA: partial(start_llama, count)} if start_llama else {}
-        )
+        return {name: cache(start) for name, start in engines(model, count, llama_server).items()}
 
     pipes = {dtype: mmspec.load(model, drafter=None, dtype=dtype) for dtype in dtypes}
     about = {"model": model, **describe(next(iter(pipes.values())).target), "rounds": rounds}
@@ -408,7 +349,7 @@ def main(
         if methods is None:
             about["equal"] = {dtype: drafts_equal(pipe) for dtype, pipe in pipes.items()}
             about["divergence"] = divergences(model, pipes) if divergence else {}
-            servers = {count: start_llama(count) for count in threads} if start_llama else {}
+            servers = {count: peers(count)[LLAMA]("") for count in threads} if llama_server else {}
             rows = []
             for programs in busy:
                 with busy_programs(programs):
@@ -420,16 +361,16 @@ def main(
             return {**about, "rows": rows}
         visual = next(iter(pipes.values())).processor.reads_media
         first, requests = load_requests(source or ("images:24,clips:8" if visual else "prompts:16"), warm_up, visual)
-        cells = make_cells(pipes, methods, threads, busy, batch_sizes, peers, temperature > 0)
+        conditions = conditions_of(pipes, methods, threads, busy, batch_sizes, peers, temperature > 0)
         options = DecodingOptions(max_new_tokens, temperature)
-        for cell in cells:
-            torch.set_num_threads(cell.threads)
-            for request in first:
-                decode(cell.pipe, cell.method, [request], options)
-        measure(cells, requests, rounds, options)
+        for one in conditions:
+            torch.set_num_threads(one.threads)
+            for method, request in product(one.methods, first):
+                decode(one.pipe, method, [request], options)
+        measure(conditions, requests, rounds, options)
     finally:
         torch.set_num_threads(before)
-    rows = rows_of(cells)
+    rows = rows_of(conditions)
     print_rows(_ANSWERS, rows, f"{len(requests)} requests, medians and minima of speedups in seconds per token")
-    print_rows(_TIMES, [row for row in rows if "shares" in row], "shares of a request's time; cost of a tree")
+    print_rows(_TIMES, [row for row in rows if row["shares"]], "shares of a request's time; cost of a tree")
     return {**about, "temperature": temperature, "requests": len(requests), "rows": rows}

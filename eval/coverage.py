@@ -76,12 +76,8 @@ _MOST_BYTES = 14 << 30
 
 @dataclass(frozen=True)
 class Model:
-    """A class to build.
-
-    Attributes:
-        kind: ``TEXT``, ``VISION`` or ``PUBLISHED``.
-        name: model type, or the published configuration's file.
-    """
+    """A class to build: ``kind`` is ``TEXT``, ``VISION`` or ``PUBLISHED``, ``name`` a model type, or the published
+    configuration's file."""
 
     kind: str
     name: str
@@ -136,14 +132,10 @@ def _decodes_alone(config_class: type[PreTrainedConfig]) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of checking one class.
+    """The worst of ``OUTCOMES`` over the inputs of a class, with a ``reason`` of one line unless equal.
 
-    Attributes:
-        outcome: the worst of ``OUTCOMES`` over the inputs.
-        reason: one line; empty if equal.
-        model_class: class name; empty if the model could not be built.
-        inputs: compared inputs, which ``generate`` could decode.
-        note: missing inputs, with reasons.
+    ``inputs`` were compared; ``note`` has those that ``generate`` could not decode, with reasons. ``model_class`` is
+    empty if the model could not be built.
     """
 
     outcome: str
@@ -164,11 +156,11 @@ def check(model: Model, progress: Callable[[str], None] = lambda phase: None) ->
         network: Any = model.build()
     except Exception as error:
         return Outcome(NOT_BUILT, _one_line(error))
-    name, compared, missing = type(network).__name__, [], []
-    worst = Outcome(NOT_GENERATED, model_class=name)
+    name, compared, missing = type(network).__name__, list[str](), list[str]()
     makers: dict[str, Any] = {label: partial(_text_inputs, lengths) for label, lengths in _PROMPTS.items()}
     if type(network.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         makers |= {label: partial(image_inputs, network, lengths) for label, lengths in _IMAGE_PROMPTS.items()}
+    outcome, reason = EQUAL, ""
     for label, make in makers.items():
         progress(NOT_GENERATED)
         try:
@@ -183,12 +175,11 @@ def check(model: Model, progress: Callable[[str], None] = lambda phase: None) ->
         progress(FAULTY)
         outcome, reason = _compared(network, inputs, reference)
         if outcome != EQUAL:
-            worst = Outcome(outcome, reason if len(compared) == 1 else f"{label}: {reason}", name)
+            reason = reason if len(compared) == 1 else f"{label}: {reason}"
             break
-    else:
-        worst = Outcome(EQUAL, model_class=name) if compared else Outcome(NOT_GENERATED, missing[0], name)
-    note = "; ".join(missing) if compared else ""
-    return Outcome(worst.outcome, worst.reason, name, tuple(compared), note)
+    if not compared:
+        return Outcome(NOT_GENERATED, missing[0], name)
+    return Outcome(outcome, reason, name, tuple(compared), "; ".join(missing))
 
 
 def _text_inputs(lengths: list[int]) -> dict[str, Tensor]:
@@ -240,10 +231,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def image_inputs(network: PreTrainedModel, lengths: list[int]) -> dict[str, Tensor]:
-    """A left-padded batch of prompts with one random image each, as inputs of the model.
-
-    Args:
-        lengths: text tokens of each row.
+    """A left-padded batch of prompts of ``lengths`` text tokens with one random image each, as inputs of the model.
 
     Raises:
         Exception: any exception of the class's image processor or vision tower.
@@ -384,10 +372,10 @@ def _send_outcome(model: Model, pipe: Connection) -> None:
 
 def counts(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     """Number of classes of each kind by outcome."""
-    counters: dict[str, Counter[str]] = {}
-    for row in rows:
-        counters.setdefault(row["kind"], Counter())[row["outcome"]] += 1
-    return {kind: {outcome: counters[kind][outcome] for outcome in OUTCOMES} for kind in counters}
+    found = Counter((row["kind"], row["outcome"]) for row in rows)
+    return {
+        kind: {outcome: found[kind, outcome] for outcome in OUTCOMES} for kind in dict.fromkeys(k for k, _ in found)
+    }
 
 
 def page(result: dict[str, Any]) -> str:

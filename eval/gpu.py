@@ -98,10 +98,23 @@ class Plan:
 
     @cached_property
     def bandwidth(self) -> float:
-        return copy_bandwidth(self.device)
+        """Bytes per second, read and written, of a copy larger than all caches."""
+        source = torch.ones(1 << (30 if self.device.type == "cuda" else 22), dtype=torch.uint8, device=self.device)
+        copy = partial(torch.empty_like(source).copy_, source)
+        return 2 * source.numel() / median(device_seconds(copy, self.device))
 
     def target(self, name: str) -> Any:
-        return random_target(config_of(name, self.quick), self.device, self.dtype)
+        """A model with random weights, made on the device.
+
+        Its layers change embeddings little, and the output layer is the embedding moved by a row. It counts: no near
+        ties make answers depend on the order of sums in bfloat16.
+        """
+        config = config_of(name, self.quick)
+        with torch.device(self.device):
+            model = AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
+        embedding = model.get_input_embeddings().weight.data.normal_()
+        model.get_output_embeddings().weight.data.copy_(embedding.roll(1, 0))
+        return plugins.target_class(config)(model)
 
 
 def attempt(step: Callable[[], Row], **facts: Any) -> Iterator[Row]:
@@ -129,19 +142,6 @@ def config_of(name: str, tiny: bool) -> Any:
     if name == "7b":
         return LlamaConfig(**_COMMON | (_TINY if tiny else dict(vocab_size=32064)))
     return BambaConfig(**_COMMON | _BAMBA | (_TINY_BAMBA if tiny else {}))
-
-
-def random_target(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """A model with random weights, made on the device.
-
-    Its layers change embeddings little, and the output layer is the embedding moved by a row. It counts: no near ties
-    make answers depend on the order of sums in bfloat16.
-    """
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    embedding = model.get_input_embeddings().weight.data.normal_()
-    model.get_output_embeddings().weight.data.copy_(embedding.roll(1, 0))
-    return plugins.target_class(config)(model)
 
 
 def random_drafters(target: TransformersTarget) -> dict[str, TrainedDrafter]:
@@ -235,12 +235,6 @@ def device_seconds(run: Callable[[], Any], device: torch.device, count: int = 20
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return [seconds(start, end) for start, end in pairwise(marks)]
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written, of a copy larger than all caches."""
-    source = torch.ones(1 << (30 if device.type == "cuda" else 22), dtype=torch.uint8, device=device)
-    return 2 * source.numel() / median(device_seconds(partial(torch.empty_like(source).copy_, source), device))
 
 
 def call_seconds(calls: list[Callable[[], Any]], device: torch.device) -> float:

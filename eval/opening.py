@@ -22,11 +22,11 @@ from time import perf_counter as clock
 from typing import Any
 
 import click
-import psutil
 
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
 from mmspec.eval.harness.peers import LlamaServer, gguf_file
+from mmspec.eval.harness.timing import memory_of
 from mmspec.eval.suite.command import llama_server_option
 from mmspec.files import cache_folder
 from mmspec.loading import load_config
@@ -49,14 +49,14 @@ def timed(plain):
     return call
 
 builtins.__import__, importlib.import_module = timed(builtins.__import__), timed(importlib.import_module)
-import psutil, torch
+import torch
 from mmspec import loading
 torch.set_num_threads(int(sys.argv[2]))
 pipe = loading.load(sys.argv[1], drafter=None)
 seconds = time.perf_counter() - start - imports
-peak = next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(json.dumps({"imports": imports, "seconds": seconds,
-                  "resident": psutil.Process().memory_info().rss, "peak": peak}))
+status = dict(line.split(":") for line in open("/proc/self/status") if line.startswith("Vm"))
+memory = {name: 1024 * int(status[key].split()[0]) for name, key in (("resident", "VmRSS"), ("peak", "VmHWM"))}
+print(json.dumps({"imports": imports, "seconds": seconds, **memory}))
 """
 
 
@@ -96,7 +96,7 @@ def _measured(file: str, threads: int, llama_server: str | None) -> Iterator[tup
     if llama_server:
         start = clock()
         server = LlamaServer(llama_server, file, threads)
-        resident = psutil.Process(server.pid).memory_info().rss
+        resident = memory_of(server.pid, "VmRSS") or 0
         yield LLAMA, {"imports": 0.0, "seconds": clock() - start, "resident": resident, "peak": resident, "written": 0}
         server.close()
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mmspec.cli.options import Listed
 from mmspec.eval.harness.output import Column, benchmark, make_table, processor, wide_console
-from mmspec.eval.harness.timing import interleaved
+from mmspec.eval.harness.timing import rotated
 from mmspec.eval.suite.command import SIZES
 from mmspec.ops import cpu, cpu_library
 
@@ -41,12 +41,6 @@ COLUMNS: list[Column] = [
     ("G multiply-adds/s", "{products:.1f}"),
     ("of the peak", "{of_peak:.0%}"),
 ]
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    start = clock()
-    call()
-    return clock() - start
 
 
 def _multiply(library: ctypes.CDLL, weights: Any, x: Tensor, out: Tensor, threads: int) -> None:
@@ -75,20 +69,21 @@ def measure(
         for count in rows:
             x, out = (torch.randn(count, width, dtype=torch.float32) for width in (INPUTS, outputs[kind]))
             calls[kind, count] = partial(_multiply, library, weights, x, out, threads)
-    seconds = interleaved({name: partial(_seconds, call) for name, call in calls.items()}, rounds)
+    seconds: dict[Any, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):  # the first is a warm-up
+        for name, call in rotated(list(calls.items()), turn):
+            start = clock()
+            call()
+            seconds[name] += [clock() - start] if turn else []
     limits = {kind: done[kind] / median(seconds[kind]) / 1e9 for kind in formats}
     limits[READ] = len(memory) / median(seconds[READ]) / 1e9
     return limits, table_rows(seconds, outputs, done, len(memory))
 
 
 def table_rows(seconds: Any, outputs: dict[str, int], done: dict[str, int], size: int) -> list[dict[str, Any]]:
-    """Rows of the table.
+    """Rows of the table, from output features and numbers of multiply-adds by format, and the ``size`` read in bytes.
 
-    Args:
-        seconds: seconds by round, of products by (format, rows), of multiply-adds by format, and of ``READ``.
-        outputs: output features of a product by format.
-        done: number of multiply-adds by format.
-        size: bytes read.
+    ``seconds`` by round are of products by (format, rows), of multiply-adds by format, and of ``READ``.
     """
     rows = []
     for kind, count in (name for name in seconds if isinstance(name, tuple)):

@@ -42,12 +42,7 @@ from mmspec.http_client import open_client, stream_json
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server process.
-
-    Attributes:
-        url: base URL of the API, as printed.
-        pid: process id.
-    """
+    """A server process, and the base URL of its API."""
 
     url: str
     pid: int
@@ -55,10 +50,7 @@ class RunningServer:
 
 @contextmanager
 def serving(**options: Any) -> Iterator[RunningServer]:
-    """Run ``mmspec serve`` on a free port.
-
-    Args:
-        **options: command options; None omits an option, a tuple repeats it.
+    """Run ``mmspec serve`` on a free port with options; None omits an option, a tuple repeats it.
 
     Raises:
         UserError: the server does not start; contains the server's message.
@@ -86,11 +78,9 @@ class StreamedRequest:
     """Client-side measurements of one request.
 
     Attributes:
-        text: the answer.
-        tokens: generated tokens.
-        first: seconds until the first text.
+        tokens: number of generated tokens.
+        first, seconds: until the first text and until the end.
         gaps: seconds between later chunks of text; a chunk has the tokens of a decode step.
-        seconds: seconds until the end.
         metrics: the server's speculative decoding metrics.
     """
 
@@ -100,6 +90,10 @@ class StreamedRequest:
     gaps: list[float] = field(default_factory=list)
     seconds: float = 0.0
     metrics: dict[str, Any] = field(default_factory=dict)
+
+
+Round = tuple[list[StreamedRequest], float, int | None]
+"""A load's measured requests, total seconds, and the server's peak memory in bytes."""
 
 
 def chat_body(model: str, request: Mapping[str, Any], max_new_tokens: int) -> dict[str, Any]:
@@ -175,7 +169,7 @@ def main(
     expected = [plain.generate(**request, max_new_tokens=max_new_tokens, temperature=0.0).text for request in requests]
     bodies = [chat_body(plain.name, request, max_new_tokens) for request in requests]
     options = {"model": model, "drafter": drafter, "dtype": dtype, "max_running": max_running}
-    loads: dict[int, list[tuple[list[StreamedRequest], float, int | None]]] = {size: [] for size in clients}
+    loads: dict[int, list[Round]] = {size: [] for size in clients}
     with serving(**options, max_waiting=max(clients), max_tokens=max_new_tokens) as server:
         load(server.url, bodies[:4], 2)  # warms up
         for _ in range(rounds):
@@ -203,10 +197,8 @@ def main(
     return {**options, **describe(plain.target), "requests": count, "rounds": rounds, "loads": rows}
 
 
-def _row(
-    clients: int, rounds: Sequence[tuple[list[StreamedRequest], float, int | None]], expected: Sequence[str]
-) -> dict[str, Any]:
-    """Results of a load from its rounds: measured requests, total seconds, and the server's peak memory in bytes."""
+def _row(clients: int, rounds: Sequence[Round], expected: Sequence[str]) -> dict[str, Any]:
+    """Results of a load from its rounds."""
     seen = [request for requests, _, _ in rounds for request in requests]
     gaps, first = [gap for request in seen for gap in request.gaps], [request.first for request in seen]
     accepted, steps = (

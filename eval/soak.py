@@ -52,11 +52,10 @@ def load_bodies(
     """The requests of a load.
 
     Args:
-        drafters: drafter names, with one request each.
-        number: number of the load, which starts its texts.
-        words: prompt lengths; all kinds of requests are sent for each length.
+        number: of the load; it starts the texts.
+        words: prompt lengths; all kinds of requests are sent for each length, and a request for each drafter.
         tokens: maximum tokens of an answer.
-        images: images of further requests, one each.
+        images: of further requests, one each.
     """
     bodies = []
     for place, length in enumerate(words):

@@ -62,8 +62,6 @@ class ToolRequest:
     """A request with its expected answer.
 
     Attributes:
-        name: name of the request.
-        prompt: user message.
         calls: expected calls, in order.
         says: expected words of an answer without calls.
         choice: ``tool_choice``; a function is given by name.

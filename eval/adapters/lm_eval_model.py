@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
 import mmspec
-from mmspec.eval.harness.acceptance import AcceptanceStats
+from mmspec.engine.stats import Stats
+from mmspec.eval.suite.summary import acceptance_line
 from mmspec.targets.detokenizer import AnswerReader, Vocabulary
 
 _log = logging.getLogger("lm_eval.mmspec")  # below the harness's logger
@@ -32,8 +33,7 @@ class MmspecLM(HFLM):
         **options: of the harness's ``HFLM``.
 
     Attributes:
-        pipe: the model and its drafter.
-        acceptance: statistics over all requests so far.
+        stats: of each request so far.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class MmspecLM(HFLM):
         if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
             device = "auto"
         self.pipe = mmspec.load(pretrained, drafter, device, dtype)
-        self.acceptance = AcceptanceStats()
+        self.stats: list[Stats] = []
         self._nodes = None if nodes is None else int(nodes)
         # The model's own limit would take precedence over the harness's.
         self.pipe.model.generation_config.max_new_tokens = None
@@ -58,7 +58,7 @@ class MmspecLM(HFLM):
     def generate_until(self, requests: list[Any], *args: Any, **options: Any) -> list[str]:
         """Answers in the order of the requests."""
         answers = super().generate_until(requests, *args, **options)
-        _log.info(self.acceptance.log_line())
+        _log.info(acceptance_line(self.stats))
         return answers
 
     def _model_generate(self, context: Tensor, max_length: int, stop: Sequence[str], **options: Any) -> Tensor:
@@ -82,8 +82,7 @@ class MmspecLM(HFLM):
         criteria = [*stopping_criteria, stop_texts]
         inputs |= {"drafter": self.pipe, "nodes": self._nodes}
         out: Any = mmspec.decode(model, input_ids, logits_processor, criteria, generation_config, **inputs)
-        for stats in out.stats:
-            self.acceptance.add(len(self.acceptance.groups), stats, equal=True)
+        self.stats += out.stats
         return out.sequences
 
 

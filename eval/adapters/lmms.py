@@ -13,8 +13,9 @@ from tqdm import tqdm
 
 import mmspec
 from mmspec.cli.options import GENERATING
+from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
-from mmspec.eval.harness.acceptance import AcceptanceStats
+from mmspec.eval.suite.summary import acceptance_line
 
 
 class MmspecLMM(lmms):
@@ -28,7 +29,7 @@ class MmspecLMM(lmms):
         max_batch_size: always passed by lmms-eval; ignored.
 
     Attributes:
-        acceptance: statistics over all requests so far.
+        stats: of each request so far.
     """
 
     is_simple = False
@@ -46,7 +47,7 @@ class MmspecLMM(lmms):
     ) -> None:
         super().__init__()
         self.pipe = mmspec.load(pretrained, drafter, device or "auto", dtype)
-        self.acceptance = AcceptanceStats()
+        self.stats: list[Stats] = []
         self._options: dict[str, Any] = {"nodes": None if nodes is None else int(nodes)}
         if frames is not None:
             self._options["frames"] = int(frames)
@@ -65,7 +66,7 @@ class MmspecLMM(lmms):
                     for index, result in zip(chosen, answers, strict=True):
                         results[index] = result
                     bar.update(len(chosen))
-        logger.info(self.acceptance.log_line())
+        logger.info(acceptance_line(self.stats))
         return [result for result in results if result is not None]
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
@@ -82,7 +83,7 @@ class MmspecLMM(lmms):
             _, messages_of, _, doc, task, split = request.args
             inputs.append(messages_to_request(messages_of(self.task_dict[task][split][doc])))
         for answer in self.pipe.generate_batch(inputs, **keywords, **self._options):
-            self.acceptance.add(len(self.acceptance.groups), answer.stats, equal=True)
+            self.stats.append(answer.stats)
             yield GenerationResult(answer.text.strip(), TokenCounts(output_tokens=len(answer.token_ids)))
 
     @staticmethod

@@ -93,10 +93,7 @@ _INCONSISTENT: dict[str, dict[str, Any]] = {
 
 
 def small_config(config_class: type[PreTrainedConfig], **changes: Any) -> PreTrainedConfig:
-    """A class's default configuration with sizes cut.
-
-    Args:
-        changes: values of further fields.
+    """A class's default configuration with sizes cut, and with ``changes`` of further fields.
 
     Raises:
         TypeError: the class has no such field.

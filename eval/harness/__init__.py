@@ -1,1 +1,1 @@
-"""Shared by all benchmarks: interleaved timing, acceptance statistics, held-out prompts, other engines, output."""
+"""Shared by all benchmarks: interleaved timing, held-out prompts, other engines, output."""

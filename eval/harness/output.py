@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import string
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -30,8 +29,11 @@ from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.version import __version__
 
 WIDTH = 120
-Column = tuple[str, str | Callable[[Mapping[str, Any]], str]]
-"""Header and cell of a table's column: a format string over the row's fields, or a function of the row."""
+Cell = str | Callable[[Mapping[str, Any]], str]
+"""A format string over a row's fields, or a function of the row."""
+
+Column = tuple[str, Cell]
+"""Header and cell of a table's column."""
 
 
 class BenchmarkCommand(ModuleCommand):
@@ -74,28 +76,28 @@ def wide_console() -> Console:
     return default if default.is_terminal or "COLUMNS" in os.environ else Console(width=WIDTH)
 
 
+def cell_text(cell: Cell, row: Mapping[str, Any]) -> str:
+    """A cell of a row; empty if its format string names a field that is missing or None."""
+    if not isinstance(cell, str):
+        return cell(row)
+    try:
+        return cell.format_map({name: value for name, value in row.items() if value is not None})
+    except (KeyError, TypeError):  # a missing field, or None within one
+        return ""
+
+
 def make_table(
     columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *, sections: Sequence[str] = (), **options: Any
 ) -> Table:
-    """A table with one line per row.
+    """A table with one line per row, and a rule where one of the fields ``sections`` changes.
 
-    Args:
-        columns: header and cell of each. A cell whose format string names a field that is missing or None is empty.
-        rows: fields by name.
-        sections: fields at whose changes a rule is drawn.
-        **options: of ``rich.table.Table``, e.g. ``title`` and ``caption``.
+    ``options`` are those of ``rich.table.Table``, e.g. ``title`` and ``caption``.
     """
-
-    def text(cell: str | Callable[[Mapping[str, Any]], str], row: Mapping[str, Any]) -> str:
-        if not isinstance(cell, str):
-            return cell(row)
-        fields = [name for _, name, _, _ in string.Formatter().parse(cell) if name]
-        return "" if any(row.get(name) is None for name in fields) else cell.format_map(row)
 
     table = Table(*(header for header, _ in columns), **options)
     for row, following in zip(rows, [*rows[1:], None], strict=False):
         end = following is not None and any(row[name] != following[name] for name in sections)
-        table.add_row(*(text(cell, row) for _, cell in columns), end_section=end)
+        table.add_row(*(cell_text(cell, row) for _, cell in columns), end_section=end)
     return table
 
 
@@ -142,11 +144,7 @@ def git_commit() -> str:
 
 def print_result(content: dict[str, Any], out: Path | None = None) -> None:
     """Print a result as one JSON line, and write it to ``out`` if given."""
+    line = json.dumps(content)
     if out is not None:
-        write_result(content, out)
-    click.echo(json.dumps(content))
-
-
-def write_result(content: dict[str, Any], out: Path) -> None:
-    """Write a result as a JSON file, atomically."""
-    write_text(out, json.dumps(content) + "\n")
+        write_text(out, line + "\n")
+    click.echo(line)

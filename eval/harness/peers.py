@@ -10,8 +10,9 @@ import subprocess
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import httpx
@@ -22,6 +23,7 @@ from mmspec.errors import UserError, explained
 from mmspec.http_client import TIMEOUT, open_client
 from mmspec.targets.gguf import file_in
 
+LLAMA, OPENVINO = "llama.cpp", "openvino"
 CONTEXT = 8192
 """Tokens of a prompt and its answer."""
 
@@ -74,12 +76,10 @@ class LlamaServer:
     Args:
         program: path of llama-server.
         model: a GGUF file, or the name of a GGUF model.
-        threads: threads of prefill and decoding.
         speculation: value of ``--spec-type``, and further options after blanks, quoted as in a shell; empty for plain
             decoding.
 
     Attributes:
-        pid: process id.
         close: terminates the process; also called when this object is collected.
 
     Raises:
@@ -157,7 +157,6 @@ class OpenVino:
 
     Args:
         model: a GGUF file, or the name of a GGUF model.
-        threads: threads of prefill and decoding.
         speculation: ``"lookup"`` for prompt lookup, with 5 candidates after 3 tokens, as in OpenVINO's documentation;
             empty for plain decoding.
 
@@ -191,3 +190,9 @@ class OpenVino:
         (tokens,), times = result.tokens, result.perf_metrics
         first = times.get_ttft().mean / 1000
         return Completion(list(tokens), times.get_generate_duration().mean / 1000 - first, first)
+
+
+def engines(model: str, threads: int, llama_server: str | None) -> dict[str, Callable[[str], Peer]]:
+    """Other engines by name, which a speculation starts; llama.cpp by the path of its server."""
+    started: dict[str, Callable[[str], Peer]] = {OPENVINO: partial(OpenVino, model, threads)}
+    return started | ({LLAMA: partial(LlamaServer, llama_server, model, threads)} if llama_server else {})

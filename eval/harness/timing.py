@@ -9,7 +9,7 @@ import contextlib
 import copy
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -102,6 +102,18 @@ class TimedBatch:
     def mean_acceptance_length(self) -> float:
         """Mean acceptance length of the first row."""
         return self.stats[0].mean_acceptance_length if self.stats else 1.0
+
+
+def results_of(rounds: Sequence[TimedBatch]) -> dict[str, Any]:
+    """The rounds of a batch as JSON values: ``answers`` and ``stats`` of the first, ``seconds`` and ``request_seconds``
+    of each, and the peak of ``memory``."""
+    return {
+        "answers": rounds[0].answers,
+        "stats": [dict(vars(stats)) for stats in rounds[0].stats],
+        "seconds": [batch.seconds for batch in rounds],
+        "request_seconds": [batch.request_seconds for batch in rounds],
+        "memory": max((batch.memory for batch in rounds if batch.memory is not None), default=None),
+    }
 
 
 @dataclass
@@ -265,7 +277,7 @@ def pass_seconds(target: TransformersTarget, depth: int, nodes: Sequence[int]) -
     seconds: dict[Any, float] = {"prefill": clock() - begun}
     seconds |= {count: time_pass(target, count) for count in nodes}
     if (read := read_weights(target)) is not None:
-        seconds[READ] = read()
+        seconds[READ] = read
     target.keep([])
     return seconds
 
@@ -290,36 +302,14 @@ def pass_costs(target: TransformersTarget) -> dict[str, list[float]]:
     return {"tokens": [*_COSTS], "seconds": [median(one[count] for one in spent) for count in _COSTS]}
 
 
-def read_weights(target: TransformersTarget) -> Callable[[], float] | None:
-    """Function that times a read of the packed weights of a target's layers; None without packed weights."""
+def read_weights(target: TransformersTarget) -> float | None:
+    """Seconds of a read of the packed weights of a target's layers; None without packed weights."""
     layers = [layer for layer in target.model.modules() if isinstance(layer, BlockLinear)]
     blocks = [max(layer.buffers(), key=Tensor.numel) for layer in layers]
-    if not blocks:
-        return None
-
-    def run() -> float:
-        begun = clock()
-        for part in blocks:
-            cpu_library.functions().read_bytes(part.data_ptr(), part.numel(), cpu.kernel_threads())
-        return clock() - begun
-
-    return run
-
-
-def interleaved(calls: Mapping[T, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[T, list[float]]:
-    """Run calls interleaved for several rounds; returns each call's results by round.
-
-    Args:
-        calls: functions that return their seconds.
-        warm_up: number of initial unmeasured rounds.
-    """
-    seconds: dict[T, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + warm_up):
-        for name, call in rotated(list(calls.items()), turn):
-            spent = call()
-            if turn >= warm_up:
-                seconds[name].append(spent)
-    return seconds
+    begun = clock()
+    for part in blocks:
+        cpu_library.functions().read_bytes(part.data_ptr(), part.numel(), cpu.kernel_threads())
+    return clock() - begun if blocks else None
 
 
 def rotated(items: Sequence[T], turn: int) -> list[T]:

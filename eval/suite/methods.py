@@ -22,14 +22,18 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from mmspec.drafters.registry import drafter_spec, drafters_for, make_drafter
 from mmspec.errors import UserError, explained
-from mmspec.eval.harness.peers import Peer
+from mmspec.eval.harness.peers import LLAMA, Peer
 from mmspec.eval.harness.timing import Method
 from mmspec.targets.checkpoints import cache_if_offline, from_pretrained
 from mmspec.targets.transformers_target import TransformersTarget
 
-BASELINE, PLAIN, LLAMA, OPENVINO = "generate", "none", "llama.cpp", "openvino"
+BASELINE, PLAIN = "generate", "none"
 
-_LOOKUP = {"prompt_lookup_num_tokens": 10}  # as in transformers' documentation and Spec-Bench's PLD
+_GENERATE: dict[str, dict[str, Any]] = {
+    BASELINE: {},
+    "lookup": {"prompt_lookup_num_tokens": 10},  # as in transformers' documentation and Spec-Bench's PLD
+    "generate:mtp": {"use_mtp": True},
+}
 
 
 def auto_methods(home: Path) -> list[str]:
@@ -67,17 +71,17 @@ def _parse_method(
 ) -> Method:
     labelled = re.fullmatch(r"((?:(?! --)[^=/])+)=(.+)", spec)
     label, method = labelled.groups() if labelled else (re.sub(r"[^:@]*/(?=[^/@])|/(?=@|$)", "", spec), spec)
-    if method == BASELINE:
-        return Method(label, generate_options={})
-    if method == "lookup":
-        return Method(label, generate_options=dict(_LOOKUP))
     if method == PLAIN:
         return Method(label)
-    if method.startswith("assisted:"):
-        assistant = _load_assistant(method.removeprefix("assisted:"), target)
-        return Method(label, generate_options={"assistant_model": assistant})
+    if method in _GENERATE:
+        return Method(label, generate_options=_GENERATE[method].copy())
+    if assisted := re.fullmatch(r"assisted:(.*)", method):
+        return Method(label, generate_options={"assistant_model": _load_assistant(assisted[1], target)})
+    if dflash := re.fullmatch(r"generate:dflash:(.+)", method):
+        assistant = _load_assistant(dflash[1], target, AutoModel)
+        return Method(label, generate_options={"assistant_model": assistant, "speculation_type": "dflash"})
     if method.startswith(f"{BASELINE}:"):
-        return _speculation(label, method, target)
+        raise UserError(f"{BASELINE} speculates as {BASELINE}:mtp or {BASELINE}:dflash:FOLDER: got {method!r}")
     engine, _, speculation = method.partition(":")
     if engine == LLAMA and engine not in peers:
         raise UserError(f"the method {method!r} needs --llama-server PATH, the server of llama.cpp")
@@ -90,16 +94,6 @@ def _parse_method(
         raise UserError(f"plain decoding drafts no nodes: expected {PLAIN!r} or a drafter, got {method!r}")
     drafter.attach(target)  # rejects a drafter for another target before measuring
     return Method(label, drafter, nodes, lossy=float(lossy[2]) if lossy else 0.0)
-
-
-def _speculation(label: str, method: str, target: TransformersTarget) -> Method:
-    _, kind, *folder = method.split(":", 2)
-    if kind == "mtp" and not folder:
-        return Method(label, generate_options={"use_mtp": True})
-    if kind == "dflash" and any(folder):
-        assistant = _load_assistant(folder[0], target, AutoModel)
-        return Method(label, generate_options={"assistant_model": assistant, "speculation_type": kind})
-    raise UserError(f"{BASELINE} speculates as {BASELINE}:mtp or {BASELINE}:dflash:FOLDER: got {method!r}")
 
 
 def parse_shape(method: str) -> tuple[str, int | None]:

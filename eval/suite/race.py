@@ -17,10 +17,10 @@ from typing import Any
 
 from mmspec.drafters.registry import drafters_for, make_drafter, split
 from mmspec.errors import UserError
-from mmspec.eval.harness.acceptance import median_interval
 from mmspec.eval.harness.output import Column, make_table, wide_console
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, decode, rotated
 from mmspec.eval.suite.methods import PLAIN
+from mmspec.eval.suite.summary import median_interval
 from mmspec.eval.suite.tasks import rows_of
 from mmspec.files import read_lines
 from mmspec.pipeline import Pipeline
@@ -35,17 +35,16 @@ def read_requests(path: Path) -> list[dict[str, Any]]:
         UserError: an unreadable file or row, or none at all.
     """
     if path.suffix == ".jsonl":
-        requests = [_request(row) for row in rows_of(path)]
+        requests = []
+        for row in rows_of(path):
+            prompt, *_ = row.texts("turns" if "turns" in row.values else "prompt")
+            media = {"images": list(row.images("images")), "videos": list(row.videos("videos"))}
+            requests.append({"prompt": prompt, **media})
     else:
         requests = [{"prompt": line.rstrip("\n")} for _, line in read_lines(path) if line.strip()]
     if not requests:
         raise UserError(f"{path}: expected at least one prompt, received none")
     return requests
-
-
-def _request(row: Any) -> dict[str, Any]:
-    texts = row.texts("turns" if "turns" in row.values else "prompt")
-    return {"prompt": texts[0], "images": list(row.images("images")), "videos": list(row.videos("videos"))}
 
 
 _FEWEST = 4  # minimum prompts to detect a small difference
@@ -61,7 +60,6 @@ class Contender:
     """A method and its measurements.
 
     Attributes:
-        method: drafter and draft tokens per step.
         ratios: speedup of whole requests over plain decoding, by prompt; clipped to the prompt's mean acceptance
             length, since a verify pass is not faster than a plain step.
         lengths: mean acceptance lengths, by prompt.
@@ -146,7 +144,6 @@ def race(
     """Measure methods until time or prompts run out, or a single method remains.
 
     Args:
-        pipe: pipeline of the model.
         requests: requests in decoding order; the first of several requests is the warm-up.
         methods: methods to measure in addition to plain decoding.
         seconds: time limit; the current method completes its prompt, which is then dropped.

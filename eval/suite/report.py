@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ import click
 from rich.table import Table
 
 from mmspec.errors import install
-from mmspec.eval.harness.output import wide_console
+from mmspec.eval.harness.output import Cell, cell_text, milliseconds, wide_console
 from mmspec.eval.harness.timing import PHASES
 from mmspec.eval.suite.methods import PLAIN
 from mmspec.eval.suite.summary import ALL, PERCENTILES
@@ -21,34 +21,65 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Figures = dict[str, Any]
-COLUMNS = {
-    "method": "`none` is our own plain decoding",
-    "tokens per step": "per verify step, bonus token included",
-    "longer by": "difference in tokens per step to the first method that drafts, on the same conversations",
-    "a draft": "time to draft a tree, in passes over one node",
-    "whole request": "speedup over `{baseline}`, preprocessing and prefill included",
-    "vs llama.cpp": "the same over its plain decoding of the GGUF file, whose arithmetic and answers differ",
-    "decoding": "speedup over `{baseline}` after the first token",
-    "vs none": "the same over `none`",
-    "tokens/s": "tokens per second of whole requests",
-    "first token": "milliseconds to it",
-    "memory": "peak in MiB of the process on a CPU, of torch's tensors on a GPU",
-    "equal": "answers with the tokens of `{baseline}`; above temperature 0, of `none` with the same seed",
-    "score": "of the answers; on a terminal, the column has the name of the measure",
-}
-REQUEST_COLUMNS = {
-    "method": COLUMNS["method"],
-    "requests of": "category",
-    "number": "of requests",
-    "MAT": "mean accepted tokens per verify step, bonus token included",
-    "speedup": "mean ratio of the requests' tokens per second to `none`",
-    "slowest": "least of these ratios",
-    "throughput": "ratio to `none` of the output tokens per second of all batches",
-    **{f"p{p} ms": "latency from the start of a request's batch to its last token" for p in PERCENTILES},
-    "output tokens/s": "over all batches",
-    "user tokens/s": "mean tokens per second of a request after its first token",
-    "equal": COLUMNS["equal"],
-}
+
+
+def equal_of_compared(row: Mapping[str, Any]) -> str:
+    """Cell of the number of equal answers; empty where none was compared."""
+    return f"{row['equal']}/{row['compared']}" if row["compared"] else ""
+
+
+def _interval(field: str) -> str:
+    """Cell of a speedup with its interval, which brief tables leave out."""
+    return f"{{{field}[median]:.2f}}x ({{{field}[low]:.2f}} to {{{field}[high]:.2f}})"
+
+
+def _over_none(row: Mapping[str, Any]) -> str:
+    return "" if row["baseline"] == PLAIN else cell_text(_interval("decoding_plain"), row)
+
+
+def _memory(row: Mapping[str, Any]) -> str:
+    return "" if row["memory"] is None else f"{row['memory'] / 2**20:.0f}"
+
+
+def _scores(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.3g}" for name, value in row.get("score", {}).items())
+
+
+_LONGER = "{acceptance_difference[difference]:+.2f} "
+_LONGER += "({acceptance_difference[low]:+.2f} to {acceptance_difference[high]:+.2f})"
+_METHOD = "`none` is our own plain decoding"
+_EQUAL = "answers with the tokens of `{baseline}`; above temperature 0, of `none` with the same seed"
+_LATENCY = "latency from the start of a request's batch to its last token"
+COLUMNS: Sequence[tuple[str, Cell, str]] = (
+    ("method", lambda row: row["method"] + ("" if row.get("lossless", True) else " (not lossless)"), _METHOD),
+    ("tokens per step", "{acceptance[mean_acceptance_length]:.2f}", "per verify step, bonus token included"),
+    ("longer by", _LONGER, "difference in tokens per step to the first method that drafts, on the same conversations"),
+    ("a draft", "{draft_cost:.2f}", "time to draft a tree, in passes over one node"),
+    ("whole request", _interval("end_to_end"), "speedup over `{baseline}`, preprocessing and prefill included"),
+    ("vs llama.cpp", _interval("end_to_end_llama"), "the same over its plain decoding, whose answers differ"),
+    ("decoding", _interval("decoding"), "speedup over `{baseline}` after the first token"),
+    ("vs none", _over_none, "the same over `none`"),
+    ("tokens/s", "{tokens_per_second:.1f}", "tokens per second of whole requests"),
+    ("first token", milliseconds("time_to_first_token", 1), "milliseconds to it"),
+    ("memory", _memory, "peak in MiB of the process on a CPU, of torch's tensors on a GPU"),
+    ("equal", equal_of_compared, _EQUAL),
+    ("score", _scores, "of the answers; on a terminal, the column has the name of the measure"),
+)
+"""Name, cell and meaning."""
+
+REQUEST_COLUMNS: Sequence[tuple[str, Cell, str]] = (
+    ("method", "{method}", _METHOD),
+    ("requests of", "{category}", "category"),
+    ("number", "{requests}", "of requests"),
+    ("MAT", "{mean_accepted_tokens:.2f}", "mean accepted tokens per verify step, bonus token included"),
+    ("speedup", "{walltime_speedup:.2f}x", "mean ratio of the requests' tokens per second to `none`"),
+    ("slowest", "{slowest[total]:.2f}x", "least of these ratios"),
+    ("throughput", "{throughput_speedup:.2f}x", "ratio to `none` of the output tokens per second of all batches"),
+    *((f"p{p} ms", lambda row, p=p: f"{1000 * row['latency'][f'p{p}']:.1f}", _LATENCY) for p in PERCENTILES),
+    ("output tokens/s", "{output_tokens_per_second:.1f}", "over all batches"),
+    ("user tokens/s", "{user_tokens_per_second[mean]:.1f}", "mean tokens per second of a request after its first"),
+    ("equal", equal_of_compared, _EQUAL),
+)
 
 
 def write_report(summary: dict[str, Any], folder: Path) -> Path:
@@ -79,65 +110,32 @@ def _markdown(header: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str
     return [f"| {' | '.join(header)} |", "|" + "---|" * len(header), *(f"| {' | '.join(line)} |" for line in cells)]
 
 
-def _kept(header: Sequence[str], cells: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+def _cells(columns: Sequence[tuple[str, Cell, str]], rows: Sequence[Figures]) -> tuple[list[str], list[list[str]]]:
     """Header and cells, without columns that are empty."""
-    kept = [column for column in range(len(header)) if any(line[column] for line in cells)]
-    return [header[column] for column in kept], [[line[column] for column in kept] for line in cells]
+    parts = [(name, [cell_text(cell, row) for row in rows]) for name, cell, _ in columns]
+    kept = [(name, part) for name, part in parts if any(part)]
+    return [name for name, _ in kept], [list(line) for line in zip(*(part for _, part in kept), strict=True)]
+
+
+def _table(rows: Sequence[Figures], brief: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Header and cells of the methods; if ``brief``, without intervals, secondary scores and names of scores."""
+    if not brief:
+        return _cells(COLUMNS, rows)
+    *columns, _ = COLUMNS
+    if name := next(iter(rows[0].get("score", {})), None):
+        columns.append((name, f"{{score[{name}]:.3g}}", ""))
+    header, cells = _cells(columns, rows)
+    return header, [[line[0], *(cell.partition(" (")[0] for cell in line[1:])] for line in cells]
 
 
 def _request_table(rows: Sequence[Figures], brief: bool = False) -> tuple[list[str], list[list[str]]]:
     """Header and cells of the statistics by request; if ``brief``, without categories."""
-    cells = []
-    for row in rows:
-        for name, figures in [*row["requests"].items()][: 1 if brief else None]:
-            latency, user = figures["latency"], figures["user_tokens_per_second"]
-            cells.append(
-                [
-                    row["method"],
-                    "" if brief else name,
-                    str(figures["requests"]),
-                    _number("{:.2f}", figures["mean_accepted_tokens"]),
-                    _number("{:.2f}x", figures["walltime_speedup"]),
-                    _number("{:.2f}x", figures["slowest"]["total"]),
-                    _number("{:.2f}x", figures["throughput_speedup"]),
-                    *(f"{1000 * latency[f'p{p}']:.1f}" for p in PERCENTILES),
-                    _number("{:.1f}", figures["output_tokens_per_second"]),
-                    _number("{:.1f}", user and user["mean"]),
-                    f"{figures['equal']}/{figures['compared']}" if figures["compared"] else "",
-                ]
-            )
-    return _kept([*REQUEST_COLUMNS], cells)
-
-
-def _number(form: str, value: float | None) -> str:
-    return "" if value is None else form.format(value)
-
-
-def _table(rows: Sequence[Figures], brief: bool = False) -> tuple[list[str], list[list[str]]]:
-    """Header and cells, without columns that are empty."""
-    cells = [_cells(row, brief) for row in rows]
-    *header, last = COLUMNS
-    return _kept([*header, next(iter(rows[0].get("score", {})), last) if brief else last], cells)
-
-
-def _cells(row: Figures, brief: bool = False) -> list[str]:
-    """Cells of a row under ``COLUMNS``; if ``brief``, without intervals, secondary scores and names of scores."""
-    scores = [f"{value:.3g}" if brief else f"{name} {value:.3g}" for name, value in row.get("score", {}).items()]
-    return [
-        row["method"] + ("" if row.get("lossless", True) else " (not lossless)"),
-        f"{row['acceptance']['mean_acceptance_length']:.2f}" if row["acceptance"] else "",
-        _longer(row["acceptance_difference"], brief),
-        f"{cost:.2f}" if (cost := row.get("draft_cost")) else "",
-        _ratio(row["end_to_end"], brief),
-        _ratio(row["end_to_end_llama"], brief),
-        _ratio(row["decoding"], brief),
-        "" if row["baseline"] == PLAIN else _ratio(row["decoding_plain"], brief),
-        f"{row['tokens_per_second']:.1f}",
-        f"{1000 * row['time_to_first_token']:.1f}",
-        "" if row["memory"] is None else f"{row['memory'] / 2**20:.0f}",
-        f"{row['equal']}/{row['compared']}" if row["compared"] else "",
-        ", ".join(scores[: 1 if brief else None]),
+    each = [
+        {"method": row["method"], "category": None if brief else name, **found}
+        for row in rows
+        for name, found in [*row["requests"].items()][: 1 if brief else None]
     ]
+    return _cells(REQUEST_COLUMNS, each)
 
 
 def _by_condition(rows: Sequence[Figures]) -> Iterator[tuple[str, list[Figures]]]:
@@ -191,15 +189,9 @@ def legend(rows: Sequence[Figures]) -> list[str]:
     """Legend of the tables, a line per column."""
     shown = [*_table(rows)[0], *_request_table(rows)[0]]
     names: dict[str, list[str]] = {}
-    for name, text in {**COLUMNS, **REQUEST_COLUMNS}.items():
+    for name, text in {name: text for name, _, text in (*COLUMNS, *REQUEST_COLUMNS)}.items():
         names.setdefault(text.format(baseline=rows[0]["baseline"]), []).extend({name} & {*shown})
     return [f"{', '.join(each)}: {text}" for text, each in names.items() if each]
-
-
-def _ratio(ratio: dict[str, float] | None, brief: bool) -> str:
-    if ratio is None:
-        return ""
-    return f"{ratio['median']:.2f}x" + ("" if brief else f" ({ratio['low']:.2f} to {ratio['high']:.2f})")
 
 
 def _copy_oracle(rows: Sequence[Figures]) -> str:
@@ -209,12 +201,6 @@ def _copy_oracle(rows: Sequence[Figures]) -> str:
         speedup = f"at best {found['speedup']:.2f}x none, with {_count(found['draft_tokens'], 'token')} a draft"
         return f"copy oracle: {lengths} tokens per step with drafts of up to 8, 16, 32 tokens; {speedup}"
     return ""
-
-
-def _longer(change: dict[str, Any] | None, brief: bool) -> str:
-    if change is None:
-        return ""
-    return f"{change['difference']:+.2f}" + ("" if brief else f" ({change['low']:+.2f} to {change['high']:+.2f})")
 
 
 def _introduction(about: dict[str, Any], settings: dict[str, Any]) -> str:
@@ -297,7 +283,6 @@ def draw_all(rows: Sequence[Figures], folder: Path) -> dict[str, str]:
         ),
         "tasks": ("Speed by task", _by_task, tasks if len({row["task"] for row in tasks}) > 1 else []),
         "accepted": ("Accepted draft tokens per step", _histogram, drafting),
-        "positions": ("Acceptance by position", _positions, drafting),
         "time": ("Where the time goes", _time, phased),
         "tree-size": ("Speed by tree size", _tree_size, sized),
     }
@@ -360,22 +345,6 @@ def _grid(axes: Axes, rows: Sequence[str], columns: Sequence[str], values: list[
     axes.set_yticks(range(len(rows)), rows)
 
 
-def _positions(axes: Axes, rows: Sequence[Figures]) -> None:
-    colors = _colors(rows)
-    for row in rows:
-        shares, (drafter, _, shape) = row["acceptance"]["acceptance_by_position"], row["method"].partition("@")
-        dash = {"": "-", "tree": "-"}.get(shape, ":" if shape.isdecimal() else "--")
-        style: Figures = {"color": colors[drafter], "linestyle": dash, "marker": "o", "markersize": 3}
-        axes.plot(range(1, len(shares) + 1), shares, label=row["method"], **style)
-    axes.set(xlabel="position in the draft", ylabel="share of steps that accepted it", ylim=(0, 1))
-    axes.legend(fontsize=8, ncols=2)
-
-
-def _colors(rows: Sequence[Figures]) -> dict[str, str]:
-    """One color per drafter, whatever the tree shape."""
-    return {name: f"C{k}" for k, name in enumerate(dict.fromkeys(row["method"].partition("@")[0] for row in rows))}
-
-
 def _time(axes: Axes, rows: Sequence[Figures]) -> None:
     names = [row["method"] for row in rows]
     left = [0.0] * len(rows)
@@ -390,7 +359,8 @@ def _time(axes: Axes, rows: Sequence[Figures]) -> None:
 
 def _tree_size(axes: Axes, rows: Sequence[Figures]) -> None:
     sizes: set[int] = set()
-    for drafter, color in _colors(rows).items():
+    drafters = dict.fromkeys(row["method"].partition("@")[0] for row in rows)
+    for color, drafter in ((f"C{number}", drafter) for number, drafter in enumerate(drafters)):
         parts = [(*row["method"].partition("@")[::2], row["decoding"]) for row in rows if row["decoding"]]
         mine = {shape: ratio for name, shape, ratio in parts if name == drafter}
         fixed = sorted((int(shape), ratio["median"]) for shape, ratio in mine.items() if shape.isdecimal())

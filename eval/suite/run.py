@@ -17,8 +17,8 @@ import dataclasses
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,15 +31,14 @@ import mmspec
 from mmspec import plugins
 from mmspec.compare import first_difference
 from mmspec.errors import UserError, first_line
-from mmspec.eval.harness.acceptance import copy_lengths
 from mmspec.eval.harness.output import describe
-from mmspec.eval.harness.peers import LlamaServer, OpenVino, Peer
+from mmspec.eval.harness.peers import engines
 from mmspec.eval.harness.prompts import warm_up_requests
-from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, pass_costs, run_interleaved
+from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, pass_costs, results_of, run_interleaved
 from mmspec.eval.suite.command import SuiteSettings
-from mmspec.eval.suite.methods import BASELINE, LLAMA, OPENVINO, PLAIN, parse_methods
+from mmspec.eval.suite.methods import BASELINE, PLAIN, parse_methods
 from mmspec.eval.suite.report import write_report
-from mmspec.eval.suite.summary import summarise
+from mmspec.eval.suite.summary import copy_lengths, summarise
 from mmspec.eval.suite.tasks import TASKS, Sample
 from mmspec.files import append_row, check_settings, read_json, read_rows, write_text
 from mmspec.jobs import run_jobs
@@ -49,6 +48,7 @@ from mmspec.progress import show_progress
 
 Job = dict[str, Any]
 _WARM_UP_TOKENS = 64
+_RECORDS = "records.jsonl"
 
 
 class Evaluator:
@@ -58,7 +58,6 @@ class Evaluator:
         settings: fields of ``SuiteSettings``.
 
     Attributes:
-        methods: the decoding methods.
         refused: the reason why a method cannot decode, by (method, temperature, batch size).
     """
 
@@ -70,20 +69,13 @@ class Evaluator:
             torch.set_num_threads(self.settings.threads)
         pipe = mmspec.load(self.settings.model, drafter=None, device=self.settings.device, dtype=self.settings.dtype)
         self.pipe = pipe
-        program, model, threads = self.settings.llama_server, self.settings.model, torch.get_num_threads()
-        peers: dict[str, Callable[[str], Peer]] = {OPENVINO: partial(OpenVino, model, threads)}
-        if program is not None:
-            peers[LLAMA] = partial(LlamaServer, program, model, threads)
+        peers = engines(self.settings.model, torch.get_num_threads(), self.settings.llama_server)
         self.methods = parse_methods(self.settings.methods, pipe.target, peers)
         for method in self.methods:
             method.max_num_seqs = max(method.max_num_seqs, *self.settings.batch_sizes)
         self.refused: dict[tuple[str, float, int], str] = {}
         self._samples: dict[str, list[Sample]] = {}
         self._warm_up()
-
-    @property
-    def visual(self) -> bool:
-        return self.pipe.processor.reads_media
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
         """Decode a batch of conversations.
@@ -136,7 +128,7 @@ class Evaluator:
         count = self.settings.warm_up
         for size in self.settings.batch_sizes:
             number = max(count, 1) * size
-            prompts = warm_up_requests(number, self.visual)
+            prompts = warm_up_requests(number, self.pipe.processor.reads_media)
             for temperature in self.settings.temperatures:
                 options = DecodingOptions(_WARM_UP_TOKENS, temperature)
                 self._find_refused(prompts[:size], size, temperature)
@@ -191,64 +183,35 @@ def _method_results(
                     difference = first_difference(pipe, requests[row], keywords, other, expected)
                     differences.append({"row": row, **vars(difference)})
         results[method.name] = {
-            "answers": first.answers,
             "texts": [pipe.processor.decode(answer).strip() for answer in first.answers],
-            "seconds": [batch.seconds for batch in rounds],
-            "request_seconds": [batch.request_seconds for batch in rounds],
-            "stats": [dict(vars(stats)) for stats in first.stats],
-            "memory": max((batch.memory for batch in rounds if batch.memory is not None), default=None),
+            **results_of(rounds),
             "equal": equal,
             "differences": differences,
         }
     return results
 
 
-def suite_jobs(settings: SuiteSettings, counts: dict[str, int]) -> list[Job]:
-    """All batches of a run, given the number of samples of each task."""
-    return [
-        {"task": task, "temperature": temperature, "batch": size, "group": group}
-        for task in settings.tasks
-        for temperature in settings.temperatures
-        for size in settings.batch_sizes
-        for group in range(-(-counts[task] // size))
-    ]
-
-
 def job_key(job: Job) -> tuple[Any, ...]:
     return job["task"], job["temperature"], job["batch"], job["group"]
 
 
-class RunRecords:
-    """The records of a run, stored in its folder.
+def read_records(folder: Path, settings: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The records of a run by ``job_key``. A new run's folder gets its ``settings.json``.
 
     Raises:
-        UserError: the folder holds a run with other settings.
+        UserError: the folder holds a run with other settings, or a damaged record.
     """
-
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self._path = folder / "records.jsonl"
-        settings_file = folder / "settings.json"
-        if settings_file.exists():
-            check_settings(folder, read_json(settings_file), settings)
-        else:
-            write_text(settings_file, json.dumps(settings, indent=1) + "\n")
-        self.records = {}
-        for number, record in read_rows(self._path, cut=True):
-            if missing := {"task", "temperature", "batch", "group", "turns"} - record.keys():
-                raise UserError(f"{self._path}, line {number}: expected a record with {min(missing)}, received none")
-            self.records[job_key(record)] = record
-        write_text(self._path, "".join(json.dumps(record) + "\n" for record in self.records.values()))
-
-    def add(self, record: dict[str, Any]) -> None:
-        append_row(self._path, record)
-        self.records[job_key(record)] = record
-
-    def missing(self, jobs: Sequence[Job]) -> list[Job]:
-        return [job for job in jobs if job_key(job) not in self.records]
-
-    def ordered(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        """Records of ``jobs``, in the same order."""
-        return [self.records[job_key(job)] for job in jobs if job_key(job) in self.records]
+    settings_file, path, records = folder / "settings.json", folder / _RECORDS, {}
+    if settings_file.exists():
+        check_settings(folder, read_json(settings_file), settings)
+    else:
+        write_text(settings_file, json.dumps(settings, indent=1) + "\n")
+    for number, record in read_rows(path, cut=True):
+        if missing := {"task", "temperature", "batch", "group", "turns"} - record.keys():
+            raise UserError(f"{path}, line {number}: expected a record with {min(missing)}, received none")
+        records[job_key(record)] = record
+    write_text(path, "".join(json.dumps(record) + "\n" for record in records.values()))
+    return records
 
 
 def is_visual(model: str) -> bool:
@@ -272,17 +235,22 @@ def run_suite(settings: SuiteSettings, out: Path, engine: str = "local", workers
     """
     plain = json.loads(json.dumps(dataclasses.asdict(settings)))
     samples = {task: settings.samples(task) for task in settings.tasks}
-    run_records = RunRecords(out, plain)
-    jobs = suite_jobs(settings, {task: len(part) for task, part in samples.items()})
-    missing = run_records.missing(jobs)
+    known = read_records(out, plain)
+    jobs = [
+        {"task": task, "temperature": temperature, "batch": size, "group": group}
+        for task, temperature, size in product(settings.tasks, settings.temperatures, settings.batch_sizes)
+        for group in range(-(-len(samples[task]) // size))
+    ]
+    missing = [job for job in jobs if job_key(job) not in known]
     done = len(jobs) - len(missing)
     with show_progress(Console(stderr=True), "measuring") as show:
         show(done, len(jobs))
         for job, record in run_jobs(missing, Evaluator, plain, engine, workers):
-            run_records.add(record)
+            append_row(out / _RECORDS, record)
+            known[job_key(job)] = record
             done += 1
             show(done, len(jobs), part=job["task"])
-    records = run_records.ordered(jobs)
+    records = [known[job_key(job)] for job in jobs]
     write_answers(records, out / "answers")
     refused = {
         (method, record["temperature"], record["batch"]): reason

@@ -1,12 +1,14 @@
 """Summary of a run: ratios and medians over conversations with intervals, acceptance, shares of time, scores.
 
+Intervals are of 95 %, by the percentile bootstrap (Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13).
+
 Per-request metrics follow two benchmarks: mean accepted tokens, wall-clock speedup and latency percentiles (MMSpec,
 arXiv 2603.14989), output throughput and tokens per second of each user (SPEED-Bench).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -14,15 +16,141 @@ import numpy as np
 
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
-from mmspec.eval.harness.acceptance import AcceptanceStats, acceptance_difference, copy_oracle, median_interval
+from mmspec.eval.harness.peers import LLAMA
 from mmspec.eval.harness.timing import PHASES
-from mmspec.eval.suite.methods import BASELINE, LLAMA, PLAIN
+from mmspec.eval.suite.methods import BASELINE, PLAIN
 from mmspec.eval.suite.scoring import Sample, Scorer
 
 Record = dict[str, Any]
 ALL = "all"
 OVERALL = "overall"
 PERCENTILES = (50, 90, 95, 99)
+
+
+def percentile_interval(resampled: np.ndarray) -> dict[str, float]:
+    """The 95 % interval of a statistic, ``low`` and ``high``, from its values on bootstrap resamples."""
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    return {"low": float(low), "high": float(high)}
+
+
+def median_interval(values: Sequence[float], resamples: int = 2000) -> dict[str, float]:
+    """The ``median`` of some values with its 95 % bootstrap interval, ``low`` and ``high``."""
+    array = np.asarray(values, float)
+    drawn = np.random.default_rng(0).integers(len(array), size=(resamples, len(array)))
+    return {"median": float(np.median(array)), **percentile_interval(np.median(array[drawn], axis=1))}
+
+
+LONGEST_COPY = 32
+"""Draft tokens per step of the copy oracle."""
+
+
+def copy_lengths(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+    """Number of tokens that could have been copied after each token of an answer but the last.
+
+    Returns:
+        For each, the length of the answer's longest continuation, at most ``LONGEST_COPY``, that the text known by then
+        (the prompt and the answer so far) has after an earlier occurrence of this token.
+    """
+    text, lengths = [*prompt, *answer], []
+    places: dict[int, list[int]] = {}
+    for at, token in enumerate(text[:-1]):
+        if at >= len(prompt):
+            longest = 0
+            for place in places.get(token, ()):
+                most, length = min(LONGEST_COPY, at - place, len(text) - 1 - at), 0
+                while length < most and text[place + 1 + length] == text[at + 1 + length]:
+                    length += 1
+                longest = max(longest, length)
+            lengths.append(longest)
+        places.setdefault(token, []).append(at)
+    return lengths
+
+
+def copy_oracle(answers: Sequence[Sequence[int]], seconds: Callable[[int], float]) -> dict[str, Any] | None:
+    """Upper bound for copying drafters: always draft the longest correct copy, up to a maximum number of tokens.
+
+    Longer copies never need more steps, since the rest of a copy is also a copy for the tokens within it.
+
+    Args:
+        answers: results of ``copy_lengths`` for each answer.
+        seconds: returns the seconds of a pass over a number of nodes.
+
+    Returns:
+        ``tokens_per_step`` by the largest number of draft tokens, bonus token included, without the prefill's; and the
+        largest ``speedup`` over plain passes that drafts of a fixed number of tokens, ``draft_tokens``, could reach,
+        when they are drafted only where the first draft token is right. None if no answer has a second token.
+    """
+    tokens = sum(map(len, answers))
+    if not tokens:
+        return None
+    lengths, speedups = {}, {}
+    for most in range(1, LONGEST_COPY + 1):
+        steps = drafting = 0
+        for answer in answers:
+            at = 0
+            while at < len(answer):
+                steps += 1
+                drafting += answer[at] > 0
+                at += min(answer[at], most) + 1
+        lengths[str(most)] = tokens / steps
+        speedups[most] = tokens * seconds(1) / (drafting * seconds(most + 1) + (steps - drafting) * seconds(1))
+    best = max(speedups, key=lambda most: speedups[most])
+    return {"tokens_per_step": lengths, "speedup": speedups[best], "draft_tokens": best}
+
+
+def acceptance(requests: Sequence[Stats]) -> dict[str, Any]:
+    """Acceptance over requests as plain JSON values.
+
+    ``acceptance_by_position`` is the share of steps that accepted at least 1, 2, ... draft tokens. The prefill's
+    token of each request is generated in no step.
+    """
+    total = Stats.combined(requests)
+    at_least = np.cumsum(total.acceptance_histogram[::-1])[::-1]
+    return {
+        "mean_acceptance_length": total.mean_acceptance_length,
+        "draft_acceptance_rate": total.draft_acceptance_rate,
+        "acceptance_by_position": [round(float(count / at_least[0]), 4) for count in at_least[1:]],
+        "histogram": total.acceptance_histogram,
+        "num_spec_steps": total.num_spec_steps,
+        "nodes_per_step": total.num_draft_tokens / max(total.num_spec_steps, 1),
+        "num_generated_tokens": sum(total.accept_lengths) + len(requests),
+        "requests": len(requests),
+    }
+
+
+def acceptance_line(requests: Sequence[Stats]) -> str:
+    """Mean acceptance length over requests as one line for a log."""
+    length = Stats.combined(requests).mean_acceptance_length
+    return f"mmspec: {length:.2f} tokens per verify step over {len(requests)} requests"
+
+
+def acceptance_difference(
+    pairs: Sequence[tuple[Hashable, Stats, Stats]], resamples: int = 4000, seed: int = 0
+) -> dict[str, float]:
+    """Paired difference of mean acceptance length, first minus second, on the same requests.
+
+    Args:
+        pairs: resampling group of each request, and both statistics. Requests of one group (the turns of a
+            conversation, one prompt with several seeds) are not independent.
+
+    Returns:
+        The ``difference`` and its 95 % interval, ``low`` and ``high``, by a bootstrap over groups of requests.
+    """
+    groups, *sides = zip(*pairs, strict=True)
+    indices = {group: index for index, group in enumerate(dict.fromkeys(groups))}
+    of_request = [indices[group] for group in groups]
+    columns = [
+        column
+        for side in sides
+        for column in ([sum(one.accept_lengths) for one in side], [one.num_spec_steps for one in side])
+    ]
+    sums = np.stack([np.bincount(of_request, column, len(indices)) for column in columns], axis=1)  # (groups, 4)
+    weights = np.full(len(indices), 1 / len(indices))
+    drawn = np.random.default_rng(seed).multinomial(len(indices), weights, resamples)  # (resamples, groups)
+    a_tokens, a_steps, b_tokens, b_steps = (drawn @ sums).T
+    first, second = (Stats.combined(side).mean_acceptance_length for side in sides)
+    spread = a_tokens / np.maximum(a_steps, 1) - b_tokens / np.maximum(b_steps, 1)
+    return {"difference": first - second, **percentile_interval(spread)}
 
 
 def summarise(
@@ -35,9 +163,9 @@ def summarise(
         ``generate`` where it was measured, else our plain decoding), over our plain decoding and over llama.cpp's, by
         batch of conversations: their ``median`` with its 95 % bootstrap interval, ``low`` and ``high``.
         ``acceptance_difference`` is the difference in tokens per verify step to the first drafting method
-        (``against``), on the conversations that both answered. ``draft_cost`` is in one-node passes. ``requests`` has
-        per-request metrics, see ``_by_request``. ``copy_oracle`` is computed from plain decoding's answers in batches
-        of one conversation.
+        (``against``), on the conversations that both answered. ``draft_cost`` and ``verify_cost`` of a tree are in
+        one-node passes. ``requests`` has per-request metrics, see ``by_request``. ``copy_oracle`` is computed from
+        plain decoding's answers in batches of one conversation.
     """
     cells: dict[tuple[str, float, int], list[Record]] = {}
     tasks = dict.fromkeys(record["task"] for record in records)
@@ -48,16 +176,16 @@ def summarise(
     for (task, temperature, batch), group in sorted(cells.items(), key=lambda cell: cell[0][0] != ALL):
         methods = dict.fromkeys(m for record in group for m in record["turns"][0]["methods"])
         drafting = [
-            method for method in methods if _acceptance(_measured(group, method), method).total.num_draft_tokens
+            name for name in methods if any(one.num_draft_tokens for one in _stats(_measured(group, name), name))
         ]
         for method in methods:
             measured = _measured(group, method)
             row = {"task": task, "temperature": temperature, "batch": batch, "method": method}
-            row |= _figures(measured, method)
+            row |= figures(measured, method)
             compared = method in drafting[1:]
             row["acceptance_difference"] = _difference(measured, method, drafting[0]) if compared else None
             row["categories"] = _by_category(measured, method)
-            row["requests"] = _by_request(measured, method)
+            row["requests"] = by_request(measured, method)
             row["copy_oracle"] = _copy_oracle(measured) if method == PLAIN else None
             if task != ALL:
                 row |= _scores(measured, method, samples[task], scorers[task])
@@ -96,21 +224,18 @@ def _measured(records: Sequence[Record], method: str) -> list[Record]:
     return [record for record in records if method in record["turns"][0]["methods"]]
 
 
-def _acceptance(records: Sequence[Record], method: str) -> AcceptanceStats:
-    acceptance = AcceptanceStats()
-    for group, record in enumerate(records):
-        for turn in record["turns"]:
-            for figures, equal in zip(turn["methods"][method]["stats"], turn["methods"][method]["equal"], strict=False):
-                acceptance.add(group, Stats(**figures), bool(equal))
-    return acceptance
+def _stats(records: Sequence[Record], method: str) -> list[Stats]:
+    return [Stats(**row) for record in records for turn in record["turns"] for row in turn["methods"][method]["stats"]]
 
 
 def _difference(records: Sequence[Record], method: str, other: str) -> dict[str, Any] | None:
     """Paired difference in tokens per verify step to ``other``, where both were measured."""
-    both = _measured(records, other)
-    if not both:
-        return None
-    return {"against": other, **acceptance_difference(_acceptance(both, method), _acceptance(both, other))}
+    pairs = [
+        (group, *rows)
+        for group, record in enumerate(_measured(records, other))
+        for rows in zip(_stats([record], method), _stats([record], other), strict=True)
+    ]
+    return {"against": other, **acceptance_difference(pairs)} if pairs else None
 
 
 def _copy_oracle(records: Sequence[Record]) -> dict[str, Any] | None:
@@ -121,13 +246,17 @@ def _copy_oracle(records: Sequence[Record]) -> dict[str, Any] | None:
     return copy_oracle(found, lambda nodes: float(np.interp(nodes, cost["tokens"], cost["seconds"])))
 
 
-def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
+def figures(records: Sequence[Record], method: str) -> dict[str, Any]:
+    """Results of a method over conversations, see ``summarise``."""
     base = BASELINE if _measured(records, BASELINE) else PLAIN
     spent = [_spent(record, method) for record in records]
     results = [result["methods"][method] for record in records for result in record["turns"]]
-    acceptance = _acceptance(records, method)
-    passes = [(own.get("tree"), _spent(record, PLAIN).get("pass")) for own, record in zip(spent, records, strict=True)]
-    costs = [tree / one for tree, one in passes if tree and one]
+    stats = _stats(records, method)
+    passes = [_spent(record, PLAIN).get("pass") for record in records]
+    costs = {  # an adaptive method may not have drafted in some conversations
+        part: [own[part] / one for own, one in zip(spent, passes, strict=True) if one and own.get(part)]
+        for part in ("tree", "pass")
+    }
     shares = {part: sum(s[part] for s in spent) / sum(s["total"] for s in spent) for part in PHASES if part in spent[0]}
     if shares:
         shares["rest"] = 1 - sum(shares.values())
@@ -141,13 +270,14 @@ def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
         "end_to_end_llama": _ratio(records, method, LLAMA, "total", "tokens"),
         "decoding": _ratio(records, method, base, "decoding", "later_tokens"),
         "decoding_plain": _ratio(records, method, PLAIN, "decoding", "later_tokens"),
-        "draft_cost": median(costs) if costs else None,
+        "draft_cost": median(costs["tree"]) if costs["tree"] else None,
+        "verify_cost": median(costs["pass"]) if costs["pass"] else None,
         "tokens_per_second": median(s["tokens"] / s["total"] for s in spent),
         "time_to_first_token": median(s["first"] for s in spent),
         "shares": shares,
         "memory": max((result["memory"] for result in results if result["memory"] is not None), default=None),
-        "acceptance": acceptance.to_dict() if acceptance.total.num_spec_steps else None,
-        "lossless": all(figures.get("lossless", True) for result in results for figures in result["stats"]),
+        "acceptance": acceptance(stats) if any(one.num_spec_steps for one in stats) else None,
+        "lossless": all(stats.get("lossless", True) for result in results for stats in result["stats"]),
         "equal": sum(compared),
         "compared": len(compared),
         "differences": [
@@ -166,8 +296,8 @@ def _by_category(records: Sequence[Record], method: str) -> dict[str, dict[str, 
         if len(set(record["categories"])) == 1 and record["categories"][0]:
             groups.setdefault(record["categories"][0], []).append(record)
     names = "conversations", "end_to_end_plain", "decoding_plain", "acceptance"
-    every = {category: _figures(part, method) for category, part in groups.items()}
-    return {category: {name: figures[name] for name in names} for category, figures in every.items()}
+    every = {category: figures(part, method) for category, part in groups.items()}
+    return {category: {name: found[name] for name in names} for category, found in every.items()}
 
 
 def _requests(records: Sequence[Record], method: str) -> dict[tuple[str, int, int, int], Record]:
@@ -191,7 +321,7 @@ def _requests(records: Sequence[Record], method: str) -> dict[tuple[str, int, in
     return found
 
 
-def _by_request(records: Sequence[Record], method: str) -> dict[str, dict[str, Any]]:
+def by_request(records: Sequence[Record], method: str) -> dict[str, dict[str, Any]]:
     """Per-request metrics, ``overall`` and by category.
 
     Returns:
@@ -202,7 +332,7 @@ def _by_request(records: Sequence[Record], method: str) -> dict[str, dict[str, A
         and its ratio to plain decoding, ``throughput_speedup``. Throughput leaves batches of several categories out.
     """
     every, plain = _requests(records, method), _requests(records, PLAIN)
-    figures = {}
+    found = {}
     for category in dict.fromkeys([OVERALL, *(name for record in records for name in record["categories"] if name)]):
         own = {key: one for key, one in every.items() if category in (OVERALL, one["category"])}
         both = [
@@ -216,28 +346,29 @@ def _by_request(records: Sequence[Record], method: str) -> dict[str, dict[str, A
         ]
         steps = [tokens for one in own.values() for tokens in one["steps"]]
         whole = [record for record in records if category == OVERALL or set(record["categories"]) == {category}]
-        throughput, base = _throughput(whole, method), _throughput(whole, PLAIN)
+        speed, base = throughput(whole, method), throughput(whole, PLAIN)
         later = [one for one in own.values() if one["tokens"] > 1 and one["decoding"] > 0]
         compared = [one["equal"] for one in own.values() if one["equal"] is not None]
-        figures[category] = {
+        found[category] = {
             "requests": len(own),
             "tokens": sum(one["tokens"] for one in own.values()),
             "mean_accepted_tokens": fmean(steps) if steps else None,
             "walltime_speedup": fmean(ratios) if ratios else None,
             "slowest": {"total": min(ratios, default=None), "decoding": min(decoding, default=None)},
-            "throughput_speedup": throughput / base if throughput and base else None,
+            "throughput_speedup": speed / base if speed and base else None,
             "latency": _percentiles([one["total"] for one in own.values()]),
-            "output_tokens_per_second": throughput,
+            "output_tokens_per_second": speed,
             "user_tokens_per_second": _percentiles([(one["tokens"] - 1) / one["decoding"] for one in later]),
             "equal": sum(compared),
             "compared": len(compared),
         }
-    return figures
+    return found
 
 
-def _throughput(records: Sequence[Record], method: str) -> float | None:
+def throughput(records: Sequence[Record], method: str, seconds: str = "total", tokens: str = "tokens") -> float | None:
+    """Tokens per second of batches one after another, with the names of ``_spent``; None without any."""
     spent = [_spent(record, method) for record in _measured(records, method)]
-    return sum(s["tokens"] for s in spent) / sum(s["total"] for s in spent) if spent else None
+    return sum(s[tokens] for s in spent) / sum(s[seconds] for s in spent) if any(s[tokens] for s in spent) else None
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float] | None:

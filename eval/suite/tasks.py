@@ -37,7 +37,6 @@ class DatasetRow:
     """One row of a benchmark's data.
 
     Attributes:
-        values: fields by name.
         where: file and line, for error messages.
         number: index from 0.
         folder: folder of its media files; None if fields contain the media.
@@ -197,7 +196,7 @@ def single_turn(
     row: DatasetRow, question: str, references: Sequence[str], category: str = "", metadata: Any = None
 ) -> Sample:
     """A sample with one question, about the row's image or video where it has one."""
-    conversation = Questions((question,), row.images("image"), row.videos("video"))
+    conversation = Questions((question,), row.images("image"), row.videos("video") or row.videos("video_name"))
     return Sample(row.id, conversation, category, (tuple(references),) if references else (), metadata)
 
 
@@ -206,7 +205,6 @@ class EvalTask:
     """A benchmark.
 
     Attributes:
-        name: on the command line and in results.
         description: one line for ``mmspec eval --list``.
         visual: whether samples have images or videos, which a text model cannot take.
         score: the scorer; None if only speed and equality are measured.
@@ -228,11 +226,7 @@ class EvalTask:
     local: Callable[[str, Path], Iterator[DatasetRow]] = local_rows
 
     def samples(self, data: Path | None, limit: int | None) -> list[Sample]:
-        """The first samples.
-
-        Args:
-            data: folder of local benchmark files; None reads through ``datasets``.
-            limit: maximum number; None is all.
+        """The samples, or the first ``limit``, from a folder of local benchmark files or through ``datasets``.
 
         Raises:
             UserError: data is missing or has another layout.
@@ -298,14 +292,9 @@ def _answer_task(
     return EvalTask(name, f"{description}; {fields}", True, score, max_new_tokens, read, hub)
 
 
-def _about_video(row: DatasetRow, question: str, category: str = "") -> Sample:
-    clip = row.videos("video") or row.videos("video_name")
-    return Sample(row.id, Questions((question,), videos=clip), category, (tuple(_references(row, "answer")),))
-
-
 def _video_question(row: DatasetRow) -> Sample:
     question = str(row["question"]).strip().capitalize().rstrip("?") + "?" + _SHORT_ANSWER
-    return _about_video(row, question, str(row.get("type", "")))
+    return single_turn(row, question, _references(row, "answer"), str(row.get("type", "")))
 
 
 def _video_task(name: str, description: str) -> EvalTask:
@@ -355,7 +344,8 @@ def _mme(row: DatasetRow) -> Sample:
 
 
 def _video_detail(row: DatasetRow) -> Sample:
-    return _about_video(row, str(row.get("question", "Describe the video in detail.")))
+    question = str(row.get("question", "Describe the video in detail."))
+    return single_turn(row, question, _references(row, "answer"))
 
 
 def _benchmark(row: DatasetRow) -> Sample:
@@ -381,12 +371,11 @@ def _page(row: DatasetRow) -> Sample:
 def _gsm8k(row: DatasetRow) -> Sample:
     final = str(row["answer"]).split("####")[-1].strip()
     question = f"{row['question']}\nThink step by step and end with the number that answers the question."
-    return Sample(row.id, Questions((question,)), "math", ((final,),))
+    return single_turn(row, question, [final], "math")
 
 
 def _human_eval(row: DatasetRow) -> Sample:
-    question = f"Complete this Python function.\n\n{row['prompt']}"
-    return Sample(row.id, Questions((question,)), "coding")
+    return single_turn(row, f"Complete this Python function.\n\n{row['prompt']}", (), "coding")
 
 
 def _held_out(name: str, description: str, score: Scorer, max_new_tokens: int = 160, visual: bool = True) -> EvalTask:
@@ -476,10 +465,7 @@ GROUPS: dict[str, tuple[str, ...]] = {"embedded": tuple(task.name for task in _E
 
 
 def select_tasks(names: str, visual: bool) -> list[EvalTask]:
-    """The tasks of a ``--tasks`` option: names and groups, separated by commas.
-
-    Args:
-        visual: whether the model takes images.
+    """The tasks of a ``--tasks`` option, names and groups separated by commas, for a model that is ``visual`` or not.
 
     Raises:
         UserError: an unknown name, none at all, or a visual task for a text model.

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial, wraps
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +21,10 @@ from transformers import LlamaConfig
 import mmspec
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.recycle import Recycle
-from mmspec.engine.stats import Stats
 from mmspec.eval import bench
-from mmspec.eval.bench import Cell, busy_programs, load_requests, make_cells, measure, rows_of
+from mmspec.eval.bench import busy_programs, conditions_of, load_requests, measure, rows_of
 from mmspec.eval.harness import timing
-from mmspec.eval.harness.timing import DecodingOptions, TimedBatch, interleaved, wait_for_huge_pages
+from mmspec.eval.harness.timing import DecodingOptions, wait_for_huge_pages
 from mmspec.eval.suite.methods import PLAIN, parse_methods
 from mmspec.ops import cpu, cpu_library
 from mmspec.targets.decoder import Decoder
@@ -45,9 +44,15 @@ def folder(tmp_path_factory):
     return str(save_text_model(tmp_path_factory.mktemp("text")))
 
 
-def cells_of(folder, methods, sizes=(1,), **options):
-    conditions = {"threads": [1], "busy": [0], "peers": lambda count: {}, "sampled": False, **options}
-    return make_cells({"auto": mmspec.load(folder, drafter=None)}, methods, sizes=sizes, **conditions)
+def conditions(folder, methods, sizes=(1,), sampled=False):
+    pipes = {"auto": mmspec.load(folder, drafter=None)}
+    return conditions_of(pipes, methods, [1], [0], sizes, lambda count: {}, sampled)
+
+
+def measured(conditions, requests, rounds, *options):
+    """The rows of results by batch size and method."""
+    measure(conditions, requests, rounds, DecodingOptions(*options))
+    return {(row["batch"], row["method"]): row for row in rows_of(conditions)}
 
 
 def run(*options, status=0):
@@ -76,17 +81,18 @@ def test_every_second_is_attributed_to_a_phase(folder, monkeypatch):
     for name, seconds in SECONDS.items():
         owner = next(kind for kind in (Recycle, Decoder, TransformersTarget) if hasattr(kind, name))
         monkeypatch.setattr(owner, name, timed(getattr(owner, name), seconds))
-    cells = cells_of(folder, "new:recycle@6")
-    measure(cells, REQUESTS, 3, DecodingOptions(9))
-    plain, recycle = cells
-    for cell in cells:
-        assert (cell.tokens, cell.equal) == ([9, 9], 2)
-        for spent, stats in zip(cell.seconds, cell.stats, strict=True):
-            steps = stats.num_spec_steps
+    found = conditions(folder, "new:recycle@6")
+    rows = measured(found, REQUESTS, 3, 9)
+    for name, method in ((PLAIN, "none"), ("recycle", "new:recycle@6")):
+        for record in found[0].records:
+            result = record["turns"][0]["methods"][method]
+            (stats,), (spent, *_) = result["stats"], result["seconds"]
+            steps = stats["num_spec_steps"]
             # The drafter's prefill comes after the first token: it counts as drafting, and as decoding.
-            drafting = spent["draft"] - (0.0 if cell is plain else SECONDS["begin"])
+            drafting = spent["draft"] - (0.0 if name == PLAIN else SECONDS["begin"])
             # No tree is drafted when one token is left.
-            assert drafting in ((steps * 5.0, (steps - 1) * 5.0) if cell is recycle else (0.0,))
+            assert drafting in ((0.0,) if name == PLAIN else (steps * 5.0, (steps - 1) * 5.0))
+            assert result["seconds"] == [spent] * 3
             assert spent == {
                 "total": 100.0 + spent["draft"] + steps * (3.0 + 1.0),
                 "decoding": spent["draft"] + steps * (3.0 + 1.0),
@@ -94,54 +100,32 @@ def test_every_second_is_attributed_to_a_phase(folder, monkeypatch):
                 "draft": spent["draft"],
                 "verify": steps * 3.0,
                 "commit": steps * 1.0,
-                "tree": 5.0 if cell is recycle else 0.0,
+                "tree": 0.0 if name == PLAIN else 5.0,
                 "pass": 3.0,
             }
-    row = rows_of(cells)[1]
-    assert sum(row["shares"].values()) == pytest.approx(1)
-    assert row["shares"]["prefill"] == pytest.approx(sum(100 / s["total"] for s in recycle.seconds) / 2)
-    assert (row["tree_passes"], row["pass_passes"]) == (5 / 3, 1.0)
-    assert rows_of(cells)[0]["tree_passes"] == 0.0  # plain decoding has drafted none
+        row = rows[1, method]
+        assert (row["tokens"], row["equal"], row["compared"]) == (18, 2, 2)
+        assert sum(row["shares"].values()) == pytest.approx(1)
+    assert (row["draft_cost"], row["verify_cost"]) == (5 / 3, 1.0)
+    assert rows[1, PLAIN]["draft_cost"] is None  # plain decoding has drafted none
+    assert row["output_tokens_per_second"] == pytest.approx(18 / (200 / row["shares"]["prefill"]))
+    assert row["decoding_tokens_per_second"] == pytest.approx(16 / (200 / row["shares"]["prefill"] - 200))
 
 
-def cell(name, seconds, tokens, answers=1):
-    made = Cell(None, SimpleNamespace(name=name, peer=None), "auto", 1, 0, 1)  # type: ignore[arg-type]
-    made.seconds = [{"total": total, "decoding": decoding} for total, decoding in seconds]
-    made.tokens, made.answers = tokens, [answers] * len(tokens)
-    return made
+def test_an_answer_must_be_equal_in_all_rounds(folder, monkeypatch):
+    """Of the first method, and at the first batch size."""
+    found, real, calls = conditions(folder, "generate", sizes=(1, 2)), bench.decode, []
 
+    def changed(pipe, method, *rest, **options):
+        batch = real(pipe, method, *rest, **options)
+        calls.append(method.name)
+        batch.answers[-1][-1] += len(calls) in (3, 9)  # plain decoding's in the second round, and in the batch's first
+        return batch
 
-def test_ratios_are_of_seconds_per_token():
-    slow = cell(PLAIN, [(20.0, 19.0), (10.0, 9.0), (3.0, 2.0), (4.0, 3.0)], [10, 5, 1, 4])
-    fast = cell("fast", [(10.0, 8.0), (12.0, 10.0), (3.0, 1.0), (4.0, 2.0)], [20, 3, 6, 1])
-    total = [2.0 / 0.5, 2.0 / 4.0, 3.0 / 0.5, 1.0 / 4.0]
-    assert fast.ratios(slow, "total") == pytest.approx(total)
-    # The last two requests are left out: one of their answers has one token.
-    assert fast.ratios(slow, "decoding") == pytest.approx([(19 / 9) / (8 / 19), (9 / 4) / (10 / 2)])
-    row = rows_of([slow, fast])[1]
-    assert (row["ratio_plain"], row["ratio_plain_worst"]) == pytest.approx((2.25, 0.25))
-    assert row["decoding_ratio_plain_worst"] == pytest.approx(0.45)
-    assert (row["tokens_per_second"], row["decoding_tokens_per_second"]) == pytest.approx((30 / 29, 26 / 21))
-    assert row["ratio_generate"] is None
-    batches = [cell(name, [(9.0, 8.0)], [12], answers=4) for name in (PLAIN, "b")]
-    assert rows_of(batches)[1]["decoding_tokens_per_second"] == 1.0
-
-
-def test_times_are_medians_and_an_answer_must_be_equal_in_all_rounds():
-    one, two = Stats(), Stats()
-    one.record_step(4, 2, 2, 3)
-    one.record_step(4, 2, 0, 1)
-    two.record_step(1, 1, 0, 1)
-    answers = [[5, 6, 7, 8, 9], [5, 6]]
-    rounds = [TimedBatch(answers, [one, two], {"total": seconds, "decoding": 1.0}) for seconds in (2.0, 7.0, 3.5)]
-    rounds[0] = TimedBatch([[5], [5, 6]], [one, two], {"total": 2.0, "decoding": 1.0})
-    made = cell(PLAIN, [], [])
-    made.add(rounds, answers)
-    (row,) = rows_of([made])
-    assert row["tokens_per_second"] == pytest.approx(7 / 3.5)
-    assert row["tokens_per_step"] == pytest.approx((4 / 2 + 1) / 2)
-    assert row["nodes_per_step"] == pytest.approx(9 / 3)
-    assert (row["equal"], row["answers"]) == (1, 2)
+    monkeypatch.setattr(bench, "decode", changed)
+    rows = measured(found, REQUESTS, 2, 5)
+    assert calls == ["generate", "none", "none", "generate"] * 2 + ["none"] * 2
+    assert {key: row["equal"] for key, row in rows.items()} == {(1, "generate"): 2, (1, "none"): 1, (2, "none"): 1}
 
 
 class CountingDrafter(Recycle):
@@ -158,25 +142,11 @@ class CountingDrafter(Recycle):
 
 def test_drafters_learn_each_request_once_and_share_the_model(folder, monkeypatch):
     """So that no request is drafted from its own answer."""
-    cells = cells_of(folder, "new:recycle")
-    model = type(cells[0].pipe.model)
-    monkeypatch.setattr(model, "__deepcopy__", lambda self, memo: pytest.fail("copied"), raising=False)
-    cells[1].method.drafter = CountingDrafter()
-    measure(cells, REQUESTS, 4, DecodingOptions(20))
-    assert cells[1].method.drafter.steps == 2 * 19
-
-
-def test_a_wrong_answer_is_counted(folder, monkeypatch):
-    cells, real = cells_of(folder, "generate"), bench.decode
-
-    def changed(pipe, method, *rest, **options):
-        found = real(pipe, method, *rest, **options)
-        found.answers[0][-1] += method.name == PLAIN
-        return found
-
-    monkeypatch.setattr(bench, "decode", changed)
-    measure(cells, REQUESTS[:1], 1, DecodingOptions(5))
-    assert [(one.method.name, one.equal, one.tokens) for one in cells] == [("generate", 1, [5]), ("none", 0, [5])]
+    (found,) = conditions(folder, "new:recycle")
+    monkeypatch.setattr(type(found.pipe.model), "__deepcopy__", lambda *_: pytest.fail("copied"), raising=False)
+    found.methods[1].drafter = CountingDrafter()
+    measure([found], REQUESTS, 4, DecodingOptions(20))
+    assert found.methods[1].drafter.steps == 2 * 19
 
 
 def test_a_run_over_batch_sizes(folder, tmp_path, monkeypatch):
@@ -201,21 +171,20 @@ def test_a_run_over_batch_sizes(folder, tmp_path, monkeypatch):
         *((1, name) for name in ("generate", *own)),
         *((3, name) for name in own),
     ]
-    assert [(row["equal"], row["answers"]) for row in rows] == [(4, 4)] * 7
+    assert [(row["equal"], row["compared"]) for row in rows] == [(4, 4)] * 7
     plain, fixed = rows[4], rows[5]
-    assert (plain["ratio_plain"], plain["tokens_per_step"], plain["nodes_per_step"]) == (1, 1, 0)
-    assert fixed["ratio_plain"] == pytest.approx(fixed["tokens_per_second"] / plain["tokens_per_second"])
-    assert 0 < fixed["nodes_per_step"] <= 2
+    assert (plain["acceptance"]["mean_acceptance_length"], plain["acceptance"]["nodes_per_step"]) == (1, 0)
+    speeds = [row["output_tokens_per_second"] for row in (fixed, plain)]
+    assert fixed["end_to_end_plain"]["median"] == pytest.approx(speeds[0] / speeds[1])
+    assert 0 < fixed["acceptance"]["nodes_per_step"] <= 2
     assert result["dtype"] == "float32"
 
 
 def test_samples_of_a_seed_are_compared_within_a_batch_size(folder):
-    cells = cells_of(folder, "generate,new:recycle@3", sizes=(1, 2), sampled=True)
-    assert [(one.batch, one.method.name) for one in cells] == [
-        (size, name) for size in (1, 2) for name in (PLAIN, "new:recycle@3")
-    ]
-    measure(cells, REQUESTS, 1, DecodingOptions(9, 1.0))
-    assert [one.equal for one in cells] == [2] * 4
+    rows = measured(conditions(folder, "generate,new:recycle@3", (1, 2), sampled=True), REQUESTS, 1, 9, 1.0)
+    assert {key: row["equal"] for key, row in rows.items()} == {
+        (size, name): 2 for size in (1, 2) for name in (PLAIN, "new:recycle@3")
+    }
 
 
 def test_answers_beside_a_server_and_busy_programs(tmp_path, monkeypatch):
@@ -236,7 +205,7 @@ def test_answers_beside_a_server_and_busy_programs(tmp_path, monkeypatch):
     conditions = [(row["threads"], row["busy"]) for row in rows if row["method"] == "llama.cpp"]
     assert sorted(conditions) == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert set(running) == {(0, 1), (0, 2), (1, 1), (1, 2)}
-    assert [row["equal"] for row in rows] == [2, None] * 4
+    assert [(row["equal"], row["compared"]) for row in rows] == [(2, 2), (0, 0)] * 4
     assert rows[1]["decoding_tokens_per_second"] == pytest.approx(1 / STEP)
     assert loops() == []
 
@@ -294,16 +263,9 @@ def test_passes_are_timed_once_weights_are_in_huge_pages():
     assert ended.is_set()
 
 
-def test_calls_are_interleaved_in_rotating_order_after_a_warm_up():
-    order = []
-
-    def call(name):
-        order.append(name)
-        return float(len(order))
-
-    calls = {name: partial(call, name) for name in ("a", "b")}
-    assert interleaved(calls, 2, 2) == {"a": [5.0, 8.0], "b": [6.0, 7.0]}
-    assert order == ["a", "b", "b", "a"] * 2
+def test_the_order_rotates():
+    assert [timing.rotated("abc", turn) for turn in range(4)] == [[*"abc"], [*"bca"], [*"cab"], [*"abc"]]
+    assert timing.rotated([], 1) == []
 
 
 # ------------------------------------------------------------------ passes
@@ -342,7 +304,7 @@ def test_a_read_takes_all_packed_weights(monkeypatch):
     monkeypatch.setattr(cpu_library, "functions", lambda: functions)
     read = timing.read_weights(TransformersTarget(model))
     assert read is not None
-    assert read() > 0
+    assert read > 0
     layer = 64 * (128 + 64 + 64) + 128 * 64 + 3 * 64 * 96
     assert sum(counts) == 2 * (3 * layer + 64 * 2000)
     assert timing.read_weights(TransformersTarget(model_of(LlamaConfig))) is None

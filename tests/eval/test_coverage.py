@@ -163,11 +163,12 @@ class _Abrupt(Model):
         os._exit(3)
 
 
-def test_a_process_that_ends_or_takes_too_long_is_an_outcome():
-    found = check_apart(_Abrupt(TEXT, "llama"), 60)
-    assert (found.outcome, found.reason) == (NOT_BUILT, "the process ended with status 3")
-    found = check_apart(Model(TEXT, "llama"), 0)
-    assert (found.outcome, found.reason) == (NOT_BUILT, "no answer in 0 s")
+@pytest.mark.parametrize(
+    ("model", "limit", "reason"),
+    [(_Abrupt(TEXT, "llama"), 60, "the process ended with status 3"), (Model(TEXT, "llama"), 0, "no answer in 0 s")],
+)
+def test_a_process_that_ends_or_takes_too_long_is_an_outcome(model, limit, reason):
+    assert check_apart(model, limit) == coverage.Outcome(NOT_BUILT, reason)
 
 
 def test_a_sweep_writes_its_page_and_resumes(tmp_path, monkeypatch):

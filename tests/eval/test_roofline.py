@@ -1,17 +1,22 @@
-"""Products against the limits of the processor: results of given times, and the loops of the limits."""
+"""Products against the limits of the processor, and load times of GGUF files."""
 
 from __future__ import annotations
 
 import ctypes
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
-from mmspec.eval import roofline
+import mmspec
+from mmspec.eval import opening, roofline
 from mmspec.eval.harness.output import make_table
 from mmspec.ops import cpu, cpu_library
 from tests.compiled import needs_kernels
+from tests.model_folders import save_gguf
 
 pytestmark = needs_kernels
 MEMORY = 3 << 20
@@ -51,11 +56,29 @@ def test_multiply_adds_are_counted(kind: str) -> None:
         assert library().multiply_add(number, 1000, threads) == 1000 * once
 
 
-def test_products_and_limits_are_timed() -> None:
+def test_products_and_limits_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = torch.randint(60, (MEMORY,), dtype=torch.uint8)
+    calls, multiply = [], roofline._multiply
+    monkeypatch.setattr(roofline, "_multiply", lambda *given: calls.append(multiply(*given)))
     limits, rows = roofline.measure(library(), memory, ["int4", "q6_k"], [1, 3], rounds=2)
+    assert len(calls) == 4 * (1 + 2)  # with a warm-up
     assert limits.keys() == {roofline.READ, "int4", "q6_k"}
     assert [(row["weights"], row["rows"]) for row in rows] == [("int4", 1), ("int4", 3), ("q6_k", 1), ("q6_k", 3)]
     for row in rows:  # weights fill the memory
         assert 0 <= 1 - row["gigabytes"] * row["milliseconds"] * 1e6 / MEMORY < 0.05
     assert make_table(roofline.COLUMNS, rows).row_count == 4
+
+
+@pytest.mark.long
+def test_load_times_of_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
+    file = save_gguf(tmp_path / "a.gguf")
+    mmspec.load(str(file), drafter=None)  # compiles the kernels
+    done = CliRunner().invoke(opening.main, ["--model", str(file), "--rounds", "1", "--threads", "1"])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [(row["model"], row["by"]) for row in rows] == [("a.gguf", opening.FIRST), ("a.gguf", opening.LATER)]
+    for row in rows:
+        assert 0 < row["seconds"] < row["imports"] + 60
+        assert 1e8 < row["resident"] <= row["peak"]
+        assert 1000 < row["written"] < 1e6

@@ -1,16 +1,30 @@
-"""The load test: metrics of given requests, and a small run against a real server."""
+"""Loads of a server: metrics of given requests, bodies of a soak, and small runs against a real server."""
 
 from __future__ import annotations
 
 import json
+import os
+from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
+from PIL import Image
 
 from mmspec.errors import UserError
-from mmspec.eval import serving
+from mmspec.eval import serving, soak
 from mmspec.eval.serving import StreamedRequest
 from mmspec.eval.serving import serving as run_server
+
+
+def run(command: click.Command, *options: str, status: int = 0) -> Any:
+    done = CliRunner().invoke(command, options)
+    assert done.exit_code == status, done.output
+    return json.loads(done.stdout.splitlines()[-1])["loads"]
 
 
 def test_figures_of_a_load() -> None:
@@ -32,18 +46,85 @@ def test_figures_of_a_load() -> None:
 @pytest.mark.slow
 def test_a_small_run() -> None:
     small = ["--requests", "8", "--clients", "1,4", "--rounds", "1", "--max-new-tokens", "16", "--max-running", "2"]
-    done = CliRunner().invoke(serving.main, small)
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert [(row["clients"], row["answers"], row["equal"]) for row in result["loads"]] == [(1, 8, 8), (4, 8, 8)]
-    for row in result["loads"]:
+    loads = run(serving.main, *small)
+    assert [(row["clients"], row["answers"], row["equal"]) for row in loads] == [(1, 8, 8), (4, 8, 8)]
+    for row in loads:
         assert row["tokens_per_second"] > 0 < row["first_token_seconds"] <= row["first_token_seconds_90"]
         assert row["mean_acceptance_length"] > 1
     # With two slots for four clients, some wait.
-    assert result["loads"][1]["first_token_seconds_90"] > result["loads"][0]["first_token_seconds"]
+    assert loads[1]["first_token_seconds_90"] > loads[0]["first_token_seconds"]
 
 
 @pytest.mark.slow
 def test_a_server_that_does_not_start() -> None:
     with pytest.raises(UserError, match="cannot load model 'nobody/nothing'"), run_server(model="nobody/nothing"):
         pass
+
+
+def test_memory_is_compared_with_that_after_the_first_minutes() -> None:
+    rows = [{"minutes": at, "resident": size} for at, size in ((0.0, 900), (4.0, 300), (10.0, 400), (11.0, 500))]
+    assert soak.compare_settled(rows, 10.0) == 1.25
+    assert [row["over_settled"] for row in rows] == [2.25, 0.75, 1.0, 1.25]
+    assert soak.compare_settled(rows[:2], 10.0) == 1.0  # a run that ended before
+
+
+def test_loads_have_equal_lengths_and_other_texts() -> None:
+    image = Image.new("RGB", (8, 8))
+    one, two = (soak.load_bodies("m", number, (4, 40), 8, [image], ["ngram"]) for number in (1, 2))
+    assert len(one) == len(two) == 27
+    for first, second in zip(one, two, strict=True):
+        assert first != second
+        assert len(json.dumps(first)) == len(json.dumps(second))
+    assert {body.get("n") for body in one} == {None, 2, 3}
+    assert {body.get("speculative") for body in one} == {None, False, True, "ngram"}
+    assert {body.get("num_draft_tokens") for body in one} == {None, 0, 1, 9, 64}
+    assert any(body.get("stream") for body in one)
+    assert any("tools" in body for body in one)
+    assert one[-1]["messages"][0]["content"][0]["type"] == "image_url"
+
+
+@pytest.mark.long
+def test_a_small_soak() -> None:
+    small = ["--model", "tiny-llava", "--minutes", "0.01", "--images", "1", "--words", "4", "--max-new-tokens", "8"]
+    loads = run(soak.main, *small, "--most", "9")
+    assert len(loads) == 2
+    for row in loads:
+        assert row["wrong"] == 0 < row["resident"] <= row["peak"]
+        assert row["requests"] == 14
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Refuses streams."""
+
+    def do_GET(self) -> None:
+        self.reply(200, b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.reply(503 if body.get("stream") else 200)
+
+    def reply(self, status: int, content: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing on standard error."""
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_wrong_answers_fail_a_run(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "_PAUSE", 0)
+    monkeypatch.setattr(soak, "_MIXES", [{}, {"stream": bool(wrong)}])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            running = SimpleNamespace(url=f"http://127.0.0.1:{server.server_address[1]}", pid=os.getpid())
+            monkeypatch.setattr(soak, "serving", lambda **_: nullcontext(running))
+            loads = run(soak.main, "--minutes", "0.001", "--most", "9", "--images", "0", status=wrong)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert {(row["wrong"], row["requests"]) for row in loads} == {(wrong * 3, 9)}

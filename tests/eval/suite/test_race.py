@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from time import sleep
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,16 +52,9 @@ def test_the_fastest_is_first_and_slow_ones_drop_out(monkeypatch):
     found = race(clock, 40)
     assert [contender.method.name for contender in found] == ["best", "close", "third", "slow"]
     assert [len(contender.ratios) for contender in found] == [16, 4, 2, 2]
-    assert found[0].to_dict() == {
-        "method": "best",
-        "prompts": len(found[0].ratios),
-        "mean_acceptance_length": 4.0,
-        "median": pytest.approx(1.5),
-        "low": pytest.approx(1.5),
-        "high": pytest.approx(1.5),
-        "equal": len(found[0].ratios),
-        "noisy": 0,
-    }
+    speeds = {name: pytest.approx(1.5) for name in ("median", "low", "high")}
+    counts = {"prompts": 16, "equal": 16, "noisy": 0, "mean_acceptance_length": 4.0}
+    assert found[0].to_dict() == {"method": "best", **speeds, **counts}
     names, first, tokens = clock.runs[0]
     assert (set(names), first, tokens) == ({PLAIN, *clock.speeds}, 0, 32)  # the warm-up
     assert [request for _, request, _ in clock.runs] == list(range(len(clock.runs)))  # no prompt twice
@@ -97,25 +91,21 @@ def test_no_speed_above_the_tokens_per_step_is_reported(length, noisy, monkeypat
 CHOSEN = "m0 --num-draft-tokens 3"
 
 
+NOISE = "times are noise: in 2 of 6 prompts, the speed was above the tokens per step"
+FEW = "5 measured prompts are too few for a 95 % interval, which takes 6"
+PLAIN_TOO = "m0, 3; plain decoding: they differ by no more than chance"
+CLOSE = "m0, 3; m1, 3: they differ by no more than chance"
+
+
 @pytest.mark.parametrize(
     ("ratios", "noisy", "why", "drafter"),
     [
         (([1.5] * 6, [1.2] * 6), 1, "", CHOSEN),
         (([1.5] * 8, [1.2] * 8), 2, "", CHOSEN),
-        (
-            ([1.5] * 6, [1.2] * 6),
-            2,
-            "times are noise: in 2 of 6 prompts, the speed was above the tokens per step",
-            "auto",
-        ),
-        (([1.5] * 5, [1.2] * 5), 0, "5 measured prompts are too few for a 95 % interval, which takes 6", "auto"),
-        (
-            ([0.9, 1.0, 1.3, 1.3, 1.3, 1.3], [0.9] * 6),
-            0,
-            "m0, 3; plain decoding: they differ by no more than chance",
-            "none",
-        ),
-        (([1.4, 1.5] * 3, [1.3, 1.45] * 3, [1.2] * 6), 0, "m0, 3; m1, 3: they differ by no more than chance", CHOSEN),
+        (([1.5] * 6, [1.2] * 6), 2, NOISE, "auto"),
+        (([1.5] * 5, [1.2] * 5), 0, FEW, "auto"),
+        (([0.9, 1.0, 1.3, 1.3, 1.3, 1.3], [0.9] * 6), 0, PLAIN_TOO, "none"),
+        (([1.4, 1.5] * 3, [1.3, 1.45] * 3, [1.2] * 6), 0, CLOSE, CHOSEN),
         (([1.4, 1.5] * 3, [1.6] * 2, [1.2] * 6), 0, "", CHOSEN),  # it dropped out: slower on the same prompts
         (([0.8] * 6, [0.8] * 6), 0, "", "none"),  # plain decoding is the fastest
     ],
@@ -162,29 +152,32 @@ def test_files_without_prompts(tmp_path, name, content, rule):
 
 @pytest.fixture
 def run(capfd, monkeypatch, tmp_path):
+    """Runs ``mmspec tune`` on a file with these prompts, or another command."""
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "120")
-    return runner(capfd)
+    call = runner(capfd)
+
+    def tune(model, content, *options, name="prompts.txt"):
+        (tmp_path / name).write_text(content)
+        return call("tune", str(model), "--prompts", str(tmp_path / name), *options)
+
+    return SimpleNamespace(tune=tune, call=call)
 
 
 def test_the_options_it_prints_decode(run, tmp_path):
-    model = str(save_text_model(tmp_path / "text"))
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("abc abc abc\nDescribe\n")
     size = "--max-new-tokens", "8"
-    status, out, err = run(
-        "tune", model, "--prompts", str(prompts), "--drafters", "ngram,recycle", "--sizes", "3", *size
-    )
+    options = "--drafters", "ngram,recycle", "--sizes", "3", *size
+    status, out, err = run.tune(save_text_model(tmp_path / "text"), "abc abc abc\nDescribe\n", *options)
     assert status == 0
     assert re.fullmatch(r"measuring: 0 %, 4 methods, [\d:]+\nmeasuring: 100 %, [\d:]+\n", err)
     *table, fastest, command = out.splitlines()
-    assert fastest.startswith("no winner: 1 measured prompts are too few for a 95 % interval, which takes 6; ")
+    assert fastest.startswith(f"no winner: {FEW.replace('5 measured', '1 measured')}; ")
     for method in ("ngram, 3 nodes", "ngram, adaptive", "recycle, 3 nodes", "recycle, adaptive"):
         (line,) = (line for line in table if method in line)
         assert " to " not in line  # a prompt has no interval
     program, *words = command.split()
     assert (program, words[:2]) == ("mmspec", ["generate", "PROMPT"])
-    assert run(*words, *size)[0] == 0
+    assert run.call(*words, *size)[0] == 0
 
 
 def test_loading_takes_of_the_time(run, tmp_path, monkeypatch):
@@ -193,35 +186,27 @@ def test_loading_takes_of_the_time(run, tmp_path, monkeypatch):
         return open_pipeline(*arguments, **options)
 
     monkeypatch.setattr("mmspec.cli.session.open_pipeline", load)
-    (tmp_path / "prompts.txt").write_text("one\n")
-    options = "--prompts", str(tmp_path / "prompts.txt"), "--drafters", "ngram", "--sizes", "1", "--minutes", "0.01"
-    status, _, err = run("tune", str(save_text_model(tmp_path / "text")), *options, "--max-new-tokens", "2")
+    options = "--drafters", "ngram", "--sizes", "1", "--minutes", "0.01", "--max-new-tokens", "2"
+    status, _, err = run.tune(save_text_model(tmp_path / "text"), "one\n", *options)
     assert (status, "error: the time was too short" in err) == (2, True)
 
 
 def test_its_json(run, tmp_path):
-    folder = save_llava(tmp_path / "llava")
-    prompts = tmp_path / "prompts.jsonl"
-    mmspec_image = {"prompt": "Describe", "images": []}
-    prompts.write_text(json.dumps(mmspec_image) + "\n")
-    status, out, _ = run(
-        "tune", str(folder), "--prompts", str(prompts), "--sizes", "2", "--max-new-tokens", "4", "--json"
-    )
+    row = json.dumps({"prompt": "Describe", "images": []}) + "\n"
+    options = "--sizes", "2", "--max-new-tokens", "4", "--json"
+    status, out, _ = run.tune(save_llava(tmp_path / "llava"), row, *options, name="prompts.jsonl")
     result = json.loads(out)
-    assert status == 0
-    assert result["best"] is None
+    assert (status, result["best"]) == (0, None)
     assert result["no_winner"].startswith("1 measured prompts are too few")
     assert all(row["equal"] == row["prompts"] == 1 for row in result["methods"])
     assert {"ngram, 2 nodes", "recycle, adaptive"} <= {row["method"] for row in result["methods"]}
 
 
 def test_mistakes(run, tmp_path):
-    model = str(save_text_model(tmp_path / "text"))
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("one\n")
+    model = save_text_model(tmp_path / "text")
     for options, message in (
         (("--drafters", "none"), "expected a drafter, received 'none'"),
         (("--drafters", "parrot"), "unknown drafter"),
         (("--sizes", "0"), "0 is not in the range x>=1"),
     ):
-        assert_user_error(run("tune", model, "--prompts", str(prompts), *options), message)
+        assert_user_error(run.tune(model, "one\n", *options), message)

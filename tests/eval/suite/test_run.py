@@ -22,9 +22,10 @@ from mmspec.eval.suite import run
 from mmspec.eval.suite.command import SuiteSettings, evaluate
 from mmspec.eval.suite.methods import auto_methods, parse_methods
 from mmspec.eval.suite.report import write_report
-from mmspec.eval.suite.run import Evaluator, RunRecords, answer_lines, run_suite
+from mmspec.eval.suite.run import Evaluator, answer_lines, read_records, run_suite
 from mmspec.eval.suite.summary import summarise
 from mmspec.files import alone
+from mmspec.pipeline import Pipeline
 from mmspec.vision.drafters.msd import MSD
 from tests import dflash, mtp
 from tests.model_folders import save_llava, save_text_model, tokenizer
@@ -70,21 +71,21 @@ def records(out):
 
 
 def test_every_method_gives_the_same_tokens(whole):
-    out, summary = whole
-    rows = {(row["task"], row["temperature"], row["method"]): row for row in summary["rows"]}
-    assert {task for task, _, _ in rows} == {"all", "scenes-captions", "scenes-turns"}
+    rows = {(row["task"], row["temperature"], row["method"]): row for row in whole[1]["rows"]}
+    counts = {"all": 12, "scenes-captions": 3, "scenes-turns": 9}
+    assert {task for task, _, _ in rows} == counts.keys()
     for (task, temperature, method), row in rows.items():
-        assert (
-            row["equal"]
-            == row["compared"]
-            == (
-                0
-                if temperature and method in ("generate", "lookup")
-                else {"all": 12, "scenes-captions": 3}.get(task, 9)
-            )
-        )
-        assert row["differences"] == []
-    assert all(record["about"]["dtype"] == "float32" for record in records(out))
+        compared = 0 if temperature and method == "generate" else counts[task]
+        assert (row["equal"], row["compared"], row["differences"]) == (compared, compared, [])
+    assert {record["about"]["dtype"] for record in records(whole[0])} == {"float32"}
+    plain, recycle, msd = (rows["all", 0.0, name] for name in ("none", "recycle@6", "msd@6"))
+    assert plain["acceptance"]["mean_acceptance_length"] == 1.0 < recycle["acceptance"]["mean_acceptance_length"]
+    assert recycle["acceptance"]["num_spec_steps"] < plain["acceptance"]["num_spec_steps"]
+    assert sum(msd["shares"].values()) == pytest.approx(1)
+    assert rows["all", 0.0, "generate"]["end_to_end"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    # Transformers supports prompt lookup for batch size 1 only.
+    assert [(one["method"], one["batch"]) for one in whole[1]["refused"]] == [("lookup", 2)] * 2
+    assert not any(method == "lookup" for _, _, method in rows)
 
 
 def test_lossy_rows_say_so_and_are_greedy(folder, tmp_path):
@@ -105,19 +106,6 @@ def test_all_methods_get_the_history_of_plain_decoding(whole, folder):
     before = [turn["methods"]["none"]["texts"][0] for turn in turns]
     answer = pipe.generate(**sample.conversation.request(before[:2]), max_new_tokens=8)
     assert turns[2]["methods"]["msd@6"]["answers"][0] == answer.token_ids
-
-
-def test_acceptance_and_shares_of_time(whole):
-    rows = {row["method"]: row for row in whole[1]["rows"] if row["task"] == "all" and row["temperature"] == 0}
-    length = {name: row["acceptance"]["mean_acceptance_length"] for name, row in rows.items() if row["acceptance"]}
-    assert length["none"] == 1.0
-    assert length["recycle@6"] > 1.0
-    assert rows["recycle@6"]["acceptance"]["num_spec_steps"] < rows["none"]["acceptance"]["num_spec_steps"]
-    assert sum(rows["msd@6"]["shares"].values()) == pytest.approx(1)
-    assert rows["generate"]["end_to_end"] == {"median": 1.0, "low": 1.0, "high": 1.0}
-    assert "lookup" not in rows  # transformers supports it for batch size 1 only
-    (refused, _) = whole[1]["refused"]
-    assert (refused["method"], refused["batch"]) == ("lookup", 2)
 
 
 def test_rows_of_a_large_batch_decode_together(folder):
@@ -165,13 +153,13 @@ def test_a_killed_run_resumes_and_gives_the_same_results(whole, folder, tmp_path
 
 
 def test_damaged_records_are_named(tmp_path):
-    RunRecords(tmp_path, {})
+    read_records(tmp_path, {})
     (tmp_path / "records.jsonl").write_text('{"task": "a"}\n')
     with pytest.raises(UserError, match=r"records\.jsonl, line 1: expected a record with batch, received none"):
-        RunRecords(tmp_path, {})
+        read_records(tmp_path, {})
     (tmp_path / "settings.json").write_bytes(b"[]")
     with pytest.raises(UserError, match=r"settings\.json: expected a JSON object"):
-        RunRecords(tmp_path, {})
+        read_records(tmp_path, {})
 
 
 def test_answers_are_in_spec_benchs_format(whole):
@@ -199,7 +187,7 @@ def test_the_report_has_figures_and_plots(whole):
     assert ", 1 round after a warm-up" in text
     found = next(row["acceptance_difference"] for row in whole[1]["rows"] if row["acceptance_difference"])
     assert f"| {found['difference']:+.2f} ({found['low']:+.2f} to {found['high']:+.2f}) |" in text
-    for name in ("speedup", "tasks", "accepted", "positions", "time", "tree-size"):
+    for name in ("speedup", "tasks", "accepted", "time", "tree-size"):
         assert f"(plots/{name}.svg)" in text
         assert (whole[0] / "plots" / f"{name}.svg").read_text().startswith("<?xml")
 
@@ -239,22 +227,20 @@ def test_a_difference_is_reported_with_its_margin(folder, tmp_path, monkeypatch)
 
 
 def test_top_p_reaches_every_method(folder, monkeypatch):
-    asked, given = [], []
+    given = []
+
+    def recording(call):
+        def recorded(*requests, **keywords):
+            given.append(keywords["top_p"])
+            return call(*requests, **keywords)
+
+        return recorded
+
     evaluate = Evaluator(vars(settings(folder, methods="generate", temperatures=(0.7,), top_p=0.4, rounds=1)))
-    original, generate = run.run_interleaved, evaluate.pipe.model.generate
-
-    def recorded(pipe, requests, methods, rounds, options):
-        asked.append(options.top_p)
-        return original(pipe, requests, methods, rounds, options)
-
-    def generated(**keywords):
-        given.append(keywords["top_p"])
-        return generate(**keywords)
-
-    monkeypatch.setattr(run, "run_interleaved", recorded)
-    monkeypatch.setattr(evaluate.pipe.model, "generate", generated)
+    for owner, name in ((Pipeline, "generate_batch"), (type(evaluate.pipe.model), "generate")):
+        monkeypatch.setattr(owner, name, recording(getattr(owner, name)))
     evaluate({"task": "scenes-captions", "temperature": 0.7, "batch": 1, "group": 0})
-    assert set(asked) == set(given) == {0.4}
+    assert given == [0.4, 0.4]
 
 
 def test_method_specs(folder):
@@ -394,47 +380,39 @@ def test_the_command(folder, tmp_path, monkeypatch):
     assert " reference " in result.output  # the score's name is in the header
     lines = result.stdout.splitlines()
     assert all(len(line) <= 100 and "\N{HORIZONTAL ELLIPSIS}" not in line for line in lines)
-    for row in ("scenes", "requests"):  # no cell is cut, and each column is explained
-        title = f"scenes-counting, temperature 0, batch 1{', by request' * (row == 'requests')}"
+    for title in ("scenes-counting, temperature 0, batch 1", "scenes-counting, temperature 0, batch 1, by request"):
         at = max(number for number, line in enumerate(lines) if line.strip() == title)
-        assert any(re.match(r"│ ngram@chain +│ \S+ ", line) for line in lines[at : at + 12])
-    for column in (
-        "tokens per step",
-        "a draft",
-        "tokens/s",
-        "p50 ms, p90 ms, p95 ms, p99 ms",
-        "user tokens/s",
-        "equal",
-    ):
+        assert any(re.match(r"│ ngram@chain +│ \S+ ", line) for line in lines[at : at + 12])  # no cell is cut
+    columns = "tokens per step", "a draft", "tokens/s", "p50 ms, p90 ms, p95 ms, p99 ms", "user tokens/s", "equal"
+    for column in columns:
         assert sum(line.startswith(f"{column}: ") for line in lines) == 1
     assert result.output.count("copy oracle: ") == 1
     assert "vs none" not in result.output  # as `whole request` and `decoding` are
     content = json.loads(call(*common, "--json").stdout)
     assert content == json.loads((tmp_path / "summary.json").read_text())
-    assert [row["method"] for row in content["rows"]] == ["none", "ngram@chain", "ngram@3"]
-    assert {row["baseline"] for row in content["rows"]} == {"none"}
+    assert [(row["method"], row["baseline"]) for row in content["rows"]] == [
+        (name, "none") for name in ("none", "ngram@chain", "ngram@3")
+    ]
+    assert content["about"]["cost"]["tokens"][:3] == [1, 2, 4]
     report = (tmp_path / "report.md").read_text()
+    assert "over `none`, preprocessing" in report
+    assert "copy oracle: " in report
+    assert "generate" not in report
     lines = [line.strip("| ").split(" | ") for line in report.splitlines() if line.startswith("| ")]
     shown = dict(zip(next(cells for cells in lines if "p50 ms" in cells), lines[-1], strict=True))
     *_, figures = content["rows"][-1]["requests"].values()
-    for column, form, figure in (
-        ("number", "{}", figures["requests"]),
-        ("MAT", "{:.2f}", figures["mean_accepted_tokens"]),
-        ("speedup", "{:.2f}x", figures["walltime_speedup"]),
-        ("slowest", "{:.2f}x", figures["slowest"]["total"]),
-        ("throughput", "{:.2f}x", figures["throughput_speedup"]),
-        ("p50 ms", "{:.1f}", 1000 * figures["latency"]["p50"]),
-        ("output tokens/s", "{:.1f}", figures["output_tokens_per_second"]),
-        ("user tokens/s", "{:.1f}", figures["user_tokens_per_second"]["mean"]),
-        ("equal", "{}/1", figures["equal"]),
-    ):
-        assert (column, shown[column]) == (column, form.format(figure))
-    assert ("over `none`, preprocessing" in report, "copy oracle: " in report, "generate" in report) == (
-        True,
-        True,
-        False,
-    )
-    assert content["about"]["cost"]["tokens"][:3] == [1, 2, 4]
+    expected = {
+        "number": f"{figures['requests']}",
+        "MAT": f"{figures['mean_accepted_tokens']:.2f}",
+        "speedup": f"{figures['walltime_speedup']:.2f}x",
+        "slowest": f"{figures['slowest']['total']:.2f}x",
+        "throughput": f"{figures['throughput_speedup']:.2f}x",
+        "p50 ms": f"{1000 * figures['latency']['p50']:.1f}",
+        "output tokens/s": f"{figures['output_tokens_per_second']:.1f}",
+        "user tokens/s": f"{figures['user_tokens_per_second']['mean']:.1f}",
+        "equal": f"{figures['equal']}/1",
+    }
+    assert {name: shown[name] for name in expected} == expected
 
 
 class KilledEvaluator(Evaluator):

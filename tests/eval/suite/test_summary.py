@@ -1,5 +1,9 @@
 """Summaries of records with known times and token counts, against closed forms."""
 
+import functools
+import itertools
+import math
+import random
 import statistics
 
 import pytest
@@ -7,9 +11,17 @@ import pytest
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.eval.harness.prompts import Questions
-from mmspec.eval.harness.timing import TimedBatch
+from mmspec.eval.harness.timing import PHASES, TimedBatch
 from mmspec.eval.suite.scoring import Sample
-from mmspec.eval.suite.summary import summarise
+from mmspec.eval.suite.summary import (
+    acceptance,
+    acceptance_difference,
+    acceptance_line,
+    copy_lengths,
+    copy_oracle,
+    median_interval,
+    summarise,
+)
 
 TASK = "scenes-captions"
 
@@ -38,12 +50,23 @@ def rows_of(*records, samples=(), scorer=None, tasks=(TASK,)):
     return {row["method"] if len(tasks) == 1 else (row["task"], row["method"]): row for row in rows}
 
 
-def steps(*accepted, drafted=4):
+def stats_of(*accepted, drafted=4):
     """Statistics of verify steps, given the accepted draft tokens of each."""
-    histogram = [accepted.count(count) for count in range(max(accepted) + 1)]
-    figures = {"num_spec_steps": len(accepted), "num_draft_tokens": drafted * len(accepted)}
-    figures |= {"num_accepted_draft_tokens": sum(accepted), "accept_lengths": [count + 1 for count in accepted]}
-    return {**figures, "acceptance_histogram": histogram}
+    stats = Stats(num_generated_tokens=1)
+    for count in accepted:
+        stats.record_step(drafted, drafted, count, count + 1)
+    return stats
+
+
+def steps(*accepted, drafted=4):
+    return dict(vars(stats_of(*accepted, drafted=drafted)))
+
+
+RATIOS = "end_to_end", "end_to_end_plain", "end_to_end_llama", "decoding", "decoding_plain"
+
+
+def medians(row):
+    return {name: row[name] and row[name]["median"] for name in RATIOS}
 
 
 def test_ratios_are_paired_by_conversation():
@@ -51,12 +74,10 @@ def test_ratios_are_paired_by_conversation():
     seconds = [(2.0, 1.0), (200.0, 100.0), (4.0, 1.0)]
     made = [record(k, {"generate": method(slow), "none": method(fast)}) for k, (slow, fast) in enumerate(seconds)]
     none = rows_of(*made)["none"]
-    assert none["end_to_end"]["median"] == none["decoding"]["median"] == 2.0
-    assert none["end_to_end"]["low"] == 2.0
-    assert none["end_to_end"]["high"] == 4.0
+    assert none["end_to_end"] == {"median": 2.0, "low": 2.0, "high": 4.0}
+    assert none["decoding"]["median"] == 2.0
     assert none["end_to_end_llama"] is None  # it was not measured
-    assert none["tokens_per_second"] == 11.0
-    assert none["time_to_first_token"] == 0.5
+    assert (none["tokens_per_second"], none["time_to_first_token"]) == (11.0, 0.5)
 
 
 def test_ratios_are_of_seconds_per_token():
@@ -66,23 +87,17 @@ def test_ratios_are_of_seconds_per_token():
         {"generate": method(2.0, (7,), 1.0), "none": method(1.0, (5,), 0.8), "llama.cpp": method(1.0, (2,), 0.5)},
     ]
     rows = rows_of(record(0, *turns))
-    found = {name: {key: row[key] and row[key]["median"] for key in row if "end_to_end" in key or
-             "decoding" in key} for name, row in rows.items()}  # fmt: skip
     whole = {"generate": 6 / 12, "none": 4 / 20, "llama.cpp": 4 / 6}
     decoding = {"generate": 2.5 / (12 - 2), "none": 1.8 / (20 - 2), "llama.cpp": 2.5 / (6 - 2)}
-    for name in rows:
-        assert found[name] == {
-            "end_to_end": pytest.approx(whole["generate"] / whole[name]),
-            "end_to_end_plain": pytest.approx(whole["none"] / whole[name]),
-            "end_to_end_llama": pytest.approx(whole["llama.cpp"] / whole[name]),
-            "decoding": pytest.approx(decoding["generate"] / decoding[name]),
-            "decoding_plain": pytest.approx(decoding["none"] / decoding[name]),
-        }
+    for name, row in rows.items():
+        expected = [whole[base] / whole[name] for base in whole]
+        expected += [decoding[base] / decoding[name] for base in ("generate", "none")]
+        assert medians(row) == pytest.approx(dict(zip(RATIOS, expected, strict=True)))
     assert [row["tokens"] for row in rows.values()] == [12, 20, 6]
     assert [row["tokens_per_second"] for row in rows.values()] == pytest.approx([12 / 6, 20 / 4, 6 / 4])
     # The mean time to first token over the turns.
-    assert rows["llama.cpp"]["time_to_first_token"] == pytest.approx((1.0 + 0.5) / 2)
-    assert rows["none"]["time_to_first_token"] == pytest.approx((2.0 + 0.2) / 2)
+    first = [rows[name]["time_to_first_token"] for name in ("llama.cpp", "none")]
+    assert first == pytest.approx([(1.0 + 0.5) / 2, (2.0 + 0.2) / 2])
 
 
 def test_without_generate_ratios_are_to_plain_decoding():
@@ -92,10 +107,9 @@ def test_without_generate_ratios_are_to_plain_decoding():
     rows = rows_of(*made)
     assert {row["baseline"] for row in rows.values()} == {"none"}
     found = rows["msd"]
-    assert found["end_to_end"] == found["end_to_end_plain"]
-    assert found["decoding"] == found["decoding_plain"]
-    assert found["end_to_end"]["median"] == pytest.approx((1 / 11) / (0.5 / 6))
-    assert found["decoding"]["median"] == pytest.approx((0.5 / 10) / (0.125 / 5))
+    whole, decoding = (1 / 11) / (0.5 / 6), (0.5 / 10) / (0.125 / 5)
+    expected = {"end_to_end_llama": None, **dict.fromkeys(RATIOS[:2], whole), **dict.fromkeys(RATIOS[3:], decoding)}
+    assert medians(found) == pytest.approx(expected)
     slowest = {"total": (1 / 11) / (1 / 6), "decoding": (0.5 / 10) / (0.25 / 5)}
     assert found["requests"]["overall"]["slowest"] == pytest.approx(slowest)
     assert rows_of(record(0, {}))["none"]["baseline"] == "generate"
@@ -133,17 +147,15 @@ def test_tokens_of_all_rows_are_counted():
 
 
 def test_shares_of_time():
-    parts = [{"prefill": 1.0, "draft": 2.0, "verify": 4.0, "commit": 1.0}, {"prefill": 2.0, "draft": 0.0, "verify": 8.0,
-             "commit": 0.0}]  # fmt: skip
+    parts = [(10.0, (1.0, 2.0, 4.0, 1.0)), (15.0, (2.0, 0.0, 8.0, 0.0))]
     made = [
-        record(k, {"generate": method(30.0), "none": method(total, **part)})
-        for k, (total, part) in enumerate(zip((10.0, 15.0), parts, strict=True))
+        record(k, {"generate": method(30.0), "none": method(total, **dict(zip(PHASES, part, strict=True)))})
+        for k, (total, part) in enumerate(parts)
     ]
     rows = rows_of(*made)
     assert rows["generate"]["shares"] == {}
-    assert rows["none"]["shares"] == pytest.approx(
-        {"prefill": 3 / 25, "draft": 2 / 25, "verify": 12 / 25, "commit": 1 / 25, "rest": 7 / 25}
-    )
+    shares = {"prefill": 3 / 25, "draft": 2 / 25, "verify": 12 / 25, "commit": 1 / 25, "rest": 7 / 25}
+    assert rows["none"]["shares"] == pytest.approx(shares)
 
 
 def test_acceptance_memory_and_equality():
@@ -157,7 +169,6 @@ def test_acceptance_memory_and_equality():
     assert found["acceptance"]["mean_acceptance_length"] == (4 + 1 + 2 + 3 + 2 + 2) / 6
     assert found["acceptance"]["draft_acceptance_rate"] == (3 + 0 + 1 + 2 + 1 + 1) / 24
     assert found["acceptance"]["histogram"] == [1, 3, 1, 1]
-    assert found["acceptance"]["equal"] == 2
     assert (found["equal"], found["compared"], found["memory"], found["conversations"]) == (2, 3, 7, 4)
     assert (rows["none"]["equal"], rows["none"]["compared"], rows["none"]["memory"]) == (2, 2, 5)
     assert rows["none"]["acceptance"] is None
@@ -233,6 +244,7 @@ def test_the_cost_of_a_draft_is_in_one_node_passes():
     made = [record(k, {"none": timed(0.0, 0.5), "msd": timed(tree, 9.0)}) for k, tree in enumerate((0.1, 0.2, 0.4))]
     rows = rows_of(*made)
     assert rows["msd"]["draft_cost"] == pytest.approx(0.2 / 0.5)
+    assert rows["msd"]["verify_cost"] == pytest.approx(9.0 / 0.5)
     assert rows["none"]["draft_cost"] is rows["generate"]["draft_cost"] is None
 
 
@@ -294,3 +306,107 @@ def test_rows_of_a_batch_have_times_of_their_own():
     assert timed.request_seconds == [{"total": 3.5, "decoding": 2.0}, {"total": 2.0, "decoding": 0.5}]
     theirs = TimedBatch([[1] * 5, [1] * 2], [], {"total": 3.5, "decoding": 2.0})
     assert theirs.request_seconds == [{"total": 3.5, "decoding": 2.0}] * 2
+
+
+# ------------------------------------------------------------------ acceptance, intervals and copies
+
+
+def test_figures_match_counts_by_hand():
+    requests = [stats_of(3, 0, 1), stats_of(1), stats_of()]  # the last has one token, from the prefill
+    row = acceptance(requests)
+    assert row["mean_acceptance_length"] == (4 + 1 + 2 + 2) / 4
+    assert row["draft_acceptance_rate"] == 5 / 16
+    assert (row["acceptance_by_position"], row["histogram"]) == ([0.75, 0.25, 0.25], [1, 2, 0, 1])
+    assert (row["num_spec_steps"], row["num_generated_tokens"], row["requests"]) == (4, 9 + 3, 3)
+    assert acceptance_line(requests) == "mmspec: 2.25 tokens per verify step over 3 requests"
+    row = acceptance([stats_of()])
+    assert (row["mean_acceptance_length"], row["draft_acceptance_rate"], row["acceptance_by_position"]) == (0, 0, [])
+
+
+@pytest.mark.parametrize("count", [29, 43, 111])
+def test_the_ends_of_a_median_are_the_exact_percentiles(count):
+    """The k-th of n values is at or above the median of a resample with the probability that at least (n + 1) / 2 of n
+    draws are among the k smallest: the ends of a 95 % interval are where this passes 2.5 % and 97.5 %."""
+
+    def below(k):
+        half, share = (count + 1) // 2, k / count
+        return sum(math.comb(count, j) * share**j * (1 - share) ** (count - j) for j in range(half, count + 1))
+
+    def end(probability):
+        return next(k for k in range(1, count + 1) if below(k) >= probability)
+
+    exact = {"median": (count + 1) / 2, "low": end(0.025), "high": end(0.975)}
+    assert end(0.01) < exact["low"] < end(0.05)  # intervals of other levels have other ends
+    assert median_interval(range(1, count + 1), 20000) == exact
+
+
+def test_the_ends_of_a_difference_are_the_exact_percentiles():
+    """With one step per request, of which half accept a draft, a resample's mean is 1 + Binomial(n, 1/2) / n."""
+    count = 400
+    below = list(itertools.accumulate(math.comb(count, k) / 2**count for k in range(count + 1)))
+
+    def end(probability):
+        return next(k for k, share in enumerate(below) if share >= probability) / count
+
+    found = acceptance_difference([(k, stats_of(k % 2), stats_of(0)) for k in range(count)], 20000)
+    assert found["difference"] == 0.5
+    # Tolerance for resampling noise. A 90 % interval would be 4 requests narrower at each end.
+    assert [found["low"], found["high"]] == pytest.approx([end(0.025), end(0.975)], abs=1 / count)
+    assert end(0.05) - end(0.025) == pytest.approx(4 / count)
+
+
+def test_requests_are_paired_and_their_groups_are_resampled_together():
+    """A constant difference has no width; ten copies of each request in its group leave the interval as it is."""
+    rng = random.Random(2)
+    pairs = [((rng.randrange(5), rng.randrange(5)), (rng.randrange(5),)) for _ in range(12)]
+
+    def study(times, pairs):
+        groups = [(group, stats_of(*first), stats_of(*second)) for group, (first, second) in enumerate(pairs)]
+        return acceptance_difference([one for one in groups for _ in range(times)])
+
+    assert study(10, pairs) == pytest.approx(study(1, pairs))
+    constant = study(1, [([count + 1 for count in steps], steps) for steps, _ in pairs])
+    assert constant == pytest.approx({"difference": 1, "low": 1, "high": 1})
+
+
+def test_lengths_of_copies_by_hand():
+    """After each token but the last: 1 2 was followed by 3 and by 9; 4 is new; the text copies itself at the end."""
+    prompt = [1, 2, 3, 1, 2, 9]
+    assert copy_lengths(prompt, [1, 2, 3, 1, 4, 1, 2, 9, 9, 9]) == [3, 2, 1, 0, 0, 2, 1, 0, 1]
+    assert copy_lengths(prompt, [7]) == copy_lengths(prompt, []) == []
+    # Only the text so far counts: one repeated token doubles its copy with every step, up to the longest copy.
+    assert copy_lengths([], [5] * 100)[:40] == [0, *range(1, 33), *[32] * 7]
+
+
+@functools.cache
+def fewest(text, known, most):
+    """Steps, and those that draft, from a number of known tokens on: a search over all drafts of copied text."""
+    if known >= len(text):
+        return 0, 0
+    lengths = {0}
+    for place in range(known - 1):
+        for length in range(1, min(most, known - 1 - place) + 1):
+            if text[place] == text[known - 1] and text[place + 1 :][:length] == text[known:][:length]:
+                lengths.add(length)
+    steps, drafting = min(fewest(text, known + length + 1, most) for length in lengths)
+    return steps + 1, drafting + (max(lengths) > 0)
+
+
+def test_the_copy_oracle_needs_the_fewest_steps():
+    draws, seconds = random.Random(0), lambda nodes: 1 + 0.25 * (nodes - 1)
+    for _ in range(20):
+        text = tuple(draws.randrange(3) for _ in range(24))
+        found = copy_oracle([copy_lengths(text[:8], text[8:])], seconds)
+        speedups = {}
+        for most in range(1, 16):
+            steps, drafting = fewest(text, 9, most)
+            assert found["tokens_per_step"][str(most)] == 15 / steps
+            speedups[most] = 15 / (drafting * seconds(most + 1) + (steps - drafting))
+        assert found["speedup"] == pytest.approx(max(speedups.values()))
+        assert speedups[found["draft_tokens"]] == pytest.approx(found["speedup"])
+    assert copy_oracle([[], []], seconds) is None
+    assert copy_oracle([[2, 1, 0], [0]], math.sqrt) == {
+        "tokens_per_step": {str(most): 4 / (3 if most == 1 else 2) for most in range(1, 33)},
+        "speedup": 4 / (math.sqrt(3) + 1),
+        "draft_tokens": 2,
+    }

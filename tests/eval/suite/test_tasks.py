@@ -4,6 +4,7 @@ import ast
 import difflib
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,20 @@ from PIL import Image
 
 from mmspec.errors import UserError
 from mmspec.eval.suite.tasks import GROUPS, TASKS, local_rows, select_tasks
+from mmspec.vision.images import load_image
+
+try:
+    import datasets
+except ImportError:
+    datasets = None
+else:
+    TEXT, PICTURE = datasets.Value("string"), datasets.Image()
+needs = pytest.mark.skipif(datasets is None, reason="needs datasets: pip install -e '.[eval]'")
+
+
+def through_datasets(test):
+    return needs(pytest.mark.filterwarnings("ignore")(test))
+
 
 ROWS = {
     "coco": {"image": "a.png", "answer": ["A dog.", "One dog."], "id": 7},
@@ -70,24 +85,18 @@ def test_a_benchmark_is_read_from_its_own_fields(data, name):
     assert samples[0].id != samples[1].id
     conversation = samples[0].conversation
     assert all(conversation.questions)
-    assert (
-        len(conversation.questions) == len(ROWS[name].get("turns", ROWS[name].get("prompt", [0])))
-        or name == "humaneval"
-    )
+    turns = ROWS[name].get("turns", ROWS[name].get("prompt", [0]))
+    assert len(conversation.questions) == len(turns) or name == "humaneval"
     seen = [*conversation.images, *conversation.videos]
     assert bool(seen) == (task.visual and name != "scienceqa")
     assert all(str(data / name) in path for path in seen)
-    if task.score is not None:
-        assert len(samples[0].references) == 1
-        right = [(sample, [sample.references[0][0]]) for sample in samples]
-        if name in ("coco", "flickr30k", "nocaps"):
-            return
-        assert next(iter(task.score(right).values())) in (1.0, 200.0, pytest.approx(1.0)) or name in (
-            "vqav2",
-            "textvqa",
-        )
-        wrong = [(sample, ["something else entirely"]) for sample in samples]
-        assert next(iter(task.score(wrong).values())) == 0
+    if task.score is None or name in ("coco", "flickr30k", "nocaps"):
+        return
+    right = [(sample, [sample.references[0][0]]) for sample in samples]
+    score = next(iter(task.score(right).values()))
+    assert score in (1.0, 200.0, pytest.approx(1.0)) or name in ("vqav2", "textvqa")
+    wrong = [(sample, ["something else entirely"]) for sample in samples]
+    assert next(iter(task.score(wrong).values())) == 0
 
 
 def test_prompts_and_references(data):
@@ -99,42 +108,7 @@ def test_prompts_and_references(data):
     assert TASKS["activitynet-qa"].samples(data, 1)[0].conversation.questions[0].startswith("Who runs?\n")
     assert TASKS["gsm8k"].samples(data, 1)[0].references == (("1,234",),)
     assert "Please" not in TASKS["mme"].samples(data, 1)[0].conversation.questions[0]
-
-
-def test_the_tasks_of_the_mmspec_benchmark_are_its_topics(data):
-    assert [sample.category for sample in TASKS["mmspec-benchmark"].samples(data, None)] == ["x", "x"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"turns": ...},
-            r"^.*mmspec-benchmark.jsonl, line 2: expected a field 'turns', received id, image, category, topic$",
-        ),
-        ({"image": ...}, r"^.*line 2: expected a field 'image', received id, turns, category, topic$"),
-        ({"image": None}, r"^.*line 2: expected an image, received none$"),
-        ({"image": "b.png"}, r"^.*line 2: expected the file b.png in .* or its images/, there is none$"),
-        ({"topic": ...}, r"^.*line 2: expected a field 'topic', received id, image, turns, category$"),
-    ],
-)
-def test_broken_rows_of_the_mmspec_benchmark_are_named(tmp_path, change, message):
-    row = ROWS["mmspec-benchmark"]
-    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
-    broken = {name: value for name, value in {**row, **change}.items() if value is not ...}
-    (tmp_path / "mmspec-benchmark.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(broken)}\n")
-    with pytest.raises(UserError, match=message):
-        TASKS["mmspec-benchmark"].samples(tmp_path, None)
-    assert len(TASKS["mmspec-benchmark"].samples(tmp_path, 1)) == 1
-
-
-def test_placeholders_of_speed_bench_are_refused(tmp_path):
-    turn = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH\n\nYou are"
-    (tmp_path / "speed-bench.jsonl").write_text(json.dumps(ROWS["speed-bench"] | {"turns": [turn, "Two?"]}))
-    with pytest.raises(
-        UserError, match=r"line 1: expected texts from SPEED-Bench's prepare_data.py, received its place"
-    ):
-        TASKS["speed-bench"].samples(tmp_path, None)
+    assert TASKS["mmspec-benchmark"].samples(data, 1)[0].category == "x"  # its topic
 
 
 def test_pages_of_a_folder(tmp_path):
@@ -152,22 +126,38 @@ def test_pages_of_a_folder(tmp_path):
     assert [sample.id for sample in TASKS["documents"].samples(tmp_path, 1)] == ["a"]
 
 
+MMSPEC = ROWS["mmspec-benchmark"]
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH\n\nYou are"
+
+
+def without(field):
+    kept = {name: value for name, value in MMSPEC.items() if name != field}
+    message = rf"^.*mmspec-benchmark.jsonl, line 2: expected a field '{field}', received {', '.join(kept)}$"
+    return "mmspec-benchmark", kept, message
+
+
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("name", "row", "message"),
     [
-        ("{", r"pope.jsonl, line 1: expected a JSON object, received '{'"),
-        ('{"image": "a.png"}', r"line 1: expected a field 'question', received image"),
-        (
-            '{"image": "b.png", "question": "Is it?", "answer": "no"}',
-            r"line 1: expected the file b.png in .*, there is none",
-        ),
-        ("", r"pope: expected at least one sample, received none"),
+        *map(without, ("turns", "image", "topic")),
+        ("mmspec-benchmark", MMSPEC | {"image": None}, r"^.*line 2: expected an image, received none$"),
+        ("mmspec-benchmark", MMSPEC | {"image": "b.png"}, r"^.*line 2: expected the file b.png in .* or its images/"),
+        ("speed-bench", ROWS["speed-bench"] | {"turns": [PLACEHOLDER, "Two?"]},
+         r"line 2: expected texts from SPEED-Bench's prepare_data.py, received its placeholder"),
+        ("pope", "{", r"pope.jsonl, line 2: expected a JSON object, received '{'"),
+        ("pope", {"image": "a.png"}, r"line 2: expected a field 'question', received image"),
     ],
-)
-def test_broken_data_is_reported_in_one_line(tmp_path, line, message):
-    (tmp_path / "pope.jsonl").write_text(line + "\n")
+)  # fmt: skip
+def test_broken_rows_are_named(tmp_path, name, row, message):
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    broken = row if isinstance(row, str) else json.dumps(row)
+    (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(ROWS[name])}\n{broken}\n")
     with pytest.raises(UserError, match=message):
-        TASKS["pope"].samples(tmp_path, None)
+        TASKS[name].samples(tmp_path, None)
+    assert len(TASKS[name].samples(tmp_path, 1)) == 1
+    (tmp_path / f"{name}.jsonl").write_text("\n")
+    with pytest.raises(UserError, match=f"{name}: expected at least one sample, received none"):
+        TASKS[name].samples(tmp_path, None)
 
 
 def test_missing_data_is_reported(tmp_path, monkeypatch):
@@ -241,3 +231,107 @@ def test_tasks_are_selected_by_name_and_group():
         select_tasks("pope", visual=False)
     with pytest.raises(UserError, match=r"expected at least one task"):
         select_tasks(" ,", visual=True)
+
+
+# ------------------------------------------------------------------ through datasets
+
+
+def picture(red):
+    return Image.new("RGB", (8, 6), (red, 0, 0))
+
+
+def pope(name, count):
+    columns = {"id": TEXT, "question_id": TEXT, "question": TEXT, "answer": TEXT, "image_source": TEXT}
+    row = {"question": "Is there a dog in the image?", "answer": "yes", "image_source": "COCO", "category": name}
+    rows = [{**row, "id": str(k), "question_id": str(k + 1), "image": picture(40 * k)} for k in range(count)]
+    return rows, {**columns, "image": PICTURE, "category": TEXT}
+
+
+def gqa():
+    columns = dict.fromkeys(("id", "imageId", "question", "answer", "fullAnswer"), TEXT) | {
+        "isBalanced": datasets.Value("bool")
+    }
+    row = {"id": "201", "imageId": "n2", "question": "Is it?", "answer": "no", "fullAnswer": "No.", "isBalanced": True}
+    return [row], columns
+
+
+def mmmu():
+    texts = ("id", "question", "options", "explanation", "img_type", "answer", "topic_difficulty", "question_type")
+    columns = dict.fromkeys((*texts, "subfield"), TEXT) | {f"image_{k}": PICTURE for k in range(1, 8)}
+    row = dict.fromkeys(columns) | {"id": "validation_Art_1", "question": "Which? <image 1>", "answer": "B"}
+    row |= {"image_1": picture(1), "image_2": picture(2), "subfield": "Drawing"}
+    rows = [{**row, "options": "['sun', 'moon']"}, {**row, "options": "[]", "answer": "['4', 'four']"}]
+    return rows, columns
+
+
+def releases():
+    """Rows and columns by benchmark, configuration and split; columns, splits and configurations follow the cards."""
+    images = [{"id": f"n{k}", "image": picture(40 * k)} for k in range(3)], {"id": TEXT, "image": PICTURE}
+    instructions = {f"{split}_balanced_instructions": {split: gqa()} for split in ("testdev", "train")}
+    return {
+        "pope": {"default": {"test": pope("popular", 3)}, "Full": {"adversarial": pope("adversarial", 2)}},
+        "gqa": {**instructions, "testdev_balanced_images": {"testdev": images}},
+        "mmmu": {"default": {"dev": mmmu(), "validation": mmmu()}},
+    }
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """Dataset folders as on the hub: Parquet files, and a card that lists them."""
+    root = tmp_path_factory.mktemp("hub")
+    for name, configs in releases().items():
+        card = ["---", "configs:"]
+        for config, splits in configs.items():
+            card += [f"- config_name: {config}", "  data_files:"]
+            for split, (rows, columns) in splits.items():
+                path = root / name / ("data" if config == "default" else config) / f"{split}-00000-of-00001.parquet"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                datasets.Dataset.from_list(rows, features=datasets.Features(columns)).to_parquet(path)
+                card += [f"  - split: {split}", f"    path: {path.parent.name}/{split}-*"]
+        (root / name / "README.md").write_text("\n".join([*card, "---", ""]))
+    return root
+
+
+@pytest.fixture
+def samples(hub, tmp_path, monkeypatch):
+    """Reads a task as from the hub, with the path of its repository replaced."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+
+    def read(name, limit, **changes):
+        task = TASKS[name]
+        return replace(task, hub=replace(task.hub, **{"path": str(hub / name), **changes})).samples(None, limit)
+
+    return read
+
+
+@through_datasets
+@pytest.mark.parametrize("limit", [2, None])
+def test_a_benchmark_is_read_whole_or_streamed(samples, limit):
+    found = samples("pope", limit)
+    assert [(one.id, one.category) for one in found] == [(str(k), "popular") for k in range(limit or 3)]
+    assert all(one.references == (("yes",),) for one in found)
+    for k, one in enumerate(found):
+        (stored,) = one.conversation.images
+        assert isinstance(stored, bytes)  # decoded images of a benchmark would not fit into memory
+        assert load_image(stored).getpixel((0, 0)) == (40 * k, 0, 0)
+
+
+@through_datasets
+def test_images_of_another_table_and_several_images(samples):
+    (one,) = samples("gqa", 1)
+    assert (one.id, one.references) == ("201", (("no",),))
+    assert load_image(one.conversation.images[0]).getpixel((0, 0)) == (80, 0, 0)
+    choice, free = samples("mmmu", None)
+    assert [load_image(image).getpixel((0, 0))[0] for image in choice.conversation.images] == [1, 2]
+    assert (choice.references, choice.metadata, choice.category) == ((("B",),), ["sun", "moon"], "Drawing")
+    assert (free.references, free.metadata) == ((("4", "four"),), [])
+
+
+@through_datasets
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"split": "testing"}, "testing"), ({"config": "Half"}, "Half"), ({"path": "/x/y"}, "/x/y")],
+)
+def test_missing_splits_configs_and_repositories_are_reported(samples, changes, message):
+    with pytest.raises(UserError, match=rf"pope: expected to read .* through datasets, or --data FOLDER: .*{message}"):
+        samples("pope", 1, **changes)

@@ -1,4 +1,4 @@
-"""Tables, list options and results of the benchmarks; SIGTERM ends them."""
+"""Tables, list options and results of the benchmarks, held-out conversations, profiled drafters; SIGTERM ends them."""
 
 import io
 import json
@@ -10,9 +10,12 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
+from PIL import Image
 from rich.console import Console
 
+import mmspec
 from mmspec.cli.options import Finite, Listed
+from mmspec.drafters.recycle import Recycle
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import (
     BenchmarkCommand,
@@ -20,9 +23,15 @@ from mmspec.eval.harness.output import (
     git_commit,
     make_table,
     milliseconds,
-    write_result,
+    print_result,
 )
+from mmspec.eval.harness.prompts import Questions, held_out_requests, warm_up_requests
+from mmspec.eval.harness.timing import ProfiledDrafter
 from mmspec.eval.suite.command import SIZES
+from mmspec.pipeline import Pipeline
+from mmspec.vision.drafters.msd import MSD
+from tests.model_folders import save_llava
+from tests.tiny.models import msd_network
 
 
 def test_cells_are_format_strings_or_functions_and_sections_end_where_a_field_changes():
@@ -79,7 +88,7 @@ def test_a_benchmark_prints_and_writes_its_result_atomically(tmp_path):
         torch.set_num_threads(before)
     assert json.loads(run.output) == json.loads(out.read_text()) == {"size": 5, "threads": 2}
     with pytest.raises(TypeError):
-        write_result({"a": object()}, out)
+        print_result({"a": object()}, out)
     assert json.loads(out.read_text())["size"] == 5
     assert [path.name for path in out.parent.iterdir()] == ["out.json"]
 
@@ -106,3 +115,52 @@ def test_sigterm_ends_a_benchmark_as_an_exception_does():
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended
+
+
+def test_a_later_question_follows_the_answers_so_far():
+    picture = Image.new("RGB", (8, 8))
+    conversation = Questions(("What is it?", "And its colour?", "Why?"), (picture,))
+    request = conversation.request(["A star. ", "Red."])
+    assert request["images"] == [picture]
+    first, *later = request["prompt"]
+    assert first == {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
+    assert [message["content"] for message in later] == ["A star.", "And its colour?", "Red.", "Why?"]
+    assert [message["role"] for message in later] == ["assistant", "user"] * 2
+    assert Questions(("Hello!",)).request([])["prompt"] == "Hello!"
+
+
+def test_held_out_sets_have_no_prompt_twice():
+    clips = held_out_requests("clips", 8)
+    others = held_out_requests("images", 24) + warm_up_requests(8, visual=True) + held_out_requests("mixed", 96)
+    shown = [request["images"][0].tobytes() for request in others]
+    assert len(set(shown)) == len(shown)
+    assert len({clip["videos"][0].frames[0].tobytes() for clip in clips}) == 8
+    assert [clip["videos"][0].times for clip in clips] == [[float(k) for k in range(8)]] * 8
+    texts = [request["prompt"] for request in held_out_requests("prompts", 96) + warm_up_requests(8, visual=False)]
+    assert len(set(texts)) == len(texts)
+    repeated = warm_up_requests(11, visual=False)
+    assert repeated[8:] == repeated[:3]
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory):
+    return mmspec.load(str(save_llava(tmp_path_factory.mktemp("tiny"))), drafter=None)
+
+
+def test_attaching_the_same_target_again_changes_nothing(pipe):
+    """Captured CUDA graphs hold the addresses of weights and cache."""
+    drafter = MSD(msd_network(pipe.model), torch.arange(90))
+    drafter.attach(pipe.target)
+    held = drafter.node_inputs, drafter._scores, drafter._grow, drafter.cache
+    drafter.attach(pipe.target)
+    assert held == (drafter.node_inputs, drafter._scores, drafter._grow, drafter.cache)
+    drafter.attach(type(pipe.target)(pipe.model))
+    assert not set(map(id, held)) & {*map(id, (drafter.node_inputs, drafter._scores, drafter._grow, drafter.cache))}
+
+
+def test_profiling_counts_trees(pipe):
+    assert ProfiledDrafter(Recycle()).learns
+    observer = ProfiledDrafter(MSD(msd_network(pipe.model), depth=3, total_tokens=6))
+    stats = Pipeline(pipe.target, pipe.processor, observer).generate("A star", max_new_tokens=9, nodes=6).stats
+    assert observer.proposals == sum(sum(stats.accept_lengths[:k]) < 7 for k in range(stats.num_spec_steps))
+    assert 0 < observer.seconds < stats.draft_seconds
