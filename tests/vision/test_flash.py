@@ -67,9 +67,14 @@ def doubtful():
     network, target = eagle_network(model), plugins.target_class(model.config)(model)
     optimiser = torch.optim.Adam(network.requires_grad_(True).parameters(), 6e-3)
     for _ in range(70):
-        guess = plain_layer(network, network.fc(torch.cat([embeds[1:], hidden[:-1]], dim=-1)))[-NEW + 1 : -1]
+        fed, loss = hidden, torch.zeros(())
+        for _ in range(2):  # true states, then the network's own guesses of them, as a tree feeds it
+            guess = plain_layer(network, network.fc(torch.cat([embeds[1:], fed[:-1]], dim=-1)))[-NEW + 1 : -1]
+            loss = loss + torch.nn.functional.cross_entropy(target.head(guess), wanted)
+            loss = loss + (guess - hidden[-NEW + 2 :]).abs().mean()
+            fed = torch.cat([hidden[: -NEW + 2], guess.detach()])
         optimiser.zero_grad()
-        torch.nn.functional.cross_entropy(target.head(guess), wanted).backward()
+        loss.backward()
         optimiser.step()
     return network
 
