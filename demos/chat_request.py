@@ -61,7 +61,7 @@ class ChatRequest:
     frames: int = option(8, f"frames sampled from the video, 1 to {MAX_FRAMES}", ge=1, le=MAX_FRAMES)
 
     def pipeline_request(self) -> dict[str, Any]:
-        """``prompt``, ``images`` and ``videos`` for ``Pipeline.generate``, with media decoded.
+        """Keywords of ``Pipeline.generate``, with media decoded.
 
         Raises:
             UserError: the prompt or the upload is missing, a limit is exceeded, or the file cannot be decoded.
@@ -70,9 +70,9 @@ class ChatRequest:
             raise UserError("the prompt must not be empty: type a question")
         if len(self.history) >= MAX_TURNS:
             raise UserError(f"a conversation must have at most {MAX_TURNS} questions: start a new one")
-        media = self._media()
+        keywords = self._media() | {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "seed")}
         if not self.history:
-            return {"prompt": self.prompt, **media}
+            return {"prompt": self.prompt, **keywords}
         messages: list[dict[str, Any]] = []
         for user, assistant in self.history:
             messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
@@ -81,12 +81,7 @@ class ChatRequest:
             for message in messages:
                 message["content"] = [{"type": "text", "text": message["content"]}]
             messages[0]["content"][:0] = [{"type": self.kind} for _ in self.uploads]
-        return {"prompt": messages, **media}
-
-    @property
-    def generate_kwargs(self) -> dict[str, Any]:
-        """Decoding keywords of ``Pipeline.generate``."""
-        return {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "seed")}
+        return {"prompt": messages, **keywords}
 
     def _media(self) -> dict[str, Any]:
         if self.kind == "text":

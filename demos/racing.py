@@ -105,14 +105,12 @@ def resolved(method: str, pipe: Pipeline) -> str:
     return method.replace(AUTO, registered_name(pipe.drafter) or PLAIN) if drafter_of(method) == AUTO else method
 
 
-def stream_answer(
-    pipe: Pipeline, method: str, request: Mapping[str, Any], keywords: Mapping[str, Any]
-) -> Iterator[StreamedAnswer]:
-    """Answer a request with keywords of ``Pipeline.generate``; yields the same ``StreamedAnswer`` after every piece."""
-    answer = StreamedAnswer(pipe.name, method, limit=keywords["max_new_tokens"])
+def stream_answer(pipe: Pipeline, method: str, request: Mapping[str, Any]) -> Iterator[StreamedAnswer]:
+    """Answer a request, keywords of ``Pipeline.generate``; yields the same ``StreamedAnswer`` after every piece."""
+    answer = StreamedAnswer(pipe.name, method, limit=request["max_new_tokens"])
     reader = Detokenizer(pipe.io.vocabulary)
     start, preprocessing = clock(), None
-    for piece in pipe.stream(**request, **keywords, trace=pipe.drafter is not None):
+    for piece in pipe.stream(**request, trace=pipe.drafter is not None):
         if preprocessing is None:
             preprocessing = clock() - start - piece.seconds
         answer.seconds = preprocessing + piece.seconds
@@ -207,9 +205,7 @@ class Race:
         return fast / slow if slow and fast else None
 
 
-def race(
-    loaded: LoadedModel, methods: Sequence[str], request: Mapping[str, Any], keywords: Mapping[str, Any]
-) -> Iterator[Race]:
+def race(loaded: LoadedModel, methods: Sequence[str], request: Mapping[str, Any]) -> Iterator[Race]:
     """Answer a request with several methods ``RUNS`` times; the lanes become each method's median run.
 
     Runs are interleaved: each method answers alone, once per run, so that methods do not slow each other down and load
@@ -219,14 +215,14 @@ def race(
     Raises:
         UserError: two methods are the same drafter, or one cannot be made for this model.
     """
-    pipes = warmed_up(loaded, methods, request, keywords)
+    pipes = warmed_up(loaded, methods, request)
     result = Race([StreamedAnswer(loaded.name, name) for name in pipes])
     runs: list[list[StreamedAnswer]] = []
     while len(runs) < RUNS:
         lanes: list[StreamedAnswer] = []
         for number, (name, pipe) in enumerate(pipes.items()):
             shown = -inf
-            for answer in stream_answer(pipe, name, request, keywords):
+            for answer in stream_answer(pipe, name, request):
                 if not runs:
                     result.lanes[number] = answer
                 if clock() >= shown + _PAUSES[bool(runs)]:
@@ -243,13 +239,11 @@ def race(
             unequal = next((tokens for tokens in others if tokens != first), None)
             result.equal = unequal is None
             if unequal is not None:
-                result.difference = first_difference(loaded.open(PLAIN), request, keywords, unequal, first)
+                result.difference = first_difference(loaded.open(PLAIN), request, request, unequal, first)
         yield result
 
 
-def warmed_up(
-    loaded: LoadedModel, methods: Sequence[str], request: Mapping[str, Any], keywords: Mapping[str, Any]
-) -> dict[str, Pipeline]:
+def warmed_up(loaded: LoadedModel, methods: Sequence[str], request: Mapping[str, Any]) -> dict[str, Pipeline]:
     """Warmed-up pipelines by resolved method, which must be distinct."""
     pipes: dict[str, Pipeline] = {}
     for method in methods:
@@ -259,5 +253,5 @@ def warmed_up(
             raise UserError(f"a race compares different methods: got {name} twice, as {method!r} is {name}")
         pipes[name] = pipe
     for pipe in pipes.values():
-        pipe.generate(**request, **{**keywords, "max_new_tokens": min(_WARM_UP, keywords["max_new_tokens"])})
+        pipe.generate(**{**request, "max_new_tokens": min(_WARM_UP, request["max_new_tokens"])})
     return pipes

@@ -72,7 +72,7 @@ class Service:
     def warm_up(self, chat: ChatRequest) -> None:
         """Load the models of a race and run each method once, so that the race starts without delay."""
         chat, request = self._prepare(chat)
-        warmed_up(self.models.get(chat.model), self._methods(chat), request, chat.generate_kwargs)
+        warmed_up(self.models.get(chat.model), self._methods(chat), request)
 
     def preview(self, upload: str, kind: Kind) -> str | None:
         """Write the preview of an upload; returns its path, or None if it does not fit into the space of uploads."""
@@ -87,7 +87,7 @@ class Service:
     def _answer(self, chat: ChatRequest) -> Iterator[Race]:
         chat, request = self._prepare(chat)
         pipe = self.models.get(chat.model).pipeline(chat.drafter)
-        for answer in stream_answer(pipe, resolved(chat.drafter, pipe), request, chat.generate_kwargs):
+        for answer in stream_answer(pipe, resolved(chat.drafter, pipe), request):
             yield Race([answer])
 
     def _race(self, chat: ChatRequest, methods: Sequence[str] | None) -> Iterator[Race]:
@@ -96,7 +96,7 @@ class Service:
         for method in methods:
             self.with_defaults(replace(chat, drafter=drafter_of(method)))
         chat, request = self._prepare(chat)
-        yield from race(self.models.get(chat.model), methods, request, chat.generate_kwargs)
+        yield from race(self.models.get(chat.model), methods, request)
 
     def _methods(self, chat: ChatRequest) -> list[str]:
         """Default methods of a race."""
@@ -109,7 +109,7 @@ class Service:
         return chat
 
     def _prepare(self, chat: ChatRequest) -> tuple[ChatRequest, dict[str, Any]]:
-        """The request with its defaults, and the pipeline's request."""
+        """The request with its defaults, and the pipeline's keywords."""
         chat = self.with_defaults(chat)
         for upload in chat.uploads:
             self._check_uploaded(upload, chat.kind)

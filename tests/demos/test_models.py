@@ -28,8 +28,7 @@ from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
-REQUEST = {"prompt": "abcabcabd"}
-KEYWORDS = {"max_new_tokens": 40, "temperature": 0.0, "seed": 0}
+REQUEST = {"prompt": "abcabcabd", "max_new_tokens": 40, "temperature": 0.0, "seed": 0}
 
 
 def opened(name="bytes"):
@@ -87,7 +86,7 @@ def test_requests_do_not_share_learned_drafts():
     for name in ("recycle", "auto"):
         pipe = loaded.pipeline(name)
         assert loaded.pipeline(name) is pipe
-        first, again = (pipe.generate(**REQUEST, **KEYWORDS, nodes=6, trace=True) for _ in range(2))
+        first, again = (pipe.generate(**REQUEST, nodes=6, trace=True) for _ in range(2))
         assert first.trees == again.trees
         assert first.stats.num_draft_tokens > 0
     assert loaded.pipeline("none").drafter is None
@@ -166,8 +165,8 @@ def test_the_api_shares_the_queue_in_order(monkeypatch):
 
 def test_race_tokens_equal_separate_runs():
     loaded, methods = LoadedModel(opened()), ["none", "ngram", "recycle@chain", "ngram@chain"]
-    *_, end = race(loaded, methods, REQUEST, KEYWORDS)
-    alone = opened().generate(**REQUEST, **KEYWORDS)
+    *_, end = race(loaded, methods, REQUEST)
+    alone = opened().generate(**REQUEST)
     assert (end.finished, end.equal, end.difference) == (True, True, None)
     assert [lane.drafter for lane in end.lanes] == methods
     for lane in end.lanes:
@@ -176,7 +175,7 @@ def test_race_tokens_equal_separate_runs():
         assert lane.pass_ends == sorted(lane.pass_ends)
     assert all(tree.parents == list(range(-1, len(tree.parents) - 1)) for lane in end.lanes[2:] for tree in lane.steps)
     with pytest.raises(UserError, match="got recycle\\+ngram twice"):
-        next(race(loaded, ["recycle+ngram", "auto"], REQUEST, KEYWORDS))
+        next(race(loaded, ["recycle+ngram", "auto"], REQUEST))
 
 
 METHODS = {"none": 3.0, "ngram": 4.0, "recycle": 1.0, "msd": 2.0}
@@ -231,7 +230,7 @@ def test_a_race_shows_median_runs_after_a_warm_up(monkeypatch, last, difference,
     monkeypatch.setattr(racing, "first_difference", lambda *given: Difference(1, given[3][-1], given[4][-1], 0.5))
     loaded = SimpleNamespace(name="tiny", pipeline=pipeline, open=lambda _: None)
     states = []
-    for end in race(loaded, list(times), {}, {"max_new_tokens": limit}):
+    for end in race(loaded, list(times), {"max_new_tokens": limit}):
         states.append((end.runs, end.equal))
     assert warmed == [("none", min(limit, 8)), ("msd", min(limit, 8))]
     assert (1, True) in states  # complete after the first run
@@ -250,7 +249,7 @@ def test_seconds_are_those_of_preprocessing_and_of_the_engine(monkeypatch):
         yield Piece("B", [66], "stop", Stats(), seconds=0.75)
 
     pipe = SimpleNamespace(name="tiny", io=Processor(byte_tokenizer()), drafter=None, stream=stream)
-    for answer in stream_answer(pipe, "none", {}, {"max_new_tokens": 9}):
+    for answer in stream_answer(pipe, "none", {"max_new_tokens": 9}):
         now[0] += 3600 * answer.limit
     assert (answer.seconds, answer.pass_ends, answer.limit) == (2.25, [2.0, 2.25], 9)
 

@@ -114,14 +114,6 @@ def test_the_network_computes_what_the_published_layer_does(name, tmp_path):
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_an_msd_drafter_for_qwen_is_a_whole_layer_and_an_eagle_head_is_not():
-    tensors = tensors_of({**QWEN, "model_type": "qwen2"})
-    with pytest.raises(UserError, match=r"missing layers\.0\.input_layernorm\.weight$"):
-        MSD.convert(QWEN, tensors, "here")
-    network = Eagle.convert(QWEN, tensors, "here")[0]
-    assert (network.input_norm, network.qkv_bias) == (False, True)
-
-
 def test_rotary_and_norm_settings_come_from_the_configuration():
     tensors = tensors_of(LLAVA)
 
