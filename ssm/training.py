@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from mmspec.core.target import Target
 from mmspec.pipeline import Pipeline
-from mmspec.ssm.drafters.mamba import Mamba, MambaConfig, MambaNetwork
+from mmspec.ssm.mamba import Mamba, MambaConfig, MambaNetwork
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput
 from mmspec.training.options import TreeOptions

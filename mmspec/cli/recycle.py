@@ -17,7 +17,7 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.errors import UserError, shown
 from mmspec.files import read_rows
 from mmspec.progress import show_progress
-from mmspec.training.feature_cache import RecordedFeatures
+from mmspec.training.features import RecordedFeatures
 
 _BATCH = 16
 

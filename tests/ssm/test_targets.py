@@ -250,9 +250,6 @@ def test_nodes_behind_uncommitted_ones_are_refused():
         target.runner.forward_nodes(one, torch.ones_like(one), torch.ones(1, 1, 2, dtype=torch.bool))
 
 
-# ---------------------------------------------------------------------- sampling
-
-
 # ---------------------------------------------------------------------- heads
 
 

@@ -31,7 +31,7 @@ from mmspec.drafters.kangaroo import KangarooConfig, KangarooNetwork
 from mmspec.drafters.medusa import MedusaConfig, MedusaNetwork
 from mmspec.drafters.mtp import MTPNetwork, build, layer_config
 from mmspec.drafters.shape import LayerShape, RotaryShape
-from mmspec.ssm.drafters.mamba import MambaConfig, MambaNetwork
+from mmspec.ssm.mamba import MambaConfig, MambaNetwork
 from mmspec.vision.drafters.msd import MSDConfig, MSDNetwork
 from mmspec.vision.drafters.vispec import ViSpecNetwork
 from tests.tiny.configs import (

@@ -24,8 +24,7 @@ from mmspec.pipeline import Pipeline
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.training.data import Conversation, text_of
-from mmspec.training.feature_cache import FeatureCache
-from mmspec.training.features import Encoder, Extractor, Features
+from mmspec.training.features import Encoder, Extractor, FeatureCache, Features
 from mmspec.vision.embedded import samples
 from mmspec.vision.processor import VisionProcessor
 from mmspec.vision.targets import VisionTarget
@@ -115,7 +114,7 @@ def qwen(name: str = "qwen2_vl") -> Pipeline:
 
 
 @cache
-def llava_next() -> Pipeline:
+def llava_next(merges=()) -> Pipeline:
     images = LlavaNextImageProcessorPil(
         size={"shortest_edge": 16},
         crop_size={"height": 16, "width": 16},
@@ -123,7 +122,7 @@ def llava_next() -> Pipeline:
     )
     processor = LlavaNextProcessor(
         images,
-        letters(),
+        letters(merges),
         patch_size=4,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
@@ -254,15 +253,7 @@ def test_a_truncated_answer_has_no_end_token():
 
 
 def test_tokens_across_a_boundary_are_split():
-    processor = LlavaNextProcessor(
-        llava_next().hf_processor.image_processor,
-        letters([(":", " ")]),
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=VICUNA,
-    )
-    pipe = vision_pipeline("llava_next", processor)
+    pipe = llava_next(((":", " "),))
     encoded = Encoder(pipe)(CONVERSATIONS["words"])
     text = pipe.processor.tokenizer.decode(encoded.tokens)
     assert text == "USER: Mix red and blue. ASSISTANT: That is purple. USER: Thanks. ASSISTANT: Bye.</s>"
@@ -289,9 +280,7 @@ def test_text_targets():
 
 
 def test_processors_that_add_other_tokens_are_refused():
-    pipe = vision_pipeline("qwen2_vl", WithClips(qwen().hf_processor.image_processor, letters()))
-    pipe.hf_processor.chat_template = QWEN
-    pipe.hf_processor.video_processor = object()
+    pipe = qwen.__wrapped__()
     pipe.hf_processor.timestamps = True
     assert Encoder(pipe)(CONVERSATIONS["one turn"]) is not None
     with pytest.raises(UserError, match="Qwen2VLForConditionalGeneration: expected a processor that only repeats"):
@@ -299,7 +288,7 @@ def test_processors_that_add_other_tokens_are_refused():
 
 
 def test_templates_that_rewrite_messages_are_refused():
-    pipe = vision_pipeline("qwen2_vl", WithClips(qwen().hf_processor.image_processor, letters()))
+    pipe = qwen.__wrapped__()
     pipe.hf_processor.chat_template = "{{ messages|length }}" + QWEN
     with pytest.raises(UserError, match="must render a message the same"):
         Encoder(pipe)(CONVERSATIONS["words"])

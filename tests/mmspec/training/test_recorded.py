@@ -15,8 +15,7 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.params import SamplingParams
 from mmspec.training.answering import AnswerGenerator, PendingConversation
-from mmspec.training.feature_cache import RecordedFeatures, Recorder
-from mmspec.training.features import Extractor
+from mmspec.training.features import Extractor, RecordedFeatures, Recorder
 from tests.model_folders import save_text_model
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
