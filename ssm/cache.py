@@ -43,31 +43,48 @@ MIN_NODES = 64
 """Initial node capacity of buffers with static shapes."""
 
 
-class Convolutions:
-    """States of all convolutions of a model, which have the same width.
+class _Recorded:
+    """States of all layers of a model, and values of a verify pass's nodes from which a commit advances them.
 
     Attributes:
-        state: (rows, channels, width - 1), the last inputs, newest last.
-        calls: convolutions computed in the last verify pass.
+        state: (rows, ...).
+        calls: convolutions or scans computed in the last verify pass.
     """
 
     def __init__(self, static_shapes: bool) -> None:
         self.static_shapes = static_shapes
         self.state = RowTensor(static_shapes)
         self.calls = 0
-        self._prompt: dict[Key, Tensor] = {}  # (batch, channels, width - 1) until the prompt is committed
-        self._channels: dict[Key, slice] = {}
-        self._parameters: dict[Key, tuple[Tensor, Tensor | None, str | None]] = {}  # weight, bias and activation
-        self._inputs = torch.empty(0, 0, 0, dtype=torch.float32)  # (rows, nodes, channels)
-        self._reallocated = object()  # replaced with the buffer of inputs
-
-    def __len__(self) -> int:
-        return len(self._channels)
+        self._values = torch.empty(0, 0, dtype=torch.float32)  # (rows, nodes, ...)
+        self._reallocated = object()  # replaced with the buffer of values
 
     @property
     def version(self) -> tuple[object, object]:
         """Changes whenever a buffer is reallocated."""
         return self.state.version, self._reallocated
+
+    def _reserve(self, rows: int, nodes: int, like: Tensor, *shape: int) -> Tensor:
+        """Buffer for values of this shape, dtype and device, (rows, nodes, *shape)."""
+        values = self._values
+        alike = (values.shape[2:], values.dtype, values.device) == (shape, like.dtype, like.device)
+        if not alike or values.shape[0] < rows or values.shape[1] < nodes:
+            self._values = like.new_empty(rows, max(nodes, MIN_NODES if self.static_shapes else 1), *shape)
+            self._reallocated = object()
+        return self._values[:rows, :nodes]
+
+
+class Convolutions(_Recorded):
+    """States of all convolutions of a model, which have the same width: the last inputs, newest last, (rows, channels,
+    width - 1)."""
+
+    def __init__(self, static_shapes: bool) -> None:
+        super().__init__(static_shapes)
+        self._prompt: dict[Key, Tensor] = {}  # (batch, channels, width - 1) until the prompt is committed
+        self._channels: dict[Key, slice] = {}
+        self._parameters: dict[Key, tuple[Tensor, Tensor | None, str | None]] = {}  # weight, bias and activation
+
+    def __len__(self) -> int:
+        return len(self._channels)
 
     @property
     def width(self) -> int:
@@ -111,12 +128,8 @@ class Convolutions:
     def _record(self, key: Key, x: Tensor) -> Tensor:
         """Copy the inputs of the nodes to the buffer; returns the state before them, (batch, channels, width - 1)."""
         self.calls += 1
-        (rows, nodes, _), buffer, state = x.shape, self._inputs, self.state.data
-        alike = (buffer.shape[2], buffer.dtype, buffer.device) == (state.shape[1], state.dtype, state.device)
-        if not alike or buffer.shape[0] < rows or buffer.shape[1] < nodes:
-            self._inputs = state.new_empty(rows, max(nodes, MIN_NODES if self.static_shapes else 1), state.shape[1])
-            self._reallocated = object()
-        self._inputs[:rows, :nodes, self._channels[key]] = x
+        (rows, nodes, _), state = x.shape, self.state.data
+        self._reserve(rows, nodes, state, state.shape[1])[:, :, self._channels[key]] = x
         return state[:rows, self._channels[key]]
 
     def commit(self, part: slice, chain: Tensor, at: tuple[Tensor, Tensor], read: bool) -> Tensor:
@@ -131,7 +144,7 @@ class Convolutions:
         """
         channels = list(self._channels.values())[part]
         span = slice(channels[0].start, channels[-1].stop)
-        y = inputs = self._inputs[:, :, span][at]
+        y = inputs = self._values[:, :, span][at]
         state = self.state.data[: len(inputs), span]
         if read:
             depth, taps = (torch.arange(count, device=inputs.device) for count in (inputs.shape[1], self.width))
@@ -145,39 +158,27 @@ class Convolutions:
         return y
 
 
-class Scans:
-    """States of all scans of a model.
+class Scans(_Recorded):
+    """States of all scans of a model, (rows, units, heads, ...) float32.
 
     Args:
         recurrence: recurrence of all units; None for a model with convolutions only.
         units: number of scans of all layers; 0 without scans.
         per_layer: consecutive scans per layer, whose states transformers stacks.
-
-    Attributes:
-        state: (rows, units, heads, ...) float32.
-        calls: scans computed in the last verify pass.
     """
 
     def __init__(self, recurrence: Recurrence | None, units: int, per_layer: int, static_shapes: bool) -> None:
-        self.state = RowTensor(static_shapes)
-        self.calls = 0
+        super().__init__(static_shapes)
         self.per_layer = per_layer
-        self._recurrence, self._units, self._static_shapes = recurrence, units, static_shapes
-        self._gates: Tensor | None = None  # (units, rows, nodes, gates)
-        self._reallocated = object()  # replaced when the gates are reallocated
+        self._recurrence, self._units = recurrence, units
 
     def __len__(self) -> int:
         return self._units
 
     @property
-    def version(self) -> tuple[object, object]:
-        """Changes whenever a buffer is reallocated."""
-        return self.state.version, self._reallocated
-
-    @property
     def gates(self) -> int:
         """Number of values that a layer stores per node."""
-        return 0 if self._gates is None else self._gates.shape[3] * self.per_layer
+        return self._values.shape[-1] * self.per_layer if self._values.ndim == 4 else 0
 
     def store(self, place: int, states: Tensor) -> None:
         """Store a layer's states after a prompt, (batch, heads, ...) or (batch, scans, heads, ...)."""
@@ -200,11 +201,7 @@ class Scans:
         state = self.state.data[: len(ancestors), unit]
         y, gates = self._recurrence.read(unit, state, ancestors, *args, **options)
         rows, nodes, count = gates.shape
-        if self._gates is None or self._gates.shape[1] < rows or self._gates.shape[2] < nodes:
-            capacity = max(nodes, MIN_NODES if self._static_shapes else 1)
-            self._gates = gates.new_empty(self._units, rows, capacity, count)
-            self._reallocated = object()
-        self._gates[unit, :rows, :nodes] = gates
+        self._reserve(rows, nodes, gates, self._units, count)[:, :, unit] = gates
         return y, state[:0]
 
     def commit(self, layers: slice, inputs: Tensor, chain: Tensor, at: tuple[Tensor, Tensor], channels: bool) -> None:
@@ -216,13 +213,12 @@ class Scans:
             chain: (batch, depth) int64, 0 to depth - 1, right-padded with -1.
             at: indices of rows and of the path's nodes, (batch, 1) and (batch, depth).
         """
-        assert self._gates is not None
         assert self._recurrence is not None
         batch, units = len(chain), slice(layers.start * self.per_layer, layers.stop * self.per_layer)
         states = self.state.data[:batch, units]  # (batch, units, heads, ...)
         state = states.view(batch, -1, *states.shape[3:])
         contiguous = state.contiguous()  # a copy if layers are split and there are several rows
-        gates = self._gates[units][:, *at].permute(1, 2, 0, 3)
+        gates = self._values[:, :, units][at]
         y = inputs.unflatten(2, (states.shape[1], -1)) if channels else inputs
         self._recurrence.commit(units, y, gates, contiguous, chain)
         if contiguous is not state:

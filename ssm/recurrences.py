@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -36,9 +36,6 @@ from mmspec.ssm.ops import (
     tree_scan,
     tree_selective,
 )
-
-if TYPE_CHECKING:
-    from mmspec.ssm.cache import StateCache
 
 Adapter = Callable[..., Any]
 """Replaces a method of a mixer: takes the ``StateCache``, transformers' own method, and its arguments."""
@@ -263,7 +260,7 @@ def normalised(x: Tensor) -> Tensor:
 
 
 def _attention(
-    states: StateCache, original: Adapter, mixer: Any, hidden_states: Tensor, **options: Any
+    states: Any, original: Adapter, mixer: Any, hidden_states: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
     """Replace ``MiniMaxLightningAttention.forward``."""
     if not states.verifying:
@@ -279,7 +276,7 @@ def _attention(
     return mixer.out_proj(gate * mixer.norm(y.flatten(2))), None
 
 
-def _model(states: StateCache, original: Adapter, model: Any, **options: Any) -> Any:
+def _model(states: Any, original: Adapter, model: Any, **options: Any) -> Any:
     """Replace ``MiniMaxModel.forward``, which rejects other cache classes if ``use_cache`` is set."""
     return original(model, **{**options, "use_cache": False})
 
@@ -316,7 +313,7 @@ class LightningAttention(Mamba2):
 
 
 def _block(
-    states: StateCache,
+    states: Any,
     original: Adapter,
     mixer: Any,
     input_states: Tensor,
@@ -342,7 +339,7 @@ def _block(
 
 
 def _scan(
-    states: StateCache, original: Adapter, lru: Any, hidden_states: Tensor, recurrent_gate: Tensor, **options: Any
+    states: Any, original: Adapter, lru: Any, hidden_states: Tensor, recurrent_gate: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Replace ``RecurrentGemmaRglru._rnn_scan`` in verify passes, where no node is the first token of its sequence."""
     return states.scan(hidden_states, recurrent_gate)
@@ -376,9 +373,7 @@ class RGLRU:
         commit_lru(x.flatten(2), a.flatten(2), state, path)
 
 
-def _projections(
-    states: StateCache, original: Adapter, module: Any, hidden_states: Tensor, cache: Any, conv_mask: Any
-) -> Any:
+def _projections(states: Any, original: Adapter, module: Any, hidden_states: Tensor, cache: Any, conv_mask: Any) -> Any:
     """Replace ``ZayaCCAProjection.forward``, called with positional arguments: two convolutions and delayed values."""
 
     def project(hidden: Tensor) -> Any:
@@ -388,7 +383,7 @@ def _projections(
 
 
 def _dynamic_convolution(
-    states: StateCache,
+    states: Any,
     original: Adapter,
     module: Any,
     hidden_states: Tensor,
@@ -402,14 +397,14 @@ def _dynamic_convolution(
 
 
 def _relative_logits(
-    states: StateCache, original: Adapter, module: Any, relative_states: Tensor, *positions: Tensor
+    states: Any, original: Adapter, module: Any, relative_states: Tensor, *positions: Tensor
 ) -> Tensor:
     """Replace ``InklingRelativeLogits.forward``."""
     return states.by_row(partial(original, module), relative_states)
 
 
 def _position_bias(
-    states: StateCache,
+    states: Any,
     original: Adapter,
     module: Any,
     hidden_states: Tensor,

@@ -17,7 +17,7 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.errors import UserError, shown
 from mmspec.files import read_rows
 from mmspec.progress import show_progress
-from mmspec.training.features import RecordedFeatures
+from mmspec.training.features import recorded_features
 
 _BATCH = 16
 
@@ -54,7 +54,7 @@ def recycle(
     pipe = open_pipeline(console, model, drafter, "auto", dtype)
     if recorded:
         with torch.inference_mode():
-            sequences = RecordedFeatures(recorded, pipe.target).sequences()
+            sequences = recorded_features(recorded, pipe.target).sequences()
             drafter.fit(((tokens, pipe.target.head(hidden)) for tokens, hidden in sequences), contexts)
         drafter.save(out, pipe.target)
         click.echo(f"{drafter.entries} contexts: {out}", err=True)

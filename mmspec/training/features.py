@@ -39,7 +39,7 @@ from mmspec.training import data
 from mmspec.training.data import Conversation
 
 _INDEX = "index.json"
-_BY_TOKEN = ("tokens", "hidden", "visual", "answer")
+_FIELDS = ("tokens", "hidden", "shown", "visual", "answer", "layers")
 _TOKEN_TYPES = "mm_token_type_ids"
 
 
@@ -84,6 +84,10 @@ class ConversationFeatures:
     answer: Tensor
     layers: Tensor | None = None
 
+    def cpu(self) -> ConversationFeatures:
+        parts: dict[str, Any] = {name: None if x is None else x.cpu() for name, x in vars(self).items()}
+        return ConversationFeatures(**parts)
+
 
 CONTEXT = -1
 """Turn index of tokens outside answers."""
@@ -121,13 +125,14 @@ class Encoder:
 
     Attributes:
         settings: settings other than target and conversation that determine the sequences, as JSON values.
+        reasons: reasons of skipped conversations so far, by id.
     """
 
     def __init__(self, pipe: Pipeline, max_length: int | None = None) -> None:
         self.pipe, target, processor = pipe, pipe.target, pipe.processor
         limits = [limit for limit in (max_length, target.context_limit) if limit is not None]
         self.max_length = min(limits, default=None)
-        self._reasons: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
         self.settings: dict[str, Any] = {"max_length": self.max_length, **_VIDEO}
         config = target.model_config
         marks = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
@@ -141,7 +146,7 @@ class Encoder:
     @property
     def skipped(self) -> Counter[str]:
         """Number of skipped conversations so far by reason."""
-        return Counter(self._reasons.values())
+        return Counter(self.reasons.values())
 
     def __call__(self, conversation: Conversation) -> EncodedConversation | None:
         """Encode a conversation without trailing turns beyond the maximum length.
@@ -160,7 +165,7 @@ class Encoder:
         assert shorter is not None
         start = int((shorter.turn >= 0).int().argmax())
         if start + 2 > self.max_length:
-            self._reasons[conversation.id] = "too long"
+            self.reasons[conversation.id] = "too long"
             return None
         return shorter.cut(self.max_length)
 
@@ -172,14 +177,14 @@ class Encoder:
         else:
             shown = data.as_text(conversation.messages)
         if processor.has_typed_tokens(shown):
-            self._reasons[conversation.id] = "special tokens in the text"
+            self.reasons[conversation.id] = "special tokens in the text"
             return None
         last = max(index for index, message in enumerate(shown) if message["role"] == "assistant")
         prompt = self.pipe.encode([{"prompt": shown[:last], **media}])
         processed = prompt.input_ids[0].tolist()
         tokens = self._tokens(shown[: last + 1], conversation.answers)
         if any(token in self.visual_ids for token, turn in tokens if turn != CONTEXT):
-            self._reasons[conversation.id] = "visual tokens in an answer"
+            self.reasons[conversation.id] = "visual tokens in an answer"
             return None
         self._check_expansion(shown[:last], processed)
         tokens = self._expanded(tokens, processed)
@@ -361,154 +366,173 @@ def collate(rows: Sequence[ConversationFeatures], target: TransformersTarget) ->
     return Features(tokens, hidden.to(dtype), embeds, visual, answer, keep, layers)
 
 
-class FeatureCache:
-    """Feature cache in a folder: safetensors shards of several conversations each, and ``index.json``.
+class StoredFeatures:
+    """Features in safetensors files of several conversations each, with the call interface of ``Extractor``.
 
-    Calling the cache with conversations returns their ``Features``. Shards are written atomically; ``fill`` computes
-    missing shards. A folder created with more layers also serves extractors of a subset of these layers.
-
-    Args:
-        extractor: computes missing features. Its target and settings must match the folder; it may read fewer layers.
-        shard: conversations per file. Hidden states and visual features are stored in the target's dtype.
+    Keys are ``HASH/FIELD``, with a hash of a conversation's messages and answers, and a field of
+    ``ConversationFeatures``. Floating point features are in the target's dtype. The metadata has the reasons for which
+    conversations were skipped.
 
     Raises:
-        UserError: the folder holds features of another target, other conversations or other settings.
+        UserError: a file is damaged, or has features of a target of another hidden size.
     """
 
-    def __init__(
-        self, folder: Path, extractor: Extractor, conversations: Sequence[Conversation], shard: int = 256
-    ) -> None:
-        self.folder, self.extractor, self.conversations = folder, copy(extractor), conversations
-        self._wanted = extractor.layers
-        self.target: TransformersTarget = extractor.target
-        self.dtype, self.shard = self.target.dtype, shard
-        self._places = {_fingerprint(one): place for place, one in enumerate(conversations)}
-        self._open = lru_cache(maxsize=256)(self._opened)
-        self._check_index()
+    def __init__(self, folders: Sequence[Path], target: TransformersTarget) -> None:
+        self.folders, self.target = folders, target
+        self._reasons: dict[str, str] = {}  # by hash, as the files
+        self._places: dict[str, Path] = {}
+        self._scanned: set[Path] = set()
+        self._open = lru_cache(maxsize=256)(_opened)
+        self.scan()
 
-    def __len__(self) -> int:
-        """Number of shards."""
-        return -(-len(self.conversations) // self.shard)
+    def scan(self) -> None:
+        """Read the index of new files, which other processes may have written."""
+        width = self.target.config.hidden_size
+        for path in sorted({path for folder in self.folders for path in folder.glob("*.safetensors")} - self._scanned):
+            file = self._open(path)
+            names = [key.partition("/")[0] for key in file.keys() if key.endswith("/hidden")]  # noqa: SIM118
+            for name in names[:1]:
+                if (received := file.get_slice(f"{name}/hidden").get_shape()[-1]) != width:
+                    raise UserError(
+                        f"{path}: expected hidden states of size {width}, the model's, received size {received}"
+                    )
+            self._places |= dict.fromkeys(names, path)
+            self._reasons |= json.loads((file.metadata() or {}).get("skipped", "{}"))
+            self._scanned.add(path)
 
-    @property
-    def missing(self) -> list[int]:
-        """Numbers of the shards that have not been written yet."""
-        return [number for number in range(len(self)) if not self._path(number).exists()]
-
-    @property
-    def skipped(self) -> Counter[str]:
-        """Number of skipped conversations in the existing shards by reason."""
-        total: Counter[str] = Counter()
-        for number in sorted(set(range(len(self))) - set(self.missing)):
-            total.update(json.loads(self._open(number)[0].metadata()["skipped"]))
-        return total
-
-    def fill(
-        self, batch: int = 16, rank: int = 0, processes: int = 1, progress: Callable[[int, int], None] | None = None
-    ) -> None:
-        """Compute the missing shards.
-
-        Args:
-            rank, processes: compute every ``processes``-th shard, starting at ``rank``.
-            progress: called with the number of conversations done and their total, over the shards to compute.
-        """
-        todo = [number for number in self.missing if number % processes == rank]
-        total, done = sum(len(self._members(number)) for number in todo), 0
-        for number in todo:
-            members = self._members(number)
-            before = Counter(self.extractor.skipped)
-            rows: list[ConversationFeatures | None] = [None] * len(members)
-            order = sorted(range(len(members)), key=lambda index: members[index].size)  # saves padding
-            for start in range(0, len(members), batch):
-                places = order[start : start + batch]
-                for place, row in zip(places, self.extractor.rows([members[p] for p in places]), strict=True):
-                    rows[place] = None if row is None else self._packed(row)
-                done += len(places)
-                if progress:
-                    progress(done, total)
-            self._write(number, rows, self.extractor.skipped - before)
+    def __contains__(self, conversation: Conversation) -> bool:
+        name = _fingerprint(conversation)
+        return name in self._places or name in self._reasons
 
     def __call__(self, conversations: Sequence[Conversation]) -> Features:
         """The features of a batch.
 
         Raises:
-            UserError: a conversation is not in the cache, or a shard is damaged.
+            UserError: a conversation has no features, or a file is damaged.
         """
         rows = [self._row(conversation) for conversation in conversations]
         return collate([row for row in rows if row is not None], self.target)
 
-    def _members(self, number: int) -> Sequence[Conversation]:
-        return self.conversations[number * self.shard : (number + 1) * self.shard]
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{number:06d}.safetensors"
-
-    def _packed(self, row: ConversationFeatures) -> ConversationFeatures:
-        hidden, shown = (x.to("cpu", self.dtype) for x in (row.hidden, row.shown))
-        layers = None if row.layers is None else row.layers.to("cpu", self.dtype)
-        tokens = row.tokens.to("cpu", torch.int32)
-        return ConversationFeatures(tokens, hidden, shown, row.visual.cpu(), row.answer.cpu(), layers)
-
-    def _write(self, number: int, rows: Sequence[ConversationFeatures | None], skipped: Counter[str]) -> None:
-        present = [row for row in rows if row is not None]
-        width = self.target.config.hidden_size
-        tokens, mask = torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=torch.bool)
-        hidden, layers = (torch.zeros(0, n * width, dtype=self.dtype) for n in (1, len(self.extractor.layers)))
-        # sets dtypes and widths if all rows are empty
-        empty = ConversationFeatures(tokens, hidden, hidden, mask, mask, layers)
-        names = (*_BY_TOKEN, "shown", *(["layers"] if self.extractor.layers else []))
-        tensors = {name: torch.cat([getattr(row, name) for row in [empty, *present]]) for name in names}
-        lengths = [(0, 0) if row is None else (len(row.tokens), len(row.shown)) for row in rows]
-        columns = zip(("lengths", "shown_lengths"), zip(*lengths, strict=True), strict=True)
-        tensors |= {name: torch.tensor(column, dtype=torch.long) for name, column in columns}
-        with atomic(self._path(number)) as part:
-            save_file(tensors, part, {"skipped": json.dumps(skipped)})
+    def sequences(self) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield each conversation's tokens except the last, and hidden states, (length, hidden), in the target's
+        dtype."""
+        for name in self._places:
+            row = self._read(name)
+            yield row.tokens[:-1].tolist(), row.hidden[:-1].to(self.target.device, self.target.dtype)
 
     def _row(self, conversation: Conversation) -> ConversationFeatures | None:
-        place = self._places.get(_fingerprint(conversation))
-        if place is None:
-            raise UserError(f"{self.folder}: expected features of conversation {conversation.id}, found none")
-        number, index = divmod(place, self.shard)
-        file, ends, shown_ends = self._open(number)
-        span, shown = (slice(int(e[index]), int(e[index + 1])) for e in (ends, shown_ends))
-        if span.start == span.stop:
-            return None
-        with explained(f"{self._path(number)}: expected a whole shard of features", SafetensorError):
-            part = {name: file.get_slice(name)[span] for name in _BY_TOKEN}
-            layers = self._selected(file.get_slice("layers")[span]) if self._wanted else None
-            # safetensors cannot slice a tensor of no rows.
-            features = file.get_slice("shown")[shown] if shown.start < shown.stop else part["hidden"][:0]
-        tokens, hidden, visual, answer = (part[name] for name in _BY_TOKEN)
-        return ConversationFeatures(tokens.long(), hidden, features, visual, answer, layers)
+        """The features of a conversation; None if it was skipped."""
+        if conversation not in self:
+            self.scan()
+        name = _fingerprint(conversation)
+        if name in self._places:
+            return self._read(name)
+        if name not in self._reasons:
+            where = ", ".join(map(str, self.folders))
+            raise UserError(f"{where}: expected features of conversation {conversation.id}, found none")
+        return None
 
-    def _selected(self, layers: Tensor) -> Tensor:
-        """Select the wanted layers of those on disk: (tokens, n * hidden) in and out."""
+    def _read(self, name: str) -> ConversationFeatures:
+        path = self._places[name]
+        file = self._open(path)
+        with explained(f"{path}: expected a whole file of features", SafetensorError):
+            parts = {field: file.get_tensor(f"{name}/{field}") for field in _FIELDS}
+        return ConversationFeatures(**parts | {"layers": parts["layers"] if parts["layers"].numel() else None})
+
+
+def _opened(path: Path) -> Any:
+    # Unlike in a mapped file, a read beyond the end of a truncated file is an error.
+    with explained(f"{path}: expected a whole file of features", OSError, SafetensorError):
+        return safe_open(path, "pt", backend="pread")
+
+
+def recorded_features(folders: Sequence[Path], target: TransformersTarget) -> StoredFeatures:
+    """Features that ``Recorder`` wrote.
+
+    Raises:
+        UserError: there are none.
+    """
+    if not any(path for folder in folders for path in folder.glob("*.safetensors")):
+        raise UserError(f"expected features of make-data --record in {', '.join(map(str, folders))}, received none")
+    return StoredFeatures(folders, target)
+
+
+class FeatureCache(StoredFeatures):
+    """Feature cache in a folder, which also has an ``index.json`` with target and settings.
+
+    ``fill`` computes missing features. A folder created with more layers also serves extractors of a subset of these
+    layers.
+
+    Args:
+        extractor: computes missing features. Its target and settings must match the folder; it may read fewer layers.
+        size: conversations per file.
+
+    Raises:
+        UserError: the folder holds features of another target or other settings, or a file is damaged.
+    """
+
+    def __init__(
+        self, folder: Path, extractor: Extractor, conversations: Sequence[Conversation], size: int = 256
+    ) -> None:
+        self.extractor, self.conversations, self.size = copy(extractor), conversations, size
+        self._wanted = extractor.layers
+        self.dtype = extractor.target.dtype
+        self._check_index(folder / _INDEX)
+        super().__init__([folder], extractor.target)
+
+    @property
+    def missing(self) -> list[Conversation]:
+        """Conversations whose features have not been computed yet."""
+        return [one for one in self.conversations if one not in self]
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """Number of skipped conversations by reason."""
+        names = {_fingerprint(conversation) for conversation in self.conversations}
+        return Counter(self._reasons[name] for name in names & self._reasons.keys())
+
+    def fill(
+        self, batch: int = 16, rank: int = 0, processes: int = 1, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Compute the missing features, in order of length, which saves padding.
+
+        Args:
+            rank, processes: compute the features of every ``processes``-th conversation, starting at ``rank``.
+            progress: called with the number of conversations done and their total.
+        """
+        todo = sorted((one for one in self.conversations[rank::processes] if one not in self), key=lambda one: one.size)
+        for first in range(0, len(todo), self.size):
+            part, rows = todo[first : first + self.size], []
+            for start in range(0, len(part), batch):
+                for one, row in zip(some := part[start : start + batch], self.extractor.rows(some), strict=True):
+                    rows.append((one, self.extractor.encoder.reasons[one.id] if row is None else row.cpu()))
+                if progress:
+                    progress(first + len(rows), len(todo))
+            write_features(self.folders[0], self.dtype, rows)
+            self.scan()
+
+    def _read(self, name: str) -> ConversationFeatures:
+        """Features with only the wanted layers of those on disk."""
+        row = super()._read(name)
         if self._wanted == self.extractor.layers:
-            return layers
+            return row
+        assert row.layers is not None
         columns = [self.extractor.layers.index(layer) for layer in self._wanted]
-        return layers.unflatten(1, (len(self.extractor.layers), -1))[:, columns].flatten(1)
+        layers = row.layers.unflatten(1, (len(self.extractor.layers), -1))[:, columns].flatten(1)
+        return replace(row, layers=layers if columns else None)
 
-    def _opened(self, number: int) -> tuple[Any, Tensor, Tensor]:
-        """An open shard and its conversations' offsets into tokens and visual features."""
-        with explained(f"{self._path(number)}: expected a whole shard of features", OSError, SafetensorError):
-            file = safe_open(self._path(number), "pt", backend="pread")
-            ends = [file.get_tensor(name).cumsum(0) for name in ("lengths", "shown_lengths")]
-        rows, shown = (torch.nn.functional.pad(end, (1, 0)) for end in ends)
-        return file, rows, shown
-
-    def _check_index(self) -> None:
-        path, found = self.folder / _INDEX, None
+    def _check_index(self, path: Path) -> None:
+        found = None
         if path.exists():
             with explained(f"{path}: expected the index of a feature cache", OSError, ValueError, AttributeError):
                 found = json.loads(path.read_text())
                 stored = found.get("settings", {}).get("layers", [])
             if set(self._wanted) <= set(stored):
                 self.extractor.layers = tuple(stored)
-        prints = hashlib.sha256("".join(self._places).encode()).hexdigest()
+        target = self.extractor.target
         wanted = {
-            "verifier": verifier_of(self.target),
-            "conversations": {"number": len(self.conversations), "sha256": prints},
-            "settings": {**self.extractor.settings, "dtype": str(self.dtype), "shard": self.shard},
+            "verifier": verifier_of(target),
+            "settings": {**self.extractor.settings, "dtype": str(target.dtype)},
         }
         if found is None:
             write_text(path, json.dumps(wanted, indent=2) + "\n")
@@ -516,9 +540,28 @@ class FeatureCache:
         for name in wanted:
             if found.get(name) != wanted[name]:
                 raise UserError(
-                    f"{self.folder} holds features of another {name}: expected {wanted[name]}, received "
+                    f"{path.parent} holds features of another {name}: expected {wanted[name]}, received "
                     f"{found.get(name)}"
                 )
+
+
+def write_features(
+    folder: Path, dtype: torch.dtype, rows: Sequence[tuple[Conversation, ConversationFeatures | str]]
+) -> None:
+    """Write a file of ``StoredFeatures``."""
+    names = [_fingerprint(conversation) for conversation, _ in rows]
+    skipped = {name: row for name, (_, row) in zip(names, rows, strict=True) if isinstance(row, str)}
+    tensors = {}
+    for name, (_, row) in zip(names, rows, strict=True):
+        if not isinstance(row, str):
+            for field in _FIELDS:
+                value = getattr(row, field)
+                x = torch.zeros(0, dtype=dtype) if value is None else value
+                kept = dtype if x.is_floating_point() else x.dtype
+                tensors[f"{name}/{field}"] = x.to("cpu", kept, copy=True).contiguous()
+    if rows:
+        with atomic(folder / f"{names[0]}.safetensors") as part:
+            save_file(tensors, part, {"skipped": json.dumps(skipped)})
 
 
 def _fingerprint(conversation: Conversation) -> str:
@@ -561,75 +604,18 @@ class Recorder(Drafter):
         for (_, hidden), state in zip(self._rows, output.features["last"][:, :1].clone(), strict=True):
             hidden.append(state)
 
-    def save(self, file: Path, conversations: Sequence[Conversation], pipe: Any) -> None:
+    def save(self, folder: Path, conversations: Sequence[Conversation], pipe: Pipeline) -> None:
         """Write the features of single-turn conversations and forget all finished sequences."""
-        tensors = {}
+        rows: list[tuple[Conversation, ConversationFeatures | str]] = []
         for one in conversations:
             answer = one.answers[-1]
             assert answer is not None
             prompt = pipe.encode([{"prompt": data.as_text(one.messages[:-1])}]).input_ids[0].tolist()
             hidden = self.finished.get((*prompt, *answer))
             if hidden is not None:  # a one-token answer has no states
-                tensors[f"{one.id}/tokens"] = torch.tensor([*prompt, *answer], dtype=torch.int32)
-                tensors[f"{one.id}/hidden"] = hidden.clone()
+                tokens = torch.tensor([*prompt, *answer], dtype=torch.long)
+                hidden = torch.nn.functional.pad(hidden, (0, 0, 0, 1))  # pads the last token, which predicts nothing
+                mark = torch.arange(len(tokens)) >= len(prompt)
+                rows.append((one, ConversationFeatures(tokens, hidden, hidden[:0], torch.zeros_like(mark), mark)))
+        write_features(folder, pipe.target.dtype, rows)
         self.finished.clear()
-        with atomic(file) as part:
-            save_file(tensors, part)
-
-
-class RecordedFeatures:
-    """Features written by ``Recorder``, with the call interface of ``Extractor``.
-
-    Raises:
-        UserError: there are no files, or a file is damaged or has another hidden size.
-    """
-
-    def __init__(self, folders: Sequence[Path], target: Any) -> None:
-        self.target = target
-        self._files: dict[str, Any] = {}
-        for path in sorted(path for folder in folders for path in folder.glob("*.safetensors")):
-            try:
-                file = safe_open(path, "pt", backend="pread")
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"{path}: expected recorded features, received {error}") from error
-            names = {key.rpartition("/")[0] for key in list(file.keys())}
-            widths = {file.get_slice(f"{name}/hidden").get_shape()[-1] for name in names}
-            if wrong := widths - {width := target.config.hidden_size}:
-                raise UserError(
-                    f"{path}: expected hidden states of size {width}, the model's, received size {min(wrong)}"
-                )
-            self._files |= dict.fromkeys(names, file)
-        if not self._files:
-            raise UserError(f"expected features of make-data --record in {', '.join(map(str, folders))}, received none")
-
-    def sequences(self) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield each conversation's tokens except the last, and hidden states, (length, hidden), in the target's
-        dtype."""
-        for name in self._files:
-            hidden = self._tensor(name, "hidden").to(self.target.device, self.target.dtype)
-            yield self._tensor(name, "tokens")[: len(hidden)].tolist(), hidden
-
-    def __contains__(self, conversation: Conversation) -> bool:
-        return _name(conversation) in self._files
-
-    def __call__(self, conversations: Sequence[Conversation]) -> Features:
-        return collate([self._row(conversation) for conversation in conversations], self.target)
-
-    def _tensor(self, name: str, part: str) -> Tensor:
-        with explained(f"expected the recorded features of {name} in a whole file", SafetensorError):
-            return self._files[name].get_tensor(f"{name}/{part}")
-
-    def _row(self, conversation: Conversation) -> ConversationFeatures:
-        name = _name(conversation)
-        tokens, hidden = (self._tensor(name, part) for part in ("tokens", "hidden"))
-        answer = conversation.answers[-1]
-        if answer is None or tokens[-len(answer) :].tolist() != list(answer):
-            raise UserError(f"the recorded features of conversation {name} are of another answer")
-        mark = torch.arange(len(tokens)) >= len(tokens) - len(answer)
-        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, 1))  # pads the last token, which predicts nothing
-        return ConversationFeatures(tokens.long(), hidden, hidden[:0], torch.zeros_like(mark), mark)
-
-
-def _name(conversation: Conversation) -> str:
-    """The conversation's id in its own file."""
-    return conversation.id.rpartition("/")[2]

@@ -24,7 +24,7 @@ from mmspec.pipeline import Pipeline
 from mmspec.progress import show_progress, show_steps
 from mmspec.training import data
 from mmspec.training.data import MIXED, TEXT, Conversation
-from mmspec.training.features import Extractor, FeatureCache, RecordedFeatures
+from mmspec.training.features import Extractor, FeatureCache, recorded_features
 from mmspec.training.options import RunOptions, TreeOptions
 from mmspec.training.tasks import DrafterTask, ExtractFeatures, TrainingTask
 from mmspec.training.trainer import CHECKPOINT, DRAFTER, Trainer, train_with_progress
@@ -150,7 +150,7 @@ def _feature_source(
     if options.recorded:
         if extractor.layers:
             raise UserError("--recorded holds the last hidden states: expected a drafter that reads no other layers")
-        recorded = RecordedFeatures(options.recorded, extractor.target)
+        recorded = recorded_features(options.recorded, extractor.target)
         return lambda batch: (recorded if all(one in recorded for one in batch) else extractor)(batch)
     if options.cache is None:
         return extractor

@@ -158,8 +158,8 @@ def _answer_all(
         show(len(dataset.done), total)
         missing = (job for job in jobs if job.id not in dataset.done)
         for finished in answering.run(missing):
-            if isinstance(recorder := answering.pipe.drafter, Recorder) and finished:
-                recorder.save(dataset.out / FEATURES / f"{finished[0].id}.safetensors", finished, answering.pipe)
+            if isinstance(recorder := answering.pipe.drafter, Recorder):
+                recorder.save(dataset.out / FEATURES, finished, answering.pipe)
             dataset.append(finished)
             show(len(dataset.done), total)
     failed = answering.failures

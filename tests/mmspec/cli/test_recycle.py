@@ -7,12 +7,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 from PIL import Image
-from safetensors.torch import save_file
 
 import mmspec
 from mmspec import UserError
 from mmspec.cli.recycle import recycle
 from mmspec.drafters.registry import make_drafter
+from mmspec.training.data import Conversation
+from mmspec.training.features import ConversationFeatures, write_features
 from tests.model_folders import save_llava, save_text_model
 
 
@@ -51,13 +52,13 @@ def test_bad_prompts_are_named(model, tmp_path, text, message):
     assert not (tmp_path / "r").exists()
 
 
-def save_features(folder, target, text, dtype=torch.float32):
+def save_features(folder, target, text):
     """The file of `make-data --record` with one text; returns the hidden states."""
     with torch.no_grad():
         hidden = target.model.model(torch.tensor([text])).last_hidden_state[0]
-    tensors = {"a/tokens": torch.tensor(text, dtype=torch.int32), "a/hidden": hidden[:-1].to(dtype)}
-    folder.mkdir()
-    save_file(tensors, folder / "a.safetensors")
+    mark = torch.ones(len(text), dtype=torch.bool)
+    row = ConversationFeatures(torch.tensor(text), hidden, hidden[:0], ~mark, mark)
+    write_features(folder, torch.float32, [(Conversation("a", (), ()), row)])
     return hidden
 
 
