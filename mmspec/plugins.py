@@ -46,16 +46,7 @@ BUILTIN = {
         "vision": "mmspec.vision.processor:VisionTarget",
     },
     "layers": {
-        "gated-deltanet": "mmspec.ssm.layers:GatedDeltaNetLayers",
-        "kimi-delta-attention": "mmspec.ssm.layers:KimiDeltaLayers",
-        "lightning-attention": "mmspec.ssm.layers:LightningAttentionLayers",
-        "mamba1": "mmspec.ssm.layers:Mamba1Layers",
-        "mamba2": "mmspec.ssm.layers:Mamba2Layers",
-        "rg-lru": "mmspec.ssm.layers:RGLRULayers",
-        "short-convolution": "mmspec.ssm.layers:ShortConvolutionLayers",
-        "inkling": "mmspec.ssm.layers:InklingLayers",
-        "inkling2": "mmspec.ssm.layers:Inkling2Layers",
-        "zaya": "mmspec.ssm.layers:ZayaLayers",
+        "recurrent": "mmspec.ssm.layers:RecurrentLayers",
     },
     "drafters": {
         "ngram": "mmspec.drafters.ngram:SPEC",
@@ -75,7 +66,7 @@ BUILTIN = {
         "msd": "mmspec.vision.drafters.msd:MSD_SPEC",
         "flash": "mmspec.vision.drafters.msd:FLASH_SPEC",
         "vispec": "mmspec.vision.drafters.vispec:SPEC",
-        "mamba": "mmspec.ssm.drafters.mamba:SPEC",
+        "mamba": "mmspec.ssm.mamba:SPEC",
     },
     "adapt": {
         "medusa": "mmspec.training.medusa:online",
@@ -86,7 +77,7 @@ BUILTIN = {
     "models": {
         "tiny-llava": "mmspec.vision.embedded:tiny_llava",
         "smol-llava": "mmspec.vision.embedded:smol_llava",
-        "tiny-hybrid": "mmspec.ssm.embedded:tiny_hybrid",
+        "tiny-hybrid": "mmspec.ssm:tiny_hybrid",
         "smollm2": "mmspec.plugins:smollm2",
         "gemma3-270m": "mmspec.plugins:gemma3_270m",
     },

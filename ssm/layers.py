@@ -7,7 +7,7 @@ the installed kernels. For mixers that pass no keyword arguments, the cache is a
 and the next scan uses the same cache.
 
 For mixers that compute their recurrence themselves, and other modules that read more than their own token, methods are
-dispatched: calls with a ``StateCache``, or after a convolution with one, go to an adapter (``mmspec.ssm.mixers``).
+dispatched: calls with a ``StateCache``, or after a convolution with one, go to an adapter (``mmspec.ssm.recurrences``).
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from importlib import import_module
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import transformers
 from transformers import PreTrainedModel
@@ -28,8 +27,22 @@ from transformers.cache_utils import Cache
 
 from mmspec.errors import UserError
 from mmspec.ssm.cache import STATES, StateCache
-from mmspec.ssm.mixers import INKLING, INKLING2, INKLING2_BIASES, RGLRU, ZAYA, LightningAttention
-from mmspec.ssm.recurrences import CONVOLUTION, Adapter, Functions, GatedDelta, KimiDelta, Mamba1, Mamba2, Recurrence
+from mmspec.ssm.recurrences import (
+    CONVOLUTION,
+    INKLING,
+    INKLING2,
+    INKLING2_BIASES,
+    RGLRU,
+    ZAYA,
+    Adapter,
+    Functions,
+    GatedDelta,
+    KimiDelta,
+    LightningAttention,
+    Mamba1,
+    Mamba2,
+    Recurrence,
+)
 from mmspec.targets.tree_layers import Place, replaced
 
 _CACHE_METHODS = ("has_previous_state", "update_conv_state", "update_recurrent_state")
@@ -40,53 +53,75 @@ _LAST: ContextVar[StateCache | None] = ContextVar("_LAST", default=None)
 """The cache of a thread's last convolution or adapter, for the call after it."""
 
 
+RECURRENCES: dict[str, type[Recurrence]] = {
+    **dict.fromkeys(("mamba2", "bamba", "zamba2", "nemotron_h", "falcon_h1", "granitemoehybrid"), Mamba2),
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), Mamba1),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), GatedDelta),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), KimiDelta),
+    "minimax": LightningAttention,
+    "recurrent_gemma": RGLRU,
+}
+"""The recurrence after the convolution, by model type of the text configuration."""
+
+CONVOLVED: dict[str, Functions] = {
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), CONVOLUTION),
+    "inkling_text": INKLING,
+    "inkling2_text": INKLING2,
+    "zaya": ZAYA,
+}
+"""Functions to replace in models without a recurrence: short convolutions (LFM2); short convolutions of keys, values
+and outputs, of which some have weights that depend on the token (Inkling 2), and attention with a relative position
+bias (Inkling); projections from the last tokens to queries, keys and values (ZAYA's compressed convolutional
+attention)."""
+
+
 class RecurrentLayers:
     """``TreeLayers`` plug-in for the recurrent layers of a model.
 
     Attributes:
-        families: model types of the text configurations.
-        recurrence: the layers' recurrence after their convolution; None without one.
-        functions: functions to replace if there is no recurrence.
+        functions: functions and methods that are replaced during passes.
 
     Raises:
-        UserError: the installed transformers lacks a required function or method.
+        UserError: the installed transformers lacks a required function or method, or the model has a setting that tree
+            verification does not support.
     """
 
-    families: ClassVar[tuple[str, ...]]
-    recurrence: ClassVar[type[Recurrence] | None] = None
-    functions: ClassVar[Functions] = CONVOLUTION
-    static_shapes: bool = True
     kinds = frozenset({_RECURRENT, _CONVOLVED, *_ATTENDING, "moe", "mlp"})
 
     def __init__(self, model: PreTrainedModel) -> None:
         decoder: Any = model.get_decoder()
+        config = decoder.config
         self._module = sys.modules[type(decoder).__module__]
-        _check(self._module, self.replaced(), "convolution" if self.recurrence is None else self.recurrence.name)
-        types = list(decoder.config.layer_types)
+        self._recurrence = RECURRENCES.get(config.model_type)
+        self.functions = functions_of(config.model_type, self._module)
+        _check(self._module, self.functions, "convolution" if self._recurrence is None else self._recurrence.name)
+        types = list(config.layer_types)
         self._layers = len(types)
-        self._scans = self.scans(decoder.config)
+        self._scans = getattr(config, "n_mamba_heads", 1) if self._recurrence is Mamba1 else 1  # several in Zamba
         self._recurrent = [layer for layer, kind in enumerate(types) if kind in (_RECURRENT, _BOTH)]
         self._attending = [layer for layer, kind in enumerate(types) if kind in _ATTENDING]
         self.attends = bool(self._attending)
+        # Inkling's bias is computed from positions of keys and queries, which differ by row.
+        self.static_shapes = not config.model_type.startswith("inkling")
+        if config.model_type == "minimax" and (window := config.sliding_window):
+            raise UserError(f"attention layers next to lightning attention must have no window: got {window} tokens")
+        if config.model_type == "zaya" and config.attention_bias:
+            raise UserError("ZAYA's projections must have no bias: transformers adds it to padding, and not before it")
+        if config.model_type == "recurrent_gemma":
+            for layer in self._recurrent:
+                decoder.layers[layer].temporal_block.layer_idx = layer  # as in other mixers
 
     @classmethod
     def supports(cls, config: Any) -> bool:
-        return getattr(config, "model_type", None) in cls.families
-
-    @classmethod
-    def replaced(cls) -> Functions:
-        return cls.functions if cls.recurrence is None else cls.recurrence.functions
-
-    def scans(self, config: Any) -> int:
-        return 1
+        return getattr(config, "model_type", None) in {*RECURRENCES, *CONVOLVED}
 
     def applied(self) -> AbstractContextManager[None]:
-        return _dispatching(self._module, self.replaced())
+        return _dispatching(self._module, self.functions)
 
     def cache(self, reserve: int, static_shapes: bool = False) -> StateCache:
         return StateCache(
             self._layers,
-            self.recurrence,
+            self._recurrence,
             self._recurrent,
             attending=self._attending,
             reserve=reserve,
@@ -95,89 +130,11 @@ class RecurrentLayers:
         )
 
 
-class Mamba2Layers(RecurrentLayers):
-    """Mamba-2."""
-
-    families = ("mamba2", "bamba", "zamba2", "nemotron_h", "falcon_h1", "granitemoehybrid")
-    recurrence = Mamba2
-
-
-class Mamba1Layers(RecurrentLayers):
-    """Mamba-1, with one scan per layer or several (Zamba)."""
-
-    families = ("mamba", "falcon_mamba", "jamba", "zamba")
-    recurrence = Mamba1
-
-    def scans(self, config: Any) -> int:
-        return getattr(config, "n_mamba_heads", 1)
-
-
-class GatedDeltaNetLayers(RecurrentLayers):
-    families = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
-    recurrence = GatedDelta
-
-
-class KimiDeltaLayers(RecurrentLayers):
-    families = ("kimi_linear", "bailing_hybrid")
-    recurrence = KimiDelta
-
-
-class LightningAttentionLayers(RecurrentLayers):
-    families = ("minimax",)
-    recurrence = LightningAttention
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
-        if window := model.config.get_text_config().sliding_window:
-            raise UserError(f"attention layers next to lightning attention must have no window: got {window} tokens")
-
-
-class RGLRULayers(RecurrentLayers):
-    families = ("recurrent_gemma",)
-    recurrence = RGLRU
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
-        decoder: Any = model.get_decoder()
-        for layer in self._recurrent:
-            decoder.layers[layer].temporal_block.layer_idx = layer  # as in other mixers
-
-
-class ShortConvolutionLayers(RecurrentLayers):
-    families = ("lfm2", "lfm2_moe", "lfm3")
-
-
-class InklingLayers(RecurrentLayers):
-    """Short convolutions of keys, values and outputs, and attention with a relative position bias (Inkling)."""
-
-    families = ("inkling_text",)
-    functions = INKLING
-    static_shapes = False  # positions of keys and queries differ by row
-
-
-class Inkling2Layers(RecurrentLayers):
-    """``InklingLayers`` with some convolutions whose weights depend on the token (Inkling 2)."""
-
-    families = ("inkling2_text",)
-    static_shapes = False
-
-    @classmethod
-    def replaced(cls) -> Functions:
-        module = import_module("transformers.models.inkling2.modeling_inkling2")
-        biases = {name: one for name, one in INKLING2_BIASES.items() if hasattr(*_place(module, name))}
-        return {**INKLING2, **biases}
-
-
-class ZayaLayers(RecurrentLayers):
-    """Projections from the last tokens to queries, keys and values (ZAYA's compressed convolutional attention)."""
-
-    families = ("zaya",)
-    functions = ZAYA
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
-        if model.config.attention_bias:
-            raise UserError("ZAYA's projections must have no bias: transformers adds it to padding, and not before it")
+def functions_of(model_type: str, module: ModuleType) -> Functions:
+    """The functions of a modelling file to replace during passes, without the biases that its version lacks."""
+    functions = RECURRENCES[model_type].functions if model_type in RECURRENCES else CONVOLVED[model_type]
+    lacking = {name for name in INKLING2_BIASES if not hasattr(*_place(module, name))}
+    return {name: one for name, one in functions.items() if name not in lacking}
 
 
 def _place(module: ModuleType, name: str) -> Place:

@@ -108,10 +108,10 @@ def measure(name: str, nodes: int = 31, depth: int = 16) -> dict[str, Any]:
         patch.setattr(JITFunction, "run", lambda kernel, *_, **__: launches.names.update([kernel.__name__]))
 
         class Graph(graphs._Graph):
-            def __init__(self, function: Any, buffers: Any, settings: Any) -> None:
+            def capture(self, function: Any, settings: Any) -> None:
                 self._name = function.__name__
                 before = launches.names.copy()
-                super().__init__(function, buffers, settings)
+                super().capture(function, settings)
                 parts[self._name] = launches.names - before
 
             def replay(self, inputs: Any) -> Any:
@@ -131,7 +131,8 @@ def measure(name: str, nodes: int = 31, depth: int = 16) -> dict[str, Any]:
         with launches:
             # Captured again, with all launches counted.
             for graphed in _graphed(target, drafter):
-                graphed._seen = {key: _buffers(one) for key, one in graphed._seen.items()}
+                for graph in graphed._seen.values():
+                    graph.graph = None
             next(running)
             replayed.clear()
             before = launches.names.copy()
@@ -159,10 +160,6 @@ def measure(name: str, nodes: int = 31, depth: int = 16) -> dict[str, Any]:
 def _graphed(target: Any, drafter: Any) -> list[Any]:
     holders = [target.runner, *([drafter] if drafter else [])]
     return [value for holder in holders for value in vars(holder).values() if isinstance(value, graphs.Graphed)]
-
-
-def _buffers(graph: Any) -> Any:
-    return graph if isinstance(graph, graphs._Buffers) else graph._buffers
 
 
 def main() -> None:

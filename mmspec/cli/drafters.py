@@ -146,14 +146,14 @@ def recycle(
     from mmspec.cli.session import open_pipeline
     from mmspec.drafters.recycle import Recycle
     from mmspec.progress import show_progress
-    from mmspec.training.feature_cache import RecordedFeatures
+    from mmspec.training.features import recorded_features
 
     drafter = Recycle()
     console = Console(stderr=True)
     pipe = open_pipeline(console, model, drafter, "auto", dtype)
     if recorded:
         with torch.inference_mode():
-            sequences = RecordedFeatures(recorded, pipe.target).sequences()
+            sequences = recorded_features(recorded, pipe.target).sequences()
             drafter.fit(((tokens, pipe.target.head(hidden)) for tokens, hidden in sequences), contexts)
         drafter.save(out, pipe.target)
         click.echo(f"{drafter.entries} contexts: {out}", err=True)

@@ -19,7 +19,6 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,14 +49,6 @@ def captures(device: torch.device) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class _Buffers:
-    """Static input and output buffers of a captured call."""
-
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-
-
 class Graphed:
     """Wraps a function in one CUDA graph per input shape; on other devices, calls it directly.
 
@@ -70,7 +61,7 @@ class Graphed:
 
     def __init__(self, function: Function) -> None:
         self._function = function
-        self._seen: dict[Hashable, _Buffers | _Graph] = {}  # buffers until capture
+        self._seen: dict[Hashable, _Graph] = {}
         self._memory: dict[Hashable, Tensor] = {}  # (size,) output buffers by index, dtype and device
 
     def __call__(self, *inputs: Tensor, version: Hashable = None, **settings: Any) -> tuple[Tensor, ...]:
@@ -90,19 +81,16 @@ class Graphed:
                 del self._seen[old]  # stale addresses
             return self._function(*inputs, **settings) if _failure else self._warm_up(key, inputs, settings)
         graph = self._seen[key]
-        if isinstance(graph, _Buffers):
-            captured = self._capture(graph, settings)
-            if captured is None:
-                del self._seen[key]
-                return self._function(*inputs, **settings)
-            graph = self._seen[key] = captured
+        if graph.graph is None and not self._capture(graph, settings):
+            del self._seen[key]
+            return self._function(*inputs, **settings)
         return graph.replay(inputs)
 
     def _warm_up(self, key: Hashable, inputs: tuple[Tensor, ...], settings: dict[str, Any]) -> tuple[Tensor, ...]:
         """Run on the static buffers: kernels specialise on argument alignment, and cannot compile under capture."""
         buffers = tuple(x.clone() for x in inputs)
         results = self._function(*buffers, **settings)
-        self._seen[key] = _Buffers(buffers, tuple(self._output(place, like) for place, like in enumerate(results)))
+        self._seen[key] = _Graph(buffers, tuple(self._output(place, like) for place, like in enumerate(results)))
         return results
 
     def _output(self, place: int, like: Tensor) -> Tensor:
@@ -112,25 +100,25 @@ class Graphed:
             self._memory[key] = like.new_empty(like.numel())
         return self._memory[key][: like.numel()].view(like.shape)
 
-    def _capture(self, buffers: _Buffers, settings: dict[str, Any]) -> _Graph | None:
-        """Capture a call; None if this or an earlier capture has failed."""
+    def _capture(self, graph: _Graph, settings: dict[str, Any]) -> bool:
+        """Capture a call; returns False if this or an earlier capture has failed."""
         global _captures
         if _failure:
-            return None
+            return False
         try:
-            graph = _Graph(self._function, buffers, settings)
+            graph.capture(self._function, settings)
             with _CAPTURE_LOCK:
                 _captures += 1
-            return graph
+            return True
         except Exception as error:
-            shapes = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in buffers.inputs)
+            shapes = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in graph.inputs)
             _give_up(error, f"{self._function.__qualname__} of {shapes}, {settings}")
-            return None
+            return False
 
     @property
     def captured(self) -> int:
         """Number of captured graphs."""
-        return sum(not isinstance(graph, _Buffers) for graph in self._seen.values())
+        return sum(graph.graph is not None for graph in self._seen.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Graphed, (self._function,)  # graphs are process-local
@@ -140,21 +128,25 @@ class Graphed:
 
 
 class _Graph:
-    """One captured call."""
+    """Static input and output buffers of a call, and its graph once it is captured."""
 
-    def __init__(self, function: Function, buffers: _Buffers, settings: dict[str, Any]) -> None:
+    def __init__(self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+        self.inputs, self.outputs = inputs, outputs
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def capture(self, function: Function, settings: dict[str, Any]) -> None:
         def run() -> None:
-            for mine, new in zip(buffers.outputs, function(*buffers.inputs, **settings), strict=True):
+            for mine, new in zip(self.outputs, function(*self.inputs, **settings), strict=True):
                 mine.copy_(new)
 
-        self._buffers = buffers
-        self._graph = _captured(run, buffers.inputs[0].device)
+        self.graph = _captured(run, self.inputs[0].device)
 
     def replay(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        for buffer, value in zip(self._buffers.inputs, inputs, strict=True):
+        assert self.graph is not None
+        for buffer, value in zip(self.inputs, inputs, strict=True):
             buffer.copy_(value, non_blocking=True)
-        self._graph.replay()
-        return self._buffers.outputs
+        self.graph.replay()
+        return self.outputs
 
 
 _CAPTURE_LOCK = threading.Lock()

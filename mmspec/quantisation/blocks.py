@@ -112,23 +112,14 @@ class BlockLinear(PackedLinear):
         return cpu.linear(self.native, rows.float())
 
     def _store(self, *parts: Tensor) -> None:
-        """Store the parts of a weight, (out_features, ...) each, in blocks."""
         self.out_features = len(parts[0])
         padding = 0, -self.out_features % LANES
         padded = [F.pad(part, (0, 0) * (part.ndim - 1) + padding) for part in parts]
         self.register_buffer("_blocks", self._laid_out(*padded), persistent=False)
 
-    def _select(self, whole: Any, index: Tensor | slice) -> None:
-        self.takes = whole.takes
-        self._store(*(part[: whole.out_features][index] for part in whole._parts()))
-
     @abstractmethod
     def _laid_out(self, *parts: Tensor) -> Tensor:
         """Convert the parts of a weight, with a multiple of 16 rows, to blocks, (blocks, bytes) uint8."""
-
-    @abstractmethod
-    def _parts(self) -> list[Tensor]:
-        """Inverse of ``_laid_out``."""
 
     @property
     def _groups(self) -> int:

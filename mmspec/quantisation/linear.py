@@ -72,7 +72,8 @@ class PackedLinear(nn.Module, ABC):
         nn.Module.__init__(part)
         part.in_features = self.in_features
         part.register_buffer("bias", None if self.bias is None else self.bias[index])
-        part._select(self, index)
+        part.takes = self.takes
+        part._store(*(rows[: self.out_features][index] for rows in self._parts()))
         return part
 
     def unpacked(self) -> nn.Linear:
@@ -89,13 +90,19 @@ class PackedLinear(nn.Module, ABC):
         return self._unpacked()
 
     @abstractmethod
-    def _pack(self, weight: Tensor) -> None: ...
+    def _pack(self, weight: Tensor) -> None:
+        """Quantise and ``_store`` a weight."""
 
     @abstractmethod
     def _unpacked(self) -> Tensor: ...
 
     @abstractmethod
-    def _select(self, whole: Any, index: Tensor | slice) -> None: ...
+    def _store(self, *parts: Tensor) -> None:
+        """Store the parts of a weight, (out_features or more, ...) each, in the kernel's layout."""
+
+    @abstractmethod
+    def _parts(self) -> list[Tensor]:
+        """Inverse of ``_store``."""
 
     @abstractmethod
     def _product(self, rows: Tensor) -> Tensor: ...
@@ -130,7 +137,11 @@ class Bfloat16Linear(PackedLinear):
         return self._weight.is_mkldnn
 
     def _pack(self, weight: Tensor) -> None:
-        weight = weight.bfloat16().contiguous()
+        self._store(weight)
+
+    def _store(self, *parts: Tensor) -> None:
+        weight = parts[0].bfloat16().contiguous()
+        self.out_features = len(weight)
         reorders = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if reorders else weight
         if not reorders:
@@ -139,10 +150,8 @@ class Bfloat16Linear(PackedLinear):
     def _unpacked(self) -> Tensor:
         return self._weight.to_dense() if self._weight.is_mkldnn else self._weight
 
-    def _select(self, whole: Bfloat16Linear, index: Tensor | slice) -> None:
-        weight = whole.weight[index]
-        self.out_features = len(weight)
-        self._pack(weight)
+    def _parts(self) -> list[Tensor]:
+        return [self._unpacked()]
 
     def _product(self, rows: Tensor) -> Tensor:
         if not self._weight.is_mkldnn:
@@ -157,7 +166,7 @@ class Bfloat16Linear(PackedLinear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._pack(self._weight)
+        self._store(self._weight)
 
 
 class HalfLinear(PackedLinear):
@@ -171,16 +180,18 @@ class HalfLinear(PackedLinear):
         return "fbgemm" in torch.backends.quantized.supported_engines
 
     def _pack(self, weight: Tensor) -> None:
+        self._store(weight)
+
+    def _store(self, *parts: Tensor) -> None:
+        self.out_features = len(parts[0])
         bias = None if self.bias is None else self.bias.float()
-        self._weight = torch.ops.quantized.linear_prepack_fp16(weight.float(), bias)
+        self._weight = torch.ops.quantized.linear_prepack_fp16(parts[0].float(), bias)
 
     def _unpacked(self) -> Tensor:
-        return torch.ops.quantized.linear_unpack_fp16(self._weight)[0].bfloat16()
+        return self._parts()[0].bfloat16()
 
-    def _select(self, whole: HalfLinear, index: Tensor | slice) -> None:
-        weight = torch.ops.quantized.linear_unpack_fp16(whole._weight)[0][index]
-        self.out_features = len(weight)
-        self._pack(weight)
+    def _parts(self) -> list[Tensor]:
+        return [torch.ops.quantized.linear_unpack_fp16(self._weight)[0]]
 
     def _product(self, rows: Tensor) -> Tensor:
         if torch.backends.cpu.get_cpu_capability() == "AVX512":
@@ -200,16 +211,18 @@ class Int8Linear(PackedLinear):
     def _pack(self, weight: Tensor) -> None:
         weight = weight.float()
         scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
-        self.register_buffer("_codes", (weight / scale).round().to(torch.int8), persistent=False)
-        self.register_buffer("_scale", scale[:, 0].bfloat16(), persistent=False)
+        self._store((weight / scale).round().to(torch.int8), scale[:, 0].bfloat16())
 
     def _unpacked(self) -> Tensor:
         return (self._codes * self._scale.float()[:, None]).bfloat16()
 
-    def _select(self, whole: Int8Linear, index: Tensor | slice) -> None:
-        self.register_buffer("_codes", whole._codes[index].contiguous(), persistent=False)
-        self.register_buffer("_scale", whole._scale[index].contiguous(), persistent=False)
-        self.out_features = len(self._codes)
+    def _store(self, *parts: Tensor) -> None:
+        self.out_features = len(parts[0])
+        for name, part in zip(("_codes", "_scale"), parts, strict=True):
+            self.register_buffer(name, part.contiguous(), persistent=False)
+
+    def _parts(self) -> list[Tensor]:
+        return [self._codes, self._scale]
 
     def _product(self, rows: Tensor) -> Tensor:
         y = torch._weight_int8pack_mm(rows, self._codes, self._scale)
@@ -232,7 +245,8 @@ class Int4Linear(PackedLinear):
     def _pack(self, weight: Tensor) -> None:
         self._store(*quantise_int4(weight))
 
-    def _store(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
+    def _store(self, *parts: Tensor) -> None:
+        codes, scale, zero = parts
         self.out_features = len(codes)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         self.register_buffer("_codes", packed, persistent=False)
@@ -240,19 +254,17 @@ class Int4Linear(PackedLinear):
         self.register_buffer("_scales", scales, persistent=False)
 
     def _unpacked(self) -> Tensor:
-        scale, zero = (self._scales[..., i].t()[..., None].float() for i in (0, 1))
-        return ((self._unpacked_codes().unflatten(1, (-1, GROUP)) - 8.0) * scale + zero).flatten(1).bfloat16()
+        codes, scale, zero = self._parts()
+        return ((codes.unflatten(1, (-1, GROUP)) - 8.0) * scale[..., None] + zero[..., None]).flatten(1).bfloat16()
 
-    def _unpacked_codes(self) -> Tensor:
-        """(out_features, in_features) uint8, from products with the identity, because layouts are kernel-specific."""
+    def _parts(self) -> list[Tensor]:
+        """Codes, (out_features, in_features) uint8, from products with the identity, because layouts are
+        kernel-specific; scales and zeros, (out_features, groups) float32."""
         unit = torch.ones(self._scales.shape[:2], dtype=torch.bfloat16)
         scales = torch.stack([unit, 8 * unit], dim=-1)
         eye = torch.eye(self.in_features, dtype=torch.bfloat16)
-        return torch._weight_int4pack_mm_for_cpu(eye, self._codes, GROUP, scales).t().to(torch.uint8)
-
-    def _select(self, whole: Int4Linear, index: Tensor | slice) -> None:
-        codes, (scale, zero) = whole._unpacked_codes()[index], whole._scales.float().unbind(-1)
-        self._store(codes, scale.t()[index], zero.t()[index])
+        codes = torch._weight_int4pack_mm_for_cpu(eye, self._codes, GROUP, scales).t().to(torch.uint8)
+        return [codes, *(part.t() for part in self._scales.float().unbind(-1))]
 
     def _product(self, rows: Tensor) -> Tensor:
         y = torch._weight_int4pack_mm_for_cpu(rows, self._codes, GROUP, self._scales)

@@ -8,20 +8,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-import torch
-
-from mmspec.core.target import Prompt
-from mmspec.engine.sequence import DecodeRequest, Delta
-from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.sampling import defaults
-from mmspec.sampling.params import SamplingParams
+from mmspec.sampling.params import LIBRARY, SamplingParams
 from mmspec.targets.processor import Processor
 from mmspec.training import data
 
@@ -184,24 +177,10 @@ def user_opening(tokenizer: Any) -> list[int]:
 
 def _draw(pipe: Pipeline, opening: list[int], numbers: Sequence[int], params: SamplingParams) -> list[str | None]:
     """Sample prompts; None for unusable prompts."""
-    target = pipe.target
-    prompt = torch.tensor([opening], dtype=torch.long, device=target.device)
-    stopper = Stopper(MAX_TOKENS, context_limit=target.context_limit, eos_token_ids=target.eos_token_ids)
+    plain = replace(params.over(LIBRARY), max_new_tokens=MAX_TOKENS)  # without the model's own defaults
     seeds = [zlib.crc32(f"prompt {params.seed} {number}".encode()) for number in numbers]
-    samplers = [defaults.sampler(replace(params, seed=seed)) for seed in seeds]
-    answers = [Future[Delta]() for _ in samplers]
-    with pipe.engine.together():
-        sequences = [
-            pipe.submit(DecodeRequest(Prompt(prompt), sampler, stopper, 0), answer.set_result)
-            for sampler, answer in zip(samplers, answers, strict=True)
-        ]
-    try:
-        ended = [answer.result() for answer in answers]
-    finally:
-        pipe.engine.remove(sequences)
-    for one in ended:
-        if one.error is not None:
-            raise one.error
+    requests = [{"prompt": opening, "params": replace(plain, seed=seed)} for seed in seeds]
+    ended = pipe.generate_batch(requests, num_draft_tokens=0)
     return [_usable(pipe.processor, one.token_ids) if one.finish_reason == "stop" else None for one in ended]
 
 

@@ -9,20 +9,17 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mmspec.errors import UserError, explained
+from mmspec.errors import explained
 from mmspec.files import atomic, read_rows
 
 
 def draw(log: Path, out: Path) -> None:
-    """Plot losses (training: thin line, held-out: points) and mean acceptance lengths of a run by step.
-
-    Args:
-        out: file to write; the suffix determines the format.
+    """Plot losses (training: thin line, held-out: points) and mean acceptance lengths of a run by step, as SVG.
 
     Raises:
-        UserError: the file is not a training log, or ``out`` cannot be written.
+        UserError: the log is damaged, or ``out`` cannot be written.
     """
-    rows, name = read(log), log.resolve().parent.name
+    rows, name = [row for _, row in read_rows(log)], log.resolve().parent.name
     figure = Figure(figsize=(10, 4), layout="constrained")
     losses, acceptance = figure.subplots(1, 2)
     _line(losses, rows, "train", "loss", alpha=0.5, label=name)
@@ -38,16 +35,6 @@ def draw(log: Path, out: Path) -> None:
     write_figure(figure, out)
 
 
-def read(log: Path) -> list[dict[str, Any]]:
-    """Read the rows of a training log."""
-    rows = []
-    for number, row in read_rows(log):
-        if missing := {"event", "step"} - row.keys():
-            raise UserError(f"{log}, line {number}: expected a training log's row, received one without {min(missing)}")
-        rows.append(row)
-    return rows
-
-
 def _line(axes: Axes, rows: list[dict[str, Any]], event: str, name: str, **style: Any) -> None:
     points = [(row["step"], row[name]) for row in rows if row["event"] == event and name in row]
     if points:
@@ -55,9 +42,6 @@ def _line(axes: Axes, rows: list[dict[str, Any]], event: str, name: str, **style
 
 
 def write_figure(figure: Figure, out: Path) -> None:
-    """Write a figure atomically; the suffix of ``out`` determines the format, by default SVG."""
-    kind = out.suffix.lstrip(".") or "svg"
-    # Without a date and with fixed ids, the file is reproducible.
-    stable = rc_context({"svg.hashsalt": "mmspec"})
-    with explained(f"cannot write {out}", OSError, ValueError), stable, atomic(out) as part:
-        figure.savefig(part, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    """Write a figure as SVG, atomically. Without a date and with fixed ids, the file is reproducible."""
+    with explained(f"cannot write {out}", OSError), rc_context({"svg.hashsalt": "mmspec"}), atomic(out) as part:
+        figure.savefig(part, format="svg", metadata={"Date": None})

@@ -48,90 +48,7 @@ _OPTIONAL = ("q_norm.weight", "k_norm.weight")
 
 
 @options
-class BlockLoss:
-    """Settings of DFlash's objective."""
-
-    anchors: int = option(24, "Blocks per conversation.", ge=1)
-    gamma: float = option(4.0, "Slots have weights exp(-(k-1)/gamma).", gt=0)
-    loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")
-
-
-@options(kw_only=True)
-@with_fields_of(DFlashConfig)
-class DFlashOptions(BlockLoss, NetworkOptions):
-    """Options of ``mmspec train dflash``."""
-
-    depth: int = inherited(TreeOptions, "depth", default=15)
-    layers: int | None = inherited(DFlashConfig, "layers", "Decoder layers.", default_text="2", default=None)
-    from_target: bool = option(False, "Start as the target's last layers, if they are like its own.")
-
-
-def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
-    target = pipe.target
-    start, draft_ids = started(DFlash, options.start, target, draft_ids)
-    if start is not None and (start.network.config.head or rotary_of(start.network.config)[1] is not None):
-        raise UserError(
-            f"{options.start}: expected a drafter with the target's output layer and plain rotary positions"
-        )
-    config = _network_config(options, pipe, start, output_rows(target) if draft_ids is None else len(draft_ids))
-    network = DFlashNetwork(config).to(target.device, torch.float32)
-    if config.markov_rank:
-        nn.init.zeros_(network.markov_head.weight)  # initially no correction
-    if config.selector_rank:
-        if draft_ids is not None:
-            raise UserError("--selector-rank needs all tokens of the target: leave out --draft-vocabulary")
-        nn.init.zeros_(network.successors.weight)
-    if start is not None:
-        load_shared_weights(start, network, options.start)
-    elif options.from_target:
-        copy_last_layers(network, target)
-    objective = DFlashObjective(**part(options, DFlashObjective.__dataclass_fields__))
-    return TrainingTask(network, objective, DFlash, draft_ids, config.features(target.config.num_hidden_layers))
-
-
-def _network_config(options: DFlashOptions, pipe: Pipeline, start: DFlash | None, drafts: int) -> DFlashConfig:
-    given, decoder = part(options, DFlashConfig.__dataclass_fields__), pipe.target.config
-    if "selector_rank" in given:
-        given["selector_tokens"] = decoder.vocab_size * (given["selector_rank"] > 0)
-    if "markov_rank" in given:
-        has = given["markov_rank"] > 0
-        given |= {"markov_inputs": has * decoder.vocab_size, "markov_outputs": has * drafts}
-    if start is not None:
-        return replace(start.network.config, **given)
-    new = {"block_size": 8, "layers": 2, "target_layer_ids": default_layer_ids(decoder.num_hidden_layers), **given}
-    if "mask_token_id" not in new:
-        new["mask_token_id"] = mask_token(pipe)
-    return DFlashConfig.like(decoder, **new)
-
-
-@torch.no_grad()
-def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
-    """Initialise the layers and the last norm from the target's last layers and norm, whose inputs include the last
-    states that the drafter reads. Query and key norms without a counterpart in the target keep their initial values.
-
-    Raises:
-        UserError: the target's layers have another architecture or shape.
-    """
-    last = range(target.config.num_hidden_layers)[-network.config.layers :]
-    theirs, own = decoder_weights(target, last), network.state_dict()
-    parts = {
-        ours: some
-        for ours, some in published_names(own, NAMES).items()
-        if not _OWN.match(ours) and (some[0] in theirs or not ours.endswith(_OPTIONAL))
-    }
-    for name, expected in shapes_of(own, parts, network.config).items():
-        if (received := tuple(theirs[name].shape) if name in theirs else "none") != expected:
-            raise UserError(
-                f"--from-target needs layers like the drafter's: expected {name} {expected}, received {received}"
-            )
-    for ours, weight in stack(theirs, parts).items():
-        own[ours].copy_(weight)
-    network.hidden_norm.weight.copy_(own["layers.0.input_norm.weight"])
-    network.fc.weight.zero_()[:, -network.config.hidden_size :].fill_diagonal_(1.0)
-
-
-@options
-class DFlashObjective(BlockLoss):
+class DFlashObjective:
     """Loss of blocks against the target's next-token distributions (arXiv 2602.06036, section 4).
 
     An anchor is an answer token followed by another answer token. Its block attends to the context of all earlier
@@ -143,6 +60,10 @@ class DFlashObjective(BlockLoss):
     Metrics: ``token_k`` and ``right_k`` are loss and accuracy of slot k, without the selector; ``confidence_k`` and
     ``selector_k`` are the losses of these heads.
     """
+
+    anchors: int = option(24, "Blocks per conversation.", ge=1)
+    gamma: float = option(4.0, "Slots have weights exp(-(k-1)/gamma).", gt=0)
+    loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")
 
     def __call__(
         self,
@@ -185,6 +106,79 @@ class DFlashObjective(BlockLoss):
                 further["confidence"] = F.binary_cross_entropy_with_logits(confidence.float(), accepted)
             losses.add(slot, scores, goal, exp(-(slot - 1) / self.gamma), **further)
         return losses.output
+
+
+@options(kw_only=True)
+@with_fields_of(DFlashConfig)
+class DFlashOptions(DFlashObjective, NetworkOptions):
+    """Options of ``mmspec train dflash``."""
+
+    depth: int = inherited(TreeOptions, "depth", default=15)
+    layers: int | None = inherited(DFlashConfig, "layers", "Decoder layers.", default_text="2", default=None)
+    from_target: bool = option(False, "Start as the target's last layers, if they are like its own.")
+
+
+def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
+    target = pipe.target
+    start, draft_ids = started(DFlash, options.start, target, draft_ids)
+    if start is not None and (start.network.config.head or rotary_of(start.network.config)[1] is not None):
+        raise UserError(
+            f"{options.start}: expected a drafter with the target's output layer and plain rotary positions"
+        )
+    config = _network_config(options, pipe, start, output_rows(target) if draft_ids is None else len(draft_ids))
+    network = DFlashNetwork(config).to(target.device, torch.float32)
+    if config.markov_rank:
+        nn.init.zeros_(network.markov_head.weight)  # initially no correction
+    if config.selector_rank:
+        if draft_ids is not None:
+            raise UserError("--selector-rank needs all tokens of the target: leave out --draft-vocabulary")
+        nn.init.zeros_(network.successors.weight)
+    if start is not None:
+        load_shared_weights(start, network, options.start)
+    elif options.from_target:
+        copy_last_layers(network, target)
+    return TrainingTask(network, options, DFlash, draft_ids, config.features(target.config.num_hidden_layers))
+
+
+def _network_config(options: DFlashOptions, pipe: Pipeline, start: DFlash | None, drafts: int) -> DFlashConfig:
+    given, decoder = part(options, DFlashConfig.__dataclass_fields__), pipe.target.config
+    if "selector_rank" in given:
+        given["selector_tokens"] = decoder.vocab_size * (given["selector_rank"] > 0)
+    if "markov_rank" in given:
+        has = given["markov_rank"] > 0
+        given |= {"markov_inputs": has * decoder.vocab_size, "markov_outputs": has * drafts}
+    if start is not None:
+        return replace(start.network.config, **given)
+    new = {"block_size": 8, "layers": 2, "target_layer_ids": default_layer_ids(decoder.num_hidden_layers), **given}
+    if "mask_token_id" not in new:
+        new["mask_token_id"] = mask_token(pipe)
+    return DFlashConfig.like(decoder, **new)
+
+
+@torch.no_grad()
+def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
+    """Initialise the layers and the last norm from the target's last layers and norm, whose inputs include the last
+    states that the drafter reads. Query and key norms without a counterpart in the target keep their initial values.
+
+    Raises:
+        UserError: the target's layers have another architecture or shape.
+    """
+    last = range(target.config.num_hidden_layers)[-network.config.layers :]
+    theirs, own = decoder_weights(target, last), network.state_dict()
+    parts = {
+        ours: some
+        for ours, some in published_names(own, NAMES).items()
+        if not _OWN.match(ours) and (some[0] in theirs or not ours.endswith(_OPTIONAL))
+    }
+    for name, expected in shapes_of(own, parts, network.config).items():
+        if (received := tuple(theirs[name].shape) if name in theirs else "none") != expected:
+            raise UserError(
+                f"--from-target needs layers like the drafter's: expected {name} {expected}, received {received}"
+            )
+    for ours, weight in stack(theirs, parts).items():
+        own[ours].copy_(weight)
+    network.hidden_norm.weight.copy_(own["layers.0.input_norm.weight"])
+    network.fc.weight.zero_()[:, -network.config.hidden_size :].fill_diagonal_(1.0)
 
 
 def selector_loss(network: DFlashNetwork, scores: Tensor, goal: Tensor, states: Tensor, previous: Tensor) -> Tensor:

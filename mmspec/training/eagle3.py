@@ -34,66 +34,7 @@ from mmspec.validation import inherited, option, options, part, with_fields_of
 
 
 @options
-class Eagle3Passes(Passes):
-    """Settings of EAGLE-3's objective."""
-
-    passes: int = inherited(Passes, "passes", "Levels of a tree that are trained, a forward pass each.", default=5)
-    keep: float = option(
-        1.0, "Share of the chains that each further pass keeps (conditional drop-token, arXiv 2602.01469).", ge=0, le=1
-    )
-
-
-@options(kw_only=True)
-@with_fields_of(Eagle3Config)
-class Eagle3Options(Eagle3Passes, HeadOptions):
-    """Options of ``mmspec train eagle3``."""
-
-    depth: int = inherited(TreeOptions, "depth", default=8)
-    parallel: bool | None = option(
-        None,
-        "Draft all levels in one pass (P-EAGLE): further levels have a mask token and a learnt state.",
-        default_text="one pass per level",
-        names=("--parallel/--sequential",),
-    )
-
-
-def setup(options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
-    target = pipe.target
-    start, draft_ids = started(Eagle3, options.start, target, draft_ids)
-    if start is not None:
-        if start.network.config.window or start.network.config.candidates:
-            raise UserError(f"{options.start}: expected an EAGLE-3 head without a sliding window, received EAGLE-4's")
-        if rotary_of(start.network.config)[1] is not None:
-            raise UserError(f"{options.start}: expected a head with plain rotary positions, received M-RoPE")
-    config = _network_config(options, pipe, draft_ids, start)
-    network = Eagle3Network(config).to(target.device, torch.float32)
-    if start is not None:
-        load_shared_weights(start, network, options.start)
-    else:
-        with torch.no_grad():
-            network.lm_head.weight.copy_(head_weight(target, draft_ids))
-    objective = Eagle3Objective(**part(options, Eagle3Objective.__dataclass_fields__))
-    return TrainingTask(network, objective, Eagle3, draft_ids, config.features(target.config.num_hidden_layers))
-
-
-def _network_config(
-    options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None, start: Eagle3 | None
-) -> Eagle3Config:
-    given: dict[str, Any] = part(options, Eagle3Config.__dataclass_fields__)
-    given |= {"states": len(given["reads"])} if "reads" in given else {}
-    before = None if start is None else start.network.config
-    mask = None if before is None else before.mask_token_id
-    if options.parallel is not None:
-        mask = (mask_token(pipe) if mask is None else mask) if options.parallel else None
-    head = output_rows(pipe.target) if draft_ids is None else len(draft_ids)
-    if before is not None:
-        return replace(before, **given, head=head if before.head else 0, mask_token_id=mask)
-    new = {"fc_norm": not given.get("norm_before_fc"), "norm_output": True, **given}
-    return Eagle3Config.like(pipe.target.config, **new, head=head, mask_token_id=mask)
-
-
-@options
-class Eagle3Objective(Eagle3Passes):
+class Eagle3Objective(Passes):
     """Loss against the target's next-token distribution over several passes (training-time test, arXiv 2503.01840,
     section 3.2).
 
@@ -107,6 +48,11 @@ class Eagle3Objective(Eagle3Passes):
 
     The metrics ``token_d`` and ``right_d`` are loss and accuracy d steps after a true state.
     """
+
+    passes: int = inherited(Passes, "passes", "Levels of a tree that are trained, a forward pass each.", default=5)
+    keep: float = option(
+        1.0, "Share of the chains that each further pass keeps (conditional drop-token, arXiv 2602.01469).", ge=0, le=1
+    )
 
     def __call__(
         self,
@@ -154,6 +100,54 @@ class Eagle3Objective(Eagle3Passes):
             scores = network.scores(network.lm_head if network.config.head else losses.head, state[valid])
             losses.add(number + 1, scores, losses.goals(valid, entry), self.decay**number)
         return losses.output
+
+
+@options(kw_only=True)
+@with_fields_of(Eagle3Config)
+class Eagle3Options(Eagle3Objective, HeadOptions):
+    """Options of ``mmspec train eagle3``."""
+
+    depth: int = inherited(TreeOptions, "depth", default=8)
+    parallel: bool | None = option(
+        None,
+        "Draft all levels in one pass (P-EAGLE): further levels have a mask token and a learnt state.",
+        default_text="one pass per level",
+        names=("--parallel/--sequential",),
+    )
+
+
+def setup(options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
+    target = pipe.target
+    start, draft_ids = started(Eagle3, options.start, target, draft_ids)
+    if start is not None:
+        if start.network.config.window or start.network.config.candidates:
+            raise UserError(f"{options.start}: expected an EAGLE-3 head without a sliding window, received EAGLE-4's")
+        if rotary_of(start.network.config)[1] is not None:
+            raise UserError(f"{options.start}: expected a head with plain rotary positions, received M-RoPE")
+    config = _network_config(options, pipe, draft_ids, start)
+    network = Eagle3Network(config).to(target.device, torch.float32)
+    if start is not None:
+        load_shared_weights(start, network, options.start)
+    else:
+        with torch.no_grad():
+            network.lm_head.weight.copy_(head_weight(target, draft_ids))
+    return TrainingTask(network, options, Eagle3, draft_ids, config.features(target.config.num_hidden_layers))
+
+
+def _network_config(
+    options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None, start: Eagle3 | None
+) -> Eagle3Config:
+    given: dict[str, Any] = part(options, Eagle3Config.__dataclass_fields__)
+    given |= {"states": len(given["reads"])} if "reads" in given else {}
+    before = None if start is None else start.network.config
+    mask = None if before is None else before.mask_token_id
+    if options.parallel is not None:
+        mask = (mask_token(pipe) if mask is None else mask) if options.parallel else None
+    head = output_rows(pipe.target) if draft_ids is None else len(draft_ids)
+    if before is not None:
+        return replace(before, **given, head=head if before.head else 0, mask_token_id=mask)
+    new = {"fc_norm": not given.get("norm_before_fc"), "norm_output": True, **given}
+    return Eagle3Config.like(pipe.target.config, **new, head=head, mask_token_id=mask)
 
 
 def _inputs(network: Eagle3Network, target: Target, embeds: Tensor, state: Tensor) -> Tensor:

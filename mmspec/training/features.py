@@ -1,4 +1,5 @@
-"""Feature extraction: runs a target over conversations and returns hidden states for drafter training.
+"""Features of conversations for drafter training: a target's hidden states, extracted, cached on disk, or recorded
+during generation, which saves a forward pass of the target.
 
 Conversations are encoded as the token sequences that the target processes during generation, with answers marked.
 Tokens outside answers equal ``pipe.encode`` of the messages before the answer. Answers with recorded tokens keep these
@@ -7,23 +8,38 @@ tokens even if the tokenizer would encode the text differently.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby, pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mmspec.core.drafter import Drafter
+from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Prompt, TargetOutput
-from mmspec.errors import UserError
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
+from mmspec.drafters.checkpoint import verifier_of
+from mmspec.errors import UserError, explained
+from mmspec.files import atomic, write_text
 from mmspec.pipeline import Pipeline
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.training import data
 from mmspec.training.data import Conversation
 
+_INDEX = "index.json"
+_FIELDS = ("tokens", "hidden", "shown", "visual", "answer", "layers")
 _TOKEN_TYPES = "mm_token_type_ids"
 
 
@@ -68,6 +84,10 @@ class ConversationFeatures:
     answer: Tensor
     layers: Tensor | None = None
 
+    def cpu(self) -> ConversationFeatures:
+        parts: dict[str, Any] = {name: None if x is None else x.cpu() for name, x in vars(self).items()}
+        return ConversationFeatures(**parts)
+
 
 CONTEXT = -1
 """Turn index of tokens outside answers."""
@@ -105,13 +125,14 @@ class Encoder:
 
     Attributes:
         settings: settings other than target and conversation that determine the sequences, as JSON values.
+        reasons: reasons of skipped conversations so far, by id.
     """
 
     def __init__(self, pipe: Pipeline, max_length: int | None = None) -> None:
         self.pipe, target, processor = pipe, pipe.target, pipe.processor
         limits = [limit for limit in (max_length, target.context_limit) if limit is not None]
         self.max_length = min(limits, default=None)
-        self._reasons: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
         self.settings: dict[str, Any] = {"max_length": self.max_length, **_VIDEO}
         config = target.model_config
         marks = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
@@ -125,7 +146,7 @@ class Encoder:
     @property
     def skipped(self) -> Counter[str]:
         """Number of skipped conversations so far by reason."""
-        return Counter(self._reasons.values())
+        return Counter(self.reasons.values())
 
     def __call__(self, conversation: Conversation) -> EncodedConversation | None:
         """Encode a conversation without trailing turns beyond the maximum length.
@@ -144,7 +165,7 @@ class Encoder:
         assert shorter is not None
         start = int((shorter.turn >= 0).int().argmax())
         if start + 2 > self.max_length:
-            self._reasons[conversation.id] = "too long"
+            self.reasons[conversation.id] = "too long"
             return None
         return shorter.cut(self.max_length)
 
@@ -156,14 +177,14 @@ class Encoder:
         else:
             shown = data.as_text(conversation.messages)
         if processor.has_typed_tokens(shown):
-            self._reasons[conversation.id] = "special tokens in the text"
+            self.reasons[conversation.id] = "special tokens in the text"
             return None
         last = max(index for index, message in enumerate(shown) if message["role"] == "assistant")
         prompt = self.pipe.encode([{"prompt": shown[:last], **media}])
         processed = prompt.input_ids[0].tolist()
         tokens = self._tokens(shown[: last + 1], conversation.answers)
         if any(token in self.visual_ids for token, turn in tokens if turn != CONTEXT):
-            self._reasons[conversation.id] = "visual tokens in an answer"
+            self.reasons[conversation.id] = "visual tokens in an answer"
             return None
         self._check_expansion(shown[:last], processed)
         tokens = self._expanded(tokens, processed)
@@ -343,3 +364,258 @@ def collate(rows: Sequence[ConversationFeatures], target: TransformersTarget) ->
     found = [row.layers.to(device, dtype) for row in rows if row.layers is not None]
     layers = pad_sequence(found, batch_first=True) if found else None
     return Features(tokens, hidden.to(dtype), embeds, visual, answer, keep, layers)
+
+
+class StoredFeatures:
+    """Features in safetensors files of several conversations each, with the call interface of ``Extractor``.
+
+    Keys are ``HASH/FIELD``, with a hash of a conversation's messages and answers, and a field of
+    ``ConversationFeatures``. Floating point features are in the target's dtype. The metadata has the reasons for which
+    conversations were skipped.
+
+    Raises:
+        UserError: a file is damaged, or has features of a target of another hidden size.
+    """
+
+    def __init__(self, folders: Sequence[Path], target: TransformersTarget) -> None:
+        self.folders, self.target = folders, target
+        self._reasons: dict[str, str] = {}  # by hash, as the files
+        self._places: dict[str, Path] = {}
+        self._scanned: set[Path] = set()
+        self._open = lru_cache(maxsize=256)(_opened)
+        self.scan()
+
+    def scan(self) -> None:
+        """Read the index of new files, which other processes may have written."""
+        width = self.target.config.hidden_size
+        for path in sorted({path for folder in self.folders for path in folder.glob("*.safetensors")} - self._scanned):
+            file = self._open(path)
+            names = [key.partition("/")[0] for key in file.keys() if key.endswith("/hidden")]  # noqa: SIM118
+            for name in names[:1]:
+                if (received := file.get_slice(f"{name}/hidden").get_shape()[-1]) != width:
+                    raise UserError(
+                        f"{path}: expected hidden states of size {width}, the model's, received size {received}"
+                    )
+            self._places |= dict.fromkeys(names, path)
+            self._reasons |= json.loads((file.metadata() or {}).get("skipped", "{}"))
+            self._scanned.add(path)
+
+    def __contains__(self, conversation: Conversation) -> bool:
+        name = _fingerprint(conversation)
+        return name in self._places or name in self._reasons
+
+    def __call__(self, conversations: Sequence[Conversation]) -> Features:
+        """The features of a batch.
+
+        Raises:
+            UserError: a conversation has no features, or a file is damaged.
+        """
+        rows = [self._row(conversation) for conversation in conversations]
+        return collate([row for row in rows if row is not None], self.target)
+
+    def sequences(self) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield each conversation's tokens except the last, and hidden states, (length, hidden), in the target's
+        dtype."""
+        for name in self._places:
+            row = self._read(name)
+            yield row.tokens[:-1].tolist(), row.hidden[:-1].to(self.target.device, self.target.dtype)
+
+    def _row(self, conversation: Conversation) -> ConversationFeatures | None:
+        """The features of a conversation; None if it was skipped."""
+        if conversation not in self:
+            self.scan()
+        name = _fingerprint(conversation)
+        if name in self._places:
+            return self._read(name)
+        if name not in self._reasons:
+            where = ", ".join(map(str, self.folders))
+            raise UserError(f"{where}: expected features of conversation {conversation.id}, found none")
+        return None
+
+    def _read(self, name: str) -> ConversationFeatures:
+        path = self._places[name]
+        file = self._open(path)
+        with explained(f"{path}: expected a whole file of features", SafetensorError):
+            parts = {field: file.get_tensor(f"{name}/{field}") for field in _FIELDS}
+        return ConversationFeatures(**parts | {"layers": parts["layers"] if parts["layers"].numel() else None})
+
+
+def _opened(path: Path) -> Any:
+    # Unlike in a mapped file, a read beyond the end of a truncated file is an error.
+    with explained(f"{path}: expected a whole file of features", OSError, SafetensorError):
+        return safe_open(path, "pt", backend="pread")
+
+
+def recorded_features(folders: Sequence[Path], target: TransformersTarget) -> StoredFeatures:
+    """Features that ``Recorder`` wrote.
+
+    Raises:
+        UserError: there are none.
+    """
+    if not any(path for folder in folders for path in folder.glob("*.safetensors")):
+        raise UserError(f"expected features of make-data --record in {', '.join(map(str, folders))}, received none")
+    return StoredFeatures(folders, target)
+
+
+class FeatureCache(StoredFeatures):
+    """Feature cache in a folder, which also has an ``index.json`` with target and settings.
+
+    ``fill`` computes missing features. A folder created with more layers also serves extractors of a subset of these
+    layers.
+
+    Args:
+        extractor: computes missing features. Its target and settings must match the folder; it may read fewer layers.
+        size: conversations per file.
+
+    Raises:
+        UserError: the folder holds features of another target or other settings, or a file is damaged.
+    """
+
+    def __init__(
+        self, folder: Path, extractor: Extractor, conversations: Sequence[Conversation], size: int = 256
+    ) -> None:
+        self.extractor, self.conversations, self.size = copy(extractor), conversations, size
+        self._wanted = extractor.layers
+        self.dtype = extractor.target.dtype
+        self._check_index(folder / _INDEX)
+        super().__init__([folder], extractor.target)
+
+    @property
+    def missing(self) -> list[Conversation]:
+        """Conversations whose features have not been computed yet."""
+        return [one for one in self.conversations if one not in self]
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """Number of skipped conversations by reason."""
+        names = {_fingerprint(conversation) for conversation in self.conversations}
+        return Counter(self._reasons[name] for name in names & self._reasons.keys())
+
+    def fill(
+        self, batch: int = 16, rank: int = 0, processes: int = 1, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Compute the missing features, in order of length, which saves padding.
+
+        Args:
+            rank, processes: compute the features of every ``processes``-th conversation, starting at ``rank``.
+            progress: called with the number of conversations done and their total.
+        """
+        todo = sorted((one for one in self.conversations[rank::processes] if one not in self), key=lambda one: one.size)
+        for first in range(0, len(todo), self.size):
+            part, rows = todo[first : first + self.size], []
+            for start in range(0, len(part), batch):
+                for one, row in zip(some := part[start : start + batch], self.extractor.rows(some), strict=True):
+                    rows.append((one, self.extractor.encoder.reasons[one.id] if row is None else row.cpu()))
+                if progress:
+                    progress(first + len(rows), len(todo))
+            write_features(self.folders[0], self.dtype, rows)
+            self.scan()
+
+    def _read(self, name: str) -> ConversationFeatures:
+        """Features with only the wanted layers of those on disk."""
+        row = super()._read(name)
+        if self._wanted == self.extractor.layers:
+            return row
+        assert row.layers is not None
+        columns = [self.extractor.layers.index(layer) for layer in self._wanted]
+        layers = row.layers.unflatten(1, (len(self.extractor.layers), -1))[:, columns].flatten(1)
+        return replace(row, layers=layers if columns else None)
+
+    def _check_index(self, path: Path) -> None:
+        found = None
+        if path.exists():
+            with explained(f"{path}: expected the index of a feature cache", OSError, ValueError, AttributeError):
+                found = json.loads(path.read_text())
+                stored = found.get("settings", {}).get("layers", [])
+            if set(self._wanted) <= set(stored):
+                self.extractor.layers = tuple(stored)
+        target = self.extractor.target
+        wanted = {
+            "verifier": verifier_of(target),
+            "settings": {**self.extractor.settings, "dtype": str(target.dtype)},
+        }
+        if found is None:
+            write_text(path, json.dumps(wanted, indent=2) + "\n")
+            return
+        for name in wanted:
+            if found.get(name) != wanted[name]:
+                raise UserError(
+                    f"{path.parent} holds features of another {name}: expected {wanted[name]}, received "
+                    f"{found.get(name)}"
+                )
+
+
+def write_features(
+    folder: Path, dtype: torch.dtype, rows: Sequence[tuple[Conversation, ConversationFeatures | str]]
+) -> None:
+    """Write a file of ``StoredFeatures``."""
+    names = [_fingerprint(conversation) for conversation, _ in rows]
+    skipped = {name: row for name, (_, row) in zip(names, rows, strict=True) if isinstance(row, str)}
+    tensors = {}
+    for name, (_, row) in zip(names, rows, strict=True):
+        if not isinstance(row, str):
+            for field in _FIELDS:
+                value = getattr(row, field)
+                x = torch.zeros(0, dtype=dtype) if value is None else value
+                kept = dtype if x.is_floating_point() else x.dtype
+                tensors[f"{name}/{field}"] = x.to("cpu", kept, copy=True).contiguous()
+    if rows:
+        with atomic(folder / f"{names[0]}.safetensors") as part:
+            save_file(tensors, part, {"skipped": json.dumps(skipped)})
+
+
+def _fingerprint(conversation: Conversation) -> str:
+    content = json.dumps([conversation.messages, conversation.answers], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+class Recorder(Drafter):
+    """Records the target's last hidden states of whole text sequences; drafts no tokens.
+
+    Attributes:
+        finished: hidden states, (length - 1, hidden), of finished sequences by tokens of prompt and answer.
+    """
+
+    learns: ClassVar[bool] = False
+    features: ClassVar[tuple[Feature, ...]] = ("last",)
+
+    def __init__(self) -> None:
+        self.finished: dict[tuple[int, ...], Tensor] = {}
+        self._rows: list[tuple[list[int], list[Tensor]]] = []
+
+    @torch.inference_mode()
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        for row, tokens in enumerate(history):
+            hidden = output.features["last"][row]
+            mask = None if prompt.attention_mask is None else prompt.attention_mask[row].bool()
+            self._rows.append((tokens, [hidden.clone() if mask is None else hidden[mask]]))
+
+    def select(self, rows: Sequence[int]) -> None:
+        for row in set(range(len(self._rows))) - set(rows):
+            tokens, hidden = self._rows[row]
+            self.finished[tuple(tokens)] = torch.cat(hidden)[: len(tokens) - 1].cpu()
+        self._rows = [self._rows[row] for row in rows]
+
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
+        return TokenTree.root(token)
+
+    @torch.inference_mode()
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        for (_, hidden), state in zip(self._rows, output.features["last"][:, :1].clone(), strict=True):
+            hidden.append(state)
+
+    def save(self, folder: Path, conversations: Sequence[Conversation], pipe: Pipeline) -> None:
+        """Write the features of single-turn conversations and forget all finished sequences."""
+        rows: list[tuple[Conversation, ConversationFeatures | str]] = []
+        for one in conversations:
+            answer = one.answers[-1]
+            assert answer is not None
+            prompt = pipe.encode([{"prompt": data.as_text(one.messages[:-1])}]).input_ids[0].tolist()
+            hidden = self.finished.get((*prompt, *answer))
+            if hidden is not None:  # a one-token answer has no states
+                tokens = torch.tensor([*prompt, *answer], dtype=torch.long)
+                hidden = torch.nn.functional.pad(hidden, (0, 0, 0, 1))  # pads the last token, which predicts nothing
+                mark = torch.arange(len(tokens)) >= len(prompt)
+                rows.append((one, ConversationFeatures(tokens, hidden, hidden[:0], torch.zeros_like(mark), mark)))
+        write_features(folder, pipe.target.dtype, rows)
+        self.finished.clear()

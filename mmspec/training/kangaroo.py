@@ -17,13 +17,6 @@ from mmspec.training.tasks import DrafterTraining, TrainingTask
 from mmspec.validation import inherited, options
 
 
-@options(kw_only=True)
-class KangarooOptions(NextTokenLoss, TreeOptions):
-    """Options of ``mmspec train kangaroo``."""
-
-    exit_layer: int = inherited(KangarooConfig, "exit_layer", "The target's first layers that draft.")
-
-
 @options
 class KangarooObjective(NextTokenLoss):
     """Loss against the target's next-token distributions at the same positions (arXiv 2404.18911, formula 2).
@@ -43,14 +36,19 @@ class KangarooObjective(NextTokenLoss):
         return next_token_loss(self.loss, target, batch, states, draft_ids)
 
 
+@options(kw_only=True)
+class KangarooOptions(KangarooObjective, TreeOptions):
+    """Options of ``mmspec train kangaroo``."""
+
+    exit_layer: int = inherited(KangarooConfig, "exit_layer", "The target's first layers that draft.")
+
+
 def setup(options: KangarooOptions, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
     target = pipe.target
     first_layers(target, options.exit_layer)  # raises if the target has too few
     config = KangarooConfig.like(target.config, mlp=0, rope_theta=10000.0, exit_layer=options.exit_layer)
     network = KangarooNetwork(config).to(target.device, torch.float32)
-    return TrainingTask(
-        network, KangarooObjective(options.loss), Kangaroo, draft_ids, (output_of(options.exit_layer - 1),)
-    )
+    return TrainingTask(network, options, Kangaroo, draft_ids, (output_of(options.exit_layer - 1),))
 
 
 TRAINING = DrafterTraining(

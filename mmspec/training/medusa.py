@@ -21,15 +21,42 @@ from mmspec.validation import inherited, option, options, part
 
 
 @options
-class HeadLoss:
-    """Settings of the objective of Medusa and Hydra."""
+class MedusaObjective:
+    """Loss of heads against the target's next-token distributions: the sum of ``decay ** i`` times the loss of head i
+    (arXiv 2401.10774, section 2.2.1, which trains on tokens; arXiv 2402.05109, section 3.1).
+
+    Head i reads the target's state before an answer token, and predicts the (i+1)-th token after that answer token.
+
+    The metrics ``token_k`` and ``right_k`` are loss and accuracy of the k-th head.
+    """
 
     decay: float = inherited(Passes, "decay", "Weight of a head to the one before.")
     loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")
 
+    def __call__(
+        self, network: MedusaNetwork, target: Target, batch: Features, draft_ids: Tensor | None = None, *_: Any
+    ) -> LossOutput:
+        """The losses, see ``mmspec.training.tasks.Objective``; deterministic."""
+        followed = batch.answer[:, 1:-1] & batch.answer[:, 2:]
+        losses = TokenLosses(self.loss, target, batch.hidden[:, 1:-1], followed, draft_ids)
+        if not losses.count:
+            return losses.output
+        positions = torch.arange(followed.shape[1], device=followed.device).expand_as(followed)
+        states, wanted = network.state(causal_pass(network, network.config.layer, batch.hidden)), followed
+        for number, chain in enumerate(network.heads):
+            length = followed.shape[1] - number
+            wanted = wanted[:, :length] & followed[:, number:]
+            if not bool(wanted.any()):
+                break
+            before = number + 1 if network.config.grounded else 0
+            read = [states[:, :length], *(batch.embeds[:, 1 + k : 1 + k + length] for k in range(before))]
+            scores = network.scores(number, [chain(torch.cat([x[wanted] for x in read], dim=-1))], losses.head)
+            losses.add(number + 1, scores, losses.goals(wanted, positions[:, number:]), self.decay**number)
+        return losses.output
+
 
 @options(kw_only=True)
-class MedusaOptions(HeadLoss, TreeOptions):
+class MedusaOptions(MedusaObjective, TreeOptions):
     """Options of ``mmspec train medusa``, including Hydra."""
 
     heads: int = inherited(MedusaConfig, "heads", "Heads, one per drafted token.", default=4)
@@ -53,40 +80,7 @@ def setup(options: MedusaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> T
     )
     network = MedusaNetwork(config).to(target.device, torch.float32)
     network.start(head)
-    objective = MedusaObjective(**part(options, MedusaObjective.__dataclass_fields__))
-    return TrainingTask(network, objective, Hydra if options.grounded else Medusa, draft_ids)
-
-
-@options
-class MedusaObjective(HeadLoss):
-    """Loss of heads against the target's next-token distributions: the sum of ``decay ** i`` times the loss of head i
-    (arXiv 2401.10774, section 2.2.1, which trains on tokens; arXiv 2402.05109, section 3.1).
-
-    Head i reads the target's state before an answer token, and predicts the (i+1)-th token after that answer token.
-
-    The metrics ``token_k`` and ``right_k`` are loss and accuracy of the k-th head.
-    """
-
-    def __call__(
-        self, network: MedusaNetwork, target: Target, batch: Features, draft_ids: Tensor | None = None, *_: Any
-    ) -> LossOutput:
-        """The losses, see ``mmspec.training.tasks.Objective``; deterministic."""
-        followed = batch.answer[:, 1:-1] & batch.answer[:, 2:]
-        losses = TokenLosses(self.loss, target, batch.hidden[:, 1:-1], followed, draft_ids)
-        if not losses.count:
-            return losses.output
-        positions = torch.arange(followed.shape[1], device=followed.device).expand_as(followed)
-        states, wanted = network.state(causal_pass(network, network.config.layer, batch.hidden)), followed
-        for number, chain in enumerate(network.heads):
-            length = followed.shape[1] - number
-            wanted = wanted[:, :length] & followed[:, number:]
-            if not bool(wanted.any()):
-                break
-            before = number + 1 if network.config.grounded else 0
-            read = [states[:, :length], *(batch.embeds[:, 1 + k : 1 + k + length] for k in range(before))]
-            scores = network.scores(number, [chain(torch.cat([x[wanted] for x in read], dim=-1))], losses.head)
-            losses.add(number + 1, scores, losses.goals(wanted, positions[:, number:]), self.decay**number)
-        return losses.output
+    return TrainingTask(network, options, Hydra if options.grounded else Medusa, draft_ids)
 
 
 TRAINING = DrafterTraining(

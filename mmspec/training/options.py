@@ -10,12 +10,12 @@ from pydantic import DirectoryPath, FilePath
 from mmspec.drafters.spec import LayerShape, TreeShape
 from mmspec.errors import UserError
 from mmspec.plugins import DEFAULT_MODEL, default_model
-from mmspec.validation import Many, inherited, option, options, with_fields_of
+from mmspec.validation import Many, inherited, option, options, part, with_fields_of
 
 
 @options
 class Schedule:
-    """Length, learning-rate schedule and intervals of a training run.
+    """Length, by one of ``steps`` and ``minutes``, learning-rate schedule and intervals of a training run.
 
     Attributes:
         minutes: total time, including earlier parts of a resumed run.
@@ -32,22 +32,13 @@ class Schedule:
     report_minutes: float = option(5.0, "Minutes between evaluations on held-out examples.", ge=0)
 
 
-@options
-class TrainingPlan(Schedule):
-    """A ``Schedule`` with exactly one of ``steps`` and ``minutes``.
-
-    Raises:
-        UserError: both or neither are given, or a value is out of range.
-    """
-
-    def __post_init__(self) -> None:
-        if (self.steps is None) == (self.minutes is None):
-            raise UserError(f"give one of steps and minutes: received steps={self.steps}, minutes={self.minutes}")
-
-
 @options(kw_only=True)
 class RunOptions(Schedule):
-    """Options common to all training commands."""
+    """Options common to all training commands.
+
+    Raises:
+        UserError: more than one length is given, or a value is out of range.
+    """
 
     target: str = option(default_model, "Target model.", names=("--model", "--target"), default_text=DEFAULT_MODEL)
     text: Many[FilePath] = option((), "Conversations without media (stage 1); repeatable.")
@@ -71,6 +62,10 @@ class RunOptions(Schedule):
     prompts: int = option(8, "Decoded per evaluation.", ge=0)
     max_new_tokens: int = option(96, "Per decoded prompt.", ge=2)
     tensorboard: bool = option(False, "Log to OUT/tensorboard too.")
+
+    def __post_init__(self) -> None:
+        if len(lengths := part(self, ("steps", "minutes", "epochs"))) > 1:
+            raise UserError(f"give one of steps, minutes and epochs: received {lengths}")
 
 
 @options(kw_only=True)

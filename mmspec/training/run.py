@@ -24,12 +24,10 @@ from mmspec.pipeline import Pipeline
 from mmspec.progress import show_progress, show_steps
 from mmspec.training import data
 from mmspec.training.data import MIXED, TEXT, Conversation
-from mmspec.training.feature_cache import FeatureCache, RecordedFeatures
-from mmspec.training.features import Extractor
-from mmspec.training.options import RunOptions, TrainingPlan, TreeOptions
+from mmspec.training.features import Extractor, FeatureCache, recorded_features
+from mmspec.training.options import RunOptions, TreeOptions
 from mmspec.training.tasks import DrafterTask, ExtractFeatures, TrainingTask
 from mmspec.training.trainer import CHECKPOINT, DRAFTER, Trainer, train_with_progress
-from mmspec.validation import part
 
 Options = TypeVar("Options", bound=RunOptions)
 _log = logging.getLogger("mmspec.load")
@@ -53,7 +51,10 @@ def train_drafter(options: Options, make_task: Callable[[Options, Pipeline, Tens
     console = Console(stderr=True, quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
     training, held_out = _load_conversations(options, console)
     examples = list(chain(*training.values()))
-    plan = _plan(options, len(examples))
+    plan = options
+    if options.steps is options.minutes is None:
+        steps = math.ceil((options.epochs or 1.0) * len(examples) / options.batch)
+        plan = replace(options, steps=steps, epochs=None)
     with show_steps(console):
         _log.info("loading %s", options.target)
         pipe = load(options.target, None, str(accelerator.device), options.dtype, warm_up=0)
@@ -93,17 +94,6 @@ def _accelerator(options: RunOptions) -> Accelerator:
     if tracker:
         accelerator.init_trackers("tensorboard")
     return accelerator
-
-
-def _plan(options: RunOptions, examples: int) -> TrainingPlan:
-    """The training plan; epochs are converted to steps."""
-    lengths = part(options, ("steps", "minutes", "epochs"))
-    if len(lengths) > 1:
-        raise UserError(f"give one of steps, minutes and epochs: received {lengths}")
-    chosen = part(options, TrainingPlan.__dataclass_fields__)
-    if "steps" not in lengths and "minutes" not in lengths:
-        chosen["steps"] = math.ceil(lengths.get("epochs", 1.0) * examples / options.batch)
-    return TrainingPlan(**chosen)
 
 
 def _settings(options: RunOptions) -> dict[str, Any]:
@@ -160,7 +150,7 @@ def _feature_source(
     if options.recorded:
         if extractor.layers:
             raise UserError("--recorded holds the last hidden states: expected a drafter that reads no other layers")
-        recorded = RecordedFeatures(options.recorded, extractor.target)
+        recorded = recorded_features(options.recorded, extractor.target)
         return lambda batch: (recorded if all(one in recorded for one in batch) else extractor)(batch)
     if options.cache is None:
         return extractor

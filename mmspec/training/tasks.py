@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,24 +43,10 @@ _ONLINE_RATE = 1e-3
 _ONLINE_BATCH = 4  # answers per step
 
 
-class Objective(Protocol):
-    """Protocol of losses of a drafter's network on answers."""
-
-    def __call__(
-        self,
-        network: Any,
-        target: Any,
-        batch: Features,
-        draft_ids: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        progress: float = 1.0,
-        /,
-    ) -> LossOutput:
-        """The losses on the answers of ``batch``.
-
-        Args:
-            draft_ids: (n,) int64, reduced draft vocabulary that distributions are restricted to.
-        """
+Objective = Callable[..., LossOutput]
+"""Losses of a drafter's network on the answers of a batch, from ``(network, target, batch: Features, draft_ids,
+generator, progress)``: distributions are restricted to a draft vocabulary ``draft_ids``, (n,) int64, or None; noise
+comes from ``generator``; ``progress`` of the run is from 0 to 1."""
 
 
 class TrainingTask(NamedTuple):

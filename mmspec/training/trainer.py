@@ -27,7 +27,7 @@ from mmspec import files
 from mmspec.errors import UserError
 from mmspec.progress import show_progress
 from mmspec.training.curve import draw
-from mmspec.training.options import TrainingPlan
+from mmspec.training.options import Schedule
 from mmspec.training.tasks import DrafterTask
 
 CHECKPOINT, SETTINGS, LOG, CURVE = "checkpoint.pt", "settings.json", "log.jsonl", "curve.svg"
@@ -58,7 +58,7 @@ class Trainer:
     def __init__(
         self,
         folder: Path,
-        plan: TrainingPlan,
+        plan: Schedule,
         task: DrafterTask,
         accelerator: Accelerator,
         settings: Mapping[str, Any] | None = None,

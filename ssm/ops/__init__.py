@@ -8,7 +8,6 @@ from mmspec.ssm.ops.selective import (
     DepthIndex,
     commit_lru,
     commit_selective,
-    depth_index,
     tree_lru,
     tree_selective,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "commit_scan",
     "commit_selective",
     "conv_window",
-    "depth_index",
     "tree_conv",
     "tree_delta",
     "tree_kda",

@@ -61,11 +61,6 @@ class DepthIndex:
         return tuple(flat[at] for at in self.nodes)
 
 
-def depth_index(ancestors: Tensor) -> DepthIndex:
-    """The levels of a tree, from (batch, nodes, nodes) bool: [i, j] is True if j is i or an ancestor of i."""
-    return DepthIndex(ancestors)
-
-
 def _check(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, *others: Any) -> None:
     (batch, nodes, channels), (groups, size) = x.shape, b.shape[2:]
     if channels % groups:
@@ -97,7 +92,7 @@ def tree_selective(
         b, c: (batch, nodes, groups, state); groups divide channels, consecutive channels share a group.
         d: (channels,) or None.
         state: (batch, channels, state) float32, before the root; not modified.
-        levels: from ``depth_index``.
+        levels: of the tree.
 
     Returns:
         (batch, nodes, channels) float32.
@@ -183,7 +178,7 @@ def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
         x: (batch, nodes, channels), after the input gate and its scaling.
         a: (batch, nodes, channels), decays from 0 to 1.
         state: (batch, channels) float32, before the root; not modified.
-        levels: from ``depth_index``.
+        levels: of the tree.
 
     Returns:
         (batch, nodes, channels) float32.

@@ -223,7 +223,7 @@ class Rule:
 
     def tree(self, values: Values, state: Tensor, ancestors: Tensor) -> Tensor:
         """Outputs at every node."""
-        given = ops.depth_index(ancestors) if self.levels else ancestors
+        given = ops.DepthIndex(ancestors) if self.levels else ancestors
         return getattr(ops, f"tree_{self.name}")(*values, state, given)  # type: ignore[no-any-return]
 
     def commit(self, values: Values, state: Tensor, path: Tensor) -> None:

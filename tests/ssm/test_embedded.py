@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BambaForCausalLM
 import mmspec
 from mmspec import plugins
 from mmspec.eval.suite.tasks import TASKS
-from mmspec.ssm.embedded import tiny_hybrid
+from mmspec.ssm import tiny_hybrid
 
 ROOT = Path(__file__).parents[2]
 

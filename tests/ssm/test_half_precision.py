@@ -8,13 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mmspec import plugins
-from mmspec.core.tree import TokenTree
-from mmspec.ssm.cache import StateCache
-from mmspec.ssm.drafters import mamba as networks
-from tests.half import check_decoding, half_model, long_inputs
-from tests.targets import prefilled, prompt_of
-from tests.tiny import random_tree
+from mmspec.ssm import mamba as networks
+from mmspec.ssm.recurrences import _step_sizes
+from tests.half import check_decoding
 from tests.tiny.configs import MIXER_CONFIGS, VOCAB
 from tests.tiny.models import mamba_network
 
@@ -24,30 +20,11 @@ def test_decoding(name):
     check_decoding(name)
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2", "falcon_h1"])
-@pytest.mark.parametrize("nodes", [1, 6])
-def test_step_sizes_are_computed_in_float32(name, nodes, monkeypatch):
-    """Step sizes as the scan and the commit receive them."""
-    model, given = half_model(name), []
-    scan = StateCache.scan
-
-    def noted(cache, hidden_states, dt, *args, dt_bias, dt_softplus, **options):
-        result = scan(cache, hidden_states, dt, *args, dt_bias=dt_bias, dt_softplus=dt_softplus, **options)
-        gates = cache._scans._gates[cache._place[cache._current[0]], :, : dt.shape[1]]
-        given.append((dt.double() + dt_bias.double(), gates.clone()))
-        assert dt_softplus
-        assert cache._scans.state.data.dtype == torch.float32
-        return result
-
-    monkeypatch.setattr(StateCache, "scan", noted)
-    target = plugins.target_class(model.config)(model)
-    prefilled(target, prompt_of(long_inputs(name, 3)), 8)
-    tree = random_tree(torch.Generator().manual_seed(0), 1, nodes, 90, ragged=False)
-    target.verify(TokenTree(tree.tokens, tree.parents))
-    assert len(given) == target.runner.cache._scans.state.data.shape[1]
-    for raw, kept in given:
-        assert raw.abs().max() > 0.5
-        torch.testing.assert_close(kept.double(), F.softplus(raw), atol=1e-6, rtol=1e-5)
+def test_step_sizes_are_computed_in_float32():
+    raw, bias = torch.linspace(-9, 9, 500, dtype=torch.bfloat16), torch.linspace(-1, 1, 500, dtype=torch.bfloat16)
+    found = _step_sizes(raw, bias, softplus=True)
+    torch.testing.assert_close(found.double(), F.softplus(raw.double() + bias.double()), atol=1e-6, rtol=1e-5)
+    assert torch.equal(_step_sizes(raw, None, softplus=False), raw.float())
 
 
 @torch.no_grad()

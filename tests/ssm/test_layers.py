@@ -14,22 +14,9 @@ from transformers.models.bamba import modeling_bamba
 
 from mmspec import UserError, plugins
 from mmspec.core.target import Prompt
+from mmspec.ssm import layers as recurrent
 from mmspec.ssm.cache import STATES
-from mmspec.ssm.layers import (
-    GatedDeltaNetLayers,
-    Inkling2Layers,
-    InklingLayers,
-    KimiDeltaLayers,
-    LightningAttentionLayers,
-    Mamba1Layers,
-    Mamba2Layers,
-    RGLRULayers,
-    ShortConvolutionLayers,
-    ZayaLayers,
-    _check,
-    _dispatching,
-    _place,
-)
+from mmspec.ssm.layers import CONVOLVED, RECURRENCES, RecurrentLayers, _check, _dispatching, _place
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.targets import prefilled
 from tests.tiny import random_tree, shared_model
@@ -38,12 +25,7 @@ from tests.tiny.configs import HYBRID_CONFIGS
 NAMES = ("causal_conv1d_fn", "mamba2_chunk_scan")
 
 
-PLUGINS = (
-    *(Mamba1Layers, Mamba2Layers, GatedDeltaNetLayers, KimiDeltaLayers, ShortConvolutionLayers),
-    *(LightningAttentionLayers, RGLRULayers, InklingLayers, Inkling2Layers, ZayaLayers),
-)
-MAMBA2, CONVOLUTIONS = Mamba2Layers.replaced(), ShortConvolutionLayers.replaced()
-RECURRENT = {family: layers for layers in PLUGINS for family in layers.families}
+MAMBA2, CONVOLUTIONS = RECURRENCES["mamba2"].functions, CONVOLVED["lfm2"]
 
 
 def module_of(**functions):
@@ -95,7 +77,7 @@ def test_a_scan_without_keyword_arguments_has_the_cache_of_its_convolution():
 def test_functions_are_replaced_during_passes_only():
     """Of several threads the last one to leave restores them, in any order and after an error."""
     before = [getattr(modeling_bamba, name) for name in NAMES]
-    first, second = (Mamba2Layers(shared_model("bamba")).applied() for _ in range(2))
+    first, second = (RecurrentLayers(shared_model("bamba")).applied() for _ in range(2))
     first.__enter__()
     during = [getattr(modeling_bamba, name) for name in NAMES]
     assert [function.__wrapped__ for function in during] == before
@@ -115,8 +97,8 @@ def test_functions_are_replaced_during_passes_only():
 def test_modules_are_replaced_during_passes_only(name):
     """Calls without a ``StateCache`` stay as they are, during passes too."""
     model = shared_model(name)
-    layers, ids = RECURRENT[name](model), torch.tensor([[5, 6, 7, 8, 9]])
-    places = [_place(sys.modules[type(model).__module__], name) for name in layers.replaced()]
+    layers, ids = RecurrentLayers(model), torch.tensor([[5, 6, 7, 8, 9]])
+    places = [_place(sys.modules[type(model).__module__], name) for name in layers.functions]
     before, plain = [getattr(*place) for place in places], model(ids).logits
     with layers.applied():
         assert [getattr(*place).__wrapped__ for place in places] == before
@@ -144,7 +126,7 @@ def test_a_version_that_lacks_what_is_built_upon_is_named(monkeypatch):
     ):
         _check(module_of(causal_conv1d_fn=None), MAMBA2, "Mamba-2")
     with pytest.raises(UserError, match=r"requires ZayaCCAProjection\.forward\(hidden_states, .*\) in modeling_"):
-        _check(module_of(), ZayaLayers.replaced(), "convolution")
+        _check(module_of(), CONVOLVED["zaya"], "convolution")
     monkeypatch.setattr("mmspec.ssm.layers._CACHE_METHODS", ("update_conv_state", "rewind"))
     with pytest.raises(UserError, match=r"requires Cache\.rewind in modeling_of_another_time: not found in"):
         _check(module_of(), MAMBA2, "Mamba-2")
@@ -167,22 +149,24 @@ def test_a_version_that_lacks_what_is_built_upon_is_named(monkeypatch):
 )
 @torch.inference_mode()
 def test_mixers_that_go_another_way_are_noticed(name, function, expected, received, monkeypatch):
+    def without_one(model_type, module):
+        functions = functions_of(model_type, module)
+        return {name: functions[name] for place, name in enumerate(functions) if place != function}
+
+    functions_of = recurrent.functions_of
+    monkeypatch.setattr(recurrent, "functions_of", without_one)
     target = TransformersTarget(shared_model(name))
-    functions = dict(RECURRENT[name].replaced())
-    del functions[list(functions)[function]]
-    monkeypatch.setattr(RECURRENT[name], "replaced", lambda *_: functions)
     prefilled(target, Prompt(torch.tensor([[5, 6, 7]])), 8)
     target.verify(random_tree(torch.Generator().manual_seed(0), 1, 4, 90, ragged=False))
     with pytest.raises(RuntimeError, match=f"once per verify pass: expected {expected} calls, received {received}$"):
         target.runner.commit_nodes(torch.tensor([[0]]), lambda: [[0]])
 
 
-@pytest.mark.parametrize("family", [family for family in RECURRENT if family in HYBRID_CONFIGS])
+@pytest.mark.parametrize("family", [family for family in (*RECURRENCES, *CONVOLVED) if family in HYBRID_CONFIGS])
 def test_families(family):
     model = shared_model(family)
-    assert [plugin.supports(model.config) for plugin in PLUGINS] == [plugin is RECURRENT[family] for plugin in PLUGINS]
     layers = plugins.layer_class(model.config)(model)
-    assert type(layers) is RECURRENT[family]
+    assert isinstance(layers, RecurrentLayers)
     assert layers.static_shapes == (not family.startswith("inkling"))
     assert layers.attends == (family not in ("mamba", "falcon_mamba", "mamba2"))
-    assert not Mamba2Layers.supports(shared_model("llama").config)
+    assert not RecurrentLayers.supports(shared_model("llama").config)

@@ -84,19 +84,6 @@ def test_plain_decoding_goes_on_between_passes(name):
     assert len(said) == 10
 
 
-@pytest.mark.parametrize("name", MIXER_CONFIGS)
-def test_a_prompt_in_chunks(name):
-    model, ids = shared_model(name), text_inputs(1, 23)["input_ids"]
-    target = TransformersTarget(model)
-    *waiting, output = target.prefill([Prompt(ids)], [32] * len(ids), ("last",), 6)
-    assert len(waiting) == 3
-    torch.testing.assert_close(output.logits[0], plain_logits(model, {"input_ids": ids}, [])[-1:], atol=2e-4, rtol=2e-4)
-    tree = random_tree(torch.Generator().manual_seed(0), 1, 8, 90, ragged=False)
-    logits, path = target.verify(tree).logits[0], root_path(tree, 0, 7)
-    expected = plain_logits(model, {"input_ids": ids}, tree.tokens[0, path].tolist())
-    torch.testing.assert_close(logits[path], expected[1:], atol=2e-4, rtol=2e-4)
-
-
 def test_windows_beside_lightning_attention_are_refused():
     config = MIXER_CONFIGS["minimax"]()
     config.sliding_window = 8

@@ -15,8 +15,12 @@ from mmspec.ssm.ops import scan, selective
 from mmspec.ssm.ops.delta import _lineages
 from tests.ssm.ops_grid import CASES, CHECKS, RULES, Case, check_commit, check_tree, draw
 
-pytestmark = pytest.mark.usefixtures("plain_torch")
 SCAN, DELTA, KDA, SELECTIVE, LRU = RULES
+
+
+@pytest.fixture(autouse=True)
+def _plain_torch(monkeypatch):
+    monkeypatch.setenv("MMSPEC_KERNELS", "reference")
 
 
 def by_rule(*rules):
@@ -49,9 +53,9 @@ def test_with_static_shapes_the_host_does_not_read_the_tree(rule, monkeypatch):
     """Otherwise there are as many levels as the deepest path has nodes."""
     i = draw(Case(nodes=20, batch=3))
     ancestors, depth = i.tree.ancestors, int(i.tree.depth.max()) + 1
-    assert len(ops.depth_index(ancestors).nodes) == _lineages(ancestors).shape[2] == depth < 20
+    assert len(ops.DepthIndex(ancestors).nodes) == _lineages(ancestors).shape[2] == depth < 20
     monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
-    assert len(ops.depth_index(ancestors).nodes) == _lineages(ancestors).shape[2] == 20
+    assert len(ops.DepthIndex(ancestors).nodes) == _lineages(ancestors).shape[2] == 20
     check_tree(rule, Case(nodes=20, batch=3))
 
 
@@ -118,7 +122,7 @@ def test_nothing_of_the_size_of_all_states_is_allocated(rule, sizes, scanned, co
     monkeypatch.setattr(selective, "_TILE", (1, 1))
     i = draw(Case(batch=1, heads=8, strided=False, **{"state": 128, **sizes}))
     values, state = rule.inputs(i), rule.state(i)
-    levels = ops.depth_index(i.tree.ancestors)
+    levels = ops.DepthIndex(i.tree.ancestors)
     assert len(levels.slots) == len(levels.sources)  # computed once, for all layers
     with Allocations() as scan_sizes:
         getattr(ops, f"tree_{rule.name}")(*values, state, levels if rule.levels else i.tree.ancestors)

@@ -10,12 +10,10 @@ from mmspec import TokenTree, UserError
 from mmspec.cache.tree_cache import cache_argument
 from mmspec.core.target import Prompt
 from mmspec.eval.decoding.small_configs import random_model, small_config
-from mmspec.ops import kernels
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.decoding import assert_threads_share
-from tests.targets import assert_trees_equal_paths, prefilled, prompt_of, row_of
-from tests.tiny import byte_tokenizer, random_tree, root_path, shared_model, valid_nodes
-from tests.tiny.cases import Case, compare_case
+from tests.targets import assert_trees_equal_paths, prefilled
+from tests.tiny import byte_tokenizer, random_tree, root_path, shared_model
 from tests.tiny.configs import (
     CONVOLUTION_CONFIGS,
     HYBRID_CONFIGS,
@@ -128,24 +126,6 @@ def test_no_attention_at_all_in_a_model_that_may_have_some():
 # ---------------------------------------------------------------------- tokens
 
 
-@pytest.mark.parametrize("name", HYBRID_CONFIGS)
-@pytest.mark.parametrize(
-    ("batch", "length", "setting", "drafter"),
-    [
-        (1, 1, "greedy", "ngram"),
-        (3, 9, "greedy", "oracle"),
-        (3, 9, "repetition-penalty", "recycle"),
-        (1, 23, "no-repeat-ngram", "oracle"),
-        (3, 9, "sampled-filtered", "oracle"),
-    ],
-)
-def test_tokens_equal_plain_ones(name, batch, length, setting, drafter):
-    case = Case(name, batch, 0, length, seed=3, setting=setting, drafter=drafter)
-    reference, difference = compare_case(shared_model(name), case, new_tokens=14)
-    assert difference is None
-    assert len(set(reference[0, length:].tolist())) > 5
-
-
 @pytest.mark.parametrize("name", ["bamba", "mamba2", *MIXER_CONFIGS])
 def test_a_filled_cache_is_refused(name):
     model, ids = shared_model(name), torch.tensor([[5, 6, 7]])
@@ -182,46 +162,6 @@ def test_commit_at_every_node_is_the_sequential_state(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("bamba", "mamba2", "zamba2", "qwen3_5_text", "kimi_linear", "falcon_mamba", "jamba", "zamba"),
-        *(*CONVOLUTION_CONFIGS, *MIXER_CONFIGS),
-    ],
-)
-@pytest.mark.parametrize("static", [False, True])
-def test_sequences_join_and_leave(name, static, monkeypatch):
-    """Those that stay go on from their own states, in whatever order; the first of several keeps nothing of some
-    trees."""
-    monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
-    model, target, rows = shared_model(name), TransformersTarget(shared_model(name)), []
-    g = torch.Generator().manual_seed(2)
-
-    def step(idle):
-        tree = random_tree(g, len(rows), 6, 90)
-        logits = target.verify(tree).logits
-        paths = [root_path(tree, b, valid_nodes(tree, b)[-1]) for b in range(len(rows))]
-        paths[:idle] = [[]] * idle
-        for b, ((prompt, said), path) in enumerate(zip(rows, paths, strict=True)):
-            said += tree.tokens[b, path].tolist()
-            if path:
-                expected, _ = decoded(model, prompt, said)
-                torch.testing.assert_close(logits[b, path], expected[-len(path) :], **CLOSE)
-        commit(target, paths)
-
-    for joining, kept in ((2, [0, 1]), (1, [2, 1, 0]), (3, [5, 1, 3]), (0, [1]), (2, [0, 2]), (0, []), (1, [0])):
-        if joining:
-            inputs = text_inputs(joining, 4 + len(rows), seed=joining)
-            prefilled(target, prompt_of(inputs), 64)
-            rows += [(row_of(inputs, b)["input_ids"], []) for b in range(joining)]
-        step(0)
-        step(int(len(rows) > 1))
-        for b, (prompt, said) in enumerate(rows):
-            assert_same_states(target, b, decoded(model, prompt, said)[1])
-        target.keep(kept)
-        rows = [rows[row] for row in kept]
-
-
-@pytest.mark.parametrize(
     "name", ["bamba", "qwen3_5_text", "kimi_linear", "mamba", "zamba", "lfm2", "inkling_text", "zaya", *MIXER_CONFIGS]
 )
 def test_layers_are_committed_alike_one_by_one_and_together(name, monkeypatch):
@@ -248,9 +188,6 @@ def test_nodes_behind_uncommitted_ones_are_refused():
     target.runner.keep_nodes(torch.zeros_like(one))
     with pytest.raises(UserError, match="in one pass: got 1 nodes after 1 uncommitted ones"):
         target.runner.forward_nodes(one, torch.ones_like(one), torch.ones(1, 1, 2, dtype=torch.bool))
-
-
-# ---------------------------------------------------------------------- sampling
 
 
 # ---------------------------------------------------------------------- heads

@@ -32,7 +32,7 @@ from mmspec.drafters.gemma4 import sharing_allowed
 from mmspec.drafters.medusa import MedusaConfig, MedusaNetwork
 from mmspec.drafters.mtp import MTPNetwork, build, layer_config
 from mmspec.drafters.spec import LayerShape, RotaryShape
-from mmspec.ssm.drafters.mamba import MambaConfig, MambaNetwork
+from mmspec.ssm.mamba import MambaConfig, MambaNetwork
 from mmspec.vision.drafters.msd import MSDConfig, MSDNetwork
 from mmspec.vision.drafters.vispec import ViSpecNetwork
 from tests.tiny.configs import (

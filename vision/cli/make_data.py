@@ -78,7 +78,7 @@ def make_data(
     from mmspec.cli.session import open_pipeline
     from mmspec.pipeline import Pipeline
     from mmspec.training.answering import AnswerGenerator, draw_prompts
-    from mmspec.training.feature_cache import Recorder
+    from mmspec.training.features import Recorder
 
     asked = [] if prompts is None else _read_prompts(prompts, images)
     console = Console(stderr=True)
@@ -151,15 +151,15 @@ def _answer_all(
 ) -> None:
     """Generate the answers of missing conversations, with a progress bar."""
     from mmspec.progress import show_progress
-    from mmspec.training.feature_cache import Recorder
+    from mmspec.training.features import Recorder
 
     start = time.perf_counter()
     with show_progress(console, "answering") as show:
         show(len(dataset.done), total)
         missing = (job for job in jobs if job.id not in dataset.done)
         for finished in answering.run(missing):
-            if isinstance(recorder := answering.pipe.drafter, Recorder) and finished:
-                recorder.save(dataset.out / FEATURES / f"{finished[0].id}.safetensors", finished, answering.pipe)
+            if isinstance(recorder := answering.pipe.drafter, Recorder):
+                recorder.save(dataset.out / FEATURES, finished, answering.pipe)
             dataset.append(finished)
             show(len(dataset.done), total)
     failed = answering.failures

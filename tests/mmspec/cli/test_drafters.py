@@ -7,12 +7,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 from PIL import Image
-from safetensors.torch import save_file
 
 import mmspec
 from mmspec.cli import drafters as commands
 from mmspec.drafters.datastore import Datastore
 from mmspec.drafters.registry import make_drafter
+from mmspec.training.data import Conversation
+from mmspec.training.features import ConversationFeatures, write_features
 from tests.model_folders import save_llava, save_text_model
 
 
@@ -122,9 +123,9 @@ def save_features(folder, target, text):
     """The file of `make-data --record` with one text; returns the hidden states."""
     with torch.no_grad():
         hidden = target.model.model(torch.tensor([text])).last_hidden_state[0]
-    tensors = {"a/tokens": torch.tensor(text, dtype=torch.int32), "a/hidden": hidden[:-1]}
-    folder.mkdir()
-    save_file(tensors, folder / "a.safetensors")
+    mark = torch.ones(len(text), dtype=torch.bool)
+    row = ConversationFeatures(torch.tensor(text), hidden, hidden[:0], ~mark, mark)
+    write_features(folder, torch.float32, [(Conversation("a", (), ()), row)])
     return hidden
 
 

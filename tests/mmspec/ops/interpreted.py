@@ -26,24 +26,8 @@ from tests.tiny import shared_model
 from tests.tiny.configs import REFUSED
 from tests.tiny.models import text_inputs, vision_inputs
 
-KERNELS = {
-    "mmspec.ops.triton_attention": ("tree_attention",),
-    "mmspec.ops.triton_elementwise": ("act_and_mul", "add_norm", "rotate_and_cache"),
-    "mmspec.ops.triton_verify": ("accepted_path", "compact_kv"),
-    "mmspec.ops.triton_growth": (
-        "extend_reach",
-        "keep_best",
-        "next_beam",
-        "node_inputs",
-        "top_log_probs",
-        "tree_ancestors",
-        "write_last",
-    ),
-    "mmspec.ssm.ops.triton_scan": ("tree_scan", "commit_scan"),
-    "mmspec.ssm.ops.triton_delta": ("tree_delta", "commit_delta"),
-    "mmspec.ssm.ops.triton_selective": ("tree_selective", "commit_selective", "tree_lru", "commit_lru"),
-    "mmspec.ssm.ops.triton_conv": ("tree_conv", "commit_conv"),
-}
+MODULES = ("ops.attention", "ops.elementwise", "ops.verify", "ops.growth")
+MODULES += ("ssm.ops.scan", "ssm.ops.delta", "ssm.ops.selective", "ssm.ops.conv")
 
 
 def counted() -> Counter[str]:
@@ -57,10 +41,11 @@ def counted() -> Counter[str]:
 
         return call
 
-    for home, names in KERNELS.items():
-        module = import_module(home)
-        for name in names:
-            setattr(module, name, noted(name, getattr(module, name)))
+    for package, _, name in (f"mmspec.{module}".rpartition(".") for module in MODULES):
+        references, module = import_module(f"{package}.{name}"), import_module(f"{package}.triton_{name}")
+        for name, run in [*vars(module).items()]:
+            if hasattr(getattr(references, name, None), "__wrapped__"):
+                setattr(module, name, noted(name, run))
     return calls
 
 

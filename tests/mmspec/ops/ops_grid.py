@@ -22,83 +22,85 @@ from mmspec import TokenTree, ops
 from tests.interpreter import filled_memory, run_grid
 from tests.tiny import random_tree, root_path, valid_nodes
 
+Shape = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def case(*sizes: Any, **options: Any) -> Shape:
+    """Arguments of a check; ``steps`` makes many numbers equal."""
+    return sizes, options
+
+
 # ---------------------------------------------------------------------- attention
 
 
-@dataclass(frozen=True)
-class Attention:
-    """One shape.
+ATTENTION = [
+    case(1, 1),
+    case(1, 17, batch=3, heads=7, kv_heads=1, head_dim=128, dtype=torch.bfloat16),
+    case(1, 700, heads=4, kv_heads=1),
+    case(3, 130, "chain", heads=8, kv_heads=2, head_dim=80),
+    case(3, 17, batch=2, head_dim=96, dtype=torch.float16, earlier=5),
+    case(60, 17, heads=2, kv_heads=1, head_dim=128, dtype=torch.bfloat16),
+    case(60, 400, heads=2, kv_heads=1, head_dim=80, batch=2, free=9),
+    case(63, 130, "star", heads=4, kv_heads=1),
+    case(63, 1, "chain", batch=2, head_dim=24),
+    case(16, 10, batch=2, window=20, heads=4),
+    case(16, 200, batch=2, window=20, heads=4),
+    case(20, 300, "chain", window=8, earlier=3, softcap=5.0, free=70),
+    case(5, 260, batch=3, heads=4, kv_heads=4, softcap=2.0, dtype=torch.bfloat16, free=3),
+    case(9, 140, batch=1, heads=2, kv_heads=1, head_dim=256, dtype=torch.float16),
+    case(128, 66, heads=1, kv_heads=1, head_dim=16, window=1000),
+    case(1, 300, heads=4, kv_heads=2, head_dim=192, value_dim=128, dtype=torch.bfloat16),
+    case(33, 200, batch=2, head_dim=24, value_dim=10, free=5),
+    case(9, 140, "chain", heads=2, kv_heads=1, head_dim=40, value_dim=70, window=20, softcap=3.0, earlier=2),
+]
 
-    Attributes:
+
+def check_attention(
+    nodes: int,
+    prefix: int,
+    shape: str = "random",
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    earlier: int = 0,
+    free: int = 0,
+    window: int | None = None,
+    softcap: float | None = None,
+    device: str = "cpu",
+) -> None:
+    """Every node of every head against a softmax over the slots that it attends to.
+
+    Args:
         prefix: committed slots of the first row; later rows have fewer.
         earlier: nodes forwarded before the tree's, which only some nodes attend to.
         free: slots after the tail, as in a buffer of fixed size; ``start`` is then passed.
         value_dim: head dimension of the values; None is the keys' dimension.
-        window, softcap: sliding window and logit cap of the attention.
     """
-
-    nodes: int
-    prefix: int
-    shape: str = "random"
-    batch: int = 1
-    heads: int = 2
-    kv_heads: int = 2
-    head_dim: int = 64
-    value_dim: int | None = None
-    dtype: torch.dtype = torch.float32
-    earlier: int = 0
-    free: int = 0
-    window: int | None = None
-    softcap: float | None = None
-
-
-ATTENTION = [
-    Attention(1, 1),
-    Attention(1, 17, batch=3, heads=7, kv_heads=1, head_dim=128, dtype=torch.bfloat16),
-    Attention(1, 700, heads=4, kv_heads=1),
-    Attention(3, 130, "chain", heads=8, kv_heads=2, head_dim=80),
-    Attention(3, 17, batch=2, head_dim=96, dtype=torch.float16, earlier=5),
-    Attention(60, 17, heads=2, kv_heads=1, head_dim=128, dtype=torch.bfloat16),
-    Attention(60, 400, heads=2, kv_heads=1, head_dim=80, batch=2, free=9),
-    Attention(63, 130, "star", heads=4, kv_heads=1),
-    Attention(63, 1, "chain", batch=2, head_dim=24),
-    Attention(16, 10, batch=2, window=20, heads=4),
-    Attention(16, 200, batch=2, window=20, heads=4),
-    Attention(20, 300, "chain", window=8, earlier=3, softcap=5.0, free=70),
-    Attention(5, 260, batch=3, heads=4, kv_heads=4, softcap=2.0, dtype=torch.bfloat16, free=3),
-    Attention(9, 140, batch=1, heads=2, kv_heads=1, head_dim=256, dtype=torch.float16),
-    Attention(128, 66, heads=1, kv_heads=1, head_dim=16, window=1000),
-    Attention(1, 300, heads=4, kv_heads=2, head_dim=192, value_dim=128, dtype=torch.bfloat16),
-    Attention(33, 200, batch=2, head_dim=24, value_dim=10, free=5),
-    Attention(9, 140, "chain", heads=2, kv_heads=1, head_dim=40, value_dim=70, window=20, softcap=3.0, earlier=2),
-]
-
-
-def check_attention(case: Attention, device: str = "cpu") -> None:
-    """Every node of every head against a softmax over the slots that it attends to."""
-    g = torch.Generator().manual_seed(case.nodes + case.prefix)
-    lengths = torch.tensor([max(case.prefix - 2 * b, 0) for b in range(case.batch)], dtype=torch.int32)
-    tree = random_tree(g, case.batch, case.nodes, 999, shape=case.shape, ragged=False)
-    mask = torch.rand(case.batch, case.nodes, case.earlier, generator=g) < 0.5
+    g = torch.Generator().manual_seed(nodes + prefix)
+    lengths = torch.tensor([max(prefix - 2 * b, 0) for b in range(batch)], dtype=torch.int32)
+    tree = random_tree(g, batch, nodes, 999, shape=shape, ragged=False)
+    mask = torch.rand(batch, nodes, earlier, generator=g) < 0.5
     mask = torch.cat([mask, tree.ancestors], dim=2)
-    end = case.prefix + mask.shape[2]
-    slots, window = end + case.free, case.window or 10**9
-    query = torch.randn(case.batch, case.nodes, case.heads, case.head_dim, generator=g).to(case.dtype).transpose(1, 2)
-    allowed = torch.zeros(case.batch, 1, case.nodes, slots, dtype=torch.bool)
-    allowed[..., case.prefix : end] = mask[:, None]
+    end = prefix + mask.shape[2]
+    slots, span = end + free, window or 10**9
+    query = torch.randn(batch, nodes, heads, head_dim, generator=g).to(dtype).transpose(1, 2)
+    allowed = torch.zeros(batch, 1, nodes, slots, dtype=torch.bool)
+    allowed[..., prefix:end] = mask[:, None]
     # A view into a larger buffer, as a layer's part of the cache is; slots that must not be read are NaN, and so are
     # those before every window.
-    shape = (case.batch, case.kv_heads, slots + 3)
-    widths = case.head_dim, case.value_dim or case.head_dim
-    buffers = [torch.full((*shape, width), torch.nan, dtype=case.dtype) for width in widths]
+    buffer_shape = (batch, kv_heads, slots + 3)
+    widths = head_dim, value_dim or head_dim
+    buffers = [torch.full((*buffer_shape, width), torch.nan, dtype=dtype) for width in widths]
     for b, length in enumerate(lengths.tolist()):
         for i, depth in enumerate(tree.depth[b].tolist()):
-            allowed[b, 0, i, max(length + depth - window + 1, 0) : length] = True
-        written = [*range(max(length - window + 1, 0), length), *range(case.prefix, end)]
+            allowed[b, 0, i, max(length + depth - span + 1, 0) : length] = True
+        written = [*range(max(length - span + 1, 0), length), *range(prefix, end)]
         for buffer in buffers:
-            buffer[b, :, written] = torch.randn(case.kv_heads, len(written), buffer.shape[3], generator=g).to(
-                case.dtype
-            )
+            buffer[b, :, written] = torch.randn(kv_heads, len(written), buffer.shape[3], generator=g).to(dtype)
     key, value = (buffer[:, :, :slots] for buffer in buffers)
 
     def on(t: Tensor | None) -> Any:
@@ -108,18 +110,18 @@ def check_attention(case: Attention, device: str = "cpu") -> None:
         read = ops.tree_attention(
             *map(on, (query, key, value, lengths, mask)),
             scale=0.2,
-            start=on(torch.tensor([case.prefix])) if case.free else None,
-            depth=on(tree.depth) if case.window else None,
-            window=case.window,
-            softcap=case.softcap,
+            start=on(torch.tensor([prefix])) if free else None,
+            depth=on(tree.depth) if window else None,
+            window=window,
+            softcap=softcap,
         )
-    assert read.shape == (case.batch, case.nodes, case.heads, widths[1])
-    assert read.dtype == case.dtype
-    close = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[case.dtype]
-    keys, values = (x.double().nan_to_num().repeat_interleave(case.heads // case.kv_heads, 1) for x in (key, value))
+    assert read.shape == (batch, nodes, heads, widths[1])
+    assert read.dtype == dtype
+    close = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    keys, values = (x.double().nan_to_num().repeat_interleave(heads // kv_heads, 1) for x in (key, value))
     scores = query.double() @ keys.mT * 0.2
-    if case.softcap:
-        scores = case.softcap * (scores / case.softcap).tanh()
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
     expected = scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ values
     torch.testing.assert_close(read.cpu().double(), expected.transpose(1, 2), rtol=close, atol=close)
 
@@ -127,145 +129,137 @@ def check_attention(case: Attention, device: str = "cpu") -> None:
 # ---------------------------------------------------------------------- between products
 
 
-@dataclass(frozen=True)
-class Norms:
-    """One shape; ``near`` is how close the results must be."""
-
-    rows: tuple[int, ...]
-    features: int
-    parts: int = 1
-    residual: bool = True
-    after: bool = False
-    plus: float = 0.0
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def near(self) -> float:
-        return {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[self.dtype]
-
-
 NORMS = [
-    Norms((1, 1), 48),
-    Norms((2, 5), 64, residual=False),
-    Norms((3, 7), 80, after=True, plus=1.0),
-    Norms((2, 3), 40, parts=2, residual=False),
-    Norms((2, 3), 40, parts=2, after=True),
-    Norms((1, 60), 1030, dtype=torch.bfloat16),
-    Norms((2, 4), 96, after=True, plus=1.0, dtype=torch.float16),
+    case((1, 1), 48),
+    case((2, 5), 64, residual=False),
+    case((3, 7), 80, after=True, plus=1.0),
+    case((2, 3), 40, parts=2, residual=False),
+    case((2, 3), 40, parts=2, after=True),
+    case((1, 60), 1030, dtype=torch.bfloat16),
+    case((2, 4), 96, after=True, plus=1.0, dtype=torch.float16),
 ]
 
 
-def check_norm(case: Norms, device: str = "cpu") -> None:
+def check_norm(
+    rows: tuple[int, ...],
+    features: int,
+    *,
+    parts: int = 1,
+    residual: bool = True,
+    after: bool = False,
+    plus: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> None:
     """Each row against float64: the sum, and the norm of the rounded sum. Inputs are not changed."""
-    g = torch.Generator().manual_seed(case.features)
-    shape = *case.rows, case.parts * case.features
-    x, residual = (torch.randn(shape, generator=g).to(case.dtype) * 3 for _ in range(2))
-    weight, after = (torch.randn(case.parts, case.features, generator=g).to(case.dtype) for _ in range(2))
-    given = [t.to(device) for t in (x, residual, weight, after)]
+    g = torch.Generator().manual_seed(features)
+    near = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    shape = *rows, parts * features
+    x, added = (torch.randn(shape, generator=g).to(dtype) * 3 for _ in range(2))
+    weight, gain = (torch.randn(parts, features, generator=g).to(dtype) for _ in range(2))
+    given = [t.to(device) for t in (x, added, weight, gain)]
     before = [t.clone() for t in given]
-    options = {"plus": case.plus, "after": given[3] if case.after else None}
-    total, normed = ops.add_norm(given[0], given[1] if case.residual else None, given[2], 1e-3, **options)
+    options = {"plus": plus, "after": given[3] if after else None}
+    total, normed = ops.add_norm(given[0], given[1] if residual else None, given[2], 1e-3, **options)
     assert all(map(torch.equal, given, before))
     assert total.shape == normed.shape == shape
-    assert total.dtype == normed.dtype == case.dtype
+    assert total.dtype == normed.dtype == dtype
 
-    def norm(row: Tensor, gain: Tensor) -> Tensor:
-        return row / (row.square().mean() + 1e-3).sqrt() * (gain.double() + case.plus)
+    def norm(row: Tensor, gains: Tensor) -> Tensor:
+        return row / (row.square().mean() + 1e-3).sqrt() * (gains.double() + plus)
 
     # Of the rounded sum, which may be rounded to either side.
-    rounded = total.cpu().double().reshape(-1, case.features)
-    for place, (row, add) in enumerate(
-        zip(*(t.double().reshape(-1, case.features) for t in (x, residual)), strict=True)
-    ):
-        part = place % case.parts
-        expected = (norm(row, after[part]) if case.after else row) + add * case.residual
-        torch.testing.assert_close(rounded[place], expected, rtol=case.near, atol=case.near)
-        found = normed.cpu().double().reshape(-1, case.features)[place]
-        torch.testing.assert_close(found, norm(rounded[place], weight[part]), rtol=case.near, atol=case.near)
-
-
-@dataclass(frozen=True)
-class Rotated:
-    """One shape; ``shared`` positions are those of all rows, or of all nodes of a row."""
-
-    nodes: int
-    batch: int = 1
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 16
-    shared: str = ""
-    normed: bool = False
-    plus: float = 0.0
-    offset: int = 0
-    dtype: torch.dtype = torch.float32
+    rounded = total.cpu().double().reshape(-1, features)
+    for place, (row, add) in enumerate(zip(*(t.double().reshape(-1, features) for t in (x, added)), strict=True)):
+        part = place % parts
+        expected = (norm(row, gain[part]) if after else row) + add * residual
+        torch.testing.assert_close(rounded[place], expected, rtol=near, atol=near)
+        found = normed.cpu().double().reshape(-1, features)[place]
+        torch.testing.assert_close(found, norm(rounded[place], weight[part]), rtol=near, atol=near)
 
 
 ROTATED = [
-    Rotated(1),
-    Rotated(5, batch=3, offset=3),
-    Rotated(7, batch=2, heads=3, kv_heads=1, head_dim=24, shared="rows"),
-    Rotated(4, batch=2, head_dim=80, shared="nodes", normed=True),
-    Rotated(6, batch=2, normed=True, plus=1.0, offset=2, dtype=torch.bfloat16),
-    Rotated(3, batch=2, heads=0, normed=True),
-    Rotated(60, heads=8, head_dim=128, dtype=torch.float16),
+    case(1),
+    case(5, batch=3, offset=3),
+    case(7, batch=2, heads=3, kv_heads=1, head_dim=24, shared="rows"),
+    case(4, batch=2, head_dim=80, shared="nodes", normed=True),
+    case(6, batch=2, normed=True, plus=1.0, offset=2, dtype=torch.bfloat16),
+    case(3, batch=2, heads=0, normed=True),
+    case(60, heads=8, head_dim=128, dtype=torch.float16),
 ]
 
 
-def check_rotated(case: Rotated, device: str = "cpu") -> None:
-    """Pairs of features turned one by one in float64; keys and values in their slots, the others as they were."""
-    g = torch.Generator().manual_seed(case.nodes)
-    width = (case.heads + 2 * case.kv_heads) * case.head_dim
-    qkv = torch.randn(case.batch, case.nodes, width, generator=g).to(case.dtype)
-    angle = torch.rand(case.batch, case.nodes, case.head_dim // 2, generator=g) * 6
-    angle = angle[:1] if case.shared == "rows" else angle[:, :1] if case.shared == "nodes" else angle
+def check_rotated(
+    nodes: int,
+    *,
+    batch: int = 1,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    shared: str = "",
+    normed: bool = False,
+    plus: float = 0.0,
+    offset: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> None:
+    """Pairs of features turned one by one in float64; keys and values in their slots, the others as they were.
+
+    Args:
+        shared: "rows" or "nodes" if the positions are those of all rows, or of all nodes of a row.
+    """
+    g = torch.Generator().manual_seed(nodes)
+    width = (heads + 2 * kv_heads) * head_dim
+    qkv = torch.randn(batch, nodes, width, generator=g).to(dtype)
+    angle = torch.rand(batch, nodes, head_dim // 2, generator=g) * 6
+    angle = angle[:1] if shared == "rows" else angle[:, :1] if shared == "nodes" else angle
     # The other halves may contain signed zeros.
     rotation = torch.cat([angle.cos(), angle.cos()], -1), torch.cat([-angle.sin(), angle.sin()], -1)
-    weights = torch.rand(2, case.head_dim, generator=g) + 0.5
+    weights = torch.rand(2, head_dim, generator=g) + 0.5
     # Views into a larger buffer, as a layer's part of the cache is.
-    whole = torch.full((2, case.batch, case.kv_heads, case.nodes + 9, case.head_dim), torch.nan, dtype=case.dtype)
+    whole = torch.full((2, batch, kv_heads, nodes + 9, head_dim), torch.nan, dtype=dtype)
     kept, start = whole.to(device), 4
     query = ops.rotate_and_cache(
         qkv.to(device),
         (rotation[0].to(device), rotation[1].to(device)),
-        *(kept[0], kept[1], torch.tensor([start], device=device), case.offset),
-        norms=tuple(weights.to(device)) if case.normed else (),
+        *(kept[0], kept[1], torch.tensor([start], device=device), offset),
+        norms=tuple(weights.to(device)) if normed else (),
         eps=1e-3,
-        plus=case.plus,
+        plus=plus,
     )
-    assert query.shape == (case.batch, case.heads, case.nodes, case.head_dim)
-    assert query.dtype == case.dtype
-    angle = angle.expand(case.batch, case.nodes, -1).double()
-    heads = qkv.double().unflatten(-1, (-1, case.head_dim))
-    turned = torch.empty_like(heads)
-    for b, node, head in itertools.product(range(case.batch), range(case.nodes), range(heads.shape[2])):
-        x = heads[b, node, head]
-        of_key = head >= case.heads
-        if head >= case.heads + case.kv_heads:
+    assert query.shape == (batch, heads, nodes, head_dim)
+    assert query.dtype == dtype
+    angle = angle.expand(batch, nodes, -1).double()
+    parts = qkv.double().unflatten(-1, (-1, head_dim))
+    turned = torch.empty_like(parts)
+    for b, node, head in itertools.product(range(batch), range(nodes), range(parts.shape[2])):
+        x = parts[b, node, head]
+        of_key = head >= heads
+        if head >= heads + kv_heads:
             turned[b, node, head] = x
             continue
-        if case.normed:
-            x = x / (x.square().mean() + 1e-3).sqrt() * (weights[int(of_key)].double() + case.plus)
+        if normed:
+            x = x / (x.square().mean() + 1e-3).sqrt() * (weights[int(of_key)].double() + plus)
         pairs = torch.complex(*x.chunk(2)) * torch.polar(torch.ones_like(angle[b, node]), angle[b, node])
         turned[b, node, head] = torch.cat([pairs.real, pairs.imag])
-    near = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[case.dtype]
-    slots = slice(start + case.offset, start + case.offset + case.nodes)
+    near = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    slots = slice(start + offset, start + offset + nodes)
     expected = whole.double()
-    expected[0, :, :, slots] = turned[:, :, case.heads : case.heads + case.kv_heads].transpose(1, 2)
-    expected[1, :, :, slots] = turned[:, :, case.heads + case.kv_heads :].transpose(1, 2)
+    expected[0, :, :, slots] = turned[:, :, heads : heads + kv_heads].transpose(1, 2)
+    expected[1, :, :, slots] = turned[:, :, heads + kv_heads :].transpose(1, 2)
     torch.testing.assert_close(kept.cpu().double(), expected, rtol=near, atol=near, equal_nan=True)
-    torch.testing.assert_close(query.cpu().double(), turned[:, :, : case.heads].transpose(1, 2), rtol=near, atol=near)
+    torch.testing.assert_close(query.cpu().double(), turned[:, :, :heads].transpose(1, 2), rtol=near, atol=near)
 
 
 GATED = [
-    (shape, gelu, dtype)
+    case(shape, gelu, dtype)
     for shape in ((1, 1, 6), (2, 3, 2600))
     for gelu in (False, True)
     for dtype in (torch.float32, torch.bfloat16)
 ]
 
 
-def check_gated(case: tuple[tuple[int, ...], bool, torch.dtype], device: str = "cpu") -> None:
-    shape, gelu, dtype = case
+def check_gated(shape: tuple[int, ...], gelu: bool, dtype: torch.dtype, device: str = "cpu") -> None:
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 4).to(dtype)
     gate, up = x.double().chunk(2, dim=-1)
     inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
@@ -474,44 +468,41 @@ def _children(tree: TokenTree, row: int, node: int) -> list[int]:
 # ---------------------------------------------------------------------- keeping a path
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """One KV buffer and how far the rows' ends lie apart."""
-
-    nodes: int
-    shape: str = "random"
-    batch: int = 1
-    planes: int = 4
-    heads: int = 2
-    head_dim: int = 16
-    prefix: int = 9
-    dtype: torch.dtype = torch.float32
-
-
 BUFFERS = [
-    Buffer(1),
-    Buffer(60, planes=6, head_dim=80, dtype=torch.bfloat16),
-    Buffer(63, "chain", batch=3, heads=1),
-    Buffer(13, batch=4, prefix=5, head_dim=24),
-    Buffer(20, "star", batch=2, dtype=torch.float16),
+    case(1),
+    case(60, planes=6, head_dim=80, dtype=torch.bfloat16),
+    case(63, "chain", batch=3, heads=1),
+    case(13, batch=4, prefix=5, head_dim=24),
+    case(20, "star", batch=2, dtype=torch.float16),
 ]
 
 
-def check_compact(case: Buffer, device: str = "cpu") -> None:
+def check_compact(
+    nodes: int,
+    shape: str = "random",
+    *,
+    batch: int = 1,
+    planes: int = 4,
+    heads: int = 2,
+    head_dim: int = 16,
+    prefix: int = 9,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> None:
     """Paths to the deepest node, rows ending up to some slots apart, one row keeping nothing; the rest stays."""
-    g = torch.Generator().manual_seed(case.nodes)
-    tree = random_tree(g, case.batch, case.nodes, 999, shape=case.shape, ragged=False)
-    paths = [root_path(tree, b, int(tree.depth[b].argmax())) if b != 1 else [] for b in range(case.batch)]
+    g = torch.Generator().manual_seed(nodes)
+    tree = random_tree(g, batch, nodes, 999, shape=shape, ragged=False)
+    paths = [root_path(tree, b, int(tree.depth[b].argmax())) if b != 1 else [] for b in range(batch)]
     width = max(map(len, paths))
     path = torch.tensor([row + [-1] * (width - len(row)) for row in paths])
-    lengths = torch.tensor([case.prefix - b for b in range(case.batch)], dtype=torch.int32)
-    shape = (case.planes, case.batch, case.heads, case.prefix + case.nodes + 4, case.head_dim)
-    for start in (case.prefix, torch.tensor([case.prefix])):
-        storage = torch.randn(shape, generator=g).to(case.dtype)
+    lengths = torch.tensor([prefix - b for b in range(batch)], dtype=torch.int32)
+    whole = (planes, batch, heads, prefix + nodes + 4, head_dim)
+    for start in (prefix, torch.tensor([prefix])):
+        storage = torch.randn(whole, generator=g).to(dtype)
         expected = storage.clone()
         for b, row in enumerate(paths):
             for i, node in enumerate(row):
-                expected[:, b, :, int(lengths[b]) + i] = storage[:, b, :, case.prefix + node]
+                expected[:, b, :, int(lengths[b]) + i] = storage[:, b, :, prefix + node]
         moved = storage.to(device)
         at = start.to(device) if isinstance(start, Tensor) else start
         ops.compact_kv(moved, path.to(device), at, lengths.to(device))
@@ -521,96 +512,82 @@ def check_compact(case: Buffer, device: str = "cpu") -> None:
 # ---------------------------------------------------------------------- growing a tree
 
 
-@dataclass(frozen=True)
-class Logits:
-    """One shape of logits; ``steps`` makes many of them equal."""
-
-    vocab: int
-    k: int
-    shape: tuple[int, ...] = (3,)
-    steps: int | None = None
-    masked: float = 0.0
-    dtype: torch.dtype = torch.float32
-
-
 LOGITS = [
-    Logits(1, 1),
-    Logits(5, 8, (2, 3)),
-    Logits(2048, 10, (1,)),
-    Logits(2049, 10, (2, 2), dtype=torch.bfloat16),
-    Logits(6000, 4, steps=3),
-    Logits(4500, 3, masked=0.999),
-    Logits(300, 10, dtype=torch.float16, masked=0.5),
+    case(1, 1),
+    case(5, 8, (2, 3)),
+    case(2048, 10, (1,)),
+    case(2049, 10, (2, 2), dtype=torch.bfloat16),
+    case(6000, 4, steps=3),
+    case(4500, 3, masked=0.999),
+    case(300, 10, dtype=torch.float16, masked=0.5),
 ]
 
 
-def check_top(case: Logits, device: str = "cpu") -> None:
+def check_top(
+    vocab: int,
+    k: int,
+    shape: tuple[int, ...] = (3,),
+    *,
+    steps: int | None = None,
+    masked: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> None:
     """The greatest of all, by a sort of float64 log probabilities; equal ones may come in any order. Columns after the
     vocabulary, as of a head that is padded, are NaN."""
-    g = torch.Generator().manual_seed(case.vocab)
-    logits = torch.randn(*case.shape, case.vocab, generator=g) * 4
-    if case.steps:
-        logits = (logits * case.steps / 12).round()
-    logits[torch.rand(logits.shape, generator=g) < case.masked] = -torch.inf
+    g = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(*shape, vocab, generator=g) * 4
+    if steps:
+        logits = (logits * steps / 12).round()
+    logits[torch.rand(logits.shape, generator=g) < masked] = -torch.inf
     logits[..., -1] = 0.5
-    logits = logits.to(case.dtype)
+    logits = logits.to(dtype)
     padded = F.pad(logits.to(device), (0, 3), value=torch.nan)
-    tokens, log_probs = (t.cpu() for t in ops.top_log_probs(padded[..., : case.vocab], case.k))
+    tokens, log_probs = (t.cpu() for t in ops.top_log_probs(padded[..., :vocab], k))
     exact = logits.double().log_softmax(-1)
-    assert tokens.shape == log_probs.shape == (*case.shape, min(case.k, case.vocab))
+    assert tokens.shape == log_probs.shape == (*shape, min(k, vocab))
     assert all(len(set(row)) == len(row) for row in tokens.flatten(0, -2).tolist())
-    torch.testing.assert_close(exact.gather(-1, tokens), exact.sort(dim=-1, descending=True)[0][..., : case.k])
+    torch.testing.assert_close(exact.gather(-1, tokens), exact.sort(dim=-1, descending=True)[0][..., :k])
     torch.testing.assert_close(log_probs.double(), exact.gather(-1, tokens), rtol=1e-5, atol=1e-5)
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """One shape of a grown tree; ``steps`` makes many scores equal."""
-
-    entries: int
-    kept: int
-    batch: int = 1
-    steps: int | None = None
-
-
 CANDIDATES = [
-    Candidates(1, 1),
-    Candidates(10, 4, batch=3),
-    Candidates(64, 64),
-    Candidates(65, 10, batch=2, steps=4),
-    Candidates(510, 59, steps=40),
-    Candidates(20, 50),
-    Candidates(300, 300, batch=2, steps=2),
+    case(1, 1),
+    case(10, 4, batch=3),
+    case(64, 64),
+    case(65, 10, batch=2, steps=4),
+    case(510, 59, steps=40),
+    case(20, 50),
+    case(300, 300, batch=2, steps=2),
 ]
 
 
-def check_beam(case: Candidates, device: str = "cpu") -> None:
-    g = torch.Generator().manual_seed(case.entries)
-    scores = -torch.rand(case.batch, case.entries, generator=g) * (case.steps or 9)
-    scores = scores.round() if case.steps else scores
+def check_beam(entries: int, kept: int, *, batch: int = 1, steps: int | None = None, device: str = "cpu") -> None:
+    g = torch.Generator().manual_seed(entries)
+    scores = -torch.rand(batch, entries, generator=g) * (steps or 9)
+    scores = scores.round() if steps else scores
     tokens = torch.randint(999, scores.shape, generator=g)
-    children = next(count for count in (5, 3, 2, 1) if case.entries % count == 0)
-    for above in (None, -torch.rand(case.batch, case.entries // children, generator=g)):
+    children = next(count for count in (5, 3, 2, 1) if entries % count == 0)
+    for above in (None, -torch.rand(batch, entries // children, generator=g)):
         # A separate layout, as for independent slots.
         level = [x.unflatten(1, (-1, children)).mT.contiguous().mT.to(device) for x in (scores, tokens)]
         given = None if above is None else above.to(device)
-        whole, beam = ops.next_beam(given, *level, case.kept, 7)
+        whole, beam = ops.next_beam(given, *level, kept, 7)
         whole, best, token, origin, place = (t.cpu() for t in (whole, *beam))
         expected = scores if above is None else scores + above.repeat_interleave(children, 1)
         assert torch.equal(whole, expected)
-        assert torch.equal(best, expected.sort(dim=1, descending=True)[0][:, : case.kept])
+        assert torch.equal(best, expected.sort(dim=1, descending=True)[0][:, :kept])
         assert torch.equal(best, expected.gather(1, place - 7))
         assert torch.equal(token, tokens.gather(1, place - 7))
         assert torch.equal(origin, (place - 7) // children)
         assert all(len(set(row)) == len(row) for row in place.tolist())
 
 
-LEVELS = [(1, 1, 1, 3), (2, 4, 9, 4), (3, 10, 50, 10), (2, 3, 7, 1)]
+LEVELS = [case(1, 1, 1, 3), case(2, 4, 9, 4), case(3, 10, 50, 10), case(2, 3, 7, 1)]
 
 
-def check_reach(case: tuple[int, ...], device: str = "cpu") -> None:
+def check_reach(batch: int, parents: int, entries: int, width: int, device: str = "cpu") -> None:
     """Rows of parents, and each node itself; its inputs are its token's embedding and its parent's state."""
-    batch, parents, entries, width = case
     g = torch.Generator().manual_seed(entries)
     reach = torch.rand(batch, parents, entries, generator=g) < 0.5
     origin = torch.randint(parents, (batch, width), generator=g)
@@ -643,54 +620,56 @@ def check_last(width: int, device: str = "cpu") -> None:
     assert torch.equal(written.cpu(), expected)
 
 
-def check_keep(case: Candidates, device: str = "cpu") -> None:
+def check_keep(entries: int, kept: int, *, batch: int = 1, steps: int | None = None, device: str = "cpu") -> None:
     """Candidates in their order of preference, each behind its parent."""
-    g = torch.Generator().manual_seed(case.entries)
-    root = torch.arange(2 * case.batch)[1::2]  # a column, as a verdict's bonus is
-    tokens = torch.randint(999, (case.batch, case.entries), generator=g)
-    children = 3 if case.entries > 10 else 2
-    extended = max(0, case.entries - children) // children
-    first = case.entries - extended * children
-    places = torch.empty(case.batch, extended, dtype=torch.long)
+    g = torch.Generator().manual_seed(entries)
+    root = torch.arange(2 * batch)[1::2]  # a column, as a verdict's bonus is
+    tokens = torch.randint(999, (batch, entries), generator=g)
+    children = 3 if entries > 10 else 2
+    extended = max(0, entries - children) // children
+    first = entries - extended * children
+    places = torch.empty(batch, extended, dtype=torch.long)
     for place in range(extended):
-        places[:, place] = torch.randint(1, 1 + first + place * children, (case.batch,), generator=g)
+        places[:, place] = torch.randint(1, 1 + first + place * children, (batch,), generator=g)
     parents = [[0] * first + [one for one in row for _ in range(children)] for row in places.tolist()]
-    scores = torch.zeros(case.batch, 1 + case.entries)
+    scores = torch.zeros(batch, 1 + entries)
     for b, row in enumerate(parents):
         for i, parent in enumerate(row):
             step = torch.rand((), generator=g)
-            scores[b, i + 1] = scores[b, parent] - ((step * case.steps).floor() if case.steps else step)
+            scores[b, i + 1] = scores[b, parent] - ((step * steps).floor() if steps else step)
     given = places.to(device) if extended else None
-    kept, above, score = ops.keep_best(
-        *(root.to(device), tokens.to(device), given, children, scores[:, 1:].contiguous().to(device), case.kept)
+    best, above, score = ops.keep_best(
+        *(root.to(device), tokens.to(device), given, children, scores[:, 1:].contiguous().to(device), kept)
     )
     for b, row in enumerate(parents):
-        order = sorted(range(case.entries), key=lambda i: (-float(scores[b, i + 1]), i))[: case.kept]
+        order = sorted(range(entries), key=lambda i: (-float(scores[b, i + 1]), i))[:kept]
         place = {0: 0} | {i + 1: at + 1 for at, i in enumerate(order)}
-        assert kept[b].tolist() == [int(root[b]), *(int(tokens[b, i]) for i in order)]
+        assert best[b].tolist() == [int(root[b]), *(int(tokens[b, i]) for i in order)]
         assert above[b].tolist() == [-1, *(place[row[i]] for i in order)]
         assert score[b].tolist() == [0.0, *(float(scores[b, i + 1]) for i in order)]
 
 
 # ---------------------------------------------------------------------- all of them
 
-_GRID: list[tuple[Callable[..., None], Sequence[Any]]] = [
+_GRID: list[tuple[Callable[..., None], Sequence[Shape]]] = [
     (check_attention, ATTENTION),
     (check_norm, NORMS),
     (check_rotated, ROTATED),
     (check_gated, GATED),
-    *((check, TREES) for check in (check_follow, check_drawn, check_ancestors)),
-    (check_quantile, (*TREES[:4], Tree(3, vocab=8193), Tree(5, dtype=torch.float64))),
-    (check_exact, (torch.float32, torch.float64)),
-    (check_tiny_shares, (300, 5000)),
+    *((check, [case(tree) for tree in TREES]) for check in (check_follow, check_drawn, check_ancestors)),
+    (check_quantile, [case(tree) for tree in (*TREES[:4], Tree(3, vocab=8193), Tree(5, dtype=torch.float64))]),
+    (check_exact, [case(torch.float32), case(torch.float64)]),
+    (check_tiny_shares, [case(300), case(5000)]),
     (check_compact, BUFFERS),
     (check_top, LOGITS),
     *((check, CANDIDATES) for check in (check_beam, check_keep)),
     (check_reach, LEVELS),
-    (check_last, (1, 6)),
+    (check_last, [case(1), case(6)]),
 ]
 CHECKS: dict[str, Callable[..., None]] = {
-    f"{check.__name__} {case}": partial(check, case) for check, cases in _GRID for case in cases
+    f"{check.__name__} {sizes} {options}": partial(check, *sizes, **options)
+    for check, cases in _GRID
+    for sizes, options in cases
 }
 
 if __name__ == "__main__":

@@ -8,12 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspec import TokenTree, accept_path, plugins
-from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.plan import StepPlan
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs
 from mmspec.ops.graphs import Graphed
-from mmspec.ops.transfer import on_device
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.transformers_target import TransformersTarget
 from tests import matrix
@@ -189,42 +187,6 @@ def test_a_failed_capture_of_torch(inside, monkeypatch):
     assert ("not while it is captured" in graphs.capture_failure()) == inside
 
 
-@pytest.mark.usefixtures("_recorded")
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda x: (x * float(x[0]),),
-        lambda x: (x[x > 1],),
-        lambda x: (x[[1, 0]],),
-        lambda x: (x + torch.tensor([1.0, 2.0]),),
-        lambda x: (x + on_device([1.0, 2.0], x.device),),
-        lambda x: (x + torch.rand(2),),
-    ],
-    ids=["value", "mask", "list", "numbers", "transfer", "random"],
-)
-def test_what_may_not_be_captured_is_found_out(wrong):
-    step = Graphed(wrong)
-    step(torch.tensor([2.0, 3.0]))
-    with pytest.warns(RuntimeWarning, match="cannot be captured"):
-        step(torch.tensor([2.0, 3.0]))
-
-
-@pytest.mark.usefixtures("_recorded")
-def test_readers_of_what_passes_are_found_out():
-    """Memory allocated in a capture is valid until any graph is replayed."""
-    held = {}
-
-    def twice(x):
-        held["twice"] = 2 * x
-        return (held["twice"] + 1,)
-
-    step = Graphed(twice)
-    for _ in range(3):
-        (out,) = step(torch.ones(2))
-        assert torch.equal(out, torch.full((2,), 3.0))
-    assert held["twice"].isnan().all()
-
-
 # ---------------------------------------------------------------------- whole answers
 
 
@@ -290,17 +252,6 @@ def test_a_new_prompt_may_keep_longer_paths(batch):
                 side.commit(accept_path(tree, tokens.roll(-1, 1)))
     root = TokenTree.root(tokens[:, 0])
     torch.testing.assert_close(target.verify(root).logits, fresh.verify(root).logits)
-
-
-def test_numbers_of_the_host_are_found_out(monkeypatch):
-    """Write slots must be read on the device, not be the captured pass's. Bamba's layers are not fused."""
-
-    def by_the_host(cache, nodes):
-        cache.kv._write_slots = torch.arange(cache.length + cache.offset, cache.length + cache.offset + nodes)
-
-    monkeypatch.setattr(TreeCache, "set_write_slots", by_the_host)
-    with pytest.raises(AssertionError):
-        matrix.check(matrix.Cell("bamba", "plain", "greedy", "alone", "captured"), monkeypatch)
 
 
 @pytest.mark.gpu

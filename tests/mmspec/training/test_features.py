@@ -21,13 +21,15 @@ import mmspec
 from mmspec.core.target import output_of
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.sampling.params import SamplingParams
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
-from mmspec.training.data import Conversation, text_of
-from mmspec.training.feature_cache import FeatureCache
-from mmspec.training.features import Encoder, Extractor, Features
+from mmspec.training.answering import AnswerGenerator, PendingConversation
+from mmspec.training.data import Conversation, read, text_of, to_record
+from mmspec.training.features import Encoder, Extractor, FeatureCache, Features, Recorder, recorded_features
 from mmspec.vision.embedded import samples
 from mmspec.vision.processor import VisionProcessor, VisionTarget
+from tests.model_folders import save_text_model
 from tests.tiny import byte_model, byte_tokenizer, shared_model
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:?!\n/"
@@ -114,7 +116,7 @@ def qwen(name: str = "qwen2_vl") -> Pipeline:
 
 
 @cache
-def llava_next() -> Pipeline:
+def llava_next(merges=()) -> Pipeline:
     images = LlavaNextImageProcessorPil(
         size={"shortest_edge": 16},
         crop_size={"height": 16, "width": 16},
@@ -122,7 +124,7 @@ def llava_next() -> Pipeline:
     )
     processor = LlavaNextProcessor(
         images,
-        letters(),
+        letters(merges),
         patch_size=4,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
@@ -253,15 +255,7 @@ def test_a_truncated_answer_has_no_end_token():
 
 
 def test_tokens_across_a_boundary_are_split():
-    processor = LlavaNextProcessor(
-        llava_next().hf_processor.image_processor,
-        letters([(":", " ")]),
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=VICUNA,
-    )
-    pipe = vision_pipeline("llava_next", processor)
+    pipe = llava_next(((":", " "),))
     encoded = Encoder(pipe)(CONVERSATIONS["words"])
     text = pipe.processor.tokenizer.decode(encoded.tokens)
     assert text == "USER: Mix red and blue. ASSISTANT: That is purple. USER: Thanks. ASSISTANT: Bye.</s>"
@@ -288,9 +282,7 @@ def test_text_targets():
 
 
 def test_processors_that_add_other_tokens_are_refused():
-    pipe = vision_pipeline("qwen2_vl", WithClips(qwen().hf_processor.image_processor, letters()))
-    pipe.hf_processor.chat_template = QWEN
-    pipe.hf_processor.video_processor = object()
+    pipe = qwen.__wrapped__()
     pipe.hf_processor.timestamps = True
     assert Encoder(pipe)(CONVERSATIONS["one turn"]) is not None
     with pytest.raises(UserError, match="Qwen2VLForConditionalGeneration: expected a processor that only repeats"):
@@ -298,7 +290,7 @@ def test_processors_that_add_other_tokens_are_refused():
 
 
 def test_templates_that_rewrite_messages_are_refused():
-    pipe = vision_pipeline("qwen2_vl", WithClips(qwen().hf_processor.image_processor, letters()))
+    pipe = qwen.__wrapped__()
     pipe.hf_processor.chat_template = "{{ messages|length }}" + QWEN
     with pytest.raises(UserError, match="must render a message the same"):
         Encoder(pipe)(CONVERSATIONS["words"])
@@ -409,34 +401,31 @@ def on_disk(folder):
 @pytest.mark.parametrize("layers", [(), (0, output_of(1), 1)])
 def test_cache_returns_the_same_features(layers, tmp_path):
     pipe, talks = tiny_llava(), on_disk(tmp_path)
-    cache = FeatureCache(tmp_path / "cache", Extractor(pipe, layers=layers), talks, shard=3)
+    cache = FeatureCache(tmp_path / "cache", Extractor(pipe, layers=layers), talks, size=3)
     steps = []
     cache.fill(batch=2, progress=lambda done, total: steps.append((done, total)))
     assert steps == [(2, 7), (3, 7), (5, 7), (6, 7), (7, 7)]
-    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == [
-        *(f"00000{i}.safetensors" for i in range(3)),
-        "index.json",
-    ]
-    for picked in ([talks[5], talks[0], talks[3]], [talks[6]], [talks[0]]):
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()].count(".safetensors") == 3
+    for picked in ([talks[5], talks[0], talks[3]], [talks[6]], [replace(talks[0], id="another")]):
         want, got = Extractor(pipe, layers=layers)(picked), cache(picked)
         assert (got.layers is None) == (not layers)
         for field in fields(Features):
             ours, theirs = getattr(got, field.name), getattr(want, field.name)
             if theirs is not None:
                 torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
-    with pytest.raises(UserError, match="features of conversation c"):
-        cache([CONVERSATIONS["words"]])
+    for changes in ({"answers": ((7, 8, 2),)}, {"messages": CONVERSATIONS["words"].messages}):
+        with pytest.raises(UserError, match="expected features of conversation 0, found none"):
+            cache([replace(talks[0], **changes)])
 
 
 @pytest.mark.parametrize("layers", [(), (output_of(1), 0)])
 def test_cache_of_more_layers_serves_fewer(layers, tmp_path):
-    """Missing shards are filled with all layers of the folder, whoever fills them."""
+    """Missing features are computed with all layers of the folder, whoever computes them."""
     pipe, talks, every = tiny_llava(), on_disk(tmp_path), (0, output_of(1), 1)
-    whole = FeatureCache(tmp_path / "cache", Extractor(pipe, layers=every), talks, shard=3)
+    whole = FeatureCache(tmp_path / "cache", Extractor(pipe, layers=every), talks[:4])
     whole.fill()
-    whole._path(1).unlink()
     extractor = Extractor(pipe, layers=layers)
-    part = FeatureCache(tmp_path / "cache", extractor, talks, shard=3)
+    part = FeatureCache(tmp_path / "cache", extractor, talks)
     part.fill()
     assert extractor.layers == layers
     want, got = extractor(talks), part(talks)
@@ -445,14 +434,12 @@ def test_cache_of_more_layers_serves_fewer(layers, tmp_path):
         torch.testing.assert_close(getattr(got, name), getattr(want, name), atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(whole(talks).layers, Extractor(pipe, layers=every)(talks).layers, atol=2e-5, rtol=2e-5)
     with pytest.raises(UserError, match="another settings"):
-        FeatureCache(whole.folder, Extractor(pipe, layers=(0, output_of(0))), talks, shard=3)
+        FeatureCache(tmp_path / "cache", Extractor(pipe, layers=(0, output_of(0))), talks)
 
 
 def test_a_killed_cache_is_resumed(tmp_path):
     pipe, talks = tiny_llava(), on_disk(tmp_path)
-
-    def begin(**settings):
-        return FeatureCache(tmp_path / "cache", Extractor(pipe, **settings), talks, shard=2)
+    cache, other = (FeatureCache(tmp_path / "cache", Extractor(pipe), talks, size=2) for _ in range(2))
 
     class KilledError(Exception):
         pass
@@ -462,60 +449,111 @@ def test_a_killed_cache_is_resumed(tmp_path):
             raise KilledError
 
     with pytest.raises(KilledError):
-        begin().fill(batch=1, progress=kill)
-    assert begin().missing == [2, 3]
-    before = (tmp_path / "cache/000000.safetensors").stat().st_mtime_ns
-    begin().fill(rank=1, processes=2)
-    assert begin().missing == [2]
-    begin().fill()
-    assert begin().missing == []
-    assert (tmp_path / "cache/000000.safetensors").stat().st_mtime_ns == before
-    want, got = Extractor(pipe)(talks), begin()(talks)
+        cache.fill(batch=1, progress=kill)
+    assert len(cache.missing) == 3
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    left = [one for one in cache.missing if one in talks[::2]]
+    cache.fill(rank=1, processes=2)
+    assert cache.missing == left
+    cache.fill()
+    assert cache.missing == []
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+    assert torch.equal(other(talks).hidden, cache(talks).hidden)  # which another process has written since
+    want, got = Extractor(pipe)(talks), cache(talks)
     torch.testing.assert_close(got.hidden, want.hidden, atol=2e-5, rtol=2e-5)
 
 
 def test_cache_of_other_inputs_is_refused(tmp_path):
-    pipe, talks = tiny_llava(), on_disk(tmp_path)
-    cache = FeatureCache(tmp_path / "cache", Extractor(pipe), talks[:2])
+    pipe, talks = tiny_llava(), on_disk(tmp_path)[:2]
+    folder = tmp_path / "cache"
+    cache = FeatureCache(folder, Extractor(pipe), talks)
     cache.fill()
-    answered = replace(talks[0], answers=((7, 8, 2),))
-    asked = replace(talks[0], messages=talks[1].messages)
-    for other, message in (
-        (lambda: FeatureCache(cache.folder, Extractor(llava_next()), talks[:2]), "another verifier"),
-        (lambda: FeatureCache(cache.folder, Extractor(pipe), talks[:3]), "another conversations"),
-        (lambda: FeatureCache(cache.folder, Extractor(pipe), [answered, talks[1]]), "another conversations"),
-        (lambda: FeatureCache(cache.folder, Extractor(pipe), [asked, talks[1]]), "another conversations"),
-        (lambda: FeatureCache(cache.folder, Extractor(pipe, 99), talks[:2]), "another settings"),
-        (lambda: FeatureCache(cache.folder, Extractor(pipe, layers=(0,)), talks[:2]), "another settings"),
+    for extractor, message in (
+        (Extractor(llava_next()), "another verifier"),
+        (Extractor(pipe, 99), "another settings"),
+        (Extractor(pipe, layers=(0,)), "another settings"),
     ):
         with pytest.raises(UserError, match=message):
-            other()
-    path = cache.folder / "000000.safetensors"
-    used = FeatureCache(cache.folder, Extractor(pipe), talks[:2])
-    used(talks[:1])
-    whole = path.read_bytes()
-    os.truncate(path, 9)  # while the file is open
-    with pytest.raises(UserError, match="expected a whole shard"):
-        used(talks[1:2])
-    path.write_bytes(whole)
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(UserError, match="expected a whole shard"):
-        FeatureCache(cache.folder, Extractor(pipe), talks[:2])(talks[:1])
-    (cache.folder / "index.json").write_text("{")
+            FeatureCache(folder, extractor, talks)
+    (path,) = folder.glob("*.safetensors")
+    os.truncate(path, path.stat().st_size - 9)  # while the file is open
+    for damaged in (lambda: cache(talks), lambda: FeatureCache(folder, Extractor(pipe), talks)):
+        with pytest.raises(UserError, match="expected a whole file of features"):
+            damaged()
+    (folder / "index.json").write_text("{")
     with pytest.raises(UserError, match="index of a feature cache"):
-        FeatureCache(cache.folder, Extractor(pipe), talks[:2])
+        FeatureCache(folder, Extractor(pipe), talks)
 
 
 def test_cache_in_half_precision_with_a_conversation_too_long(tmp_path):
     pipe, talks = tiny_llava(), on_disk(tmp_path)
     limit = min(len(Encoder(pipe)(one).tokens) for one in talks if one.media) - 6
-    cache = FeatureCache(tmp_path / "cache", Extractor(pipe, limit), talks, shard=1)
+    cache = FeatureCache(tmp_path / "cache", Extractor(pipe, limit), talks)
     cache.dtype = torch.bfloat16
     cache.fill()
     kept = [one for one in talks if Extractor(pipe, limit).rows([one])[0] is not None]
     assert cache.skipped == {"too long": len(talks) - len(kept)}
+    assert cache.missing == []
     assert 0 < len(kept) < len(talks)
     got = cache(talks)
     assert got.hidden.dtype == torch.float32
     torch.testing.assert_close(got.hidden, Extractor(pipe, limit)(kept).hidden, atol=2e-2, rtol=1e-2)
-    assert json.loads((cache.folder / "index.json").read_text())["verifier"]["hidden_size"] == 192
+    assert json.loads((tmp_path / "cache" / "index.json").read_text())["verifier"]["hidden_size"] == 192
+
+
+# ---------------------------------------------------------------------- recorded while answers are generated
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    folder = save_text_model(tmp_path_factory.mktemp("text"))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    )
+    return mmspec.load(str(folder), None, "cpu")
+
+
+@pytest.fixture(scope="module")
+def recorded(loaded, tmp_path_factory):
+    """Answers in batches of three, of which some join and leave; and the folder of their features."""
+    pipe = Pipeline(loaded.target, loaded.processor, Recorder(), max_num_seqs=3)
+    jobs = [PendingConversation(f"{k}", [[said("ab " * (k + 1))]], [0]) for k in range(11)]
+    params = SamplingParams(temperature=4.0, max_new_tokens=150)
+    found, folder = [], tmp_path_factory.mktemp("features")
+    for some in (jobs[:6], jobs[6:]):
+        answered = [one for done in AnswerGenerator(pipe, 0, params).run(some) for one in done]
+        assert len(pipe.drafter.finished) == len(answered) == len(some)
+        pipe.drafter.save(folder, answered, pipe)
+        assert not pipe.drafter.finished
+        found += answered
+    return found, folder
+
+
+def test_recorded_features_are_those_of_a_pass_over_the_conversation(loaded, recorded, tmp_path):
+    """Of the conversations as they are written and read."""
+    answered, folder = recorded
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n".join(json.dumps(to_record(one, tmp_path)) for one in answered))
+    found = read(file).conversations
+    assert len({len(one.answers[0]) for one in found}) > 2  # they end at different times
+    features, extract = recorded_features([tmp_path, folder], loaded.target), Extractor(loaded)
+    for batch in (found[:1], found[3:9], found):
+        ours, theirs = features(batch), extract(batch)
+        assert torch.equal(ours.answer, theirs.answer)
+        assert torch.equal(ours.keep, theirs.keep)
+        assert torch.equal(ours.tokens, theirs.tokens)
+        known = theirs.keep & torch.cat([theirs.keep[:, 1:], theirs.keep[:, :1] & False], dim=1)
+        torch.testing.assert_close(ours.hidden[known], theirs.hidden[known], atol=1e-4, rtol=1e-4)
+        assert torch.equal(ours.embeds, theirs.embeds)
+    lengths = sorted(len(tokens) for tokens, _ in features.sequences())
+    assert lengths == sorted(int(row.sum()) - 1 for row in theirs.keep)
+    assert replace(found[0], id="other") in features
+    assert replace(found[0], answers=((5, 6, 7),)) not in features
+
+
+def test_recorded_features_of_another_model_and_none_are_refused(loaded, recorded, tmp_path):
+    with pytest.raises(UserError, match=r"expected features of make-data --record in .*, received none"):
+        recorded_features([tmp_path], loaded.target)
+    _, folder = recorded
+    with pytest.raises(UserError, match=rf"of size 192, the model's, received size {loaded.target.config.hidden_size}"):
+        recorded_features([folder], tiny_llava().target)

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
-import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -41,7 +37,7 @@ from mmspec.training.options import RunOptions
 from mmspec.training.run import frequent_tokens
 from mmspec.training.small import _first_layers
 from mmspec.training.tasks import DrafterTask, TrainingTask, decoder_weights
-from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG
+from mmspec.training.trainer import CURVE, DRAFTER, LOG
 from mmspec.vision.drafters.msd import MSDConfig, MSDNetwork
 from mmspec.vision.training import fit_projection
 from tests.eagle3 import EAGLE4, QWEN3_VL, cut, head_tensors, write_head
@@ -160,7 +156,7 @@ NARROW = "--draft-vocabulary 40"
 MEDUSA = f"--heads 3 --top-k 4 --total-tokens 12 {NARROW}"
 LEARNING = [  # command, options, fields of the saved drafter or of its network's configuration, a metric
     ("small", "--layers 1 --hidden 32", "hidden_size=32 num_hidden_layers=1 vocab_size=320", "right_1"),
-    ("mamba", "--top-k 4", "name=mamba top_k=4 hidden_size=32", "agreement"),
+    ("mamba", "--top-k 4", "name=mamba top_k=4 hidden_size=32", "right_1"),
     ("msd", "--tensorboard --top-k 4 --total-tokens 12", "top_k=4 depth=6 total_tokens=12 decoupled=True", "right_1"),
     ("flash", "", "name=flash latents=2 span=16 slots=12", "right_6"),
     ("flash", "--latents 3 --slots 1 --passes 2", "latents=3 slots=1", "right_2"),
@@ -188,7 +184,7 @@ LEARNING = [  # command, options, fields of the saved drafter or of its network'
     ("medusa", f"--grounded --prefix {MEDUSA}", "name=hydra head=40", "right_3"),
     ("kangaroo", f"--exit-layer 1 --total-tokens 12 {NARROW}", "name=kangaroo exit_layer=1", "right_1"),
 ]
-LOSS = {"mamba": 0.6, "msd": 0.7, "medusa": 0.95, "kangaroo": 0.95}
+LOSS = {"msd": 0.7, "medusa": 0.95, "kangaroo": 0.95}
 """The loss after training is below this share of the first loss."""
 
 
@@ -239,8 +235,9 @@ def named(target: str, drafter: Path, out: Path) -> list[str]:
 
 
 def test_the_same_command_resumes_the_run(train: Callable[..., str], tmp_path: Path) -> None:
-    options = ["--steps", "7", "--prompts", "0", "--layers", "2", "--draft-vocabulary", "12"]
+    options = ["--epochs", "2", "--prompts", "0", "--layers", "2", "--draft-vocabulary", "12"]
     train(tmp_path / "whole", *options, command="mamba")
+    assert rows(tmp_path / "whole")[-1]["step"] == 7  # 20 conversations are not held out; batches of 6
     with terminated_at(3):
         assert "stopped at step 4; run the same command again" in train(tmp_path / "parts", *options, command="mamba")
     with pytest.raises(UserError, match=r"state = 4: expected the same to resume it, received 8"):
@@ -371,27 +368,6 @@ def test_training_starts_from_a_drafter(train: Callable[..., str], tmp_path: Pat
         train(tmp_path / "other", "--steps", "1", "--start", str(begin), "--mlp", "8")
 
 
-@pytest.mark.long
-def test_a_draft_vocabulary_is_saved(
-    model: str, answered: Callable[..., Path], train: Callable[..., str], tmp_path: Path
-) -> None:
-    train(tmp_path, "--epochs", "2", "--prompts", "0", "--draft-vocabulary", "10")
-    assert rows(tmp_path)[-1]["step"] == 7  # 20 conversations are not held out; batches of 6
-    ids = saved(tmp_path)["draft_ids"].tolist()
-    assert len(ids) == 10
-    assert ids == sorted(set(ids))
-    assert 2 in ids  # the end of a sequence
-    answers = [
-        json.loads(line)["conversations"][1]["token_ids"]
-        for images in (False, True)
-        for line in answered(model, images).read_text().splitlines()
-    ]
-    common = [token for token, _ in Counter(token for answer in answers for token in answer).most_common(5)]
-    assert set(common) <= {*ids}
-    pipe = mmspec.load(model, str(tmp_path / DRAFTER))
-    assert pipe.generate("Count.", max_new_tokens=8, nodes=4).token_ids
-
-
 def test_a_draft_model_starts_as_the_targets_first_layers(
     text_model: str, train: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -491,7 +467,6 @@ def test_a_fitted_network_starts_better(train: Callable[..., str], tmp_path: Pat
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
-        ("msd", ["--steps", "1", "--minutes", "1"], "one of steps, minutes and epochs: received"),
         ("msd", ["--held-out", "24"], "held-out must leave conversations to train on: there are 24, received 24"),
         ("msd", ["--heads", "3"], "kv_heads must divide heads: got 2 for 3"),
         ("msd", ["--head-dim", "7"], "head_dim must be even, as rotary positions turn pairs: got 7"),
@@ -607,31 +582,3 @@ def test_the_most_frequent_tokens_come_first() -> None:
     assert frequent_tokens(answers, 3, [2], 10).tolist() == [2, 5, 9]
     assert frequent_tokens(answers, 6, [2], 10).tolist() == [0, 1, 2, 5, 7, 9]  # then the first of the vocabulary
     assert frequent_tokens([[5, 9]], 99, [2, 9], 10).tolist() == list(range(10))
-
-
-def _launched(options: list[str], *launcher: str) -> subprocess.Popen:
-    command = [sys.executable, *launcher, "-m", "mmspec", "train", "msd", *options]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.slow
-def test_processes_launched_by_accelerate_and_killed(model: str, answered: Callable[..., Path], tmp_path: Path) -> None:
-    shared = ["--target", model, "--text", str(answered(model)), "--prompts", "0"]
-    shared += ["--data", str(answered(model, True))]
-    # One pass without noise: a step's result does not depend on the distribution of its examples.
-    shared += ["--steps", "40", "--batch", "5", "--passes", "1", "--noise", "0", "--checkpoint-minutes", "0"]
-    for out in ("alone", "killed"):
-        process = _launched([*shared, "--out", str(tmp_path / out)])
-        if out == "killed":
-            while process.poll() is None and not (tmp_path / out / CHECKPOINT).exists():
-                time.sleep(0.01)
-            process.kill()
-        process.communicate()
-    assert rows(tmp_path / "killed")[-1]["event"] == "train"
-    two = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
-    for out, launcher in (("killed", []), ("both", two)):
-        process = _launched([*shared, "--out", str(tmp_path / out)], *launcher)
-        said = process.communicate()[1]
-        assert process.returncode == 0, said
-    assert_same(tmp_path / "alone", tmp_path / "killed", 0.0)
-    assert_same(tmp_path / "alone", tmp_path / "both", 1e-4, 1e-3)

@@ -7,6 +7,7 @@ state, computed from its parent's state.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -213,13 +214,7 @@ class MambaNetwork(nn.Module):
             Hidden states for the head, (batch, length, hidden), undefined at padding, and final states.
         """
         state = self.initial_state(len(tokens)) if state is None else state
-        x, projected = self._embedded(tokens)
-        after: list[tuple[Tensor, Tensor]] = []
-        for layer, before in zip(self.layers, state, strict=True):
-            added, new = layer.read(layer.project(x) if after else projected, keep, before)
-            x = x + added
-            after.append(new)
-        return self.norm(x), tuple(after)
+        return self._advanced(tokens, state, lambda layer, x, before: layer.read(x, keep, before))
 
     def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         """Advance every row by one token.
@@ -227,10 +222,14 @@ class MambaNetwork(nn.Module):
         Returns:
             Hidden states for the head, (rows, hidden), and new state.
         """
+        return self._advanced(tokens, state, lambda layer, x, before: layer.step(x, before))
+
+    def _advanced(self, tokens: Tensor, state: State, advance: Callable[..., Any]) -> tuple[Tensor, State]:
+        """Hidden states and new state, by the ``advance`` of each layer, its projected input and its state."""
         x, projected = self._embedded(tokens)
         after: list[tuple[Tensor, Tensor]] = []
         for layer, before in zip(self.layers, state, strict=True):
-            added, new = layer.step(layer.project(x) if after else projected, before)
+            added, new = advance(layer, layer.project(x) if after else projected, before)
             x = x + added
             after.append(new)
         return self.norm(x), tuple(after)

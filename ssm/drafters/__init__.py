@@ -1,1 +1,0 @@
-"""State-space drafters."""
