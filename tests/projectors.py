@@ -12,13 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers as t
 from torch import Tensor
 
 from mmspec.vision.gguf import InternVLImages, Qwen2VLImages
 from tests.model_folders import tokenizer
+from tests.model_folders import write_gguf as _write
 
 FAMILIES = ("llava", "llava_next", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "gemma3", "internvl")
 
@@ -28,31 +28,8 @@ _TOKENS += [f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad"
 _TOKENS += ["<start_of_image>", "<end_of_image>", "<image_soft_token>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
 _TOKENS += [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
 _VOCAB = 352
-_NUMBER = {name: place for place, name in enumerate(_TOKENS)}
 
-_PINPOINTS = [[64, 32], [32, 96]]
 _COLOURS: dict[str, Any] = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.25]}
-_TEXT = {
-    "vocab_size": _VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-_TOWER |= {"image_size": 32, "patch_size": 8, "layer_norm_eps": 1e-3}
-_QWEN = {f"{name}_token_id": _NUMBER[f"<|{name}|>"] for name in ("vision_start", "vision_end")}
-_QWEN |= {f"{name}_token_id": _NUMBER[f"<|{name}_pad|>"] for name in ("image", "video")}
-_MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
-_GEMMA_ROPE = {
-    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
 
 _TYPES = {"llava": "mlp", "llava_next": "mlp", "smolvlm": "idefics3"}
 _TYPES |= {"qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger"}
@@ -62,43 +39,12 @@ _HALF["llava_next"] = _HALF["llava"]
 """Weights that converters write in float16 always."""
 
 
+CONFIGS = json.loads(Path(__file__).with_name("projector_configs.json").read_text())
+"""Arguments of a family's configuration, with sizes cut; token ids are places in ``_TOKENS``."""
+
+
 def config(family: str) -> Any:
-    """Class defaults with sizes cut."""
-    llama, clip = (
-        {"model_type": "llama", **_TEXT},
-        {**_TOWER, "model_type": "clip_vision_model", "num_hidden_layers": 3},
-    )
-    image = {"image_token_index": _NUMBER["<image>"]}
-    if family == "llava":
-        return t.LlavaConfig(vision_config=clip, text_config=llama, image_seq_length=16, **image)
-    if family == "llava_next":
-        return t.LlavaNextConfig(vision_config=clip, text_config=llama, image_grid_pinpoints=_PINPOINTS, **image)
-    if family in ("idefics3", "smolvlm"):
-        kind: Any = t.Idefics3Config if family == "idefics3" else t.SmolVLMConfig
-        return kind(vision_config=_TOWER, text_config=llama, image_token_id=_NUMBER["<image>"], scale_factor=2)
-    if family == "qwen2_vl":
-        tower = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 3, "depth": 4, "num_heads": 2}
-        return t.Qwen2VLConfig(vision_config=tower, text_config={**_TEXT, "rope_parameters": _MROPE}, **_QWEN)
-    if family == "qwen2_5_vl":
-        tower = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "depth": 4, "num_heads": 2}
-        tower |= {"fullatt_block_indexes": [1, 3], "tokens_per_second": 2}
-        return t.Qwen2_5_VLConfig(vision_config=tower, text_config={**_TEXT, "rope_parameters": _MROPE}, **_QWEN)
-    if family == "gemma3":
-        text = {**_TEXT, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "num_hidden_layers": 7}
-        return t.Gemma3Config(
-            vision_config={"model_type": "siglip_vision_model", "vision_use_head": False, **_TOWER},
-            text_config={**text, "rope_parameters": _GEMMA_ROPE},
-            mm_tokens_per_image=4,
-            boi_token_index=_NUMBER["<start_of_image>"],
-            eoi_token_index=_NUMBER["<end_of_image>"],
-            image_token_index=_NUMBER["<image_soft_token>"],
-        )
-    return t.InternVLConfig(
-        vision_config={"model_type": "internvl_vision", "attention_bias": True, **_TOWER, "num_hidden_layers": 4},
-        text_config={"model_type": "qwen2", **_TEXT},
-        image_token_id=_NUMBER["<IMG_CONTEXT>"],
-        image_seq_length=4,
-    )
+    return getattr(t, CONFIGS[family]["kind"])(**{name: x for name, x in CONFIGS[family].items() if name != "kind"})
 
 
 @cache
@@ -126,7 +72,9 @@ def processor(family: str) -> Any:
     size: dict[str, Any] = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}, **_COLOURS}
     square: dict[str, Any] = {"size": {"height": 32, "width": 32}, **_COLOURS}
     if family in ("llava", "llava_next"):
-        next_images = t.LlavaNextImageProcessorPil(image_grid_pinpoints=_PINPOINTS, **size)
+        next_images = t.LlavaNextImageProcessorPil(
+            image_grid_pinpoints=CONFIGS["llava_next"]["image_grid_pinpoints"], **size
+        )
         kind, images = (t.LlavaProcessor, t.CLIPImageProcessorPil(**size))
         kind, images = (kind, images) if family == "llava" else (t.LlavaNextProcessor, next_images)
         options = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
@@ -166,23 +114,6 @@ def save(
     return language, projector
 
 
-def _write(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    package = pytest.importorskip("gguf", reason="the package gguf is not installed")
-    writer = package.GGUFWriter(str(file), metadata["general.architecture"])
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-    add |= {str: writer.add_string, list: writer.add_array}
-    for name, value in metadata.items():
-        if name != "general.architecture" and value is not None:
-            add[type(value)](name, value)
-    for name, value in tensors.items():
-        data, kind = value if isinstance(value, tuple) else (value.numpy(), None)
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 @cache
 def vocabulary() -> dict[str, Any]:
     words = tokenizer(_VOCAB, _TOKENS)
@@ -192,7 +123,7 @@ def vocabulary() -> dict[str, Any]:
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3 if token in _NUMBER else 1 for token in tokens],
+        "tokenizer.ggml.token_type": [3 if token in _TOKENS else 1 for token in tokens],
         "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
@@ -269,7 +200,7 @@ def _projector_metadata(family: str, whole: Any) -> dict[str, Any]:
     }
     more: dict[str, Any] = {}
     if family == "llava_next":
-        fields["image_grid_pinpoints"] = [side for sides in _PINPOINTS for side in sides]
+        fields["image_grid_pinpoints"] = [side for sides in whole.image_grid_pinpoints for side in sides]
     elif family in ("idefics3", "smolvlm"):
         fields |= {"preproc_image_size": 96, "projector.scale_factor": 2}
     elif family == "qwen2_5_vl":

@@ -21,17 +21,10 @@ class Adder:
         return job["number"] + self.plus
 
 
-@pytest.fixture
-def own_signals():
-    """Ray leaves its handler of SIGTERM behind."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
-
-
 @pytest.mark.long
-@pytest.mark.usefixtures("own_signals")
 @pytest.mark.filterwarnings("ignore")
 def test_ray_gives_what_a_local_run_gives():
-    done = run_jobs(JOBS, Adder, {"plus": 10}, engine="ray", workers=2)
-    assert sorted(done, key=str) == list(run_jobs(JOBS, Adder, {"plus": 10}))
+    handler = signal.getsignal(signal.SIGTERM)
+    done = sorted(run_jobs(JOBS, Adder, {"plus": 10}, engine="ray", workers=2), key=str)
+    signal.signal(signal.SIGTERM, handler)  # Ray leaves its own behind
+    assert done == list(run_jobs(JOBS, Adder, {"plus": 10}))

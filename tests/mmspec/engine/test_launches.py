@@ -9,9 +9,8 @@ from tests.launches import LAYERS, measure
 @pytest.mark.parametrize(
     ("drafter", "draft"), [("none", 0), ("msd", 145), ("flash", 145), ("eagle3", 158), ("dflash", 115)]
 )
-def test_a_step(drafter, draft, monkeypatch):
+def test_a_step(drafter, draft):
     """Few in a layer and in a draft, few outside of graphs, and none of either that grows unnoticed."""
-    monkeypatch.setattr("tests.launches._STEPS", 3)
     found = measure(drafter)
     parts = {name: counts.total() for name, counts in found["parts"].items()}
     assert parts["_pass"] / LAYERS < 11
