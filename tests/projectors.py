@@ -20,8 +20,6 @@ from mmspec.vision.gguf import InternVLImages, Qwen2VLImages
 from tests.model_folders import tokenizer
 from tests.model_folders import write_gguf as _write
 
-FAMILIES = ("llava", "llava_next", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "gemma3", "internvl")
-
 _TOKENS = ["<pad>", "<s>", "</s>", "<unk>", "<image>", "<fake_token_around_image>", "<global-img>"]
 _TOKENS += ["<end_of_utterance>", "<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>"]
 _TOKENS += [f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")]
@@ -31,20 +29,18 @@ _VOCAB = 352
 
 _COLOURS: dict[str, Any] = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.25]}
 
-_TYPES = {"llava": "mlp", "llava_next": "mlp", "smolvlm": "idefics3"}
-_TYPES |= {"qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger"}
-_ARCHITECTURES = {"qwen2_vl": "qwen2vl", "qwen2_5_vl": "qwen2vl", "gemma3": "gemma3", "internvl": "qwen2"}
 _HALF = {"llava": ("patch_embedding", "linear_"), "gemma3": ("mm_input_projection",)}
 _HALF["llava_next"] = _HALF["llava"]
 """Weights that converters write in float16 always."""
 
 
-CONFIGS = json.loads(Path(__file__).with_name("projector_configs.json").read_text())
-"""Arguments of a family's configuration, with sizes cut; token ids are places in ``_TOKENS``."""
+FAMILIES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("projector_configs.json").read_text())
+"""Of each family, its configuration with sizes cut, and metadata of the files of the language model and the projector.
+Token ids are places in ``_TOKENS``."""
 
 
 def config(family: str) -> Any:
-    return getattr(t, CONFIGS[family]["kind"])(**{name: x for name, x in CONFIGS[family].items() if name != "kind"})
+    return getattr(t, FAMILIES[family]["kind"])(**FAMILIES[family]["config"])
 
 
 @cache
@@ -73,7 +69,7 @@ def processor(family: str) -> Any:
     square: dict[str, Any] = {"size": {"height": 32, "width": 32}, **_COLOURS}
     if family in ("llava", "llava_next"):
         next_images = t.LlavaNextImageProcessorPil(
-            image_grid_pinpoints=CONFIGS["llava_next"]["image_grid_pinpoints"], **size
+            image_grid_pinpoints=FAMILIES["llava_next"]["config"]["image_grid_pinpoints"], **size
         )
         kind, images = (t.LlavaProcessor, t.CLIPImageProcessorPil(**size))
         kind, images = (kind, images) if family == "llava" else (t.LlavaNextProcessor, next_images)
@@ -105,12 +101,11 @@ def save(
         metadata: other values of either file; None leaves one out.
         quantise: format of the matrices of the language model's layers.
     """
-    made = model(family)
+    made, files = model(family), FAMILIES[family]
     language, projector = folder / f"{family}.gguf", folder / f"mmproj-{family}.gguf"
-    architecture = _ARCHITECTURES.get(family, "llama")
-    fields = {**_language_metadata(architecture, made.config.get_text_config()), **vocabulary(), **metadata}
-    _write(language, {**fields, "tokenizer.chat_template": template}, _language_tensors(architecture, made, quantise))
-    _write(projector, {**_projector_metadata(family, made.config), **metadata}, dict(_projector_tensors(family, made)))
+    fields = {**files["language"], **vocabulary(), **metadata, "tokenizer.chat_template": template}
+    _write(language, fields, _language_tensors(files["language"]["general.architecture"], made, quantise))
+    _write(projector, {**files["projector"], **metadata}, dict(_projector_tensors(family, made)))
     return language, projector
 
 
@@ -129,29 +124,6 @@ def vocabulary() -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.padding_token_id": 0,
     }
-
-
-def _language_metadata(architecture: str, text: Any) -> dict[str, Any]:
-    rope = text.rope_parameters
-    fields = {
-        "block_count": text.num_hidden_layers,
-        "context_length": text.max_position_embeddings,
-        "embedding_length": text.hidden_size,
-        "feed_forward_length": text.intermediate_size,
-        "attention.head_count": text.num_attention_heads,
-        "attention.head_count_kv": text.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": text.rms_norm_eps,
-        "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
-    }
-    if architecture == "gemma3":
-        fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base_swa": 1e4}
-        fields |= {"attention.key_length": 16, "attention.value_length": 16, "attention.sliding_window": 6}
-    if architecture == "qwen2vl":
-        fields["rope.dimension_sections"] = [*rope["mrope_section"], 0]
-    if architecture == "llama":
-        fields |= {"vocab_size": text.vocab_size, "rope.dimension_count": 16}
-    named = {f"{architecture}.{name}": value for name, value in fields.items()}
-    return {"general.architecture": architecture, "general.type": "model", **named}
 
 
 def _language_tensors(architecture: str, made: Any, quantise: str) -> dict[str, Any]:
@@ -180,40 +152,6 @@ def _language_tensors(architecture: str, made: Any, quantise: str) -> dict[str, 
         is_matrix = kind is not None and value.ndim == 2
         tensors[place] = (package.quantize(data, kind), kind) if is_matrix else value.contiguous()
     return tensors
-
-
-def _projector_metadata(family: str, whole: Any) -> dict[str, Any]:
-    vision = whole.vision_config
-    is_llava = family.startswith("llava")
-    size, patch = (getattr(vision, name, 560) for name in ("image_size", "patch_size"))
-    width = getattr(vision, "embed_dim", vision.hidden_size)
-    fields = {
-        "image_size": size if isinstance(size, int) else size[0],
-        "patch_size": patch if isinstance(patch, int) else patch[0],
-        "embedding_length": width,
-        "feed_forward_length": getattr(vision, "intermediate_size", 0),
-        "block_count": getattr(vision, "depth", None) or vision.num_hidden_layers - is_llava,
-        "attention.head_count": getattr(vision, "num_heads", None) or vision.num_attention_heads,
-        "attention.layer_norm_epsilon": getattr(vision, "layer_norm_eps", 1e-6),
-        "projection_dim": 512 if is_llava else 64,
-        **_COLOURS,
-    }
-    more: dict[str, Any] = {}
-    if family == "llava_next":
-        fields["image_grid_pinpoints"] = [side for sides in whole.image_grid_pinpoints for side in sides]
-    elif family in ("idefics3", "smolvlm"):
-        fields |= {"preproc_image_size": 96, "projector.scale_factor": 2}
-    elif family == "qwen2_5_vl":
-        fields["n_wa_pattern"], more = 2, {"clip.use_silu": True}
-    elif family in ("internvl", "gemma3"):
-        fields["projector.scale_factor"] = 2
-    if is_llava:
-        more = {"clip.has_text_encoder": False, "clip.has_llava_projector": True, "clip.use_gelu": False}
-    elif not family.startswith("qwen"):
-        more = {"clip.use_gelu": True}
-    named = {f"clip.vision.{name}": value for name, value in fields.items()}
-    kind = {"clip.has_vision_encoder": True, "clip.projector_type": _TYPES.get(family, family)}
-    return {"general.architecture": "clip", **named, **kind, **more}
 
 
 def _projector_tensors(family: str, made: Any) -> Iterator[tuple[str, Tensor]]:
