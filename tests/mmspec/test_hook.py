@@ -97,11 +97,9 @@ def test_sampling_follows_torchs_seed():
     assert sampled(1) != sampled(2)
 
 
-class Tail(StoppingCriteria):
+def tail(input_ids, scores, **kwargs):
     """Per row: the last two tokens add up to a multiple of five."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return (input_ids[:, -1] + input_ids[:, -2]) % 5 == 0
+    return (input_ids[:, -1] + input_ids[:, -2]) % 5 == 0
 
 
 class EveryRow(StoppingCriteria):
@@ -133,27 +131,24 @@ class NoLimit(MaxLengthCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-class Column(Tail):
+def column(input_ids, scores, **kwargs):
     """Shape (rows, 1), as transformers' documentation says."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return super().__call__(input_ids, scores)[:, None]
+    return tail(input_ids, scores)[:, None]
 
 
-class Failing(StoppingCriteria):
-    def __call__(self, input_ids, scores, **kwargs):
-        raise ValueError("no criterion")
+def failing(input_ids, scores, **kwargs):
+    raise ValueError("no criterion")
 
 
 @pytest.mark.parametrize("eos", [None, 17], ids=["no-eos", "eos"])
 @pytest.mark.parametrize(
     "criteria",
     [
-        lambda: [Tail()],
+        lambda: [tail],
         lambda: [EveryRow()],
         lambda: [OneToken(40)],
-        lambda: [NoLimit(10), Tail()],
-        lambda: [MaxLengthCriteria(14), Tail()],
+        lambda: [NoLimit(10), tail],
+        lambda: [MaxLengthCriteria(14), tail],
         lambda: [MaxLengthCriteria(3)],
     ],
     ids=["rows", "every-row", "own-eos", "subclass", "length", "short"],
@@ -176,12 +171,12 @@ def test_several_rows_with_criteria_end_as_in_generate(criteria, eos):
 
 def test_criteria_that_return_a_column_or_fail():
     inputs, model = text_inputs(3, 9, seed=3), shared_model("llama")
-    options = {**inputs, **GREEDY, "eos_token_id": None, "stopping_criteria": StoppingCriteriaList([Column()])}
+    options = {**inputs, **GREEDY, "eos_token_id": None, "stopping_criteria": StoppingCriteriaList([column])}
     reference = model.generate(**options)
     assert torch.equal(mmspec.generate(model, drafter="ngram", nodes=4, **options), reference)
     for change, error, message in (
         ({"eos_token_id": 17}, UserError, r"must return a truth value per row, \(3,\), .* got shape \(3, 3\)"),
-        ({"stopping_criteria": [Failing()]}, ValueError, "no criterion"),
+        ({"stopping_criteria": [failing]}, ValueError, "no criterion"),
     ):
         with pytest.raises(error, match=message):
             mmspec.generate(model, drafter="ngram", nodes=4, **options | change)
@@ -196,25 +191,18 @@ def test_rows_that_are_ahead_do_not_raise_after_the_end():
                 raise ValueError("too far")
             return scores
 
+    def together(length):
+        return lambda ids, scores, **_: torch.full((len(ids),), ids.shape[1] >= length)
+
     inputs, model = text_inputs(2, 9), shared_model("llama")
     options = {**GREEDY, "eos_token_id": None, "stopping_criteria": [MaxLengthCriteria(9 + 8)]}
     reference = model.generate(**inputs, **options)
     oracle = Oracle([reference[0, 9:].tolist(), []], vocab=90)  # row 0 runs ahead
-    options |= {"logits_processor": [Failing()], "stopping_criteria": [Together(9 + 8)]}
+    options |= {"logits_processor": [Failing()], "stopping_criteria": [together(9 + 8)]}
     assert torch.equal(mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **options), reference)
-    options["stopping_criteria"] = [Together(9 + 10)]
+    options["stopping_criteria"] = [together(9 + 10)]
     with pytest.raises(ValueError, match="too far"):
         mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **options)
-
-
-class Together(StoppingCriteria):
-    """All rows at a length."""
-
-    def __init__(self, length):
-        self.length = length
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
 
 
 class ScoreSum(StoppingCriteria):
@@ -263,7 +251,7 @@ def test_all_criteria_are_called_at_every_token():
     model, inputs = shared_model("llama"), text_inputs(1, 9)
     plain = model.generate(**inputs, **GREEDY | {"eos_token_id": None})[0, 9:].tolist()
     options = {**GREEDY, "eos_token_id": plain[6]}
-    theirs, ours = ([ScoreSum(0), Tail(), ScoreSum(0)] for _ in range(2))
+    theirs, ours = ([ScoreSum(0), tail, ScoreSum(0)] for _ in range(2))
     model.generate(**inputs, **options, stopping_criteria=theirs)
     mmspec.generate(model, drafter=Oracle([plain], vocab=90), nodes=10, **inputs, **options, stopping_criteria=ours)
     for mine, other in zip(ours[::2], theirs[::2], strict=True):

@@ -6,6 +6,7 @@ import io
 import logging
 import re
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -16,11 +17,11 @@ from mmspec.progress import EVERY, LogLines, Steps, show_progress, show_steps
 
 def logged(*steps: tuple[float, int | float, str]) -> list[str]:
     """Lines of a run of four items; ``steps`` are seconds since the start, items done and the current part."""
-    now, console = [100.0], Console(file=io.StringIO())
-    lines = LogLines(console, "measuring", lambda: now[0])
-    for seconds, completed, part in steps:
-        now[0] = 100.0 + seconds
-        lines(completed, 4, part=part)
+    console, times = Console(file=io.StringIO()), iter([100.0, *(100.0 + seconds for seconds, _, _ in steps)])
+    with patch.object(progress, "monotonic", lambda: next(times)):
+        lines = LogLines(console, "measuring")
+        for _, completed, part in steps:
+            lines(completed, 4, part=part)
     return text_of(console).splitlines()
 
 
@@ -84,10 +85,11 @@ def record(text: str, level: int = logging.INFO) -> logging.LogRecord:
     return logging.LogRecord("mmspec.load", level, "", 0, text, (), None)
 
 
-def test_a_log_gets_a_line_about_each_slow_step() -> None:
+def test_a_log_gets_a_line_about_each_slow_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "Timer", SetTimer)
     SetTimer.started = []
     console = Console(file=io.StringIO(), width=20)
-    steps = Steps(console, SetTimer)
+    steps = Steps(console)
     steps.handle(record("a quick step"))
     steps.handle(record("a slow step [with a long name]"))
     SetTimer.started[-1].run()
