@@ -85,10 +85,11 @@ fuzz-decoding: $(VENV)/.tested
 browser: $(VENV)/.tested
 	$(BIN)/python -m pytest -r s -n 0 --maxfail 3 -m browser tests/demos
 
-# ARGS picks some, e.g. ARGS="--python 3.13 --dependencies newest".
+# PYTHONS="3.13", DEPENDENCIES="newest" and TARGETS="caption" pick some.
+pythons: export UV := $(CURDIR)/$(BIN)/uv
 pythons: $(VENV)/.created
 	$(PIP) install --quiet uv
-	$(BIN)/python -m tests.pythons $(ARGS)
+	sh tests/pythons.sh
 
 FILE := mmspec/core/verify.py
 TESTS := tests/mmspec/core

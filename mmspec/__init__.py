@@ -9,8 +9,6 @@ Public names are imported lazily, so that ``mmspec --help`` does not import torc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mmspec.version import __version__ as __version__
-
 if TYPE_CHECKING:
     from mmspec.core.drafter import Drafter
     from mmspec.core.tree import TokenTree
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from mmspec.sampling.params import SamplingParams
     from mmspec.sampling.processors import TreeProcessor
 
+__version__ = "0.2.0"
 __all__ = [
     "Drafter",
     "Generation",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from time import perf_counter as clock
 from typing import Any
@@ -75,15 +75,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """All metrics as JSON values."""
-        return {
-            "rounds": self.rounds,
-            "decode_ratio": self.decode_ratio,
-            "end_to_end_ratio": self.end_to_end_ratio,
-            "speculative": vars(self.speculative),
-            "plain": vars(self.plain),
-            "equal": self.equal,
-            "difference": vars(self.difference) if self.difference else None,
-        }
+        return {**asdict(self), "decode_ratio": self.decode_ratio, "end_to_end_ratio": self.end_to_end_ratio}
 
 
 def compare(

@@ -93,14 +93,17 @@ def decode(
         if streamer is not None and len(input_ids) > 1:
             raise UserError(f"a streamer takes one sequence: got a batch of {len(input_ids)}")
         prompt = _prompt(input_ids, model_kwargs, raw_inputs if generation_config.num_return_sequences == 1 else None)
-        scored, records = _records(generation_config)
+        scored, logits = (
+            bool(generation_config.return_dict_in_generate and wanted)
+            for wanted in (generation_config.output_scores, generation_config.output_logits)
+        )
+        pad = getattr(generation_config, "_pad_token_tensor", None)
+        padding = 0 if pad is None else int(pad)
         alone = len(input_ids) == 1  # a single row uses the caller's own processors
         scoring = [copy_for_row(processor, 0) for processor in logits_processor if scored and alone] or logits_processor
-        stopper, joint = stopping_of(
-            stopping_criteria, input_ids, _padding(generation_config), scoring if scored else None
-        )
+        stopper, joint = stopping_of(stopping_criteria, input_ids, padding, scoring if scored else None)
         sampler = Sampler(logits_processor, do_sample=bool(generation_config.do_sample), copies=not alone)
-        options: dict[str, Any] = {"streams": joint is not None or streamer is not None, "logits": records}
+        options: dict[str, Any] = {"streams": joint is not None or streamer is not None, "logits": scored or logits}
         requests = [
             DecodeRequest(row, sampler, stopper, num_draft_tokens, index, generator, **options)
             for index, (row, generator) in enumerate(
@@ -112,7 +115,7 @@ def decode(
     finally:
         if streamer is not None:
             streamer.end()  # also after an error: the streamer's reader would block for ever
-    sequences = _join(input_ids, rows, _padding(generation_config)) if joint is None else joint.ids
+    sequences = _join(input_ids, rows, padding) if joint is None else joint.ids
     past = cache_in(raw_inputs or {})
     if past is not None:
         with pipe.engine.paused():
@@ -121,32 +124,18 @@ def decode(
         return sequences
     output = SpeculativeOutput(sequences=sequences, stats=[row.stats for row in rows])  # type: ignore[arg-type]
     setattr(output, next(name for name in CACHE_NAMES if hasattr(type(output), name)), past)
-    if records:
+    if scored or logits:
         own = [row.logits[: row.stats.num_generated_tokens] for row in rows]
-        logits = logits_by_step(own, sequences.shape[1] - input_ids.shape[1])
-        if generation_config.output_logits:
-            output.logits = logits  # type: ignore[assignment]
-        if scored:
-            output.scores = _scores(joint, logits, sequences, scoring)  # type: ignore[assignment]
+        steps = logits_by_step(own, sequences.shape[1] - input_ids.shape[1])
+        if logits:
+            output.logits = steps  # type: ignore[assignment]
+        if scored and joint is not None and joint.scores is not None:
+            output.scores = joint.scores  # type: ignore[assignment]
+        elif scored:
+            output.scores = tuple(  # type: ignore[assignment]
+                scores_of(list(step), sequences[:, : number - len(steps)], scoring) for number, step in enumerate(steps)
+            )
     return output
-
-
-def _records(config: GenerationConfig) -> tuple[bool, bool]:
-    """Whether scores are requested, and whether logits must be recorded."""
-    scored, logits = (bool(config.return_dict_in_generate and x) for x in (config.output_scores, config.output_logits))
-    return scored, scored or logits
-
-
-def _scores(
-    joint: JointCriteria | None, logits: abc.Sequence[Tensor], sequences: Tensor, processors: abc.Sequence[Any]
-) -> tuple[Tensor, ...]:
-    """Scores of each step, (batch, vocab), reused from the criteria if they received scores."""
-    if joint is not None and joint.scores is not None:
-        return joint.scores
-    first = sequences.shape[1] - len(logits)
-    return tuple(
-        scores_of(list(step), sequences[:, : first + number], processors) for number, step in enumerate(logits)
-    )
 
 
 @torch.no_grad()
@@ -168,13 +157,12 @@ def _fill(model: Any, input_ids: Tensor, sequences: Tensor, model_kwargs: dict[s
 def _decode(
     pipe: Pipeline, requests: abc.Sequence[DecodeRequest], joint: JointCriteria | None, streamer: Any
 ) -> list[Sequence]:
-    """Decode all rows of a prompt until they end."""
+    """Decode all rows of a prompt until they end, or until joint criteria end them: rows may run ahead of others then,
+    and so beyond their end."""
     new: SimpleQueue[Delta] = SimpleQueue()
     with pipe.engine.together():
         rows = [pipe.submit(request, new.put) for request in requests]
     try:
-        if joint is not None:
-            _decode_jointly(pipe, rows, new, joint)
         running = len(rows) if joint is None else 0
         while running:
             delta = new.get()
@@ -183,23 +171,20 @@ def _decode(
             if delta.error is not None:
                 raise delta.error
             running -= delta.finish_reason is not None
+        while joint is not None and not joint.over:
+            new.get()
+            joint.advance([row.token_ids for row in rows], [row.logits for row in rows])
+            pipe.engine.remove(rows[number] for number in joint.ended)
+            for number in joint.lacking([row.token_ids for row in rows]):
+                if (error := rows[number].error) is not None:
+                    raise error
+        if joint is not None:
+            with pipe.engine.paused():  # a running step counts tokens of removed rows
+                for row, length in zip(rows, joint.lengths, strict=True):
+                    row.stats.num_generated_tokens = length
     finally:
         pipe.engine.remove(rows)
     return rows
-
-
-def _decode_jointly(pipe: Pipeline, rows: list[Sequence], new: SimpleQueue[Delta], joint: JointCriteria) -> None:
-    """Decode rows until joint criteria end them; rows may run ahead of others, and so beyond their end."""
-    while not joint.over:
-        new.get()
-        joint.advance([row.token_ids for row in rows], [row.logits for row in rows])
-        pipe.engine.remove(rows[number] for number in joint.ended)
-        for number in joint.lacking([row.token_ids for row in rows]):
-            if (error := rows[number].error) is not None:
-                raise error
-    with pipe.engine.paused():  # a running step counts tokens of removed rows
-        for row, length in zip(rows, joint.lengths, strict=True):
-            row.stats.num_generated_tokens = length
 
 
 def generate(
@@ -306,11 +291,6 @@ def _pipeline(model: PreTrainedModel, drafter: Any) -> Pipeline:
     if drafter.model is not model:
         raise UserError(f"a pipeline as drafter must hold the model that generates: it holds {drafter.name}")
     return drafter
-
-
-def _padding(config: GenerationConfig) -> int:
-    pad = getattr(config, "_pad_token_tensor", None)
-    return 0 if pad is None else int(pad)
 
 
 def _join(input_ids: Tensor, rows: list[Sequence], padding: int) -> Tensor:

@@ -97,20 +97,15 @@ def load(
     """
     check("generation_config", Source, generation_config)
     check("warm_up", NonNegativeInt, warm_up)
-    settings: dict[str, Any] = {
-        "max_num_seqs": max_num_seqs,
-        "prefix_cache": prefix_cache,
-        "generation_config": generation_config,
-        "adapt": AdaptOptions.of(adapt),
-    }
+    settings: dict[str, Any] = {"max_num_seqs": max_num_seqs, "prefix_cache": prefix_cache}
+    settings |= {"generation_config": generation_config, "adapt": AdaptOptions.of(adapt)}
     known = {*signature(load).parameters, "trust_remote_code"} - {"options"}
     model = base_model(model)
     if isinstance(model, PreTrainedModel):
         if processor is None:
             raise UserError(f"a model object needs processor=, its tokenizer or processor: got {type(model).__name__}")
         placement = {"device": device, "dtype": dtype, "device_map": device_map, "tp_plan": tp_plan, "mmproj": mmproj}
-        placement |= {"adapters": adapters or None}
-        placement |= options
+        placement |= {"adapters": adapters or None, **options}
         for name in options:
             if hint := nearest(name, known):
                 raise UserError(f"unknown option of mmspec.load: got {name}{hint}")
@@ -248,14 +243,12 @@ def known_options(options: Collection[str], known: Iterable[str]) -> Iterator[No
 
 def _prepared(model: Any, kind: Any, device: torch.device) -> Any:
     """Move an unpacked model to a dtype and device, with weights laid out for products with few rows."""
-    on_cpu = device.type == "cpu"
     model = model.to(device=device)
     model = model if kind in ("auto", *QUANTISED) else model.to(dtype=kind)
     refuse_not_finite(model.named_parameters())
     if kind in QUANTISED:
         quantise_on_cuda(model, kind)
-        return model
-    if on_cpu and model.dtype == torch.bfloat16 and packs_bfloat16():
+    elif device.type == "cpu" and model.dtype == torch.bfloat16 and packs_bfloat16():
         pack_model(model, "bfloat16")
     else:
         lay_out_for_few_rows(model)
@@ -274,14 +267,9 @@ def pick_device(device: str) -> torch.device:
         picked = torch.device(device)
         torch.zeros(1, dtype=torch.bool, device=picked).item()  # fails on the meta device, whose tensors have no data
     except (RuntimeError, AssertionError, TypeError) as error:
-        usable = ", ".join(("cpu", *_accelerators()))
-        raise UserError(f"device must be auto or one that torch can use here ({usable}): got {device!r}") from error
+        usable, kind = ["cpu"], torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        usable += [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())] if kind else []
+        raise UserError(
+            f"device must be auto or one that torch can use here ({', '.join(usable)}): got {device!r}"
+        ) from error
     return picked
-
-
-def _accelerators() -> list[str]:
-    """Names of the non-CPU devices that this build of torch can use."""
-    if not torch.accelerator.is_available():
-        return []
-    kind = torch.accelerator.current_accelerator()
-    return [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())] if kind else []

@@ -57,32 +57,16 @@ _ATTEMPTS = {"raise": raising, "return": returning}
 
 
 @dataclass(frozen=True)
-class Generation:
-    """One answer.
-
-    ``token_ids`` are the generated tokens. ``text`` is their text after the prompt, up to a stop string, without the
-    blank that some chat templates put before an answer ("ASSISTANT: answer"). With ``trace=True``, ``trees`` are the
-    verified trees, one per step. With ``logprobs=K``, ``logprobs`` are the tokens' log probabilities. With
-    ``reasoning="auto"`` or a format, ``reasoning`` is the reasoning before the text, and ``num_reasoning_tokens`` its
-    number of tokens, markers included.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    stats: Stats
-    trees: list[TreeRecord] = field(default_factory=list, repr=False)
-    logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
-    reasoning: str = ""
-    num_reasoning_tokens: int = 0
-
-
-@dataclass(frozen=True)
 class Piece:
-    """A part of a streamed answer; the last part has ``finish_reason`` and ``stats``. ``trees`` covers the answer so
-    far (with ``trace=True``), ``logprobs`` the ``token_ids`` of this part (with ``logprobs=K``). ``seconds`` is the
-    engine's time for the answer so far, including waiting and prefill. ``reasoning`` and ``num_reasoning_tokens`` are
-    defined as in ``Generation``, for this part."""
+    """A part of a streamed answer; the last part has ``finish_reason`` and ``stats``.
+
+    ``token_ids`` are the generated tokens of this part. ``text`` is their text, up to a stop string, without the blank
+    that some chat templates put before an answer ("ASSISTANT: answer"). With ``trace=True``, ``trees`` are the verified
+    trees of the answer so far, one per step. With ``logprobs=K``, ``logprobs`` are the tokens' log probabilities.
+    ``seconds`` is the engine's time for the answer so far, including waiting and prefill. With ``reasoning="auto"`` or
+    a format, ``reasoning`` is the reasoning before the text, and ``num_reasoning_tokens`` its number of tokens, markers
+    included.
+    """
 
     text: str
     token_ids: list[int]
@@ -90,9 +74,17 @@ class Piece:
     stats: Stats | None = None
     trees: list[TreeRecord] = field(default_factory=list, repr=False)
     logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
-    seconds: float = 0.0
     reasoning: str = ""
     num_reasoning_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Generation(Piece):
+    """A whole answer, described by the fields of ``Piece``."""
+
+    finish_reason: FinishReason
+    stats: Stats
 
 
 class _PieceReader:
@@ -127,7 +119,7 @@ class _PieceReader:
             return None
         before, self._num_reasoning_tokens = self._num_reasoning_tokens, self._reader.num_reasoning_tokens
         token_ids, logprobs, self._token_ids, self._logprobs = self._token_ids, self._logprobs, [], []
-        record = list(self._trees), logprobs, last.seconds, reasoning, self._num_reasoning_tokens - before
+        record = list(self._trees), logprobs, reasoning, self._num_reasoning_tokens - before, last.seconds
         return Piece(text, token_ids, last.finish_reason, last.stats, *record)
 
 
@@ -531,7 +523,4 @@ def _whole(reader: AnswerReader, delta: Delta) -> Generation:
     """The complete answer from its only delta. Raises the error of a failed sequence."""
     piece = _PieceReader(reader).next(delta)
     assert piece is not None
-    assert piece.finish_reason is not None
-    assert piece.stats is not None
-    record = piece.stats, piece.trees, piece.logprobs, piece.reasoning, piece.num_reasoning_tokens
-    return Generation(piece.text, piece.token_ids, piece.finish_reason, *record)
+    return Generation(**vars(piece))

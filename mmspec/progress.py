@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from threading import Timer
 from time import monotonic
-from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,33 +17,23 @@ EVERY = 30.0  # seconds after which a log gets another line
 SLOW = 1.0  # seconds after which a log gets a line about a running step
 
 
-class Show(Protocol):
-    def __call__(self, completed: float, total: float, metrics: str = "", part: str = "") -> None:
-        """Show the progress so far.
-
-        Args:
-            completed, total: numbers of items, or shares of 1.0 if they are floats.
-            metrics: metrics that change at every call.
-            part: name of the part in progress; a log gets a line when it changes.
-        """
+Show = Callable[..., None]
+"""``show(completed, total, metrics="", part="")`` shows the progress so far: numbers of items, or shares of 1.0 if they
+are floats; metrics that change at every call; the name of the current part, whose change is a line in a log."""
 
 
 class LogLines:
     """Prints progress with the elapsed time: at start and end, when the part changes, and every ``EVERY`` seconds.
 
-    Args:
-        console: console to print to.
-        title: first word of each line.
-        clock: returns seconds.
+    ``title`` is the first word of each line.
     """
 
-    def __init__(self, console: Console, title: str, clock: Callable[[], float] = monotonic) -> None:
-        self.console, self.title, self.clock = console, title, clock
-        self._start = clock()
+    def __init__(self, console: Console, title: str) -> None:
+        self.console, self.title, self._start = console, title, monotonic()
         self._last: tuple[float, str] | None = None  # time and part of the last line
 
     def __call__(self, completed: float, total: float, metrics: str = "", part: str = "") -> None:
-        now = self.clock()
+        now = monotonic()
         if self._last and completed < total and part == self._last[1] and now - self._last[0] < EVERY:
             return
         self._last = now, part
@@ -75,17 +64,13 @@ class Steps(logging.Handler):
     """Shows the current step, as logged at level INFO, until the next step.
 
     On a terminal with a spinner, else in a line after ``SLOW`` seconds. Records of higher levels are printed at once.
-
-    Args:
-        console: console to print to.
-        timer: replacement of ``threading.Timer``.
     """
 
-    def __init__(self, console: Console, timer: Callable[..., Any] = Timer) -> None:
+    def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)
-        self._console, self._timer = console, timer
+        self._console = console
         self._status = console.status("") if console.is_terminal and not console.quiet else None
-        self._waiting: Any = None
+        self._waiting: Timer | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         self.end()
@@ -96,7 +81,7 @@ class Steps(logging.Handler):
             self._status.update(escape(f"{text} ..."))
             self._status.start()
         else:
-            self._waiting = self._timer(SLOW, self._print, [text])
+            self._waiting = Timer(SLOW, self._print, [text])
             self._waiting.daemon = True
             self._waiting.start()
 

@@ -111,34 +111,20 @@ def option(default: Any, text: str = "", *, default_text: str = "", names: tuple
     return Field(**value, description=text or None, json_schema_extra=extra, **limits)
 
 
-def inherited(
-    kind: Any,
-    name: str,
-    text: str = "",
-    *,
-    default: Any = MISSING,
-    default_text: str = "",
-    names: tuple[str, ...] = (),
-    **limits: Any,
-) -> Any:
+def inherited(kind: Any, name: str, text: str = "", *, default: Any = MISSING, **changes: Any) -> Any:
     """A copy of another class's field, except for the given settings.
 
     Args:
         default: None is shown in help as the other class's default.
-        text, default_text, names, limits: as for ``option``.
+        text, changes: as for ``option``.
     """
     known = kind.__pydantic_fields__[name]
-    extra, usual = known.json_schema_extra or {}, known.get_default(call_default_factory=True)
-    default_text = default_text or extra.get("default_text", "")
+    usual, settings = known.get_default(call_default_factory=True), {**(known.json_schema_extra or {}), **changes}
     if default is None and usual not in (None, PydanticUndefined, []):
-        default_text = default_text or {"True": "on", "False": "off"}.get(str(usual), str(usual))
-    made = option(
-        usual if default is MISSING else default,
-        text or known.description or "",
-        default_text=default_text,
-        names=names or extra.get("names", ()),
-        **limits,
-    )
+        settings["default_text"] = settings.get("default_text") or {"True": "on", "False": "off"}.get(
+            str(usual), str(usual)
+        )
+    made = option(usual if default is MISSING else default, text or known.description or "", **settings)
     made.metadata = made.metadata or list(known.metadata)
     return made
 

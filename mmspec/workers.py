@@ -50,8 +50,7 @@ class WorkerError(Exception):
 
     def __init__(self, cause: Cause, detail: str = "") -> None:
         super().__init__(cause, detail)
-        self.cause = cause
-        self.detail = detail
+        self.cause, self.detail = cause, detail
 
 
 class Cancellation:
@@ -260,13 +259,13 @@ def serve(module: str, memory: int) -> None:
 def _handle(handle: Handler, request: Any, body: bytes) -> tuple[dict[str, Any], Iterable[bytes]]:
     try:
         return handle(request, body)
-    except UserError as error:
-        if isinstance(error.__context__, MemoryError):
-            return {"cause": "memory", "error": ""}, ()
-        return {"error": str(error)}, ()
-    except MemoryError:
-        return {"cause": "memory", "error": ""}, ()
     except Exception as error:
+        if isinstance(error, MemoryError) or (
+            isinstance(error, UserError) and isinstance(error.__context__, MemoryError)
+        ):
+            return {"cause": "memory", "error": ""}, ()
+        if isinstance(error, UserError):
+            return {"error": str(error)}, ()
         return {"cause": "exception", "error": f"{type(error).__name__}: {error}"}, ()
 
 

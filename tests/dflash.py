@@ -188,11 +188,10 @@ def check_blocks(model, inputs, drafter, plain, *, tensors=None, causal=(), ids=
         tensors: of a checkpoint with the heads of DSpark.
     """
     first = drafter.network.config.first
-    rows = [row_of(inputs, b) for b in range(inputs["input_ids"].shape[0])]
     last = len(model.get_decoder().layers) - 1
 
     def gains(target, b, said, paths):
-        seen = plain_pass(model, rows[b], said[:-1])
+        seen = plain_pass(model, row_of(inputs, b), said[:-1])
         # The last layer's output is read after its norm.
         read = [seen.last if layer == last else seen.outputs[layer] for layer in plain.config.target_layer_ids]
         block = block_states(plain, target, read, seen.positions.amax(0), said[-1], causal)

@@ -128,12 +128,11 @@ def plain_gain(drafter, target, hidden, embeds, visual, path):
 
 def check(model, inputs, drafter, **asked):
     """Decode; every tree's every node must have the probability of the plain loop, and every output token be right."""
-    rows = [row_of(inputs, b) for b in range(inputs["input_ids"].shape[0])]
 
     def gains(target, b, said, paths):
-        hidden, embeds = states_of(model, rows[b], said, lambda states: plain_states(drafter.network, states))
+        hidden, embeds = states_of(model, row_of(inputs, b), said, lambda states: plain_states(drafter.network, states))
         visual = torch.zeros(len(embeds), dtype=torch.bool)
-        marks = target.visual(prompt_of({**inputs, "input_ids": rows[b]["input_ids"]}))
+        marks = target.visual(prompt_of({**inputs, "input_ids": row_of(inputs, b)["input_ids"]}))
         if marks is not None:
             visual[: marks.shape[1]] = marks[0]
         return [plain_gain(drafter, target, hidden, embeds, visual, path) for path in paths]

@@ -189,14 +189,13 @@ def states_read(model, row, said, reads, outputs=False):
 
 def check_head(model, inputs, drafter, config, tensors, reads, outputs=False, **asked):
     """Decode; every tree's every node must have the probability of the plain loop, and every output token be right."""
-    rows = [row_of(inputs, b) for b in range(inputs["input_ids"].shape[0])]
     plain = PlainHead(config, tensors, model.get_input_embeddings())
 
     def gains(target, b, said, paths):
-        states, positions = states_read(model, rows[b], said, reads, outputs)
+        states, positions = states_read(model, row_of(inputs, b), said, reads, outputs)
         if "mrope_section" not in plain.shape.rope:  # plain positions count tokens
             positions = torch.arange(positions.shape[1]).expand(3, -1)
-        tokens = torch.cat([rows[b]["input_ids"][0], torch.tensor(said)])
+        tokens = torch.cat([row_of(inputs, b)["input_ids"][0], torch.tensor(said)])
         # The next drafted entry has the position of the last emitted token.
         entries = [state[:-1] for state in states]
         return [plain.gain(tokens[1:], entries, positions[:, :-1], path) for path in paths]

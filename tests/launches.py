@@ -1,4 +1,4 @@
-"""Kernel launches and Python time of a decode step on a fake CUDA device: ``python -m tests.launches``.
+"""Kernel launches of a decode step on a fake CUDA device: ``python -m tests.launches``.
 
 The target is LLaVA with the 32 layers of its default configuration in small sizes, on which the counts do not depend;
 drafters have the layers and trees of published checkpoints. The device launches the kernels of a graph; the host
@@ -7,16 +7,12 @@ launches graphs, and kernels outside graphs.
 
 from __future__ import annotations
 
-import gc
-import statistics
 import sys
 from collections import Counter
-from time import perf_counter as clock
 from typing import Any
 
 import pytest
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForImageTextToText
@@ -39,7 +35,6 @@ from tests.tiny.models import dflash_network, eagle3_network, msd_network, text_
 
 _NOTHING = {"empty", "empty_like", "new_empty", "_local_scalar_dense", "detach", "device"}
 """Operations that launch nothing, apart from views. On this device, ``empty_strided`` is a conversion."""
-_STEPS = 200
 LAYERS = 32
 
 
@@ -61,30 +56,6 @@ class Launches(TorchDispatchMode):
         return out
 
 
-class Beside(TorchFunctionMode):
-    """Adds up the time of torch's functions, shapes of tensors included, which is overhead of the fake device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds, self._depth, self._call = 0.0, 0, 0.0
-
-    def calibrate(self, tensor: Tensor, calls: int = 5000) -> None:
-        """Measure the time per call that this mode adds to a function."""
-        seconds, began = self.seconds, clock()
-        for _ in range(calls):
-            _ = tensor.shape
-        self._call = (clock() - began - (self.seconds - seconds)) / calls
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        began, self._depth = clock(), self._depth + 1
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self._depth -= 1
-            if not self._depth:
-                self.seconds += clock() - began + self._call
-
-
 def drafters(model: Any) -> dict[str, Any]:
     """Drafters by name, in published sizes; MSD and FLASH draft the trees of the embedded drafters."""
     return {
@@ -97,7 +68,7 @@ def drafters(model: Any) -> dict[str, Any]:
 
 
 def measure(name: str, nodes: int = 31, depth: int = 16) -> dict[str, Any]:
-    """Launches of a step's parts, and Python's milliseconds."""
+    """Launches of a step's parts."""
     config = VISION_CONFIGS["llava"]()
     config.text_config.num_hidden_layers = LAYERS
     config.text_config.layer_types = None
@@ -138,23 +109,8 @@ def measure(name: str, nodes: int = 31, depth: int = 16) -> dict[str, Any]:
             before = launches.names.copy()
             next(running)
             outside, used = launches.names - before, replayed.copy()
-        times = []
-        with Beside() as beside:
-            beside.calibrate(ids)
-            gc.disable()  # fake tensors are in reference cycles, whose collection would be timed
-            for _ in range(_STEPS):
-                seconds, began = beside.seconds, clock()
-                next(running)
-                times.append(clock() - began - (beside.seconds - seconds))
-        gc.enable()
         running.close()
-    return {
-        "drafter": name,
-        "parts": parts,
-        "outside": outside,
-        "graphs": used,
-        "host_ms": 1000 * statistics.median(times),
-    }
+    return {"drafter": name, "parts": parts, "outside": outside, "graphs": used}
 
 
 def _graphed(target: Any, drafter: Any) -> list[Any]:
@@ -181,7 +137,6 @@ def main() -> None:
         ("commit", lambda row: str(row["parts"]["commit_on_device"].total())),
         ("outside of graphs", lambda row: str(row["outside"].total())),
         ("graphs", lambda row: str(row["graphs"].total())),
-        ("Python, ms", "{host_ms:.2f}"),
     ]
     wide_console().print(make_table(columns, rows, title="Launches of a decode step, batch size 1"))
 

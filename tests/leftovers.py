@@ -90,10 +90,10 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     for name, old in before.items():
         new = after.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
-            changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-            yield from (f"{name}: {key} was {old.get(key)!r}, is {new.get(key)!r}" for key in changed)
-        elif old != new:
-            yield f"{name}: was {old!r}, is {new!r}"
+            found = {f"{name}: {key}": (old.get(key), new.get(key)) for key in {**old, **new}}
+        else:
+            found = {f"{name}:": (old, new)}
+        yield from (f"{label} was {was!r}, is {now!r}" for label, (was, now) in found.items() if was != now)
 
 
 def replaced_functions() -> Iterator[str]:

@@ -125,31 +125,23 @@ def logits(layout, tensors, head, state, embeds, output):
     return scores[MAP] if layout == "vllm-map" else scores
 
 
-@torch.no_grad()
-def last_state(layout, model, row, said):
-    """Inputs of the heads for a prompt and an answer: the target's normed last states, after the decoder layer."""
-    state = plain_pass(model, row, said).last
-    if layout == "hydra-prefix":
-        return prefix()(inputs_embeds=state[None]).last_hidden_state[0, -1]
-    return state[-1]
-
-
-def path_gain(layout, tensors, target, state, last, path):
-    """Probability of a path of tokens, head by head."""
-    gain, index = 1.0, {int(token): number for number, token in enumerate(MAP)}
-    for head, token in enumerate(path):
-        embeds = target.embed(torch.tensor([last, *path[:head]]))
-        probs = logits(layout, tensors, head, state, embeds, target.head).softmax(-1)
-        gain *= float(probs[index[token] if "token_map" in tensors else token])
-    return gain
-
-
 def check_heads(layout, tensors, model, inputs, drafter, **asked):
     """Decode; every node must have the probability of the plain loop, and every output token be right."""
-    rows = [row_of(inputs, b) for b in range(inputs["input_ids"].shape[0])]
+    index = {int(token): number for number, token in enumerate(MAP)}
 
+    @torch.no_grad()
     def gains(target, b, said, paths):
-        state = last_state(layout, model, rows[b], said[:-1])
-        return [path_gain(layout, tensors, target, state, said[-1], path) for path in paths]
+        state = plain_pass(model, row_of(inputs, b), said[:-1]).last
+        if layout == "hydra-prefix":  # heads read the states after a decoder layer
+            state = prefix()(inputs_embeds=state[None]).last_hidden_state[0]
+        found = []
+        for path in paths:
+            gain = 1.0
+            for head, token in enumerate(path):
+                embeds = target.embed(torch.tensor([said[-1], *path[:head]]))
+                probs = logits(layout, tensors, head, state[-1], embeds, target.head).softmax(-1)
+                gain *= float(probs[index[token] if "token_map" in tensors else token])
+            found.append(gain)
+        return found
 
     return check_drafts(model, inputs, drafter, gains, **asked)

@@ -107,6 +107,31 @@ def save_text_model(folder: Path, vocab: int = 320) -> Path:
     return folder
 
 
+def write_gguf(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    """Write a GGUF file.
+
+    Args:
+        metadata: values by name; None leaves one out.
+        tensors: arrays, or pairs of stored bytes and the type, by name.
+    """
+    package = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    writer = package.GGUFWriter(str(file), metadata["general.architecture"])
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    add |= {str: writer.add_string, list: writer.add_array}
+    for name, value in metadata.items():
+        if name == "general.alignment":
+            writer.add_custom_alignment(value)
+        elif name != "general.architecture" and value is not None:
+            add[type(value)](name, value)
+    for name, value in tensors.items():
+        data, kind = value if isinstance(value, tuple) else (np.asarray(value), None)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def gguf_matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
     """A matrix of ``save_gguf`` in Q4_0, Q4_1 or, outside of the layers, Q8_0, and its type."""
     module = pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -139,51 +164,32 @@ def save_gguf(
         pieces: of a SentencePiece vocabulary, after the special tokens and bytes; by default, it is byte-level BPE.
         sizes: of ``_GGUF``.
     """
-    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
-    writer, sizes = module.GGUFWriter(str(file), "llama"), {**_GGUF, **sizes}
-    writer.add_name("stand-in")
-    if alignment is not None:
-        writer.add_custom_alignment(alignment)
-    for name, value in sizes.items():
-        writer.add_uint32(f"llama.{name}", value)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    writer.add_float32("llama.rope.freq_base", base)
+    sizes = {**_GGUF, **sizes}
+    metadata: dict[str, Any] = {"general.architecture": "llama", "general.name": "stand-in"}
+    metadata |= {"general.alignment": alignment} if alignment is not None else {}
+    metadata |= {f"llama.{name}": value for name, value in sizes.items()}
+    metadata |= {"llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base": base}
     letters = [chr(256 + i) for i in range(257)]
     tokens = [*letters, letters[0] + letters[1], "<s>", "</s>"]
     if pieces:
         tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-        writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(pieces)])
-        writer.add_token_scores([-float(number) for number in range(len(tokens))])
+        metadata["tokenizer.ggml.token_type"] = [2, 3, 3, *[6] * 256, *[1] * len(pieces)]
+        metadata["tokenizer.ggml.scores"] = [-float(number) for number in range(len(tokens))]
     else:
-        writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
-    writer.add_tokenizer_model("llama" if pieces else "gpt2")
-    writer.add_token_list(tokens)
-    writer.add_bos_token_id(tokens.index("<s>"))
-    writer.add_eos_token_id(tokens.index("</s>"))
-    for name, token in ends.items():
-        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
-    kinds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for key, value in entries.items():
-        kinds[type(value)](key, value)
-    for key, values in factors.items():
-        writer.add_tensor(f"{key}.weight", np.asarray(values, np.float32))
+        metadata["tokenizer.ggml.merges"] = [f"{tokens[0]} {tokens[1]}"]
+    metadata |= {"tokenizer.ggml.model": "llama" if pieces else "gpt2", "tokenizer.ggml.tokens": tokens}
+    special = {"bos": tokens.index("<s>"), "eos": tokens.index("</s>"), **ends}
+    metadata |= {f"tokenizer.ggml.{name}_token_id": token for name, token in special.items()}
+    tensors = {f"{key}.weight": np.asarray(values, np.float32) for key, values in factors.items()}
     width, inner = sizes["embedding_length"], sizes["feed_forward_length"]
     shapes = {"attn_q": (width, width), "attn_k": (width // 2, width), "attn_v": (width // 2, width)}
     shapes |= {"attn_output": (width, width), "ffn_gate": (inner, width), "ffn_up": (inner, width)}
     shapes["ffn_down"] = (width, inner)
     ones = np.ones(width, dtype=np.float32)
-    writer.add_tensor("output_norm.weight", ones)
-    matrices = [("token_embd", -1, (len(tokens), width))]
+    tensors |= {"output_norm.weight": ones, "token_embd.weight": matrix("token_embd", -1, (len(tokens), width))}
     for block in range(sizes["block_count"]):
-        matrices += [(name, block, shape) for name, shape in shapes.items()]
-        for norm in ("attn_norm", "ffn_norm"):
-            writer.add_tensor(f"blk.{block}.{norm}.weight", ones)
-    for name, block, shape in matrices:
-        data, kind = matrix(name, block, shape)
-        prefix = "" if block < 0 else f"blk.{block}."
-        writer.add_tensor(f"{prefix}{name}.weight", data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        at = f"blk.{block}"
+        tensors |= {f"{at}.{name}.weight": matrix(name, block, shape) for name, shape in shapes.items()}
+        tensors |= {f"{at}.{norm}.weight": ones for norm in ("attn_norm", "ffn_norm")}
+    write_gguf(file, {**metadata, **entries}, tensors)
     return file

@@ -16,7 +16,7 @@ from transformers.modeling_layers import MtpModel
 
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.drafters.mtp import MTPNetwork
-from tests.draft_checks import check_drafts, plain_pass
+from tests.draft_checks import Pass, check_drafts, plain_pass
 from tests.targets import CACHE, row_of
 from tests.tiny.configs import _shrink
 
@@ -65,47 +65,29 @@ def write_target(folder: Any, model: PreTrainedModel, tensors: dict[str, Tensor]
     return folder
 
 
-class PlainMTP:
-    """An MTP layer that computes the whole sequence at every call, in float32.
-
-    Args:
-        network: with one layer.
-    """
-
-    def __init__(self, model: PreTrainedModel, network: MTPNetwork) -> None:
-        self.network, self.embed, self.head = network, model.get_input_embeddings(), model.get_output_embeddings()
-
-    @torch.no_grad()
-    def gain(self, embeds: Tensor, states: Tensor, positions: Tensor, path: list[int]) -> float:
-        """Path probability of drafted tokens.
-
-        Args:
-            embeds: input embeddings of the entries, (length, hidden): one ahead of their states.
-            states: the target's last hidden states, (length, hidden).
-            positions: (3, length).
-        """
-        gain = 1.0
-        for token in path:
-            places = positions[:, None] if self.network.config.model_type.startswith("qwen3_5") else positions[:1]
-            cache = TreeCache(1)
-            cache.commit_prompt(0, None, 1)
-            last = self.network(0, embeds[None], states[None], places, None, cache)[0, -1]
-            gain *= float(self.head(last).softmax(-1)[token])
-            embeds = torch.cat([embeds, self.embed(torch.tensor([token]))])
-            states = torch.cat([states, last[None]])
-            positions = torch.cat([positions, positions[:, -1:].amax(0, keepdim=True).expand(3, 1) + 1], dim=1)
-        return gain
+@torch.no_grad()
+def _gain(model: PreTrainedModel, network: MTPNetwork, seen: Pass, path: list[int]) -> float:
+    """Path probability of drafted tokens: the network's one layer computes the whole sequence for each token."""
+    gain, embeds, states, positions = 1.0, seen.embeds[1:], seen.last[:-1], seen.positions[:, :-1]
+    for token in path:
+        places = positions[:, None] if network.config.model_type.startswith("qwen3_5") else positions[:1]
+        cache = TreeCache(1)
+        cache.commit_prompt(0, None, 1)
+        last = network(0, embeds[None], states[None], places, None, cache)[0, -1]
+        gain *= float(model.get_output_embeddings()(last).softmax(-1)[token])
+        embeds = torch.cat([embeds, model.get_input_embeddings()(torch.tensor([token]))])
+        states = torch.cat([states, last[None]])
+        positions = torch.cat([positions, positions[:, -1:].amax(0, keepdim=True).expand(3, 1) + 1], dim=1)
+    return gain
 
 
 def check_mtp(model: PreTrainedModel, inputs: Any, drafter: Any, **asked: Any) -> Any:
     """Decode; every tree's every node must have the probability that the layer gives it without a cache, and every
     output token be right."""
-    rows = [row_of(inputs, b) for b in range(inputs["input_ids"].shape[0])]
-    plain = PlainMTP(model, drafter.network)
 
     def gains(target: Any, b: int, said: list[int], paths: list[list[int]]) -> list[float]:
-        seen = plain_pass(model, rows[b], said)
-        return [plain.gain(seen.embeds[1:], seen.last[:-1], seen.positions[:, :-1], path) for path in paths]
+        seen = plain_pass(model, row_of(inputs, b), said)
+        return [_gain(model, drafter.network, seen, path) for path in paths]
 
     return check_drafts(model, inputs, drafter, gains, **asked)
 

@@ -12,15 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers as t
 from torch import Tensor
 
 from mmspec.vision.gguf import InternVLImages, Qwen2VLImages
 from tests.model_folders import tokenizer
-
-FAMILIES = ("llava", "llava_next", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "gemma3", "internvl")
+from tests.model_folders import write_gguf as _write
 
 _TOKENS = ["<pad>", "<s>", "</s>", "<unk>", "<image>", "<fake_token_around_image>", "<global-img>"]
 _TOKENS += ["<end_of_utterance>", "<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>"]
@@ -28,77 +26,21 @@ _TOKENS += [f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad"
 _TOKENS += ["<start_of_image>", "<end_of_image>", "<image_soft_token>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
 _TOKENS += [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
 _VOCAB = 352
-_NUMBER = {name: place for place, name in enumerate(_TOKENS)}
 
-_PINPOINTS = [[64, 32], [32, 96]]
 _COLOURS: dict[str, Any] = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.25]}
-_TEXT = {
-    "vocab_size": _VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-_TOWER |= {"image_size": 32, "patch_size": 8, "layer_norm_eps": 1e-3}
-_QWEN = {f"{name}_token_id": _NUMBER[f"<|{name}|>"] for name in ("vision_start", "vision_end")}
-_QWEN |= {f"{name}_token_id": _NUMBER[f"<|{name}_pad|>"] for name in ("image", "video")}
-_MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
-_GEMMA_ROPE = {
-    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
 
-_TYPES = {"llava": "mlp", "llava_next": "mlp", "smolvlm": "idefics3"}
-_TYPES |= {"qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger"}
-_ARCHITECTURES = {"qwen2_vl": "qwen2vl", "qwen2_5_vl": "qwen2vl", "gemma3": "gemma3", "internvl": "qwen2"}
 _HALF = {"llava": ("patch_embedding", "linear_"), "gemma3": ("mm_input_projection",)}
 _HALF["llava_next"] = _HALF["llava"]
 """Weights that converters write in float16 always."""
 
 
+FAMILIES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("projector_configs.json").read_text())
+"""Of each family, its configuration with sizes cut, and metadata of the files of the language model and the projector.
+Token ids are places in ``_TOKENS``."""
+
+
 def config(family: str) -> Any:
-    """Class defaults with sizes cut."""
-    llama, clip = (
-        {"model_type": "llama", **_TEXT},
-        {**_TOWER, "model_type": "clip_vision_model", "num_hidden_layers": 3},
-    )
-    image = {"image_token_index": _NUMBER["<image>"]}
-    if family == "llava":
-        return t.LlavaConfig(vision_config=clip, text_config=llama, image_seq_length=16, **image)
-    if family == "llava_next":
-        return t.LlavaNextConfig(vision_config=clip, text_config=llama, image_grid_pinpoints=_PINPOINTS, **image)
-    if family in ("idefics3", "smolvlm"):
-        kind: Any = t.Idefics3Config if family == "idefics3" else t.SmolVLMConfig
-        return kind(vision_config=_TOWER, text_config=llama, image_token_id=_NUMBER["<image>"], scale_factor=2)
-    if family == "qwen2_vl":
-        tower = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 3, "depth": 4, "num_heads": 2}
-        return t.Qwen2VLConfig(vision_config=tower, text_config={**_TEXT, "rope_parameters": _MROPE}, **_QWEN)
-    if family == "qwen2_5_vl":
-        tower = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "depth": 4, "num_heads": 2}
-        tower |= {"fullatt_block_indexes": [1, 3], "tokens_per_second": 2}
-        return t.Qwen2_5_VLConfig(vision_config=tower, text_config={**_TEXT, "rope_parameters": _MROPE}, **_QWEN)
-    if family == "gemma3":
-        text = {**_TEXT, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "num_hidden_layers": 7}
-        return t.Gemma3Config(
-            vision_config={"model_type": "siglip_vision_model", "vision_use_head": False, **_TOWER},
-            text_config={**text, "rope_parameters": _GEMMA_ROPE},
-            mm_tokens_per_image=4,
-            boi_token_index=_NUMBER["<start_of_image>"],
-            eoi_token_index=_NUMBER["<end_of_image>"],
-            image_token_index=_NUMBER["<image_soft_token>"],
-        )
-    return t.InternVLConfig(
-        vision_config={"model_type": "internvl_vision", "attention_bias": True, **_TOWER, "num_hidden_layers": 4},
-        text_config={"model_type": "qwen2", **_TEXT},
-        image_token_id=_NUMBER["<IMG_CONTEXT>"],
-        image_seq_length=4,
-    )
+    return getattr(t, FAMILIES[family]["kind"])(**FAMILIES[family]["config"])
 
 
 @cache
@@ -126,7 +68,9 @@ def processor(family: str) -> Any:
     size: dict[str, Any] = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}, **_COLOURS}
     square: dict[str, Any] = {"size": {"height": 32, "width": 32}, **_COLOURS}
     if family in ("llava", "llava_next"):
-        next_images = t.LlavaNextImageProcessorPil(image_grid_pinpoints=_PINPOINTS, **size)
+        next_images = t.LlavaNextImageProcessorPil(
+            image_grid_pinpoints=FAMILIES["llava_next"]["config"]["image_grid_pinpoints"], **size
+        )
         kind, images = (t.LlavaProcessor, t.CLIPImageProcessorPil(**size))
         kind, images = (kind, images) if family == "llava" else (t.LlavaNextProcessor, next_images)
         options = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
@@ -157,30 +101,12 @@ def save(
         metadata: other values of either file; None leaves one out.
         quantise: format of the matrices of the language model's layers.
     """
-    made = model(family)
+    made, files = model(family), FAMILIES[family]
     language, projector = folder / f"{family}.gguf", folder / f"mmproj-{family}.gguf"
-    architecture = _ARCHITECTURES.get(family, "llama")
-    fields = {**_language_metadata(architecture, made.config.get_text_config()), **vocabulary(), **metadata}
-    _write(language, {**fields, "tokenizer.chat_template": template}, _language_tensors(architecture, made, quantise))
-    _write(projector, {**_projector_metadata(family, made.config), **metadata}, dict(_projector_tensors(family, made)))
+    fields = {**files["language"], **vocabulary(), **metadata, "tokenizer.chat_template": template}
+    _write(language, fields, _language_tensors(files["language"]["general.architecture"], made, quantise))
+    _write(projector, {**files["projector"], **metadata}, dict(_projector_tensors(family, made)))
     return language, projector
-
-
-def _write(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    package = pytest.importorskip("gguf", reason="the package gguf is not installed")
-    writer = package.GGUFWriter(str(file), metadata["general.architecture"])
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-    add |= {str: writer.add_string, list: writer.add_array}
-    for name, value in metadata.items():
-        if name != "general.architecture" and value is not None:
-            add[type(value)](name, value)
-    for name, value in tensors.items():
-        data, kind = value if isinstance(value, tuple) else (value.numpy(), None)
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @cache
@@ -192,35 +118,12 @@ def vocabulary() -> dict[str, Any]:
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3 if token in _NUMBER else 1 for token in tokens],
+        "tokenizer.ggml.token_type": [3 if token in _TOKENS else 1 for token in tokens],
         "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.padding_token_id": 0,
     }
-
-
-def _language_metadata(architecture: str, text: Any) -> dict[str, Any]:
-    rope = text.rope_parameters
-    fields = {
-        "block_count": text.num_hidden_layers,
-        "context_length": text.max_position_embeddings,
-        "embedding_length": text.hidden_size,
-        "feed_forward_length": text.intermediate_size,
-        "attention.head_count": text.num_attention_heads,
-        "attention.head_count_kv": text.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": text.rms_norm_eps,
-        "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
-    }
-    if architecture == "gemma3":
-        fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base_swa": 1e4}
-        fields |= {"attention.key_length": 16, "attention.value_length": 16, "attention.sliding_window": 6}
-    if architecture == "qwen2vl":
-        fields["rope.dimension_sections"] = [*rope["mrope_section"], 0]
-    if architecture == "llama":
-        fields |= {"vocab_size": text.vocab_size, "rope.dimension_count": 16}
-    named = {f"{architecture}.{name}": value for name, value in fields.items()}
-    return {"general.architecture": architecture, "general.type": "model", **named}
 
 
 def _language_tensors(architecture: str, made: Any, quantise: str) -> dict[str, Any]:
@@ -249,40 +152,6 @@ def _language_tensors(architecture: str, made: Any, quantise: str) -> dict[str, 
         is_matrix = kind is not None and value.ndim == 2
         tensors[place] = (package.quantize(data, kind), kind) if is_matrix else value.contiguous()
     return tensors
-
-
-def _projector_metadata(family: str, whole: Any) -> dict[str, Any]:
-    vision = whole.vision_config
-    is_llava = family.startswith("llava")
-    size, patch = (getattr(vision, name, 560) for name in ("image_size", "patch_size"))
-    width = getattr(vision, "embed_dim", vision.hidden_size)
-    fields = {
-        "image_size": size if isinstance(size, int) else size[0],
-        "patch_size": patch if isinstance(patch, int) else patch[0],
-        "embedding_length": width,
-        "feed_forward_length": getattr(vision, "intermediate_size", 0),
-        "block_count": getattr(vision, "depth", None) or vision.num_hidden_layers - is_llava,
-        "attention.head_count": getattr(vision, "num_heads", None) or vision.num_attention_heads,
-        "attention.layer_norm_epsilon": getattr(vision, "layer_norm_eps", 1e-6),
-        "projection_dim": 512 if is_llava else 64,
-        **_COLOURS,
-    }
-    more: dict[str, Any] = {}
-    if family == "llava_next":
-        fields["image_grid_pinpoints"] = [side for sides in _PINPOINTS for side in sides]
-    elif family in ("idefics3", "smolvlm"):
-        fields |= {"preproc_image_size": 96, "projector.scale_factor": 2}
-    elif family == "qwen2_5_vl":
-        fields["n_wa_pattern"], more = 2, {"clip.use_silu": True}
-    elif family in ("internvl", "gemma3"):
-        fields["projector.scale_factor"] = 2
-    if is_llava:
-        more = {"clip.has_text_encoder": False, "clip.has_llava_projector": True, "clip.use_gelu": False}
-    elif not family.startswith("qwen"):
-        more = {"clip.use_gelu": True}
-    named = {f"clip.vision.{name}": value for name, value in fields.items()}
-    kind = {"clip.has_vision_encoder": True, "clip.projector_type": _TYPES.get(family, family)}
-    return {"general.architecture": "clip", **named, **kind, **more}
 
 
 def _projector_tensors(family: str, made: Any) -> Iterator[tuple[str, Tensor]]:

@@ -22,7 +22,7 @@ PACKAGES = {
 """Packages, by the folder at the top of the repository, and what each may import."""
 
 LAYERS = [
-    {"errors", "version"},
+    {"errors"},
     {"files", "http_client", "progress", "validation", "workers"},
     {"jobs", "ops", "plugins"},
     {"core"},

@@ -22,7 +22,6 @@ from shutil import copyfile
 import click
 import pytest
 
-from mmspec.cli import main
 from mmspec.cli.app import cli
 from mmspec.cli.options import Output
 from mmspec.errors import UserError
@@ -156,25 +155,6 @@ CLIENTS = "docs/serving.md"  # its blocks are run by tests/mmspec/serving/test_d
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FILES = {"a.png": "scene.png", "b.png": "scene.png", "scene.png": "scene.png", "clip.mp4": "clip.mp4"}
 DEMO = "http://127.0.0.1:7860"
-QUICK = (  # commands that take seconds
-    "mmspec info",
-    "mmspec eval --list",
-    "mmspec caption scene.png",
-    "mmspec caption clip.mp4",
-    "mmspec caption vision/embedded/samples/",
-    "mmspec caption FOLDER --out captions.jsonl",
-    "mmspec generate Work out: 37 + 48 --model tiny-hybrid",
-)
-LINES = sorted(
-    {
-        shlex.join(words)
-        for page in PAGES
-        for language, code in blocks(page)
-        if language == "sh"
-        for words in command_lines(code)
-        if " ".join(words).startswith(QUICK) and not {"ray", "for-vllm"} & set(words)
-    }
-)
 
 
 @pytest.fixture
@@ -221,18 +201,6 @@ def test_the_way_from_questions_to_another_engine_runs(working_folder: Path) -> 
     assert "drafter eagle3" in done.stderr
     for folder in ("for-vllm", "for-sglang"):
         assert {file.name for file in (working_folder / folder).iterdir()} == {"config.json", "model.safetensors"}
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("working_folder")
-@pytest.mark.parametrize("line", LINES)
-def test_quick_commands_run(line: str) -> None:
-    assert main(shlex.split(line)[1:]) == 0
-
-
-def test_quick_commands_are_documented() -> None:
-    lines = [" ".join(shlex.split(line)) for line in LINES]
-    assert [start for start in QUICK if not any(line.startswith(start) for line in lines)] == []
 
 
 @pytest.mark.usefixtures("any_path")

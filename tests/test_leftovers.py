@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 
 import pytest
-import torch
 from transformers import AttentionInterface
 from transformers.models.llama import modeling_llama
 
@@ -47,18 +46,12 @@ def rows(patch: pytest.MonkeyPatch) -> Callable:
     return lambda: TransformersTarget.keep(engine.target, [])
 
 
-def dtype(patch: pytest.MonkeyPatch) -> Callable:
-    torch.set_default_dtype(torch.float64)
-    return lambda: torch.set_default_dtype(torch.float32)
-
-
 def patched(kind: str, *arguments: object) -> Callable[[pytest.MonkeyPatch], Callable]:
     return lambda patch: (getattr(patch, kind)(*arguments), patch.undo)[1]
 
 
 ATTENTION = modeling_llama.LlamaAttention
 KINDS = {
-    "default dtype: was torch.float32, is torch.float64": dtype,
     "attention functions: left was None": patched("setitem", AttentionInterface._global_mapping, "left", print),
     "LlamaAttention.forward is a function of this tree": patched("setattr", ATTENTION, "forward", lambda x: x),
     "environment: MMSPEC_LEFT was None, is '1'": patched("setenv", "MMSPEC_LEFT", "1"),

@@ -8,8 +8,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -76,26 +74,6 @@ def test_what_works_and_what_says_in_one_line_that_it_needs_a_package(
     assert [image, video] == captions()
 
 
-def run_pytest(variables: dict[str, str], *options: str) -> list[str]:
-    """The lines that pytest prints about the tests for a GPU."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu", *options]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
-    return done.stdout.splitlines()
-
-
-@pytest.mark.long
-def test_tests_are_collected_and_those_for_a_gpu_are_skipped_without_one(variables: dict[str, str]) -> None:
-    """Modules that need a package are skipped; of those with tests for a GPU, none is."""
-    modules = {line.partition("::")[0] for line in run_pytest(variables, "--collect-only") if "::" in line}
-    ways = "\n@pytest.mark.gpu\n", "matrix.parameters()"  # of the matrix, some cells
-    marked = {path for path in (ROOT / "tests").rglob("test_*.py") if any(way in path.read_text() for way in ways)}
-    assert modules == {str(path.relative_to(ROOT)) for path in marked - {Path(__file__)}} != set()
-    options = ("-v", "-k", "compact", "tests/mmspec/ops/test_ops_triton.py")
-    *_, last = run_pytest(variables | {"CUDA_VISIBLE_DEVICES": ""}, *options)
-    assert re.search(r" \d+ skipped, \d+ deselected in ", last), last
-
-
 # ---------------------------------------------------------------------- in a process without packages
 
 
@@ -110,20 +88,13 @@ def say(*args: str) -> tuple[int, str]:
 
 def refusals(folder: Path) -> dict[str, tuple[int, str]]:
     """What commands say that need a package."""
-    data, out = folder / "data.json", ("--out", str(folder / "out"))
-    data.write_text("[]")
-    said = {f"train {name}": say("train", name, "--data", str(data), *out) for name in TRAINED}
-    for command in (
-        "demo",
-        "serve",
-        "generate a --regex b",
-        f"caption {CLIP}",
-        f"caption {CLIP} --video-backend decord",
-    ):
-        said[command] = say(*command.split(), *(("--port", "0") if command == "serve" else ()))
-    for option in ("--video-backend decord", "--engine ray"):
-        said[f"caption {CLIP.parent} {option}"] = say("caption", str(CLIP.parent), *out, *option.split())
-    return said
+    (folder / "data.json").write_text("[]")
+    out = f" --out {folder / 'out'}"
+    more = {f"train {name}": f" --data {folder / 'data.json'}{out}" for name in TRAINED}
+    more |= {"demo": "", "serve": " --port 0", "generate a --regex b": ""}
+    more |= {f"caption {CLIP}": "", f"caption {CLIP} --video-backend decord": ""}
+    more |= {f"caption {CLIP.parent} {option}": out for option in ("--video-backend decord", "--engine ray")}
+    return {command: say(*f"{command}{rest}".split()) for command, rest in more.items()}
 
 
 def failures() -> Iterator[str]:

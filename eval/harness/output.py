@@ -19,6 +19,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from mmspec import __version__
 from mmspec.cli.app import sigterm_exits
 from mmspec.cli.commands import ModuleCommand
 from mmspec.cli.options import OUT_FILE
@@ -26,7 +27,6 @@ from mmspec.files import write_text
 from mmspec.ops.cpu_library import build
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
-from mmspec.version import __version__
 
 WIDTH = 120
 Cell = str | Callable[[Mapping[str, Any]], str]

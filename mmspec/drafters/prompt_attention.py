@@ -1,7 +1,7 @@
 """Attention weights of a prompt's last tokens.
 
-Attention kernels do not return weights. After an unchanged prefill, the queries of a prompt's last tokens are recomputed from
-one layer's input and multiplied by the cached keys.
+Attention kernels do not return weights. After an unchanged prefill, the queries of a prompt's last tokens are
+recomputed from one layer's input and multiplied by the cached keys.
 """
 
 from __future__ import annotations

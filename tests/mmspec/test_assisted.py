@@ -16,24 +16,20 @@ from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
 from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
 
+HYBRIDS = ("qwen3_5_text", "qwen3_next", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba")
 OPTIONS = dict(do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=0)
 
 
 def drafted(model, inputs, **asked):
     """The registered name of the drafter that the arguments choose; its tokens must equal plain decoding."""
     expected = model.generate(**inputs, **OPTIONS)
-    names = []
-    given = {name: value for name, value in asked.items() if name not in ("tokenizer", "assistant_tokenizer")}
     options = dict(**inputs, **OPTIONS, **asked, num_draft_tokens=4, return_dict_in_generate=True)
-    for hooked in (True, False):
-        out = model.generate(custom_generate=mmspec.decode, **options) if hooked else mmspec.generate(model, **options)
+    for out in (model.generate(custom_generate=mmspec.decode, **options), mmspec.generate(model, **options)):
         assert torch.equal(out.sequences, expected)
-        names.append(out.stats[0].num_draft_tokens > 0)
-    assert all(names)
-    config = copy.deepcopy(model.generation_config)
-    assistant = given.pop("assistant_model", None)
-    config.update(**given)
-    tokenizers = asked.get("tokenizer"), asked.get("assistant_tokenizer")
+        assert out.stats[0].num_draft_tokens > 0
+    tokenizers = asked.pop("tokenizer", None), asked.pop("assistant_tokenizer", None)
+    config, assistant = copy.deepcopy(model.generation_config), asked.pop("assistant_model", None)
+    config.update(**asked)
     return registered_name(chosen_drafter("auto", config, assistant, tokenizers, model.config.name_or_path))
 
 
@@ -51,12 +47,28 @@ def test_early_exit():
     assert torch.equal(theirs, model.generate(**inputs, **OPTIONS))
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba2"])
-def test_a_causal_language_model(name):
-    assert drafted(shared_model("llama"), text_inputs(1, 9), assistant_model=text_model(name)) == "small"
+@pytest.mark.parametrize(
+    ("name", "assistant"),
+    [
+        ("llama", lambda: {"assistant_model": text_model("llama")}),
+        ("llama", lambda: {"assistant_model": text_model("mamba2")}),
+        ("llava", lambda: {"assistant_model": vision_model("llava", seed=1)}),
+        (
+            "llama",
+            lambda: {
+                "assistant_model": vocabularies.smaller(),
+                **dict(zip(("tokenizer", "assistant_tokenizer"), vocabularies.pair(), strict=True)),
+            },
+        ),
+    ],
+    ids=["attention", "recurrent", "vision", "another tokenizer"],
+)
+def test_a_smaller_model(name, assistant):
+    inputs = vision_inputs(name, 1) if name == "llava" else text_inputs(1, 9)
+    assert drafted(shared_model(name), inputs, **assistant()) == "small"
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"])
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrids_which_transformers_refuses(name):
     model, draft_model = shared_model(name), text_model("llama")
     options = dict(**text_inputs(1, 9), **OPTIONS)
@@ -71,17 +83,6 @@ def test_hybrids_which_transformers_refuses(name):
     assert torch.equal(assisted.sequences, expected)
     assert hooked.stats[0].num_accepted_draft_tokens > 0
     assert assisted.stats[0].num_draft_tokens > 0
-
-
-def test_a_vision_language_model():
-    asked = dict(assistant_model=vision_model("llava", seed=1))
-    assert drafted(shared_model("llava"), vision_inputs("llava", 1), **asked) == "small"
-
-
-def test_a_model_with_another_tokenizer():
-    target, draft = vocabularies.pair()
-    asked = dict(assistant_model=vocabularies.smaller(), tokenizer=target, assistant_tokenizer=draft)
-    assert drafted(shared_model("llama"), text_inputs(1, 9), **asked) == "small"
 
 
 def test_a_dflash_drafter():

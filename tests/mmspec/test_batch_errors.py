@@ -47,6 +47,7 @@ def test_others_decode_as_alone(name: str) -> None:
     with pytest.raises(UserError, match=message):
         pipe.generate_batch([good[0], wrong, good[1]], max_new_tokens=12, nodes=6)
     assert pipe.generate("Say: ", max_new_tokens=12, nodes=6).token_ids == alone[0]  # no request is left over
+    assert pipe.generate_batch([]) == []
 
 
 def test_an_error_while_decoding_is_the_requests_own() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,20 +42,16 @@ from mmspec.files import alone, atomic, make_folder
 kind, path = sys.argv[1], Path(sys.argv[2])
 
 def write(part):
-    (part / "inside" if part.is_dir() else part).write_bytes(bytes(1 << 16))
+    if part is not None:
+        (part / "inside" if part.is_dir() else part).write_bytes(bytes(1 << 16))
     print("writing", flush=True)
     time.sleep(100)
 
 with sigterm_exits():
-    if kind == "file":
-        with atomic(path) as part:
-            write(part)
-    elif kind == "folder":
+    if kind == "folder":
         make_folder(path, write)
-    else:
-        with alone(path.parent / ".lock", path):
-            print("writing", flush=True)
-            time.sleep(100)
+    with atomic(path) if kind == "file" else alone(path.parent / ".lock", path) as part:
+        write(part)
 """
 
 
@@ -141,30 +138,23 @@ def test_permissions_are_those_of_other_new_files_and_folders(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_the_next_run_removes_what_a_killed_one_left(tmp_path: Path, kind: str) -> None:
-    with writer(kind, tmp_path / "out") as killed:
-        killed.kill()
-        killed.wait()
-    assert len(list(tmp_path.iterdir())) == 1
-    write(kind, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
-
-
-@pytest.mark.parametrize("kind", ["file", "folder"])
-def test_sigterm_removes_what_was_written(tmp_path: Path, kind: str) -> None:
-    with writer(kind, tmp_path / "out") as ended:
+def test_a_run_that_is_killed_ended_or_alive(tmp_path: Path, kind: str) -> None:
+    """The next run removes what a killed run left, SIGTERM removes it at once, and a living run keeps its own."""
+    out = tmp_path / "out"
+    with writer(kind, out) as ended:
         ended.send_signal(signal.SIGTERM)
         assert ended.wait(30) == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_a_living_process_writes_is_its_own(tmp_path: Path, kind: str) -> None:
-    with writer(kind, tmp_path / "out"):
-        write(kind, tmp_path / "out")
-        (theirs,) = set(tmp_path.iterdir()) - {tmp_path / "out"}
+    with writer(kind, out) as running:
+        write(kind, out)
+        (theirs,) = set(tmp_path.iterdir()) - {out}
         assert (theirs / "out" / "inside" if kind == "folder" else theirs / "out").stat().st_size == 1 << 16
-        assert content(tmp_path / "out") == "whole"
+        assert content(out) == "whole"
+        running.kill()
+        running.wait()
+    shutil.rmtree(out) if kind == "folder" else out.unlink()
+    write(kind, out)
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_a_new_folder_has_one_writer(tmp_path: Path) -> None:
@@ -175,23 +165,18 @@ def test_a_new_folder_has_one_writer(tmp_path: Path) -> None:
         make_folder(tmp_path / "out", lambda part: pytest.fail("written twice"), new=True)
 
 
-@pytest.mark.parametrize("new", [True, False])
-def test_of_two_writers_of_a_folder_the_faster_makes_it(tmp_path: Path, new: bool) -> None:
+def test_of_two_writers_of_a_folder_the_faster_makes_it(tmp_path: Path) -> None:
     """The second writer gets an error if its folder must be new, else the existing folder is kept as it is."""
-
-    def told() -> AbstractContextManager[Any]:
-        return (
-            pytest.raises(UserError, match="out: expected a new folder, received one that exists")
-            if new
-            else nullcontext()
-        )
-
-    with told():
-        make_folder(tmp_path / "out", lambda part: write_text(tmp_path / "out" / "inside", "faster"), new=new)
-    with told():
-        make_folder(tmp_path / "out", lambda part: pytest.fail("written again"), new=new)
-    assert content(tmp_path / "out") == "faster"
-    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+    out = tmp_path / "out"
+    slower = lambda part: write_text(out / "inside", "faster")  # noqa: E731
+    make_folder(out, slower)
+    make_folder(out, lambda part: pytest.fail("written again"))
+    assert content(out) == "faster"
+    for before in (lambda: None, lambda: shutil.rmtree(out)):
+        before()
+        with pytest.raises(UserError, match="out: expected a new folder, received one that exists"):
+            make_folder(out, slower, new=True)
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_an_output_has_one_run(tmp_path: Path) -> None:
@@ -220,19 +205,17 @@ def test_a_full_disk_is_told_and_leaves_the_file_before(tmp_path: Path, monkeypa
     ):
         with pytest.raises(UserError, match=rf"cannot write {tmp_path}/.*, received .*No space left on device"):
             act()
+    torch_saves = RuntimeError("unexpected pos 704 vs 598")
+    torch_saves.__context__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for error, kind, message in (
+        (torch_saves, UserError, r"cannot write .*/a\.pt: expected .*, received \[Errno 28\] No space left"),
+        (RuntimeError("another"), RuntimeError, "another"),
+    ):
+        with pytest.raises(kind, match=message), atomic(tmp_path / "a.pt"):
+            raise error
     assert (tmp_path / "a.json").read_text() == "before"
     assert (tmp_path / "log.jsonl").read_text() == '{"step": 1}\n'
     assert {path.name for path in tmp_path.iterdir()} == {"a.json", "log.jsonl"}
-
-
-def test_libraries_errors_because_of_a_full_disk_are_told(tmp_path: Path) -> None:
-    torch_saves = RuntimeError("unexpected pos 704 vs 598")
-    torch_saves.__context__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    message = r"cannot write .*/a\.pt: expected .*, received \[Errno 28\] No space left"
-    with pytest.raises(UserError, match=message), atomic(tmp_path / "a.pt"):
-        raise torch_saves
-    with pytest.raises(RuntimeError, match="another"), atomic(tmp_path / "a.pt"):
-        raise RuntimeError("another")
 
 
 def test_an_append_that_was_cut_short_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,12 +265,9 @@ def test_a_log_lacks_what_was_cut(tmp_path: Path) -> None:
     assert [row["step"] for _, row in read_rows(log, cut=True)] == [1, 2, 3]
     truncate_log(log, 2)
     assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
-def test_rows_of_another_log_are_told(tmp_path: Path) -> None:
-    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"other": 2}\n')
-    with pytest.raises(UserError, match=r"log\.jsonl, line 2: expected a row with a step"):
-        truncate_log(tmp_path / "log.jsonl", 2)
+    append_text(log, '{"other": 2}\n')
+    with pytest.raises(UserError, match=r"log\.jsonl, line 3: expected a row with a step"):
+        truncate_log(log, 2)
 
 
 def test_lines_end_in_line_feeds_and_the_first_may_have_a_mark(tmp_path: Path) -> None:

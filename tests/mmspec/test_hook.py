@@ -3,7 +3,6 @@
 import contextlib
 import threading
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,19 +32,21 @@ GREEDY = {"max_new_tokens": 20, "do_sample": False}
 
 
 def reference_and_oracle(model, inputs, **options):
-    reference = model.generate(**inputs, **{**GREEDY, **options})
+    reference = model.generate(**{**GREEDY, **inputs, **options})
     return reference, Oracle(reference[:, inputs["input_ids"].shape[1] :].tolist(), vocab=90)
 
 
 def same_tokens(model, inputs, **options):
     """Output of generate, which ``decode`` and ``mmspec.generate`` must equal."""
-    options = {**GREEDY, **options}
-    reference, oracle = reference_and_oracle(model, inputs, **options)
-    hooked = model.generate(**inputs, **options, custom_generate=mmspec.decode, drafter=oracle, nodes=10)
-    wrapped = mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **options)
-    assert torch.equal(hooked, reference)
-    assert torch.equal(wrapped, reference)
+    options = {**inputs, **GREEDY, **options}
+    reference, oracle = reference_and_oracle(model, options)
+    both_equal(model, reference, drafter=oracle, nodes=10, **options)
     return reference
+
+
+def both_equal(model, reference, **options):
+    assert torch.equal(model.generate(**options, custom_generate=mmspec.decode), reference)
+    assert torch.equal(mmspec.generate(model, **options), reference)
 
 
 @pytest.mark.parametrize(
@@ -68,20 +69,13 @@ def same_tokens(model, inputs, **options):
         {"cache_implementation": "static"},
         {"max_time": 1e6},
         {"penalty_alpha": 0.6, "top_k": 1, "num_beams": 1, "num_beam_groups": 1},
+        {"num_return_sequences": 3, "do_sample": True, "top_k": 1},
+        {"position_ids": (text_inputs(3, 9)["attention_mask"].cumsum(1) - 1).clamp(min=0) + 4},
     ],
     ids=lambda options: next(iter(options)),
 )
 def test_options_of_generate(options):
     same_tokens(shared_model("llama"), text_inputs(3, 9), **options)
-
-
-def test_rows_of_different_length_are_padded_as_by_generate():
-    inputs = text_inputs(3, 9, seed=1)
-    plain = shared_model("llama").generate(**inputs, **GREEDY, eos_token_id=None)
-    # Two tokens, each of which ends some row early and at its own place.
-    eos = [int(plain[0, 9 + 3]), int(plain[1, 9 + 11])]
-    reference = same_tokens(shared_model("llama"), inputs, eos_token_id=eos, pad_token_id=0)
-    assert (reference[:, -1] == 0).any()
 
 
 @pytest.mark.parametrize("drop", ["attention_mask", "both"])
@@ -90,21 +84,6 @@ def test_inputs_that_generate_completes(drop):
     model = shared_model("llama")
     reference = model.generate(**inputs, **GREEDY)
     assert torch.equal(mmspec.generate(model, drafter="ngram", nodes=4, **inputs, **GREEDY), reference)
-
-
-def test_positions_of_the_users_own():
-    inputs = text_inputs(3, 9)
-    inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0) + 4
-    same_tokens(shared_model("llama"), inputs)
-
-
-def test_several_sequences_per_prompt():
-    model, inputs = shared_model("llama"), text_inputs(2, 9)
-    options = dict(num_return_sequences=3, do_sample=True, top_k=1, max_new_tokens=12)
-    reference = model.generate(**inputs, **options)
-    ours = mmspec.generate(model, drafter="recycle", nodes=6, **inputs, **options)
-    assert ours.shape[0] == 6
-    assert torch.equal(ours, reference)  # top_k=1 leaves nothing to chance
 
 
 def test_sampling_follows_torchs_seed():
@@ -118,11 +97,9 @@ def test_sampling_follows_torchs_seed():
     assert sampled(1) != sampled(2)
 
 
-class Tail(StoppingCriteria):
+def tail(input_ids, scores, **kwargs):
     """Per row: the last two tokens add up to a multiple of five."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return (input_ids[:, -1] + input_ids[:, -2]) % 5 == 0
+    return (input_ids[:, -1] + input_ids[:, -2]) % 5 == 0
 
 
 class EveryRow(StoppingCriteria):
@@ -154,22 +131,24 @@ class NoLimit(MaxLengthCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-class Column(Tail):
+def column(input_ids, scores, **kwargs):
     """Shape (rows, 1), as transformers' documentation says."""
+    return tail(input_ids, scores)[:, None]
 
-    def __call__(self, input_ids, scores, **kwargs):
-        return super().__call__(input_ids, scores)[:, None]
+
+def failing(input_ids, scores, **kwargs):
+    raise ValueError("no criterion")
 
 
 @pytest.mark.parametrize("eos", [None, 17], ids=["no-eos", "eos"])
 @pytest.mark.parametrize(
     "criteria",
     [
-        lambda: [Tail()],
+        lambda: [tail],
         lambda: [EveryRow()],
         lambda: [OneToken(40)],
-        lambda: [NoLimit(10), Tail()],
-        lambda: [MaxLengthCriteria(14), Tail()],
+        lambda: [NoLimit(10), tail],
+        lambda: [MaxLengthCriteria(14), tail],
         lambda: [MaxLengthCriteria(3)],
     ],
     ids=["rows", "every-row", "own-eos", "subclass", "length", "short"],
@@ -190,13 +169,17 @@ def test_several_rows_with_criteria_end_as_in_generate(criteria, eos):
     assert [stats.num_generated_tokens for stats in out.stats] == lengths
 
 
-def test_criteria_that_return_a_column():
+def test_criteria_that_return_a_column_or_fail():
     inputs, model = text_inputs(3, 9, seed=3), shared_model("llama")
-    options = {**inputs, **GREEDY, "eos_token_id": None, "stopping_criteria": StoppingCriteriaList([Column()])}
+    options = {**inputs, **GREEDY, "eos_token_id": None, "stopping_criteria": StoppingCriteriaList([column])}
     reference = model.generate(**options)
     assert torch.equal(mmspec.generate(model, drafter="ngram", nodes=4, **options), reference)
-    with pytest.raises(UserError, match=r"must return a truth value per row, \(3,\), .* got shape \(3, 3\)"):
-        mmspec.generate(model, drafter="ngram", nodes=4, **{**options, "eos_token_id": 17})
+    for change, error, message in (
+        ({"eos_token_id": 17}, UserError, r"must return a truth value per row, \(3,\), .* got shape \(3, 3\)"),
+        ({"stopping_criteria": [failing]}, ValueError, "no criterion"),
+    ):
+        with pytest.raises(error, match=message):
+            mmspec.generate(model, drafter="ngram", nodes=4, **options | change)
 
 
 def test_rows_that_are_ahead_do_not_raise_after_the_end():
@@ -208,25 +191,18 @@ def test_rows_that_are_ahead_do_not_raise_after_the_end():
                 raise ValueError("too far")
             return scores
 
+    def together(length):
+        return lambda ids, scores, **_: torch.full((len(ids),), ids.shape[1] >= length)
+
     inputs, model = text_inputs(2, 9), shared_model("llama")
     options = {**GREEDY, "eos_token_id": None, "stopping_criteria": [MaxLengthCriteria(9 + 8)]}
     reference = model.generate(**inputs, **options)
     oracle = Oracle([reference[0, 9:].tolist(), []], vocab=90)  # row 0 runs ahead
-    options |= {"logits_processor": [Failing()], "stopping_criteria": [Together(9 + 8)]}
+    options |= {"logits_processor": [Failing()], "stopping_criteria": [together(9 + 8)]}
     assert torch.equal(mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **options), reference)
-    options["stopping_criteria"] = [Together(9 + 10)]
+    options["stopping_criteria"] = [together(9 + 10)]
     with pytest.raises(ValueError, match="too far"):
         mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **options)
-
-
-class Together(StoppingCriteria):
-    """All rows at a length."""
-
-    def __init__(self, length):
-        self.length = length
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
 
 
 class ScoreSum(StoppingCriteria):
@@ -275,7 +251,7 @@ def test_all_criteria_are_called_at_every_token():
     model, inputs = shared_model("llama"), text_inputs(1, 9)
     plain = model.generate(**inputs, **GREEDY | {"eos_token_id": None})[0, 9:].tolist()
     options = {**GREEDY, "eos_token_id": plain[6]}
-    theirs, ours = ([ScoreSum(0), Tail(), ScoreSum(0)] for _ in range(2))
+    theirs, ours = ([ScoreSum(0), tail, ScoreSum(0)] for _ in range(2))
     model.generate(**inputs, **options, stopping_criteria=theirs)
     mmspec.generate(model, drafter=Oracle([plain], vocab=90), nodes=10, **inputs, **options, stopping_criteria=ours)
     for mine, other in zip(ours[::2], theirs[::2], strict=True):
@@ -325,17 +301,20 @@ def test_a_processor_that_cannot_be_copied_serves_one_sequence():
     assert torch.equal(mmspec.generate(model, **inputs, **GREEDY, logits_processor=[Locked()]), reference)
 
 
-def test_a_criterion_that_fails_ends_the_call():
-    class Failing(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            raise ValueError("no criterion")
-
-    model, inputs = shared_model("llama"), text_inputs(3, 9)
-    with pytest.raises(ValueError, match="no criterion"):
-        mmspec.generate(model, drafter="ngram", nodes=4, stopping_criteria=[Failing()], **inputs, **GREEDY)
-
-
 # ---------------------------------------------------------------------- text
+
+
+class Order:
+    """A streamer that records its inputs and the end."""
+
+    def __init__(self):
+        self.calls = []
+
+    def put(self, value):
+        self.calls.append(value.tolist())
+
+    def end(self):
+        self.calls.append("end")
 
 
 def scripted(text, prompt="Say: "):
@@ -351,14 +330,7 @@ TEXT = "Größe: 3 €, 日本語 und 🙂!\nEND of it. Größe: 3 €, 日本�
 @pytest.mark.parametrize("stop", [["END"], "本語", ["nowhere"], [" und", "Größe: 4"]])
 def test_stop_strings(stop):
     tokenizer, inputs, options = scripted(TEXT)
-    reference = byte_model().generate(**inputs, **options, stop_strings=stop, tokenizer=tokenizer)
-    oracle = Oracle([reference[0, inputs["input_ids"].shape[1] :].tolist()], vocab=90)
-    ours = mmspec.generate(
-        byte_model(), drafter=oracle, nodes=10, tokenizer=tokenizer, stop_strings=stop, **inputs, **options
-    )
-    assert torch.equal(ours, reference)
-    options |= {"stop_strings": stop, "tokenizer": tokenizer, "drafter": oracle, "nodes": 10}
-    assert torch.equal(byte_model().generate(**inputs, **options, custom_generate=mmspec.decode), reference)
+    same_tokens(byte_model(), inputs, **options, stop_strings=stop, tokenizer=tokenizer)
 
 
 def test_stop_strings_of_several_rows_without_an_end_of_sequence():
@@ -374,45 +346,12 @@ def test_stop_strings_of_several_rows_without_an_end_of_sequence():
     assert torch.equal(ours, reference)
 
 
-def test_an_iterator_streamer_gives_the_same_text():
-    tokenizer, inputs, options = scripted(TEXT)
-
-    def streamed(generate):
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=600)
-        thread = threading.Thread(target=generate, kwargs={**inputs, **options, "streamer": streamer})
-        thread.start()
-        pieces = list(streamer)
-        thread.join()
-        return "".join(pieces)
-
-    theirs, drafting = streamed(byte_model().generate), {"drafter": "ngram", "nodes": 4}
-    assert streamed(lambda **kw: mmspec.generate(byte_model(), **drafting, **kw)) == theirs
-    for method in (mmspec.decode, partial(mmspec.decode)):
-        assert streamed(partial(byte_model().generate, custom_generate=method, **drafting)) == theirs
-    assert theirs.startswith("Größe: 3 €")
-
-
 def test_a_streamers_reader_does_not_wait_for_a_call_that_failed():
-    streamer, errors = TextIteratorStreamer(byte_tokenizer(), timeout=600), []
-
-    def generate():
-        try:
-            inputs = text_inputs(1, 9)
-            options = {**inputs, **GREEDY, "num_beams": 2, "custom_generate": mmspec.decode, "streamer": streamer}
-            shared_model("llama").generate(**{**options, "num_beams": 1}, penalty_alpha=0.6, top_k=4)
-        except UserError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=generate)
-    thread.start()
+    streamer = TextIteratorStreamer(byte_tokenizer(), timeout=60)
+    options = {**GREEDY, "custom_generate": mmspec.decode, "streamer": streamer, "penalty_alpha": 0.6, "top_k": 4}
+    with pytest.raises(UserError, match="contrastive search"):
+        shared_model("llama").generate(**text_inputs(1, 9), **options)
     list(streamer)
-    thread.join()
-    assert "contrastive search" in str(errors[0])
-
-
-def test_a_streamer_of_a_batch_is_refused():
-    with pytest.raises(UserError, match=r"^a streamer takes one sequence: got a batch of 3$"):
-        mmspec.generate(shared_model("llama"), drafter="ngram", streamer=Order(), **text_inputs(3, 9), **GREEDY)
 
 
 def test_another_custom_function_gets_what_transformers_passes():
@@ -430,29 +369,15 @@ def test_another_custom_function_gets_what_transformers_passes():
     assert {"streamer", "tokenizer"}.isdisjoint(inputs)
 
 
-class Order:
-    """A streamer that records its inputs and the end."""
-
-    def __init__(self):
-        self.calls = []
-
-    def put(self, value):
-        self.calls.append(value.tolist())
-
-    def end(self):
-        self.calls.append("end")
-
-
 def test_a_streamer_is_fed_as_generate_feeds_it():
-    model, inputs = shared_model("llama"), text_inputs(1, 4)
-    theirs, ours = Order(), Order()
+    model, inputs, theirs = shared_model("llama"), text_inputs(1, 4), Order()
     reference, oracle = reference_and_oracle(model, inputs, streamer=theirs)
-    mmspec.generate(model, drafter=oracle, nodes=10, streamer=ours, **inputs, **GREEDY)
-    assert ours.calls == theirs.calls
-    ours.calls.clear()
-    model.generate(**inputs, **GREEDY, streamer=ours, custom_generate=mmspec.decode, drafter=oracle, nodes=10)
-    assert ours.calls == theirs.calls
-    assert len(ours.calls) == 2 + reference.shape[1] - 4
+    assert len(theirs.calls) == 2 + reference.shape[1] - 4
+    hooked = ({"custom_generate": method} for method in (mmspec.decode, partial(mmspec.decode)))
+    for generate, more in ((partial(mmspec.generate, model), {}), *((model.generate, one) for one in hooked)):
+        ours = Order()
+        generate(**inputs, **GREEDY, streamer=ours, drafter=oracle, nodes=10, **more)
+        assert ours.calls == theirs.calls
 
 
 def test_a_request_ends_where_its_streamer_raises():
@@ -580,6 +505,7 @@ def test_a_pipeline_keeps_all_that_it_prepared(tmp_path, monkeypatch):
         ({"drafter": "nobody"}, "unknown drafter: expected one of .*, got 'nobody'"),
         ({"drafter": 5}, "drafter must be a name, a folder, None or derive from mmspec.Drafter: got int"),
         ({"stop_strings": ["x"]}, "stop_strings need the tokenizer: none was given"),
+        ({"streamer": Order(), **text_inputs(3, 9)}, "^a streamer takes one sequence: got a batch of 3$"),
     ],
 )
 def test_refuses(options, message):
@@ -627,8 +553,7 @@ def test_prompts_of_embeddings(name):
         options = {**GREEDY, "repetition_penalty": 1.5, **given, **mask, "nodes": 8}
         reference = model.generate(**{name: value for name, value in options.items() if name != "nodes"})
         oracle = Oracle(reference[:, 9 if "input_ids" in given else 0 :].tolist(), vocab=90)
-        assert torch.equal(mmspec.generate(model, drafter=oracle, **options), reference)
-        assert torch.equal(model.generate(custom_generate=mmspec.decode, drafter=oracle, **options), reference)
+        both_equal(model, reference, drafter=oracle, **options)
 
 
 @pytest.mark.parametrize("drafter", ["recycle", "small", "eagle", "medusa"])
@@ -641,49 +566,15 @@ def test_drafters_of_a_prompt_of_embeddings(drafter):
     assert torch.equal(found, model.generate(**options))
 
 
-class Wrapped(torch.nn.Module):
-    """As peft wraps a model: it generates with the model inside, whose inputs it prepares."""
-
-    def __init__(self, model, learned=False):
-        super().__init__()
-        self.model = model
-        self.active_peft_config = SimpleNamespace(is_prompt_learning=learned, peft_type="PROMPT_TUNING")
-
-    @property
-    def config(self):
-        return self.model.config
-
-    def get_base_model(self):
-        return self.model
-
-    def prepare_inputs_for_generation(self, *args, **kwargs):
-        return type(self.model).prepare_inputs_for_generation(self.model, *args, **kwargs)
-
-    def generate(self, *args, **kwargs):
-        self.model.prepare_inputs_for_generation = self.prepare_inputs_for_generation
-        try:
-            return self.model.generate(*args, **kwargs)
-        finally:
-            del self.model.prepare_inputs_for_generation
-
-
-def _wrapped(kind):
-    """A model that peft has wrapped, and the refusal of its learned prompts."""
-    model, learned = text_model("llama"), kind.endswith("prompts")
-    if kind.startswith("peft"):
-        peft = pytest.importorskip("peft")
-        lora = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
-        config = peft.PromptTuningConfig(num_virtual_tokens=4) if learned else peft.LoraConfig(**lora)
-        config.task_type = "CAUSAL_LM"
-        torch.manual_seed(3)
-        return peft.get_peft_model(model, config).eval(), learned
-    return Wrapped(model, learned), learned
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Position ids are not supported for parameter efficient")
-@pytest.mark.parametrize("kind", ["stand-in", "stand-in with prompts", "peft", "peft with prompts"])
+@pytest.mark.parametrize("kind", ["adapter", "prompts"])
 def test_models_that_peft_has_wrapped(kind):
-    model, refused = _wrapped(kind)
+    peft = pytest.importorskip("peft")
+    lora = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    config = peft.LoraConfig(**lora) if kind == "adapter" else peft.PromptTuningConfig(num_virtual_tokens=4)
+    config.task_type = "CAUSAL_LM"
+    torch.manual_seed(3)
+    model = peft.get_peft_model(text_model("llama"), config).eval()
     inputs, tokens = text_inputs(1, 9), [list(range(3, 12))]
     calls = [
         lambda: mmspec.generate(model, drafter="ngram", **inputs, **GREEDY),
@@ -691,7 +582,7 @@ def test_models_that_peft_has_wrapped(kind):
         lambda: mmspec.load(model, processor=byte_tokenizer()).generate(tokens[0], max_new_tokens=5).token_ids,
         lambda: mmspec.generate(shared_model("llama"), assistant_model=model, nodes=4, **inputs, **GREEDY),
     ]
-    if refused:
+    if kind == "prompts":
         for call in calls:
             with pytest.raises(UserError, match=r"^adapters of peft must .*got learned prompts, "):
                 call()
@@ -782,21 +673,3 @@ def test_beyond_the_context_as_generate_does():
     inputs = {"input_ids": torch.randint(3, 90, (1, 505), generator=torch.Generator().manual_seed(0))}
     reference = same_tokens(model, inputs, eos_token_id=None)
     assert reference.shape[1] == 525 > model.config.max_position_embeddings
-
-
-def test_half_precision_differs_at_near_ties_at_most():
-    """bfloat16: where tokens part, both must have been almost equally good."""
-    model = text_model("llama").bfloat16()
-    for seed in range(6):
-        inputs = text_inputs(1, 9, seed)
-        reference, oracle = reference_and_oracle(model, inputs)
-        ours = mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **GREEDY)
-        width = min(ours.shape[1], reference.shape[1])
-        parted = (ours[0, :width] != reference[0, :width]).nonzero().flatten().tolist()
-        if parted:
-            with torch.no_grad():
-                logits = model(reference[:, : parted[0]]).logits[0, -1].float()
-            margin = float(logits.max() - logits[ours[0, parted[0]]])
-            assert margin < 0.02 * float(logits.abs().max())
-        else:
-            assert torch.equal(ours, reference)

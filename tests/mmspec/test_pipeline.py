@@ -5,7 +5,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from transformers import LogitsProcessor, MinNewTokensLengthLogitsProcessor, OPTConfig, OPTForCausalLM
+from transformers import LogitsProcessor, OPTConfig, OPTForCausalLM
 
 import mmspec
 from mmspec import Generation, Piece, Pipeline, UserError
@@ -42,17 +42,9 @@ def oracle(text=TEXT, seed=0):
 def learned_positions():
     """A model whose table of positions ends at the context limit: a position beyond it is an error."""
     torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 32, "num_attention_heads": 2, "init_std": 0.3}
     config = OPTConfig(
-        vocab_size=259,
-        hidden_size=32,
-        word_embed_proj_dim=32,
-        ffn_dim=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-        init_std=0.3,
-        eos_token_id=2,
-        pad_token_id=0,
+        **sizes, vocab_size=259, num_hidden_layers=1, max_position_embeddings=128, eos_token_id=2, pad_token_id=0
     )
     return OPTForCausalLM(config).eval()
 
@@ -133,21 +125,6 @@ def test_what_a_limit_cuts_off_is_shown_at_the_end():
     assert "".join(piece.text for piece in pieces) == "Größe: 3 \N{REPLACEMENT CHARACTER}"
 
 
-def test_a_batch_equals_one_by_one_and_generate():
-    prompts, reference = ["a", "The second one", "Three"], []
-    for prompt in prompts:
-        ids = torch.tensor([ids_of(prompt)])
-        options = {"max_new_tokens": 25, "do_sample": False, "repetition_penalty": 1.2}
-        reference.append(byte_model().generate(ids, **options)[0, ids.shape[1] :].tolist())
-    pipe = pipeline(Recycle())
-    together = pipe.generate_batch([{"prompt": p} for p in prompts], max_new_tokens=25, nodes=8, repetition_penalty=1.2)
-    for prompt, row in zip(prompts, together, strict=True):
-        alone = pipe.generate(prompt, max_new_tokens=25, nodes=8, repetition_penalty=1.2)
-        assert (row.text, row.token_ids, row.finish_reason) == (alone.text, alone.token_ids, alone.finish_reason)
-    assert [row.token_ids for row in together] == reference
-    assert pipe.generate_batch([]) == []
-
-
 def test_a_seed_gives_the_same_tokens_whatever_is_drafted():
     prompts = [{"prompt": p} for p in ("a", "The second one", "Three")]
     options = dict(max_new_tokens=30, temperature=0.9, top_p=0.95, repetition_penalty=1.1)
@@ -170,27 +147,6 @@ def test_the_policy_learns_from_all_requests_but_those_with_a_fixed_number_of_dr
     assert len(seen) == count
 
 
-def test_sampling_without_choice_is_greedy():
-    pipe = pipeline(Ngram())
-    greedy = pipe.generate(PROMPT, max_new_tokens=20, nodes=6).token_ids
-    for options in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        assert pipe.generate(PROMPT, max_new_tokens=20, temperature=1.0, nodes=6, **options).token_ids == greedy
-
-
-def test_processors_and_criteria_of_the_users_own():
-    ids = torch.tensor([ids_of(PROMPT)])
-    longer = MinNewTokensLengthLogitsProcessor(ids.shape[1], 8, 2)
-    answer = pipeline(Ngram()).generate(
-        PROMPT,
-        max_new_tokens=30,
-        nodes=6,
-        logits_processor=[longer],
-        stopping_criteria=[lambda ids, scores, **_: torch.tensor([ids.shape[1] >= len(ids_of(PROMPT)) + 6])],
-    )
-    assert len(answer.token_ids) == 6
-    assert answer.finish_reason == "stop"
-
-
 def test_the_context_is_filled_and_not_overrun():
     pipe = pipeline(Ngram())
     answer = pipe.generate("x" * 120, max_new_tokens=50, nodes=6, logits_processor=[Script([70] * 99, 120)])
@@ -201,24 +157,21 @@ def test_the_context_is_filled_and_not_overrun():
         script = Script([70] * 99, 20)
         answer = pipe.generate("x" * 20, context_limit=limit, logits_processor=[script], max_new_tokens=50)
         assert len(answer.token_ids) == length
-    with pytest.raises(UserError, match=r"^the prompt must be shorter than the model's context of 20 tokens: got 20$"):
-        pipe.generate("x" * 20, context_limit=20)
-    with pytest.raises(
-        UserError, match=r"^the prompt must be shorter than the model's context of 128 tokens: got 128$"
-    ):
-        pipe.generate("x" * 128)
+    for length, options in ((20, {"context_limit": 20}), (128, {})):
+        message = f"^the prompt must be shorter than the model's context of {length} tokens: got {length}$"
+        with pytest.raises(UserError, match=message):
+            pipe.generate("x" * length, **options)
 
 
-@pytest.mark.parametrize("drafter", ["none", "oracle"])
-def test_a_long_prompt_leaves_its_neighbours_their_room(drafter):
-    target = TransformersTarget(learned_positions())
-    processor = Processor(byte_tokenizer())
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_long_prompt_leaves_its_neighbours_their_room(drafted):
+    target, processor = TransformersTarget(learned_positions()), Processor(byte_tokenizer())
     prompts = ["abc", "y" * 97, "one, two"]
     keywords = {"max_new_tokens": 61, "nodes": 8, "logits_processor": [NoEnd()]}
     alone = [Pipeline(target, processor).generate(prompt, **keywords).token_ids for prompt in prompts]
     assert [len(tokens) for tokens in alone] == [61, 31, 61]
-    made = Oracle(alone, vocab=90) if drafter == "oracle" else DRAFTERS[drafter]()
-    together = Pipeline(target, processor, made).generate_batch([{"prompt": prompt} for prompt in prompts], **keywords)
+    pipe = Pipeline(target, processor, Oracle(alone, vocab=90) if drafted else None)
+    together = pipe.generate_batch([{"prompt": prompt} for prompt in prompts], **keywords)
     assert [row.token_ids for row in together] == alone
     assert [row.finish_reason for row in together] == ["length"] * 3
 
@@ -233,17 +186,23 @@ def test_a_checkpoint_folder(tmp_path):
         assert mmspec.load(tmp_path, drafter=None, dtype=dtype, device="cpu").model.dtype == torch.bfloat16
 
 
-def test_chat_messages(tmp_path):
-    tokenizer = type(byte_tokenizer())(tokenizer_object=byte_tokenizer().backend_tokenizer, eos_token="</s>")
+def test_chat_messages():
+    """Text items of a text model are one text."""
+    tokenizer = deepcopy(byte_tokenizer())
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}A:{% endif %}"
     )
-    processor = Processor(tokenizer)
-    said = processor.encode([{"prompt": "hi"}]).input_ids[0].tolist()
-    assert said == ids_of("user: hi\nA:")
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    assert processor.encode([{"prompt": messages}]).input_ids[0].tolist() == ids_of("system: be brief\nuser: hi\nA:")
+    processor, items = Processor(tokenizer), [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    user, system = {"role": "user", "content": "hi"}, {"role": "system", "content": "be brief"}
+    for prompt, text in (
+        ("hi", "user: hi\nA:"),
+        ([system, user], "system: be brief\nuser: hi\nA:"),
+        ([{**user, "content": items}], "user: a\nb\nA:"),
+    ):
+        assert processor.encode([{"prompt": prompt}]).input_ids[0].tolist() == ids_of(text)
+    with pytest.raises(UserError, match=r"^the model reads text only: got an item of type image_url$"):
+        processor.encode([{"prompt": [{**user, "content": [*items, {"type": "image_url"}]}]}])
 
 
 @pytest.mark.parametrize(
@@ -263,17 +222,6 @@ def test_chat_messages(tmp_path):
 def test_mistakes_are_named(keywords, message):
     with pytest.raises(UserError, match=message):
         pipeline(Ngram()).generate(**{"prompt": PROMPT, **keywords})
-
-
-def test_text_items_of_a_text_model_are_one_text():
-    tokenizer = deepcopy(byte_tokenizer())
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + '|' }}{% endfor %}"
-    processor = Processor(tokenizer)
-    items = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    found = processor.encode([{"prompt": [{"role": "user", "content": items}]}]).input_ids
-    assert found.tolist() == processor.encode([{"prompt": [{"role": "user", "content": "a\nb"}]}]).input_ids.tolist()
-    with pytest.raises(UserError, match=r"^the model reads text only: got an item of type image_url$"):
-        processor.encode([{"prompt": [{"role": "user", "content": [*items, {"type": "image_url"}]}]}])
 
 
 def test_accelerators_are_named(monkeypatch):
@@ -298,28 +246,27 @@ def test_dir_has_public_names_only():
 
 
 def test_a_model_of_ones_own():
-    model = byte_model()
+    model, options = byte_model(), {"max_new_tokens": 10, "nodes": 4}
     pipe = mmspec.load(model, drafter="ngram", processor=byte_tokenizer())
     assert (pipe.model, pipe.hf_processor) == (model, byte_tokenizer())
-    assert (
-        pipe.generate(PROMPT, max_new_tokens=10, nodes=4).token_ids
-        == pipeline().generate(PROMPT, max_new_tokens=10).token_ids
-    )
+    assert pipe.generate(PROMPT, **options).token_ids == pipeline().generate(PROMPT, **options).token_ids
     assert model.config._attn_implementation == "sdpa"
-    for keywords, message in (
-        ({}, "^a model object needs processor=, its tokenizer or processor: got LlamaForCausalLM$"),
-        (
-            {"processor": byte_tokenizer(), "dtype": "bfloat16", "revision": "main"},
-            "^a model object stays on its device and in its dtype: got dtype='bfloat16', revision='main'$",
-        ),
-    ):
-        with pytest.raises(UserError, match=message):
-            mmspec.load(model, **keywords)
+
+
+DTYPE = "dtype must be auto, float32, .*, int4: got "
 
 
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
+        (
+            {"model": byte_model()},
+            "^a model object needs processor=, its tokenizer or processor: got LlamaForCausalLM$",
+        ),
+        (
+            {"model": byte_model(), "processor": byte_tokenizer(), "dtype": "bfloat16", "revision": "main"},
+            "^a model object stays on its device and in its dtype: got dtype='bfloat16', revision='main'$",
+        ),
         ({"model": 5}, "^model must be a name, a folder or a model of transformers: got 5$"),
         ({"model": torch.nn.Linear(2, 2)}, "^model must be a name, a folder or a model of transformers: got Linear$"),
         ({"model": "{folder}", "processor": 5}, "^processor= goes with a model object: got the model '/.*'"),
@@ -327,30 +274,20 @@ def test_a_model_of_ones_own():
             {"model": "{folder}", "torch_dtype": torch.float16},
             "^torch_dtype is called dtype here: got torch_dtype=dtype",
         ),
-        ({"model": "{folder}", "dtype": torch.int8}, "dtype must be auto, float32, .*, int4: got torch.int8"),
-        ({"model": "{folder}", "dtype": 5}, "dtype must be auto, float32, .*, int4: got 5"),
-        (
-            {"model": "{folder}", "device": 5.5},
-            r"one that torch can use here \(cpu.*\): got 5.5$",
-        ),
-        (
-            {"model": "/no/such/folder"},
-            "cannot load model '/no/such/folder': expected an embedded model .*local folder",
-        ),
+        ({"model": "{folder}", "dtype": torch.int8}, DTYPE + "torch.int8"),
+        ({"model": "{folder}", "dtype": 5}, DTYPE + "5"),
+        ({"model": "{folder}", "dtype": "int3"}, DTYPE + "'int3'"),
+        ({"model": "{folder}", "device": 5.5}, r"one that torch can use here \(cpu.*\): got 5.5$"),
+        ({"model": "/no/such/folder"}, "cannot load model '/no/such/folder': expected an embedded model .*folder"),
         ({"model": "{folder}"}, "cannot load model .*: expected"),
-        ({"model": "{folder}", "dtype": "int3"}, "dtype must be auto, float32, .*, int4: got 'int3'"),
         ({"model": "{folder}", "device": "abacus"}, r"one that torch can use here \(cpu.*\): got 'abacus'$"),
         ({"model": "./smolm2"}, r"smollm2, tiny-hybrid, tiny-llava; did you mean smollm2\?\), a local folder"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(keywords, message, tmp_path):
+    given = {k: v.format(folder=tmp_path) if isinstance(v, str) else v for k, v in keywords.items()}
     with pytest.raises(UserError, match=message):
-        mmspec.load(
-            **{
-                "drafter": None,
-                **{k: v.format(folder=tmp_path) if isinstance(v, str) else v for k, v in keywords.items()},
-            }
-        )
+        mmspec.load(**{"drafter": None, **given})
 
 
 ROLES = (
@@ -393,15 +330,12 @@ def test_a_second_pipeline_shares_the_engine_of_a_target():
     third = Pipeline(target, Processor(tokenizer), Recycle(), max_num_seqs=3)
     assert first.engine is second.engine is third.engine
     assert first.engine.max_num_seqs == 5
-    pipes = {"first": first, "second": second, "third": third}
-    expected = second.generate("abababab", max_new_tokens=12, ignore_eos=True).token_ids
-    streams = {
-        name: pipe.stream("abababab", max_new_tokens=12, ignore_eos=True, num_draft_tokens=4)
-        for name, pipe in pipes.items()
-    }
-    for name, pieces in streams.items():
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    expected = second.generate("abababab", **options).token_ids
+    streams = [pipe.stream("abababab", **options, num_draft_tokens=4) for pipe in (first, second, third)]
+    for pieces, drafts in zip(streams, (True, False, True), strict=True):
         *_, last = found = list(pieces)
         assert [token for piece in found for token in piece.token_ids] == expected
-        assert (last.stats.num_draft_tokens > 0) == (name != "second")
-    del second, third, pipes, streams, pieces, found, last
-    assert first.generate("abababab", max_new_tokens=12, ignore_eos=True).token_ids == expected
+        assert (last.stats.num_draft_tokens > 0) == drafts
+    del second, third, streams, pieces, found, last
+    assert first.generate("abababab", **options).token_ids == expected

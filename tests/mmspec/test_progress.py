@@ -6,6 +6,7 @@ import io
 import logging
 import re
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -14,35 +15,27 @@ from mmspec import progress
 from mmspec.progress import EVERY, LogLines, Steps, show_progress, show_steps
 
 
-class Clock:
-    """A clock that stands until it is set."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def logged(*steps: tuple[float, int | float, str]) -> list[str]:
     """Lines of a run of four items; ``steps`` are seconds since the start, items done and the current part."""
-    clock, console = Clock(), Console(file=io.StringIO())
-    lines = LogLines(console, "measuring", clock)
-    for seconds, completed, part in steps:
-        clock.now = 100.0 + seconds
-        lines(completed, 4, part=part)
-    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    console, times = Console(file=io.StringIO()), iter([100.0, *(100.0 + seconds for seconds, _, _ in steps)])
+    with patch.object(progress, "monotonic", lambda: next(times)):
+        lines = LogLines(console, "measuring")
+        for _, completed, part in steps:
+            lines(completed, 4, part=part)
+    return text_of(console).splitlines()
 
 
-def test_a_line_for_every_part() -> None:
+def text_of(console: Console) -> str:
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_line_for_every_part_and_when_the_last_is_long_ago() -> None:
     assert logged((0, 0, ""), (1, 1, "pope"), (2, 2, "pope"), (3, 3, "gqa"), (4, 4, "gqa")) == [
         "measuring: 0/4, 0:00:00",
         "measuring: 1/4, pope, 0:00:01",
         "measuring: 3/4, gqa, 0:00:03",
         "measuring: 4/4, gqa, 0:00:04",
     ]
-
-
-def test_a_line_when_the_last_is_long_ago() -> None:
     steps = [(0, 0, ""), (EVERY - 1, 1, ""), (EVERY, 2, ""), (2 * EVERY - 1, 3, ""), (2 * EVERY, 3, "")]
     assert [line.split(",")[0] for line in logged(*steps)] == ["measuring: 0/4", "measuring: 2/4", "measuring: 3/4"]
 
@@ -52,7 +45,7 @@ def test_shares_are_percentages_and_lines_have_metrics() -> None:
     with show_progress(console, "training") as show:
         show(0.0, 1.0, "step 0")
         show(1.0, 1.0, "step 9 loss 0.250")
-    assert re.sub(r"\d:\d\d:\d\d", "TIME", console.file.getvalue()).splitlines() == [  # type: ignore[attr-defined]
+    assert re.sub(r"\d:\d\d:\d\d", "TIME", text_of(console)).splitlines() == [
         "training: 0 %, step 0, TIME",
         "training: 100 %, step 9 loss 0.250, TIME",
     ]
@@ -63,10 +56,8 @@ def test_a_terminal_shows_a_bar_and_no_lines() -> None:
     with show_progress(console, "measuring") as show:
         show(0, 4)
         show(4, 4, part="pope")
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "\x1b[" in shown
-    assert "4/4" in shown
-    assert "pope" in shown
+    shown = text_of(console)
+    assert all(part in shown for part in ("\x1b[", "4/4", "pope"))
     assert "measuring:" not in shown
 
 
@@ -94,10 +85,11 @@ def record(text: str, level: int = logging.INFO) -> logging.LogRecord:
     return logging.LogRecord("mmspec.load", level, "", 0, text, (), None)
 
 
-def test_a_log_gets_a_line_about_each_slow_step() -> None:
+def test_a_log_gets_a_line_about_each_slow_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "Timer", SetTimer)
     SetTimer.started = []
     console = Console(file=io.StringIO(), width=20)
-    steps = Steps(console, SetTimer)
+    steps = Steps(console)
     steps.handle(record("a quick step"))
     steps.handle(record("a slow step [with a long name]"))
     SetTimer.started[-1].run()
@@ -105,7 +97,7 @@ def test_a_log_gets_a_line_about_each_slow_step() -> None:
     steps.handle(record("another quick step"))
     steps.end()
     assert [timer.live for timer in SetTimer.started] == [False] * 3
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    lines = text_of(console).splitlines()
     assert lines == ["a slow step [with a long name]", "a warning"]
 
 
@@ -116,7 +108,7 @@ def test_a_terminal_shows_the_current_step() -> None:
         logging.getLogger("mmspec.load").debug("a detail")
         logging.getLogger("mmspec.calibrate").info("measuring")
     logging.getLogger("mmspec.load").info("a request")
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = text_of(console)
     assert 0 < shown.index("loading [model] ...") < shown.index("measuring ...")
     assert "detail" not in shown
     assert "request" not in shown
@@ -140,4 +132,4 @@ def test_a_quiet_console_shows_nothing() -> None:
     with show_steps(console), show_progress(console, "measuring") as show:
         show(4, 4)
         logging.getLogger("mmspec.load").info("loading")
-    assert not console.file.getvalue()  # type: ignore[attr-defined]
+    assert not text_of(console)
