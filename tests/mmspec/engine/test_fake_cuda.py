@@ -150,9 +150,8 @@ def test_what_goes_wrong_on_a_device_is_noticed(monkeypatch):
 @pytest.mark.parametrize(
     ("drafter", "draft"), [("none", 0), ("msd", 145), ("flash", 145), ("eagle3", 158), ("dflash", 115)]
 )
-def test_launches_of_a_step(drafter, draft, monkeypatch):
+def test_launches_of_a_step(drafter, draft):
     """Few in a layer and in a draft, few outside of graphs, and none of either that grows unnoticed."""
-    monkeypatch.setattr("tests.launches._STEPS", 3)
     found = measure(drafter)
     parts = {name: counts.total() for name, counts in found["parts"].items()}
     assert parts["_pass"] / LAYERS < 11
