@@ -271,7 +271,7 @@ def _rows(model: PreTrainedModel, state: Mapping[str, Any]) -> Takes:
         layer, rows = layers[name], getattr(state[name], "rows", lambda: None)()
         keeps = type(layer) is nn.Linear or isinstance(layer, nn.Embedding)
         if keeps and rows is not None and (len(rows.places), rows.features) == layer.weight.shape:
-            takes[name] = partial(lambda given, _: given, rows)
+            takes[name] = partial(lambda rows, weight: rows, rows)
     return takes
 
 

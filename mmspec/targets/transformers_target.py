@@ -174,8 +174,8 @@ class TransformersTarget:
         if prompt.prefill_mask is not None:
             features, logits, inputs = self._prefill_kept(call, prompt.prefill_mask, reads, cache)
         elif (splits or state is not None) and (inputs := decoder.chunk_inputs(call, cache)) is not None:
-            first, size = 0 if state is None else state.length, chunk or length
             passes: list[dict[Feature, Tensor]] = []
+            first, size = 0 if state is None else state.length, chunk or length
             for start in range(first, length, size):
                 if passes:
                     yield
