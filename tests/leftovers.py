@@ -146,7 +146,7 @@ def held_rows() -> Iterator[str]:
         return
     from mmspec.drafters.captured import CapturedDrafter
     from mmspec.engine.engine import Engine
-    from mmspec.engine.speculation import Speculation
+    from mmspec.engine.policy import Speculation
 
     parts: dict[int, Any] = {}
     used: set[int] = set()
