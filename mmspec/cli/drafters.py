@@ -159,7 +159,11 @@ def recycle(
         click.echo(f"{drafter.entries} contexts: {out}", err=True)
         return
     assert prompts is not None
-    requests = list(_requests(prompts))
+    requests = []
+    for number, request in read_rows(prompts):
+        if "prompt" not in request:
+            raise UserError(f"{prompts}, line {number}: expected an object with a prompt, received {shown(request)}")
+        requests.append(request)
     with show_progress(console, "answering") as show:
         for start in range(0, len(requests), _BATCH):
             show(start, len(requests))
@@ -169,10 +173,3 @@ def recycle(
         show(len(requests), len(requests))
     drafter.save(out, pipe.target)
     click.echo(f"{len(requests)} prompts, {drafter.entries} contexts: {out}", err=True)
-
-
-def _requests(path: Path) -> Iterator[dict[str, Any]]:
-    for number, request in read_rows(path):
-        if "prompt" not in request:
-            raise UserError(f"{path}, line {number}: expected an object with a prompt, received {shown(request)}")
-        yield request

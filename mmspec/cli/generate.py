@@ -20,7 +20,10 @@ def generate(text: str, **options: Any) -> None:
 
     The answer is streamed to standard output, followed by a line of statistics on standard error.
     """
-    prompt = _decoded(read_stdin("TEXT", "a prompt")) if text == "-" else text
+    try:
+        prompt = read_stdin("TEXT", "a prompt").decode() if text == "-" else text
+    except UnicodeDecodeError as error:
+        raise UserError(f"TEXT must be UTF-8: got byte {error.object[error.start]:#04x} at {error.start}") from None
     if not prompt.strip():
         raise UserError("TEXT must not be empty: expected a prompt, got nothing but blanks")
     if not is_text(prompt):
@@ -29,10 +32,3 @@ def generate(text: str, **options: Any) -> None:
     from mmspec.cli.session import answer
 
     answer({"prompt": prompt}, options)
-
-
-def _decoded(text: bytes) -> str:
-    try:
-        return text.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"TEXT must be UTF-8: got byte {error.object[error.start]:#04x} at {error.start}") from None

@@ -51,23 +51,19 @@ def test_a_kill_a_restart_and_an_orderly_end(pipe):
         answer = httpx.post(f"{url}/chat/completions", json=question(**LONG), headers=KEY, timeout=TIMEOUT).json()
         expected = pipe.generate(QUESTION, max_new_tokens=2000, temperature=5.0, seed=11).text
         assert answer["choices"][0]["message"]["content"] == expected
-        check_an_orderly_end(running, url)
-
-
-def check_an_orderly_end(running, url):
-    """A server with a key cancels what still runs some time after SIGTERM, and ends."""
-    assert httpx.get(f"{url}/models", timeout=TIMEOUT).status_code == 401
-    workers = workers_of(running, url)
-    with long_stream(url) as lines:
-        started = time.monotonic()
-        running.send_signal(signal.SIGTERM)
-        assert eventually(lambda: not answers(url))
-        left = list(lines)  # cancelled after the grace period
-        assert left[-2:] == ["data: [DONE]", ""]
-        assert json.loads(left[-4].removeprefix("data: "))["error"]["type"] == "server_error"
-        assert time.monotonic() - started > GRACE / 2
-    assert running.wait(TIMEOUT) == 0
-    assert eventually(lambda: gone(workers))
+        # It cancels what still runs some time after SIGTERM, and ends.
+        assert httpx.get(f"{url}/models", timeout=TIMEOUT).status_code == 401
+        workers = workers_of(running, url)
+        with long_stream(url) as lines:
+            started = time.monotonic()
+            running.send_signal(signal.SIGTERM)
+            assert eventually(lambda: not answers(url))
+            left = list(lines)  # cancelled after the grace period
+            assert left[-2:] == ["data: [DONE]", ""]
+            assert json.loads(left[-4].removeprefix("data: "))["error"]["type"] == "server_error"
+            assert time.monotonic() - started > GRACE / 2
+        assert running.wait(TIMEOUT) == 0
+        assert eventually(lambda: gone(workers))
 
 
 @pytest.mark.long
