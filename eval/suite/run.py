@@ -35,9 +35,9 @@ from mmspec.eval.harness.output import describe
 from mmspec.eval.harness.peers import engines
 from mmspec.eval.harness.prompts import warm_up_requests
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, pass_costs, results_of, run_interleaved
-from mmspec.eval.suite.command import SuiteSettings
 from mmspec.eval.suite.methods import BASELINE, PLAIN, parse_methods
 from mmspec.eval.suite.report import write_report
+from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.eval.suite.summary import copy_lengths, summarise
 from mmspec.eval.suite.tasks import TASKS, Sample
 from mmspec.files import append_row, check_settings, read_json, read_rows, write_text
