@@ -24,7 +24,7 @@ from torch import Tensor
 from mmspec.cache.rows import RowTensor, row_index
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.errors import UserError
-from mmspec.ssm.ops import commit_conv, conv_window, tree_conv
+from mmspec.ssm.ops import DepthIndex, commit_conv, conv_window, tree_conv
 from mmspec.ssm.recurrences import Recurrence
 
 STATES = "tree_states"
@@ -312,12 +312,11 @@ class StateCache(TreeCache):
                 "recurrent layers require the whole tree in one pass: "
                 f"got {nodes} nodes after {slots - nodes} uncommitted ones"
             )
-        width, index = self._conv.width, torch.arange(nodes, device=reach.device)
+        width = self._conv.width
         if nodes == 1:
             window = torch.arange(width, device=reach.device).expand(batch, 1, -1)
         else:
-            # The parent is the last proper ancestor, as parents precede their children.
-            window = conv_window(torch.where(reach.tril(-1), index, -1).amax(-1), width)
+            window = conv_window(DepthIndex(reach).parents, width)
         self._tree = _Tree(reach, window)
         self._conv.calls = self._scans.calls = 0
         return {STATES: self}

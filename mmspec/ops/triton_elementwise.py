@@ -18,12 +18,7 @@ _FEATURES = 1024
 
 
 def add_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    plus: float = 0.0,
-    after: Tensor | None = None,
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus: float = 0.0, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See ``mmspec.ops.add_norm``."""
     kernels.require_contiguous(x, weight, after)

@@ -31,12 +31,7 @@ def conv_window(parents: Tensor, width: int) -> Tensor:
 
 
 def _check(
-    x: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    window: Tensor,
-    activation: str | None = "silu",
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, activation: str | None = "silu"
 ) -> None:
     width = weight.shape[1]
     if state.shape[:2] != (x.shape[0], x.shape[2]) or state.shape[2] < width - 1:

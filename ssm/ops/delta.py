@@ -20,7 +20,7 @@ from mmspec.ssm.ops.scan import base2, check_state, exp2, in_place, log2_decay
 
 
 def _check(*args: Tensor) -> None:
-    """Of the arguments after the queries: keys, values, gates, state, and ancestors or path."""
+    """Check shapes of all arguments but the queries, and ancestors or path, the last argument."""
     k, v, g, beta, state, _ = args[-6:]
     _check_shapes(k, v, state, g=g, beta=beta)
 

@@ -129,21 +129,20 @@ def test_strong_decay_does_not_overflow():
 # ---------------------------------------------------------------------- drafting
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_trees_follow_the_network(batch):
-    model = shared_model("llama")
-    check(model, text_inputs(batch), Mamba(mamba_network(), top_k=3, depth=4))
-
-
-def test_skipped_steps_and_sampling():
-    model = shared_model("qwen2-window")
-    inputs = text_inputs(2)
-    check(model, inputs, Mamba(mamba_network(window=2), top_k=4, depth=4), skip=(1, 3, 4, 7), nodes=12)
-    check(model, inputs, Mamba(mamba_network(), top_k=2, depth=3), params=SamplingParams(temperature=1.0), new=8)
-
-
-def test_a_prompt_with_images():
-    check(shared_model("llava"), vision_inputs("llava", 2), Mamba(mamba_network(), top_k=3, depth=3), new=6)
+@pytest.mark.parametrize(
+    ("model", "batch", "window", "settings", "asked"),
+    [
+        ("llama", 1, 4, {"top_k": 3, "depth": 4}, {}),
+        ("llama", 3, 4, {"top_k": 3, "depth": 4}, {}),
+        ("llama", 2, 4, {"top_k": 10, "depth": 3, "draft_ids": torch.tensor([5, 9, 2, 40, 41, 60])}, {}),
+        ("llava", 2, 4, {"top_k": 3, "depth": 3}, {"new": 6}),  # a prompt with images
+        ("qwen2-window", 2, 2, {"top_k": 4, "depth": 4}, {"skip": (1, 3, 4, 7), "nodes": 12}),  # steps without drafts
+        ("qwen2-window", 2, 4, {"top_k": 2, "depth": 3}, {"params": SamplingParams(temperature=1.0), "new": 8}),
+    ],
+)
+def test_trees_follow_the_network(model, batch, window, settings, asked):
+    inputs = vision_inputs(model, batch) if model == "llava" else text_inputs(batch)
+    check(shared_model(model), inputs, Mamba(mamba_network(window=window), **settings), **asked)
 
 
 def test_accepted_tokens_are_cached_once():
@@ -161,11 +160,6 @@ def test_accepted_tokens_are_cached_once():
         optimiser.step()
     lengths = check(model, inputs, Mamba(network, top_k=3, depth=4), nodes=12, new=24)
     assert sum(count for length, count in lengths.items() if length > 2) >= 3
-
-
-def test_a_narrow_head_drafts_its_tokens_only():
-    drafter = Mamba(mamba_network(), torch.tensor([5, 9, 2, 40, 41, 60]), top_k=10, depth=3)
-    check(shared_model("llama"), text_inputs(2), drafter)
 
 
 def test_drafting_leaves_the_committed_state_alone():

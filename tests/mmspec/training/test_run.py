@@ -335,8 +335,6 @@ def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(
     train(tmp_path / "b", *still, "--start", folder, "--cache", str(tmp_path / "cache"), command="dflash")
     assert_same(tmp_path / "a", tmp_path / "b")
     assert make_drafter(str(tmp_path / "b" / DRAFTER)).network.config.mask_token_id == 7
-    with pytest.raises(UserError, match=r"expected fc.weight \(\d+, \d+\) to start from, received"):
-        train(tmp_path / "c", *still, "--start", folder, "--reads", "0,1", command="dflash")
     with pytest.raises(UserError, match=r"--from-target needs layers like the drafter's: expected .*q_proj.weight"):
         train(tmp_path / "d", *still, "--from-target", "--heads", "1", "--kv-heads", "1", command="dflash")
     with pytest.raises(UserError, match="reads outputs of layers 0, 2: the target has 2 layers"):
@@ -364,8 +362,6 @@ def test_training_starts_from_a_drafter(train: Callable[..., str], tmp_path: Pat
     train(tmp_path / "a", "--steps", "10", "--rate", "1e-2", "--prompts", "0", *options, command="flash")
     train(tmp_path / "b", *STILL, "--start", str(tmp_path / "a" / DRAFTER), command="flash")
     assert_same(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(UserError, match=r"expected gate_up.weight \(16, \d+\) to start from, received \(32, \d+\)"):
-        train(tmp_path / "other", "--steps", "1", "--start", str(begin), "--mlp", "8")
 
 
 def test_a_draft_model_starts_as_the_targets_first_layers(
