@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -159,11 +160,10 @@ class Fixed(Drafter):
     """Proposes given trees: per step, per row (tokens, parents)."""
 
     def __init__(self, *trees):
-        self.trees = list(trees)
-        self.observed = []
+        self.trees, self.history, self.observed = list(trees), [], []
 
     def begin(self, prompt, output, history):
-        self.history = history
+        self.history = [*self.history, *history]
 
     def select(self, rows):
         self.history = [self.history[row] for row in rows]
@@ -248,23 +248,27 @@ def test_no_random_number_is_used_twice():
         assert float((first[shift:] == first[:-shift]).float().mean()) < 0.35
 
 
-class Drawn(Drafter):
-    """Draws children from its own distribution after each token, in draw order: root -> (a, b), a -> c."""
-
-    def __init__(self, q, seed):
-        self.q, self.g = q, torch.Generator().manual_seed(seed)
+class Silent(Drafter):
+    """Keeps no state."""
 
     def begin(self, prompt, output, history): ...
 
     def select(self, rows): ...
+
+    def observe(self, tree, verdict, output): ...
+
+
+class Drawn(Silent):
+    """Draws children from its own distribution after each token, in draw order: root -> (a, b), a -> c."""
+
+    def __init__(self, q, seed):
+        self.q, self.g = q, torch.Generator().manual_seed(seed)
 
     def propose(self, token, plan):
         first = torch.multinomial(self.q[token], 2, generator=self.g)
         below = torch.multinomial(self.q[first[:, 0]], 1, generator=self.g)
         tokens = torch.cat([token[:, None], first, below], dim=1)
         return TokenTree(tokens, torch.tensor([[-1, 0, 0, 1]]).expand_as(tokens), draft_probs=self.q[tokens])
-
-    def observe(self, tree, verdict, output): ...
 
 
 def test_samples_of_drawn_trees_are_distributed_as_plain_ones():
@@ -288,7 +292,7 @@ def test_samples_of_drawn_trees_are_distributed_as_plain_ones():
 @pytest.mark.parametrize("lengths", [[3, 30, 5, 7, 40, 1], [9, 9, 9, 9], [17], [2, 15, 2, 15]])
 def test_joining_prompts_delay_a_step_by_one_chunk_at_most(lengths):
     target, engine = stacking(chunk=16)
-    (first,) = scheduled(engine, [[1, 2]], [Stopper(60)])
+    (first,) = scheduled(engine, [[1, 2]], 60)
     engine.core.step()
     prompts = [[1, *(token % VOCAB for token in range(length))] for length in lengths]
     joined = scheduled(engine, prompts)
@@ -324,23 +328,38 @@ class Stacking(TableTarget):
             yield step
 
 
-def scheduled(engine, prompts, stoppers=None, nodes=None):
-    stoppers = stoppers or [Stopper(4)] * len(prompts)
-    nodes = nodes or [None] * len(prompts)
+def scheduled(engine, prompts, counts=4, nodes=None, **more):
+    """Sequences of prompts, with their numbers of new tokens, or stoppers, and of draft tokens per step."""
+    counts = counts if isinstance(counts, Sequence) else [counts] * len(prompts)
+    stoppers = [one if isinstance(one, Stopper) else Stopper(one) for one in counts]
     return [
-        engine.add(prompt_of([prompt]), Sampler(), stopper, asked)[0]
-        for prompt, stopper, asked in zip(prompts, stoppers, nodes, strict=True)
+        engine.add(Prompt(torch.tensor([prompt]), **more), Sampler(), stopper, asked)[0]
+        for prompt, stopper, asked in zip(prompts, stoppers, nodes or [None] * len(prompts), strict=True)
     ]
 
 
-def stacking(slots=8, chunk=8):
+def stacking(slots=8, chunk=8, drafter=None, policy=StepPlan(0)):  # noqa: B008
     target = Stacking(table_model(VOCAB))
-    return target, SteppedEngine(target, None, StepPlan(0), max_num_seqs=slots, chunk=chunk)
+    return target, SteppedEngine(target, drafter, policy, max_num_seqs=slots, chunk=chunk)
 
 
-def finished(engine, rows, prompts, count=4):
+def finished(engine, rows, prompts, counts=4):
     engine.wait(lambda: all(row.done for row in rows))
-    assert [row.token_ids for row in rows] == [said_plainly(engine.target.table, one, count) for one in prompts]
+    counts = counts if isinstance(counts, Sequence) else [counts] * len(prompts)
+    table = engine.target.table
+    assert [(row.error, row.token_ids) for row in rows] == [
+        (None, said_plainly(table, *asked)) for asked in zip(prompts, counts, strict=True)
+    ]
+
+
+def order_of_starts(engine, rows):
+    """The numbers of the rows in the order of their first tokens, with at most three rows at a time."""
+    started = []
+    while not all(row.done for row in rows):
+        engine.core.step()
+        assert len(engine.core.running) <= 3
+        started += [n for n, row in enumerate(rows) if row.token_ids and n not in started]
+    return started
 
 
 def test_an_idle_engine_stacks_four_chunks_with_padding_and_no_more():
@@ -356,12 +375,7 @@ def test_no_more_rows_than_slots_in_the_order_of_asking():
     target, engine = stacking(slots=3)
     prompts = [[n, 6 - n] for n in range(7)]
     rows = scheduled(engine, prompts)
-    started = []
-    while not all(row.done for row in rows):
-        engine.core.step()
-        assert len(engine.core.running) <= 3
-        started += [n for n, row in enumerate(rows) if row.token_ids and n not in started]
-    assert started == list(range(7))
+    assert order_of_starts(engine, rows) == list(range(7))
     assert [shape[0] for shape, *_ in target.prefills] == [3, 3, 1]
     finished(engine, rows, prompts)
 
@@ -385,28 +399,26 @@ def test_sequences_that_differ_wait_for_each_other(by):
 @pytest.mark.parametrize("drawn", [False, True])
 def test_plain_sequences_decode_beside_drafted_ones(drawn):
     """In one batch, also where they join later; policies learn from all steps with drafted sequences, and no others."""
-    target, seen = Stacking(table_model(VOCAB)), []
+    seen, table = [], table_model(VOCAB)
 
     class Watching(DraftPolicy):
         def observe(self, plan, tree, paths, times):
             seen.append(tree.nodes)
 
     prompts, asked, counts = [[1, 2], [3, 3], [4, 5], [6, 6]], [None, 0, None, 0], [6, 14, 9, 20]
-    truth = [said_plainly(target.table, one, 40) for one in prompts]
+    truth = [said_plainly(table, one, 40) for one in prompts]
     probs = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(9)).softmax(-1)
     drafter = Drawn(probs, 3) if drawn else Oracle(truth, vocab=VOCAB, spoil=0.2)
-    policy = Watching(StepPlan(5))
-    engine = SteppedEngine(target, drafter, policy, max_num_seqs=8)
-    stoppers = [Stopper(count) for count in counts]
-    rows = scheduled(engine, prompts[:2], stoppers[:2], asked[:2])
+    target, engine = stacking(chunk=512, drafter=drafter, policy=Watching(StepPlan(5)))
+    rows = scheduled(engine, prompts[:2], counts[:2], asked[:2])
     engine.core.step()
     engine.core.step()
     drafting = 1
-    rows += scheduled(engine, prompts[2:], stoppers[2:], asked[2:])
+    rows += scheduled(engine, prompts[2:], counts[2:], asked[2:])
     while not all(row.done for row in rows):
         drafting += any(row.drafts for row in engine.core.running)
         engine.core.step()
-    assert [row.token_ids for row in rows] == [one[:count] for one, count in zip(truth, counts, strict=True)]
+    finished(engine, rows, prompts, counts)
     assert [shape[0] for shape, *_ in target.prefills] == [2, 2]
     drafted = [row.stats.num_draft_tokens for row in rows]
     assert [bool(one) for one in drafted] == [True, False, True, False]
@@ -419,48 +431,28 @@ def test_plain_sequences_decode_beside_drafted_ones(drawn):
     assert drafting <= len(seen) < len(target.passes)
 
 
-class FirstAlone(Fixed):
+class FirstAlone(Silent):
     """Drafts for the first row, and nothing for others."""
 
     def propose(self, token, plan):
         none = len(token) - 1
         return build_tree(token, [([3, 4, 5], [0, 0, 2]), *[([], [])] * none], [[0.5, 0.4, 0.3], *[[]] * none])
 
-    def observe(self, tree, verdict, output): ...
-
 
 @pytest.mark.parametrize("chain", [False, True])
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_drafts_for_plain_sequences_alone_are_dropped(adaptive, chain):
     """No draft is left of the step's trees, nor of their best chains."""
-    plan = StepPlan(3, 3, chain, adaptive=adaptive)
-    policy = AdaptivePolicy(plans=[plan]) if adaptive else DraftPolicy(plan)
-    target, prompts = TableTarget(table_model(VOCAB)), [[1, 2], [3, 4], [5, 6]]
-    engine = SteppedEngine(target, FirstAlone(), policy)
-    rows = scheduled(engine, prompts, [Stopper(count) for count in (12, 9, 15)], [0, None, None])
-    engine.wait(lambda: all(row.done for row in rows))
-    assert [row.error for row in rows] == [None] * 3
-    assert [row.token_ids for row in rows] == [
-        said_plainly(target.table, *one) for one in zip(prompts, (12, 9, 15), strict=True)
-    ]
+    plan, prompts = StepPlan(3, 3, chain, adaptive=adaptive), [[1, 2], [3, 4], [5, 6]]
+    _, engine = stacking(drafter=FirstAlone(), policy=AdaptivePolicy(plans=[plan]) if adaptive else DraftPolicy(plan))
+    finished(engine, scheduled(engine, prompts, (12, 9, 15), [0, None, None]), prompts, (12, 9, 15))
 
 
 def test_prompts_that_cannot_be_stacked_are_prefilled_in_their_order():
     target, engine = stacking()
-    prompts = [[n, 6 - n] for n in range(4)]
-    rows = [
-        row
-        for n, prompt in enumerate(prompts)
-        for row in engine.add(
-            Prompt(torch.tensor([prompt]), inputs={"pixels": torch.zeros(1, n)}), Sampler(), Stopper(4)
-        )
-    ]
+    rows = [scheduled(engine, [[n, 6 - n]], inputs={"pixels": torch.zeros(1, n)})[0] for n in range(4)]
     engine.remove([rows[2]])
-    started = []
-    while not all(row.done for row in rows):
-        engine.core.step()
-        started += [n for n, row in enumerate(rows) if row.token_ids and n not in started]
-    assert started == [0, 1, 3]
+    assert order_of_starts(engine, rows) == [0, 1, 3]
     assert [shape[0] for shape, *_ in target.prefills] == [1, 1, 1]
 
 
@@ -475,11 +467,10 @@ def test_policies_are_given_the_batch_and_the_share_of_new_rows():
             sizes.append(rows)
             return StepPlan(0)
 
-    engine = SteppedEngine(TableTarget(table_model(VOCAB)), Ngram(), Told(), max_num_seqs=4)
-    rows = [row for prompt in ([1, 2], [3, 4]) for row in engine.add(prompt_of([prompt]), Sampler(), Stopper(6))]
+    _, engine = stacking(drafter=Ngram(), policy=Told())
+    rows, prompts = scheduled(engine, [[1, 2], [3, 4]], 6), [[1, 2], [3, 4], [5, 6]]
     engine.wait(lambda: len(rows[0].token_ids) == 3)
-    rows += engine.add(prompt_of([[5, 6]]), Sampler(), Stopper(6))
-    engine.wait(lambda: all(row.done for row in rows))
+    finished(engine, [*rows, *scheduled(engine, prompts[2:], 6)], prompts, 6)
     assert shares == [1.0, pytest.approx(1 / 3)]
     assert sizes == [2, 2, 3, 3, 3, 1, 1]
 
@@ -522,11 +513,10 @@ def test_a_prompt_that_fails_does_not_end_those_stacked_with_it():
 
     engine = SteppedEngine(Refuses(table_model(VOCAB)), None, StepPlan(0))
     prompts = [[1, 2], [6, 2], [3, 4]]
-    rows = scheduled(engine, prompts, [Stopper(5)] * 3)
-    engine.wait(lambda: all(row.done for row in rows))
-    assert [str(row.error) for row in rows] == ["None", "six", "None"]
-    for row, prompt in zip(rows[::2], prompts[::2], strict=True):
-        assert row.token_ids == said_plainly(engine.target.table, prompt, 5)
+    rows = scheduled(engine, prompts)
+    finished(engine, rows[::2], prompts[::2])
+    engine.wait(lambda: rows[1].done)
+    assert str(rows[1].error) == "six"
 
 
 def test_each_answer_has_its_own_room():
@@ -543,7 +533,7 @@ def test_each_answer_has_its_own_room():
             remaining.append(plan.depth)
             return super().propose(token, plan)
 
-    engine = SteppedEngine(Stacking(target.table), Spy(), StepPlan(6, 99))
+    _, engine = stacking(drafter=Spy(), policy=StepPlan(6, 99))
     rows = scheduled(engine, prompts, limits)
     engine.core.step()
     while engine.core.running:
@@ -557,7 +547,7 @@ def test_each_answer_has_its_own_room():
 def test_prompts_of_any_number_of_chunks(length, busy):
     """Chunks of 8 tokens next to another sequence, which decodes a token in between; otherwise a single pass."""
     _, engine = stacking(chunk=8)
-    other = scheduled(engine, [[1, 2]], [Stopper(30)]) if busy else []
+    other = scheduled(engine, [[1, 2]], 30) if busy else []
     if busy:
         engine.core.step()
     prompt = [n % VOCAB for n in range(length)]
@@ -570,41 +560,30 @@ def test_prompts_of_any_number_of_chunks(length, busy):
     engine.remove(other)
 
 
-class Ahead(Drafter):
+class Ahead(Fixed):
     """Proposes roots, before the tokens of a step are in the histories."""
 
     drafts_ahead = True
 
     def __init__(self):
-        self.history, self.proposed, self.early = [], [], []
-
-    def begin(self, prompt, output, history):
-        self.history = [*self.history, *history]
-
-    def select(self, rows):
-        self.history = [self.history[row] for row in rows]
+        super().__init__()
+        self.proposed, self.early = [], []
 
     def propose(self, token, plan):
         self.proposed.append(token.tolist())
         self.early.append(token.tolist() != [row[-1] for row in self.history])
         return TokenTree.root(token)
 
-    def observe(self, tree, verdict, output): ...
-
 
 def test_drafts_that_come_ahead_are_those_of_the_rows_that_run():
     """Rows end while others wait, so that the next step has the same number of rows, but other rows."""
-    table, prompts = table_model(VOCAB), [[1, 2], [5, 4], [3, 3], [2, 5]]
-    target, drafter, passes = TableTarget(table), Ahead(), []
+    prompts, counts, drafter, passes = [[1, 2], [5, 4], [3, 3], [2, 5]], (4, 9, 6, 5), Ahead(), []
+    target, engine = stacking(2, drafter=drafter, policy=StepPlan(3, 2))
     forward = target.verify
     target.verify = lambda tree, *rest: (
         passes.append((tree.tokens[:, 0].tolist(), drafter.proposed[-1])) or forward(tree, *rest)
     )
-    engine = SteppedEngine(target, drafter, StepPlan(3, 2), max_num_seqs=2)
-    counts = (4, 9, 6, 5)
-    rows = scheduled(engine, prompts, map(Stopper, counts))
-    engine.wait(lambda: all(row.done for row in rows))
-    assert [row.token_ids for row in rows] == [said_plainly(table, *one) for one in zip(prompts, counts, strict=True)]
+    finished(engine, scheduled(engine, prompts, counts), prompts, counts)
     assert all(roots == proposed for roots, proposed in passes)
     assert len({len(roots) for roots, _ in passes}) == 2
     assert len(passes) < len(drafter.proposed) < 2 * len(passes)  # few again

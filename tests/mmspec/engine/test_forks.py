@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -66,16 +67,17 @@ def test_a_child_decodes_while_its_parent_does(pipe):
             list(stream)
         assert {prompt: pipe.generate(prompt, **KEYWORDS).token_ids for prompt in PROMPTS} == expected
 
-    whole = KEYWORDS | {"max_new_tokens": 300}
+    whole = KEYWORDS | {"max_new_tokens": 100}
+    said, slowly = pipe.generate(PROMPTS[0], **whole).token_ids, lambda *_: time.sleep(0.01) or False
     with ThreadPoolExecutor(1) as pool:
         decoding = pool.submit(decode)
         try:
             for _ in range(6):
-                stream = pipe.stream(PROMPTS[0], **whole)
+                stream = pipe.stream(PROMPTS[0], **whole, stopping_criteria=[slowly])
                 tokens = list(next(stream).token_ids)
                 in_child(check)
                 tokens += [token for piece in stream for token in piece.token_ids]
-                assert tokens == pipe.generate(PROMPTS[0], **whole).token_ids
+                assert tokens == said
         finally:
             ended.set()
         decoding.result(60)

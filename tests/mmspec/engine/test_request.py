@@ -8,18 +8,16 @@ import pytest
 
 import mmspec
 from mmspec import Pipeline, SamplingParams, UserError
-from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.request import DecodeOptions, GenerateKeywords, parse
 from mmspec.targets.processor import Processor
-from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.processor import VisionProcessor
 from tests.tiny import byte_model, byte_tokenizer
 
 
 @pytest.fixture(scope="module")
 def pipe():
-    return Pipeline(TransformersTarget(byte_model()), Processor(byte_tokenizer()), Ngram())
+    return mmspec.load(byte_model(), "ngram", processor=byte_tokenizer())
 
 
 @pytest.mark.parametrize("method", ["generate", "generate_batch", "stream", "astream"])

@@ -14,13 +14,12 @@ pytest.importorskip("llguidance")
 
 import mmspec
 from mmspec import Pipeline, SamplingParams, TokenTree, UserError, plugins
-from mmspec.core.drafter import Drafter
 from mmspec.core.tree import build_tree
 from mmspec.drafters.registry import make_drafter
 from mmspec.sampling import sampler
 from mmspec.vision.embedded import samples
 from tests.mmspec.engine.test_constrain import ids_of
-from tests.mmspec.engine.test_engine import Drawn
+from tests.mmspec.engine.test_engine import Drawn, Silent
 from tests.mmspec.sampling.plain import chi_square
 from tests.tiny import byte_model, byte_tokenizer
 
@@ -64,17 +63,11 @@ def expected(limit: int, masked: bool = False) -> dict[tuple[int, ...], float]:
     return {output: chance / sum(found.values()) for output, chance in found.items()}
 
 
-class Branches(Drafter):
+class Branches(Silent):
     """Drafts the words, and wrong words, as one random tree."""
 
     def __init__(self) -> None:
         self._random = torch.Generator().manual_seed(0)
-
-    def begin(self, *_: Any) -> None: ...
-
-    def select(self, *_: Any) -> None: ...
-
-    def observe(self, *_: Any) -> None: ...
 
     def propose(self, token: torch.Tensor, plan: Any) -> TokenTree:
         rows = []

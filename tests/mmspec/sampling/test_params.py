@@ -13,11 +13,10 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
+import mmspec
 from mmspec import Pipeline, SamplingParams, UserError
 from mmspec.engine.request import DecodeOptions
 from mmspec.pipeline import Generation
-from mmspec.targets.processor import Processor
-from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
 PROMPT = "The second one, the second one"
@@ -59,7 +58,7 @@ CHANGES: dict[str, Any] = {
 def pipe() -> Pipeline:
     tokenizer = copy.deepcopy(byte_tokenizer())
     tokenizer.chat_template = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
-    return Pipeline(TransformersTarget(byte_model()), Processor(tokenizer), None, max_num_seqs=8)
+    return mmspec.load(byte_model(), None, processor=tokenizer, max_num_seqs=8)
 
 
 def test_all_options_are_changed() -> None:
