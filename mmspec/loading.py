@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from os import PathLike, fspath
@@ -124,8 +124,14 @@ def load(
         folder = plugins.model_path(name)
         # Drafter first, to report a misspelt name before loading a large model.
         speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
-        with known_options(options, known):
-            target, processor = load_target(folder, device, dtype, device_map, tp_plan, mmproj, adapters, **options)
+        try:
+            target, processor = _load_target(folder, device, dtype, device_map, tp_plan, mmproj, adapters, options)
+        except TypeError as error:  # transformers rejects an option while it builds the model
+            match = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if match is None or match[1] not in options:
+                raise
+            hint = nearest(match[1], [*known, *signature(PreTrainedModel.from_pretrained).parameters])
+            raise UserError(f"unknown option of mmspec.load: got {match[1]}{hint}") from error
     pipeline = Pipeline(target, processor, speculator, name, **settings)
     if warm_up:
         pipeline.warm_up(warm_up)
@@ -133,28 +139,17 @@ def load(
     return pipeline
 
 
-def load_target(
+def _load_target(
     name: str,
-    device: str = "auto",
-    dtype: Any = "auto",
-    device_map: Any = None,
-    tp_plan: Any = None,
-    mmproj: str | PathLike[str] | None = None,
-    adapters: Mapping[str, str | PathLike[str]] | None = None,
-    **options: Any,
+    device: str,
+    dtype: Any,
+    device_map: Any,
+    tp_plan: Any,
+    mmproj: str | PathLike[str] | None,
+    adapters: Mapping[str, str | PathLike[str]] | None,
+    options: dict[str, Any],
 ) -> tuple[TransformersTarget, Processor]:
-    """Load a transformers model as a target, and its processor.
-
-    Args:
-        name: local folder, GGUF file or hub id.
-        device, dtype, device_map, tp_plan, mmproj, adapters: as for ``mmspec.load``.
-        **options: of ``from_pretrained`` (``revision``, ``trust_remote_code``, ...). Python code in a folder runs only
-            with ``trust_remote_code=True``.
-
-    Raises:
-        UserError: the model, device or dtype does not exist, the architecture is not supported, or the weights cannot
-            be split.
-    """
+    """Load a transformers model as a target, and its processor; arguments and errors as for ``load``."""
     where = pick_device(device)
     if "torch_dtype" in options:
         raise UserError(f"torch_dtype is called dtype here: got torch_dtype={shown(options['torch_dtype'])}")
@@ -170,7 +165,7 @@ def load_target(
         placing["dtype"] = kind
     on_cpu = where.type == "cpu"
     with _located(name, mmproj) as (source, hub_options):
-        options |= hub_options
+        options = options | hub_options
         config = source.config(**options)
         adapter = plugins.target_class(config)
         if on_cpu and (kind in QUANTISED or source.dtype in QUANTISED) and (why := cpu_library.problem()):
@@ -193,10 +188,7 @@ def load_target(
 
 
 def load_config(name: str) -> Any:
-    """Load a transformers model's configuration, without weights.
-
-    Args:
-        name: as for ``mmspec.load``.
+    """Load the configuration of a model by its name for ``load``, without weights.
 
     Raises:
         UserError: the model does not exist.
@@ -206,7 +198,7 @@ def load_config(name: str) -> Any:
 
 
 def load_processor(name: str) -> Processor:
-    """Load a transformers model's processor, without weights; arguments and errors as for ``load_config``."""
+    """Load the processor of a model, without weights; arguments and errors as for ``load_config``."""
     with _located(plugins.model_path(name)) as (source, hub_options):
         config = source.config(**hub_options)
         return source.processor(plugins.target_class(config).processor_class, **hub_options)
@@ -221,24 +213,6 @@ def _located(name: str, mmproj: Any = None) -> Iterator[tuple[sources.Source, di
         cache_if_offline("model", name) as hub_options,
     ):
         yield sources.find(name, mmproj), hub_options
-
-
-@contextmanager
-def known_options(options: Collection[str], known: Iterable[str]) -> Iterator[None]:
-    """Raise a ``UserError`` if transformers rejects an option while building the model.
-
-    Args:
-        options: names of options passed to transformers.
-        known: names of further options of ``load``.
-    """
-    try:
-        yield
-    except TypeError as error:
-        match = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if match is None or match[1] not in options:
-            raise
-        hint = nearest(match[1], [*known, *signature(PreTrainedModel.from_pretrained).parameters])
-        raise UserError(f"unknown option of mmspec.load: got {match[1]}{hint}") from error
 
 
 def _prepared(model: Any, kind: Any, device: torch.device) -> Any:

@@ -284,7 +284,12 @@ class Pipeline:
         params, options = self.defaults.complete(request.params), request.options
         rendered = options.chat_template and not is_token_ids(request.content["prompt"])
         prompt = self.encode([request.content], **request.inputs, **({} if rendered else {"chat_template": False}))
-        prompt = self._with_adapter(prompt, options.adapter)
+        if options.adapter is not None:
+            if not isinstance(self.target, TransformersTarget):
+                kind = type(self.target).__name__
+                raise UserError(f"adapters need a model of transformers: got {options.adapter!r} for {kind}")
+            self.target.adapters.check(options.adapter)
+            prompt = replace(prompt, adapter=options.adapter)
         limits = [limit for limit in (self.context_limit, options.context_limit) if limit is not None]
         length, limit = prompt.input_ids.shape[1], min(limits, default=None)
         if limit is not None and length >= limit:
@@ -335,14 +340,6 @@ class Pipeline:
     def adapters(self) -> tuple[str, ...]:
         """Names of LoRA adapters that requests may choose."""
         return self.target.adapters.names if isinstance(self.target, TransformersTarget) else ()
-
-    def _with_adapter(self, prompt: Prompt, name: str | None) -> Prompt:
-        if name is None:
-            return prompt
-        if not isinstance(self.target, TransformersTarget):
-            raise UserError(f"adapters need a model of transformers: got {name!r} for {type(self.target).__name__}")
-        self.target.adapters.check(name)
-        return replace(prompt, adapter=name)
 
     def grammar(self, params: SamplingParams, parser: ReasoningParser | None = None) -> Constraint | None:
         """The grammar that constrains outputs, compiled for the tokenizer; None without one.

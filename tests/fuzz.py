@@ -13,7 +13,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import click
 from PIL import Image
@@ -85,8 +84,7 @@ def outcome(decoder: MediaDecoder, data: bytes) -> tuple[str, str]:
 @click.option("--count", default=2000, show_default=True, help="Mutants, spread evenly over the kinds of files.")
 @click.option("--minutes", default=10.0, show_default=True, help="Stop after this time.")
 @click.option("--seconds", default=20.0, show_default=True, help="Limit of time per file.")
-@click.option("--keep", type=click.Path(file_okay=False, path_type=Path), help="Folder for mutants that fail.")
-def main(seed: int, count: int, minutes: float, seconds: float, keep: Path | None) -> None:
+def main(seed: int, count: int, minutes: float, seconds: float) -> None:
     """Decode mutants of valid media files, and count the outcomes."""
     end, files, counts = time.monotonic() + 60 * minutes, media_files(), Counter[str]()
     decoder = MediaDecoder(workers=2, seconds=seconds, memory=1 << 30)
@@ -99,12 +97,8 @@ def main(seed: int, count: int, minutes: float, seconds: float, keep: Path | Non
     with ThreadPoolExecutor(2) as pool:
         for number, (result, message) in enumerate(pool.map(decoded, made)):
             counts[result] += bool(result)
-            if result in ("", "decoded", "refused"):
-                continue
-            click.echo(f"{result}: mutant {number}, {made[number][0]}: {message}")
-            if keep is not None:
-                keep.mkdir(parents=True, exist_ok=True)
-                (keep / f"{seed}-{number}-{result}").write_bytes(made[number][1])
+            if result not in ("", "decoded", "refused"):
+                click.echo(f"{result}: mutant {number}, {made[number][0]}: {message}")
     decoder.close()
     click.echo(json.dumps({"seed": seed, "mutants": counts.total(), **counts, "valid_refused": refused}))
     raise SystemExit(bool(refused) or any(counts[name] for name in FAILING))

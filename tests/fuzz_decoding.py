@@ -82,6 +82,7 @@ def check_case(seed: int, number: int) -> None:
 
 def check_call(rng: random.Random) -> None:
     name = rng.choice(MODELS)
+    model = _model(name)  # building it takes random numbers
     vision = name in VISION_CONFIGS
     weights = DRAFTERS_WITH_WEIGHTS if vision or name in ("llama", "bamba") else ()
     images, batch = (rng.choice((0, 1, 2)), rng.randint(1, 3)) if vision else (0, rng.randint(1, 4))
@@ -110,11 +111,11 @@ def check_call(rng: random.Random) -> None:
 
     def ours(drafter: Any) -> Any:
         torch.manual_seed(case.seed)
-        return mmspec.generate(_model(name), drafter=drafter, nodes=nodes, **inputs, **options)
+        return mmspec.generate(model, drafter=drafter, nodes=nodes, **inputs, **options)
 
     try:
-        expected = ours(None) if options["do_sample"] else cases.generate(_model(name), batch, **inputs, **options)
-        received = ours(cases.make_drafter(_model(name), case, expected[:, inputs["input_ids"].shape[1] :].tolist()))
+        expected = ours(None) if options["do_sample"] else cases.generate(model, batch, **inputs, **options)
+        received = ours(cases.make_drafter(model, case, expected[:, inputs["input_ids"].shape[1] :].tolist()))
     except UserError as error:
         if str(error).startswith(LOOPS) or (masked and str(error).startswith(PADDING)):
             return

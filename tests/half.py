@@ -14,7 +14,7 @@ from mmspec.core.plan import StepPlan
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling.sampler import Sampler
-from tests.decoding import decode
+from tests.decoding import SteppedEngine
 from tests.targets import plain_logits, prompt_of, row_of
 from tests.tiny.configs import VISION_CONFIGS
 from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
@@ -46,33 +46,16 @@ def check_decoding(name: str, new: int = 14) -> None:
     exact, row = copy.deepcopy(model).float(), row_of(inputs, 0)
     exact_row = in_dtype(row, torch.float32)
     guess = greedy(model, row, new)  # float32 may choose otherwise at a near tie
-    target = plugins.target_class(model.config)(model)
-    seen: list[Tensor] = []
-    prefill, verify, commit = target.prefill, target.verify, target.commit
-
-    def noted_prefill(*asked: Any) -> Any:
-        for output in prefill(*asked):
-            if output is not None:
-                seen.append(output.logits[0])
-            yield output
-
-    def noted_forward(*asked: Any) -> Any:
-        output = verify(*asked)
-        seen.append(output.logits[0])
-        return output
-
-    def noted_commit(verdict: Any) -> None:
-        seen[-1] = seen[-1][verdict.host[0][0]]
-        commit(verdict)
-
-    target.prefill, target.verify, target.commit = noted_prefill, noted_forward, noted_commit
-    oracle = Oracle([guess], vocab=90, spoil=0.0)
-    *_, (said,) = decode(target, oracle, prompt_of(inputs), Sampler(), Stopper(new), StepPlan(8, 5))
+    engine = SteppedEngine(
+        plugins.target_class(model.config)(model), Oracle([guess], vocab=90, spoil=0.0), StepPlan(8, 5)
+    )
+    (said,) = engine.add(prompt_of(inputs), Sampler(), Stopper(new), logits=True)
+    engine.wait(lambda: said.done)
     assert len(said.token_ids) == new
     assert said.stats.num_accepted_draft_tokens > 2
     truth = plain_logits(exact, exact_row, said.token_ids)[:-1]
     theirs = plain_logits(model, row, said.token_ids)[:-1].float() - truth
-    ours = torch.cat(seen)[:new].float() - truth
+    ours = torch.stack(said.logits).float()[:new] - truth
     assert ours.square().mean() < 2 * theirs.square().mean()
     assert ours.square().mean() < 0.01 * truth.var()
     chosen = truth.gather(1, torch.tensor(said.token_ids)[:, None])[:, 0]

@@ -24,8 +24,10 @@ import pytest
 
 from mmspec.cli.app import cli
 from mmspec.cli.options import Output
+from mmspec.drafters.registry import PLAIN, drafter_specs
 from mmspec.errors import UserError
 from mmspec.vision.embedded import samples
+from tests.mmspec.test_assisted import HYBRIDS
 from tests.model_folders import save_text_model
 
 ROOT = Path(__file__).parent.parent
@@ -203,29 +205,6 @@ def test_the_way_from_questions_to_another_engine_runs(working_folder: Path) -> 
         assert {file.name for file in (working_folder / folder).iterdir()} == {"config.json", "model.safetensors"}
 
 
-@pytest.mark.usefixtures("any_path")
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("FOO=1 mmspec caption a.png --nodes many", "Invalid value for '--num-draft-tokens' / '--nodes'"),
-        ("mmspec train msd --data x --model y", "Missing option '--out'"),
-        ("mmspec info && mmspec caption", "Missing argument 'FILE|FOLDER'"),
-        ("python -m mmspec.eval benches", "unknown study"),
-        ("python -m mmspec.eval speed", "speed is a part of `python -m mmspec.eval bench` now"),
-        ("OMP_NUM_THREADS=1 python -m mmspec.eval bench --pictures 3", "No such option '--pictures'"),
-        ("make cake", "expected a target"),
-        ("pip install -e '.[cakes]'", "expected extras"),
-        ("waiting prompts -> engine", "expected a program"),
-        ("mmspec caption ...  # any", ""),
-        ("mmspec caption a.png \\\n  --nodes 4", ""),
-    ],
-)
-def test_wrong_lines_are_found(line: str, expected: str) -> None:
-    found = [mistake(words) for words in command_lines(line)]
-    assert expected in found[-1]
-    assert bool(expected) == any(found)
-
-
 # ---------------------------------------------------------------------- names
 
 
@@ -271,3 +250,18 @@ def test_names_in_backticks_exist(page: str) -> None:
     for names, path in re.findall(r"((?:`[\w.]+`(?:, | and )?)+)\s+(?:in |\()`([\w./-]+/[\w./-]+)`", text):
         missing += [name for name in re.findall(r"\w+(?=[`(])", names) if name not in written(path)]
     assert [name for name in missing if name not in MADE] == []
+
+
+def test_drafters_are_those_of_the_registry() -> None:
+    page = (ROOT / "docs/drafters.md").read_text()
+    table = page[page.index("| drafter | draft tokens come from |") :].split("\n\n")[0]
+    listed = re.findall(r"^\| `([\w-]+)(?::(\w+))?`", table, re.MULTILINE)
+    assert sorted(listed) == sorted([*((spec.name, spec.argument) for spec in drafter_specs()), (PLAIN, "")])
+
+
+def test_the_hybrids_that_are_listed_are_tested() -> None:
+    """They are decoded in ``tests/mmspec/test_assisted.py``."""
+    (listed,) = re.findall(r"recurrent layers \(([^)]+)\)", (ROOT / "README.md").read_text())
+    names = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in re.split(r",\s+", listed)]
+    tested = [re.sub(r"_text|[^a-z0-9]", "", name) for name in HYBRIDS]
+    assert sorted(names) == sorted(tested)

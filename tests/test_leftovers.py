@@ -17,11 +17,10 @@ from mmspec.engine.stopping import Stopper
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.transformers_target import TransformersTarget
 from tests import leftovers
-from tests.decoding import SteppedEngine, decode
+from tests.decoding import SteppedEngine
 from tests.leftovers import Leftovers
 from tests.targets import prompt_of
 from tests.tiny import shared_model
-from tests.tiny.drafters import tiny_drafter
 from tests.tiny.models import text_inputs
 
 
@@ -74,14 +73,3 @@ def test_what_is_left_is_named(message: str, monkeypatch: pytest.MonkeyPatch) ->
             undo()
         assert message in found
         assert before.found() == []
-
-
-def test_rows_of_running_requests_are_not_left() -> None:
-    before, model = Leftovers(), shared_model("llama")
-    prompt, drafter = prompt_of(text_inputs(1)), tiny_drafter("eagle", model)
-    steps = decode(TransformersTarget(model), drafter, prompt, Sampler(), Stopper(9), StepPlan(4))
-    next(steps), next(steps)  # after the prefill, and after a draft
-    assert drafter.rows == 1
-    assert before.found() == []
-    steps.close()
-    assert before.found() == []
