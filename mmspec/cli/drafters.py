@@ -40,14 +40,14 @@ def export(model: str, drafter: Path, out: Path, layout: str | None, tokens: int
     from mmspec.loading import load_config
 
     made: Any = make_drafter(str(drafter.resolve()))
-    formats = layouts.FORMATS.get(getattr(made, "layout", None) or "", {})
+    kind = registered_name(made)
+    formats = layouts.FORMATS.get(kind or "", {})
     layout = layout or ("speculators" if "speculators" in formats else next(iter(formats), ""))
     if layout not in formats:
         known = [name for name, some in layouts.FORMATS.items() if layout in some or not layout]
         kinds, what = " and ".join(drafter_spec(name).label for name in known), f"format {layout} is"
         raise UserError(
-            f"{drafter}: {what if layout else 'there are formats'} for {kinds}, the drafter is of kind "
-            f"{registered_name(made)}"
+            f"{drafter}: {what if layout else 'there are formats'} for {kinds}, the drafter is of kind {kind}"
         )
     layouts.write(made, load_config(model), out, layout, tokens)
 

@@ -7,7 +7,7 @@ import torch
 
 from mmspec import plugins
 from mmspec.core.target import Prompt
-from mmspec.drafters.prompt_attention import attention_layers, prompt_attention
+from mmspec.drafters.prompt_share import attention_layers, prompt_attention
 from mmspec.targets.packing import pack_model
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels

@@ -10,8 +10,9 @@ import torch
 
 from mmspec import UserError, plugins
 from mmspec.core.target import TargetOutput
-from mmspec.drafters import small as prompt_share
-from mmspec.drafters.small import Small, VisualShare, attended, evenly, relevant
+from mmspec.drafters import prompt_share
+from mmspec.drafters.prompt_share import VisualShare, attended, evenly, relevant
+from mmspec.drafters.small import Small
 from tests.draft_checks import check_logits
 from tests.mmspec.drafters.test_drafters import assert_equal, target_of
 from tests.targets import prefilled, prompt_of, row_of
