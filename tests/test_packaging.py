@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mmspec.errors import EXTRAS
-from mmspec.plugins.builtin import BUILTIN
+from mmspec.plugins import BUILTIN
 from mmspec.serving.command import serve
 
 ROOT = Path(__file__).parents[1]

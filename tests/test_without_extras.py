@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from mmspec.errors import EXTRAS, install
-from mmspec.plugins.builtin import BUILTIN
+from mmspec.plugins import BUILTIN
 from tests.process import run as in_new_process
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ import pytest
 
 from mmspec import UserError, plugins
 from mmspec.drafters.ngram import SPEC
-from mmspec.plugins.builtin import BUILTIN
+from mmspec.plugins import BUILTIN
 
 
 def test_entry_points_are_read_once(monkeypatch):
