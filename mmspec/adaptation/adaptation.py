@@ -95,7 +95,8 @@ class Recording:
         visual, shown = torch.zeros(length, dtype=torch.bool), next(iter(features.values()))[:0]
         if self.visual is not None and self.shown is not None:
             visual[: self.prompt], shown = self.visual.cpu(), self.shown
-        tokens, features = torch.tensor(self.history[:length], dtype=torch.long), {name: x[:length] for name, x in features.items()}
+        tokens = torch.tensor(self.history[:length], dtype=torch.long)
+        features = {name: x[:length] for name, x in features.items()}
         self.answer, self.passes = RecordedAnswer(tokens, self.prompt, features, visual, shown), None
 
 
