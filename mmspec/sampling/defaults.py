@@ -178,6 +178,7 @@ class ModelDefaults(Defaults):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        self._checked: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # the config's last values: as read, and checked
         try:
             refuse_other_modes(model.generation_config)
             params = self.complete(SamplingParams())
@@ -205,7 +206,11 @@ class ModelDefaults(Defaults):
         config = self._model.generation_config
         found = {name: getattr(config, name) for name in _OWN} | {"stop": config.stop_strings}
         found = {name: value for name, value in found.items() if value is not None}
-        return part(SamplingParams(**found), found)
+        read, valid = self._checked
+        if found != read:
+            valid = part(SamplingParams(**found), found)
+            self._checked = found, valid
+        return dict(valid)
 
     def processors(
         self, params: SamplingParams, input_ids: Tensor, custom: Sequence[LogitsProcessor] = ()
