@@ -248,7 +248,7 @@ def caption_folder(
     }
     names = list(files)
     batches = [names[k : k + batch_size] for k in range(0, len(names), batch_size)]
-    jobs = [
+    jobs: list[dict[str, Any]] = [
         {"batch": k, "files": batch, "done": [name for name in batch if name in done]}
         for k, batch in enumerate(batches)
         if not done.keys() >= set(batch)
