@@ -22,8 +22,6 @@ from tests.tiny import shared_model
 from tests.tiny.configs import VISION_CONFIGS
 from tests.tiny.models import eagle_network, text_inputs, vision_inputs
 
-# ---------------------------------------------------------------------- drafting
-
 
 @pytest.mark.parametrize(("cls", "network"), [(MSD, network_for), (Eagle, eagle_network)])
 def test_several_images_skipped_steps_and_sampling(cls, network):
@@ -102,9 +100,6 @@ def test_wrong_targets_are_named():
         make_drafter("msd")
 
 
-# ---------------------------------------------------------------------- where latents stand
-
-
 def test_runs_are_cut_into_images():
     visual = torch.zeros(2, 30, dtype=torch.bool)
     visual[0, 2:9] = visual[0, 10:28] = True  # 7 and 18 entries
@@ -130,9 +125,6 @@ def test_packing_keeps_order(left):
     order, valid = packing(kept, left)
     assert [row[keep].tolist() for row, keep in zip(order, valid, strict=True)] == [[0, 2, 3, 5], [2, 4]]
     assert valid.tolist() == [[True] * 4, [False, False, True, True] if left else [True, True, False, False]]
-
-
-# ---------------------------------------------------------------------- drafting
 
 
 @pytest.mark.parametrize("name", sorted(VISION_CONFIGS))

@@ -60,9 +60,6 @@ def test_a_head_of_one_tensor_less_is_still_recognised(tmp_path):
         assert published.recognise(write(tmp_path, LLAVA, rest)) == "msd"
 
 
-# ---------------------------------------------------------------------- conversion
-
-
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "old bin", "shards", "bin shards"])
 def test_files_of_every_kind_say_the_same(kind, tmp_path):
     tensors = tensors_of(QWEN, dtype=torch.float16)
@@ -150,9 +147,6 @@ def test_drafters_of_full_size_have_the_expected_shapes(config, parameters):
     assert sum(value.numel() for value in ours.values()) == parameters
 
 
-# ---------------------------------------------------------------------- published configurations at small size
-
-
 def _small_eagle3(config, layout):
     small = eagle3.cut(config, [0, 1, 2])
     return small, eagle3.head_tensors(small, layout)
@@ -214,9 +208,6 @@ def test_published_configurations_are_read_and_draft_beside_their_targets(name, 
     found = mmspec.generate(model, drafter=drafter, return_dict_in_generate=True, nodes=9, **inputs, **options)
     assert torch.equal(found.sequences, generate(model, 2, **inputs, **options))
     assert found.stats[0].num_draft_tokens > 0
-
-
-# ---------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
@@ -300,9 +291,6 @@ def test_an_index_leads_nowhere_else(shard, tmp_path):
         index.write_text(json.dumps(content))
         with pytest.raises(UserError, match="expected a weight_map"):
             read_msd(folder)
-
-
-# ---------------------------------------------------------------------- on targets
 
 
 @pytest.mark.parametrize("config", [LLAVA, QWEN, VICUNA])
