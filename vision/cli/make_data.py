@@ -124,17 +124,14 @@ class Dataset:
         if self.path.exists():
             if (out / SETTINGS).exists():
                 check_settings(out, read_json(out / SETTINGS), settings)
-            self._load()
+            for number, record in read_rows(self.path, cut=True):
+                if not isinstance(record.get("id"), str):
+                    at = f"{self.path}, line {number}"
+                    raise UserError(f"{at}: expected a record with an id, received {shown(record)}")
+                self.done.add(record["id"])
+            with self.path.open("rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
         write_text(out / SETTINGS, json.dumps(settings, indent=2) + "\n")
-
-    def _load(self) -> None:
-        """Read the ids of existing records, and remove an incomplete last line."""
-        for number, record in read_rows(self.path, cut=True):
-            if not isinstance(record.get("id"), str):
-                raise UserError(f"{self.path}, line {number}: expected a record with an id, received {shown(record)}")
-            self.done.add(record["id"])
-        with self.path.open("rb+") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
 
     def append(self, conversations: Sequence[data.Conversation]) -> None:
         lines = [json.dumps(data.to_record(conversation, self.out)) + "\n" for conversation in conversations]
