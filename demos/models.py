@@ -141,9 +141,6 @@ class LRU(Generic[T]):
         self._kept: str | None = None
         self._lock = RLock()
 
-    def __len__(self) -> int:
-        return len(self._objects)
-
     def get(self, name: str, make: Callable[[str], T], *, keep: bool = False) -> T:
         """Get or make an object; with ``keep``, it is never dropped."""
         with self._lock:
@@ -212,9 +209,6 @@ class ModelCache:
         self._models = LRU[LoadedModel](capacity)
         self._threads = torch.get_num_threads()
         self.turns = RequestQueue()
-
-    def __len__(self) -> int:
-        return len(self._models)
 
     def get(self, name: str, *, keep: bool = False) -> LoadedModel:
         """Return a model, loading it if it is not cached. Raises ``UserError`` if it is not supported as a target."""

@@ -64,41 +64,31 @@ class RequestFilter:
         self.server = secrets.token_hex(8)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+        answering = self._answering(scope) if scope["type"] == "http" else self.app
+        await answering(scope, receive, send)
+
+    def _answering(self, scope: Scope) -> ASGIApp:
+        """The application that answers a request: gradio, the API, or a response that refuses the request."""
         if self.api is not None and any(f"{scope['path']}/".startswith(f"{path}/") for path in _API_PATHS):
-            await self.api(scope, receive, send)
-            return
+            return self.api
         route = (scope["path"].partition(_GRADIO)[2] or scope["path"]).rstrip("/")
-        is_post = scope["method"] == "POST"
-        status, message = self._check_post(route, Headers(scope=scope)) if is_post else self._check_get(route)
-        if status:
-            await PlainTextResponse(message, status)(scope, receive, send)
-        elif is_post and route == "/upload":
-            await self._upload(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-    def _check_get(self, route: str) -> tuple[int, str]:
-        """Status and message of a response; 0 if gradio answers."""
-        if route == _ALIVE:
-            return 200, self.server
-        for fetch in ("/file=", "/file/"):
-            if route.startswith(fetch) and not self.uploads.contains(route.removeprefix(fetch)):
-                return 403, "this file is not served"
-        return (404, "not found") if route.startswith(_CLOSED_ROUTES) else (0, "")
-
-    def _check_post(self, route: str, headers: Headers) -> tuple[int, str]:
+        if scope["method"] != "POST":
+            if route == _ALIVE:
+                return PlainTextResponse(self.server)
+            for fetch in ("/file=", "/file/"):
+                if route.startswith(fetch) and not self.uploads.contains(route.removeprefix(fetch)):
+                    return PlainTextResponse("this file is not served", 403)
+            return PlainTextResponse("not found", 404) if route.startswith(_CLOSED_ROUTES) else self.app
         if route not in _POST_ROUTES and not route.startswith(_CALL_ROUTES):
-            return 404, "not found"
+            return PlainTextResponse("not found", 404)
+        headers = Headers(scope=scope)
         length = headers.get("content-length", "")
         if not length.isascii() or not length.isdigit() or "transfer-encoding" in headers:
-            return 411, "a request must state its length: expected a Content-Length header"
+            return PlainTextResponse("a request must state its length: expected a Content-Length header", 411)
         largest = MAX_UPLOAD_MIB * 2**20 + _MAX_FORM_BYTES if route == "/upload" else _MAX_REQUEST_BYTES
         if int(length) > largest:
-            return 413, f"a request must have at most {largest} bytes: got {length}"
-        return 0, ""
+            return PlainTextResponse(f"a request must have at most {largest} bytes: got {length}", 413)
+        return self._upload if route == "/upload" else self.app
 
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
         size = int(Headers(scope=scope)["content-length"])
@@ -284,12 +274,7 @@ def run_server(
             for thread in threads:
                 thread.join(_GRACE)
             uploads.remove_unused(age=0)  # first: closing waits for open pages and running requests
-            _close(demo)
-
-
-def _close(demo: gr.Blocks) -> None:
-    """Close the server; open pages and running requests have some seconds to end."""
-    # uvicorn logs a traceback per connection; the next launch resets the level.
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    demo.server.config.timeout_graceful_shutdown = _GRACE
-    demo.close(verbose=False)
+            # uvicorn logs a traceback per connection; the next launch resets the level.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            demo.server.config.timeout_graceful_shutdown = _GRACE  # for open pages and running requests
+            demo.close(verbose=False)

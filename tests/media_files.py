@@ -31,14 +31,12 @@ def media_files() -> dict[str, bytes]:
     return dict([*_images(), *_videos()])
 
 
-def _pages() -> list[Image.Image]:
-    rng = np.random.default_rng(0)
-    pages = []
-    for number in range(FRAMES):
-        page = rng.integers(0, 32, (SIDE, SIDE, 3), dtype=np.uint8)
+def pages() -> list[Image.Image]:
+    """Frames of ``film``."""
+    noise = np.random.default_rng(0).integers(0, 32, (FRAMES, SIDE, SIDE, 3), dtype=np.uint8)
+    for number, page in enumerate(noise):
         page[8 * number : 8 * number + 8] += 200
-        pages.append(Image.fromarray(page))
-    return pages
+    return [Image.fromarray(page) for page in noise]
 
 
 def _saved(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -48,8 +46,8 @@ def _saved(image: Image.Image, kind: str, **options: object) -> bytes:
 
 
 def _images() -> Iterator[tuple[str, bytes]]:
-    pages = _pages()
-    first, several = pages[0], {"save_all": True, "append_images": pages[1:], "duration": 100}
+    first, *others = pages()
+    several = {"save_all": True, "append_images": others, "duration": 100}
     palette, grey = first.quantize(16), first.convert("L")
     faded = first.copy()
     faded.putalpha(grey)
@@ -69,7 +67,7 @@ def _images() -> Iterator[tuple[str, bytes]]:
     for compression in ("tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg"):
         yield f"TIFF, {compression}", _saved(first, "TIFF", compression=compression)
     yield "TIFF, group4", _saved(grey.convert("1"), "TIFF", compression="group4")
-    yield "TIFF, pages", _saved(first, "TIFF", save_all=True, append_images=pages[1:])
+    yield "TIFF, pages", _saved(first, "TIFF", save_all=True, append_images=others)
     yield "ICO", _saved(faded, "ICO", sizes=[(16, 16), (32, 32)])
     yield "ICO, bitmaps", _saved(faded, "ICO", sizes=[(16, 16), (32, 32)], bitmap_format="bmp")
     yield "ICO, profile", _icon(_saved(faded, "PNG", icc_profile=PROFILE))
@@ -95,32 +93,32 @@ def _icon(png: bytes) -> bytes:
 def _videos() -> Iterator[tuple[str, bytes]]:
     x264 = {"preset": "ultrafast", "g": "3"}
     b_frames = x264 | {"bf": "2", "b-adapt": "0"}
-    yield "MP4", _film("mp4", "libx264", b_frames)
-    yield "MP4, mirrored", _mirrored(_film("mp4", "libx264", x264))
-    yield "MP4, fragments", _film("mp4", "libx264", x264, {"movflags": "frag_keyframe+empty_moov"})
-    yield "MP4, MPEG-4", _film("mp4", "mpeg4", {})
-    yield "MOV", _film("mov", "libx264", b_frames)
-    yield "MOV, PNG, profile", _mirrored(_film("mov", "png", {}, icc_profile=PROFILE, exif=EXIF))
-    yield "MKV", _film("matroska", "libx264", b_frames)
-    yield "MKV, FFV1", _film("matroska", "ffv1", {})
-    yield "WebM", _film("webm", "libvpx", {"deadline": "realtime", "cpu-used": "8"})
-    yield "AVI", _film("avi", "mpeg4", {})
-    yield "AVI, MJPEG, EXIF", _film("avi", "mjpeg", {}, exif=EXIF, icc_profile=PROFILE)
-    yield "AVI, raw", _film("avi", "rawvideo", {})
-    yield "TS", _film("mpegts", "libx264", b_frames)
-    yield "MPEG", _film("mpeg", "mpeg1video", {})
-    yield "FLV", _film("flv", "flv", {})
-    yield "H.264", _film("h264", "libx264", b_frames)
+    yield "MP4", film("mp4", "libx264", b_frames)
+    yield "MP4, mirrored", _mirrored(film("mp4", "libx264", x264))
+    yield "MP4, fragments", film("mp4", "libx264", x264, {"movflags": "frag_keyframe+empty_moov"})
+    yield "MP4, MPEG-4", film("mp4", "mpeg4", {})
+    yield "MOV", film("mov", "libx264", b_frames)
+    yield "MOV, PNG, profile", _mirrored(film("mov", "png", {}, icc_profile=PROFILE, exif=EXIF))
+    yield "MKV", film("matroska", "libx264", b_frames)
+    yield "MKV, FFV1", film("matroska", "ffv1", {})
+    yield "WebM", film("webm", "libvpx", {"deadline": "realtime", "cpu-used": "8"})
+    yield "AVI", film("avi", "mpeg4", {})
+    yield "AVI, MJPEG, EXIF", film("avi", "mjpeg", {}, exif=EXIF, icc_profile=PROFILE)
+    yield "AVI, raw", film("avi", "rawvideo", {})
+    yield "TS", film("mpegts", "libx264", b_frames)
+    yield "MPEG", film("mpeg", "mpeg1video", {})
+    yield "FLV", film("flv", "flv", {})
+    yield "H.264", film("h264", "libx264", b_frames)
 
 
-def _film(kind: str, codec: str, options: dict[str, str], mux: dict[str, str] | None = None, **saved: object) -> bytes:
+def film(kind: str, codec: str, options: dict[str, str], mux: dict[str, str] | None = None, **saved: object) -> bytes:
     """A video; with ``saved``, its frames are image files as Pillow saves them with these options."""
     data = io.BytesIO()
     with av.open(data, "w", format=kind, options=mux or {}) as container:
         stream = container.add_stream(codec, rate=25, options=options)
         stream.width = stream.height = SIDE
         stream.pix_fmt = {"png": "rgb24", "mjpeg": "yuvj420p"}.get(codec, "yuv420p")
-        for number, page in enumerate(_pages()):
+        for number, page in enumerate(pages()):
             if not saved:
                 container.mux(stream.encode(av.VideoFrame.from_image(page)))
                 continue

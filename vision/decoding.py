@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Literal
 
 from PIL import Image
@@ -69,23 +70,22 @@ class MediaDecoder:
         """
         request = {"kind": kind, "name": name, "video": video, "cwd": os.getcwd()}
         if isinstance(source, bytes):
-            body, label = source, printable(name or "<bytes>")
+            body, size, label = source, len(source), name or "<bytes>"
         else:
-            request["path"], body, label = os.fspath(source), b"", printable(name or source)
+            request["path"], body, size, label = os.fspath(source), b"", 0, str(name or source)
+            with suppress(OSError, ValueError):
+                size = os.stat(source).st_size
         try:
-            return self._workers.run(request, body, self.seconds + _size(source) / 2**20, _read, stop)
+            return self._workers.run(request, body, self.seconds + size / 2**20, _read, stop)
         except WorkerError as error:
-            raise DecodeError(f"{label}: {self._describe(error)}", error.cause) from None
-
-    def _describe(self, error: WorkerError) -> str:
-        if error.cause == "time":
+            fails = f"a file on which the decoder fails ({printable(error.detail)})"
             limit = f"within {self.seconds:g} s plus 1 s per MiB"
-            return f"expected a file that is decoded {limit}, received one that takes longer"
-        if error.cause == "memory":
-            return f"expected a file that is decoded in {self.memory >> 20} MiB, received one that needs more"
-        if error.cause == "stop":
-            return "the decoding was stopped"
-        return f"expected readable media, received a file on which the decoder fails ({printable(error.detail)})"
+            message = {
+                "time": f"expected a file that is decoded {limit}, received one that takes longer",
+                "memory": f"expected a file that is decoded in {self.memory >> 20} MiB, received one that needs more",
+                "stop": "the decoding was stopped",
+            }.get(error.cause, f"expected readable media, received {fails}")
+            raise DecodeError(f"{printable(label)}: {message}", error.cause) from None
 
 
 def _read(reply: dict[str, Any], read: Read) -> Image.Image | Video:
@@ -97,37 +97,23 @@ def _read(reply: dict[str, Any], read: Read) -> Image.Image | Video:
     return Video(frames=[images[index] for index in reply["frames"]], **reply["video"])
 
 
-def _size(source: str | os.PathLike[str] | bytes) -> int:
-    if isinstance(source, bytes):
-        return len(source)
-    try:
-        return os.stat(source).st_size
-    except (OSError, ValueError):
-        return 0
-
-
 def handle(request: dict[str, Any], body: bytes) -> tuple[dict[str, Any], Iterator[bytes]]:
     """Decode a request's media to RGB bytes, in a worker process: a file by its ``path``, or its content.
 
     Returns:
         The reply with the ``sizes`` of images, and their bytes.
     """
-    reply, images = _decode(request, request.get("path", body))
-    sizes = {"sizes": [image.size for image in images]}
-    return reply | sizes, (image.tobytes() for image in images)
-
-
-def _decode(request: dict[str, Any], source: str | bytes) -> tuple[dict[str, Any], list[Image.Image]]:
-    name = request["name"]
+    source, name = request.get("path", body), request["name"]
     os.chdir(request["cwd"])
-    kind = request["kind"] or kind_of(source, name=name)
-    if kind == "image":
-        return {}, [load_image(source, name=name)]
-    with warnings.catch_warnings(record=True, action="always", category=CutWarning) as noted:
-        video = load_video(source, name=name, **request["video"])
-    images = {id(frame): frame for frame in video.frames}  # repeated frames are sent once
-    order = list(images)
-    reply = {"times": video.times, "duration": video.duration, "name": video.name, "fps": video.fps}
-    frames = [order.index(id(frame)) for frame in video.frames]
-    notes = [str(one.message) for one in noted if one.category is CutWarning]
-    return {"video": reply, "frames": frames, "notes": notes}, list(images.values())
+    reply: dict[str, Any] = {}
+    if (request["kind"] or kind_of(source, name=name)) == "image":
+        images = [load_image(source, name=name)]
+    else:
+        with warnings.catch_warnings(record=True, action="always", category=CutWarning) as noted:
+            video = load_video(source, name=name, **request["video"])
+        unique = {id(frame): frame for frame in video.frames}  # repeated frames are sent once
+        images, order = list(unique.values()), list(unique)
+        reply["video"] = {field: getattr(video, field) for field in ("times", "duration", "name", "fps")}
+        reply["frames"] = [order.index(id(frame)) for frame in video.frames]
+        reply["notes"] = [str(one.message) for one in noted if one.category is CutWarning]
+    return reply | {"sizes": [image.size for image in images]}, (image.tobytes() for image in images)

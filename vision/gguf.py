@@ -28,7 +28,6 @@ from mmspec.targets import gguf_model
 from mmspec.targets.gguf import GGUFFile, GGUFTensor
 from mmspec.targets.sources import LazySource
 
-_UNREADABLE = (KeyError, IndexError, TypeError, ValueError)
 _TOWER, _PROJECTOR, _VISUAL = "model.vision_tower", "model.multi_modal_projector", "model.visual"
 _WHOLE = ("class_embedding", "cls_token", "position_embeddings", "lambda_1", "lambda_2", "projection_weight", "newline")
 """Suffixes of parameter names without a module."""
@@ -98,9 +97,7 @@ def _family(file: GGUFFile, language: GGUFFile) -> _Family:
             f"cannot read {str(file.path)!r}: expected the mmproj file of a projector of type {', '.join(FAMILIES)}, "
             f"found {f'type {kind}' if kind else f'a file of {file.architecture()} without one'}"
         )
-    cls = FAMILIES[kind]
-    cls = _LlavaNext if cls is _Llava and "clip.vision.image_grid_pinpoints" in metadata else cls
-    found = cls(kind, file, language)
+    found = FAMILIES[kind](kind, file, language)
     with found.explained():
         width, expected = found.width(), language.get("embedding_length")
     if width != expected:
@@ -119,13 +116,9 @@ class _Weight:
 
     def __getitem__(self, index: Any) -> Tensor:
         value = self._change(*(tensor[...] for tensor in self._tensors))
-        if self.shape is not None and _long(value.shape) == _long(self.shape):
+        if self.shape is not None and value.squeeze().shape == torch.Size(size for size in self.shape if size != 1):
             value = value.reshape(self.shape)
         return value[index]
-
-
-def _long(shape: tuple[int, ...]) -> list[int]:
-    return [size for size in shape if size > 1]
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -174,7 +167,7 @@ class _Family(ABC):
         unused: weights that do not affect outputs and are not in the file.
     """
 
-    model_type: ClassVar[str]
+    model_type: str
     layer: ClassVar[str]
     layers: ClassVar[dict[str, str]]
     modules: ClassVar[dict[str, str]]
@@ -207,7 +200,7 @@ class _Family(ABC):
     def explained(self) -> Any:
         """Context that converts errors of incomplete files to one-line messages."""
         of = f"expected the metadata and tensors of a {self._kind} projector"
-        return explained(f"cannot read {str(self._file.path)!r}: {of}", *_UNREADABLE)
+        return explained(f"cannot read {str(self._file.path)!r}: {of}", KeyError, IndexError, TypeError, ValueError)
 
     def config(self, text: Any) -> Any:
         """The model's configuration."""
@@ -314,16 +307,14 @@ class _Family(ABC):
         """Text of the first of these tokens that is in the vocabulary."""
         return self._tokens[self._token(*names)]
 
-    def _colours(self) -> dict[str, Any]:
-        return {"image_mean": self._get("image_mean"), "image_std": self._get("image_std")}
-
     def _square(self) -> dict[str, int]:
         return {"height": self._get("image_size"), "width": self._get("image_size")}
 
-    def _images(self, kind: str, **options: Any) -> Any:
-        """An image processor of transformers."""
-        kind = f"{kind}ImageProcessor" + ("" if is_torchvision_available() else "Pil")
-        return getattr(transformers, kind)(**self._colours(), **options)
+    def _media(self, kind: str, **options: Any) -> Any:
+        """A processor of transformers for images or videos, such as ``CLIPImageProcessor``."""
+        pil = kind.endswith("ImageProcessor") and not is_torchvision_available()
+        colours = {name: self._get(name) for name in ("image_mean", "image_std")}
+        return getattr(transformers, f"{kind}{'Pil' if pil else ''}")(**colours, **options)
 
 
 class _Clip(_Family):
@@ -346,9 +337,11 @@ class _Clip(_Family):
 
 
 class _Llava(_Clip):
-    """LLaVA 1.5. Original checkpoints have no image token: a token that does not occur in text is used instead."""
+    """LLaVA 1.5, and LLaVA 1.6, whose files have pinpoints: sizes of images in tiles.
 
-    model_type = "llava"
+    Original checkpoints have no image token: a token that does not occur in text is used instead.
+    """
+
     modules = _Clip.modules | {
         "v.class_embd": f"{_TOWER}.embeddings.class_embedding",
         "v.pre_ln": f"{_TOWER}.pre_layrnorm",
@@ -364,14 +357,26 @@ class _Llava(_Clip):
     placed = "{}\n"
     gelu = "gelu"
     unused = (f"{_TOWER}.post_layernorm.weight", f"{_TOWER}.post_layernorm.bias")
-    _processor: ClassVar[Any] = transformers.LlavaProcessor
+
+    _tiles: dict[str, Any]
+
+    def __init__(self, kind: str, file: GGUFFile, language: GGUFFile) -> None:
+        super().__init__(kind, file, language)
+        self.model_type, self._tiles = "llava", {}
+        if flat := self._get("image_grid_pinpoints", None):
+            self.model_type = "llava_next"
+            self._tiles = {"image_grid_pinpoints": [flat[at : at + 2] for at in range(0, len(flat), 2)]}
+
+    def _name(self, name: str) -> str:
+        newline = self._tiles and name in ("model.image_newline", "v.image_newline")
+        return "model.image_newline" if newline else super()._name(name)
 
     def vision(self) -> dict[str, Any]:
         return {"model_type": "clip_vision_model"}
 
     def fields(self, text: Any) -> dict[str, Any]:
         layers = self._get("feature_layer", None) or [self._get("block_count")]
-        image = {"image_token_index": self._token(*self.image)}
+        image = {"image_token_index": self._token(*self.image), **self._tiles}
         return {**image, "vision_feature_layer": layers[0] if len(layers) == 1 else layers}
 
     def processor(self, read: Callable[..., Any]) -> Any:
@@ -381,29 +386,9 @@ class _Llava(_Clip):
             tokenizer.pad_token = None
         sizes = {"size": {"shortest_edge": self._get("image_size")}, "crop_size": self._square()}
         options = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-        images = self._llava_images(**sizes)
-        return self._processor(images, tokenizer, patch_size=self._get("patch_size"), **options)
-
-    def _llava_images(self, **sizes: Any) -> Any:
-        return self._images("CLIP", **sizes)
-
-
-class _LlavaNext(_Llava):
-    """LLaVA 1.6."""
-
-    model_type = "llava_next"
-    modules = _Llava.modules | dict.fromkeys(("model.image_newline", "v.image_newline"), "model.image_newline")
-    _processor = transformers.LlavaNextProcessor
-
-    def fields(self, text: Any) -> dict[str, Any]:
-        return super().fields(text) | {"image_grid_pinpoints": self._pinpoints()}
-
-    def _llava_images(self, **sizes: Any) -> Any:
-        return self._images("LlavaNext", image_grid_pinpoints=self._pinpoints(), **sizes)
-
-    def _pinpoints(self) -> list[list[int]]:
-        flat = self._get("image_grid_pinpoints")
-        return [flat[place : place + 2] for place in range(0, len(flat), 2)]
+        images = self._media("LlavaNextImageProcessor" if self._tiles else "CLIPImageProcessor", **self._tiles, **sizes)
+        cls = transformers.LlavaNextProcessor if self._tiles else transformers.LlavaProcessor
+        return cls(images, tokenizer, patch_size=self._get("patch_size"), **options)
 
 
 class _Idefics3(_Clip):
@@ -428,7 +413,7 @@ class _Idefics3(_Clip):
     def processor(self, read: Callable[..., Any]) -> Any:
         size = self._get("image_size")
         edges = {"size": self._get("preproc_image_size", 4 * size), "max_image_size": size}
-        images = self._images("Idefics3", **{name: {"longest_edge": edge} for name, edge in edges.items()})
+        images = self._media("Idefics3ImageProcessor", **{name: {"longest_edge": edge} for name, edge in edges.items()})
         return transformers.Idefics3Processor(images, read(), image_seq_len=self._length())
 
 
@@ -461,7 +446,7 @@ class _Gemma3(_Clip):
         return {**ids, "mm_tokens_per_image": self._length()}
 
     def processor(self, read: Callable[..., Any]) -> Any:
-        images = self._images("Gemma3", size=self._square())
+        images = self._media("Gemma3ImageProcessor", size=self._square())
         names = {f"{name}_token": self._text(*tokens) for name, tokens in self._names.items()}
         tokenizer = read(extra_special_tokens=names)
         return transformers.Gemma3Processor(images, tokenizer, image_seq_length=self._length())
@@ -525,10 +510,10 @@ class _InternVL(_Family):
         names = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>", "video": "<video>"}
         tokenizer = read(extra_special_tokens={f"{name}_token": token for name, token in names.items()})
         tiles = {f"{end}_patches": self._get(f"preproc_{end}_tiles", most) for end, most in (("min", 1), ("max", 12))}
-        images = self._images("GotOcr2", size=self._square(), crop_to_patches=True, **tiles)
+        images = self._media("GotOcr2ImageProcessor", size=self._square(), crop_to_patches=True, **tiles)
         if not is_torchvision_available():
             return InternVLImages(images, tokenizer, image_seq_length=self._length())
-        videos = transformers.InternVLVideoProcessor(size=self._square(), **self._colours())
+        videos = self._media("InternVLVideoProcessor", size=self._square())
         return transformers.InternVLProcessor(images, tokenizer, videos, image_seq_length=self._length())
 
 
@@ -579,11 +564,10 @@ class _Qwen2VL(_Family):
     def processor(self, read: Callable[..., Any]) -> Any:
         size = {"shortest_edge": 4 * 28**2, "longest_edge": 16384 * 28**2}  # pixels
         options = {"patch_size": self._get("patch_size"), "merge_size": self._merge(), "size": size}
-        images, tokenizer = self._images("Qwen2VL", **options), read()
+        images, tokenizer = self._media("Qwen2VLImageProcessor", **options), read()
         if not is_torchvision_available():
             return Qwen2VLImages(images, tokenizer)
-        videos = transformers.Qwen2VLVideoProcessor(**self._colours(), **options)
-        return self._processor(images, tokenizer, videos)
+        return self._processor(images, tokenizer, self._media("Qwen2VLVideoProcessor", **options))
 
     def _merge(self) -> int:
         return int(self._get("spatial_merge_size", 2))

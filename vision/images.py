@@ -8,6 +8,8 @@ colour profiles are ignored.
 import struct
 import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -78,7 +80,7 @@ def load_image(source: object, *, name: str | None = None) -> Image.Image:
     if type(source).__module__.partition(".")[0] == "torch":
         return _from_tensor(source, printable(name or "<tensor>"))  # type: ignore[arg-type]
     media = resolve(source, expected="an image", name=name)
-    with media.open() as stream, warnings.catch_warnings():
+    with media.open() as stream, warnings.catch_warnings(), _whole(media.name):
         warnings.simplefilter("ignore")  # plugins warn about metadata
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
@@ -86,16 +88,21 @@ def load_image(source: object, *, name: str | None = None) -> Image.Image:
                 if image.format in _REJECTED_FORMATS:
                     raise _not_an_image(media)
                 return _from_pillow(image, media.name)
-        except UserError:
-            raise
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
             raise UserError(f"{media.name}: expected at most {MAX_PIXELS} pixels, received more") from None
         except UnidentifiedImageError:
             raise _not_an_image(media) from None
-        except DECODE_ERRORS as error:
-            raise UserError(
-                f"{media.name}: expected a whole image, received a broken one ({printable(error)})"
-            ) from None
+
+
+@contextmanager
+def _whole(name: str) -> Iterator[None]:
+    """Raise Pillow's errors on broken data as ``UserError``."""
+    try:
+        yield
+    except UserError:
+        raise
+    except DECODE_ERRORS as error:
+        raise UserError(f"{name}: expected a whole image, received a broken one ({printable(error)})") from None
 
 
 def image_format(media: MediaSource) -> tuple[str, bool] | None:
@@ -120,12 +127,11 @@ def composite_on_white(image: Image.Image) -> Image.Image:
 
 
 def _not_an_image(media: MediaSource) -> UserError:
-    description = media.description
-    if description.endswith("video"):
-        return UserError(f"{media.name}: expected an image, received {description}; pass it as a video")
-    if description.endswith("image"):
-        return UserError(f"{media.name}: expected an image, received {description} that cannot be decoded")
-    return media.refusal("an image")
+    endings = {"video": "; pass it as a video", "image": " that cannot be decoded"}
+    ending = endings.get(media.description.rpartition(" ")[2])
+    if ending is None:
+        return media.refusal("an image")
+    return UserError(f"{media.name}: expected an image, received {media.description}{ending}")
 
 
 def _check_size(width: int, height: int, name: str) -> None:
@@ -137,23 +143,13 @@ def _check_size(width: int, height: int, name: str) -> None:
 
 def _from_pillow(image: Image.Image, name: str) -> Image.Image:
     _check_size(*image.size, name)
-    try:
+    with _whole(name):
         image.load()  # before reading EXIF: some plugins apply the orientation while loading
-        transposition = _TRANSPOSE_FOR_ORIENTATION.get(_orientation(image))
+        transposition = None
+        with suppress(*DECODE_ERRORS):  # broken metadata does not invalidate the pixels
+            transposition = _TRANSPOSE_FOR_ORIENTATION.get(image.getexif().get(_EXIF_ORIENTATION, 1))
         rgb = _to_rgb(image, name)
-    except UserError:
-        raise
-    except DECODE_ERRORS as error:
-        raise UserError(f"{name}: expected a whole image, received a broken one ({printable(error)})") from None
     return rgb if transposition is None else rgb.transpose(transposition)
-
-
-def _orientation(image: Image.Image) -> int:
-    try:
-        value = image.getexif().get(_EXIF_ORIENTATION, 1)
-    except DECODE_ERRORS:  # broken metadata does not invalidate the pixels
-        return 1
-    return value if isinstance(value, int) else 1
 
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:

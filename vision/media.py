@@ -207,24 +207,23 @@ def _resolve_path(text: str | bytes, expected: str, name: str | None) -> MediaSo
     if _URL.match(path_text) and not os.path.exists(path_text):
         raise UserError(f"{label}: expected a local file, received a URL; fetch it first")
     path = Path(path_text)
+    received, head = "an empty file", b""
     try:
         if path.is_dir():
-            raise UserError(f"{label}: expected {expected}, received a folder")
-        if path.exists() and not path.is_file():
-            raise UserError(f"{label}: expected {expected}, received a device or pipe")
-        with path.open("rb") as file:
-            head = file.read(HEAD_BYTES)
-    except UserError:
-        raise
+            received = "a folder"
+        elif path.exists() and not path.is_file():
+            received = "a device or pipe"
+        else:
+            with path.open("rb") as file:
+                head = file.read(HEAD_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        received = f"a file that cannot be opened ({getattr(error, 'strerror', None) or error})"
         if os.path.islink(path_text) and not os.path.exists(path_text):
-            raise UserError(f"{label}: expected {expected}, received a broken link") from None
-        if isinstance(error, FileNotFoundError):
-            raise UserError(f"{label}: expected {expected}, received no such file") from None
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{label}: expected {expected}, received a file that cannot be opened ({reason})") from None
+            received = "a broken link"
+        elif isinstance(error, FileNotFoundError):
+            received = "no such file"
     if not head:
-        raise UserError(f"{label}: expected {expected}, received an empty file")
+        raise UserError(f"{label}: expected {expected}, received {received}")
     return MediaSource(label, head, path=path)
 
 

@@ -117,15 +117,15 @@ def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, draft_ids: Tens
     start, draft_ids = started(MSD, options.start, target, draft_ids)
     tokens = output_rows(target) if draft_ids is None else len(draft_ids)
     network = MSDNetwork(_network_config(options, target, start, tokens)).to(target.device, torch.float32)
-    config = network.config
+    config, rank = network.config, start.network.config.rank if start else None
     if config.rank and options.passes > 1:
         raise UserError(f"passes must be 1 with rank: got {options.passes}")
     if config.reads:
         nn.init.zeros_(network.read.weight)  # initially without effect
     if start is not None:
         load_shared_weights(start, network, options.start)
-    if config.rank and (start is None or start.network.config.rank != config.rank):
-        guess = start.network.cell.guess if start is not None and not start.network.config.rank else None
+    if config.rank and config.rank != rank:
+        guess = start.network.cell.guess if start is not None and not rank else None
         init_low_rank_head(network, head_weight(target, draft_ids), guess)
     objective = HiddenStateObjective(**part(options, HiddenStateObjective.__dataclass_fields__))
     fit = partial(fit_projection, network) if options.fit and start is None else None
@@ -226,7 +226,11 @@ class HiddenStateObjective(SlotLosses):
         """The losses, see ``mmspec.training.tasks.Objective``. Samples noise, first chain and glancing."""
         slots = network.config.slots
         read = batch.hidden if batch.layers is None else torch.cat([batch.hidden, batch.layers], dim=-1)
-        entries = _entries(network, batch, self._noisy(network.states(read[:, :-1]), generator))
+        hidden = network.states(read[:, :-1])
+        if self.noise:
+            noise = torch.rand(hidden.shape, generator=generator, device=hidden.device, dtype=torch.float32) - 0.5
+            hidden = hidden + (2 * self.noise * 512 / hidden.shape[1] * noise).to(hidden.dtype)
+        entries = _entries(network, batch, hidden)
         weights = {"token": self.token_weight, "hidden": self.hidden_weight}
         losses = TokenLosses(self.loss, target, entries.truth, entries.wanted, draft_ids, weights)
         if not losses.count:
@@ -254,12 +258,6 @@ class HiddenStateObjective(SlotLosses):
             entry, valid = entry + slots, ends
             state, carried = network.begin(outputs[:, slots - 1 :: slots])
         return losses.output
-
-    def _noisy(self, hidden: Tensor, generator: torch.Generator | None) -> Tensor:
-        if self.noise == 0.0:
-            return hidden
-        noise = torch.rand(hidden.shape, generator=generator, device=hidden.device, dtype=torch.float32) - 0.5
-        return hidden + (2 * self.noise * 512 / hidden.shape[1] * noise).to(hidden.dtype)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from fractions import Fraction
 from typing import Any
 
@@ -125,7 +125,8 @@ class PacketScan:
     Attributes:
         interval: nominal time between two frames.
         largest, position: bytes of the largest packet, and file offset of the end of the last packet.
-        keyframe: time of the last keyframe.
+        other_end: end of the last packet of other streams.
+        keyframe: time of the last keyframe; None before the first.
         longest_gap: longest time between two keyframes.
     """
 
@@ -136,9 +137,9 @@ class PacketScan:
         self._starts: list[Fraction] = []  # start times of the last two displayed frames
         self._length = Fraction(0)  # duration of the last displayed frame
         self._reordered = False
-        self._other_end = Fraction(0)
-        self.keyframe = self.longest_gap = Fraction(0)
-        self._first_keyframe = True
+        self.other_end = Fraction(0)
+        self.keyframe: Fraction | None = None
+        self.longest_gap = Fraction(0)
         self.largest = self.position = 0
 
     @property
@@ -151,11 +152,6 @@ class PacketScan:
             length = min(length, self._starts[1] - self._starts[0])
         return self._starts[-1] + length
 
-    @property
-    def any_end(self) -> Fraction:
-        """End of the last packet of any stream."""
-        return max(self.end, self._other_end)
-
     def add(self, packet: "Packet[Any]") -> None:
         self.largest = max(self.largest, packet.size)
         self.position = max(self.position, (packet.pos or 0) + packet.size)
@@ -166,7 +162,7 @@ class PacketScan:
         start = self._count * self.interval if ticks is None else ticks * packet.time_base
         length = packet.duration * packet.time_base if packet.duration else self.interval if of_video else Fraction(0)
         if not of_video:
-            self._other_end = max(self._other_end, start + length)
+            self.other_end = max(self.other_end, start + length)
             return
         self._count += 1
         if not self._starts or start >= self._starts[-1]:
@@ -175,9 +171,7 @@ class PacketScan:
             self._reordered = True
         self._starts = sorted({*self._starts, start})[-2:]
         if packet.is_keyframe:
-            if not self._first_keyframe:
-                self.longest_gap = max(self.longest_gap, start - self.keyframe)
-            self._first_keyframe = False
+            self.longest_gap = max(self.longest_gap, start - (start if self.keyframe is None else self.keyframe))
             self.keyframe = start
 
     def declared_end(self, container: InputContainer) -> Fraction:
@@ -227,6 +221,7 @@ class _FrameReader:
         self.name = media.name
         self._media = media
         self._stack = ExitStack()
+        self.close = self._stack.close
         self._failure: str | None = None  # why decoding stopped
         self._container: InputContainer
         self._stream: VideoStream
@@ -244,13 +239,10 @@ class _FrameReader:
         except UserError:
             self.close()
             raise
-        self.origin = self._timestamp(self._current)
+        first = self._current
+        self.origin = self._timestamp(first)
         # Size and aspect for all frames, before rotation: streams may change them.
-        first, aspect = self._current, self._stream.sample_aspect_ratio
-        self.size = display_size(first.width, first.height, aspect)
-
-    def close(self) -> None:
-        self._stack.close()
+        self.size = display_size(first.width, first.height, self._stream.sample_aspect_ratio)
 
     def time(self, frame: VideoFrame) -> Fraction:
         """Presentation time in seconds from the first frame."""
@@ -269,26 +261,26 @@ class _FrameReader:
         if self._current.is_corrupt:
             self._failure = "a corrupt frame"
         if self._failure is not None and (self._next_frame is None or self._current.is_corrupt):
-            raise self._broken_error(target)
+            end = f"a video that breaks after {float(self.time(self._current)):.2f} s ({self._failure})"
+            raise UserError(f"{self.name}: expected a frame at {float(target):.2f} s, received {end}")
         return self._current
 
     def _scan_packets(self) -> None:
         """Read the timestamps of all packets without decoding, in constant memory."""
+        failed = True
         with ExitStack() as stack:
             container, stream = open_video(self._media, stack)
             scan = PacketScan(stream)
-            failed = False
-            try:
+            with suppress(av.FFmpegError):
                 for packet in container.demux(*container.streams.video, *container.streams.audio):
                     scan.add(packet)
-            except av.FFmpegError:
-                failed = True
+                failed = False
             declared = scan.declared_end(container)
             self.rate = average_rate(stream)
         self._interval = scan.interval
-        self._longest_gap = max(scan.longest_gap, scan.end - scan.keyframe)
+        self._longest_gap = max(scan.longest_gap, scan.end - (scan.keyframe or Fraction(0)))
         self.end = scan.end
-        if declared - scan.any_end > max(_TOLERANCE_SECONDS, declared * _TOLERANCE_FRACTION):
+        if declared - max(scan.end, scan.other_end) > max(_TOLERANCE_SECONDS, declared * _TOLERANCE_FRACTION):
             with self._media.open() as file:
                 unread = file.seek(0, os.SEEK_END) - scan.position
             if failed or unread > 2 * scan.largest + _HEADERS:
@@ -302,7 +294,7 @@ class _FrameReader:
         return self._container.format.name.startswith(SEEKABLE)
 
     def _restart(self) -> None:
-        self._stack.close()
+        self.close()
         self._container, self._stream = open_video(self._media, self._stack)
         self._count = 0
         self._start_decoding()
@@ -315,7 +307,8 @@ class _FrameReader:
         while at_keyframe and alpha is None and first is not None and not first.key_frame:
             first = self._decode_next()
         if first is None:
-            raise self._broken_error(None)
+            reason = self._failure or "no frame can be decoded"
+            raise UserError(f"{self.name}: expected a readable video, received a broken one ({reason})")
         self._current, self._next_frame = first, self._decode_next()
 
     def _decoded(self, decoder: str | None) -> Iterator[VideoFrame]:
@@ -366,16 +359,6 @@ class _FrameReader:
         assert frame.time_base is not None
         return frame.pts * frame.time_base
 
-    def _broken_error(self, target: Fraction | None) -> UserError:
-        reason = self._failure or "no frame can be decoded"
-        if target is None:
-            return UserError(f"{self.name}: expected a readable video, received a broken one ({reason})")
-        last = float(self.time(self._current))
-        return UserError(
-            f"{self.name}: expected a frame at {float(target):.2f} s, received a video that breaks after {last:.2f} s"
-            f" ({reason})"
-        )
-
 
 def _to_upright_rgb(frame: VideoFrame, size: tuple[int, int]) -> Image.Image:
     """Convert a frame to RGB: transparency on white, square pixels, rotated according to the display matrix."""
@@ -385,9 +368,15 @@ def _to_upright_rgb(frame: VideoFrame, size: tuple[int, int]) -> Image.Image:
         image = Image.fromarray(frame.to_ndarray(format="rgb24"))
     if image.size != size:
         image = image.resize(size, Image.Resampling.BICUBIC)
-    matrix = _display_matrix(frame)
-    if matrix is None:
+    if _filtered(frame, ["mode=select:type=DISPLAYMATRIX"]) is None:
         return image
+    # PyAV's ``frame.side_data`` crashes the process on ICC profiles (double free of the profile's name, PyAV 14 to 19)
+    # and raises on types of side data that PyAV does not list: FFmpeg's ``sidedata`` filter first removes all others.
+    stripped = _filtered(frame, [f"mode=delete:type={kind}" for kind in _OTHER_SIDE_DATA])
+    assert stripped is not None
+    side_data = stripped.side_data.get("DISPLAYMATRIX")
+    assert isinstance(side_data, SideData)
+    matrix = np.frombuffer(bytes(side_data), np.int32)
     # ISO 14496-12, 8.5.2: (x, y, 1) times the matrix, 16.16 fixed point: x' = a x + c y, y' = b x + d y.
     a, b, _, c, d = (int(value) for value in matrix[:5])
     turn = Image.Transpose
@@ -399,22 +388,6 @@ def _to_upright_rgb(frame: VideoFrame, size: tuple[int, int]) -> Image.Image:
     if d < 0:
         image = image.transpose(turn.FLIP_TOP_BOTTOM)
     return image
-
-
-def _display_matrix(frame: VideoFrame) -> np.ndarray | None:
-    """The 9 values of a frame's display matrix, or None if it has none.
-
-    PyAV's ``frame.side_data`` crashes the process on ICC profiles (double free of the profile's name, PyAV 14 to 19)
-    and raises on types of side data that PyAV does not list. FFmpeg's ``sidedata`` filter first removes all other
-    types.
-    """
-    if _filtered(frame, ["mode=select:type=DISPLAYMATRIX"]) is None:
-        return None
-    stripped = _filtered(frame, [f"mode=delete:type={kind}" for kind in _OTHER_SIDE_DATA])
-    assert stripped is not None
-    matrix = stripped.side_data.get("DISPLAYMATRIX")
-    assert isinstance(matrix, SideData)
-    return np.frombuffer(bytes(matrix), np.int32)
 
 
 def _filtered(frame: VideoFrame, steps: list[str]) -> VideoFrame | None:
@@ -489,8 +462,6 @@ def sample_with_decord(media: MediaSource, choose_times: ChooseTimes) -> tuple[T
                     size = display_size(*image.size, 1 / aspect if aspect and turned else aspect)
                     sampled.append((time, image.resize(size, Image.Resampling.BICUBIC)))
         except (decord.DECORDError, RuntimeError, IndexError) as error:
-            reason = first_line(error)
-            if isinstance(error, decord.DECORDError):
-                reason = "decord cannot decode it"
+            reason = "decord cannot decode it" if isinstance(error, decord.DECORDError) else first_line(error)
             raise UserError(f"{media.name}: expected a readable video, received a broken one ({reason})") from None
     return sampled, duration, rate

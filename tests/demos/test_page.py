@@ -100,10 +100,8 @@ def send(tabs):
 
 
 def seen(tab, updates):
-    controls, states = (
-        tab.controls,
-        [updates.get(one) for one in (tab.controls.race, tab.controls.ask, tab.controls.stop)],
-    )
+    controls = tab.controls
+    states = [updates.get(one) for one in (controls.race, controls.ask, controls.stop)]
     return SimpleNamespace(
         kept=updates.get(controls.conversation),
         html=updates.get(controls.result),
@@ -200,7 +198,7 @@ def test_errors_are_shown_and_the_conversation_stays(send, service, tabs, monkey
 
 
 def test_stopped_answer_is_kept_as_a_turn(tabs, service):
-    tab, states = tabs["text"], []
+    tab, states, settings = tabs["text"], [], ("tiny-hybrid", "auto", 0.0, 0, 12, 8)
     controls = tab.controls
 
     def answer(request):
@@ -213,11 +211,11 @@ def test_stopped_answer_is_kept_as_a_turn(tabs, service):
         raise AssertionError("it was stopped")
 
     service.answer = answer
-    for updates in tab.answer(False, {}, False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8):
+    for updates in tab.answer(False, {}, False, "Hello", [], *settings):
         states.append(seen(tab, updates))
         if len(states) == 1:  # a running request is not joined by another
-            again = list(tab.answer(False, states[0].kept, False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8))
-            assert [list(one) for one in again] == [[controls.result]]
+            (again,) = tab.answer(False, states[0].kept, False, "Hello", [], *settings)
+            assert list(again) == [controls.result]
     assert (states[0].buttons, states[-1].buttons) == (BUSY, IDLE)
     assert "2 requests ahead" in states[1].html
     (turn,) = ChatState.parse(states[-1].kept).turns
@@ -225,7 +223,7 @@ def test_stopped_answer_is_kept_as_a_turn(tabs, service):
     assert "stopped</span>" in states[-1].html
     assert "stopped</span>" in result_html([turn])
     service.answer = lambda request: iter([Race([StreamedAnswer("tiny", "none")])])
-    *_, last = tab.answer(False, {}, False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8)
+    *_, last = tab.answer(False, {}, False, "Hello", [], *settings)
     assert "Stopped before the first token." in seen(tab, last).html
 
 
@@ -238,9 +236,8 @@ def test_opening_race_runs_when_a_tab_is_first_seen(tabs, service, send):
         assert '"plays":true' in unescape(shown.html)
         raced = len(service.requests)
         for before, query in ((shown.kept, {}), (tab.clear()[tab.controls.conversation], {}), ({}, {"kind": "text"})):
-            assert [list(one) for one in tab.opening(before, SimpleNamespace(query_params=query))] == [
-                [tab.controls.result]
-            ]
+            (update,) = tab.opening(before, SimpleNamespace(query_params=query))
+            assert list(update) == [tab.controls.result]
         assert len(service.requests) == raced
     assert '"plays":false' in unescape(send("text", "Hello", "tiny-hybrid", button="race").html)
 

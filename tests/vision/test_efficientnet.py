@@ -79,13 +79,10 @@ def test_features_of_four_depths_and_positions_lie_block_by_block(side):
         torch.testing.assert_close(found[start + 2 * cells :], probabilities @ label)
 
 
-def test_pixels_are_taken_in_any_precision():
+def test_pixels_are_taken_in_any_precision_and_sides_without_blocks_are_refused():
     tower = EfficientNetLite(EfficientNetLiteConfig()).eval().bfloat16()
     with torch.no_grad():
         assert tower(torch.zeros(1, 3, 192, 192)).last_hidden_state.dtype == torch.bfloat16
-
-
-def test_sides_without_blocks_are_refused():
     with pytest.raises(UserError, match="image_size must be a multiple of 64: got 224"):
         EfficientNetLite(EfficientNetLiteConfig(image_size=224))
 

@@ -46,10 +46,7 @@ def test_captions_equal_generate_and_are_correct(pipe):
 def test_drafters_acceptance_length(pipe, drafter):
     drafting = mmspec.load("tiny-llava", drafter=drafter, device="cpu")
     rows = drafting.generate_batch([request(scene) for scene in SCENES], nodes=16, max_new_tokens=200)
-    steps, tokens = (
-        sum(getattr(row.stats, name) for row in rows) for name in ("num_spec_steps", "num_generated_tokens")
-    )
-    assert tokens / steps > 4.2
+    assert sum(row.stats.num_generated_tokens for row in rows) > 4.2 * sum(row.stats.num_spec_steps for row in rows)
 
 
 def test_embedded_drafters(pipe):
@@ -66,17 +63,6 @@ def test_size_of_embedded_files():
     files = [path for path in Path(tiny_llava()).rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= {".json", ".jinja", ".md", ".safetensors"}
     assert sum(path.stat().st_size for path in files) < 14_000_000
-
-
-def test_tokenizer_settings_are_not_changed():
-    pipe = mmspec.load("tiny-llava", drafter=None, device="cpu")
-    tokenizer = pipe.processor.tokenizer
-    expected = [pipe.generate(prompt, max_new_tokens=8).token_ids for prompt in ("Hello", "A red star, and a circle?")]
-    tokenizer.pad_token, tokenizer.padding_side = None, "right"
-    for _ in range(2):
-        rows = pipe.generate_batch([{"prompt": "Hello"}, {"prompt": "A red star, and a circle?"}], max_new_tokens=8)
-        assert [row.token_ids for row in rows] == expected
-        assert (tokenizer.pad_token, tokenizer.pad_token_id, tokenizer.padding_side) == (None, None, "right")
 
 
 @pytest.mark.parametrize(("keywords", "images"), [({}, 8), ({"frames": 3}, 3)])
@@ -117,9 +103,7 @@ def smol(one_thread):
 def test_it_is_offered_where_its_parts_are_installed(monkeypatch):
     assert smol_llava.packages == (plugins.smollm2.package, lite0.package)
     for installed in (smol_llava.packages, smol_llava.packages[:1], ()):
-        monkeypatch.setattr(
-            plugins, "find_spec", lambda name, installed=installed: object() if name in installed else None
-        )
+        monkeypatch.setattr(plugins, "find_spec", lambda name, installed=installed: name in installed or None)
         assert ("smol-llava" in plugins.embedded()) == (installed == smol_llava.packages)
         assert plugins.default_model() == ("smol-llava" if installed == smol_llava.packages else "tiny-llava")
 

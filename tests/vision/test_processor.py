@@ -11,7 +11,6 @@ import torch
 import transformers as t
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
-from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
 from transformers.video_utils import VideoMetadata, read_video_pyav
 
 pytest.importorskip("av")
@@ -21,6 +20,7 @@ import av
 import mmspec
 from mmspec import Pipeline
 from mmspec.errors import UserError
+from mmspec.vision.gguf import Qwen2VLImages
 from mmspec.vision.processor import VisionProcessor, VisionTarget
 from mmspec.vision.video import Video, load_video
 from tests.mmspec.targets.test_user_text import chatml
@@ -164,12 +164,6 @@ def clip():
     return Video(frames, [0.25 + 0.5 * k for k in range(len(frames))], 0.5 * len(frames), "clip")
 
 
-def media_tokenizer():
-    words = tokenizer()
-    words.add_special_tokens({"additional_special_tokens": TOKENS})
-    return words
-
-
 class Recorder:
     """Stands for a processor with a video processor; runs without torchvision, too."""
 
@@ -177,7 +171,8 @@ class Recorder:
     image_token, video_token = "<image>", "<video>"
 
     def __init__(self):
-        self.tokenizer = media_tokenizer()
+        self.tokenizer = tokenizer()
+        self.tokenizer.add_special_tokens({"additional_special_tokens": TOKENS})
 
     def __call__(self, **arguments):
         self.arguments = arguments
@@ -211,12 +206,6 @@ def write_film(path, stamps, rate):
     return path
 
 
-def read_by_transformers(path, clip):
-    """Transformers' own reading of the frames that a clip contains."""
-    rate = clip.fps
-    return read_video_pyav(str(path), lambda metadata: [round(time * rate) for time in clip.times])
-
-
 FILMS = [("mp4", 25), ("mp4", Fraction(30000, 1001)), ("mkv", Fraction(24000, 1001)), ("mkv", 60), ("avi", 30)]
 
 
@@ -224,7 +213,7 @@ FILMS = [("mp4", 25), ("mp4", Fraction(30000, 1001)), ("mkv", Fraction(24000, 10
 def test_a_file_reaches_the_processor_as_transformers_loads_it(tmp_path, suffix, rate):
     path = write_film(tmp_path / f"a.{suffix}", range(50), rate)
     film = load_video(path, frames=8)
-    frames, metadata = read_by_transformers(path, film)
+    frames, metadata = read_video_pyav(str(path), lambda metadata: [round(time * film.fps) for time in film.times])
     if suffix == "mkv":
         metadata.update({"total_num_frames": 50, "duration": 50 / rate})  # which transformers' reader takes for empty
     arguments = recorded(film)
@@ -248,31 +237,22 @@ def test_times_at_a_variable_frame_rate(tmp_path):
 IMAGE = np.arange(3 * 56 * 56, dtype=np.uint8).reshape(56, 56, 3)
 
 
-class _QwenProcessor(Qwen2VLProcessor):
-    """Without the video processor, which needs torchvision."""
-
-    def __init__(self, images, tokenizer):
-        self.image_processor, self.tokenizer, self.chat_template = images, tokenizer, tokenizer.chat_template
-        self.video_processor = None
-        for kind in ("image", "video"):
-            setattr(self, f"{kind}_token", f"<|{kind}_pad|>")
-            setattr(self, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>"))
-
-
 @pytest.fixture(scope="module")
 def loaded_llava(tmp_path_factory):
     return mmspec.load(str(save_llava(tmp_path_factory.mktemp("llava"))), None)
 
 
-def _qwen():
-    tokenizer = chatml()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
-    return VisionProcessor(_QwenProcessor(Qwen2VLImageProcessorPil(), tokenizer))
-
-
 @pytest.fixture(params=["llava", "qwen"])
 def processor(request, loaded_llava):
-    return loaded_llava.processor if request.param == "llava" else _qwen()
+    if request.param == "llava":
+        return loaded_llava.processor
+    tokenizer = chatml()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
+    plain = Qwen2VLImages(t.Qwen2VLImageProcessorPil(), tokenizer, chat_template=tokenizer.chat_template)
+    for kind in ("image", "video"):
+        setattr(plain, f"{kind}_token", f"<|{kind}_pad|>")
+        setattr(plain, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>"))
+    return VisionProcessor(plain)
 
 
 def specials(processor):

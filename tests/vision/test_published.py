@@ -38,8 +38,7 @@ FULL_QWEN = {**QWEN, "hidden_size": 3584, "intermediate_size": 18944, "num_atten
 FULL_QWEN |= {"num_key_value_heads": 4, "vocab_size": 152064}
 
 
-def read_msd(folder):
-    return MSD.read_published(folder)
+read_msd = MSD.read_published
 
 
 def test_a_folder_of_something_else_is_not_recognised(tmp_path):
@@ -61,9 +60,6 @@ def test_a_head_of_one_tensor_less_is_still_recognised(tmp_path):
         assert published.recognise(write(tmp_path, LLAVA, rest)) == "msd"
 
 
-# ---------------------------------------------------------------------- conversion
-
-
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "old bin", "shards", "bin shards"])
 def test_files_of_every_kind_say_the_same(kind, tmp_path):
     tensors = tensors_of(QWEN, dtype=torch.float16)
@@ -83,10 +79,9 @@ def test_the_network_computes_what_the_published_layer_does(name, tmp_path):
     config = LAYOUTS[name]
     tensors = tensors_of(config)
     folder = write(tmp_path, config, tensors)
-    kind, read = (
-        (MSDNetwork, read_msd(folder)) if name.startswith("msd") else (EagleNetwork, Eagle.read_published(folder))
-    )
-    network = load_network(kind, *read[:2], tmp_path)
+    is_msd = name.startswith("msd")
+    kind, drafter = (MSDNetwork, MSD) if is_msd else (EagleNetwork, Eagle)
+    network = load_network(kind, *drafter.read_published(folder)[:2], tmp_path)
     made, layer = layer_of(config)
     prefix = "layers.0."
     layer.load_state_dict({key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)})
@@ -97,7 +92,7 @@ def test_the_network_computes_what_the_published_layer_does(name, tmp_path):
     visual = torch.zeros(2, length, dtype=torch.bool)
     visual[:, 2:6] = True
     inputs = F.linear(torch.cat([embeds, hidden], dim=-1), tensors["fc.weight"], tensors.get("fc.bias"))
-    if name.startswith("msd"):
+    if is_msd:
         inputs[:, 2:6] = embeds[:, 2:6]
     turn = LlamaRotaryEmbedding(made)(inputs, torch.arange(length)[None])
     causal = torch.full((length, length), -torch.inf).triu(1)[None, None]
@@ -109,7 +104,7 @@ def test_the_network_computes_what_the_published_layer_does(name, tmp_path):
     def attend(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    combined = network.combine(embeds, hidden, *([visual] if name.startswith("msd") else []))
+    combined = network.combine(embeds, hidden, *([visual] if is_msd else []))
     result = network(combined, rotary(slice(0, length)), attend)
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
@@ -150,9 +145,6 @@ def test_drafters_of_full_size_have_the_expected_shapes(config, parameters):
     assert network.head_dim == 128
     assert settings["vocab_size"] == config["vocab_size"]
     assert sum(value.numel() for value in ours.values()) == parameters
-
-
-# ---------------------------------------------------------------------- published configurations at small size
 
 
 def _small_eagle3(config, layout):
@@ -218,23 +210,17 @@ def test_published_configurations_are_read_and_draft_beside_their_targets(name, 
     assert found.stats[0].num_draft_tokens > 0
 
 
-# ---------------------------------------------------------------------- what is refused
-
-
-def eagle3_tensors():
-    return {"midlayer.hidden_norm.weight": torch.ones(48), "fc.weight": torch.zeros(48, 144)}
-
-
 @pytest.mark.parametrize(
-    ("config", "tensors", "name"),
+    ("config", "name"),
     [
-        ({**VICUNA, "architectures": ["DominoDraftModel"], "dflash_config": {}}, eagle3_tensors, "a Domino drafter"),
-        ({**VICUNA, "architectures": ["LiLiCorrDraftModel"]}, eagle3_tensors, "a LiLiCorr drafter"),
-        ({"speculators_model_type": "domino", "transformer_layer_config": VICUNA}, eagle3_tensors, "a Domino drafter"),
+        ({**VICUNA, "architectures": ["DominoDraftModel"], "dflash_config": {}}, "a Domino drafter"),
+        ({**VICUNA, "architectures": ["LiLiCorrDraftModel"]}, "a LiLiCorr drafter"),
+        ({"speculators_model_type": "domino", "transformer_layer_config": VICUNA}, "a Domino drafter"),
     ],
 )
-def test_drafters_of_other_methods_are_refused_by_name(config, tensors, name, tmp_path):
-    folder = write(tmp_path, config, tensors(), "bin")
+def test_drafters_of_other_methods_are_refused_by_name(config, name, tmp_path):
+    tensors = {"midlayer.hidden_norm.weight": torch.ones(48), "fc.weight": torch.zeros(48, 144)}
+    folder = write(tmp_path, config, tensors, "bin")
     for read in (read_msd, Eagle3.read_published):
         with pytest.raises(UserError, match=rf"received {name}.*: use an MSD or EAGLE checkpoint"):
             read(folder)
@@ -307,9 +293,6 @@ def test_an_index_leads_nowhere_else(shard, tmp_path):
             read_msd(folder)
 
 
-# ---------------------------------------------------------------------- on targets
-
-
 @pytest.mark.parametrize("config", [LLAVA, QWEN, VICUNA])
 def test_a_name_before_the_folder_decides_what_it_is(config, tmp_path):
     folder = write(tmp_path, config, kind="bin")
@@ -338,10 +321,7 @@ def test_tokens_that_the_checkpoint_lacks_are_never_drafted(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            WIDE,
-            "(hidden_size 60): got LlavaForConditionalGeneration with hidden_size 48",
-        ),
+        (WIDE, "(hidden_size 60): got LlavaForConditionalGeneration with hidden_size 48"),
         ({**LLAVA, "vocab_size": 102}, "(vocab_size 102): got LlavaForConditionalGeneration with vocab_size 101"),
         ({**LLAVA, "vocab_size": 50}, "(vocab_size 50): got LlavaForConditionalGeneration with vocab_size 101"),
     ],

@@ -28,7 +28,6 @@ from mmspec.jobs import ENGINES, import_ray, run_jobs
 
 EXIT_SKIPPED = 3  # exit status when files of a folder were skipped
 PROMPTS = {"image": "Describe the image.", "video": "Describe the video."}
-_MEDIA_KEYS = {"image": "images", "video": "videos"}
 # Settings that may differ when a run is resumed, because speculative decoding is lossless.
 _NO_EFFECT = ("drafter", "device", "num_draft_tokens")
 
@@ -90,13 +89,13 @@ def caption(
     # Decoded before the model loads, so that a broken file fails at once.
     source = read_stdin("FILE", "an image or a video") if piped else file
     media = MediaDecoder().load(source, name="standard input" if piped else file, **video)
-    kind, key = ("video", "videos") if isinstance(media, Video) else ("image", "images")
+    kind = "video" if isinstance(media, Video) else "image"
 
     from mmspec.cli.session import answer
     from mmspec.vision.embedded import samples
 
     sample = not piped and Path(file).resolve().parent == samples().resolve()
-    answer({"prompt": PROMPTS[kind] if prompt is None else prompt, key: [media]}, options, sample)
+    answer({"prompt": PROMPTS[kind] if prompt is None else prompt, f"{kind}s": [media]}, options, sample)
 
 
 def _caption_folder(
@@ -176,49 +175,41 @@ class Captioner:
         Returns:
             One line per file, without size, modification time and settings.
         """
-        requests: dict[str, list[tuple[str, dict[str, Any]]]] = {"image": [], "video": []}
+        requests: dict[str, dict[str, dict[str, Any]]] = {"image": {}, "video": {}}  # by file name
         lines = []
         for name in job["files"]:
-            path = Path(self.settings["folder"]) / name
             try:
-                kind, media = self._read(path)
+                kind, media = self._read(Path(self.settings["folder"], name))
             except UserError as error:
-                lines.append({"file": name, "error": str(error).removeprefix(f"{path}: ")})
+                lines.append({"file": name, "error": str(error)})
                 continue
-            prompt = self.settings["prompt"] or PROMPTS[kind]
-            requests[kind].append((name, {"prompt": prompt, _MEDIA_KEYS[kind]: [media]}))
-        if not {name for named in requests.values() for name, _ in named} - set(job["done"]):
+            requests[kind][name] = {"prompt": self.settings["prompt"] or PROMPTS[kind], f"{kind}s": [media]}
+        if {*requests["image"], *requests["video"]} <= set(job["done"]):
             return lines
         keywords = dict(self.settings["keywords"])
         if keywords.get("seed") is not None:
             keywords["seed"] += job["batch"]
         for named in requests.values():
-            lines += self._generate(named, keywords)
-        return lines
-
-    def _generate(self, named: Sequence[tuple[str, dict[str, Any]]], keywords: dict[str, Any]) -> list[Line]:
-        """Caption a batch of (file name, request)."""
-        requests = [request for _, request in named]
-        lines = []
-        for (name, request), answer in zip(
-            named, self.pipe.generate_batch(requests, on_error="return", **keywords), strict=True
-        ):
-            if isinstance(answer, UserError):
-                lines.append({"file": name, "error": str(answer)})
-                continue
-            about = {"file": name, "model": self.pipe.name, "prompt": request["prompt"]}
-            lines.append(
-                about | {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
-            )
+            answers = self.pipe.generate_batch(list(named.values()), on_error="return", **keywords)
+            for (name, request), answer in zip(named.items(), answers, strict=True):
+                line: Line = {"file": name, "error": str(answer)}
+                if not isinstance(answer, UserError):
+                    line = {"file": name, "model": self.pipe.name, "prompt": request["prompt"]}
+                    line |= {field: getattr(answer, field) for field in ("text", "token_ids", "finish_reason")}
+                lines.append(line)
         return lines
 
     def _read(self, path: Path) -> tuple[str, Any]:
+        """Kind and content of a file. Raises ``UserError`` with a message without the file's name."""
         from mmspec.vision.video import Video
 
         if os.path.isdir(path):
             kind = "a link to a folder" if os.path.islink(path) else "a folder that cannot be read"
-            raise UserError(f"{path}: expected an image or a video, received {kind}")
-        media = self.decoder.load(path, **self.settings["video"])
+            raise UserError(f"expected an image or a video, received {kind}")
+        try:
+            media = self.decoder.load(path, **self.settings["video"])
+        except UserError as error:
+            raise UserError(str(error).removeprefix(f"{path}: ")) from None
         return "video" if isinstance(media, Video) else "image", media
 
 
@@ -255,7 +246,13 @@ def caption_folder(
         for name, line in earlier.items()
         if (files[name].items() <= line.items() if name in files else "error" not in line)
     }
-    jobs = _make_jobs(list(files), done, batch_size)
+    names = list(files)
+    batches = [names[k : k + batch_size] for k in range(0, len(names), batch_size)]
+    jobs: list[dict[str, Any]] = [
+        {"batch": k, "files": batch, "done": [name for name in batch if name in done]}
+        for k, batch in enumerate(batches)
+        if not done.keys() >= set(batch)
+    ]
     finished = len(files) - sum(len(job["files"]) for job in jobs)
     on_batch(finished, len(files), [])
     write_text(part, "".join(json.dumps(line) + "\n" for line in done.values()))
@@ -277,16 +274,6 @@ def caption_folder(
     return sum("error" not in line for line in done.values()), len(failed)
 
 
-def _make_jobs(names: Sequence[str], done: Mapping[str, Line], batch_size: int) -> list[dict[str, Any]]:
-    """The jobs of ``Captioner`` for all batches with a file that is not done."""
-    batches = [names[k : k + batch_size] for k in range(0, len(names), batch_size)]
-    return [
-        {"batch": k, "files": batch, "done": [name for name in batch if name in done]}
-        for k, batch in enumerate(batches)
-        if any(name not in done for name in batch)
-    ]
-
-
 def _find_files(folder: Path, excluded: set[Path]) -> dict[str, Line]:
     """Size and modification time of all files by relative name, without ``excluded`` and hidden files.
 
@@ -296,13 +283,10 @@ def _find_files(folder: Path, excluded: set[Path]) -> dict[str, Line]:
     Raises:
         UserError: there are no files.
     """
-    files = {}
-    for path in _entries(folder):
-        if Path(os.path.realpath(path)) not in excluded:
-            files[os.path.relpath(path, folder)] = _status(path)
-    if not files:
+    paths = [path for path in _entries(folder) if Path(os.path.realpath(path)) not in excluded]
+    if not paths:
         raise UserError(f"{folder}: expected images or videos, received a folder without files")
-    return {name: files[name] for name in sorted(files)}
+    return dict(sorted((os.path.relpath(path, folder), _status(path)) for path in paths))
 
 
 def _entries(folder: Path) -> Iterator[str]:
@@ -314,8 +298,7 @@ def _entries(folder: Path) -> Iterator[str]:
     closed: list[str] = []
     for top, folders, files in os.walk(folder, onerror=lambda error: closed.append(error.filename)):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        shown = [name for name in files if not name.startswith(".")]
-        yield from (os.path.join(top, name) for name in shown)
+        yield from (os.path.join(top, name) for name in files if not name.startswith("."))
         yield from (path for name in folders if os.path.islink(path := os.path.join(top, name)))
     if str(folder) in closed:
         raise UserError(f"{folder}: expected a folder of images or videos, received one that cannot be read")

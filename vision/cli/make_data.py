@@ -77,10 +77,15 @@ def make_data(
 
     from mmspec.cli.session import open_pipeline
     from mmspec.pipeline import Pipeline
-    from mmspec.training.answering import AnswerGenerator, draw_prompts
+    from mmspec.training.answering import AnswerGenerator, draw_prompts, without_answers
     from mmspec.training.features import Recorder
 
-    asked = [] if prompts is None else _read_prompts(prompts, images)
+    asked: list[PendingConversation] = []
+    if prompts is not None:
+        file = data.read(prompts, images, answered=False)
+        for reason, count in file.skipped.items():
+            click.echo(f"{prompts}: {count} records skipped: {reason}", err=True)
+        asked = [without_answers(conversation) for conversation in file.conversations]
     console = Console(stderr=True)
     pipe = open_pipeline(console, target, None, device, settings["dtype"], max_num_seqs=batch)
     params = SamplingParams(max_new_tokens=settings["max_new_tokens"], temperature=settings["temperature"])
@@ -93,15 +98,6 @@ def make_data(
         pipe = Pipeline(pipe.target, pipe.processor, Recorder(), pipe.name, max_num_seqs=batch)
     total = self_prompts or len(asked)
     _answer_all(AnswerGenerator(pipe, seed, params, settings["greedy"]), jobs, total, dataset, console)
-
-
-def _read_prompts(path: Path, images: Path | None) -> list[PendingConversation]:
-    from mmspec.training.answering import without_answers
-
-    file = data.read(path, images, answered=False)
-    for reason, count in file.skipped.items():
-        click.echo(f"{path}: {count} records skipped: {reason}", err=True)
-    return [without_answers(conversation) for conversation in file.conversations]
 
 
 class Dataset:
@@ -128,17 +124,14 @@ class Dataset:
         if self.path.exists():
             if (out / SETTINGS).exists():
                 check_settings(out, read_json(out / SETTINGS), settings)
-            self._load()
+            for number, record in read_rows(self.path, cut=True):
+                if not isinstance(record.get("id"), str):
+                    at = f"{self.path}, line {number}"
+                    raise UserError(f"{at}: expected a record with an id, received {shown(record)}")
+                self.done.add(record["id"])
+            with self.path.open("rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
         write_text(out / SETTINGS, json.dumps(settings, indent=2) + "\n")
-
-    def _load(self) -> None:
-        """Read the ids of existing records, and remove an incomplete last line."""
-        for number, record in read_rows(self.path, cut=True):
-            if not isinstance(record.get("id"), str):
-                raise UserError(f"{self.path}, line {number}: expected a record with an id, received {shown(record)}")
-            self.done.add(record["id"])
-        with self.path.open("rb+") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
 
     def append(self, conversations: Sequence[data.Conversation]) -> None:
         lines = [json.dumps(data.to_record(conversation, self.out)) + "\n" for conversation in conversations]

@@ -256,18 +256,20 @@ def test_interrupted_run_resumes(pictures, model, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def captioned(model, tmp_path_factory):
-    """A captioned folder of one image: folder, output file, options."""
+    """The captions of a folder of one image: the output file, and the command, which takes another folder and further
+    options."""
     root = tmp_path_factory.mktemp("captioned")
     (root / "in").mkdir()
     save_noise(root / "in" / "a.png", 1)
     out = root / "captions.jsonl"
     options = {"model": model, "drafter": "none", "max-new-tokens": "3", "temperature": "1", "seed": "1"}
-    assert main(["caption", str(root / "in"), "--out", str(out), *flags(options)]) == 0
-    return root / "in", out, options
 
+    def again(folder=root / "in", **changes):
+        flags = [part for name, value in {**options, **changes}.items() for part in (f"--{name}", value)]
+        return main(["caption", str(folder), "--out", str(out), *flags])
 
-def flags(options):
-    return [part for name, value in options.items() for part in (f"--{name}", value)]
+    assert again() == 0
+    return out, again
 
 
 @pytest.mark.parametrize(
@@ -285,10 +287,10 @@ def flags(options):
     ],
 )
 def test_changed_settings_raise_before_a_model_loads(captioned, monkeypatch, capfd, name, value, message):
-    folder, out, options = captioned
+    out, again = captioned
     before = out.read_bytes()
     monkeypatch.setattr(folders, "Captioner", lambda _: pytest.fail("a model was loaded"))
-    assert main(["caption", str(folder), "--out", str(out), *flags(options | {name: value})]) == 2
+    assert again(**{name: value}) == 2
     error = capfd.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {out} holds a run with ")
     assert message in error
@@ -297,18 +299,16 @@ def test_changed_settings_raise_before_a_model_loads(captioned, monkeypatch, cap
 
 
 def test_settings_that_do_not_change_tokens_may_differ(captioned, monkeypatch):
-    folder, out, options = captioned
+    out, again = captioned
     before = out.read_bytes()
     monkeypatch.setattr(folders, "Captioner", lambda _: pytest.fail("a model was loaded"))
-    changed = options | {"drafter": "ngram", "nodes": "2", "device": "cpu"}
-    assert main(["caption", str(folder), "--out", str(out), *flags(changed)]) == 0
+    assert again(drafter="ngram", nodes="2", device="cpu") == 0
     assert out.read_bytes() == before
 
 
 def test_different_folder_raises(captioned, tmp_path, capfd):
-    _, out, options = captioned
     save_noise(tmp_path / "a.png", 2)
-    assert main(["caption", str(tmp_path), "--out", str(out), *flags(options)]) == 2
+    assert captioned[1](tmp_path) == 2
     assert 'holds a run with folder = "in": expected the same' in capfd.readouterr().err
 
 
@@ -406,9 +406,9 @@ def test_ray_gives_equal_output_and_retries_after_a_killed_worker(pictures, mode
 
 
 def test_an_output_has_one_run(captioned, capfd):
-    folder, out, options = captioned
+    out, again = captioned
     with alone(out.with_name(f".{out.name}.lock"), out):
-        assert main(["caption", str(folder), "--out", str(out), *flags(options)]) == 2
+        assert again() == 2
     assert f"{out}: expected an output of this run alone" in capfd.readouterr().err
-    assert main(["caption", str(folder), "--out", str(out), *flags(options)]) == 0
+    assert again() == 0
     assert sorted(path.name for path in out.parent.iterdir()) == [out.name, "in"]

@@ -167,17 +167,6 @@ def test_a_share_is_answered_greedily(model, pipe, questions, tmp_path):
     assert 2 < greedy < 10
 
 
-def test_text_targets(tmp_path, prompts):
-    folder = save_text_model(tmp_path / "text")
-    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
-    (folder / "chat_template.jinja").write_text(template)
-    talks = [record for record in json.loads(prompts.read_text()) if record["id"] == "words"]
-    prompts.write_text(json.dumps(talks))
-    run("--target", folder, "--prompts", prompts, "--out", tmp_path / "out", *NEW)
-    (found,) = data.read(tmp_path / "out/data.jsonl").conversations
-    assert len(found.answers) == 2
-
-
 def test_a_text_target_writes_its_own_prompts(tmp_path, monkeypatch):
     # Random weights write no words.
     monkeypatch.setattr("mmspec.training.answering._usable", lambda tokenizer, ids: ascii(tokenizer.decode(ids)))
