@@ -291,10 +291,7 @@ class LightningAttention(Mamba2):
 
     name: ClassVar[str] = "lightning attention"
     functions: ClassVar[Functions] = {
-        "MiniMaxLightningAttention.forward": (
-            _attention,
-            ("hidden_states", "position_embeddings", "attention_mask"),
-        ),
+        "MiniMaxLightningAttention.forward": (_attention, ("hidden_states", "position_embeddings", "attention_mask")),
         "MiniMaxModel.forward": (_model, ("use_cache",)),
     }
 
@@ -313,12 +310,7 @@ class LightningAttention(Mamba2):
 
 
 def _block(
-    states: Any,
-    original: Adapter,
-    mixer: Any,
-    input_states: Tensor,
-    position_ids: Tensor,
-    **options: Any,
+    states: Any, original: Adapter, mixer: Any, input_states: Tensor, position_ids: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
     """Replace ``RecurrentGemmaRecurrentBlock.forward``.
 
@@ -404,12 +396,7 @@ def _relative_logits(
 
 
 def _position_bias(
-    states: Any,
-    original: Adapter,
-    module: Any,
-    hidden_states: Tensor,
-    relative_distance: Tensor,
-    *positions: Any,
+    states: Any, original: Adapter, module: Any, hidden_states: Tensor, relative_distance: Tensor, *positions: Any
 ) -> Tensor:
     """Replace ``Inkling2RelativePositionBias.forward``."""
 
@@ -425,10 +412,7 @@ _WINDOWED = ("hidden_states", "conv_mask")
 INKLING: Functions = {**CONVOLUTION, "InklingRelativeLogits.forward": _RELATIVE}
 INKLING2_BIASES: Functions = {
     "Inkling2RelativeLogits.forward": _RELATIVE,  # transformers 5.23 and earlier
-    "Inkling2RelativePositionBias.forward": (
-        _position_bias,
-        ("hidden_states", "relative_distance", "position_ids"),
-    ),
+    "Inkling2RelativePositionBias.forward": (_position_bias, ("hidden_states", "relative_distance", "position_ids")),
 }
 INKLING2: Functions = {
     **CONVOLUTION,

@@ -276,13 +276,7 @@ class CurriculumSampler:
         info: stage and share at the last call of ``next``, for the training log.
     """
 
-    def __init__(
-        self,
-        lengths: Mapping[str, Sequence[int]],
-        batch: int,
-        seed: int,
-        text_share: float = 0.0,
-    ) -> None:
+    def __init__(self, lengths: Mapping[str, Sequence[int]], batch: int, seed: int, text_share: float = 0.0) -> None:
         self.lengths = {kind: found for kind, found in lengths.items() if len(found)}
         if not self.lengths:
             raise UserError("training needs at least one conversation that is not held out: received none")

@@ -530,10 +530,7 @@ class FeatureCache(StoredFeatures):
             if set(self._wanted) <= set(stored):
                 self.extractor.layers = tuple(stored)
         target = self.extractor.target
-        wanted = {
-            "verifier": verifier_of(target),
-            "settings": {**self.extractor.settings, "dtype": str(target.dtype)},
-        }
+        wanted = {"verifier": verifier_of(target), "settings": {**self.extractor.settings, "dtype": str(target.dtype)}}
         if found is None:
             write_text(path, json.dumps(wanted, indent=2) + "\n")
             return

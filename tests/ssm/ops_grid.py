@@ -287,13 +287,7 @@ RULES = (
         constant=(2, 5),
     ),
     Rule("delta", _delta_step, lambda s, q, k, v, *_: (s * _each(q, v)[:, :, None]).sum(1), slice(1, 5), {"beta": 4}),
-    Rule(
-        "kda",
-        _delta_step,
-        lambda s, q, *_: (s * q[:, :, None]).sum(1),
-        slice(1, 5),
-        {"k": 1, "g": 3, "beta": 4},
-    ),
+    Rule("kda", _delta_step, lambda s, q, *_: (s * q[:, :, None]).sum(1), slice(1, 5), {"k": 1, "g": 3, "beta": 4}),
     Rule(
         "selective",
         lambda s, x, dt, a, b: torch.exp(dt[:, None] * a) * s + (dt * x)[:, None] * _each(b, x),

@@ -43,9 +43,7 @@ def test_reads_arrays_and_lines(tmp_path, lines):
     )
     assert first.answers == (None, None)
     assert second == Conversation(
-        "2",
-        ({"role": "user", "content": [text("Hi")]}, {"role": "assistant", "content": "Ho"}),
-        (None,),
+        "2", ({"role": "user", "content": [text("Hi")]}, {"role": "assistant", "content": "Ho"}), (None,)
     )
     assert read(path, Path("/media")).conversations[0].media == [image("/media/coco/a.jpg")]
     later = turns("<image>\nA?", "a", "<image>\nB?", "b", image=["x", "y", "z"])

@@ -118,9 +118,7 @@ def qwen(name: str = "qwen2_vl") -> Pipeline:
 @cache
 def llava_next(merges=()) -> Pipeline:
     images = LlavaNextImageProcessorPil(
-        size={"shortest_edge": 16},
-        crop_size={"height": 16, "width": 16},
-        image_grid_pinpoints=[[16, 32], [32, 16]],
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, image_grid_pinpoints=[[16, 32], [32, 16]]
     )
     processor = LlavaNextProcessor(
         images,

@@ -31,15 +31,7 @@ from mmspec.training.small import distillation_loss
 from mmspec.training.tasks import head_weight, mask_token
 from mmspec.vision.training import HiddenStateObjective
 from tests import dflash, eagle3, medusa
-from tests.drafting import (
-    network_for,
-    plain_begin,
-    plain_cell,
-    plain_entries,
-    plain_layer,
-    plain_scores,
-    plain_states,
-)
+from tests.drafting import network_for, plain_begin, plain_cell, plain_entries, plain_layer, plain_scores, plain_states
 from tests.kangaroo import adapter
 from tests.tiny import shared_model
 from tests.tiny.models import dflash_network, kangaroo_network, mamba_network, medusa_network

@@ -27,15 +27,7 @@ from mmspec.training.data import MIXED, POOL, TEXT, CurriculumSampler
 from mmspec.training.objectives import LossOutput
 from mmspec.training.options import RunOptions, Schedule
 from mmspec.training.tasks import Optimisers
-from mmspec.training.trainer import (
-    CHECKPOINT,
-    CURVE,
-    DRAFTER,
-    LOG,
-    RunningMeans,
-    Trainer,
-    lr_factor,
-)
+from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, RunningMeans, Trainer, lr_factor
 
 EXAMPLES = 40
 
