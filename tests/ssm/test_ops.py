@@ -1,7 +1,5 @@
 """Recurrences and convolutions over trees in torch, against single steps by their definitions."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -93,12 +91,12 @@ def test_equal_keys_and_the_highest_rates(rule):
 class Allocations(TorchDispatchMode):
     """The sizes, in elements, of what operations allocate."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.sizes: list[int] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def storages(values: Any) -> dict[int, Tensor]:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        def storages(values):
             return {t.untyped_storage().data_ptr(): t for t in tree_leaves(values) if isinstance(t, Tensor)}
 
         result = func(*args, **(kwargs or {}))

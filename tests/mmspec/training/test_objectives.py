@@ -26,7 +26,6 @@ from mmspec.training.dflash import DFlashObjective
 from mmspec.training.eagle3 import Eagle3Objective
 from mmspec.training.kangaroo import KangarooObjective
 from mmspec.training.medusa import MedusaObjective
-from mmspec.training.objectives import LossOutput
 from mmspec.training.small import distillation_loss
 from mmspec.training.tasks import head_weight, mask_token
 from mmspec.vision.training import HiddenStateObjective
@@ -42,11 +41,11 @@ ALL = slice(None)
 
 
 @pytest.fixture(scope="module")
-def target() -> TransformersTarget:
+def target():
     return TransformersTarget(shared_model("llama"))
 
 
-def shaken() -> Any:
+def shaken():
     """Another model of the target's shape."""
     network = copy.deepcopy(shared_model("llama"))
     torch.manual_seed(3)
@@ -55,7 +54,7 @@ def shaken() -> Any:
     return network
 
 
-def detached(output: LossOutput) -> LossOutput:
+def detached(output):
     return replace(output, total=output.total.detach())
 
 
@@ -551,7 +550,7 @@ def test_a_batch_without_answers_has_no_loss(kind, target):
 @pytest.mark.parametrize(
     ("named", "expected"), [((7, 3, 1), 7), ((None, 3, 1), 3), ((101, 3, 1), 3), ((101, 200, None), 100)]
 )
-def test_a_mask_token_is_one_that_the_embedding_has(named: tuple[int | None, ...], expected: int) -> None:
+def test_a_mask_token_is_one_that_the_embedding_has(named, expected):
     """A tokenizer's own first; tokens beyond the vocabulary are left out."""
     target = TransformersTarget(shared_model("llama"))
     tokenizer = SimpleNamespace(**dict(zip(("mask_token_id", "pad_token_id", "unk_token_id"), named, strict=True)))

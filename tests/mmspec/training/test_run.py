@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, LlavaForConditionalGeneration
 
 pytest.importorskip("accelerate")
@@ -52,26 +50,26 @@ STILL = ["--steps", "1", "--rate", "1e-12", "--prompts", "0"]
 """So small a rate leaves weights as they are."""
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
+def rows(folder):
     return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
 
 
-def evaluations(folder: Path) -> list[dict[str, Any]]:
+def evaluations(folder):
     return [row for row in rows(folder) if row["event"] == "held-out"]
 
 
-def saved(out: Path) -> dict[str, Tensor]:
+def saved(out):
     return load_file(out / DRAFTER / "model.safetensors")
 
 
-def assert_same(out: Path, other: Path, atol: float = 1e-6, rtol: float = 0.0) -> None:
+def assert_same(out, other, atol=1e-6, rtol=0.0):
     """Weights of two runs, by the first run's names."""
     theirs = saved(other)
     for name, value in saved(out).items():
         torch.testing.assert_close(theirs[name], value, atol=atol, rtol=rtol)
 
 
-def easy(folder: Path, kind: Any, scale: float) -> str:
+def easy(folder, kind, scale):
     """Make a random target's next token depend mostly on the last token: easy to learn."""
     target = kind.from_pretrained(folder)
     for layer in target.get_decoder().layers:
@@ -85,23 +83,23 @@ def easy(folder: Path, kind: Any, scale: float) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     return easy(save_llava(tmp_path_factory.mktemp("llava")), LlavaForConditionalGeneration, 1.0)
 
 
 @pytest.fixture(scope="module")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def text_model(tmp_path_factory):
     folder = save_text_model(tmp_path_factory.mktemp("text"))
     (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }} {% endfor %}")
     return easy(folder, LlamaForCausalLM, 4.0)
 
 
 @pytest.fixture(scope="module")
-def answered(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def answered(tmp_path_factory):
     """Conversations that a target has answered, with an image each or without."""
     found: dict[tuple[str, bool], Path] = {}
 
-    def call(target: str, images: bool = False) -> Path:
+    def call(target, images=False):
         if (target, images) in found:
             return found[target, images]
         folder, pipe, lines = tmp_path_factory.mktemp("conversations"), mmspec.load(target, drafter=None), []
@@ -125,10 +123,10 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def train(request: pytest.FixtureRequest, answered: Callable[..., Path]) -> Callable[..., str]:
+def train(request, answered):
     """Runs a command in a folder; returns its output."""
 
-    def call(out: Path, *options: str, command: str = "msd", **replaced: Path | None) -> str:
+    def call(out, *options, command="msd", **replaced):
         small = command in TEXT_ONLY
         target = request.getfixturevalue("text_model" if small else "model")
         chosen = {"text": answered(target)} | ({} if small else {"data": answered(target, True)}) | replaced
@@ -192,15 +190,7 @@ LOSS = {"msd": 0.7, "medusa": 0.95, "kangaroo": 0.95}
     ("command", "options", "fields", "metric"),
     [pytest.param(*case, marks=() if case[0] in TEXT_ONLY else pytest.mark.long) for case in LEARNING],
 )
-def test_a_drafter_learns_to_predict_its_target(
-    command: str,
-    options: str,
-    fields: str,
-    metric: str,
-    request: pytest.FixtureRequest,
-    train: Callable[..., str],
-    tmp_path: Path,
-) -> None:
+def test_a_drafter_learns_to_predict_its_target(command, options, fields, metric, request, train, tmp_path):
     """It is saved with its settings, and leaves an answer as it is."""
     assert "drafter written to" in train(tmp_path, "--steps", "60", "--rate", "1e-2", *options.split(), command=command)
     first, last = evaluations(tmp_path)
@@ -230,11 +220,11 @@ def test_a_drafter_learns_to_predict_its_target(
     assert exported == 2 or make_drafter(str(tmp_path / "out")).name == command
 
 
-def named(target: str, drafter: Path, out: Path) -> list[str]:
+def named(target, drafter, out):
     return ["--model", target, "--drafter", str(drafter), "--out", str(out)]
 
 
-def test_the_same_command_resumes_the_run(train: Callable[..., str], tmp_path: Path) -> None:
+def test_the_same_command_resumes_the_run(train, tmp_path):
     options = ["--epochs", "2", "--prompts", "0", "--layers", "2", "--draft-vocabulary", "12"]
     train(tmp_path / "whole", *options, command="mamba")
     assert rows(tmp_path / "whole")[-1]["step"] == 7  # 20 conversations are not held out; batches of 6
@@ -258,7 +248,7 @@ TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 
 
 @pytest.mark.long
-def test_settings_keep_the_drafter_that_training_starts_from(train: Callable[..., str], tmp_path: Path) -> None:
+def test_settings_keep_the_drafter_that_training_starts_from(train, tmp_path):
     """Further layers add nothing at first, and a head of full rank is the target's."""
     shape = ["--draft-vocabulary", "10", "--slots", "6", "--depth", "6"]
     train(tmp_path / "first", "--steps", "30", "--rate", "1e-2", *shape, command="flash")
@@ -276,7 +266,7 @@ def test_settings_keep_the_drafter_that_training_starts_from(train: Callable[...
 
 
 @pytest.mark.long
-def test_layers_switches_and_a_cache(train: Callable[..., str], tmp_path: Path) -> None:
+def test_layers_switches_and_a_cache(train, tmp_path):
     options = ["--steps", "2", "--prompts", "0", "--layers", "2", "--reads", "1,0", "--outputs", *EAGLE3]
     options += ["--norm-before-residual", "--norm-before-fc"]
     assert "no --text: training on --data only" in train(tmp_path / "a", *options, text=None, command="eagle3")
@@ -296,7 +286,7 @@ def test_layers_switches_and_a_cache(train: Callable[..., str], tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_a_head_starts_as_one_with_and_without_parallel_levels(train: Callable[..., str], tmp_path: Path) -> None:
+def test_a_head_starts_as_one_with_and_without_parallel_levels(train, tmp_path):
     masks, kept = [], []
     for name, *options in (("a",), ("b", "--parallel"), ("c",), ("d", "--sequential")):
         options += ["--start", str(tmp_path / chr(ord(name) - 1) / DRAFTER)] if name != "a" else []
@@ -312,9 +302,7 @@ def test_a_head_starts_as_one_with_and_without_parallel_levels(train: Callable[.
 
 
 @pytest.mark.long
-def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(
-    model: str, train: Callable[..., str], tmp_path: Path
-) -> None:
+def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(model, train, tmp_path):
     still, heads = [*STILL, *DFLASH], ["--markov-rank", "16", "--markov-type", "rnn", "--confidence", "markov"]
     changes = ["--from-target", "--layers", "1", "--reads", "0", "--mask-token-id", "7", *heads]
     train(tmp_path / "a", *still, *changes, command="dflash")
@@ -346,7 +334,7 @@ def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(
 
 
 @pytest.mark.long
-def test_training_starts_from_a_drafter(train: Callable[..., str], tmp_path: Path) -> None:
+def test_training_starts_from_a_drafter(train, tmp_path):
     shape = ["--no-decoupled", "--heads", "2", "--kv-heads", "1"]
     train(tmp_path / "msd", "--steps", "2", "--draft-vocabulary", "10", "--mlp", "16", *shape)
     begin = tmp_path / "msd" / DRAFTER
@@ -364,9 +352,7 @@ def test_training_starts_from_a_drafter(train: Callable[..., str], tmp_path: Pat
     assert_same(tmp_path / "a", tmp_path / "b")
 
 
-def test_a_draft_model_starts_as_the_targets_first_layers(
-    text_model: str, train: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_draft_model_starts_as_the_targets_first_layers(text_model, train, tmp_path):
     """All of them give its own choices; of a new network, embedding and output layer are the target's."""
     train(tmp_path / "all", *STILL, "--from-target", "--layers", "2", "--prompts", "4", command="small")
     (first, _) = evaluations(tmp_path / "all")
@@ -393,7 +379,7 @@ def test_a_draft_model_starts_as_the_targets_first_layers(
     assert words[0] == words[1]
 
 
-def test_a_target_with_images_has_a_draft_model_of_text(tmp_path: Path) -> None:
+def test_a_target_with_images_has_a_draft_model_of_text(tmp_path):
     """The decoder's layers belong to the language model inside."""
     pipe = mmspec.load(str(save_llava(tmp_path)), None)
     ids = torch.randint(4, 300, (1, 9))
@@ -403,7 +389,7 @@ def test_a_target_with_images_has_a_draft_model_of_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_layers_that_were_merged_have_their_published_names(name: str) -> None:
+def test_layers_that_were_merged_have_their_published_names(name):
     plain = copy.deepcopy(shared_model(name))
     for parameter in plain.parameters():
         if parameter.ndim == 1:  # biases are zero, weights of norms are one
@@ -418,7 +404,7 @@ def test_layers_that_were_merged_have_their_published_names(name: str) -> None:
         torch.testing.assert_close(weight, expected[key])
 
 
-def test_a_network_starts_as_the_best_linear_guess() -> None:
+def test_a_network_starts_as_the_best_linear_guess():
     """Where the next hidden state is linear in token embedding and hidden state, nothing is left to learn."""
     torch.manual_seed(0)
     network = MSDNetwork(MSDConfig(hidden_size=8, heads=2, kv_heads=1, head_dim=4, mlp=12, decoupled=False))
@@ -447,7 +433,7 @@ def test_a_network_starts_as_the_best_linear_guess() -> None:
 
 
 @pytest.mark.long
-def test_a_fitted_network_starts_better(train: Callable[..., str], tmp_path: Path) -> None:
+def test_a_fitted_network_starts_better(train, tmp_path):
     losses = []
     for options in ((), ("--fit",)):
         folder = tmp_path / str(len(options))
@@ -473,15 +459,13 @@ def test_a_fitted_network_starts_better(train: Callable[..., str], tmp_path: Pat
         ("kangaroo", ["--exit-layer", "9"], "^an early exit must be after a layer before the last"),
     ],
 )
-def test_invalid_options_are_refused(
-    command: str, options: list[str], message: str, train: Callable[..., str], tmp_path: Path
-) -> None:
+def test_invalid_options_are_refused(command, options, message, train, tmp_path):
     with pytest.raises(UserError, match=message):
         train(tmp_path, *options, command=command)
 
 
 @pytest.mark.long
-def test_heads_that_cannot_be_started_from_are_refused(model: str, train: Callable[..., str], tmp_path: Path) -> None:
+def test_heads_that_cannot_be_started_from_are_refused(model, train, tmp_path):
     refused = train(tmp_path / "a", "--reads", "2;3", command="eagle3")
     assert "'--reads': '2;3' is not a valid integer" in refused
     target = mmspec.load(model, None).target
@@ -495,9 +479,7 @@ def test_heads_that_cannot_be_started_from_are_refused(model: str, train: Callab
         train(tmp_path / "d", "--start", str(head), command="eagle3")
 
 
-def test_missing_and_unusable_conversations_are_refused(
-    answered: Callable[..., Path], model: str, train: Callable[..., str], tmp_path: Path
-) -> None:
+def test_missing_and_unusable_conversations_are_refused(answered, model, train, tmp_path):
     with pytest.raises(UserError, match=r"in --text or --data, received neither"):
         train(tmp_path, text=None, data=None)
     with pytest.raises(UserError, match=r"--text takes conversations without media: 0 has some"):
@@ -510,24 +492,24 @@ def test_missing_and_unusable_conversations_are_refused(
 # ---------------------------------------------------------------------- parts
 
 
-def conversation(name: str) -> Conversation:
+def conversation(name):
     turns = [("user", [{"type": "text", "text": name}]), ("assistant", "yes")]
     return Conversation(name, tuple({"role": role, "content": content} for role, content in turns), (None,))
 
 
 class SevenNodes:
-    def __init__(self, network: object, draft_ids: None) -> None:
+    def __init__(self, network, draft_ids):
         self.tree_size = 7
 
 
-def test_acceptance_counts_verify_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acceptance_counts_verify_steps_only(monkeypatch):
     """The first token of each answer comes from its prefill; a prompt too long for the target is skipped."""
     accepted = {"a": [2, 0, 1], "b": [0], "c": []}
 
     class Scripted:
-        def __init__(self, *_: object) -> None: ...
+        def __init__(self, *_): ...
 
-        def generate(self, prompt: list, temperature: float, max_new_tokens: int, nodes: int) -> Generation:
+        def generate(self, prompt, temperature, max_new_tokens, nodes):
             (name,) = (message["content"] for message in prompt)
             if name == "long":
                 raise UserError("too long")
@@ -540,39 +522,39 @@ def test_acceptance_counts_verify_steps_only(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("mmspec.training.tasks.Pipeline", Scripted)
     held_out = [conversation(name) for name in ("a", "long", "b", "c")]
     pipe = SimpleNamespace(target=None, processor=SimpleNamespace(reads_media=False))
-    setup = TrainingTask(torch.nn.Linear(1, 1), None, SevenNodes)  # type: ignore[arg-type]
+    setup = TrainingTask(torch.nn.Linear(1, 1), None, SevenNodes)
     options = RunOptions(out=Path("unused"), prompts=4, max_new_tokens=5)
-    task = DrafterTask(pipe, setup, {TEXT: held_out}, held_out, None, options)  # type: ignore[arg-type]
+    task = DrafterTask(pipe, setup, {TEXT: held_out}, held_out, None, options)
     assert task._acceptance() == {"mean_acceptance_length": (3 + 1 + 2 + 1) / 4}
     accepted |= {"a": [], "b": []}
     assert task._acceptance() == {}
 
 
-def test_held_out_losses_are_means_over_answer_tokens() -> None:
+def test_held_out_losses_are_means_over_answer_tokens():
     """However conversations are batched, and for a metric that only one batch has."""
     counts = {"a": 1, "b": 2, "c": 9}
 
-    def extract(batch: list[Conversation]) -> Features:
+    def extract(batch):
         answer = torch.zeros(len(batch), 12, dtype=torch.bool)
         for row, one in zip(answer, batch, strict=True):
             row[1 : 2 + counts[one.id]] = True  # the first of an answer is not predicted
-        return Features(answer.long(), answer[..., None].float(), None, None, answer, None)  # type: ignore[arg-type]
+        return Features(answer.long(), answer[..., None].float(), None, None, answer, None)
 
-    def objective(network: object, target: object, batch: Features, *_: object) -> LossOutput:
+    def objective(network, target, batch, *_):
         count = (batch.answer.sum(1) - 1).float()
         mean = (count * count).sum() / count.sum()  # of a token: the length of its answer
         return LossOutput(mean, {"long": 3.0} if float(count.max()) > 2 else {})
 
-    setup = TrainingTask(torch.nn.Linear(1, 1), objective, SevenNodes)  # type: ignore[arg-type]
+    setup = TrainingTask(torch.nn.Linear(1, 1), objective, SevenNodes)
     held_out = [conversation(name) for name in counts]
     pipe = SimpleNamespace(target=None, processor=SimpleNamespace(reads_media=False))
     for batch in (1, 2, 3):
         options = RunOptions(out=Path("unused"), prompts=0, batch=batch)
-        task = DrafterTask(pipe, setup, {TEXT: held_out}, held_out, extract, options)  # type: ignore[arg-type]
+        task = DrafterTask(pipe, setup, {TEXT: held_out}, held_out, extract, options)
         assert task.evaluate() == pytest.approx({"loss": (1 + 4 + 81) / 12, "long": 3.0})
 
 
-def test_the_most_frequent_tokens_come_first() -> None:
+def test_the_most_frequent_tokens_come_first():
     answers = [[5, 5, 5, 9, 9], [9, 5, 7]]
     assert frequent_tokens(answers, 2, [2], 10).tolist() == [2, 5]
     assert frequent_tokens(answers, 3, [2], 10).tolist() == [2, 5, 9]
