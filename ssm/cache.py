@@ -235,11 +235,10 @@ class StateCache(TreeCache):
         num_layers: int,
         recurrence: Callable[[int], Recurrence] | None,
         recurrent: Sequence[int],
-        *,
         attending: Sequence[int],
+        scans: int,
         reserve: int,
         static_shapes: bool = False,
-        scans: int = 1,
     ) -> None:
         super().__init__(num_layers, reserve=reserve, attending=attending, static_shapes=static_shapes)
         self._place = {layer: place for place, layer in enumerate(recurrent)}

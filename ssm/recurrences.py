@@ -94,28 +94,14 @@ class Mamba2(Recurrence):
         self._a: list[Any] = [None] * layers  # (heads,), valid during the pass
         self._stored_a: Tensor | None = None  # (layers, heads), copy for the commit
 
-    def read(  # type: ignore[override]
-        self,
-        place: int,
-        state: Tensor,
-        tree: DepthIndex,
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,  # noqa: N803
-        B: Tensor,  # noqa: N803
-        C: Tensor,  # noqa: N803
-        chunk_size: int | None = None,
-        D: Tensor | None = None,  # noqa: N803
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
+    def read(self, place: int, state: Tensor, tree: DepthIndex, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Does not clamp step sizes to ``dt_limit``: transformers clamps in prefill, but not in decoding."""
-        self._a[place] = A.detach()
+        x, dt, a, b, c = inputs
+        self._a[place] = a.detach()
         if place == len(self._a) - 1:
             self._stored_a = torch.stack(self._a, out=self._stored_a)
-        dt = _step_sizes(dt, dt_bias, dt_softplus)
-        return tree_scan(hidden_states, dt, A, B, C, D, state, tree.ancestors).contiguous(), dt
+        dt = _step_sizes(dt, options.get("dt_bias"), options.get("dt_softplus", False))
+        return tree_scan(x, dt, a, b, c, options.get("D"), state, tree.ancestors).contiguous(), dt
 
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
         assert self._stored_a is not None
@@ -144,30 +130,16 @@ class Mamba1(Recurrence):
 
     _a: Tensor | None = None  # (layers, channels, state), copy for the commit
 
-    def read(  # type: ignore[override]
-        self,
-        place: int,
-        state: Tensor,
-        tree: DepthIndex,
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,  # noqa: N803
-        B: Tensor,  # noqa: N803
-        C: Tensor,  # noqa: N803
-        D: Tensor | None = None,  # noqa: N803
-        z: Tensor | None = None,
-        delta_bias: Tensor | None = None,
-        delta_softplus: bool = False,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """Arguments and output have shape (batch, channels or state, nodes)."""
+    def read(self, place: int, state: Tensor, tree: DepthIndex, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Inputs and output have shape (batch, channels or state, nodes)."""
+        a = inputs[2]
         if self._a is None:
-            self._a = A.new_empty(self._layers, *A.shape)
-        self._a[place] = A.detach()
-        x, dt, b, c = (t.transpose(1, 2) for t in (hidden_states, dt, B, C))
-        dt = _step_sizes(dt, delta_bias, delta_softplus)
-        y = tree_selective(x, dt, A, b.unsqueeze(2), c.unsqueeze(2), D, state, tree)
-        if z is not None:
+            self._a = a.new_empty(self._layers, *a.shape)
+        self._a[place] = a.detach()
+        x, dt, b, c = (t.transpose(1, 2) for t in (*inputs[:2], *inputs[3:]))
+        dt = _step_sizes(dt, options["delta_bias"], options["delta_softplus"])
+        y = tree_selective(x, dt, a, b.unsqueeze(2), c.unsqueeze(2), options["D"], state, tree)
+        if (z := options["z"]) is not None:
             y *= torch.nn.functional.silu(z.transpose(1, 2).float())
         return y.to(x.dtype).transpose(1, 2), torch.cat([dt, b.float()], dim=-1)
 
@@ -190,7 +162,7 @@ class GatedDelta(Recurrence):
     functions: ClassVar[Functions] = {**CONVOLUTION, "torch_chunk_gated_delta_rule": ("scan", _DELTA_PARAMETERS)}
     scan: ClassVar[Callable[..., Tensor]] = staticmethod(tree_delta)
 
-    def read(  # type: ignore[override]
+    def read(
         self,
         place: int,
         state: Tensor,
@@ -285,7 +257,7 @@ class LightningAttention(Mamba2):
         "MiniMaxModel.forward": (_model, ("use_cache",)),
     }
 
-    def read(  # type: ignore[override]
+    def read(
         self, place: int, state: Tensor, tree: DepthIndex, q: Tensor, k: Tensor, v: Tensor, slope: Tensor
     ) -> tuple[Tensor, Tensor]:
         steps = torch.ones(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -341,9 +313,7 @@ class RGLRU(Recurrence):
         "RecurrentGemmaRglru._rnn_scan": (_scan, ("hidden_states", "recurrent_gate", "recurrent_states")),
     }
 
-    def read(  # type: ignore[override]
-        self, place: int, state: Tensor, tree: DepthIndex, x: Tensor, a: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def read(self, place: int, state: Tensor, tree: DepthIndex, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
         return tree_lru(x, a, state, tree).to(x.dtype), torch.cat([a, x], dim=-1)
 
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:

@@ -192,8 +192,8 @@ def _turn(turn: Any) -> tuple[str, str, tuple[int, ...] | None]:
     _require(valid, "turns with `from` and a text `value`", turn)
     role, ids = ROLES.get(str(turn.get("from")), ""), turn.get("token_ids")
     _require(role, f"turns from {', '.join(ROLES)}", turn.get("from"))
-    valid = ids is None or (isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids))
-    _require(valid, "`token_ids` as a list of token numbers", ids)
+    numbers = isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)
+    _require(ids is None or numbers, "`token_ids` as a list of token numbers", ids)
     return role, turn["value"], None if ids is None or role != "assistant" else tuple(ids)
 
 

@@ -84,10 +84,6 @@ class ConversationFeatures:
     answer: Tensor
     layers: Tensor | None = None
 
-    def cpu(self) -> ConversationFeatures:
-        parts: dict[str, Any] = {name: None if x is None else x.cpu() for name, x in vars(self).items()}
-        return ConversationFeatures(**parts)
-
 
 CONTEXT = -1
 """Turn index of tokens outside answers."""
@@ -110,10 +106,6 @@ class EncodedConversation:
     turn: Tensor
     visual: Tensor
     inputs: dict[str, Any]
-
-    def cut(self, length: int) -> EncodedConversation:
-        """Truncate to the first ``length`` positions, which must include all media."""
-        return replace(self, tokens=self.tokens[:length], turn=self.turn[:length], visual=self.visual[:length])
 
 
 class Encoder:
@@ -143,11 +135,6 @@ class Encoder:
             raise UserError("conversations need a chat template: the model's processor has none")
         self._render = renderer.apply_chat_template
 
-    @property
-    def skipped(self) -> Counter[str]:
-        """Number of skipped conversations so far by reason."""
-        return Counter(self.reasons.values())
-
     def __call__(self, conversation: Conversation) -> EncodedConversation | None:
         """Encode a conversation without trailing turns beyond the maximum length.
 
@@ -167,7 +154,8 @@ class Encoder:
         if start + 2 > self.max_length:
             self.reasons[conversation.id] = "too long"
             return None
-        return shorter.cut(self.max_length)
+        cut = {name: getattr(shorter, name)[: self.max_length] for name in ("tokens", "turn", "visual")}
+        return replace(shorter, **cut)
 
     def _encode(self, conversation: Conversation) -> EncodedConversation | None:
         processor: Any = self.pipe.processor
@@ -287,7 +275,7 @@ class Extractor:
     @property
     def skipped(self) -> Counter[str]:
         """Number of skipped conversations by reason."""
-        return self.encoder.skipped
+        return Counter(self.encoder.reasons.values())
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -491,7 +479,8 @@ class FeatureCache(StoredFeatures):
             part, rows = todo[first : first + self.size], []
             for start in range(0, len(part), batch):
                 for one, row in zip(some := part[start : start + batch], self.extractor.rows(some), strict=True):
-                    rows.append((one, self.extractor.encoder.reasons[one.id] if row is None else row.cpu()))
+                    on_cpu = {name: x.cpu() for name, x in vars(row).items() if x is not None} if row else {}
+                    rows.append((one, replace(row, **on_cpu) if row else self.extractor.encoder.reasons[one.id]))
                 if progress:
                     progress(first + len(rows), len(todo))
             write_features(self.folders[0], self.dtype, rows)

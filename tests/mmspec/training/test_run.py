@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ from tests.training import terminated_at
 TEXT_ONLY = ("small", "mamba")
 """Commands that are tested on a text target, which is faster."""
 
-STILL = ["--steps", "1", "--rate", "1e-12", "--prompts", "0"]
+STILL = "--steps 1 --rate 1e-12 --prompts 0"
 """So small a rate leaves weights as they are."""
 
 
@@ -97,11 +98,9 @@ def text_model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory):
     """Conversations that a target has answered, with an image each or without."""
-    found: dict[tuple[str, bool], Path] = {}
 
+    @cache
     def call(target, images=False):
-        if (target, images) in found:
-            return found[target, images]
         folder, pipe, lines = tmp_path_factory.mktemp("conversations"), mmspec.load(target, drafter=None), []
         for number in range(12 if pipe.processor.reads_media else 24):
             record: dict[str, Any] = {"id": str(number)}
@@ -115,9 +114,8 @@ def answered(tmp_path_factory):
             )
             answer = {"from": "gpt", "value": said.text, "token_ids": said.token_ids}
             lines.append(json.dumps({**record, "conversations": [{"from": "human", "value": prompt}, answer]}))
-        found[target, images] = folder / "data.jsonl"
-        found[target, images].write_text("\n".join(lines))
-        return found[target, images]
+        (folder / "data.jsonl").write_text("\n".join(lines))
+        return folder / "data.jsonl"
 
     return call
 
@@ -134,7 +132,9 @@ def train(request, answered):
         given += ["--batch", "6", "--held-out", "4", "--prompts", "4", "--max-new-tokens", "16", "--warmup", "5"]
         if command == "mamba":
             given += ["--hidden-size", "32", "--heads", "2", "--head-dim", "16", "--state", "4"]
-        result = CliRunner().invoke(commands, [command, "--target", target, "--out", str(out), *given, *options])
+        result = CliRunner().invoke(
+            commands, [command, "--target", target, "--out", str(out), *given, *" ".join(options).split()]
+        )
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result.output
@@ -144,8 +144,8 @@ def train(request, answered):
 
 # ---------------------------------------------------------------------- learning
 
-EAGLE3 = ["--passes", "3", "--top-k", "4", "--depth", "4", "--total-tokens", "12"]
-DFLASH = ["--block-size", "5", "--anchors", "8", "--top-k", "4", "--total-tokens", "12"]
+EAGLE3 = "--passes 3 --top-k 4 --depth 4 --total-tokens 12"
+DFLASH = "--block-size 5 --anchors 8 --top-k 4 --total-tokens 12"
 DSPARK = "--loss tv --markov-rank 16 --markov-type rnn --confidence markov --from-anchor --causal 1"
 XPRESS = "--markov-rank 16 --markov-type xpress"
 DFLASH2 = "--conv-kernel-size 2 --conv-group-size 8 --selector-rank 16 --selector-top-k 12"
@@ -160,23 +160,13 @@ LEARNING = [  # command, options, fields of the saved drafter or of its network'
     ("flash", "--latents 3 --slots 1 --passes 2", "latents=3 slots=1", "right_2"),
     ("flash", "--ratio 2 --slots 2 --passes 2 --glancing 0.4", "latents=8 slots=2", "right_4"),
     ("flash", FLASH, "latents=2 slots=12 rank=12", "coverage_6"),
-    ("eagle3", f"{NARROW} {' '.join(EAGLE3)}", "top_k=4 depth=4 total_tokens=12 mask_token_id=None", "right_3"),
-    ("eagle3", f"--loss lk --parallel --keep 0.8 {NARROW} {' '.join(EAGLE3)}", "name=eagle3", "right_3"),
-    (
-        "dflash",
-        f"{NARROW} {' '.join(DFLASH)}",
-        "depth=15 total_tokens=12 block_size=5 target_layer_ids=[0,1]",
-        "right_4",
-    ),
-    ("dflash", f"--from-target {NARROW} {' '.join(DFLASH)}", "top_k=4", "right_4"),
-    ("dflash", f"{DSPARK} {NARROW} {' '.join(DFLASH)}", "markov_rank=16 causal=[1] markov_outputs=40", "confidence_5"),
-    (
-        "dflash",
-        f"{DFLASH2} {' '.join(DFLASH)}",
-        "selector_rank=16 selector_tokens=320 conv_kernel_size=2",
-        "selector_4",
-    ),
-    ("dflash", f"{XPRESS} {NARROW} {' '.join(DFLASH)}", "markov_rank=16 markov_type=xpress", "base_4"),
+    ("eagle3", f"{NARROW} {EAGLE3}", "top_k=4 depth=4 total_tokens=12 mask_token_id=None", "right_3"),
+    ("eagle3", f"--loss lk --parallel --keep 0.8 {NARROW} {EAGLE3}", "name=eagle3", "right_3"),
+    ("dflash", f"{NARROW} {DFLASH}", "depth=15 total_tokens=12 block_size=5 target_layer_ids=[0,1]", "right_4"),
+    ("dflash", f"--from-target {NARROW} {DFLASH}", "top_k=4", "right_4"),
+    ("dflash", f"{DSPARK} {NARROW} {DFLASH}", "markov_rank=16 causal=[1] markov_outputs=40", "confidence_5"),
+    ("dflash", f"{DFLASH2} {DFLASH}", "selector_rank=16 selector_tokens=320 conv_kernel_size=2", "selector_4"),
+    ("dflash", f"{XPRESS} {NARROW} {DFLASH}", "markov_rank=16 markov_type=xpress", "base_4"),
     ("medusa", f"--layers 2 {MEDUSA}", "name=medusa layers=2 heads=3 head=40", "right_3"),
     ("medusa", f"--grounded --shared-output {MEDUSA}", "name=hydra layers=1 head=0", "right_3"),
     ("medusa", f"--grounded --prefix {MEDUSA}", "name=hydra head=40", "right_3"),
@@ -192,7 +182,7 @@ LOSS = {"msd": 0.7, "medusa": 0.95, "kangaroo": 0.95}
 )
 def test_a_drafter_learns_to_predict_its_target(command, options, fields, metric, request, train, tmp_path):
     """It is saved with its settings, and leaves an answer as it is."""
-    assert "drafter written to" in train(tmp_path, "--steps", "60", "--rate", "1e-2", *options.split(), command=command)
+    assert "drafter written to" in train(tmp_path, "--steps", "60", "--rate", "1e-2", options, command=command)
     first, last = evaluations(tmp_path)
     assert last["loss"] < LOSS.get(command, 0.8) * first["loss"]
     assert last["mean_acceptance_length"] > first["mean_acceptance_length"] + (0.2 if command == "flash" else 0.3)
@@ -212,16 +202,13 @@ def test_a_drafter_learns_to_predict_its_target(command, options, fields, metric
     answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].stats.mean_acceptance_length > 1.3
-    exported = main(["export", *named(target, tmp_path / DRAFTER, tmp_path / "out")])
+    arguments = ["--model", target, "--drafter", str(tmp_path / DRAFTER), "--out", str(tmp_path / "out")]
+    exported = main(["export", *arguments])
     markov = command == "dflash" and "--markov-rank" in options  # of 40 tokens, without an output layer of its own
     assert exported == (
         0 if command in ("eagle3", "dflash", "medusa") and "--grounded" not in options and not markov else 2
     )
     assert exported == 2 or make_drafter(str(tmp_path / "out")).name == command
-
-
-def named(target, drafter, out):
-    return ["--model", target, "--drafter", str(drafter), "--out", str(out)]
 
 
 def test_the_same_command_resumes_the_run(train, tmp_path):
@@ -267,10 +254,9 @@ def test_settings_keep_the_drafter_that_training_starts_from(train, tmp_path):
 
 @pytest.mark.long
 def test_layers_switches_and_a_cache(train, tmp_path):
-    options = ["--steps", "2", "--prompts", "0", "--layers", "2", "--reads", "1,0", "--outputs", *EAGLE3]
-    options += ["--norm-before-residual", "--norm-before-fc"]
-    assert "no --text: training on --data only" in train(tmp_path / "a", *options, text=None, command="eagle3")
-    train(tmp_path / "b", *options, "--cache", str(tmp_path / "cache"), text=None, command="eagle3")
+    options = f"--steps 2 --prompts 0 --layers 2 --reads 1,0 --outputs --norm-before-residual --norm-before-fc {EAGLE3}"
+    assert "no --text: training on --data only" in train(tmp_path / "a", options, text=None, command="eagle3")
+    train(tmp_path / "b", options, f"--cache {tmp_path / 'cache'}", text=None, command="eagle3")
     assert list((tmp_path / "cache").glob("*.safetensors"))
     assert_same(tmp_path / "a", tmp_path / "b", 1e-4, 1e-3)
     drafter = make_drafter(str(tmp_path / "a" / DRAFTER))
@@ -278,11 +264,11 @@ def test_layers_switches_and_a_cache(train, tmp_path):
     assert (config.layers, config.reads, config.outputs, config.states, config.head) == (2, [1, 0], True, 2, 320)
     assert (config.norm_before_residual, config.norm_before_fc, config.norm_output) == (True, True, True)
     assert not config.fc_norm
-    begin = ["--start", str(tmp_path / "a" / DRAFTER), *EAGLE3]
-    train(tmp_path / "on", *STILL, *begin, command="eagle3")
+    begin = ["--start", str(tmp_path / "a" / DRAFTER), EAGLE3]
+    train(tmp_path / "on", STILL, *begin, command="eagle3")
     assert_same(tmp_path / "a", tmp_path / "on")
     with pytest.raises(UserError, match=r"expected lm_head.weight \(10, \d+\) to start from, received \(320, \d+\)"):
-        train(tmp_path / "other", *STILL, *begin, "--draft-vocabulary", "10", command="eagle3")
+        train(tmp_path / "other", STILL, *begin, "--draft-vocabulary", "10", command="eagle3")
 
 
 @pytest.mark.long
@@ -290,7 +276,7 @@ def test_a_head_starts_as_one_with_and_without_parallel_levels(train, tmp_path):
     masks, kept = [], []
     for name, *options in (("a",), ("b", "--parallel"), ("c",), ("d", "--sequential")):
         options += ["--start", str(tmp_path / chr(ord(name) - 1) / DRAFTER)] if name != "a" else []
-        train(tmp_path / name, *STILL, *options, command="eagle3")
+        train(tmp_path / name, STILL, *options, command="eagle3")
         masks.append(make_drafter(str(tmp_path / name / DRAFTER)).network.config.mask_token_id)
         kept.append(saved(tmp_path / name))
     assert masks == [None, masks[1], masks[1], None]
@@ -303,9 +289,9 @@ def test_a_head_starts_as_one_with_and_without_parallel_levels(train, tmp_path):
 
 @pytest.mark.long
 def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(model, train, tmp_path):
-    still, heads = [*STILL, *DFLASH], ["--markov-rank", "16", "--markov-type", "rnn", "--confidence", "markov"]
-    changes = ["--from-target", "--layers", "1", "--reads", "0", "--mask-token-id", "7", *heads]
-    train(tmp_path / "a", *still, *changes, command="dflash")
+    still, changes = f"{STILL} {DFLASH}", "--from-target --layers 1 --reads 0"
+    heads = "--mask-token-id 7 --markov-rank 16 --markov-type rnn --confidence markov"
+    train(tmp_path / "a", still, changes, heads, command="dflash")
     found, layer = saved(tmp_path / "a"), mmspec.load(model, None).model.get_decoder().layers[-1]
     attention, mlp = layer.self_attn, layer.mlp
     expected = {
@@ -320,14 +306,14 @@ def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(model, tr
         torch.testing.assert_close(found[f"layers.0.{name}.weight"], weight.detach(), atol=1e-6, rtol=0)
     torch.testing.assert_close(found["fc.weight"], torch.eye(len(found["fc.weight"])), atol=1e-6, rtol=0)
     folder = str(tmp_path / "a" / DRAFTER)
-    train(tmp_path / "b", *still, "--start", folder, "--cache", str(tmp_path / "cache"), command="dflash")
+    train(tmp_path / "b", still, "--start", folder, "--cache", str(tmp_path / "cache"), command="dflash")
     assert_same(tmp_path / "a", tmp_path / "b")
     assert make_drafter(str(tmp_path / "b" / DRAFTER)).network.config.mask_token_id == 7
     with pytest.raises(UserError, match=r"--from-target needs layers like the drafter's: expected .*q_proj.weight"):
-        train(tmp_path / "d", *still, "--from-target", "--heads", "1", "--kv-heads", "1", command="dflash")
+        train(tmp_path / "d", still, "--from-target", "--heads", "1", "--kv-heads", "1", command="dflash")
     with pytest.raises(UserError, match="reads outputs of layers 0, 2: the target has 2 layers"):
-        train(tmp_path / "e", *still, "--reads", "0,2", command="dflash")
-    train(tmp_path / "f", *still, *changes[:5], *DFLASH2.split(), command="dflash")
+        train(tmp_path / "e", still, "--reads", "0,2", command="dflash")
+    train(tmp_path / "f", still, changes, DFLASH2, command="dflash")
     convolved = saved(tmp_path / "f")
     assert "layers.0.attention_conv.base" in convolved
     torch.testing.assert_close(convolved["layers.0.q.weight"], found["layers.0.q.weight"], atol=1e-6, rtol=0)
@@ -338,27 +324,26 @@ def test_training_starts_from_a_drafter(train, tmp_path):
     shape = ["--no-decoupled", "--heads", "2", "--kv-heads", "1"]
     train(tmp_path / "msd", "--steps", "2", "--draft-vocabulary", "10", "--mlp", "16", *shape)
     begin = tmp_path / "msd" / DRAFTER
-    train(tmp_path / "on", *STILL, "--start", str(begin))
+    train(tmp_path / "on", STILL, "--start", str(begin))
     assert_same(tmp_path / "msd", tmp_path / "on")
-    options = [*STILL, "--start", str(begin), "--slots", "3", "--latents", "2"]
-    options += ["--precision", "bfloat16"]
-    train(tmp_path / "flash", *options, command="flash")
+    options = f"{STILL} --start {begin} --slots 3 --latents 2 --precision bfloat16"
+    train(tmp_path / "flash", options, command="flash")
     network = json.loads((tmp_path / "flash" / DRAFTER / "config.json").read_text())["network"]
     assert (network["mlp"], network["slots"], network["latents"]) == (16, 3, 2)
     assert_same(tmp_path / "msd", tmp_path / "flash")
     options = ["--draft-vocabulary", "10", "--slots", "3", "--depth", "3", "--rank", "4"]
     train(tmp_path / "a", "--steps", "10", "--rate", "1e-2", "--prompts", "0", *options, command="flash")
-    train(tmp_path / "b", *STILL, "--start", str(tmp_path / "a" / DRAFTER), command="flash")
+    train(tmp_path / "b", STILL, "--start", str(tmp_path / "a" / DRAFTER), command="flash")
     assert_same(tmp_path / "a", tmp_path / "b")
 
 
 def test_a_draft_model_starts_as_the_targets_first_layers(text_model, train, tmp_path):
     """All of them give its own choices; of a new network, embedding and output layer are the target's."""
-    train(tmp_path / "all", *STILL, "--from-target", "--layers", "2", "--prompts", "4", command="small")
+    train(tmp_path / "all", STILL, "--from-target", "--layers", "2", "--prompts", "4", command="small")
     (first, _) = evaluations(tmp_path / "all")
     assert first["right_1"] == 1.0
     assert first["mean_acceptance_length"] > 4
-    train(tmp_path / "one", *STILL, "--from-target", "--layers", "1", command="small")
+    train(tmp_path / "one", STILL, "--from-target", "--layers", "1", command="small")
     theirs, ours = (
         LlamaForCausalLM.from_pretrained(one).state_dict() for one in (text_model, tmp_path / "one" / DRAFTER)
     )
@@ -370,8 +355,8 @@ def test_a_draft_model_starts_as_the_targets_first_layers(text_model, train, tmp
             UserError,
             match=r"^--from-target takes the target's width and at most its layers, .* 'layers': 2}: received",
         ):
-            train(tmp_path / "none", *STILL, "--from-target", *options, command="small")
-    train(tmp_path / "new", *STILL, "--layers", "1", command="small")
+            train(tmp_path / "none", STILL, "--from-target", *options, command="small")
+    train(tmp_path / "new", STILL, "--layers", "1", command="small")
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "new" / DRAFTER).state_dict()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         torch.testing.assert_close(ours[name], theirs[name].bfloat16(), atol=1e-3, rtol=1e-2)
@@ -497,32 +482,24 @@ def conversation(name):
     return Conversation(name, tuple({"role": role, "content": content} for role, content in turns), (None,))
 
 
-class SevenNodes:
-    def __init__(self, network, draft_ids):
-        self.tree_size = 7
-
-
 def test_acceptance_counts_verify_steps_only(monkeypatch):
     """The first token of each answer comes from its prefill; a prompt too long for the target is skipped."""
     accepted = {"a": [2, 0, 1], "b": [0], "c": []}
 
-    class Scripted:
-        def __init__(self, *_): ...
+    def generate(prompt, temperature, max_new_tokens, nodes):
+        (name,) = (message["content"] for message in prompt)
+        if name == "long":
+            raise UserError("too long")
+        assert (max_new_tokens, nodes) == (5, 7)
+        stats = Stats(num_generated_tokens=1)
+        for count in accepted[name]:
+            stats.record_step(4, 3, count, count + 1)
+        return Generation("", [0] * stats.num_generated_tokens, "length", stats)
 
-        def generate(self, prompt, temperature, max_new_tokens, nodes):
-            (name,) = (message["content"] for message in prompt)
-            if name == "long":
-                raise UserError("too long")
-            assert (max_new_tokens, nodes) == (5, 7)
-            stats = Stats(num_generated_tokens=1)
-            for count in accepted[name]:
-                stats.record_step(4, 3, count, count + 1)
-            return Generation("", [0] * stats.num_generated_tokens, "length", stats)
-
-    monkeypatch.setattr("mmspec.training.tasks.Pipeline", Scripted)
+    monkeypatch.setattr("mmspec.training.tasks.Pipeline", lambda *_: SimpleNamespace(generate=generate))
     held_out = [conversation(name) for name in ("a", "long", "b", "c")]
     pipe = SimpleNamespace(target=None, processor=SimpleNamespace(reads_media=False))
-    setup = TrainingTask(torch.nn.Linear(1, 1), None, SevenNodes)
+    setup = TrainingTask(torch.nn.Linear(1, 1), None, lambda *_: SimpleNamespace(tree_size=7))
     options = RunOptions(out=Path("unused"), prompts=4, max_new_tokens=5)
     task = DrafterTask(pipe, setup, {TEXT: held_out}, held_out, None, options)
     assert task._acceptance() == {"mean_acceptance_length": (3 + 1 + 2 + 1) / 4}
@@ -545,7 +522,7 @@ def test_held_out_losses_are_means_over_answer_tokens():
         mean = (count * count).sum() / count.sum()  # of a token: the length of its answer
         return LossOutput(mean, {"long": 3.0} if float(count.max()) > 2 else {})
 
-    setup = TrainingTask(torch.nn.Linear(1, 1), objective, SevenNodes)
+    setup = TrainingTask(torch.nn.Linear(1, 1), objective, None)
     held_out = [conversation(name) for name in counts]
     pipe = SimpleNamespace(target=None, processor=SimpleNamespace(reads_media=False))
     for batch in (1, 2, 3):
