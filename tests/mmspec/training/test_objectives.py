@@ -520,9 +520,7 @@ SILENT = {
     "eagle3": (Eagle3Objective(), lambda model: Eagle3Network(Eagle3.convert(*eagle3_head(), "here")[0])),
     "dflash": (DFlashObjective(), dflash_network),
     "medusa": (MedusaObjective(), medusa_network),
-    "kangaroo": (KangarooObjective(), kangaroo_network),
-    "small": (partial(distillation_loss, "kl"), lambda model: shaken()),
-    "mamba": (partial(mamba.distillation_loss, "kl"), lambda model: mamba_network()),
+    **{kind: (make("kl"), network_of) for kind, (make, network_of, _) in NEXT.items()},
     "msd": (HiddenStateObjective(), network_for),
 }
 

@@ -477,9 +477,14 @@ def test_missing_and_unusable_conversations_are_refused(answered, model, train, 
 # ---------------------------------------------------------------------- parts
 
 
-def conversation(name):
-    turns = [("user", [{"type": "text", "text": name}]), ("assistant", "yes")]
-    return Conversation(name, tuple({"role": role, "content": content} for role, content in turns), (None,))
+def task_of(names, objective=None, extract=None, **options):
+    """A task whose held-out conversations ask these names; drafts have seven nodes."""
+    turns = [[("user", [{"type": "text", "text": name}]), ("assistant", "yes")] for name in names]
+    messages = [tuple({"role": role, "content": content} for role, content in one) for one in turns]
+    held_out = [Conversation(name, one, (None,)) for name, one in zip(names, messages, strict=True)]
+    setup = TrainingTask(torch.nn.Linear(1, 1), objective, lambda *_: SimpleNamespace(tree_size=7))
+    pipe = SimpleNamespace(target=None, processor=SimpleNamespace(reads_media=False))
+    return DrafterTask(pipe, setup, {TEXT: held_out}, held_out, extract, RunOptions(out=Path("unused"), **options))
 
 
 def test_acceptance_counts_verify_steps_only(monkeypatch):
@@ -497,11 +502,7 @@ def test_acceptance_counts_verify_steps_only(monkeypatch):
         return Generation("", [0] * stats.num_generated_tokens, "length", stats)
 
     monkeypatch.setattr("mmspec.training.tasks.Pipeline", lambda *_: SimpleNamespace(generate=generate))
-    held_out = [conversation(name) for name in ("a", "long", "b", "c")]
-    pipe = SimpleNamespace(target=None, processor=SimpleNamespace(reads_media=False))
-    setup = TrainingTask(torch.nn.Linear(1, 1), None, lambda *_: SimpleNamespace(tree_size=7))
-    options = RunOptions(out=Path("unused"), prompts=4, max_new_tokens=5)
-    task = DrafterTask(pipe, setup, {TEXT: held_out}, held_out, None, options)
+    task = task_of(("a", "long", "b", "c"), prompts=4, max_new_tokens=5)
     assert task._acceptance() == {"mean_acceptance_length": (3 + 1 + 2 + 1) / 4}
     accepted |= {"a": [], "b": []}
     assert task._acceptance() == {}
@@ -522,12 +523,8 @@ def test_held_out_losses_are_means_over_answer_tokens():
         mean = (count * count).sum() / count.sum()  # of a token: the length of its answer
         return LossOutput(mean, {"long": 3.0} if float(count.max()) > 2 else {})
 
-    setup = TrainingTask(torch.nn.Linear(1, 1), objective, None)
-    held_out = [conversation(name) for name in counts]
-    pipe = SimpleNamespace(target=None, processor=SimpleNamespace(reads_media=False))
     for batch in (1, 2, 3):
-        options = RunOptions(out=Path("unused"), prompts=0, batch=batch)
-        task = DrafterTask(pipe, setup, {TEXT: held_out}, held_out, extract, options)
+        task = task_of(counts, objective, extract, prompts=0, batch=batch)
         assert task.evaluate() == pytest.approx({"loss": (1 + 4 + 81) / 12, "long": 3.0})
 
 
