@@ -15,7 +15,6 @@ concatenated channels, such as x, B and C of Mamba-2 or q, k and v of Gated Delt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -189,17 +188,13 @@ class Scans(_Recorded):
         first = place * self.per_layer
         self.state.data[:, first : first + self.per_layer] = new
 
-    def read(self, place: int, ancestors: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Outputs of a layer's next scan at tree nodes, and an empty final state; records gates for the commit.
-
-        Args:
-            ancestors: (batch, nodes, nodes) bool.
-        """
+    def read(self, place: int, tree: DepthIndex, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Outputs of a layer's next scan at tree nodes, and an empty final state; records gates for the commit."""
         assert self._recurrence is not None
         unit = place * self.per_layer + self.calls % self.per_layer
         self.calls += 1
-        state = self.state.data[: len(ancestors), unit]
-        y, gates = self._recurrence.read(unit, state, ancestors, *args, **options)
+        state = self.state.data[: len(tree.ancestors), unit]
+        y, gates = self._recurrence.read(unit, state, tree, *args, **options)
         rows, nodes, count = gates.shape
         self._reserve(rows, nodes, gates, self._units, count)[:, :, unit] = gates
         return y, state[:0]
@@ -225,14 +220,6 @@ class Scans(_Recorded):
             state.copy_(contiguous)
 
 
-@dataclass
-class _Tree:
-    """Tree of the current verify pass."""
-
-    ancestors: Tensor  # (batch, nodes, nodes) bool
-    window: Tensor  # (batch, nodes, width), see conv_window
-
-
 class StateCache(TreeCache):
     """``TreeCache`` of a model with recurrent layers of one kind.
 
@@ -248,18 +235,18 @@ class StateCache(TreeCache):
         num_layers: int,
         recurrence: Callable[[int], Recurrence] | None,
         recurrent: Sequence[int],
-        *,
         attending: Sequence[int],
+        scans: int,
         reserve: int,
         static_shapes: bool = False,
-        scans: int = 1,
     ) -> None:
         super().__init__(num_layers, reserve=reserve, attending=attending, static_shapes=static_shapes)
         self._place = {layer: place for place, layer in enumerate(recurrent)}
         units = len(recurrent) * scans if recurrence is not None else 0
         self._scans = Scans(recurrence(units) if recurrence is not None else None, units, scans, static_shapes)
         self._conv = Convolutions(static_shapes)
-        self._tree: _Tree | None = None
+        self._tree: DepthIndex | None = None  # of the current verify pass
+        self._window = torch.empty(0, dtype=torch.long)  # (batch, nodes, width), see conv_window
         self._current: Key = 0, 0  # current layer and convolution, which are not passed to convolutions and scans
 
     @property
@@ -312,12 +299,11 @@ class StateCache(TreeCache):
                 "recurrent layers require the whole tree in one pass: "
                 f"got {nodes} nodes after {slots - nodes} uncommitted ones"
             )
-        width = self._conv.width
+        self._tree, width = DepthIndex(reach), self._conv.width
         if nodes == 1:
-            window = torch.arange(width, device=reach.device).expand(batch, 1, -1)
+            self._window = torch.arange(width, device=reach.device).expand(batch, 1, -1)
         else:
-            window = conv_window(DepthIndex(reach).parents, width)
-        self._tree = _Tree(reach, window)
+            self._window = conv_window(self._tree.parents, width)
         self._conv.calls = self._scans.calls = 0
         return {STATES: self}
 
@@ -325,14 +311,13 @@ class StateCache(TreeCache):
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None, **options: Any
     ) -> Tensor:
         """Replace ``causal_conv1d_fn``: (batch, channels, nodes) in and out."""
-        assert self._tree is not None
         x = hidden_states.transpose(1, 2)
-        return self._conv.convolve(self._current, x, weight, bias, activation, self._tree.window).transpose(1, 2)
+        return self._conv.convolve(self._current, x, weight, bias, activation, self._window).transpose(1, 2)
 
     def scan(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Replace the mixer's scan; returns an empty tensor as the final state."""
         assert self._tree is not None
-        return self._scans.read(self._place[self._current[0]], self._tree.ancestors, *args, **options)
+        return self._scans.read(self._place[self._current[0]], self._tree, *args, **options)
 
     def windowed(
         self, key: Key, width: int, function: Callable[..., Any], x: Tensor, *others: Tensor, mask: Tensor | None = None
@@ -352,7 +337,7 @@ class StateCache(TreeCache):
             inputs = x if mask is None else x * mask[:, :, None].to(x.dtype)
             self._conv.store(key, inputs.transpose(1, 2), width)
             return function(x, *others)
-        windows = self._conv.windows(key, x, self._tree.window).flatten(0, 1)
+        windows = self._conv.windows(key, x, self._window).flatten(0, 1)
         outputs = function(windows, *(value.flatten(0, 1)[:, None].expand(-1, width, -1) for value in others))
         several = isinstance(outputs, tuple)
         last = tuple(value[:, -1].unflatten(0, x.shape[:2]) for value in (outputs if several else (outputs,)))

@@ -12,12 +12,12 @@ dispatched: calls with a ``StateCache``, or after a convolution with one, go to 
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import cache, partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -92,15 +92,15 @@ class RecurrentLayers:
         decoder: Any = model.get_decoder()
         config = decoder.config
         self._module = sys.modules[type(decoder).__module__]
-        self._recurrence = RECURRENCES.get(config.model_type)
+        recurrence = RECURRENCES.get(config.model_type)
         self.functions = functions_of(config.model_type, self._module)
-        _check(self._module, self.functions, "convolution" if self._recurrence is None else self._recurrence.name)
+        _check(self._module, self.functions, "convolution" if recurrence is None else recurrence.name)
         types = list(config.layer_types)
-        self._layers = len(types)
-        self._scans = getattr(config, "n_mamba_heads", 1) if self._recurrence is Mamba1 else 1  # several in Zamba
-        self._recurrent = [layer for layer, kind in enumerate(types) if kind in (_RECURRENT, _BOTH)]
-        self._attending = [layer for layer, kind in enumerate(types) if kind in _ATTENDING]
-        self.attends = bool(self._attending)
+        scans = getattr(config, "n_mamba_heads", 1) if recurrence is Mamba1 else 1  # several in Zamba
+        recurrent = [layer for layer, kind in enumerate(types) if kind in (_RECURRENT, _BOTH)]
+        attending = [layer for layer, kind in enumerate(types) if kind in _ATTENDING]
+        self._cache = partial(StateCache, len(types), recurrence, recurrent, attending, scans)
+        self.attends = bool(attending)
         # Inkling's bias is computed from positions of keys and queries, which differ by row.
         self.static_shapes = not config.model_type.startswith("inkling")
         if config.model_type == "minimax" and (window := config.sliding_window):
@@ -108,7 +108,7 @@ class RecurrentLayers:
         if config.model_type == "zaya" and config.attention_bias:
             raise UserError("ZAYA's projections must have no bias: transformers adds it to padding, and not before it")
         if config.model_type == "recurrent_gemma":
-            for layer in self._recurrent:
+            for layer in recurrent:
                 decoder.layers[layer].temporal_block.layer_idx = layer  # as in other mixers
 
     @classmethod
@@ -119,15 +119,7 @@ class RecurrentLayers:
         return _dispatching(self._module, self.functions)
 
     def cache(self, reserve: int, static_shapes: bool = False) -> StateCache:
-        return StateCache(
-            self._layers,
-            self._recurrence,
-            self._recurrent,
-            attending=self._attending,
-            reserve=reserve,
-            static_shapes=static_shapes,
-            scans=self._scans,
-        )
+        return self._cache(reserve, static_shapes)
 
 
 def functions_of(model_type: str, module: ModuleType) -> Functions:
@@ -161,20 +153,18 @@ def _check(module: ModuleType, functions: Functions, layers: str) -> None:
 def _dispatching(module: ModuleType, functions: Functions) -> Iterator[None]:
     """Replace a modelling file's functions by dispatchers during a forward pass."""
     places = {_place(module, name): replacement for name, (replacement, _) in functions.items()}
-    with replaced(
-        {place: functools.partial(_dispatcher, replacement=substitute) for place, substitute in places.items()}
-    ):
+    with replaced({place: partial(_dispatcher, replacement=own) for place, own in places.items()}):
         try:
             yield
         finally:
             _LAST.set(None)
 
 
-@functools.cache
+@cache
 def _dispatcher(original: Callable[..., Any], replacement: str | Adapter) -> Callable[..., Any]:
     """Wrap ``original``: calls with a ``StateCache`` go to its method or to an adapter."""
 
-    @functools.wraps(original)
+    @wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         if not isinstance(replacement, str):
             caches = (value for value in (*args, *kwargs.values()) if isinstance(value, StateCache))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
-from mmspec.drafters.captured import RowState, TrainedDrafter, write_last
+from mmspec.drafters.captured import TrainedDrafter, write_last
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.spec import DrafterSpec, TreeShape
 from mmspec.errors import UserError
@@ -32,21 +33,15 @@ from mmspec.validation import option, options
 
 @options
 class MambaConfig:
-    """Configuration of a ``MambaNetwork``.
-
-    Attributes:
-        heads, head_dim: shape of the scan; their product is the inner width.
-        state: state size per channel.
-        window: kernel size of the convolution.
-    """
+    """Configuration of a ``MambaNetwork``."""
 
     vocab_size: int = option(..., ge=1, le=2**24)
-    hidden_size: int = option(128, ge=1, le=2**16)
-    layers: int = option(1, ge=1, le=2**8)
-    heads: int = option(8, ge=1, le=2**10)
-    head_dim: int = option(32, ge=1, le=2**12)
-    state: int = option(32, ge=1, le=2**12)
-    window: int = option(4, ge=1, le=2**8)
+    hidden_size: int = option(128, "Width.", ge=1, le=2**16)
+    layers: int = option(1, "Mamba-2 layers.", ge=1, le=2**8)
+    heads: int = option(8, "Heads per layer.", ge=1, le=2**10)
+    head_dim: int = option(32, "Channels per head.", ge=1, le=2**12)
+    state: int = option(32, "State size per channel.", ge=1, le=2**12)
+    window: int = option(4, "Width of its convolution.", ge=1, le=2**8)
     norm_eps: float = option(1e-5, ge=1e-12, le=1)
 
     @property
@@ -294,7 +289,7 @@ class Mamba(TrainedDrafter):
         self._head = self.network.head_rows(self.draft_ids)
 
     @property
-    def parts(self) -> tuple[RowState, ...]:
+    def parts(self) -> tuple[RowTensor, ...]:
         return self._output, *(part for layer in self._state for part in layer)
 
     @torch.inference_mode()
@@ -309,9 +304,8 @@ class Mamba(TrainedDrafter):
         keep = None if min(lengths) == longest else torch.arange(longest, device=device) < length[:, None]
         hidden, state = self.network(tokens, keep)
         self._output.append(hidden[torch.arange(len(rows), device=device), length - 1])
-        for buffers, new in zip(self._state, state, strict=True):
-            for part, value in zip(buffers, new, strict=True):
-                part.append(value)
+        for part, value in zip(self.parts[1:], chain.from_iterable(state), strict=True):
+            part.append(value)
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """Queue the accepted tokens."""
@@ -322,9 +316,8 @@ class Mamba(TrainedDrafter):
         batch, width = tokens.shape
         keep = torch.arange(width, device=tokens.device) < length[:, None]
         hidden, state = self.network(tokens, keep, self._first(batch))
-        for buffers, new in zip(self._state, state, strict=True):
-            for part, value in zip(buffers, new, strict=True):
-                part.write(value)
+        for part, value in zip(self.parts[1:], chain.from_iterable(state), strict=True):
+            part.write(value)
         write_last(self._output, hidden, length)
 
     def grow(self, token: Tensor, plan: StepPlan) -> TokenTree:
@@ -340,9 +333,9 @@ class Mamba(TrainedDrafter):
             if rows > 1:
                 above = origin + width * torch.arange(rows, device=beam.device)[:, None]
             above = above.flatten()
-            buffers = self._buffers[levels % 2] if self._buffers else [None] * len(state)
+            buffers = [b[: len(above)] for b in self._buffers[levels % 2]] if self._buffers else [None] * len(state)
             taken = tuple(
-                (window.index_select(0, above), _select(s, above, buffer))
+                (window.index_select(0, above), torch.index_select(s, 0, above, out=buffer))
                 for (window, s), buffer in zip(state, buffers, strict=True)
             )
             hidden, state = self.network.step(beam.flatten(), taken)
@@ -360,13 +353,6 @@ class Mamba(TrainedDrafter):
         """Top-k next tokens and log probabilities, (rows, top_k) each, from hidden states, (rows, hidden)."""
         tokens, best = ops.top_log_probs(torch.nn.functional.linear(hidden, self._head), self.top_k)
         return tokens if self.draft_ids is None else self.draft_ids[tokens], best
-
-
-def _select(states: Tensor, rows: Tensor, buffer: Tensor | None) -> Tensor:
-    """Copy some rows, into ``buffer`` if given."""
-    if buffer is None:
-        return states.index_select(0, rows)
-    return torch.index_select(states, 0, rows, out=buffer[: len(rows)])
 
 
 SPEC = DrafterSpec(

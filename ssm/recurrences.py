@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,28 +47,26 @@ each, and its required parameters."""
 CONVOLUTION: Functions = {"causal_conv1d_fn": ("conv", ("hidden_states", "weight", "bias", "activation"))}
 
 
-class Recurrence(Protocol):
-    """The scan of one kind of layer over a tree. One object serves one ``StateCache``.
-
-    The constructor takes the number of recurrent layers.
-    """
+class Recurrence:
+    """The scan of one kind of layer over a tree. One object serves one ``StateCache`` with this number of layers."""
 
     name: ClassVar[str]
     functions: ClassVar[Functions]
 
-    def __init__(self, layers: int) -> None: ...
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
 
-    def read(self, place: int, state: Tensor, ancestors: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def read(self, place: int, state: Tensor, tree: DepthIndex, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Output of a layer's scan at every node, and its gates.
 
         Args:
             state: (batch, heads, ...) float32, before the tree; not modified.
-            ancestors: (batch, nodes, nodes) bool, [i, j] is True if j is i or an ancestor of i.
 
         Returns:
             The first result of the replaced function, and gates, (batch, nodes, gates): per-node values required by a
             commit, other than convolution inputs.
         """
+        raise NotImplementedError
 
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
         """Advance the states of several layers along a path, in place.
@@ -80,9 +78,10 @@ class Recurrence(Protocol):
             state: (batch, layers * heads, ...) float32, contiguous.
             path: (batch, depth) int64, 0 to depth - 1, right-padded with -1.
         """
+        raise NotImplementedError
 
 
-class Mamba2:
+class Mamba2(Recurrence):
     """Mamba-2's selective scan. State: (heads, head_dim, state); gates: step sizes, (heads,)."""
 
     name: ClassVar[str] = "Mamba-2"
@@ -95,28 +94,14 @@ class Mamba2:
         self._a: list[Any] = [None] * layers  # (heads,), valid during the pass
         self._stored_a: Tensor | None = None  # (layers, heads), copy for the commit
 
-    def read(
-        self,
-        place: int,
-        state: Tensor,
-        ancestors: Tensor,
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,  # noqa: N803
-        B: Tensor,  # noqa: N803
-        C: Tensor,  # noqa: N803
-        chunk_size: int | None = None,
-        D: Tensor | None = None,  # noqa: N803
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
+    def read(self, place: int, state: Tensor, tree: DepthIndex, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Does not clamp step sizes to ``dt_limit``: transformers clamps in prefill, but not in decoding."""
-        self._a[place] = A.detach()
+        x, dt, a, b, c = inputs
+        self._a[place] = a.detach()
         if place == len(self._a) - 1:
             self._stored_a = torch.stack(self._a, out=self._stored_a)
-        dt = _step_sizes(dt, dt_bias, dt_softplus)
-        return tree_scan(hidden_states, dt, A, B, C, D, state, ancestors).contiguous(), dt
+        dt = _step_sizes(dt, options.get("dt_bias"), options.get("dt_softplus", False))
+        return tree_scan(x, dt, a, b, c, options.get("D"), state, tree.ancestors).contiguous(), dt
 
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
         assert self._stored_a is not None
@@ -127,7 +112,7 @@ class Mamba2:
         commit_scan(x, gates.flatten(2), self._stored_a[part].flatten(), b, state, path)
 
 
-class Mamba1:
+class Mamba1(Recurrence):
     """Mamba-1's selective scan, with its gate. State: (channels, state); gates: step sizes and B, (channels + state,).
 
     Step sizes and B are computed from the convolution's output by projections (and norms in Falcon-Mamba and Jamba) of
@@ -143,38 +128,18 @@ class Mamba1:
         ),
     }
 
-    def __init__(self, layers: int) -> None:
-        self._layers = layers
-        self._a: Tensor | None = None  # (layers, channels, state), copy for the commit
-        self._levels: DepthIndex | None = None
+    _a: Tensor | None = None  # (layers, channels, state), copy for the commit
 
-    def read(
-        self,
-        place: int,
-        state: Tensor,
-        ancestors: Tensor,
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,  # noqa: N803
-        B: Tensor,  # noqa: N803
-        C: Tensor,  # noqa: N803
-        D: Tensor | None = None,  # noqa: N803
-        z: Tensor | None = None,
-        delta_bias: Tensor | None = None,
-        delta_softplus: bool = False,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """Arguments and output have shape (batch, channels or state, nodes)."""
-        if place == 0:
-            self._levels = DepthIndex(ancestors)
-        assert self._levels is not None
+    def read(self, place: int, state: Tensor, tree: DepthIndex, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Inputs and output have shape (batch, channels or state, nodes)."""
+        a = inputs[2]
         if self._a is None:
-            self._a = A.new_empty(self._layers, *A.shape)
-        self._a[place] = A.detach()
-        x, dt, b, c = (t.transpose(1, 2) for t in (hidden_states, dt, B, C))
-        dt = _step_sizes(dt, delta_bias, delta_softplus)
-        y = tree_selective(x, dt, A, b.unsqueeze(2), c.unsqueeze(2), D, state, self._levels)
-        if z is not None:
+            self._a = a.new_empty(self._layers, *a.shape)
+        self._a[place] = a.detach()
+        x, dt, b, c = (t.transpose(1, 2) for t in (*inputs[:2], *inputs[3:]))
+        dt = _step_sizes(dt, options["delta_bias"], options["delta_softplus"])
+        y = tree_selective(x, dt, a, b.unsqueeze(2), c.unsqueeze(2), options["D"], state, tree)
+        if (z := options["z"]) is not None:
             y *= torch.nn.functional.silu(z.transpose(1, 2).float())
         return y.to(x.dtype).transpose(1, 2), torch.cat([dt, b.float()], dim=-1)
 
@@ -187,7 +152,7 @@ class Mamba1:
 _DELTA_PARAMETERS = ("query", "key", "value", "g", "beta", "use_qk_l2norm_in_kernel")
 
 
-class GatedDelta:
+class GatedDelta(Recurrence):
     """Gated DeltaNet's gated delta rule. State: (heads, key_dim, value_dim); gates: log decays and rates, (2 heads,).
 
     Queries and keys may have fewer heads than values.
@@ -197,14 +162,11 @@ class GatedDelta:
     functions: ClassVar[Functions] = {**CONVOLUTION, "torch_chunk_gated_delta_rule": ("scan", _DELTA_PARAMETERS)}
     scan: ClassVar[Callable[..., Tensor]] = staticmethod(tree_delta)
 
-    def __init__(self, layers: int) -> None:
-        pass
-
     def read(
         self,
         place: int,
         state: Tensor,
-        ancestors: Tensor,
+        tree: DepthIndex,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -215,7 +177,7 @@ class GatedDelta:
         assert options["use_qk_l2norm_in_kernel"], "queries and keys must be normalised by the scan"
         g, beta = g.float(), beta.float()
         query = normalised(query) * query.shape[-1] ** -0.5
-        y = self.scan(query, normalised(key), value, g, beta, state, ancestors)
+        y = self.scan(query, normalised(key), value, g, beta, state, tree.ancestors)
         return y.to(value.dtype), torch.cat([g.flatten(2), beta], dim=-1)
 
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
@@ -291,18 +253,15 @@ class LightningAttention(Mamba2):
 
     name: ClassVar[str] = "lightning attention"
     functions: ClassVar[Functions] = {
-        "MiniMaxLightningAttention.forward": (
-            _attention,
-            ("hidden_states", "position_embeddings", "attention_mask"),
-        ),
+        "MiniMaxLightningAttention.forward": (_attention, ("hidden_states", "position_embeddings", "attention_mask")),
         "MiniMaxModel.forward": (_model, ("use_cache",)),
     }
 
-    def read(  # type: ignore[override]
-        self, place: int, state: Tensor, ancestors: Tensor, q: Tensor, k: Tensor, v: Tensor, slope: Tensor
+    def read(
+        self, place: int, state: Tensor, tree: DepthIndex, q: Tensor, k: Tensor, v: Tensor, slope: Tensor
     ) -> tuple[Tensor, Tensor]:
         steps = torch.ones(q.shape[:3], dtype=torch.float32, device=q.device)
-        y, _ = super().read(place, state, ancestors, v, steps, -slope.flatten().float(), k, q)
+        y, _ = super().read(place, state, tree, v, steps, -slope.flatten().float(), k, q)
         return y.to(v.dtype), torch.cat([k, v], dim=2).flatten(2)
 
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
@@ -313,12 +272,7 @@ class LightningAttention(Mamba2):
 
 
 def _block(
-    states: Any,
-    original: Adapter,
-    mixer: Any,
-    input_states: Tensor,
-    position_ids: Tensor,
-    **options: Any,
+    states: Any, original: Adapter, mixer: Any, input_states: Tensor, position_ids: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
     """Replace ``RecurrentGemmaRecurrentBlock.forward``.
 
@@ -345,7 +299,7 @@ def _scan(
     return states.scan(hidden_states, recurrent_gate)
 
 
-class RGLRU:
+class RGLRU(Recurrence):
     """RG-LRU: a gated linear recurrence. State: (channels,); gates: decays and scaled inputs, (2 channels,).
 
     Gates are computed from the convolution's output by projections of the mixer, so a commit reads the recorded gates.
@@ -359,14 +313,8 @@ class RGLRU:
         "RecurrentGemmaRglru._rnn_scan": (_scan, ("hidden_states", "recurrent_gate", "recurrent_states")),
     }
 
-    def __init__(self, layers: int) -> None:
-        self._levels: DepthIndex | None = None
-
-    def read(self, place: int, state: Tensor, ancestors: Tensor, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        if place == 0:
-            self._levels = DepthIndex(ancestors)
-        assert self._levels is not None
-        return tree_lru(x, a, state, self._levels).to(x.dtype), torch.cat([a, x], dim=-1)
+    def read(self, place: int, state: Tensor, tree: DepthIndex, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        return tree_lru(x, a, state, tree).to(x.dtype), torch.cat([a, x], dim=-1)
 
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
         a, x = gates.chunk(2, dim=-1)
@@ -404,12 +352,7 @@ def _relative_logits(
 
 
 def _position_bias(
-    states: Any,
-    original: Adapter,
-    module: Any,
-    hidden_states: Tensor,
-    relative_distance: Tensor,
-    *positions: Any,
+    states: Any, original: Adapter, module: Any, hidden_states: Tensor, relative_distance: Tensor, *positions: Any
 ) -> Tensor:
     """Replace ``Inkling2RelativePositionBias.forward``."""
 
@@ -425,10 +368,7 @@ _WINDOWED = ("hidden_states", "conv_mask")
 INKLING: Functions = {**CONVOLUTION, "InklingRelativeLogits.forward": _RELATIVE}
 INKLING2_BIASES: Functions = {
     "Inkling2RelativeLogits.forward": _RELATIVE,  # transformers 5.23 and earlier
-    "Inkling2RelativePositionBias.forward": (
-        _position_bias,
-        ("hidden_states", "relative_distance", "position_ids"),
-    ),
+    "Inkling2RelativePositionBias.forward": (_position_bias, ("hidden_states", "relative_distance", "position_ids")),
 }
 INKLING2: Functions = {
     **CONVOLUTION,

@@ -16,19 +16,13 @@ from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput, TokenLoss, next_token_loss
 from mmspec.training.options import NextTokenLoss, TreeOptions
 from mmspec.training.tasks import DrafterTraining, TrainingTask
-from mmspec.validation import inherited, options, part
+from mmspec.validation import options, part, with_fields_of
 
 
 @options(kw_only=True)
+@with_fields_of(MambaConfig)
 class MambaOptions(NextTokenLoss, TreeOptions):
     """Options of ``mmspec train mamba``."""
-
-    hidden_size: int = inherited(MambaConfig, "hidden_size", "Width.")
-    layers: int = inherited(MambaConfig, "layers", "Mamba-2 layers.")
-    heads: int = inherited(MambaConfig, "heads", "Heads per layer.")
-    head_dim: int = inherited(MambaConfig, "head_dim", "Channels per head.")
-    state: int = inherited(MambaConfig, "state", "State size per channel.")
-    window: int = inherited(MambaConfig, "window", "Width of its convolution.")
 
 
 def setup(options: MambaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:

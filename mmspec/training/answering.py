@@ -33,12 +33,8 @@ class PendingConversation:
     id: str
     questions: list[list[dict[str, Any]]]
     expected: list[int]
-    system: tuple[dict[str, Any], ...] = ()
     messages: list[dict[str, Any]] = field(default_factory=list)
     answers: list[tuple[int, ...]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.messages += self.system
 
     @property
     def pending(self) -> bool:
@@ -58,8 +54,7 @@ class PendingConversation:
 
     def add_answer(self, text: str, token_ids: Sequence[int]) -> None:
         """Append the next question and its answer."""
-        self.messages.append({"role": "user", "content": self.questions[len(self.answers)]})
-        self.messages.append({"role": "assistant", "content": text.strip()})
+        self.messages = [*self.prompt(), {"role": "assistant", "content": text.strip()}]
         self.answers.append(tuple(token_ids))
 
     def result(self) -> data.Conversation:
@@ -76,7 +71,7 @@ def without_answers(conversation: data.Conversation) -> PendingConversation:
             expected.append(0)
         elif message["role"] == "assistant":
             expected[-1] = len(message["content"])
-    system = tuple(message for message in conversation.messages[:1] if message["role"] == "system")
+    system = [message for message in conversation.messages[:1] if message["role"] == "system"]
     return PendingConversation(conversation.id, questions, expected, system)
 
 
@@ -112,9 +107,8 @@ class AnswerGenerator:
     def _answer(self, group: list[PendingConversation]) -> None:
         prompts = [data.as_text(job.prompt()) if self._text_only else job.prompt() for job in group]
         requests = [{"prompt": prompt, "params": self._params(job)} for prompt, job in zip(prompts, group, strict=True)]
-        for job, answer in zip(
-            group, self.pipe.generate_batch(requests, num_draft_tokens=0, on_error="return"), strict=True
-        ):
+        answers = self.pipe.generate_batch(requests, num_draft_tokens=0, on_error="return")
+        for job, answer in zip(group, answers, strict=True):
             if isinstance(answer, UserError):
                 self.failures.append(f"{job.id}: {answer}")
                 del job.questions[len(job.answers) :]

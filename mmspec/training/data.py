@@ -20,6 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,8 @@ def read(path: Path, images: Path | None = None, *, answered: bool = True) -> Co
     root = (path.parent if images is None else images).absolute()
     ids: Counter[str] = Counter()
     for number, (where, record) in enumerate(_records(path), start=1):
-        try:
+        with explained(where, ValueError):
             found = _conversation(record, root, answered)
-        except _MalformedRecordError as error:
-            raise UserError(f"{where}: {error}") from None
         if isinstance(found, str):
             data.skipped[found] += 1
             continue
@@ -156,10 +155,6 @@ def as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**message, "content": text_of(message["content"])} for message in messages]
 
 
-class _MalformedRecordError(Exception):
-    """A record that violates the format."""
-
-
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
     """Each record, with its location for error messages."""
     first = next((line.lstrip() for _, line in read_lines(path) if line.strip()), "")
@@ -173,10 +168,8 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _conversation(record: Any, root: Path, answered: bool) -> Any:
     """Messages and answers of a record, or the reason to skip it."""
-    if not isinstance(record, dict) or not isinstance(record.get("conversations"), list):
-        raise _MalformedRecordError(
-            f"expected an object with a list `conversations`, received {json.dumps(record)[:60]}"
-        )
+    valid = isinstance(record, dict) and isinstance(record.get("conversations"), list)
+    _require(valid, "an object with a list `conversations`", record)
     turns = [_turn(turn) for turn in record["conversations"]]
     paths = {kind: _paths(record, kind, root) for kind in MEDIA}
     while turns and turns[0][0] == "assistant":
@@ -195,15 +188,18 @@ def _conversation(record: Any, root: Path, answered: bool) -> Any:
 
 
 def _turn(turn: Any) -> tuple[str, str, tuple[int, ...] | None]:
-    if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-        raise _MalformedRecordError(f"expected turns with `from` and a text `value`, received {json.dumps(turn)[:60]}")
-    role = ROLES.get(str(turn.get("from")))
-    if role is None:
-        raise _MalformedRecordError(f"expected turns from {', '.join(ROLES)}, received {turn.get('from')!r}")
-    ids = turn.get("token_ids")
-    if ids is not None and not (isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)):
-        raise _MalformedRecordError(f"expected `token_ids` as a list of token numbers, received {json.dumps(ids)[:60]}")
+    valid = isinstance(turn, dict) and isinstance(turn.get("value"), str)
+    _require(valid, "turns with `from` and a text `value`", turn)
+    role, ids = ROLES.get(str(turn.get("from")), ""), turn.get("token_ids")
+    _require(role, f"turns from {', '.join(ROLES)}", turn.get("from"))
+    numbers = isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)
+    _require(ids is None or numbers, "`token_ids` as a list of token numbers", ids)
     return role, turn["value"], None if ids is None or role != "assistant" else tuple(ids)
+
+
+def _require(valid: Any, expected: str, received: Any) -> None:
+    if not valid:
+        raise ValueError(f"expected {expected}, received {json.dumps(received)[:60]}")
 
 
 def _merged(turns: list[Any]) -> list[Any]:
@@ -220,10 +216,8 @@ def _merged(turns: list[Any]) -> list[Any]:
 def _paths(record: dict[str, Any], kind: str, root: Path) -> list[str]:
     given = record.get(kind)
     listed = [] if given is None else given if isinstance(given, list) else [given]
-    if not all(isinstance(path, str) and path for path in listed):
-        raise _MalformedRecordError(
-            f"expected `{kind}` as a path or a list of paths, received {json.dumps(given)[:60]}"
-        )
+    valid = all(isinstance(path, str) and path for path in listed)
+    _require(valid, f"`{kind}` as a path or a list of paths", given)
     return [str(root / path) for path in listed]
 
 
@@ -250,9 +244,7 @@ def _items(text: str, left: dict[str, list[str]]) -> list[dict[str, Any]]:
         elif left[part]:
             items.append({"type": part, "path": left[part].pop(0)})
         else:
-            raise _MalformedRecordError(
-                f"expected as many files in `{part}` as there are <{part}> placeholders, received fewer"
-            )
+            raise ValueError(f"expected as many files in `{part}` as there are <{part}> placeholders, received fewer")
     return items
 
 
@@ -276,13 +268,7 @@ class CurriculumSampler:
         info: stage and share at the last call of ``next``, for the training log.
     """
 
-    def __init__(
-        self,
-        lengths: Mapping[str, Sequence[int]],
-        batch: int,
-        seed: int,
-        text_share: float = 0.0,
-    ) -> None:
+    def __init__(self, lengths: Mapping[str, Sequence[int]], batch: int, seed: int, text_share: float = 0.0) -> None:
         self.lengths = {kind: found for kind, found in lengths.items() if len(found)}
         if not self.lengths:
             raise UserError("training needs at least one conversation that is not held out: received none")
@@ -292,7 +278,7 @@ class CurriculumSampler:
         self._drawn = dict.fromkeys(self.lengths, 0)
         self._pools = 0
         self._waiting: list[list[ExampleIndex]] = []
-        self._shuffled: dict[str, tuple[int, list[int]]] = {}
+        self._shuffled = lru_cache(maxsize=2)(self._order)
 
     def next(self, progress: float) -> list[ExampleIndex]:
         """The next batch of examples, given the run's progress from 0 to 1."""
@@ -306,12 +292,11 @@ class CurriculumSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """State from which ``load_state_dict`` continues the sequence of batches."""
-        return {"drawn": dict(self._drawn), "pools": self._pools, "waiting": [list(batch) for batch in self._waiting]}
+        return {"drawn": dict(self._drawn), "pools": self._pools, "waiting": list(self._waiting)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the ``state_dict()`` of a sampler of the same examples, batch size and seed."""
-        self._drawn, self._pools = dict(state["drawn"]), state["pools"]
-        self._waiting = [[(kind, index) for kind, index in batch] for batch in state["waiting"]]
+        self._drawn, self._pools, self._waiting = dict(state["drawn"]), state["pools"], list(state["waiting"])
 
     def _fill(self, share: float) -> None:
         rng = random.Random(f"{self.seed} pool {self._pools}")
@@ -322,11 +307,11 @@ class CurriculumSampler:
         rng.shuffle(self._waiting)
 
     def _draw(self, kind: str) -> ExampleIndex:
-        count = len(self.lengths[kind])
-        epoch, place = divmod(self._drawn[kind], count)
+        epoch, place = divmod(self._drawn[kind], len(self.lengths[kind]))
         self._drawn[kind] += 1
-        if self._shuffled.get(kind, (-1, []))[0] != epoch:
-            order = list(range(count))
-            random.Random(f"{self.seed} {kind} {epoch}").shuffle(order)
-            self._shuffled[kind] = epoch, order
-        return kind, self._shuffled[kind][1][place]
+        return kind, self._shuffled(kind, epoch)[place]
+
+    def _order(self, kind: str, epoch: int) -> list[int]:
+        order = list(range(len(self.lengths[kind])))
+        random.Random(f"{self.seed} {kind} {epoch}").shuffle(order)
+        return order

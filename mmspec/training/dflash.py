@@ -12,14 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.core.target import Target
-from mmspec.drafters.dflash import (
-    DFlash,
-    DFlashConfig,
-    DFlashNetwork,
-    attended,
-    block_tokens,
-    default_layer_ids,
-)
+from mmspec.drafters.dflash import DFlash, DFlashConfig, DFlashNetwork, attended, block_tokens, default_layer_ids
 from mmspec.drafters.hidden_state import plain_embedding
 from mmspec.drafters.layer import rotary_of
 from mmspec.drafters.layouts.dflash import NAMES

@@ -84,10 +84,6 @@ class ConversationFeatures:
     answer: Tensor
     layers: Tensor | None = None
 
-    def cpu(self) -> ConversationFeatures:
-        parts: dict[str, Any] = {name: None if x is None else x.cpu() for name, x in vars(self).items()}
-        return ConversationFeatures(**parts)
-
 
 CONTEXT = -1
 """Turn index of tokens outside answers."""
@@ -110,10 +106,6 @@ class EncodedConversation:
     turn: Tensor
     visual: Tensor
     inputs: dict[str, Any]
-
-    def cut(self, length: int) -> EncodedConversation:
-        """Truncate to the first ``length`` positions, which must include all media."""
-        return replace(self, tokens=self.tokens[:length], turn=self.turn[:length], visual=self.visual[:length])
 
 
 class Encoder:
@@ -143,11 +135,6 @@ class Encoder:
             raise UserError("conversations need a chat template: the model's processor has none")
         self._render = renderer.apply_chat_template
 
-    @property
-    def skipped(self) -> Counter[str]:
-        """Number of skipped conversations so far by reason."""
-        return Counter(self.reasons.values())
-
     def __call__(self, conversation: Conversation) -> EncodedConversation | None:
         """Encode a conversation without trailing turns beyond the maximum length.
 
@@ -167,7 +154,8 @@ class Encoder:
         if start + 2 > self.max_length:
             self.reasons[conversation.id] = "too long"
             return None
-        return shorter.cut(self.max_length)
+        cut = {name: getattr(shorter, name)[: self.max_length] for name in ("tokens", "turn", "visual")}
+        return replace(shorter, **cut)
 
     def _encode(self, conversation: Conversation) -> EncodedConversation | None:
         processor: Any = self.pipe.processor
@@ -287,7 +275,7 @@ class Extractor:
     @property
     def skipped(self) -> Counter[str]:
         """Number of skipped conversations by reason."""
-        return self.encoder.skipped
+        return Counter(self.encoder.reasons.values())
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -299,31 +287,32 @@ class Extractor:
 
     def rows(self, conversations: Sequence[Conversation]) -> list[ConversationFeatures | None]:
         """Features of each conversation; None if skipped."""
-        encoded = [self.encoder(conversation) for conversation in conversations]
-        rows: list[ConversationFeatures | None] = [None] * len(encoded)
-        batches: dict[Hashable, list[int]] = defaultdict(list)
-        prompts = {place: self._prompt(one) for place, one in enumerate(encoded) if one is not None}
-        for place, prompt in prompts.items():
-            batches[prompt.stack_key or place].append(place)
-        for places in batches.values():
+        rows: list[ConversationFeatures | None] = [None] * len(conversations)
+        batches: dict[Hashable, list[tuple[int, EncodedConversation, Prompt]]] = defaultdict(list)
+        for place, one in enumerate(map(self.encoder, conversations)):
+            if one is not None:
+                prompt = self._prompt(one)
+                batches[prompt.stack_key or place].append((place, one, prompt))
+        for batch in batches.values():
             self.target.keep([])
-            together = [prompts[place] for place in places]
-            *_, output = self.target.prefill(together, [1] * len(places), ("last", *self.layers))
+            prompts = [prompt for _, _, prompt in batch]
+            *_, output = self.target.prefill(prompts, [1] * len(batch), ("last", *self.layers))
             assert output is not None
             self.target.keep([])
-            for index, place in enumerate(places):
-                rows[place] = self._row(encoded[place], output, index)
+            for index, (place, one, _) in enumerate(batch):
+                rows[place] = self._row(one, output, index)
         return rows
 
     def _prompt(self, one: EncodedConversation) -> Prompt:
-        inputs, ids = dict(one.inputs), one.tokens[None]
-        if _TOKEN_TYPES in inputs:
-            inputs[_TOKEN_TYPES] = self._token_types(ids)
+        inputs, ids, config = dict(one.inputs), one.tokens[None], self.target.model_config
+        if _TOKEN_TYPES in inputs:  # as processors return them: 0 for text, 1 for images, 2 for videos
+            types = inputs[_TOKEN_TYPES] = torch.zeros_like(ids)
+            for kind, name in enumerate(("image_token_id", "video_token_id"), start=1):
+                types[ids == getattr(config, name, -1)] = kind
         return Prompt(ids, inputs=inputs).to(self.target.device, self.target.dtype)
 
-    def _row(self, one: EncodedConversation | None, output: TargetOutput, index: int) -> ConversationFeatures:
+    def _row(self, one: EncodedConversation, output: TargetOutput, index: int) -> ConversationFeatures:
         """Features of a row of a prefill."""
-        assert one is not None
         device, length = self.target.device, len(one.tokens)
         visual, answer = one.visual.to(device), (one.turn >= 0).to(device)
         # Clones made outside inference mode can be used in autograd.
@@ -333,25 +322,15 @@ class Extractor:
         layers = torch.cat(read, dim=-1).clone() if read else None
         return ConversationFeatures(one.tokens.to(device), hidden, shown, visual, answer, layers)
 
-    def _token_types(self, ids: Tensor) -> Tensor:
-        """Token type ids as processors return them: 0 for text, 1 for images, 2 for videos."""
-        config = self.target.model_config
-        types = torch.zeros_like(ids)
-        for kind, name in enumerate(("image_token_id", "video_token_id"), start=1):
-            types[ids == getattr(config, name, -1)] = kind
-        return types
-
 
 def collate(rows: Sequence[ConversationFeatures], target: TransformersTarget) -> Features:
     """Pad conversations to a batch; an empty list becomes one row of padding."""
     device, dtype = target.device, target.dtype
+    lengths = torch.tensor([len(row.tokens) for row in rows] or [0], dtype=torch.long)
     if not rows:
         empty = torch.zeros(2, target.config.hidden_size, device=device, dtype=dtype)
         marks = torch.zeros(2, dtype=torch.bool, device=device)
         rows = [ConversationFeatures(marks.long(), empty, empty[:0], marks, marks)]
-        lengths = torch.zeros(1, dtype=torch.long)
-    else:
-        lengths = torch.tensor([len(row.tokens) for row in rows], dtype=torch.long)
     tokens, visual, answer, hidden = (
         pad_sequence([getattr(row, name).to(device) for row in rows], batch_first=True)
         for name in ("tokens", "visual", "answer", "hidden")
@@ -391,11 +370,11 @@ class StoredFeatures:
         for path in sorted({path for folder in self.folders for path in folder.glob("*.safetensors")} - self._scanned):
             file = self._open(path)
             names = [key.partition("/")[0] for key in file.keys() if key.endswith("/hidden")]  # noqa: SIM118
-            for name in names[:1]:
-                if (received := file.get_slice(f"{name}/hidden").get_shape()[-1]) != width:
-                    raise UserError(
-                        f"{path}: expected hidden states of size {width}, the model's, received size {received}"
-                    )
+            received = file.get_slice(f"{names[0]}/hidden").get_shape()[-1] if names else width
+            if received != width:
+                raise UserError(
+                    f"{path}: expected hidden states of size {width}, the model's, received size {received}"
+                )
             self._places |= dict.fromkeys(names, path)
             self._reasons |= json.loads((file.metadata() or {}).get("skipped", "{}"))
             self._scanned.add(path)
@@ -481,11 +460,6 @@ class FeatureCache(StoredFeatures):
         super().__init__([folder], extractor.target)
 
     @property
-    def missing(self) -> list[Conversation]:
-        """Conversations whose features have not been computed yet."""
-        return [one for one in self.conversations if one not in self]
-
-    @property
     def skipped(self) -> Counter[str]:
         """Number of skipped conversations by reason."""
         names = {_fingerprint(conversation) for conversation in self.conversations}
@@ -505,7 +479,8 @@ class FeatureCache(StoredFeatures):
             part, rows = todo[first : first + self.size], []
             for start in range(0, len(part), batch):
                 for one, row in zip(some := part[start : start + batch], self.extractor.rows(some), strict=True):
-                    rows.append((one, self.extractor.encoder.reasons[one.id] if row is None else row.cpu()))
+                    on_cpu = {name: x.cpu() for name, x in vars(row).items() if x is not None} if row else {}
+                    rows.append((one, replace(row, **on_cpu) if row else self.extractor.encoder.reasons[one.id]))
                 if progress:
                     progress(first + len(rows), len(todo))
             write_features(self.folders[0], self.dtype, rows)
@@ -530,37 +505,33 @@ class FeatureCache(StoredFeatures):
             if set(self._wanted) <= set(stored):
                 self.extractor.layers = tuple(stored)
         target = self.extractor.target
-        wanted = {
-            "verifier": verifier_of(target),
-            "settings": {**self.extractor.settings, "dtype": str(target.dtype)},
-        }
+        wanted = {"verifier": verifier_of(target), "settings": {**self.extractor.settings, "dtype": str(target.dtype)}}
         if found is None:
             write_text(path, json.dumps(wanted, indent=2) + "\n")
             return
         for name in wanted:
             if found.get(name) != wanted[name]:
-                raise UserError(
-                    f"{path.parent} holds features of another {name}: expected {wanted[name]}, received "
-                    f"{found.get(name)}"
-                )
+                difference = f"expected {wanted[name]}, received {found.get(name)}"
+                raise UserError(f"{path.parent} holds features of another {name}: {difference}")
 
 
 def write_features(
     folder: Path, dtype: torch.dtype, rows: Sequence[tuple[Conversation, ConversationFeatures | str]]
 ) -> None:
     """Write a file of ``StoredFeatures``."""
-    names = [_fingerprint(conversation) for conversation, _ in rows]
-    skipped = {name: row for name, (_, row) in zip(names, rows, strict=True) if isinstance(row, str)}
-    tensors = {}
-    for name, (_, row) in zip(names, rows, strict=True):
-        if not isinstance(row, str):
-            for field in _FIELDS:
-                value = getattr(row, field)
-                x = torch.zeros(0, dtype=dtype) if value is None else value
-                kept = dtype if x.is_floating_point() else x.dtype
-                tensors[f"{name}/{field}"] = x.to("cpu", kept, copy=True).contiguous()
+    skipped, tensors = {}, {}
+    for conversation, row in rows:
+        name = _fingerprint(conversation)
+        if isinstance(row, str):
+            skipped[name] = row
+            continue
+        for field in _FIELDS:
+            value = getattr(row, field)
+            x = torch.zeros(0, dtype=dtype) if value is None else value
+            kept = dtype if x.is_floating_point() else x.dtype
+            tensors[f"{name}/{field}"] = x.to("cpu", kept, copy=True).contiguous()
     if rows:
-        with atomic(folder / f"{names[0]}.safetensors") as part:
+        with atomic(folder / f"{_fingerprint(rows[0][0])}.safetensors") as part:
             save_file(tensors, part, {"skipped": json.dumps(skipped)})
 
 

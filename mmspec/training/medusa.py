@@ -84,8 +84,6 @@ def setup(options: MedusaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> T
 
 
 TRAINING = DrafterTraining(
-    MedusaOptions,
-    setup,
-    "Train Medusa or Hydra heads, one per token ahead, on the target's last state.",
+    MedusaOptions, setup, "Train Medusa or Hydra heads, one per token ahead, on the target's last state."
 )
 online = partial(OnlineLearner, MedusaObjective(loss="lk"))

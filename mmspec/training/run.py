@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
@@ -25,11 +26,10 @@ from mmspec.progress import show_progress, show_steps
 from mmspec.training import data
 from mmspec.training.data import MIXED, TEXT, Conversation
 from mmspec.training.features import Extractor, FeatureCache, recorded_features
-from mmspec.training.options import RunOptions, TreeOptions
+from mmspec.training.options import RunOptions
 from mmspec.training.tasks import DrafterTask, ExtractFeatures, TrainingTask
 from mmspec.training.trainer import CHECKPOINT, DRAFTER, Trainer, train_with_progress
 
-Options = TypeVar("Options", bound=RunOptions)
 _log = logging.getLogger("mmspec.load")
 
 RESUMABLE_WITH_OTHER = {"out", "threads", "cache", "recorded", "device", "tensorboard"}
@@ -42,7 +42,7 @@ _FITTED = 1024
 _KINDS = {TEXT: "text", MIXED: "data"}
 
 
-def train_drafter(options: Options, make_task: Callable[[Options, Pipeline, Tensor | None], TrainingTask]) -> None:
+def train_drafter(options: RunOptions, make_task: Callable[..., TrainingTask]) -> None:
     """Train a drafter, or resume the run in ``options.out``; ``make_task`` is ``DrafterTraining.setup``."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -53,23 +53,19 @@ def train_drafter(options: Options, make_task: Callable[[Options, Pipeline, Tens
     examples = list(chain(*training.values()))
     plan = options
     if options.steps is options.minutes is None:
-        steps = math.ceil((options.epochs or 1.0) * len(examples) / options.batch)
-        plan = replace(options, steps=steps, epochs=None)
+        plan = replace(options, steps=math.ceil((options.epochs or 1.0) * len(examples) / options.batch), epochs=None)
     with show_steps(console):
         _log.info("loading %s", options.target)
         pipe = load(options.target, None, str(accelerator.device), options.dtype, warm_up=0)
     pipe.model.requires_grad_(False)
     torch.manual_seed(options.seed)
-    drafted = options.draft_vocabulary if isinstance(options, TreeOptions) else None
-    task = make_task(options, pipe, draft_vocabulary(drafted, pipe, examples))
-    extract = _feature_source(
-        options, accelerator, Extractor(pipe, layers=task.layers), [*examples, *held_out], console
-    )
+    task = make_task(options, pipe, draft_vocabulary(getattr(options, "draft_vocabulary", None), pipe, examples))
+    extractor = Extractor(pipe, layers=task.layers)
+    extract = _feature_source(options, accelerator, extractor, [*examples, *held_out], console)
     if task.fit is not None and not (options.out / CHECKPOINT).exists():
         some = random.Random(options.seed).sample(examples, min(len(examples), _FITTED))
         task.fit(extract(some[start : start + 8]) for start in range(0, len(some), 8))
-    bfloat16 = _uses_bfloat16(options.precision, pipe.target)
-    work = DrafterTask(pipe, task, training, held_out, extract, options, bfloat16)
+    work = DrafterTask(pipe, task, training, held_out, extract, options, _uses_bfloat16(options.precision, pipe.target))
     # Examples are sampled by index: a file with more conversations is another dataset.
     counts = {kind: len(found) for kind, found in training.items()} | {"held-out": len(held_out)}
     settings = _settings(options) | {"conversations": counts}
@@ -98,14 +94,8 @@ def _accelerator(options: RunOptions) -> Accelerator:
 
 def _settings(options: RunOptions) -> dict[str, Any]:
     """The options that a resumed run must repeat, as JSON values."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Path):
-            return str(value.resolve())
-        return [plain(one) for one in value] if isinstance(value, tuple) else value
-
-    values = {field.name: plain(getattr(options, field.name)) for field in fields(options)}
-    return {name: value for name, value in values.items() if name not in RESUMABLE_WITH_OTHER}
+    values = {name: value for name, value in vars(options).items() if name not in RESUMABLE_WITH_OTHER}
+    return json.loads(json.dumps(values, default=lambda path: str(path.resolve())))
 
 
 def _load_conversations(options: RunOptions, console: Console) -> tuple[dict[str, list], list[Conversation]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -88,13 +89,11 @@ class Optimisers:
 
     def __init__(self, network: nn.Module, kind: Literal["muon", "adamw"], rate: float) -> None:
         self.rate, self._clip = rate, 1.0 if kind == "muon" else 0.5
-        matrices: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        for name, parameter in network.named_parameters():
-            if parameter.requires_grad:
-                # Not for Muon: each row of an embedding is updated on its own.
-                is_matrix = kind == "muon" and parameter.ndim == 2 and "embed" not in name
-                (matrices if is_matrix else others).append(parameter)
+        trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+        # Not for Muon: each row of an embedding is updated on its own.
+        by_muon = {name for name, x in trained.items() if kind == "muon" and x.ndim == 2 and "embed" not in name}
+        matrices = [parameter for name, parameter in trained.items() if name in by_muon]
+        others = [parameter for name, parameter in trained.items() if name not in by_muon]
         self.parameters = matrices + others
         self.all: list[torch.optim.Optimizer] = []
         if matrices:
@@ -206,10 +205,8 @@ class DrafterTask:
         rate = options.rate or RATES[options.optimiser]
         self.optimisers = Optimisers(self.network, options.optimiser, rate)
         self._options, self._bfloat16 = options, bfloat16
-        prompt_messages = [first_prompt(conversation) for conversation in _spread(held_out, options.prompts)]
-        self._prompts = (
-            prompt_messages if pipe.processor.reads_media else [data.as_text(one) for one in prompt_messages]
-        )
+        prompts = [_first_prompt(conversation) for conversation in _spread(held_out, options.prompts)]
+        self._prompts = prompts if pipe.processor.reads_media else [data.as_text(one) for one in prompts]
         self._held_out = sorted(_spread(held_out, MAX_HELD_OUT), key=lambda one: one.size)
 
     def batch(self, examples: list[ExampleIndex]) -> Features:
@@ -229,10 +226,7 @@ class DrafterTask:
 
     def evaluate(self) -> dict[str, float]:
         """Mean loss and metrics on held-out conversations, and the mean acceptance length on their prompts."""
-        metrics = self._held_out_losses()
-        if self._prompts:
-            metrics |= self._acceptance()
-        return metrics
+        return self._held_out_losses() | self._acceptance()
 
     def save(self, folder: Path) -> None:
         """Write the drafter's checkpoint."""
@@ -256,21 +250,20 @@ class DrafterTask:
 
     def _acceptance(self) -> dict[str, float]:
         """Mean acceptance length over all prompts with greedy decoding and the drafter's tree size."""
-        drafter = self._drafter()
+        if not self._prompts:
+            return {}
+        emitted, steps, drafter = 0, 0, self._drafter()
         pipe = Pipeline(self.pipe.target, self.pipe.processor, drafter)
-        emitted = steps = 0
         for prompt in self._prompts:
-            try:
-                limits = {"max_new_tokens": self._options.max_new_tokens, "nodes": drafter.tree_size}
+            limits = {"max_new_tokens": self._options.max_new_tokens, "nodes": drafter.tree_size}
+            with suppress(UserError):  # the prompt fills the target's context
                 stats = pipe.generate(prompt, temperature=0.0, **limits).stats
-            except UserError:
-                continue  # the prompt fills the target's context
-            emitted += sum(stats.accept_lengths)
-            steps += stats.num_spec_steps
+                emitted += sum(stats.accept_lengths)
+                steps += stats.num_spec_steps
         return {"mean_acceptance_length": emitted / steps} if steps else {}
 
 
-def first_prompt(conversation: Conversation) -> list[dict[str, Any]]:
+def _first_prompt(conversation: Conversation) -> list[dict[str, Any]]:
     """The messages before the first answer."""
     roles = [message["role"] for message in conversation.messages]
     return list(conversation.messages[: roles.index("assistant")])

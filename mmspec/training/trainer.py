@@ -11,10 +11,10 @@ import math
 import signal
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from mmspec import files
 from mmspec.errors import UserError
-from mmspec.progress import show_progress
+from mmspec.progress import Show, show_progress
 from mmspec.training.curve import draw
 from mmspec.training.options import Schedule
 from mmspec.training.tasks import DrafterTask
@@ -70,7 +70,7 @@ class Trainer:
         self.settings = json.loads(json.dumps(settings or {}))
         self.loss = accelerator.prepare(_LossModule(task))
         self.step, self.seconds = 0, 0.0
-        self._means = RunningMeans()
+        self._metrics: list[tuple[Tensor, dict[str, float]]] = []  # losses and metrics since the last row of the log
         self._logged = 0
         if (folder / CHECKPOINT).exists():
             self._resume()
@@ -98,12 +98,16 @@ class Trainer:
 
     def _train(self, stop: Callable[[], bool]) -> None:
         if self.step == 0:
-            self._prepare_folder()
+            if self.accelerator.is_main_process:
+                files.write_text(self.folder / SETTINGS, json.dumps(self.settings, indent=2) + "\n")
+                (self.folder / LOG).unlink(missing_ok=True)  # of an earlier run without a checkpoint
+            self.report()
         saved = reported = self.seconds
         while not self._should_stop(stop) and not self.done:
             row = self._train_step()
             if self.step == 1 or int(self.progress * LOG_ROWS) > self._logged:
-                self._log(row | self._means.pop())
+                self._log(row | mean_metrics(self._metrics))
+                self._metrics = []
             if self.seconds - reported >= 60 * self.plan.report_minutes and not self.done:
                 self.report()
                 reported = self.seconds
@@ -141,11 +145,15 @@ class Trainer:
         """Take one optimiser step; returns its log row without loss and metrics."""
         examples = self.task.sampler.next(self.progress)
         batch = self.task.batch(examples[self.accelerator.process_index :: self.accelerator.num_processes])
-        loss, metrics = self.loss(batch, self._generator(), self.progress)
+        index = self.step * self.accelerator.num_processes + self.accelerator.process_index
+        # A CPU generator only uses the low 32 bits of its seed.
+        seed = zlib.crc32(f"{self.plan.seed} {index}".encode())
+        generator = torch.Generator(self.accelerator.device).manual_seed(seed)
+        loss, metrics = self.loss(batch, generator, self.progress)
         self.accelerator.backward(loss * self._loss_weight(batch))
         factor = lr_factor(self.progress, self.step, self.plan.warmup, self.plan.hold)
         self.task.optimisers.step(factor)
-        self._means.add(loss, metrics)
+        self._metrics.append((loss.detach(), metrics))
         self.step += 1
         return {"event": "train", **self.task.sampler.info, "rate": factor * self.task.optimisers.rate}
 
@@ -157,13 +165,6 @@ class Trainer:
         counts = self.accelerator.gather(own)
         return own / counts.mean().clamp(min=1.0)
 
-    def _generator(self) -> torch.Generator:
-        """A random generator seeded by plan, step and process."""
-        index = self.step * self.accelerator.num_processes + self.accelerator.process_index
-        # A CPU generator only uses the low 32 bits of its seed.
-        seed = zlib.crc32(f"{self.plan.seed} {index}".encode())
-        return torch.Generator(self.accelerator.device).manual_seed(seed)
-
     def _should_stop(self, stop: Callable[[], bool]) -> bool:
         """Synchronise the clock with the main process; returns whether ``stop()`` is true in any process."""
         self.seconds = time.monotonic() - self._start
@@ -173,13 +174,6 @@ class Trainer:
         gathered = self.accelerator.gather(own)
         self.seconds = gathered[0, 1].item()
         return bool(gathered[:, 0].any())
-
-    def _prepare_folder(self) -> None:
-        """Write the settings, remove the log of an earlier run without a checkpoint, and make a first report."""
-        if self.accelerator.is_main_process:
-            files.write_text(self.folder / SETTINGS, json.dumps(self.settings, indent=2) + "\n")
-            (self.folder / LOG).unlink(missing_ok=True)
-        self.report()
 
     def _resume(self) -> None:
         state = torch.load(self.folder / CHECKPOINT, weights_only=True, map_location="cpu")
@@ -233,24 +227,13 @@ def lr_factor(progress: float, step: int, warmup: int, hold: float) -> float:
     return min(1.0, (step + 1) / warmup) * decay
 
 
-class RunningMeans:
-    """Means of loss and metrics over the steps since the last ``pop``."""
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[Tensor, dict[str, float]]] = []
-
-    def add(self, loss: Tensor, metrics: dict[str, float]) -> None:
-        """Add a step. The scalar ``loss`` stays on its device until ``pop``."""
-        self._rows.append((loss.detach(), metrics))
-
-    def pop(self) -> dict[str, float]:
-        """Return the means, with the loss as "loss", and reset them."""
-        means = {"loss": torch.stack([loss for loss, _ in self._rows]).mean().item()}
-        for name in dict.fromkeys(name for _, metrics in self._rows for name in metrics):
-            values = [metrics[name] for _, metrics in self._rows if name in metrics]
-            means[name] = sum(values) / len(values)
-        self._rows = []
-        return means
+def mean_metrics(steps: Sequence[tuple[Tensor, dict[str, float]]]) -> dict[str, float]:
+    """Means of the scalar losses, as "loss", and of each metric over the steps that have it."""
+    means = {"loss": torch.stack([loss for loss, _ in steps]).mean().item()}
+    for name in dict.fromkeys(name for _, metrics in steps for name in metrics):
+        values = [metrics[name] for _, metrics in steps if name in metrics]
+        means[name] = sum(values) / len(values)
+    return means
 
 
 def train_with_progress(trainer: Trainer, console: Console) -> bool:
@@ -258,7 +241,8 @@ def train_with_progress(trainer: Trainer, console: Console) -> bool:
 
     SIGINT and SIGTERM stop the run after the current step and its checkpoint.
     """
-    with _progress_bar(console) as trainer.notify, _stop_signals() as stopped:
+    with show_progress(console, "training") as bar, _stop_signals() as stopped:
+        trainer.notify = partial(_show, bar, {})
         trainer.train(stopped)
     if not trainer.done:
         console.print(f"training stopped at step {trainer.step}; run the same command again to resume", markup=False)
@@ -268,34 +252,20 @@ def train_with_progress(trainer: Trainer, console: Console) -> bool:
 @contextmanager
 def _stop_signals() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether SIGINT or SIGTERM was received."""
-    received = False
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal received
-        received = True
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    received: list[int] = []
+    stops = signal.SIGINT, signal.SIGTERM
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in stops}
     try:
-        yield lambda: received
+        yield lambda: bool(received)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-@contextmanager
-def _progress_bar(console: Console) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yield a function that shows a row of the training log."""
-    with show_progress(console, "training") as bar:
-        shown: dict[str, str] = {}
-
-        def show(row: dict[str, Any]) -> None:
-            if "stage" in row:
-                shown["stage"] = f"stage {row['stage']}"
-            if row["event"] == "train":
-                shown["loss"] = f"loss {row['loss']:.3f}"
-            if "mean_acceptance_length" in row:
-                shown["acceptance"] = f"acceptance {row['mean_acceptance_length']:.2f}"
-            metrics = " ".join([f"step {row['step']}", *shown.values()])
-            bar(row["progress"], 1.0, metrics)
-
-        yield show
+def _show(bar: Show, shown: dict[str, str], row: dict[str, Any]) -> None:
+    """Show a row of the training log, and in ``shown`` the latest stage, loss and acceptance length."""
+    if row["event"] == "train":
+        shown |= {"stage": f"stage {row['stage']}", "loss": f"loss {row['loss']:.3f}"}
+    if "mean_acceptance_length" in row:
+        shown["acceptance"] = f"acceptance {row['mean_acceptance_length']:.2f}"
+    bar(row["progress"], 1.0, " ".join([f"step {row['step']}", *shown.values()]))

@@ -4,13 +4,7 @@ linear recurrence of RG-LRU, causal convolution, commits."""
 from mmspec.ssm.ops.conv import commit_conv, conv_window, tree_conv
 from mmspec.ssm.ops.delta import commit_delta, commit_kda, tree_delta, tree_kda
 from mmspec.ssm.ops.scan import commit_scan, tree_scan
-from mmspec.ssm.ops.selective import (
-    DepthIndex,
-    commit_lru,
-    commit_selective,
-    tree_lru,
-    tree_selective,
-)
+from mmspec.ssm.ops.selective import DepthIndex, commit_lru, commit_selective, tree_lru, tree_selective
 
 __all__ = [
     "DepthIndex",

@@ -43,12 +43,7 @@ def _check(
 
 @kernels.operation(_check)
 def tree_conv(
-    x: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    window: Tensor,
-    activation: str | None = "silu",
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, activation: str | None = "silu"
 ) -> Tensor:
     """Depthwise causal convolution at every node of a tree.
 

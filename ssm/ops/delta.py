@@ -191,13 +191,7 @@ def commit_kda(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, pat
 
         S = exp(G_n) * S0 + sum_{j on the path} (exp(G_n - G_j) * k_j) (x) u_j
 
-    Args:
-        k, v, g, beta: as for ``tree_kda``.
-        state: (batch, heads, key_dim, value_dim) float32, contiguous; updated in place.
-        path: (batch, depth) int64, node indices from the root, right-padded with -1. A row of only -1 keeps its state.
-
-    Raises:
-        ValueError: the state is not contiguous.
+    Arguments and errors are those of ``commit_delta``, with ``k`` and ``g`` as for ``tree_kda``.
 
     Source: Kimi Linear (arXiv 2510.26692), section 3.
     """

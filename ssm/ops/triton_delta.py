@@ -4,8 +4,8 @@ Prefixes, loads and tile sizes are those in ``triton_scan``. The triangular syst
 computes all nodes with the same number of ancestors within their tile. Updates of earlier tiles are in global memory.
 The commit walks the path node by node, with its part of the state in registers.
 
-KDA uses two kernels: the first walks from each node to the root and computes products of keys and queries with decayed
-keys for all tiles of value channels. The second is Gated DeltaNet's kernel with these precomputed products.
+For KDA, another kernel first walks from each node to the root and computes products of keys and queries with decayed
+keys for all tiles of value channels; Gated DeltaNet's kernel reads these products.
 """
 
 # Kernel arguments are pointers, scalars and constexprs, which have no Python types.
@@ -40,17 +40,26 @@ _WALKING = 4
 
 def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
     """See ``mmspec.ssm.ops.tree_delta``."""
+    return _tree_delta(q, k, v, g, beta, state, ancestors.view(torch.uint8), None)
+
+
+def _tree_delta(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor, overlap: Tensor | None
+) -> Tensor:
+    """Outputs at every node; ``overlap``, (2, batch, heads, nodes, nodes), has KDA's products of keys and of queries
+    with decayed keys, for keys and queries that are decayed from the initial state."""
     batch, nodes, heads, value_dim = v.shape
     y = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     block_dim = max(16, min(triton.next_power_of_2(value_dim), _SCAN_DIM))
     tiles = triton.cdiv(nodes, _NODE_TILE)
     updates = torch.empty(v.shape, dtype=torch.float32, device=v.device) if tiles > 1 else y
-    ancestors = ancestors.view(torch.uint8)
+    overlap_strides = (0, 0, 0, 0) if overlap is None else overlap.stride()[:4]
     _tree_delta_kernel[(triton.cdiv(value_dim, block_dim), heads, batch)](
-        *(q, k, v, g, beta, state, ancestors, updates, y),
+        *(q, k, v, g, beta, state, ancestors, overlap, updates, y),
         *(nodes, value_dim, k.shape[3], heads // k.shape[2]),
-        *(*q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride()),
-        *(*state.stride(), *ancestors.stride(), *y.stride()),
+        *(*q.stride(), *k.stride(), *v.stride(), *g.stride()[:3], *beta.stride()),
+        *(*state.stride(), *ancestors.stride(), *overlap_strides, *y.stride()),
+        PRODUCTS=overlap is not None,
         TILES=tiles,
         BLOCK_NODES=_NODE_TILE,
         BLOCK_DIM=block_dim,
@@ -76,16 +85,29 @@ def commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, p
 
 
 @triton.jit
-def _overlap(
-    rows, i_to, m_to, r_node, r_key, k, other, nodes, k_node, k_key, key_dim, b_decay,
-    BLOCK_NODES: tl.constexpr, BLOCK_PART: tl.constexpr,
+def _overlaps(
+    q, k, g, ancestors, overlap, b_reach, i_to, m_to, other, nodes, key_dim,
+    q_node, q_key, k_node, k_key, g_node, m_i, m_j, o_part, o_node,
+    PRODUCTS: tl.constexpr, BLOCK_NODES: tl.constexpr, BLOCK_PART: tl.constexpr,
 ):  # fmt: skip
-    """Decayed products of a tile's keys or queries with the keys of another tile: (nodes, nodes) float32."""
+    """Decayed products of a tile's keys and queries with the keys of another tile, (nodes, nodes) float32 each, and the
+    ancestor mask."""
     i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
     m_on = i_on < nodes
-    return b_decay * _read(
-        rows, i_to, m_to, r_node, r_key, k, i_on, m_on, k_node, k_key, key_dim, BLOCK_NODES, BLOCK_PART, _PRECISION
-    )
+    if PRODUCTS:
+        b_keys = _load(overlap, i_to, m_to, o_node, i_on, m_on, 1)
+        b_queries = _load(overlap + o_part, i_to, m_to, o_node, i_on, m_on, 1)
+        m_pair = m_to[:, None] & m_on[None, :]
+        b_pair = tl.load(ancestors + i_to[:, None] * m_i + i_on[None, :] * m_j, mask=m_pair, other=0) != 0
+    else:
+        b_decay, b_pair = _decay(1.0, g, ancestors, b_reach, i_to, m_to, other, nodes, g_node, m_i, m_j, BLOCK_NODES)
+        b_keys = b_decay * _read(
+            k, i_to, m_to, k_node, k_key, k, i_on, m_on, k_node, k_key, key_dim, BLOCK_NODES, BLOCK_PART, _PRECISION
+        )
+        b_queries = b_decay * _read(
+            q, i_to, m_to, q_node, q_key, k, i_on, m_on, k_node, k_key, key_dim, BLOCK_NODES, BLOCK_PART, _PRECISION
+        )
+    return b_keys, b_queries, b_pair
 
 
 @triton.jit
@@ -101,7 +123,7 @@ def _solve(b_weight, b_right, b_pair):
 
 @triton.jit
 def _tree_delta_kernel(
-    q, k, v, g, beta, state, ancestors, updates, y,
+    q, k, v, g, beta, state, ancestors, overlap, updates, y,
     nodes, value_dim, key_dim, per_group,
     q_row, q_node, q_group, q_key,
     k_row, k_node, k_group, k_key,
@@ -110,8 +132,10 @@ def _tree_delta_kernel(
     b_row, b_node, b_head,
     s_row, s_head, s_key, s_dim,
     m_row, m_i, m_j,
+    o_part, o_row, o_head, o_node,
     y_row, y_node, y_head, y_dim,
-    TILES: tl.constexpr, BLOCK_NODES: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_PART: tl.constexpr,
+    PRODUCTS: tl.constexpr, TILES: tl.constexpr, BLOCK_NODES: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_PART: tl.constexpr,
 ):  # fmt: skip
     i_row, i_head, i_dim, m_dim = _program(value_dim, BLOCK_DIM)
     i_group = i_head // per_group
@@ -122,45 +146,44 @@ def _tree_delta_kernel(
     beta += i_row * b_row + i_head * b_head
     state += i_row * s_row + i_head.to(tl.int64) * s_head
     ancestors += i_row * m_row
+    if PRODUCTS:
+        overlap += i_row * o_row + i_head * o_head
     updates += i_row * y_row + i_head * y_head
     y += i_row * y_row + i_head * y_head
 
     for tile in range(TILES):
         i_to = tile * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
         m_to = i_to < nodes
-        b_reach = _reach(1.0, g, ancestors, tile, nodes, g_node, m_i, m_j, BLOCK_NODES)
-        b_start = tl.exp(b_reach.to(tl.float32))[:, None]
-        b_right = _load(v, i_to, m_to, v_node, i_dim, m_dim, v_dim)
-        b_right -= b_start * _read(
+        b_right = _read(
             k, i_to, m_to, k_node, k_key, state, i_dim, m_dim, s_dim, s_key, key_dim, BLOCK_DIM, BLOCK_PART, _PRECISION
         )
-        b_y = b_start * _read(
+        b_y = _read(
             q, i_to, m_to, q_node, q_key, state, i_dim, m_dim, s_dim, s_key, key_dim, BLOCK_DIM, BLOCK_PART, _PRECISION
         )
+        b_reach = tl.zeros((BLOCK_NODES,), dtype=tl.float64)
+        if not PRODUCTS:
+            b_reach = _reach(1.0, g, ancestors, tile, nodes, g_node, m_i, m_j, BLOCK_NODES)
+            b_start = tl.exp(b_reach.to(tl.float32))[:, None]
+            b_right *= b_start
+            b_y *= b_start
+        b_right = _load(v, i_to, m_to, v_node, i_dim, m_dim, v_dim) - b_right
         for other in range(tile):
-            b_decay, _ = _decay(1.0, g, ancestors, b_reach, i_to, m_to, other, nodes, g_node, m_i, m_j, BLOCK_NODES)
             i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
             b_update = _load(updates, i_on, i_on < nodes, y_node, i_dim, m_dim, y_dim)
-            b_weight = _overlap(
-                k, i_to, m_to, k_node, k_key, k, other, nodes, k_node, k_key, key_dim, b_decay, BLOCK_NODES, BLOCK_PART
+            b_keys, b_queries, _ = _overlaps(
+                *(q, k, g, ancestors, overlap, b_reach, i_to, m_to, other, nodes, key_dim),
+                *(q_node, q_key, k_node, k_key, g_node, m_i, m_j, o_part, o_node, PRODUCTS, BLOCK_NODES, BLOCK_PART),
             )
-            b_right -= tl.dot(b_weight, b_update, input_precision=_PRECISION)
-            b_weight = _overlap(
-                q, i_to, m_to, q_node, q_key, k, other, nodes, k_node, k_key, key_dim, b_decay, BLOCK_NODES, BLOCK_PART
-            )
-            b_y = tl.dot(b_weight, b_update, b_y, input_precision=_PRECISION)
+            b_right -= tl.dot(b_keys, b_update, input_precision=_PRECISION)
+            b_y = tl.dot(b_queries, b_update, b_y, input_precision=_PRECISION)
 
-        b_decay, b_pair = _decay(1.0, g, ancestors, b_reach, i_to, m_to, tile, nodes, g_node, m_i, m_j, BLOCK_NODES)
+        b_keys, b_queries, b_pair = _overlaps(
+            *(q, k, g, ancestors, overlap, b_reach, i_to, m_to, tile, nodes, key_dim),
+            *(q_node, q_key, k_node, k_key, g_node, m_i, m_j, o_part, o_node, PRODUCTS, BLOCK_NODES, BLOCK_PART),
+        )
         b_beta = tl.load(beta + i_to * b_node, mask=m_to, other=0.0)[:, None]
-        b_right *= b_beta
-        b_weight = b_beta * _overlap(
-            k, i_to, m_to, k_node, k_key, k, tile, nodes, k_node, k_key, key_dim, b_decay, BLOCK_NODES, BLOCK_PART
-        )
-        b_update = _solve(b_weight, b_right, b_pair)
-        b_weight = _overlap(
-            q, i_to, m_to, q_node, q_key, k, tile, nodes, k_node, k_key, key_dim, b_decay, BLOCK_NODES, BLOCK_PART
-        )
-        b_y = tl.dot(b_weight, b_update, b_y, input_precision=_PRECISION)
+        b_update = _solve(b_beta * b_keys, b_beta * b_right, b_pair)
+        b_y = tl.dot(b_queries, b_update, b_y, input_precision=_PRECISION)
 
         m_y = m_to[:, None] & m_dim[None, :]
         tl.store(y + i_to[:, None] * y_node + i_dim[None, :] * y_dim, b_y, mask=m_y)
@@ -211,50 +234,32 @@ def _commit_delta_kernel(
 
 def tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
     """See ``mmspec.ssm.ops.tree_kda``."""
-    (batch, nodes, heads, value_dim), key_dim = v.shape, k.shape[3]
-    y = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    rows = k.new_empty(2, *k.shape, dtype=torch.float32)  # keys and queries, decayed from the initial state
+    batch, nodes, heads, key_dim = k.shape
+    keys, queries = k.new_empty(2, *k.shape, dtype=torch.float32)  # decayed from the initial state
     overlap = torch.empty(2, batch, heads, nodes, nodes, dtype=torch.float32, device=v.device)
     ancestors = ancestors.view(torch.uint8)
     _overlap_kda_kernel[(triton.cdiv(nodes, _WALKING), heads, batch)](
-        *(q, k, g, beta, ancestors, rows[0], rows[1], overlap[0], overlap[1]),
+        *(q, k, g, ancestors, keys, queries, overlap[0], overlap[1]),
         *(nodes, key_dim),
-        *(*q.stride(), *k.stride(), *g.stride(), *beta.stride(), *ancestors.stride(), *rows[0].stride()),
-        *overlap[0].stride()[:3],
+        *(*q.stride(), *k.stride(), *g.stride(), *ancestors.stride(), *keys.stride()),
+        *overlap.stride()[1:4],
         BLOCK_NODES=_WALKING,
         BLOCK_ALL=max(16, triton.next_power_of_2(nodes)),
         BLOCK_KEY=max(16, triton.next_power_of_2(key_dim)),
     )
-    block_dim = max(16, min(triton.next_power_of_2(value_dim), _SCAN_DIM))
-    tiles = triton.cdiv(nodes, _NODE_TILE)
-    updates = torch.empty(v.shape, dtype=torch.float32, device=v.device) if tiles > 1 else y
-    _tree_kda_kernel[(triton.cdiv(value_dim, block_dim), heads, batch)](
-        *(rows[0], rows[1], overlap[0], overlap[1], v, beta, state, ancestors, updates, y),
-        *(nodes, value_dim, key_dim),
-        *(*rows[0].stride(), *overlap[0].stride()[:3], *v.stride(), *beta.stride()),
-        *(*state.stride(), *ancestors.stride(), *y.stride()),
-        TILES=tiles,
-        BLOCK_NODES=_NODE_TILE,
-        BLOCK_DIM=block_dim,
-        BLOCK_PART=max(16, min(triton.next_power_of_2(key_dim), _SCAN_PART)),
-        num_stages=SCAN_STAGES,
-    )
-    return y
+    return _tree_delta(queries, keys, v, g, beta, state, ancestors, overlap)
 
 
-def commit_kda(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
-    """See ``mmspec.ssm.ops.commit_kda``."""
-    commit_delta(k, v, g, beta, state, path)
+commit_kda = commit_delta
 
 
 @triton.jit
 def _overlap_kda_kernel(
-    q, k, g, beta, ancestors, keys, queries, key_overlap, query_overlap,
+    q, k, g, ancestors, keys, queries, key_overlap, query_overlap,
     nodes, key_dim,
     q_row, q_node, q_head, q_key,
     k_row, k_node, k_head, k_key,
     g_row, g_node, g_head, g_key,
-    b_row, b_node, b_head,
     m_row, m_i, m_j,
     r_row, r_node, r_head, r_key,
     o_row, o_head, o_node,
@@ -292,66 +297,6 @@ def _overlap_kda_kernel(
     m_rows = m_to[:, None] & m_key[None, :]
     tl.store(keys + p_rows, b_k * b_start, mask=m_rows)
     tl.store(queries + p_rows, b_q * b_start, mask=m_rows)
-    b_beta = tl.load(beta + i_row * b_row + i_head * b_head + i_to * b_node, mask=m_to, other=0.0)[:, None]
     p_pair = overlaps + i_to[:, None] * o_node + i_on[None, :]
-    tl.store(key_overlap + p_pair, b_keys * b_beta, mask=m_pair)
+    tl.store(key_overlap + p_pair, b_keys, mask=m_pair)
     tl.store(query_overlap + p_pair, b_queries, mask=m_pair)
-
-
-@triton.jit
-def _tree_kda_kernel(
-    keys, queries, key_overlap, query_overlap, v, beta, state, ancestors, updates, y,
-    nodes, value_dim, key_dim,
-    r_row, r_node, r_head, r_key,
-    o_row, o_head, o_node,
-    v_row, v_node, v_head, v_dim,
-    b_row, b_node, b_head,
-    s_row, s_head, s_key, s_dim,
-    m_row, m_i, m_j,
-    y_row, y_node, y_head, y_dim,
-    TILES: tl.constexpr, BLOCK_NODES: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_PART: tl.constexpr,
-):  # fmt: skip
-    i_row, i_head, i_dim, m_dim = _program(value_dim, BLOCK_DIM)
-    keys += i_row * r_row + i_head * r_head
-    queries += i_row * r_row + i_head * r_head
-    key_overlap += i_row * o_row + i_head * o_head
-    query_overlap += i_row * o_row + i_head * o_head
-    v += i_row * v_row + i_head * v_head
-    beta += i_row * b_row + i_head * b_head
-    state += i_row * s_row + i_head.to(tl.int64) * s_head
-    ancestors += i_row * m_row
-    updates += i_row * y_row + i_head * y_head
-    y += i_row * y_row + i_head * y_head
-
-    for tile in range(TILES):
-        i_to = tile * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
-        m_to = i_to < nodes
-        b_right = _load(v, i_to, m_to, v_node, i_dim, m_dim, v_dim)
-        b_right -= _read(
-            *(keys, i_to, m_to, r_node, r_key, state, i_dim, m_dim, s_dim, s_key, key_dim),
-            *(BLOCK_DIM, BLOCK_PART, _PRECISION),
-        )
-        b_right *= tl.load(beta + i_to * b_node, mask=m_to, other=0.0)[:, None]
-        b_y = _read(
-            *(queries, i_to, m_to, r_node, r_key, state, i_dim, m_dim, s_dim, s_key, key_dim),
-            *(BLOCK_DIM, BLOCK_PART, _PRECISION),
-        )
-        for other in range(tile):
-            i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
-            m_on = i_on < nodes
-            b_update = _load(updates, i_on, m_on, y_node, i_dim, m_dim, y_dim)
-            b_weight = _load(key_overlap, i_to, m_to, o_node, i_on, m_on, 1)
-            b_right -= tl.dot(b_weight, b_update, input_precision=_PRECISION)
-            b_weight = _load(query_overlap, i_to, m_to, o_node, i_on, m_on, 1)
-            b_y = tl.dot(b_weight, b_update, b_y, input_precision=_PRECISION)
-
-        m_pair = m_to[:, None] & m_to[None, :]
-        b_pair = tl.load(ancestors + i_to[:, None] * m_i + i_to[None, :] * m_j, mask=m_pair, other=0) != 0
-        b_update = _solve(_load(key_overlap, i_to, m_to, o_node, i_to, m_to, 1), b_right, b_pair)
-        b_y = tl.dot(_load(query_overlap, i_to, m_to, o_node, i_to, m_to, 1), b_update, b_y, input_precision=_PRECISION)
-
-        m_y = m_to[:, None] & m_dim[None, :]
-        tl.store(y + i_to[:, None] * y_node + i_dim[None, :] * y_dim, b_y, mask=m_y)
-        if tile < TILES - 1:
-            tl.store(updates + i_to[:, None] * y_node + i_dim[None, :] * y_dim, b_update, mask=m_y)
-            tl.debug_barrier()  # other threads read the updates

@@ -176,20 +176,8 @@ def _tree_scan_kernel(
             i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
             m_on = i_on < nodes
             b_overlap = _read(
-                c,
-                i_to,
-                m_to,
-                c_node,
-                c_state,
-                b,
-                i_on,
-                m_on,
-                b_node,
-                b_state,
-                size,
-                BLOCK_NODES,
-                BLOCK_PART,
-                overlap_precision,
+                *(c, i_to, m_to, c_node, c_state, b, i_on, m_on, b_node, b_state, size),
+                *(BLOCK_NODES, BLOCK_PART, overlap_precision),
             )
             b_decay, _ = _decay(
                 a_head, dt, ancestors, b_reach, i_to, m_to, other, nodes, dt_node, m_i, m_j, BLOCK_NODES

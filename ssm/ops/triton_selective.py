@@ -35,44 +35,26 @@ def tree_selective(
     """See ``mmspec.ssm.ops.tree_selective``."""
     (batch, nodes, _), size, parents = x.shape, b.shape[3], levels.parents
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    if nodes <= _NODES:
-        _walk(x, dt, a, b, c, d, state, parents, y, None)
-        return y
-    for group, part in tiles(x, b, batch * nodes * size):
-        b_part, c_part = (t[:, :, group : group + 1] for t in (b, c))
-        x_part, dt_part, y_part = (t[:, :, part] for t in (x, dt, y))
-        states = torch.empty(batch, nodes, x_part.shape[2], size, dtype=torch.float32, device=x.device)
-        d_part = None if d is None else d[part]
-        _walk(x_part, dt_part, a[part], b_part, c_part, d_part, state[:, part], parents, y_part, states)
+    in_registers, whole = nodes <= _NODES, slice(None)
+    parts = [(slice(group, group + 1), part) for group, part in tiles(x, b, batch * nodes * size)]
+    for group, part in [(whole, whole)] if in_registers else parts:
+        x_part, b_part, d_part = x[:, :, part], b[:, :, group], None if d is None else d[part]
+        states = None
+        if not in_registers:
+            states = torch.empty(batch, nodes, x_part.shape[2], size, dtype=torch.float32, device=x.device)
+        grid, per_group, tile = _launch(x_part, b_part, _TREE_TILE)
+        _tree_selective_kernel[grid](
+            *(x_part, dt[:, :, part], a[part], b_part, c[:, :, group], d_part, state[:, part], parents),
+            *(y[:, :, part], states, nodes, per_group, size),
+            *(*x.stride(), *dt.stride(), *a.stride(), *b.stride(), *c.stride(), *state.stride()),
+            *(*parents.stride(), *y.stride()),
+            HAS_D=d is not None,
+            IN_REGISTERS=in_registers,
+            BLOCK_NODES=triton.next_power_of_2(nodes) if in_registers else 1,
+            **tile,
+            num_warps=1,
+        )
     return y
-
-
-def _walk(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    state: Tensor,
-    parents: Tensor,
-    y: Tensor,
-    states: Tensor | None,
-) -> None:
-    """``tree_selective`` into ``y``, with states in a buffer, (batch, nodes, channels, state), or in registers."""
-    grid, per_group, tile = _launch(x, b, _TREE_TILE)
-    nodes = x.shape[1]
-    _tree_selective_kernel[grid](
-        *(x, dt, a, b, c, d, state, parents, y, states),
-        *(nodes, per_group, b.shape[3]),
-        *(*x.stride(), *dt.stride(), *a.stride(), *b.stride(), *c.stride(), *state.stride()),
-        *(*parents.stride(), *y.stride()),
-        HAS_D=d is not None,
-        IN_REGISTERS=states is None,
-        BLOCK_NODES=triton.next_power_of_2(nodes) if states is None else 1,
-        **tile,
-        num_warps=1,
-    )
 
 
 def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:

@@ -97,10 +97,6 @@ class Inputs:
         return self.x, self.dt, self.a, self.b, self.c, self.d
 
     @property
-    def scan_state(self) -> Tensor:
-        return _inside_nan(self.state)
-
-    @property
     def delta(self) -> tuple[Tensor, ...]:
         """q, k, v, g and beta of the gated delta rule: most decays are weak, rates go up to 2."""
         k, q = (F.normalize(t.float(), dim=-1) for t in (self.b, self.c))
@@ -116,13 +112,6 @@ class Inputs:
         return q, k, v, _strided(g[..., None] * (channels + v[..., :1].float().sigmoid()) / 2), beta
 
     @property
-    def delta_state(self) -> Tensor:
-        """(batch, heads, key_dim, value_dim)"""
-        return _inside_nan(self.state.transpose(2, 3).contiguous())
-
-    kda_state = delta_state
-
-    @property
     def selective(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """x, dt, a, b, c and d of Mamba-1's scan: steps differ by channel, decays by channel and state element."""
         per_head, size = self.x.shape[3], self.b.shape[3]
@@ -132,22 +121,12 @@ class Inputs:
         return x, dt, a, self.b, self.c, None if self.d is None else self.d.repeat_interleave(per_head)
 
     @property
-    def selective_state(self) -> Tensor:
-        """(batch, channels, state)"""
-        return _inside_nan(self.state.flatten(1, 2))
-
-    @property
     def lru(self) -> tuple[Tensor, Tensor]:
         """x and a of the gated linear recurrence: decays differ by channel, and most are weak; the first is 0."""
         x = self.x.flatten(2)
         a = torch.exp(-2 * self.dt.repeat_interleave(self.x.shape[3], 2) ** 6 * x.float().sigmoid()).to(x.dtype)
         a[..., 0] = 0.0
         return x, _strided(a)
-
-    @property
-    def lru_state(self) -> Tensor:
-        """(batch, channels)"""
-        return _inside_nan(self.state.sum(3).flatten(1))
 
 
 def draw(case: Case, device: str = "cpu") -> Inputs:
@@ -203,6 +182,7 @@ class Rule:
         constant: indices of the inputs that are not per node.
         levels: whether the tree is given by its levels.
         checked: indices of inputs whose shapes are checked, by the names in messages.
+        before: the state before the tree, from a state of (batch, heads, head_dim, state).
     """
 
     name: str
@@ -210,31 +190,30 @@ class Rule:
     read: Callable[..., Tensor]
     committed: slice
     checked: dict[str, int]
+    before: Callable[[Tensor], Tensor] = lambda state: state
     constant: tuple[int, ...] = ()
     levels: bool = False
 
     def inputs(self, i: Inputs) -> Values:
         """What ``tree_NAME`` is given before the state."""
-        return getattr(i, self.name)  # type: ignore[no-any-return]
+        return getattr(i, self.name)
 
     def state(self, i: Inputs) -> Tensor:
         """A new copy of the state before the tree."""
-        return getattr(i, f"{self.name}_state")  # type: ignore[no-any-return]
+        return _inside_nan(self.before(i.state).contiguous())
 
     def tree(self, values: Values, state: Tensor, ancestors: Tensor) -> Tensor:
         """Outputs at every node."""
         given = ops.DepthIndex(ancestors) if self.levels else ancestors
-        return getattr(ops, f"tree_{self.name}")(*values, state, given)  # type: ignore[no-any-return]
+        return getattr(ops, f"tree_{self.name}")(*values, state, given)
 
     def commit(self, values: Values, state: Tensor, path: Tensor) -> None:
         """Advance the state along each row's path."""
         getattr(ops, f"commit_{self.name}")(*values[self.committed], state, path)
 
     def _after(self, values: Values, before: Tensor, row: int, node: int) -> tuple[Tensor, Values]:
-        at = tuple(
-            None if t is None else (t if place in self.constant else t[row, node]).double()
-            for place, t in enumerate(values)
-        )
+        own = [t if t is None or place in self.constant else t[row, node] for place, t in enumerate(values)]
+        at = tuple(None if t is None else t.double() for t in own)
         return self.step(before, *at[self.committed]), at
 
     def expected_tree(self, values: Values, state: Tensor, parents: Tensor) -> Tensor:
@@ -269,6 +248,10 @@ def _delta_step(s: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Ten
     return s + k * (beta[:, None] * (v - (s * k).sum(1)))[:, None]
 
 
+def _delta_read(s: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    return (s * _each(q, v)[:, :, None]).sum(1)
+
+
 def _scan_read(s: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None) -> Tensor:
     each = (len(x), *[1] * (x.ndim - 1))  # heads of channels, or channels
     y = (s * _each(c, x).view(*each, -1)).sum(-1)
@@ -286,24 +269,27 @@ RULES = (
         {"dt": 1},
         constant=(2, 5),
     ),
-    Rule("delta", _delta_step, lambda s, q, k, v, *_: (s * _each(q, v)[:, :, None]).sum(1), slice(1, 5), {"beta": 4}),
-    Rule(
-        "kda",
-        _delta_step,
-        lambda s, q, *_: (s * q[:, :, None]).sum(1),
-        slice(1, 5),
-        {"k": 1, "g": 3, "beta": 4},
-    ),
+    Rule("delta", _delta_step, _delta_read, slice(1, 5), {"beta": 4}, lambda state: state.mT),
+    Rule("kda", _delta_step, _delta_read, slice(1, 5), {"k": 1, "g": 3, "beta": 4}, lambda state: state.mT),
     Rule(
         "selective",
         lambda s, x, dt, a, b: torch.exp(dt[:, None] * a) * s + (dt * x)[:, None] * _each(b, x),
         _scan_read,
         slice(4),
         {"dt": 1, "a": 2},
+        lambda state: state.flatten(1, 2),
         constant=(2, 5),
         levels=True,
     ),
-    Rule("lru", lambda s, x, a: a * s + x, lambda s, x, a: s, slice(2), {"a": 1}, levels=True),
+    Rule(
+        "lru",
+        lambda s, x, a: a * s + x,
+        lambda s, x, a: s,
+        slice(2),
+        {"a": 1},
+        lambda state: state.sum(3).flatten(1),
+        levels=True,
+    ),
 )
 
 

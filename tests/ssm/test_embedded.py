@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def plain():  # type: ignore[no-untyped-def]
+def plain():
     folder = plugins.find("models", "tiny-hybrid")()
     assert folder == tiny_hybrid()
     return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def test_it_is_a_plain_hybrid_of_transformers(plain) -> None:  # type: ignore[no-untyped-def]
+def test_it_is_a_plain_hybrid_of_transformers(plain):
     model, _ = plain
     assert type(model) is BambaForCausalLM
     kinds = model.config.layers_block_type
@@ -33,7 +33,7 @@ def test_it_is_a_plain_hybrid_of_transformers(plain) -> None:  # type: ignore[no
     assert model.generation_config.eos_token_id == model.config.eos_token_id
 
 
-def test_it_solves_most_held_out_problems(plain) -> None:  # type: ignore[no-untyped-def]
+def test_it_solves_most_held_out_problems(plain):
     model, tokenizer = plain
     task = TASKS["texts"]
     asked = [sample for sample in task.samples(None, None) if sample.category in ("problem", "sums")][:16]
@@ -48,7 +48,7 @@ def test_it_solves_most_held_out_problems(plain) -> None:  # type: ignore[no-unt
 
 
 @pytest.mark.parametrize("name", ["flash", "mamba"])
-def test_its_drafters_guess_most_of_what_it_says(name: str, plain) -> None:  # type: ignore[no-untyped-def]
+def test_its_drafters_guess_most_of_what_it_says(name, plain):
     model, tokenizer = plain
     pipe = mmspec.load("tiny-hybrid", "auto" if name == "flash" else name, dtype="float32")
     assert pipe.drafter.name == name
@@ -63,7 +63,7 @@ def test_its_drafters_guess_most_of_what_it_says(name: str, plain) -> None:  # t
         assert found.stats.mean_acceptance_length > 3
 
 
-def test_what_travels_is_small() -> None:
+def test_what_travels_is_small():
     files = [path for path in Path(tiny_hybrid()).rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= {".json", ".jinja", ".md", ".safetensors"}
     assert (Path(tiny_hybrid()) / "model.safetensors").stat().st_size < 8.5e6

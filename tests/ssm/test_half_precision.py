@@ -40,11 +40,8 @@ def test_a_drafters_state_decays_as_in_float32(piece):
     projected[..., -c.heads :] = dt
     window = torch.zeros(1, c.window - 1, c.channels, dtype=torch.bfloat16)
     state = window, torch.ones(1, c.state, c.heads, c.head_dim)
-    if piece == 1:
-        for at in range(300):
-            _, state = layer.step(projected[:, at], state)
-    else:
-        _, state = layer.read(projected, None, state)
+    for at in range(0, 300, piece):
+        _, state = layer.step(projected[:, at], state) if piece == 1 else layer.read(projected, None, state)
     left = (-300 * steps * layer.a_log.double().exp()).exp()
     torch.testing.assert_close(state[1].double(), left[:, None].expand_as(state[1]), rtol=1e-4, atol=0)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 import mmspec
 from mmspec import UserError
@@ -21,17 +21,6 @@ def biased():
         if name.endswith("bias"):
             weight.data.normal_(std=0.3)
     return model
-
-
-class Call(LogitsProcessor):
-    """Calls a function before each token."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def __call__(self, input_ids, scores):
-        self.function()
-        return scores
 
 
 def layered(*kinds):
@@ -65,7 +54,7 @@ def test_plain_decoding_goes_on_between_passes(name):
     model, ids, said = shared_model(name), text_inputs(1, 9)["input_ids"], []
     target, g = TransformersTarget(model), torch.Generator().manual_seed(0)
 
-    def interrupt():
+    def interrupt(ids, scores):
         prefilled(target, Prompt(torch.randint(3, 90, (1, 7), generator=g)), 16)
         tree = random_tree(g, 1, 6, 90, ragged=False)
         target.verify(tree)
@@ -74,12 +63,13 @@ def test_plain_decoding_goes_on_between_passes(name):
             target.runner.commit_nodes(torch.tensor([path]), lambda: [path])
         target.keep([])
         said.append(path)
+        return scores
 
     options = dict(max_new_tokens=10, do_sample=False, eos_token_id=None)
     options |= dict(output_logits=True, return_dict_in_generate=True)
     expected = model.generate(ids, **options)
     with target.decoder.layers.applied():  # as while a pass of another thread runs
-        found = model.generate(ids, **options, logits_processor=LogitsProcessorList([Call(interrupt)]))
+        found = model.generate(ids, **options, logits_processor=LogitsProcessorList([interrupt]))
     assert torch.equal(torch.stack(found.logits), torch.stack(expected.logits))
     assert len(said) == 10
 

@@ -14,11 +14,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 from tests.decoding import assert_threads_share
 from tests.targets import assert_trees_equal_paths, prefilled
 from tests.tiny import byte_tokenizer, random_tree, root_path, shared_model
-from tests.tiny.configs import (
-    CONVOLUTION_CONFIGS,
-    HYBRID_CONFIGS,
-    MIXER_CONFIGS,
-)
+from tests.tiny.configs import CONVOLUTION_CONFIGS, HYBRID_CONFIGS, MIXER_CONFIGS
 from tests.tiny.models import text_inputs, text_model
 
 pytestmark = pytest.mark.long

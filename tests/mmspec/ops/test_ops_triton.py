@@ -179,7 +179,7 @@ def check_compiled(capability: int, ran: list[Callable[[], object]]) -> set[str]
         spilt = {80: 300}.get(capability, 160)
         assert entry["stack"] <= (spilt if name == "_attend_kernel" else 64), entry
         # Without loads ahead of their use, attention and scans would wait for memory at every tile.
-        if name in ("_attend_kernel", "_tree_scan_kernel", "_tree_delta_kernel", "_tree_kda_kernel"):
+        if name in ("_attend_kernel", "_tree_scan_kernel", "_tree_delta_kernel"):
             assert entry["ahead"], entry
         # Attention takes 32-bit products within one row's queries only, which are few.
         assert of_scan or name == "_attend_kernel" or not entry["narrow"], entry
@@ -198,7 +198,7 @@ def test_kernels_compile_without_a_gpu(capability):
     of_step = ("attend", "merge", "path", "choose", "sum", "quantile", "compact", "rank", "top", "beam", "keep")
     of_step += ("ancestors", "norm", "rotate", "gate", "reach", "inputs", "last")
     rules = ("scan", "delta", "selective", "lru", "conv")
-    names = {f"_{name}_kernel" for name in (*of_step, "overlap_kda", "tree_kda")}
+    names = {f"_{name}_kernel" for name in (*of_step, "overlap_kda")}
     names |= {f"_{part}_{rule}_kernel" for part in ("tree", "commit") for rule in rules}
     assert check_compiled(capability, operations()) == names
 

@@ -80,8 +80,7 @@ def test_the_opening_is_what_precedes_a_users_words(pipe):
 
 
 @pytest.mark.parametrize(
-    ("text", "usable"),
-    [("two words</s>", "two words"), (" one </s>", None), ("an <s> inside</s>", None)],
+    ("text", "usable"), [("two words</s>", "two words"), (" one </s>", None), ("an <s> inside</s>", None)]
 )
 def test_usable_prompts(pipe, text, usable):
     io = pipe.processor

@@ -43,9 +43,7 @@ def test_reads_arrays_and_lines(tmp_path, lines):
     )
     assert first.answers == (None, None)
     assert second == Conversation(
-        "2",
-        ({"role": "user", "content": [text("Hi")]}, {"role": "assistant", "content": "Ho"}),
-        (None,),
+        "2", ({"role": "user", "content": [text("Hi")]}, {"role": "assistant", "content": "Ho"}), (None,)
     )
     assert read(path, Path("/media")).conversations[0].media == [image("/media/coco/a.jpg")]
     later = turns("<image>\nA?", "a", "<image>\nB?", "b", image=["x", "y", "z"])
@@ -123,8 +121,8 @@ def test_unanswered_questions_and_token_ids(tmp_path):
         ({"conversations": {}}, "list `conversations`"),
         ({"conversations": [{"from": "human"}]}, "expected turns with `from` and a text `value`"),
         ({"conversations": ["hi"]}, 'expected turns with `from` and a text `value`, received "hi"'),
-        ({"conversations": [{"from": ["dog"], "value": "wau"}]}, r"expected turns from human.*received \['dog'\]"),
-        ({"conversations": [{"from": "dog", "value": "wau"}]}, "expected turns from human.*received 'dog'"),
+        ({"conversations": [{"from": ["dog"], "value": "wau"}]}, r'expected turns from human.*received \["dog"\]'),
+        ({"conversations": [{"from": "dog", "value": "wau"}]}, 'expected turns from human.*received "dog"'),
         (turns("<image><image>", "a", image="x"), "as many files in `image` as there are <image> placeholders"),
         (turns("<video>", "a", image="x"), "as many files in `video`"),
         (turns("q", "a", image=3), "expected `image` as a path or a list of paths, received 3"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,6 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, LlavaForConditionalGeneration
 
 pytest.importorskip("accelerate")
@@ -48,30 +47,30 @@ from tests.training import terminated_at
 TEXT_ONLY = ("small", "mamba")
 """Commands that are tested on a text target, which is faster."""
 
-STILL = ["--steps", "1", "--rate", "1e-12", "--prompts", "0"]
+STILL = "--steps 1 --rate 1e-12 --prompts 0"
 """So small a rate leaves weights as they are."""
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
+def rows(folder):
     return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
 
 
-def evaluations(folder: Path) -> list[dict[str, Any]]:
+def evaluations(folder):
     return [row for row in rows(folder) if row["event"] == "held-out"]
 
 
-def saved(out: Path) -> dict[str, Tensor]:
+def saved(out):
     return load_file(out / DRAFTER / "model.safetensors")
 
 
-def assert_same(out: Path, other: Path, atol: float = 1e-6, rtol: float = 0.0) -> None:
+def assert_same(out, other, atol=1e-6, rtol=0.0):
     """Weights of two runs, by the first run's names."""
     theirs = saved(other)
     for name, value in saved(out).items():
         torch.testing.assert_close(theirs[name], value, atol=atol, rtol=rtol)
 
 
-def easy(folder: Path, kind: Any, scale: float) -> str:
+def easy(folder, kind, scale):
     """Make a random target's next token depend mostly on the last token: easy to learn."""
     target = kind.from_pretrained(folder)
     for layer in target.get_decoder().layers:
@@ -85,25 +84,23 @@ def easy(folder: Path, kind: Any, scale: float) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     return easy(save_llava(tmp_path_factory.mktemp("llava")), LlavaForConditionalGeneration, 1.0)
 
 
 @pytest.fixture(scope="module")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def text_model(tmp_path_factory):
     folder = save_text_model(tmp_path_factory.mktemp("text"))
     (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }} {% endfor %}")
     return easy(folder, LlamaForCausalLM, 4.0)
 
 
 @pytest.fixture(scope="module")
-def answered(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def answered(tmp_path_factory):
     """Conversations that a target has answered, with an image each or without."""
-    found: dict[tuple[str, bool], Path] = {}
 
-    def call(target: str, images: bool = False) -> Path:
-        if (target, images) in found:
-            return found[target, images]
+    @cache
+    def call(target, images=False):
         folder, pipe, lines = tmp_path_factory.mktemp("conversations"), mmspec.load(target, drafter=None), []
         for number in range(12 if pipe.processor.reads_media else 24):
             record: dict[str, Any] = {"id": str(number)}
@@ -117,18 +114,17 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             )
             answer = {"from": "gpt", "value": said.text, "token_ids": said.token_ids}
             lines.append(json.dumps({**record, "conversations": [{"from": "human", "value": prompt}, answer]}))
-        found[target, images] = folder / "data.jsonl"
-        found[target, images].write_text("\n".join(lines))
-        return found[target, images]
+        (folder / "data.jsonl").write_text("\n".join(lines))
+        return folder / "data.jsonl"
 
     return call
 
 
 @pytest.fixture
-def train(request: pytest.FixtureRequest, answered: Callable[..., Path]) -> Callable[..., str]:
+def train(request, answered):
     """Runs a command in a folder; returns its output."""
 
-    def call(out: Path, *options: str, command: str = "msd", **replaced: Path | None) -> str:
+    def call(out, *options, command="msd", **replaced):
         small = command in TEXT_ONLY
         target = request.getfixturevalue("text_model" if small else "model")
         chosen = {"text": answered(target)} | ({} if small else {"data": answered(target, True)}) | replaced
@@ -136,7 +132,9 @@ def train(request: pytest.FixtureRequest, answered: Callable[..., Path]) -> Call
         given += ["--batch", "6", "--held-out", "4", "--prompts", "4", "--max-new-tokens", "16", "--warmup", "5"]
         if command == "mamba":
             given += ["--hidden-size", "32", "--heads", "2", "--head-dim", "16", "--state", "4"]
-        result = CliRunner().invoke(commands, [command, "--target", target, "--out", str(out), *given, *options])
+        result = CliRunner().invoke(
+            commands, [command, "--target", target, "--out", str(out), *given, *" ".join(options).split()]
+        )
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result.output
@@ -146,8 +144,8 @@ def train(request: pytest.FixtureRequest, answered: Callable[..., Path]) -> Call
 
 # ---------------------------------------------------------------------- learning
 
-EAGLE3 = ["--passes", "3", "--top-k", "4", "--depth", "4", "--total-tokens", "12"]
-DFLASH = ["--block-size", "5", "--anchors", "8", "--top-k", "4", "--total-tokens", "12"]
+EAGLE3 = "--passes 3 --top-k 4 --depth 4 --total-tokens 12"
+DFLASH = "--block-size 5 --anchors 8 --top-k 4 --total-tokens 12"
 DSPARK = "--loss tv --markov-rank 16 --markov-type rnn --confidence markov --from-anchor --causal 1"
 XPRESS = "--markov-rank 16 --markov-type xpress"
 DFLASH2 = "--conv-kernel-size 2 --conv-group-size 8 --selector-rank 16 --selector-top-k 12"
@@ -162,23 +160,13 @@ LEARNING = [  # command, options, fields of the saved drafter or of its network'
     ("flash", "--latents 3 --slots 1 --passes 2", "latents=3 slots=1", "right_2"),
     ("flash", "--ratio 2 --slots 2 --passes 2 --glancing 0.4", "latents=8 slots=2", "right_4"),
     ("flash", FLASH, "latents=2 slots=12 rank=12", "coverage_6"),
-    ("eagle3", f"{NARROW} {' '.join(EAGLE3)}", "top_k=4 depth=4 total_tokens=12 mask_token_id=None", "right_3"),
-    ("eagle3", f"--loss lk --parallel --keep 0.8 {NARROW} {' '.join(EAGLE3)}", "name=eagle3", "right_3"),
-    (
-        "dflash",
-        f"{NARROW} {' '.join(DFLASH)}",
-        "depth=15 total_tokens=12 block_size=5 target_layer_ids=[0,1]",
-        "right_4",
-    ),
-    ("dflash", f"--from-target {NARROW} {' '.join(DFLASH)}", "top_k=4", "right_4"),
-    ("dflash", f"{DSPARK} {NARROW} {' '.join(DFLASH)}", "markov_rank=16 causal=[1] markov_outputs=40", "confidence_5"),
-    (
-        "dflash",
-        f"{DFLASH2} {' '.join(DFLASH)}",
-        "selector_rank=16 selector_tokens=320 conv_kernel_size=2",
-        "selector_4",
-    ),
-    ("dflash", f"{XPRESS} {NARROW} {' '.join(DFLASH)}", "markov_rank=16 markov_type=xpress", "base_4"),
+    ("eagle3", f"{NARROW} {EAGLE3}", "top_k=4 depth=4 total_tokens=12 mask_token_id=None", "right_3"),
+    ("eagle3", f"--loss lk --parallel --keep 0.8 {NARROW} {EAGLE3}", "name=eagle3", "right_3"),
+    ("dflash", f"{NARROW} {DFLASH}", "depth=15 total_tokens=12 block_size=5 target_layer_ids=[0,1]", "right_4"),
+    ("dflash", f"--from-target {NARROW} {DFLASH}", "top_k=4", "right_4"),
+    ("dflash", f"{DSPARK} {NARROW} {DFLASH}", "markov_rank=16 causal=[1] markov_outputs=40", "confidence_5"),
+    ("dflash", f"{DFLASH2} {DFLASH}", "selector_rank=16 selector_tokens=320 conv_kernel_size=2", "selector_4"),
+    ("dflash", f"{XPRESS} {NARROW} {DFLASH}", "markov_rank=16 markov_type=xpress", "base_4"),
     ("medusa", f"--layers 2 {MEDUSA}", "name=medusa layers=2 heads=3 head=40", "right_3"),
     ("medusa", f"--grounded --shared-output {MEDUSA}", "name=hydra layers=1 head=0", "right_3"),
     ("medusa", f"--grounded --prefix {MEDUSA}", "name=hydra head=40", "right_3"),
@@ -192,17 +180,9 @@ LOSS = {"msd": 0.7, "medusa": 0.95, "kangaroo": 0.95}
     ("command", "options", "fields", "metric"),
     [pytest.param(*case, marks=() if case[0] in TEXT_ONLY else pytest.mark.long) for case in LEARNING],
 )
-def test_a_drafter_learns_to_predict_its_target(
-    command: str,
-    options: str,
-    fields: str,
-    metric: str,
-    request: pytest.FixtureRequest,
-    train: Callable[..., str],
-    tmp_path: Path,
-) -> None:
+def test_a_drafter_learns_to_predict_its_target(command, options, fields, metric, request, train, tmp_path):
     """It is saved with its settings, and leaves an answer as it is."""
-    assert "drafter written to" in train(tmp_path, "--steps", "60", "--rate", "1e-2", *options.split(), command=command)
+    assert "drafter written to" in train(tmp_path, "--steps", "60", "--rate", "1e-2", options, command=command)
     first, last = evaluations(tmp_path)
     assert last["loss"] < LOSS.get(command, 0.8) * first["loss"]
     assert last["mean_acceptance_length"] > first["mean_acceptance_length"] + (0.2 if command == "flash" else 0.3)
@@ -222,7 +202,8 @@ def test_a_drafter_learns_to_predict_its_target(
     answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].stats.mean_acceptance_length > 1.3
-    exported = main(["export", *named(target, tmp_path / DRAFTER, tmp_path / "out")])
+    arguments = ["--model", target, "--drafter", str(tmp_path / DRAFTER), "--out", str(tmp_path / "out")]
+    exported = main(["export", *arguments])
     markov = command == "dflash" and "--markov-rank" in options  # of 40 tokens, without an output layer of its own
     assert exported == (
         0 if command in ("eagle3", "dflash", "medusa") and "--grounded" not in options and not markov else 2
@@ -230,11 +211,7 @@ def test_a_drafter_learns_to_predict_its_target(
     assert exported == 2 or make_drafter(str(tmp_path / "out")).name == command
 
 
-def named(target: str, drafter: Path, out: Path) -> list[str]:
-    return ["--model", target, "--drafter", str(drafter), "--out", str(out)]
-
-
-def test_the_same_command_resumes_the_run(train: Callable[..., str], tmp_path: Path) -> None:
+def test_the_same_command_resumes_the_run(train, tmp_path):
     options = ["--epochs", "2", "--prompts", "0", "--layers", "2", "--draft-vocabulary", "12"]
     train(tmp_path / "whole", *options, command="mamba")
     assert rows(tmp_path / "whole")[-1]["step"] == 7  # 20 conversations are not held out; batches of 6
@@ -258,7 +235,7 @@ TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 
 
 @pytest.mark.long
-def test_settings_keep_the_drafter_that_training_starts_from(train: Callable[..., str], tmp_path: Path) -> None:
+def test_settings_keep_the_drafter_that_training_starts_from(train, tmp_path):
     """Further layers add nothing at first, and a head of full rank is the target's."""
     shape = ["--draft-vocabulary", "10", "--slots", "6", "--depth", "6"]
     train(tmp_path / "first", "--steps", "30", "--rate", "1e-2", *shape, command="flash")
@@ -276,11 +253,10 @@ def test_settings_keep_the_drafter_that_training_starts_from(train: Callable[...
 
 
 @pytest.mark.long
-def test_layers_switches_and_a_cache(train: Callable[..., str], tmp_path: Path) -> None:
-    options = ["--steps", "2", "--prompts", "0", "--layers", "2", "--reads", "1,0", "--outputs", *EAGLE3]
-    options += ["--norm-before-residual", "--norm-before-fc"]
-    assert "no --text: training on --data only" in train(tmp_path / "a", *options, text=None, command="eagle3")
-    train(tmp_path / "b", *options, "--cache", str(tmp_path / "cache"), text=None, command="eagle3")
+def test_layers_switches_and_a_cache(train, tmp_path):
+    options = f"--steps 2 --prompts 0 --layers 2 --reads 1,0 --outputs --norm-before-residual --norm-before-fc {EAGLE3}"
+    assert "no --text: training on --data only" in train(tmp_path / "a", options, text=None, command="eagle3")
+    train(tmp_path / "b", options, f"--cache {tmp_path / 'cache'}", text=None, command="eagle3")
     assert list((tmp_path / "cache").glob("*.safetensors"))
     assert_same(tmp_path / "a", tmp_path / "b", 1e-4, 1e-3)
     drafter = make_drafter(str(tmp_path / "a" / DRAFTER))
@@ -288,19 +264,19 @@ def test_layers_switches_and_a_cache(train: Callable[..., str], tmp_path: Path) 
     assert (config.layers, config.reads, config.outputs, config.states, config.head) == (2, [1, 0], True, 2, 320)
     assert (config.norm_before_residual, config.norm_before_fc, config.norm_output) == (True, True, True)
     assert not config.fc_norm
-    begin = ["--start", str(tmp_path / "a" / DRAFTER), *EAGLE3]
-    train(tmp_path / "on", *STILL, *begin, command="eagle3")
+    begin = ["--start", str(tmp_path / "a" / DRAFTER), EAGLE3]
+    train(tmp_path / "on", STILL, *begin, command="eagle3")
     assert_same(tmp_path / "a", tmp_path / "on")
     with pytest.raises(UserError, match=r"expected lm_head.weight \(10, \d+\) to start from, received \(320, \d+\)"):
-        train(tmp_path / "other", *STILL, *begin, "--draft-vocabulary", "10", command="eagle3")
+        train(tmp_path / "other", STILL, *begin, "--draft-vocabulary", "10", command="eagle3")
 
 
 @pytest.mark.long
-def test_a_head_starts_as_one_with_and_without_parallel_levels(train: Callable[..., str], tmp_path: Path) -> None:
+def test_a_head_starts_as_one_with_and_without_parallel_levels(train, tmp_path):
     masks, kept = [], []
     for name, *options in (("a",), ("b", "--parallel"), ("c",), ("d", "--sequential")):
         options += ["--start", str(tmp_path / chr(ord(name) - 1) / DRAFTER)] if name != "a" else []
-        train(tmp_path / name, *STILL, *options, command="eagle3")
+        train(tmp_path / name, STILL, *options, command="eagle3")
         masks.append(make_drafter(str(tmp_path / name / DRAFTER)).network.config.mask_token_id)
         kept.append(saved(tmp_path / name))
     assert masks == [None, masks[1], masks[1], None]
@@ -312,12 +288,10 @@ def test_a_head_starts_as_one_with_and_without_parallel_levels(train: Callable[.
 
 
 @pytest.mark.long
-def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(
-    model: str, train: Callable[..., str], tmp_path: Path
-) -> None:
-    still, heads = [*STILL, *DFLASH], ["--markov-rank", "16", "--markov-type", "rnn", "--confidence", "markov"]
-    changes = ["--from-target", "--layers", "1", "--reads", "0", "--mask-token-id", "7", *heads]
-    train(tmp_path / "a", *still, *changes, command="dflash")
+def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(model, train, tmp_path):
+    still, changes = f"{STILL} {DFLASH}", "--from-target --layers 1 --reads 0"
+    heads = "--mask-token-id 7 --markov-rank 16 --markov-type rnn --confidence markov"
+    train(tmp_path / "a", still, changes, heads, command="dflash")
     found, layer = saved(tmp_path / "a"), mmspec.load(model, None).model.get_decoder().layers[-1]
     attention, mlp = layer.self_attn, layer.mlp
     expected = {
@@ -332,47 +306,44 @@ def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(
         torch.testing.assert_close(found[f"layers.0.{name}.weight"], weight.detach(), atol=1e-6, rtol=0)
     torch.testing.assert_close(found["fc.weight"], torch.eye(len(found["fc.weight"])), atol=1e-6, rtol=0)
     folder = str(tmp_path / "a" / DRAFTER)
-    train(tmp_path / "b", *still, "--start", folder, "--cache", str(tmp_path / "cache"), command="dflash")
+    train(tmp_path / "b", still, "--start", folder, "--cache", str(tmp_path / "cache"), command="dflash")
     assert_same(tmp_path / "a", tmp_path / "b")
     assert make_drafter(str(tmp_path / "b" / DRAFTER)).network.config.mask_token_id == 7
     with pytest.raises(UserError, match=r"--from-target needs layers like the drafter's: expected .*q_proj.weight"):
-        train(tmp_path / "d", *still, "--from-target", "--heads", "1", "--kv-heads", "1", command="dflash")
+        train(tmp_path / "d", still, "--from-target", "--heads", "1", "--kv-heads", "1", command="dflash")
     with pytest.raises(UserError, match="reads outputs of layers 0, 2: the target has 2 layers"):
-        train(tmp_path / "e", *still, "--reads", "0,2", command="dflash")
-    train(tmp_path / "f", *still, *changes[:5], *DFLASH2.split(), command="dflash")
+        train(tmp_path / "e", still, "--reads", "0,2", command="dflash")
+    train(tmp_path / "f", still, changes, DFLASH2, command="dflash")
     convolved = saved(tmp_path / "f")
     assert "layers.0.attention_conv.base" in convolved
     torch.testing.assert_close(convolved["layers.0.q.weight"], found["layers.0.q.weight"], atol=1e-6, rtol=0)
 
 
 @pytest.mark.long
-def test_training_starts_from_a_drafter(train: Callable[..., str], tmp_path: Path) -> None:
+def test_training_starts_from_a_drafter(train, tmp_path):
     shape = ["--no-decoupled", "--heads", "2", "--kv-heads", "1"]
     train(tmp_path / "msd", "--steps", "2", "--draft-vocabulary", "10", "--mlp", "16", *shape)
     begin = tmp_path / "msd" / DRAFTER
-    train(tmp_path / "on", *STILL, "--start", str(begin))
+    train(tmp_path / "on", STILL, "--start", str(begin))
     assert_same(tmp_path / "msd", tmp_path / "on")
-    options = [*STILL, "--start", str(begin), "--slots", "3", "--latents", "2"]
-    options += ["--precision", "bfloat16"]
-    train(tmp_path / "flash", *options, command="flash")
+    options = f"{STILL} --start {begin} --slots 3 --latents 2 --precision bfloat16"
+    train(tmp_path / "flash", options, command="flash")
     network = json.loads((tmp_path / "flash" / DRAFTER / "config.json").read_text())["network"]
     assert (network["mlp"], network["slots"], network["latents"]) == (16, 3, 2)
     assert_same(tmp_path / "msd", tmp_path / "flash")
     options = ["--draft-vocabulary", "10", "--slots", "3", "--depth", "3", "--rank", "4"]
     train(tmp_path / "a", "--steps", "10", "--rate", "1e-2", "--prompts", "0", *options, command="flash")
-    train(tmp_path / "b", *STILL, "--start", str(tmp_path / "a" / DRAFTER), command="flash")
+    train(tmp_path / "b", STILL, "--start", str(tmp_path / "a" / DRAFTER), command="flash")
     assert_same(tmp_path / "a", tmp_path / "b")
 
 
-def test_a_draft_model_starts_as_the_targets_first_layers(
-    text_model: str, train: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_draft_model_starts_as_the_targets_first_layers(text_model, train, tmp_path):
     """All of them give its own choices; of a new network, embedding and output layer are the target's."""
-    train(tmp_path / "all", *STILL, "--from-target", "--layers", "2", "--prompts", "4", command="small")
+    train(tmp_path / "all", STILL, "--from-target", "--layers", "2", "--prompts", "4", command="small")
     (first, _) = evaluations(tmp_path / "all")
     assert first["right_1"] == 1.0
     assert first["mean_acceptance_length"] > 4
-    train(tmp_path / "one", *STILL, "--from-target", "--layers", "1", command="small")
+    train(tmp_path / "one", STILL, "--from-target", "--layers", "1", command="small")
     theirs, ours = (
         LlamaForCausalLM.from_pretrained(one).state_dict() for one in (text_model, tmp_path / "one" / DRAFTER)
     )
@@ -384,8 +355,8 @@ def test_a_draft_model_starts_as_the_targets_first_layers(
             UserError,
             match=r"^--from-target takes the target's width and at most its layers, .* 'layers': 2}: received",
         ):
-            train(tmp_path / "none", *STILL, "--from-target", *options, command="small")
-    train(tmp_path / "new", *STILL, "--layers", "1", command="small")
+            train(tmp_path / "none", STILL, "--from-target", *options, command="small")
+    train(tmp_path / "new", STILL, "--layers", "1", command="small")
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "new" / DRAFTER).state_dict()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         torch.testing.assert_close(ours[name], theirs[name].bfloat16(), atol=1e-3, rtol=1e-2)
@@ -393,7 +364,7 @@ def test_a_draft_model_starts_as_the_targets_first_layers(
     assert words[0] == words[1]
 
 
-def test_a_target_with_images_has_a_draft_model_of_text(tmp_path: Path) -> None:
+def test_a_target_with_images_has_a_draft_model_of_text(tmp_path):
     """The decoder's layers belong to the language model inside."""
     pipe = mmspec.load(str(save_llava(tmp_path)), None)
     ids = torch.randint(4, 300, (1, 9))
@@ -403,7 +374,7 @@ def test_a_target_with_images_has_a_draft_model_of_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_layers_that_were_merged_have_their_published_names(name: str) -> None:
+def test_layers_that_were_merged_have_their_published_names(name):
     plain = copy.deepcopy(shared_model(name))
     for parameter in plain.parameters():
         if parameter.ndim == 1:  # biases are zero, weights of norms are one
@@ -418,7 +389,7 @@ def test_layers_that_were_merged_have_their_published_names(name: str) -> None:
         torch.testing.assert_close(weight, expected[key])
 
 
-def test_a_network_starts_as_the_best_linear_guess() -> None:
+def test_a_network_starts_as_the_best_linear_guess():
     """Where the next hidden state is linear in token embedding and hidden state, nothing is left to learn."""
     torch.manual_seed(0)
     network = MSDNetwork(MSDConfig(hidden_size=8, heads=2, kv_heads=1, head_dim=4, mlp=12, decoupled=False))
@@ -447,7 +418,7 @@ def test_a_network_starts_as_the_best_linear_guess() -> None:
 
 
 @pytest.mark.long
-def test_a_fitted_network_starts_better(train: Callable[..., str], tmp_path: Path) -> None:
+def test_a_fitted_network_starts_better(train, tmp_path):
     losses = []
     for options in ((), ("--fit",)):
         folder = tmp_path / str(len(options))
@@ -473,15 +444,13 @@ def test_a_fitted_network_starts_better(train: Callable[..., str], tmp_path: Pat
         ("kangaroo", ["--exit-layer", "9"], "^an early exit must be after a layer before the last"),
     ],
 )
-def test_invalid_options_are_refused(
-    command: str, options: list[str], message: str, train: Callable[..., str], tmp_path: Path
-) -> None:
+def test_invalid_options_are_refused(command, options, message, train, tmp_path):
     with pytest.raises(UserError, match=message):
         train(tmp_path, *options, command=command)
 
 
 @pytest.mark.long
-def test_heads_that_cannot_be_started_from_are_refused(model: str, train: Callable[..., str], tmp_path: Path) -> None:
+def test_heads_that_cannot_be_started_from_are_refused(model, train, tmp_path):
     refused = train(tmp_path / "a", "--reads", "2;3", command="eagle3")
     assert "'--reads': '2;3' is not a valid integer" in refused
     target = mmspec.load(model, None).target
@@ -495,9 +464,7 @@ def test_heads_that_cannot_be_started_from_are_refused(model: str, train: Callab
         train(tmp_path / "d", "--start", str(head), command="eagle3")
 
 
-def test_missing_and_unusable_conversations_are_refused(
-    answered: Callable[..., Path], model: str, train: Callable[..., str], tmp_path: Path
-) -> None:
+def test_missing_and_unusable_conversations_are_refused(answered, model, train, tmp_path):
     with pytest.raises(UserError, match=r"in --text or --data, received neither"):
         train(tmp_path, text=None, data=None)
     with pytest.raises(UserError, match=r"--text takes conversations without media: 0 has some"):
@@ -510,69 +477,58 @@ def test_missing_and_unusable_conversations_are_refused(
 # ---------------------------------------------------------------------- parts
 
 
-def conversation(name: str) -> Conversation:
-    turns = [("user", [{"type": "text", "text": name}]), ("assistant", "yes")]
-    return Conversation(name, tuple({"role": role, "content": content} for role, content in turns), (None,))
+def task_of(names, objective=None, extract=None, **options):
+    """A task whose held-out conversations ask these names; drafts have seven nodes."""
+    turns = [[("user", [{"type": "text", "text": name}]), ("assistant", "yes")] for name in names]
+    messages = [tuple({"role": role, "content": content} for role, content in one) for one in turns]
+    held_out = [Conversation(name, one, (None,)) for name, one in zip(names, messages, strict=True)]
+    setup = TrainingTask(torch.nn.Linear(1, 1), objective, lambda *_: SimpleNamespace(tree_size=7))
+    pipe = SimpleNamespace(target=None, processor=SimpleNamespace(reads_media=False))
+    return DrafterTask(pipe, setup, {TEXT: held_out}, held_out, extract, RunOptions(out=Path("unused"), **options))
 
 
-class SevenNodes:
-    def __init__(self, network: object, draft_ids: None) -> None:
-        self.tree_size = 7
-
-
-def test_acceptance_counts_verify_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acceptance_counts_verify_steps_only(monkeypatch):
     """The first token of each answer comes from its prefill; a prompt too long for the target is skipped."""
     accepted = {"a": [2, 0, 1], "b": [0], "c": []}
 
-    class Scripted:
-        def __init__(self, *_: object) -> None: ...
+    def generate(prompt, temperature, max_new_tokens, nodes):
+        (name,) = (message["content"] for message in prompt)
+        if name == "long":
+            raise UserError("too long")
+        assert (max_new_tokens, nodes) == (5, 7)
+        stats = Stats(num_generated_tokens=1)
+        for count in accepted[name]:
+            stats.record_step(4, 3, count, count + 1)
+        return Generation("", [0] * stats.num_generated_tokens, "length", stats)
 
-        def generate(self, prompt: list, temperature: float, max_new_tokens: int, nodes: int) -> Generation:
-            (name,) = (message["content"] for message in prompt)
-            if name == "long":
-                raise UserError("too long")
-            assert (max_new_tokens, nodes) == (5, 7)
-            stats = Stats(num_generated_tokens=1)
-            for count in accepted[name]:
-                stats.record_step(4, 3, count, count + 1)
-            return Generation("", [0] * stats.num_generated_tokens, "length", stats)
-
-    monkeypatch.setattr("mmspec.training.tasks.Pipeline", Scripted)
-    held_out = [conversation(name) for name in ("a", "long", "b", "c")]
-    pipe = SimpleNamespace(target=None, processor=SimpleNamespace(reads_media=False))
-    setup = TrainingTask(torch.nn.Linear(1, 1), None, SevenNodes)  # type: ignore[arg-type]
-    options = RunOptions(out=Path("unused"), prompts=4, max_new_tokens=5)
-    task = DrafterTask(pipe, setup, {TEXT: held_out}, held_out, None, options)  # type: ignore[arg-type]
+    monkeypatch.setattr("mmspec.training.tasks.Pipeline", lambda *_: SimpleNamespace(generate=generate))
+    task = task_of(("a", "long", "b", "c"), prompts=4, max_new_tokens=5)
     assert task._acceptance() == {"mean_acceptance_length": (3 + 1 + 2 + 1) / 4}
     accepted |= {"a": [], "b": []}
     assert task._acceptance() == {}
 
 
-def test_held_out_losses_are_means_over_answer_tokens() -> None:
+def test_held_out_losses_are_means_over_answer_tokens():
     """However conversations are batched, and for a metric that only one batch has."""
     counts = {"a": 1, "b": 2, "c": 9}
 
-    def extract(batch: list[Conversation]) -> Features:
+    def extract(batch):
         answer = torch.zeros(len(batch), 12, dtype=torch.bool)
         for row, one in zip(answer, batch, strict=True):
             row[1 : 2 + counts[one.id]] = True  # the first of an answer is not predicted
-        return Features(answer.long(), answer[..., None].float(), None, None, answer, None)  # type: ignore[arg-type]
+        return Features(answer.long(), answer[..., None].float(), None, None, answer, None)
 
-    def objective(network: object, target: object, batch: Features, *_: object) -> LossOutput:
+    def objective(network, target, batch, *_):
         count = (batch.answer.sum(1) - 1).float()
         mean = (count * count).sum() / count.sum()  # of a token: the length of its answer
         return LossOutput(mean, {"long": 3.0} if float(count.max()) > 2 else {})
 
-    setup = TrainingTask(torch.nn.Linear(1, 1), objective, SevenNodes)  # type: ignore[arg-type]
-    held_out = [conversation(name) for name in counts]
-    pipe = SimpleNamespace(target=None, processor=SimpleNamespace(reads_media=False))
     for batch in (1, 2, 3):
-        options = RunOptions(out=Path("unused"), prompts=0, batch=batch)
-        task = DrafterTask(pipe, setup, {TEXT: held_out}, held_out, extract, options)  # type: ignore[arg-type]
+        task = task_of(counts, objective, extract, prompts=0, batch=batch)
         assert task.evaluate() == pytest.approx({"loss": (1 + 4 + 81) / 12, "long": 3.0})
 
 
-def test_the_most_frequent_tokens_come_first() -> None:
+def test_the_most_frequent_tokens_come_first():
     answers = [[5, 5, 5, 9, 9], [9, 5, 7]]
     assert frequent_tokens(answers, 2, [2], 10).tolist() == [2, 5]
     assert frequent_tokens(answers, 3, [2], 10).tolist() == [2, 5, 9]

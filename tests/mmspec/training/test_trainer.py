@@ -6,14 +6,12 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("accelerate")
 
@@ -27,15 +25,7 @@ from mmspec.training.data import MIXED, POOL, TEXT, CurriculumSampler
 from mmspec.training.objectives import LossOutput
 from mmspec.training.options import RunOptions, Schedule
 from mmspec.training.tasks import Optimisers
-from mmspec.training.trainer import (
-    CHECKPOINT,
-    CURVE,
-    DRAFTER,
-    LOG,
-    RunningMeans,
-    Trainer,
-    lr_factor,
-)
+from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer, lr_factor, mean_metrics
 
 EXAMPLES = 40
 
@@ -43,7 +33,7 @@ EXAMPLES = 40
 class Toy:
     """Learns a fixed linear map; the loss of a batch is a mean over its examples' own number of rows."""
 
-    def __init__(self, optimiser: Any = "muon", rate: float = 1e-2, batch: int = 4, seed: int = 1) -> None:
+    def __init__(self, optimiser="muon", rate=1e-2, batch=4, seed=1):
         torch.manual_seed(3)
         self.network: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
         self.lengths = {kind: [1 + index % 5 for index in range(EXAMPLES)] for kind in (TEXT, MIXED)}
@@ -51,7 +41,7 @@ class Toy:
         self.sampler = CurriculumSampler(self.lengths, batch, seed, 0.3)
         self.progress: list[float] = []
 
-    def batch(self, examples: list[tuple[str, int]]) -> tuple[Tensor, Tensor]:
+    def batch(self, examples):
         parts = []
         for kind, index in examples:
             generator = torch.Generator().manual_seed(index + 1000 * (kind == MIXED))
@@ -59,18 +49,16 @@ class Toy:
         x = torch.cat(parts)
         return x, x[:, :2] - x[:, 2:]
 
-    def weight(self, batch: tuple[Tensor, Tensor]) -> int:
+    def weight(self, batch):
         return len(batch[0])
 
-    def loss(
-        self, network: nn.Module, batch: tuple[Tensor, Tensor], generator: torch.Generator, progress: float = 1.0
-    ) -> LossOutput:
+    def loss(self, network, batch, generator, progress=1.0):
         x, y = batch
         self.progress.append(progress)
         error = (network(x) - y).square().mean()
         return LossOutput(error, {"error": float(error.detach()), "noise": float(torch.rand((), generator=generator))})
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self):
         with torch.no_grad():
             loss = self.loss(
                 self.network,
@@ -79,14 +67,12 @@ class Toy:
             ).total
         return {"loss": float(loss), "mean_acceptance_length": 1.0}
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder):
         folder.mkdir(exist_ok=True)
         torch.save(self.network.state_dict(), folder / "weights.pt")
 
 
-def trainer(
-    folder: Path, toy: Toy | None = None, settings: dict[str, Any] | None = None, seed: int = 1, **chosen: Any
-) -> Trainer:
+def trainer(folder, toy=None, settings=None, seed=1, **chosen):
     of_task = {name: chosen.pop(name) for name in ("optimiser", "rate", "batch") if name in chosen}
     plan = {"steps": 30, "warmup": 2, "checkpoint_minutes": 99.0, **chosen}
     return Trainer(
@@ -94,15 +80,15 @@ def trainer(
     )
 
 
-def weights(run: Trainer) -> dict[str, Tensor]:
+def weights(run):
     return run.task.network.state_dict()
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
+def rows(folder):
     return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
 
 
-def after(steps: int) -> Callable[[], bool]:
+def after(steps):
     """Returns a stop function that is true after `steps` calls."""
     left = iter(range(steps))
     return lambda: next(left, None) is None
@@ -112,7 +98,7 @@ class KilledError(Exception):
     pass
 
 
-def test_the_loss_falls_and_all_files_are_written(tmp_path: Path) -> None:
+def test_the_loss_falls_and_all_files_are_written(tmp_path):
     run = trainer(tmp_path / "one", steps=30, rate=1e-1)
     run.train()
     log = rows(run.folder)
@@ -132,7 +118,7 @@ def test_the_loss_falls_and_all_files_are_written(tmp_path: Path) -> None:
     assert (tmp_path / "again.svg").read_text() == curve
 
 
-def test_stages_follow_the_schedule() -> None:
+def test_stages_follow_the_schedule():
     """The share of mixed examples grows from 0 to 1: a quarter in the first half of stage 2, three quarters after."""
     sampler, drawn, stages = CurriculumSampler({TEXT: [1] * 9, MIXED: [1] * 9}, 4, 1, 0.4), [], []
     for step in range(200):
@@ -146,7 +132,7 @@ def test_stages_follow_the_schedule() -> None:
 
 
 @pytest.mark.parametrize("kind", [TEXT, MIXED])
-def test_one_kind_of_examples_makes_one_stage_and_every_example_is_seen_once_per_epoch(kind: str) -> None:
+def test_one_kind_of_examples_makes_one_stage_and_every_example_is_seen_once_per_epoch(kind):
     sampler, epochs = CurriculumSampler({kind: list(range(24))}, batch=3, seed=0), []
     for progress in (0.0, 0.5, 1.0):
         epochs.append([example for _ in range(8) for example in sampler.next(progress)])
@@ -155,7 +141,7 @@ def test_one_kind_of_examples_makes_one_stage_and_every_example_is_seen_once_per
     assert epochs[0] != epochs[1]
 
 
-def test_a_sampler_depends_on_its_seed_and_resumes_anywhere() -> None:
+def test_a_sampler_depends_on_its_seed_and_resumes_anywhere():
     """The seed changes the order (of 9 examples of one length) and the choice of multimodal batches."""
     whole, other, begun, resumed = (
         CurriculumSampler({TEXT: [1] * 9, MIXED: [1] * 9}, 4, seed=seed) for seed in (5, 6, 5, 5)
@@ -171,7 +157,7 @@ def test_a_sampler_depends_on_its_seed_and_resumes_anywhere() -> None:
     assert drawn + [resumed.next(share / 30) for share in range(11, 30)] == expected
 
 
-def test_stopped_and_killed_runs_equal_an_uninterrupted_one_when_resumed(tmp_path: Path) -> None:
+def test_stopped_and_killed_runs_equal_an_uninterrupted_one_when_resumed(tmp_path):
     """And a finished one is not changed. Both optimisers have a state."""
     whole = trainer(tmp_path / "whole", steps=16)
     whole.train()
@@ -179,7 +165,7 @@ def test_stopped_and_killed_runs_equal_an_uninterrupted_one_when_resumed(tmp_pat
     killed = trainer(tmp_path / "parts", steps=16)
     assert killed.step == 7
 
-    def kill() -> bool:
+    def kill():
         if killed.step == 12:
             raise KilledError
         return False
@@ -192,7 +178,7 @@ def test_stopped_and_killed_runs_equal_an_uninterrupted_one_when_resumed(tmp_pat
     for name, value in weights(whole).items():
         assert torch.equal(value, weights(resumed)[name]), name
 
-    def timeless(folder: Path) -> list[dict[str, Any]]:
+    def timeless(folder):
         return [{name: x for name, x in row.items() if name != "minutes"} for row in rows(folder)]
 
     assert timeless(tmp_path / "parts") == timeless(tmp_path / "whole")
@@ -203,12 +189,12 @@ def test_stopped_and_killed_runs_equal_an_uninterrupted_one_when_resumed(tmp_pat
     assert (tmp_path / "parts" / CHECKPOINT).read_bytes() == finished
 
 
-def test_a_torn_checkpoint_never_replaces_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torn_checkpoint_never_replaces_a_whole_one(tmp_path, monkeypatch):
     run = trainer(tmp_path, steps=3)
     run.train()
     before = (tmp_path / CHECKPOINT).read_bytes()
 
-    def torn(state: object, file: BinaryIO) -> None:
+    def torn(state, file):
         try:
             file.write(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -221,7 +207,7 @@ def test_a_torn_checkpoint_never_replaces_a_whole_one(tmp_path: Path, monkeypatc
     assert (tmp_path / CHECKPOINT).read_bytes() == before
 
 
-def test_a_folder_has_one_run_of_the_same_settings_and_version(tmp_path: Path) -> None:
+def test_a_folder_has_one_run_of_the_same_settings_and_version(tmp_path):
     with files.alone(tmp_path / ".lock", tmp_path), pytest.raises(UserError, match="another process is writing"):
         trainer(tmp_path).train()
     trainer(tmp_path, settings={"batch": 4, "data": ["a"]}).train(stop=after(1))
@@ -237,17 +223,17 @@ def test_a_folder_has_one_run_of_the_same_settings_and_version(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("other", [{"minutes": 1.0}, {"epochs": 2.0}])
-def test_two_lengths_are_refused(other: dict[str, Any]) -> None:
+def test_two_lengths_are_refused(other):
     with pytest.raises(UserError, match=rf"one of steps, minutes and epochs: received .*{next(iter(other))}"):
         RunOptions(out=Path("unused"), steps=30, **other)
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def clock(monkeypatch):
     """The trainer's clock, by which every step takes 10 seconds. Curves, which take long, are not drawn."""
     now, learn = [0.0], Trainer._train_step
 
-    def slow(run: Trainer) -> dict[str, Any]:
+    def slow(run):
         now[0] += 10.0
         return learn(run)
 
@@ -257,7 +243,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_minutes_end_a_run_that_was_resumed(tmp_path: Path, clock: list[float]) -> None:
+def test_minutes_end_a_run_that_was_resumed(tmp_path, clock):
     """The clock of the whole run determines rate, progress and end, wherever it was interrupted: 12 steps of 10 s."""
     plan = {"steps": None, "minutes": 2.0, "hold": 0.5, "report_minutes": 99.0}
     whole, parts = Toy(), Toy()
@@ -281,14 +267,14 @@ def test_minutes_end_a_run_that_was_resumed(tmp_path: Path, clock: list[float]) 
 
 
 @pytest.mark.usefixtures("clock")
-def test_checkpoints_and_reports_at_their_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_and_reports_at_their_intervals(tmp_path, monkeypatch):
     """12 steps of 10 s; a step's time counts from the next step on."""
     events: list[tuple[str, int]] = []
 
-    def told(name: str) -> Callable[[Trainer], None]:
+    def told(name):
         done = getattr(Trainer, name)
 
-        def tell(run: Trainer) -> None:
+        def tell(run):
             events.append((name, run.step))
             done(run)
 
@@ -309,7 +295,7 @@ def test_checkpoints_and_reports_at_their_intervals(tmp_path: Path, monkeypatch:
     assert [step for name, step in events if name == "report"] == [0, 12]
 
 
-def test_noise_depends_on_seed_and_step(tmp_path: Path) -> None:
+def test_noise_depends_on_seed_and_step(tmp_path):
     for seed in (1, 2):
         trainer(tmp_path / str(seed), steps=4, seed=seed).train()
     noise = [row["noise"] for seed in (1, 2) for row in rows(tmp_path / str(seed)) if row["event"] == "train"]
@@ -319,10 +305,10 @@ def test_noise_depends_on_seed_and_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("optimiser", "rates"), [("adamw", [("AdamW", 8e-3)]), ("muon", [("Muon", 8e-3), ("AdamW", 4e-3)])]
 )
-def test_parameters_are_updated_at_their_learning_rates(optimiser: str, rates: list[tuple[str, float]]) -> None:
+def test_parameters_are_updated_at_their_learning_rates(optimiser, rates):
     """The first step of AdamW moves a parameter by its rate against the gradient's sign, and decays it."""
     network = nn.ModuleDict({"embed": nn.Embedding(5, 4), "layer": nn.Linear(4, 3)})
-    optimisers = Optimisers(network, optimiser, 8e-3)  # type: ignore[arg-type]
+    optimisers = Optimisers(network, optimiser, 8e-3)
     assert [(type(one).__name__, group["lr"]) for one in optimisers.all for group in one.param_groups] == rates
     before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
     for parameter in network.parameters():
@@ -336,20 +322,20 @@ def test_parameters_are_updated_at_their_learning_rates(optimiser: str, rates: l
     assert not torch.equal(network["layer"].weight, before["layer.weight"])
 
 
-def test_rates_rise_and_fall() -> None:
+def test_rates_rise_and_fall():
     at = [(0.0, 0), (0.0, 1), (0.3, 3), (0.4, 9), (0.7, 20), (1.0, 30)]
     assert [lr_factor(progress, step, 4, 0.4) for progress, step in at] == pytest.approx([0.25, 0.5, 1, 1, 0.5, 0])
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     run = trainer(tmp_path)
     next(iter(run.task.network.parameters())).data.fill_(float("nan"))
-    run.report = lambda: None  # type: ignore[method-assign]
+    run.report = lambda: None
     with pytest.raises(UserError, match=r"finite: nan at step 1; try a lower --rate"):
         run.train()
 
 
-def _process(rank: int, port: int, folder: Path, stop_at: int | None) -> None:
+def _process(rank, port, folder, stop_at):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
     torch.set_num_threads(1)
@@ -363,7 +349,7 @@ def _process(rank: int, port: int, folder: Path, stop_at: int | None) -> None:
 
 
 @pytest.mark.long
-def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
+def test_two_processes_take_the_steps_of_one(tmp_path):
     alone = trainer(tmp_path / "alone", steps=8, batch=5)
     alone.train()
     for stop_at in (3, None):
@@ -381,10 +367,6 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path / "both")] == [0, *range(1, 9), 8]
 
 
-def test_running_means_are_of_the_steps_that_have_a_metric() -> None:
-    means = RunningMeans()
-    for loss, metrics in ((1.0, {"a": 2.0}), (3.0, {"a": 4.0, "b": 7.0}), (5.0, {})):
-        means.add(torch.tensor(loss, requires_grad=True), metrics)
-    assert means.pop() == {"loss": 3.0, "a": 3.0, "b": 7.0}
-    means.add(torch.tensor(2.0), {})
-    assert means.pop() == {"loss": 2.0}
+def test_running_means_are_of_the_steps_that_have_a_metric():
+    steps = [(torch.tensor(loss), some) for loss, some in ((1.0, {"a": 2.0}), (3.0, {"a": 4.0, "b": 7.0}), (5.0, {}))]
+    assert mean_metrics(steps) == {"loss": 3.0, "a": 3.0, "b": 7.0}
