@@ -36,7 +36,7 @@ from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, describe, make_table, milliseconds, wide_console
 from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.eval.harness.timing import memory_of, reset_peak_memory_of
-from mmspec.eval.suite.settings import SIZES
+from mmspec.eval.suite.command import SIZES
 from mmspec.http_client import open_client, stream_json
 
 

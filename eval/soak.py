@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from mmspec.errors import UserError
-from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.output import Column, benchmark, make_table, mebibytes, wide_console
 from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.eval.harness.timing import memory_of, reset_peak_memory_of
 from mmspec.eval.serving import chat_body, serving
@@ -147,9 +147,9 @@ def main(
     highest = compare_settled(rows, settled)
     columns: list[Column] = [
         ("minutes", "{minutes:.1f}"),
-        ("resident MiB", lambda row: f"{row['resident'] / 2**20:.0f}"),
+        ("resident MiB", mebibytes("resident")),
         ("over settled", "{over_settled:.3f}"),
-        ("peak MiB", lambda row: f"{row['peak'] / 2**20:.0f}"),
+        ("peak MiB", mebibytes("peak")),
         ("wrong", "{wrong}/{requests}"),
     ]
     wide_console().print(make_table(columns, rows, title=f"{len(rows)} loads, settled after {settled:g} minutes"))

@@ -56,9 +56,10 @@ class MmspecLMM(lmms):
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """Answers in the order of the requests."""
         results: list[GenerationResult | None] = [None] * len(requests)
-        order = sorted(range(len(requests)), key=lambda k: str(self._keywords(requests[k])))
+        options = [generation_keywords(request.args[2]) for request in requests]
+        order = sorted(range(len(requests)), key=lambda k: str(options[k]))
         with tqdm(total=len(requests), desc="mmspec") as bar:
-            for keywords, group in groupby(order, key=lambda k: self._keywords(requests[k])):
+            for keywords, group in groupby(order, key=lambda k: options[k]):
                 indices = list(group)
                 for start in range(0, len(indices), self._batch):
                     chosen = indices[start : start + self._batch]
@@ -85,10 +86,6 @@ class MmspecLMM(lmms):
         for answer in self.pipe.generate_batch(inputs, **keywords, **self._options):
             self.stats.append(answer.stats)
             yield GenerationResult(answer.text.strip(), TokenCounts(output_tokens=len(answer.token_ids)))
-
-    @staticmethod
-    def _keywords(request: Instance) -> dict[str, Any]:
-        return generation_keywords(request.args[2])
 
 
 def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:

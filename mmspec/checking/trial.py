@@ -7,7 +7,6 @@ from copy import copy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mmspec.cache.prefix_cache import PrefixCache
@@ -15,7 +14,7 @@ from mmspec.checking.sides import Answer, Difference, LocalSide, Question, Serve
 from mmspec.core.drafter import Drafter, Wrapper
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import KeepsStates, Prompt, TargetOutput
-from mmspec.core.tree import TokenTree
+from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import Verdict
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
@@ -29,7 +28,6 @@ SIZE = 12
 
 _PREFIXES = 1 << 28  # bytes
 _DEEPEST = 6
-_NODES = 2 * _DEEPEST + 3
 
 
 class NowAndThen(Wrapper):
@@ -66,22 +64,7 @@ class Rehearsed(Drafter):
 
     def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
         self._steps += 1
-        trees = [self._tree(*row, plan.depth) for row in self._rows]
-        most = _NODES if any(len(tokens) for tokens, _ in trees) else 0
-        tokens, parents, valid = [], [], []
-        for drafted, above in trees:
-            padding = most - len(drafted)
-            tokens.append(drafted + [0] * padding)
-            parents.append([-1, *above] + [0] * padding)
-            valid.append([True] * (1 + len(drafted)) + [False] * padding)
-        device = token.device
-        drafts = torch.tensor(tokens, dtype=torch.long, device=device).view(len(token), -1)
-        return TokenTree(
-            torch.cat([token[:, None], drafts], dim=1),
-            torch.tensor(parents, dtype=torch.long, device=device),
-            torch.tensor(valid, dtype=torch.bool, device=device),
-            check=False,
-        )
+        return build_tree(token, [self._tree(*row, plan.depth) for row in self._rows])
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """No-op: this drafter does not learn."""

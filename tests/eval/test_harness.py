@@ -27,7 +27,7 @@ from mmspec.eval.harness.output import (
 )
 from mmspec.eval.harness.prompts import Questions, held_out_requests, warm_up_requests
 from mmspec.eval.harness.timing import ProfiledDrafter
-from mmspec.eval.suite.settings import SIZES
+from mmspec.eval.suite.command import SIZES
 from mmspec.pipeline import Pipeline
 from mmspec.vision.drafters.msd import MSD
 from tests.model_folders import save_llava

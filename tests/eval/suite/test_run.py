@@ -19,11 +19,10 @@ from mmspec.drafters.registry import drafter_specs
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
 from mmspec.errors import UserError
 from mmspec.eval.suite import run
-from mmspec.eval.suite.command import evaluate
+from mmspec.eval.suite.command import SuiteSettings, evaluate
 from mmspec.eval.suite.methods import auto_methods, parse_methods
 from mmspec.eval.suite.report import write_report
 from mmspec.eval.suite.run import Evaluator, answer_lines, read_records, run_suite
-from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.eval.suite.summary import summarise
 from mmspec.files import alone
 from mmspec.pipeline import Pipeline
