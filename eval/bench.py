@@ -50,7 +50,7 @@ from mmspec.eval.harness.timing import (
     rotated,
     wait_for_huge_pages,
 )
-from mmspec.eval.suite.command import SIZES, llama_server_option
+from mmspec.eval.suite import SIZES, llama_server_option
 from mmspec.eval.suite.methods import BASELINE, parse_methods
 from mmspec.eval.suite.race import read_requests
 from mmspec.eval.suite.report import equal_of_compared

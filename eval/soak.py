@@ -21,6 +21,7 @@ from mmspec.eval.harness.output import Column, benchmark, make_table, mebibytes,
 from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.eval.harness.timing import memory_of, reset_peak_memory_of
 from mmspec.eval.serving import chat_body, serving
+from mmspec.eval.suite import SIZES
 from mmspec.http_client import open_client
 
 _LEFT_AFTER = 3  # lines after which a client leaves its stream
@@ -107,7 +108,7 @@ def compare_settled(rows: Sequence[dict[str, Any]], settled: float) -> float:
 @click.option("--minutes", default=60.0, show_default=True, type=click.FloatRange(0, min_open=True))
 @click.option("--settled", default=10.0, show_default=True, help="Minutes after which memory must stay as it is.")
 @click.option("--clients", default=8, show_default=True, type=click.IntRange(1))
-@click.option("--words", default="4,40,400", show_default=True, help="Lengths of prompts.")
+@click.option("--words", default="4,40,400", show_default=True, type=SIZES, help="Lengths of prompts.")
 @click.option(
     "--images", default=4, show_default=True, type=click.IntRange(0), help="Of a load, for a model with eyes."
 )
@@ -118,14 +119,13 @@ def main(
     minutes: float,
     settled: float,
     clients: int,
-    words: str,
+    words: Sequence[int],
     images: int,
     max_new_tokens: int,
     most: float,
     **options: Any,
 ) -> dict[str, Any]:
     """Send equal loads for minutes, with the server's memory after each: a table, then one JSON line."""
-    lengths = [int(one) for one in words.split(",")]
     rows: list[dict[str, Any]] = []
     with serving(**options, max_waiting=clients * 4) as server:
         started = time.monotonic()
@@ -136,7 +136,7 @@ def main(
         pictures = [] if refused else pictures  # a text-only model
         while (now := (time.monotonic() - started) / 60) < minutes or len(rows) < 2:
             reset_peak_memory_of(server.pid)
-            bodies = load_bodies(about["id"], len(rows), lengths, max_new_tokens, pictures, options["drafter"][1:])
+            bodies = load_bodies(about["id"], len(rows), words, max_new_tokens, pictures, options["drafter"][1:])
             wrong = send(server.url, bodies, clients)
             time.sleep(_PAUSE)
             resident, peak = (memory_of(server.pid, name) for name in ("VmRSS", "VmHWM"))

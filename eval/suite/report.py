@@ -151,31 +151,25 @@ def _by_condition(rows: Sequence[Figures]) -> Iterator[tuple[str, list[Figures]]
 
 
 def print_summary(summary: dict[str, Any]) -> None:
-    """Print the tables of a run and their legend."""
+    """Print the tables of methods and requests per task, temperature and batch size, split to fit the terminal, and
+    their legend."""
     console = wide_console()
-    for table in brief_tables(summary["rows"], console.width):
-        console.print(table)
-    for line in [*legend(summary["rows"]), *refusals(summary)]:
-        click.echo(line)
-
-
-def brief_tables(rows: Sequence[Figures], width: int) -> Iterator[Table]:
-    """Tables of methods and requests per task, temperature and batch size, split to fit a terminal of ``width``
-    characters."""
-    for title, group in _by_condition(rows):
+    for title, group in _by_condition(summary["rows"]):
         for name, (header, cells) in {
             title: _table(group, brief=True),
             f"{title}, by request": _request_table(group, brief=True),
         }.items():
             parts = (*zip(*cells, strict=True),)
             widths = [max(map(len, (*head.split(), *part))) for head, part in zip(header, parts, strict=True)]
-            for columns in _fitting(widths, width):
+            for columns in _fitting(widths, console.width):
                 table = Table(title=name, caption=_copy_oracle(group) if name == title and 1 in columns else None)
                 for column in columns:
-                    table.add_column(header[column], width=min(widths[column], width // 2), overflow="fold")
-                for line in cells:
-                    table.add_row(*(line[column] for column in columns))
-                yield table
+                    table.add_column(header[column], width=min(widths[column], console.width // 2), overflow="fold")
+                for row in cells:
+                    table.add_row(*(row[column] for column in columns))
+                console.print(table)
+    for line in [*legend(summary["rows"]), *refusals(summary)]:
+        click.echo(line)
 
 
 def _fitting(widths: Sequence[int], width: int) -> list[list[int]]:

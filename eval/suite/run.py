@@ -34,7 +34,7 @@ from mmspec.eval.harness.output import describe
 from mmspec.eval.harness.peers import engines
 from mmspec.eval.harness.prompts import warm_up_requests
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, pass_costs, results_of, run_interleaved
-from mmspec.eval.suite.command import SuiteSettings
+from mmspec.eval.suite import SuiteSettings
 from mmspec.eval.suite.methods import BASELINE, PLAIN, parse_methods
 from mmspec.eval.suite.report import write_report
 from mmspec.eval.suite.summary import copy_lengths, summarise
@@ -241,19 +241,16 @@ def run_suite(settings: SuiteSettings, out: Path, engine: str = "local", workers
             show(done, len(jobs), part=job["task"])
     records = [known[job_key(job)] for job in jobs]
     write_answers(records, out / "answers")
-    refused = {
-        (method, record["temperature"], record["batch"]): reason
+    refused = dict.fromkeys(
+        (method, record["temperature"], record["batch"], why)
         for record in records
-        for method, reason in record["refused"].items()
-    }
+        for method, why in record["refused"].items()
+    )
     summary = {
         "about": records[0]["about"],
         "settings": plain,
         "rows": summarise(records, samples, {task: TASKS[task].score for task in settings.tasks}),
-        "refused": [
-            {"method": method, "temperature": temperature, "batch": batch, "reason": reason}
-            for (method, temperature, batch), reason in refused.items()
-        ],
+        "refused": [dict(zip(("method", "temperature", "batch", "reason"), one, strict=True)) for one in refused],
     }
     write_text(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     write_report(summary, out)

@@ -6,10 +6,7 @@ images and videos (captions, short answers, choices, yes or no, open-ended) and 
 from the hub through ``datasets``. Open-ended benchmarks have official scores from large judge models. Here their score
 is the overlap with the reference, which shows whether methods differ, not how good a model is.
 
-Local files: ``DATA/NAME.jsonl``, or a folder ``DATA/NAME/`` with one or several ``.jsonl`` files (read in alphabetical
-order). Each line is a JSON object with the fields of the benchmark's own release (see ``mmspec eval --list``). Images
-and videos are file names relative to the ``.jsonl`` file, or to ``images/`` or ``videos/`` next to it, with or without
-extension. Samples are identified by ``id``, else ``question_id``, else the line number.
+``docs/evaluation.md`` describes the local files.
 """
 
 from __future__ import annotations
@@ -65,6 +62,7 @@ class DatasetRow:
 
     @property
     def id(self) -> str:
+        """``id``, else ``question_id`` or another of ``_IDS``, else the row's index."""
         return str(next((self.values[name] for name in _IDS if self.values.get(name) is not None), self.number))
 
     def texts(self, field: str) -> list[str]:

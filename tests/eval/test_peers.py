@@ -15,7 +15,7 @@ import mmspec
 from mmspec.compare import next_token_scores
 from mmspec.errors import UserError
 from mmspec.eval.harness.peers import CONTEXT, LlamaServer, OpenVino
-from mmspec.eval.suite.command import SuiteSettings
+from mmspec.eval.suite import SuiteSettings
 from mmspec.eval.suite.methods import parse_methods
 from mmspec.eval.suite.run import run_suite
 from mmspec.files import read_rows
