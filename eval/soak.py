@@ -62,10 +62,9 @@ def load_bodies(
     for place, length in enumerate(words):
         first = f"{number} {place}: " + " ".join(str(one) for one in range(length))
         for kind, mix in enumerate((*_MIXES, *({"speculative": name} for name in drafters))):
-            turns = [f"{kind} {first}", "Go on."] if kind % 2 else [f"{kind} {first}"]
-            messages = [{"role": "user", "content": turns[0]}]
-            for turn in turns[1:]:
-                messages += [{"role": "assistant", "content": "Well."}, {"role": "user", "content": turn}]
+            messages = [{"role": "user", "content": f"{kind} {first}"}]
+            if kind % 2:
+                messages += [{"role": "assistant", "content": "Well."}, {"role": "user", "content": "Go on."}]
             bodies.append({"model": model, "messages": messages, "temperature": 0, "max_tokens": tokens, **mix})
     for image in images:
         request = {"prompt": f"{number}: What is this?", "images": [image]}

@@ -55,7 +55,7 @@ class MmspecLMM(lmms):
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """Answers in the order of the requests."""
-        results: list[GenerationResult | None] = [None] * len(requests)
+        results: dict[int, GenerationResult] = {}
         options = [generation_keywords(request.args[2]) for request in requests]
         order = sorted(range(len(requests)), key=lambda k: str(options[k]))
         with tqdm(total=len(requests), desc="mmspec") as bar:
@@ -64,11 +64,10 @@ class MmspecLMM(lmms):
                 for start in range(0, len(indices), self._batch):
                     chosen = indices[start : start + self._batch]
                     answers = self._answer([requests[k] for k in chosen], keywords)
-                    for index, result in zip(chosen, answers, strict=True):
-                        results[index] = result
+                    results |= zip(chosen, answers, strict=True)
                     bar.update(len(chosen))
         logger.info(acceptance_line(self.stats))
-        return [result for result in results if result is not None]
+        return [results[k] for k in range(len(requests))]
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
         """Not supported."""
