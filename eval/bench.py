@@ -50,10 +50,10 @@ from mmspec.eval.harness.timing import (
     rotated,
     wait_for_huge_pages,
 )
+from mmspec.eval.suite import SIZES, llama_server_option
 from mmspec.eval.suite.methods import BASELINE, parse_methods
 from mmspec.eval.suite.race import read_requests
 from mmspec.eval.suite.report import equal_of_compared
-from mmspec.eval.suite.settings import SIZES, llama_server_option
 from mmspec.eval.suite.summary import OVERALL, Record, by_request, figures, throughput
 from mmspec.pipeline import Pipeline
 

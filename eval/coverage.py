@@ -1,13 +1,9 @@
 """Every decoder class of the installed transformers under speculative decoding: ``python -m mmspec.eval coverage``.
 
-A class is built small with random weights in float32 (``mmspec.eval.decoding.small_configs``) and decodes greedily a
-short prompt, a longer one and two rows with padding, with random trees that branch and are partly accepted, and with
-drafts copied from earlier output: tokens must equal ``generate``'s. Classes with images also decode a prompt with
-random images between random ids, without a tokenizer. The class's image processor, as transformers defines it, makes
-the pixel values; the number of image tokens, if it has any, follows from the model's image features.
-
-Each class runs in a process of its own with a time limit. The log is appended to, so that a stopped sweep resumes; the
-table is written to ``docs/models.md``.
+The introduction of its page, ``docs/models.md``, describes the comparison. Images are random, between random ids,
+without a tokenizer. The class's image processor, as transformers defines it, makes the pixel values; the number of
+image tokens, if it has any, follows from the model's image features. Each class runs in a process of its own with a
+time limit. The log is appended to, so that a stopped sweep resumes.
 """
 
 from __future__ import annotations
@@ -48,11 +44,11 @@ from transformers.utils import is_torchvision_available
 
 import mmspec
 from mmspec import UserError
+from mmspec.checking.oracle import Oracle
 from mmspec.cli.options import OUT_FILE
 from mmspec.drafters.recycle import Recycle
-from mmspec.eval.decoding.oracle import Oracle
-from mmspec.eval.decoding.small_configs import WORDS, published_config, random_model, small_config
 from mmspec.eval.harness.output import BenchmarkCommand, git_commit, print_result
+from mmspec.eval.harness.small_configs import WORDS, published_config, random_model, small_config
 from mmspec.files import append_row, read_rows, write_text
 
 _SIDES = (64, 96)  # height and width, unequal so that the position axes of visual tokens differ in length

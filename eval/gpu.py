@@ -461,9 +461,9 @@ def answers(name: str, plan: Plan, batch: int = 1, peers: bool = False, **sampli
             "peak_bytes": max(one.memory or 0 for one in timed),
         }
 
-    for mode in GENERATE if peers else ():
-        yield from attempt(partial(time, Method(mode, generate_options=GENERATE[mode])), method=mode, batch=batch)
     if peers:
+        for mode, given in GENERATE.items():
+            yield from attempt(partial(time, Method(mode, generate_options=given)), method=mode, batch=batch)
         return
     yield from attempt(partial(time, Method("plain", max_num_seqs=batch)), method="plain", batch=batch)
     trees, chains = plan.of((31,) if few else (15, 31, 59), (7,)), plan.of((5,) if few else (3, 5, 8), (3,))

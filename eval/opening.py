@@ -27,7 +27,7 @@ from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
 from mmspec.eval.harness.peers import LlamaServer, gguf_file
 from mmspec.eval.harness.timing import memory_of
-from mmspec.eval.suite.settings import llama_server_option
+from mmspec.eval.suite import llama_server_option
 from mmspec.files import cache_folder
 from mmspec.loading import load_config
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from mmspec.cli.options import Listed
 from mmspec.eval.harness.output import Column, benchmark, make_table, processor, wide_console
 from mmspec.eval.harness.timing import rotated
-from mmspec.eval.suite.settings import SIZES
+from mmspec.eval.suite import SIZES
 from mmspec.ops import cpu, cpu_library
 
 FORMATS = ("int4", "int8", "bfloat16", "q5", "q4_k", "q5_k", "q6_k")

@@ -36,7 +36,7 @@ from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, describe, make_table, milliseconds, wide_console
 from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.eval.harness.timing import memory_of, reset_peak_memory_of
-from mmspec.eval.suite.settings import SIZES
+from mmspec.eval.suite import SIZES
 from mmspec.http_client import open_client, stream_json
 
 
@@ -150,25 +150,15 @@ def _stream(http: httpx.Client, body: Mapping[str, Any]) -> StreamedRequest:
 @click.option("--max-running", default=8, show_default=True, type=click.IntRange(1))
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(1))
-def main(
-    model: str,
-    drafter: str,
-    dtype: str,
-    count: int,
-    clients: Sequence[int],
-    max_running: int,
-    rounds: int,
-    max_new_tokens: int,
-) -> dict[str, Any]:
+def main(count: int, clients: Sequence[int], rounds: int, max_new_tokens: int, **options: Any) -> dict[str, Any]:
     """Measure throughput and latency of the server under load: a table, then one JSON line."""
-    plain = mmspec.load(model, drafter=None, dtype=dtype)
+    plain = mmspec.load(options["model"], drafter=None, dtype=options["dtype"])
     requests = held_out_requests("mixed" if plain.processor.reads_media else "prompts", count)
     for number, request in enumerate(requests):
         if number % 4 == 3:
             request["images"] = None
     expected = [plain.generate(**request, max_new_tokens=max_new_tokens, temperature=0.0).text for request in requests]
     bodies = [chat_body(plain.name, request, max_new_tokens) for request in requests]
-    options = {"model": model, "drafter": drafter, "dtype": dtype, "max_running": max_running}
     loads: dict[int, list[Round]] = {size: [] for size in clients}
     with serving(**options, max_waiting=max(clients), max_tokens=max_new_tokens) as server:
         load(server.url, bodies[:4], 2)  # warms up
@@ -193,7 +183,7 @@ def main(
         ("peak MiB", "{peak_mebibytes:.0f}"),
         ("equal", "{equal}/{answers}"),
     ]
-    wide_console().print(make_table(columns, rows, title=f"{count} requests, at most {max_running} running"))
+    wide_console().print(make_table(columns, rows, title=f"{count} requests, at most {options['max_running']} running"))
     return {**options, **describe(plain.target), "requests": count, "rounds": rounds, "loads": rows}
 
 

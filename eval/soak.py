@@ -17,10 +17,11 @@ from typing import Any
 import click
 
 from mmspec.errors import UserError
-from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.output import Column, benchmark, make_table, mebibytes, wide_console
 from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.eval.harness.timing import memory_of, reset_peak_memory_of
 from mmspec.eval.serving import chat_body, serving
+from mmspec.eval.suite import SIZES
 from mmspec.http_client import open_client
 
 _LEFT_AFTER = 3  # lines after which a client leaves its stream
@@ -61,10 +62,9 @@ def load_bodies(
     for place, length in enumerate(words):
         first = f"{number} {place}: " + " ".join(str(one) for one in range(length))
         for kind, mix in enumerate((*_MIXES, *({"speculative": name} for name in drafters))):
-            turns = [f"{kind} {first}", "Go on."] if kind % 2 else [f"{kind} {first}"]
-            messages = [{"role": "user", "content": turns[0]}]
-            for turn in turns[1:]:
-                messages += [{"role": "assistant", "content": "Well."}, {"role": "user", "content": turn}]
+            messages = [{"role": "user", "content": f"{kind} {first}"}]
+            if kind % 2:
+                messages += [{"role": "assistant", "content": "Well."}, {"role": "user", "content": "Go on."}]
             bodies.append({"model": model, "messages": messages, "temperature": 0, "max_tokens": tokens, **mix})
     for image in images:
         request = {"prompt": f"{number}: What is this?", "images": [image]}
@@ -107,7 +107,7 @@ def compare_settled(rows: Sequence[dict[str, Any]], settled: float) -> float:
 @click.option("--minutes", default=60.0, show_default=True, type=click.FloatRange(0, min_open=True))
 @click.option("--settled", default=10.0, show_default=True, help="Minutes after which memory must stay as it is.")
 @click.option("--clients", default=8, show_default=True, type=click.IntRange(1))
-@click.option("--words", default="4,40,400", show_default=True, help="Lengths of prompts.")
+@click.option("--words", default="4,40,400", show_default=True, type=SIZES, help="Lengths of prompts.")
 @click.option(
     "--images", default=4, show_default=True, type=click.IntRange(0), help="Of a load, for a model with eyes."
 )
@@ -118,14 +118,13 @@ def main(
     minutes: float,
     settled: float,
     clients: int,
-    words: str,
+    words: Sequence[int],
     images: int,
     max_new_tokens: int,
     most: float,
     **options: Any,
 ) -> dict[str, Any]:
     """Send equal loads for minutes, with the server's memory after each: a table, then one JSON line."""
-    lengths = [int(one) for one in words.split(",")]
     rows: list[dict[str, Any]] = []
     with serving(**options, max_waiting=clients * 4) as server:
         started = time.monotonic()
@@ -136,7 +135,7 @@ def main(
         pictures = [] if refused else pictures  # a text-only model
         while (now := (time.monotonic() - started) / 60) < minutes or len(rows) < 2:
             reset_peak_memory_of(server.pid)
-            bodies = load_bodies(about["id"], len(rows), lengths, max_new_tokens, pictures, options["drafter"][1:])
+            bodies = load_bodies(about["id"], len(rows), words, max_new_tokens, pictures, options["drafter"][1:])
             wrong = send(server.url, bodies, clients)
             time.sleep(_PAUSE)
             resident, peak = (memory_of(server.pid, name) for name in ("VmRSS", "VmHWM"))
@@ -147,9 +146,9 @@ def main(
     highest = compare_settled(rows, settled)
     columns: list[Column] = [
         ("minutes", "{minutes:.1f}"),
-        ("resident MiB", lambda row: f"{row['resident'] / 2**20:.0f}"),
+        ("resident MiB", mebibytes("resident")),
         ("over settled", "{over_settled:.3f}"),
-        ("peak MiB", lambda row: f"{row['peak'] / 2**20:.0f}"),
+        ("peak MiB", mebibytes("peak")),
         ("wrong", "{wrong}/{requests}"),
     ]
     wide_console().print(make_table(columns, rows, title=f"{len(rows)} loads, settled after {settled:g} minutes"))

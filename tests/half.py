@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mmspec import plugins
+from mmspec.checking.oracle import Oracle
 from mmspec.core.plan import StepPlan
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling.sampler import Sampler
 from tests.decoding import SteppedEngine
 from tests.targets import plain_logits, prompt_of, row_of

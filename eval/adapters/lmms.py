@@ -55,19 +55,19 @@ class MmspecLMM(lmms):
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """Answers in the order of the requests."""
-        results: list[GenerationResult | None] = [None] * len(requests)
-        order = sorted(range(len(requests)), key=lambda k: str(self._keywords(requests[k])))
+        results: dict[int, GenerationResult] = {}
+        options = [generation_keywords(request.args[2]) for request in requests]
+        order = sorted(range(len(requests)), key=lambda k: str(options[k]))
         with tqdm(total=len(requests), desc="mmspec") as bar:
-            for keywords, group in groupby(order, key=lambda k: self._keywords(requests[k])):
+            for keywords, group in groupby(order, key=lambda k: options[k]):
                 indices = list(group)
                 for start in range(0, len(indices), self._batch):
                     chosen = indices[start : start + self._batch]
                     answers = self._answer([requests[k] for k in chosen], keywords)
-                    for index, result in zip(chosen, answers, strict=True):
-                        results[index] = result
+                    results |= zip(chosen, answers, strict=True)
                     bar.update(len(chosen))
         logger.info(acceptance_line(self.stats))
-        return [result for result in results if result is not None]
+        return [results[k] for k in range(len(requests))]
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
         """Not supported."""
@@ -85,10 +85,6 @@ class MmspecLMM(lmms):
         for answer in self.pipe.generate_batch(inputs, **keywords, **self._options):
             self.stats.append(answer.stats)
             yield GenerationResult(answer.text.strip(), TokenCounts(output_tokens=len(answer.token_ids)))
-
-    @staticmethod
-    def _keywords(request: Instance) -> dict[str, Any]:
-        return generation_keywords(request.args[2])
 
 
 def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -106,6 +106,11 @@ def milliseconds(field: str, digits: int = 2) -> Callable[[Mapping[str, Any]], s
     return lambda row: f"{1000 * row[field]:.{digits}f}"
 
 
+def mebibytes(field: str) -> Callable[[Mapping[str, Any]], str]:
+    """Cell of a field in bytes, shown in MiB; empty if it is None."""
+    return lambda row: "" if row[field] is None else f"{row[field] / 2**20:.0f}"
+
+
 def processor() -> str:
     """CPU model name, or its architecture if unknown."""
     try:

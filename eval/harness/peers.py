@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import numpy as np
@@ -49,13 +49,6 @@ class Completion:
     def token_seconds(self) -> float:
         """Decode time per token after the first."""
         return self.seconds / (len(self.tokens) - 1)
-
-
-class Peer(Protocol):
-    """An engine with a model."""
-
-    def complete(self, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool = False) -> Completion:
-        """Decode a prompt of token ids."""
 
 
 def gguf_file(engine: str, model: str) -> str:
@@ -190,6 +183,9 @@ class OpenVino:
         (tokens,), times = result.tokens, result.perf_metrics
         first = times.get_ttft().mean / 1000
         return Completion(list(tokens), times.get_generate_duration().mean / 1000 - first, first)
+
+
+Peer = LlamaServer | OpenVino
 
 
 def engines(model: str, threads: int, llama_server: str | None) -> dict[str, Callable[[str], Peer]]:

@@ -90,11 +90,8 @@ def held_out_requests(name: str, count: int) -> list[dict[str, Any]]:
     found = [one for row, one in held_out(name) if row.get("frames", _FRAMES) == _FRAMES]
     if count > len(found):
         raise UserError(f"expected at most {len(found)} held-out {name}, got {count}")
-    media = [{"images": list(one.images), "videos": list(one.videos)} for one in found[:count]]
-    return [
-        {"prompt": one.questions[0], **{kind: parts for kind, parts in own.items() if parts}}
-        for one, own in zip(found, media, strict=False)
-    ]
+    requests = [(one, {"images": list(one.images), "videos": list(one.videos)}) for one in found[:count]]
+    return [{"prompt": one.questions[0]} | {kind: own[kind] for kind in own if own[kind]} for one, own in requests]
 
 
 def warm_up_requests(count: int, visual: bool) -> list[dict[str, Any]]:

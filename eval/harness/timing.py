@@ -205,15 +205,13 @@ def decode(
         answer = method.peer.complete(prompt, options.max_new_tokens)
         return TimedBatch([answer.tokens], [], {"total": clock() - start, "decoding": answer.seconds})
     target = pipe.target if method.target is None else method.target
-    drafter = method.drafter if learn or method.drafter is None else method.drafter.lend(target)
-    profiled = None if drafter is None else ProfiledDrafter(drafter)
-    policy = method.policy if learn else copy.deepcopy(method.policy)
-    own = Pipeline(target, pipe.processor, profiled, max_num_seqs=method.max_num_seqs, policy=policy)
+    method = method if learn else method.fork(target)
+    profiled = None if method.drafter is None else ProfiledDrafter(method.drafter)
+    own = Pipeline(target, pipe.processor, profiled, max_num_seqs=method.max_num_seqs, policy=method.policy)
     start = clock()
     results = own.generate_batch(requests, **vars(options), nodes=method.nodes, lossy=method.lossy)
     total = clock() - start
-    if learn:
-        method.policy = own.policy
+    method.policy = own.policy
     stats = [result.stats for result in results]
     longest = max(stats, key=lambda row: row.num_spec_steps)  # its steps cover the batch
     seconds = {

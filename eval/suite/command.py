@@ -12,7 +12,7 @@ import click
 from mmspec.cli.commands import Command
 from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, derived, json_option, model_options, trust_option
 from mmspec.errors import UserError
-from mmspec.eval.suite.settings import SIZES, SuiteSettings, llama_server_option
+from mmspec.eval.suite import SIZES, SuiteSettings, llama_server_option
 from mmspec.files import alone
 from mmspec.jobs import ENGINES
 from mmspec.sampling.params import SamplingParams
@@ -54,10 +54,13 @@ def evaluate(
         raise UserError("expected --out FOLDER for the results, received none")
 
     from mmspec.eval.suite.report import print_summary
-    from mmspec.eval.suite.run import is_visual, run_suite
+    from mmspec.eval.suite.run import run_suite
     from mmspec.eval.suite.tasks import select_tasks
+    from mmspec.loading import load_config
+    from mmspec.plugins import target_class
 
-    selected = tuple(task.name for task in select_tasks(tasks, is_visual(options["model"])))
+    visual = target_class(load_config(options["model"])).processor_class.reads_media
+    selected = tuple(task.name for task in select_tasks(tasks, visual))
     settings = SuiteSettings(tasks=selected, data=None if data is None else str(data.resolve()), **options)
     with alone(out / ".lock", out):
         summary = run_suite(settings, out, engine, workers)

@@ -38,8 +38,7 @@ def read_requests(path: Path) -> list[dict[str, Any]]:
         requests = []
         for row in rows_of(path):
             prompt, *_ = row.texts("turns" if "turns" in row.values else "prompt")
-            media = {"images": list(row.images("images")), "videos": list(row.videos("videos"))}
-            requests.append({"prompt": prompt, **media})
+            requests.append({"prompt": prompt, **{kind: list(row.media(kind, kind)) for kind in ("images", "videos")}})
     else:
         requests = [{"prompt": line.rstrip("\n")} for _, line in read_lines(path) if line.strip()]
     if not requests:

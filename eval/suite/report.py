@@ -11,7 +11,7 @@ import click
 from rich.table import Table
 
 from mmspec.errors import install
-from mmspec.eval.harness.output import Cell, cell_text, milliseconds, wide_console
+from mmspec.eval.harness.output import Cell, Column, cell_text, mebibytes, milliseconds, wide_console
 from mmspec.eval.harness.timing import PHASES
 from mmspec.eval.suite.methods import PLAIN
 from mmspec.eval.suite.summary import ALL, PERCENTILES
@@ -37,10 +37,6 @@ def _over_none(row: Mapping[str, Any]) -> str:
     return "" if row["baseline"] == PLAIN else cell_text(_interval("decoding_plain"), row)
 
 
-def _memory(row: Mapping[str, Any]) -> str:
-    return "" if row["memory"] is None else f"{row['memory'] / 2**20:.0f}"
-
-
 def _scores(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value:.3g}" for name, value in row.get("score", {}).items())
 
@@ -61,7 +57,7 @@ COLUMNS: Sequence[tuple[str, Cell, str]] = (
     ("vs none", _over_none, "the same over `none`"),
     ("tokens/s", "{tokens_per_second:.1f}", "tokens per second of whole requests"),
     ("first token", milliseconds("time_to_first_token", 1), "milliseconds to it"),
-    ("memory", _memory, "peak in MiB of the process on a CPU, of torch's tensors on a GPU"),
+    ("memory", mebibytes("memory"), "peak in MiB of the process on a CPU, of torch's tensors on a GPU"),
     ("equal", equal_of_compared, _EQUAL),
     ("score", _scores, "of the answers; on a terminal, the column has the name of the measure"),
 )
@@ -79,6 +75,15 @@ REQUEST_COLUMNS: Sequence[tuple[str, Cell, str]] = (
     ("output tokens/s", "{output_tokens_per_second:.1f}", "over all batches"),
     ("user tokens/s", "{user_tokens_per_second[mean]:.1f}", "mean tokens per second of a request after its first"),
     ("equal", equal_of_compared, _EQUAL),
+)
+
+_DIFFERENCES: Sequence[Column] = (
+    ("method", "`{method}`"),
+    ("temperature", "{temperature:g}"),
+    ("batch", "{batch}"),
+    ("sample", "{task} {id}, turn {turn}"),
+    ("token", "{position}"),
+    ("logit margin", "{margin:.3g}"),
 )
 
 
@@ -146,31 +151,25 @@ def _by_condition(rows: Sequence[Figures]) -> Iterator[tuple[str, list[Figures]]
 
 
 def print_summary(summary: dict[str, Any]) -> None:
-    """Print the tables of a run and their legend."""
+    """Print the tables of methods and requests per task, temperature and batch size, split to fit the terminal, and
+    their legend."""
     console = wide_console()
-    for table in brief_tables(summary["rows"], console.width):
-        console.print(table)
-    for line in [*legend(summary["rows"]), *refusals(summary)]:
-        click.echo(line)
-
-
-def brief_tables(rows: Sequence[Figures], width: int) -> Iterator[Table]:
-    """Tables of methods and requests per task, temperature and batch size, split to fit a terminal of ``width``
-    characters."""
-    for title, group in _by_condition(rows):
+    for title, group in _by_condition(summary["rows"]):
         for name, (header, cells) in {
             title: _table(group, brief=True),
             f"{title}, by request": _request_table(group, brief=True),
         }.items():
             parts = (*zip(*cells, strict=True),)
             widths = [max(map(len, (*head.split(), *part))) for head, part in zip(header, parts, strict=True)]
-            for columns in _fitting(widths, width):
+            for columns in _fitting(widths, console.width):
                 table = Table(title=name, caption=_copy_oracle(group) if name == title and 1 in columns else None)
                 for column in columns:
-                    table.add_column(header[column], width=min(widths[column], width // 2), overflow="fold")
-                for line in cells:
-                    table.add_row(*(line[column] for column in columns))
-                yield table
+                    table.add_column(header[column], width=min(widths[column], console.width // 2), overflow="fold")
+                for row in cells:
+                    table.add_row(*(row[column] for column in columns))
+                console.print(table)
+    for line in [*legend(summary["rows"]), *refusals(summary)]:
+        click.echo(line)
 
 
 def _fitting(widths: Sequence[int], width: int) -> list[list[int]]:
@@ -234,24 +233,19 @@ def _pictures(rows: Sequence[Figures], folder: Path) -> list[str]:
 
 
 def _differences(rows: Sequence[Figures]) -> list[str]:
-    differences = [(row, difference) for row in rows if "score" in row for difference in row["differences"]]
-    if not differences:
+    found = [{**row, **difference} for row in rows if "score" in row for difference in row["differences"]]
+    if not found:
         return []
-    lines = [
+    cells = [[cell_text(cell, one) for _, cell in _DIFFERENCES] for one in found]
+    return [
         "## Answers that differ",
         "",
         "The logit margin is the target's highest logit at the first difference minus the lower of the two tokens'",
         "logits: near zero where rounding decides. It is not computed for sampled answers.",
         "",
-        "| method | temperature | batch | sample | token | logit margin |",
-        "|---|---|---|---|---|---|",
+        *_markdown([name for name, _ in _DIFFERENCES], cells),
+        "",
     ]
-    for row, difference in differences:
-        margin = "" if difference["margin"] is None else f"{difference['margin']:.3g}"
-        where = f"{difference['task']} {difference['id']}, turn {difference['turn']}"
-        cell = f"{row['temperature']:g} | {row['batch']}"
-        lines.append(f"| `{row['method']}` | {cell} | {where} | {difference['position']} | {margin} |")
-    return [*lines, ""]
 
 
 def draw_all(rows: Sequence[Figures], folder: Path) -> dict[str, str]:
@@ -276,11 +270,7 @@ def draw_all(rows: Sequence[Figures], folder: Path) -> dict[str, str]:
     others = [row for row in alike if row["method"] != row["baseline"]]
     tasks = [row for row in others if row["task"] != ALL]
     plots = {
-        "speedup": (
-            f"Speed against {head['baseline']}",
-            _speedup,
-            [row for row in others if row["task"] == head["task"]],
-        ),
+        "speedup": (f"Speed against {head['baseline']}", _speedup, [row for row in others if row in whole]),
         "tasks": ("Speed by task", _by_task, tasks if len({row["task"] for row in tasks}) > 1 else []),
         "accepted": ("Accepted draft tokens per step", _histogram, drafting),
         "time": ("Where the time goes", _time, phased),
@@ -289,8 +279,7 @@ def draw_all(rows: Sequence[Figures], folder: Path) -> dict[str, str]:
     drawn = {}
     for name, (title, draw, shown) in plots.items():
         if shown:
-            tall = draw in (_speedup, _by_task, _histogram, _time)
-            figure = Figure(figsize=(9, 1.6 + 0.3 * len(whole) if tall else 4.2))
+            figure = Figure(figsize=(9, 4.2 if draw is _tree_size else 1.6 + 0.3 * len(whole)))
             figure.set_layout_engine("constrained")
             draw(figure.subplots(), shown)
             write_figure(figure, folder / f"{name}.svg")

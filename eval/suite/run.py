@@ -28,21 +28,19 @@ import transformers
 from rich.console import Console
 
 import mmspec
-from mmspec import plugins
 from mmspec.compare import first_difference
 from mmspec.errors import UserError, first_line
 from mmspec.eval.harness.output import describe
 from mmspec.eval.harness.peers import engines
 from mmspec.eval.harness.prompts import warm_up_requests
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, pass_costs, results_of, run_interleaved
+from mmspec.eval.suite import SuiteSettings
 from mmspec.eval.suite.methods import BASELINE, PLAIN, parse_methods
 from mmspec.eval.suite.report import write_report
-from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.eval.suite.summary import copy_lengths, summarise
 from mmspec.eval.suite.tasks import TASKS, Sample
 from mmspec.files import append_row, check_settings, read_json, read_rows, write_text
 from mmspec.jobs import run_jobs
-from mmspec.loading import load_config
 from mmspec.pipeline import Pipeline
 from mmspec.progress import show_progress
 
@@ -214,15 +212,6 @@ def read_records(folder: Path, settings: dict[str, Any]) -> dict[tuple[Any, ...]
     return records
 
 
-def is_visual(model: str) -> bool:
-    """Whether a model takes images, from its configuration.
-
-    Raises:
-        UserError: the model cannot be loaded.
-    """
-    return plugins.target_class(load_config(model)).processor_class.reads_media
-
-
 def run_suite(settings: SuiteSettings, out: Path, engine: str = "local", workers: int = 1) -> dict[str, Any]:
     """Decode all conversations that a run's folder has no record of, then write answers, summary and report.
 
@@ -252,19 +241,16 @@ def run_suite(settings: SuiteSettings, out: Path, engine: str = "local", workers
             show(done, len(jobs), part=job["task"])
     records = [known[job_key(job)] for job in jobs]
     write_answers(records, out / "answers")
-    refused = {
-        (method, record["temperature"], record["batch"]): reason
+    refused = dict.fromkeys(
+        (method, record["temperature"], record["batch"], why)
         for record in records
-        for method, reason in record["refused"].items()
-    }
+        for method, why in record["refused"].items()
+    )
     summary = {
         "about": records[0]["about"],
         "settings": plain,
         "rows": summarise(records, samples, {task: TASKS[task].score for task in settings.tasks}),
-        "refused": [
-            {"method": method, "temperature": temperature, "batch": batch, "reason": reason}
-            for (method, temperature, batch), reason in refused.items()
-        ],
+        "refused": [dict(zip(("method", "temperature", "batch", "reason"), one, strict=True)) for one in refused],
     }
     write_text(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     write_report(summary, out)
@@ -297,8 +283,8 @@ def answer_lines(record: dict[str, Any], method: str) -> list[dict[str, Any]]:
     return lines
 
 
-def write_answers(records: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Write all answer files of a run, named in Spec-Bench's scheme; returns their paths."""
+def write_answers(records: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Write all answer files of a run, named in Spec-Bench's scheme."""
     files: dict[str, list[str]] = {}
     for record in records:
         about, batch = record["about"], f"-batch-{record['batch']}" if record["batch"] > 1 else ""
@@ -308,4 +294,3 @@ def write_answers(records: Sequence[dict[str, Any]], folder: Path) -> list[Path]
             files.setdefault(name, []).extend(json.dumps(line) for line in answer_lines(record, method))
     for name, lines in files.items():
         write_text(folder / name, "".join(f"{line}\n" for line in lines))
-    return [folder / name for name in files]

@@ -8,6 +8,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -57,19 +58,15 @@ def normalise(text: str) -> str:
     return " ".join(word for word in words if word and word not in _ARTICLES)
 
 
-def _mean_over_turns(name: str, score: Callable[[str, Sequence[str]], float]) -> Callable[..., dict[str, float]]:
-    """A scorer that averages over all turns with references."""
+def _mean_over_turns(name: str) -> Callable[[Callable[[str, Sequence[str]], float]], Scorer]:
+    """Make a scorer, which averages over all turns with references, of a function of an answer and its references."""
 
-    def scorer(answered: Sequence[Answered]) -> dict[str, float]:
-        each = [
-            score(answer, accepted)
-            for sample, answers in answered
-            for answer, accepted in zip(answers, sample.references, strict=False)
-            if accepted
-        ]
+    def scorer(score: Callable[[str, Sequence[str]], float], answered: Sequence[Answered]) -> dict[str, float]:
+        turns = [turn for sample, answers in answered for turn in zip(answers, sample.references, strict=False)]
+        each = [score(answer, accepted) for answer, accepted in turns if accepted]
         return {name: mean(each) if each else 0.0}
 
-    return scorer
+    return lambda score: partial(scorer, score)
 
 
 def _exact(answer: str, accepted: Sequence[str]) -> float:
@@ -81,7 +78,8 @@ def _contained(answer: str, accepted: Sequence[str]) -> float:
     return float(any(f" {normalise(reference)} " in text for reference in accepted))
 
 
-def _vqa(answer: str, accepted: Sequence[str]) -> float:
+@_mean_over_turns("VQA accuracy")
+def vqa_accuracy(answer: str, accepted: Sequence[str]) -> float:
     """VQA accuracy: min(agreeing annotators / 3, 1), averaged over all subsets that leave one annotator out."""
     text, humans = normalise(answer), [normalise(reference) for reference in accepted]
     if len(humans) == 1:
@@ -98,7 +96,8 @@ def _parse_number(text: str) -> float | None:
         return None
 
 
-def _relaxed(answer: str, accepted: Sequence[str]) -> float:
+@_mean_over_turns("relaxed accuracy")
+def relaxed(answer: str, accepted: Sequence[str]) -> float:
     """Exact match, with 5 % tolerance for numbers (ChartQA, arXiv 2203.10244, section 5.1)."""
     text = _parse_number(answer)
     for reference in accepted:
@@ -111,13 +110,11 @@ def _relaxed(answer: str, accepted: Sequence[str]) -> float:
     return 0.0
 
 
-def _anls(answer: str, accepted: Sequence[str]) -> float:
+@_mean_over_turns("ANLS")
+def anls(answer: str, accepted: Sequence[str]) -> float:
     """1 - normalised edit distance to the nearest reference, 0 below one half (arXiv 1905.13648, section 5)."""
-    text = " ".join(answer.lower().split())
-    best = 0.0
-    for reference in accepted:
-        wanted = " ".join(reference.lower().split())
-        best = max(best, 1 - _edit_distance(text, wanted) / max(len(text), len(wanted), 1))
+    text, *wanted = (" ".join(one.lower().split()) for one in (answer, *accepted))
+    best = max(1 - _edit_distance(text, one) / max(len(text), len(one), 1) for one in wanted)
     return best if best >= 0.5 else 0.0
 
 
@@ -131,33 +128,29 @@ def _edit_distance(a: str, b: str) -> int:
     return row[-1]
 
 
-def _rouge_l(answer: str, accepted: Sequence[str]) -> float:
+@_mean_over_turns("ROUGE-L")
+def rouge_l(answer: str, accepted: Sequence[str]) -> float:
     """ROUGE-L: F1 of the longest common subsequence of words, with the best reference."""
-    text = normalise(answer).split()
-    best = 0.0
-    for reference in accepted:
-        wanted = normalise(reference).split()
+    text, *references = (normalise(one).split() for one in (answer, *accepted))
+    scores = []
+    for wanted in references:
         row = [0] * (len(wanted) + 1)
         for x in text:
             before = 0
             for j, y in enumerate(wanted, start=1):
                 before, row[j] = row[j], before + 1 if x == y else max(row[j], row[j - 1])
-        best = max(best, 2 * row[-1] / max(len(text) + len(wanted), 1))
-    return best
+        scores.append(2 * row[-1] / max(len(text) + len(wanted), 1))
+    return max(scores)
 
 
-def _last_number(answer: str, accepted: Sequence[str]) -> float:
+@_mean_over_turns("exact match")
+def last_number(answer: str, accepted: Sequence[str]) -> float:
     numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", answer)
     return float(bool(numbers) and _parse_number(numbers[-1]) in {_parse_number(reference) for reference in accepted})
 
 
-exact = _mean_over_turns("exact match", _exact)
-contained = _mean_over_turns("reference in answer", _contained)
-vqa_accuracy = _mean_over_turns("VQA accuracy", _vqa)
-relaxed = _mean_over_turns("relaxed accuracy", _relaxed)
-anls = _mean_over_turns("ANLS", _anls)
-rouge_l = _mean_over_turns("ROUGE-L", _rouge_l)
-last_number = _mean_over_turns("exact match", _last_number)
+exact = _mean_over_turns("exact match")(_exact)
+contained = _mean_over_turns("reference in answer")(_contained)
 
 
 def mentioned(answered: Sequence[Answered]) -> dict[str, float]:
@@ -165,15 +158,9 @@ def mentioned(answered: Sequence[Answered]) -> dict[str, float]:
 
     ``metadata`` has the accepted wordings of each thing to mention; samples without any are not counted.
     """
-    found = [
-        [_contained(answers[0], wordings) for wordings in sample.metadata]
-        for sample, answers in answered
-        if sample.metadata
-    ]
-    return {
-        "mentioned": mean(share for shares in found for share in shares) if found else 0.0,
-        "all mentioned": mean(map(min, found)) if found else 0.0,
-    }
+    pairs = [(answers[0], sample.metadata) for sample, answers in answered if sample.metadata]
+    found = [[_contained(answer, wordings) for wordings in parts] for answer, parts in pairs] or [[0.0]]
+    return {"mentioned": mean(share for shares in found for share in shares), "all mentioned": mean(map(min, found))}
 
 
 def edited(answered: Sequence[Answered]) -> dict[str, float]:
@@ -230,14 +217,13 @@ def chosen_letter(answer: str, options: Sequence[str]) -> str | None:
 
 def choice_accuracy(answered: Sequence[Answered]) -> dict[str, float]:
     """Share of correct answers; questions without options need an exact match with a reference."""
-    right = []
-    for sample, answers in answered:
-        (accepted,) = sample.references
-        if sample.metadata:
-            right.append(chosen_letter(answers[0], sample.metadata) == accepted[0])
-        else:
-            right.append(normalise(answers[0]) in {normalise(reference) for reference in accepted})
-    return {"accuracy": mean(map(float, right))}
+    right = [
+        float(chosen_letter(answers[0], sample.metadata) == sample.references[0][0])
+        if sample.metadata
+        else _exact(answers[0], sample.references[0])
+        for sample, answers in answered
+    ]
+    return {"accuracy": mean(right)}
 
 
 def says_yes(answer: str) -> bool | None:
@@ -264,16 +250,14 @@ def pope(answered: Sequence[Answered]) -> dict[str, float]:
 
 def mme(answered: Sequence[Answered]) -> dict[str, float]:
     """MME's score: 100 * (accuracy + share of images with all questions correct), summed over the categories."""
-    right: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    right: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for sample, answers in answered:
-        good = says_yes(answers[0]) is not None and says_yes(answers[0]) == says_yes(sample.references[0][0])
-        right[sample.category][str(sample.metadata)].append(good)
-    score, flat = 0.0, []
-    for images in right.values():
-        each = [good for goods in images.values() for good in goods]
-        score += 100 * (mean(map(float, each)) + mean(float(all(goods)) for goods in images.values()))
-        flat += each
-    return {"score": score, "accuracy": mean(map(float, flat))}
+        said, truth = says_yes(answers[0]), says_yes(sample.references[0][0])
+        right[sample.category][str(sample.metadata)].append(float(said is not None and said == truth))
+    categories = [list(images.values()) for images in right.values()]
+    each = [[good for goods in images for good in goods] for images in categories]
+    score = sum(mean(goods) + mean(map(min, images)) for goods, images in zip(each, categories, strict=True))
+    return {"score": 100 * score, "accuracy": mean(good for goods in each for good in goods)}
 
 
 def cider(answered: Sequence[Answered]) -> dict[str, float]:
@@ -289,13 +273,11 @@ def cider(answered: Sequence[Answered]) -> dict[str, float]:
         from pycocoevalcap.cider.cider import Cider
     except ImportError:
         raise missing("CIDEr", "pycocoevalcap", "eval") from None
-    references = {
-        k: [_normalise(caption) for caption in sample.references[0]] for k, (sample, _) in enumerate(answered)
-    }
-    candidates = {k: [_normalise(answers[0])] for k, (_, answers) in enumerate(answered)}
+
+    def words(texts: Sequence[str]) -> list[str]:
+        return [" ".join(re.findall(r"[a-z0-9]+", text.lower().replace("'", ""))) for text in texts]
+
+    references = {k: words(sample.references[0]) for k, (sample, _) in enumerate(answered)}
+    candidates = {k: words(answers[:1]) for k, (_, answers) in enumerate(answered)}
     score, _ = Cider().compute_score(references, candidates)
     return {"CIDEr": float(score)}
-
-
-def _normalise(text: str) -> str:
-    return " ".join(re.findall(r"[a-z0-9]+", text.lower().replace("'", "")))

@@ -335,15 +335,15 @@ def by_request(records: Sequence[Record], method: str) -> dict[str, dict[str, An
     found = {}
     for category in dict.fromkeys([OVERALL, *(name for record in records for name in record["categories"] if name)]):
         own = {key: one for key, one in every.items() if category in (OVERALL, one["category"])}
-        both = [
-            (one, plain[key]) for key, one in own.items() if key in plain and one["tokens"] and plain[key]["tokens"]
-        ]
-        ratios = [one["tokens"] / one["total"] * base["total"] / base["tokens"] for one, base in both]
-        decoding = [
-            (one["tokens"] - 1) / one["decoding"] * base["decoding"] / (base["tokens"] - 1)
-            for one, base in both
-            if min(one["tokens"], base["tokens"]) > 1 and one["decoding"] > 0
-        ]
+        both = [(one, plain[key]) for key, one in own.items() if key in plain]
+        ratios, decoding = (
+            [
+                (one["tokens"] - before) / one[part] * base[part] / (base["tokens"] - before)
+                for one, base in both
+                if min(one["tokens"], base["tokens"]) > before and one[part] > 0
+            ]
+            for part, before in (("total", 0), ("decoding", 1))
+        )
         steps = [tokens for one in own.values() for tokens in one["steps"]]
         whole = [record for record in records if category == OVERALL or set(record["categories"]) == {category}]
         speed, base = throughput(whole, method), throughput(whole, PLAIN)

@@ -6,10 +6,7 @@ images and videos (captions, short answers, choices, yes or no, open-ended) and 
 from the hub through ``datasets``. Open-ended benchmarks have official scores from large judge models. Here their score
 is the overlap with the reference, which shows whether methods differ, not how good a model is.
 
-Local files: ``DATA/NAME.jsonl``, or a folder ``DATA/NAME/`` with one or several ``.jsonl`` files (read in alphabetical
-order). Each line is a JSON object with the fields of the benchmark's own release (see ``mmspec eval --list``). Images
-and videos are file names relative to the ``.jsonl`` file, or to ``images/`` or ``videos/`` next to it, with or without
-extension. Samples are identified by ``id``, else ``question_id``, else the line number.
+``docs/evaluation.md`` describes the local files.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -64,25 +62,21 @@ class DatasetRow:
 
     @property
     def id(self) -> str:
+        """``id``, else ``question_id`` or another of ``_IDS``, else the row's index."""
         return str(next((self.values[name] for name in _IDS if self.values.get(name) is not None), self.number))
 
     def texts(self, field: str) -> list[str]:
-        """A field with one text or a list of texts."""
+        """A field with a text, or a list of texts or of VQAv2's objects with an ``answer`` each."""
         value = self[field]
-        return [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
+        values = value if isinstance(value, list | tuple) else [value]
+        return [str(one["answer"] if isinstance(one, dict) else one) for one in values]
 
-    def images(self, *fields: str) -> tuple[Any, ...]:
-        """Images of these fields, as paths or in the form of ``datasets``; missing fields are skipped."""
-        return tuple(self._files(fields, "images"))
-
-    def videos(self, *fields: str) -> tuple[Any, ...]:
-        """Videos of these fields, as for ``images``."""
-        return tuple(self._files(fields, "videos"))
-
-    def _files(self, fields: tuple[str, ...], subfolder: str) -> Iterator[Any]:
+    def media(self, subfolder: str, *fields: str) -> Iterator[Any]:
+        """Images or videos of these fields, as paths (also in ``subfolder``) or in the form of ``datasets``; missing
+        fields are skipped."""
         for field in fields:
-            value = self.get(field)
-            for source in value if isinstance(value, list) else [] if value is None else [value]:
+            value = self.get(field, [])
+            for source in value if isinstance(value, list) else [value]:
                 if isinstance(source, dict):  # an undecoded image of datasets
                     source = source.get("bytes") or source.get("path")
                 yield self._find_file(source, subfolder) if isinstance(source, str) else source
@@ -192,12 +186,19 @@ def _load_table(datasets: Any, hub: HubDataset, config: str | None, streaming: b
     return table
 
 
-def single_turn(
-    row: DatasetRow, question: str, references: Sequence[str], category: str = "", metadata: Any = None
+def sample_of(
+    row: DatasetRow,
+    turns: str | Sequence[str],
+    references: Sequence[str] = (),
+    category: Any = "",
+    metadata: Any = None,
 ) -> Sample:
-    """A sample with one question, about the row's image or video where it has one."""
-    conversation = Questions((question,), row.images("image"), row.videos("video") or row.videos("video_name"))
-    return Sample(row.id, conversation, category, (tuple(references),) if references else (), metadata)
+    """A sample with one question or several, about the row's images or video where it has any; references are of the
+    only question."""
+    images = row.media("images", "image", *(f"image_{k}" for k in range(1, 8)))
+    videos = row.media("videos", "video" if row.get("video") else "video_name")
+    questions = Questions((turns,) if isinstance(turns, str) else tuple(turns), tuple(images), tuple(videos))
+    return Sample(row.id, questions, str(category), (tuple(references),) if references else (), metadata)
 
 
 @dataclass(frozen=True)
@@ -259,17 +260,9 @@ _LETTER = "\nAnswer with the option's letter from the given choices directly."
 
 def _caption_task(name: str, description: str, field: str, hub: HubDataset) -> EvalTask:
     def read(row: DatasetRow) -> Sample:
-        return single_turn(row, _CAPTION, row.texts(field))
+        return sample_of(row, _CAPTION, row.texts(field))
 
     return EvalTask(name, f"{description}; image, {field} (list of captions)", True, scoring.cider, 64, read, hub)
-
-
-def _references(row: DatasetRow, field: str) -> list[str]:
-    """Accepted answers: texts, or VQAv2's objects with an ``answer`` each."""
-    value = row[field]
-    if isinstance(value, list):
-        return [str(entry["answer"] if isinstance(entry, dict) else entry) for entry in value]
-    return [str(value)]
 
 
 def _answer_task(
@@ -285,75 +278,59 @@ def _answer_task(
     """A task with one question per row."""
 
     def read(row: DatasetRow) -> Sample:
-        question = str(row["question"]) + instruction
-        return single_turn(row, question, _references(row, field), str(row.get(category, "")))
+        return sample_of(row, f"{row['question']}{instruction}", row.texts(field), row.get(category, ""))
 
     fields = ", ".join(filter(None, ("image, question", field, category)))
     return EvalTask(name, f"{description}; {fields}", True, score, max_new_tokens, read, hub)
 
 
-def _video_question(row: DatasetRow) -> Sample:
-    question = str(row["question"]).strip().capitalize().rstrip("?") + "?" + _SHORT_ANSWER
-    return single_turn(row, question, _references(row, "answer"), str(row.get("type", "")))
-
-
 def _video_task(name: str, description: str) -> EvalTask:
+    def read(row: DatasetRow) -> Sample:
+        question = str(row["question"]).strip().capitalize().rstrip("?")
+        return sample_of(row, f"{question}?{_SHORT_ANSWER}", row.texts("answer"), row.get("type", ""))
+
     # The hub's rows only name the videos, which must be downloaded elsewhere.
-    fields = f"{description}; video_name, question, answer"
-    return EvalTask(name, fields, True, scoring.contained, 32, _video_question)
+    return EvalTask(name, f"{description}; video_name, question, answer", True, scoring.contained, 32, read)
 
 
-def _list_options(options: Sequence[str]) -> str:
-    return "\n".join(f"{chr(ord('A') + k)}. {option}" for k, option in enumerate(options))
+def _with_options(question: str, options: Sequence[str]) -> str:
+    listed = "".join(f"\n{chr(ord('A') + k)}. {option}" for k, option in enumerate(options))
+    return f"{question}{listed}{_LETTER}"
 
 
-def _letter(answer: object) -> str:
-    """The letter of an option, given by index or letter."""
-    return chr(ord("A") + int(answer)) if str(answer).isdecimal() else str(answer)  # type: ignore[call-overload]
-
-
-def _choice(row: DatasetRow, options: list[str], before: str = "", category: str = "") -> Sample:
-    question = f"{before}{row['question']}\n{_list_options(options)}{_LETTER}"
-    return single_turn(row, question, [_letter(row["answer"])], category, options)
-
-
-def _ai2d(row: DatasetRow) -> Sample:
-    return _choice(row, row.texts("options"))
-
-
-def _scienceqa(row: DatasetRow) -> Sample:
-    context = f"Context: {row['hint']}\n" if row.get("hint") else ""
-    return _choice(row, row.texts("choices"), context, str(row.get("subject", "")))
+def _choice(row: DatasetRow, field: str) -> Sample:
+    """The answer is the index of an option, or its letter."""
+    context, answer = f"Context: {row['hint']}\n" if row.get("hint") else "", str(row["answer"])
+    question, options = f"{context}{row['question']}", row.texts(field)
+    letter = chr(ord("A") + int(answer)) if answer.isdecimal() else answer
+    return sample_of(row, _with_options(question, options), [letter], row.get("subject", ""), options)
 
 
 def _mmmu(row: DatasetRow) -> Sample:
-    options = row.get("options", [])
-    options = list(ast.literal_eval(options)) if isinstance(options, str) else list(options)
-    prompt = f"{_list_options(options)}{_LETTER}" if options else "Answer with a word, a phrase or a number."
-    question = f"{row['question']}\n{prompt}"
-    images = row.images(*(f"image_{k}" for k in range(1, 8)))
-    answers = ast.literal_eval(row["answer"]) if str(row["answer"]).startswith("[") else row["answer"]
-    references = tuple(map(str, answers)) if isinstance(answers, list) else (str(answers),)
-    return Sample(row.id, Questions((question,), images), str(row.get("subfield", "")), (references,), options)
+    given = row.get("options", []), row["answer"]
+    parsed = [ast.literal_eval(one) if isinstance(one, str) and one.startswith("[") else one for one in given]
+    options, answers = (one if isinstance(one, list) else [one] for one in parsed)
+    question = str(row["question"])
+    question = _with_options(question, options) if options else f"{question}\nAnswer with a word, a phrase or a number."
+    return sample_of(row, question, list(map(str, answers)), row.get("subfield", ""), options)
 
 
 def _mme(row: DatasetRow) -> Sample:
     # MME asks two questions per image, and also scores both together.
     question = str(row["question"]).replace(" Please answer yes or no.", "") + _SHORT_ANSWER
-    return single_turn(row, question, [str(row["answer"])], str(row.get("category", "")), metadata=row.id)
+    return sample_of(row, question, row.texts("answer"), row.get("category", ""), metadata=row.id)
 
 
 def _video_detail(row: DatasetRow) -> Sample:
-    question = str(row.get("question", "Describe the video in detail."))
-    return single_turn(row, question, _references(row, "answer"))
+    return sample_of(row, str(row.get("question", "Describe the video in detail.")), row.texts("answer"))
 
 
 def _benchmark(row: DatasetRow) -> Sample:
     """Its six tasks are ``topic``; ``category`` divides them further."""
-    turns, image = tuple(row.texts("turns")), row["image"]
+    turns, image = row.texts("turns"), row["image"]
     if image is None:
         raise UserError(f"{row.where}: expected an image, received none")
-    return Sample(row.id, Questions(turns, row.images("image")), str(row["topic"]))
+    return sample_of(row, turns, category=row["topic"])
 
 
 def _turns(row: DatasetRow) -> Sample:
@@ -361,21 +338,21 @@ def _turns(row: DatasetRow) -> Sample:
     turns = row.texts("turns" if row.get("turns") else "prompt")
     if turns[0].startswith(_PLACEHOLDER):
         raise UserError(f"{row.where}: expected texts from SPEED-Bench's prepare_data.py, received its placeholder")
-    return Sample(row.id, Questions(tuple(turns)), str(row.get("category", "")))
+    return sample_of(row, turns, category=row.get("category", ""))
 
 
 def _page(row: DatasetRow) -> Sample:
-    return single_turn(row, _TRANSCRIBE, (), str(row["category"]))
+    return sample_of(row, _TRANSCRIBE, category=row["category"])
 
 
 def _gsm8k(row: DatasetRow) -> Sample:
     final = str(row["answer"]).split("####")[-1].strip()
     question = f"{row['question']}\nThink step by step and end with the number that answers the question."
-    return single_turn(row, question, [final], "math")
+    return sample_of(row, question, [final], "math")
 
 
 def _human_eval(row: DatasetRow) -> Sample:
-    return single_turn(row, f"Complete this Python function.\n\n{row['prompt']}", (), "coding")
+    return sample_of(row, f"Complete this Python function.\n\n{row['prompt']}", category="coding")
 
 
 def _held_out(name: str, description: str, score: Scorer, max_new_tokens: int = 160, visual: bool = True) -> EvalTask:
@@ -415,19 +392,15 @@ _BENCHMARKS = (
     _answer_task("docvqa", "DocVQA", scoring.anls, lmms_lab("DocVQA", "validation", "DocVQA"), "answers"),
     _video_task("activitynet-qa", "ActivityNet-QA"),
     _video_task("msvd-qa", "MSVD-QA"),
-    EvalTask("ai2d", _AI2D, True, scoring.choice_accuracy, 16, _ai2d, lmms_lab("ai2d", "test")),
-    EvalTask("scienceqa", _SCIENCEQA, True, scoring.choice_accuracy, 16, _scienceqa, _SCIENCEQA_HUB),
+    EvalTask(
+        "ai2d", _AI2D, True, scoring.choice_accuracy, 16, partial(_choice, field="options"), lmms_lab("ai2d", "test")
+    ),
+    EvalTask(
+        "scienceqa", _SCIENCEQA, True, scoring.choice_accuracy, 16, partial(_choice, field="choices"), _SCIENCEQA_HUB
+    ),
     EvalTask("mmmu", _MMMU, True, scoring.choice_accuracy, 32, _mmmu, lmms_lab("MMMU", "validation")),
     _answer_task("pope", "POPE", scoring.pope, lmms_lab("POPE", "test"), category="category", max_new_tokens=16),
-    EvalTask(
-        "mme",
-        "MME; image, question, answer (yes or no), category",
-        True,
-        scoring.mme,
-        16,
-        _mme,
-        lmms_lab("MME", "test"),
-    ),
+    EvalTask("mme", _MME, True, scoring.mme, 16, _mme, lmms_lab("MME", "test")),
     _answer_task("mm-vet", "MM-Vet", scoring.rouge_l, lmms_lab("MMVet", "test"), "answer", "capability", "", 256),
     _answer_task("llava-bench", "LLaVA-Bench in the wild", scoring.rouge_l, _LLAVA, "gpt_answer", "category", "", 512),
     EvalTask("video-detail", _VIDEO_DETAIL, True, scoring.rouge_l, 512, _video_detail),

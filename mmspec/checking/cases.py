@@ -18,7 +18,7 @@ from transformers import LogitsProcessorList
 
 from mmspec.checking.sides import Answer, LocalSide, Question, SkippedError
 from mmspec.checking.statistics import ALPHA, COLD, POWER, against_logprobs, against_probabilities, two_samples
-from mmspec.checking.trial import NowAndThen, Rehearsed, Trial
+from mmspec.checking.trial import NowAndThen, Trial
 from mmspec.compare import next_token_scores
 from mmspec.core.drafter import Drafter
 from mmspec.errors import UserError, first_line
@@ -386,7 +386,7 @@ def _enumerate(trial: Trial, question: Question) -> None:
     answers use the user's drafter, half use the most probable answer as draft."""
     outcomes = Outcomes(trial.pipe, question, trial.bound)
     best = max((one for one in outcomes.probs if OTHER not in one), key=lambda one: outcomes.probs[one])
-    sides = [trial.tested, trial.drafted(Rehearsed(best))]
+    sides = [trial.tested, trial.known([best] * _AT_ONCE)]
     counts: Counter[tuple[int, ...]] = Counter()
     start = monotonic()
     for number in range(_DRAWS // _AT_ONCE):

@@ -7,16 +7,15 @@ from copy import copy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mmspec.cache.prefix_cache import PrefixCache
+from mmspec.checking.oracle import Oracle
 from mmspec.checking.sides import Answer, Difference, LocalSide, Question, ServerSide, Side, SkippedError
 from mmspec.core.drafter import Drafter, Wrapper
 from mmspec.core.plan import StepPlan
-from mmspec.core.target import KeepsStates, Prompt, TargetOutput
+from mmspec.core.target import KeepsStates
 from mmspec.core.tree import TokenTree
-from mmspec.core.verify import Verdict
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 
@@ -28,8 +27,6 @@ SIZE = 12
 """Default draft tokens per step of a case; fixed, even if drafting is not faster."""
 
 _PREFIXES = 1 << 28  # bytes
-_DEEPEST = 6
-_NODES = 2 * _DEEPEST + 3
 
 
 class NowAndThen(Wrapper):
@@ -42,72 +39,6 @@ class NowAndThen(Wrapper):
     def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
         self._steps += 1
         return self.drafter.propose(token, plan) if self._steps % 2 else TokenTree.root(token)
-
-
-class Rehearsed(Drafter):
-    """Drafts 1 to 6 tokens of a known answer, then wrong tokens, in most steps with wrong siblings.
-
-    This accepts and rejects drafts at all depths, regardless of the user's drafter. Sequences that diverge from the
-    answer's token ids get no drafts.
-    """
-
-    learns = False
-
-    def __init__(self, answer: Sequence[int]) -> None:
-        self._answer = list(answer)
-        self._rows: list[tuple[list[int], int]] = []  # history and prompt length
-        self._steps = 0
-
-    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        self._rows += [(tokens, len(tokens) - 1) for tokens in history]
-
-    def select(self, rows: Sequence[int]) -> None:
-        self._rows = [self._rows[row] for row in rows]
-
-    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
-        self._steps += 1
-        trees = [self._tree(*row, plan.depth) for row in self._rows]
-        most = _NODES if any(len(tokens) for tokens, _ in trees) else 0
-        tokens, parents, valid = [], [], []
-        for drafted, above in trees:
-            padding = most - len(drafted)
-            tokens.append(drafted + [0] * padding)
-            parents.append([-1, *above] + [0] * padding)
-            valid.append([True] * (1 + len(drafted)) + [False] * padding)
-        device = token.device
-        drafts = torch.tensor(tokens, dtype=torch.long, device=device).view(len(token), -1)
-        return TokenTree(
-            torch.cat([token[:, None], drafts], dim=1),
-            torch.tensor(parents, dtype=torch.long, device=device),
-            torch.tensor(valid, dtype=torch.bool, device=device),
-            check=False,
-        )
-
-    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        """No-op: this drafter does not learn."""
-
-    def _tree(self, history: list[int], prompt: int, depth: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of the drafted nodes of a row."""
-        emitted = history[prompt:]
-        ahead = self._answer[len(emitted) :][:depth] if self._answer[: len(emitted)] == emitted else []
-        right = ahead[: 1 + self._steps % _DEEPEST]
-        tokens: list[int] = []
-        parents: list[int] = []
-        last = 0
-        for token in right:
-            level = ([token], [token, _other(token)], [_other(token), token])[self._steps % 3]
-            tokens += level
-            parents += [last] * len(level)
-            last = 1 + len(tokens) - len(level) + level.index(token)
-        for token in ahead[len(right) :][:2]:
-            tokens.append(_other(token))
-            parents.append(last)
-            last = len(tokens)
-        return tokens, parents
-
-
-def _other(token: int) -> int:
-    return token - 1 if token else 1
 
 
 @dataclass
@@ -179,6 +110,10 @@ class Trial:
         fresh = Pipeline(pipe.target, pipe.processor, drafter, pipe.name, generation_config=source)
         return LocalSide(fresh, size=size, **options).limited(self.tested.limit)
 
+    def known(self, answers: Sequence[Sequence[int]]) -> LocalSide:
+        """A side whose drafts are random trees around known answers, in the order of the requests."""
+        return self.drafted(Oracle(list(map(list, answers)), vocab=self.pipe.target.config.vocab_size))
+
     def variant(self, change: Callable[[Drafter], Drafter] = lambda one: one, **options: Any) -> LocalSide:
         """A side with a modified copy of the drafter; further arguments as for ``LocalSide``.
 
@@ -209,7 +144,7 @@ class Trial:
         """The tested side's choices for questions sent concurrently."""
         side = side or self.tested
         found = side.ask(*questions)
-        known = isinstance(side, LocalSide) and isinstance(side.pipe.drafter, Rehearsed)
+        known = isinstance(side, LocalSide) and isinstance(side.pipe.drafter, Oracle)
         for question, choices in zip(questions, found, strict=True):
             self.require(len(choices) == question.n, question, f"{len(choices)} choices, {question.n} are expected")
         for answer in (answer for choices in found for answer in choices):
@@ -257,8 +192,8 @@ class Trial:
         return expected
 
     def rehearsed(self, question: Question) -> Answer:
-        """Decode with drafts from plain decoding's answer, with occasional errors."""
-        ((found,),) = self.ask(question, side=self.drafted(Rehearsed(self.expect(question)[0].tokens or ())))
+        """Decode with drafts around plain decoding's answer, see ``Oracle``."""
+        ((found,),) = self.ask(question, side=self.known([self.expect(question)[0].tokens or ()]))
         return found
 
     def compare(self, question: Question, found: Sequence[Answer]) -> None:

@@ -6,7 +6,7 @@ import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -42,9 +42,8 @@ class Base:
             batch = self.tokenizer(contexts, padding=True, padding_side="left", return_tensors="pt")
             ids, mask = batch["input_ids"], batch["attention_mask"]
             out = self._model_generate(context=ids, attention_mask=mask, stop=until, max_length=ids.shape[1] + length)
-            answers += [
-                cut(self.tokenizer.decode(row, skip_special_tokens=True), until) for row in out[:, ids.shape[1] :]
-            ]
+            texts = self.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+            answers += [cut(text, until) for text in texts]
         return answers
 
     def _model_generate(self, context, max_length, stop, **options):
@@ -59,9 +58,7 @@ def cut(text, until):
 def adapter(monkeypatch, base=None):
     """The adapter's class, derived from ``base`` or from the harness's own class."""
     if base is not None:
-        for name in ("lm_eval", "lm_eval.models", "lm_eval.models.huggingface"):
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        monkeypatch.setattr(sys.modules["lm_eval.models.huggingface"], "HFLM", base, raising=False)
+        monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", SimpleNamespace(HFLM=base))
     monkeypatch.delitem(sys.modules, "mmspec.eval.adapters.lm_eval_model", raising=False)
     from mmspec.eval.adapters.lm_eval_model import MmspecLM
 
@@ -139,22 +136,17 @@ def framework(monkeypatch):
             self.task_dict = {}
 
     names = {
-        "lmms_eval": {},
-        "lmms_eval.api": {},
         "lmms_eval.api.model": {"lmms": Base},
         "lmms_eval.api.instance": {
             "Instance": object,
             "GenerationResult": lambda text, counts: SimpleNamespace(text=text, tokens=counts),
             "TokenCounts": lambda output_tokens: output_tokens,
         },
-        "lmms_eval.models": {},
         "lmms_eval.models.registry_v2": {"ModelManifest": SimpleNamespace},
         "loguru": {"logger": SimpleNamespace(info=lambda text: None)},
     }
     for name, content in names.items():
-        module = ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
     monkeypatch.delitem(sys.modules, "mmspec.eval.adapters.lmms", raising=False)
     yield import_module("mmspec.eval.adapters.lmms")
     sys.modules.pop("mmspec.eval.adapters.lmms", None)

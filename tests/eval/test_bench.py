@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from functools import wraps
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,7 @@ def folder(tmp_path_factory):
 
 def conditions(folder, methods, sizes=(1,), sampled=False):
     pipes = {"auto": mmspec.load(folder, drafter=None)}
-    return conditions_of(pipes, methods, [1], [0], sizes, lambda count: {}, sampled)
+    return conditions_of(pipes, methods, [torch.get_num_threads()], [0], sizes, lambda count: {}, sampled)
 
 
 def measured(conditions, requests, rounds, *options):
@@ -167,10 +168,7 @@ def test_a_run_over_batch_sizes(folder, tmp_path, monkeypatch):
     assert {1, 3} == set(widest.values())
     rows = result["rows"]
     own = [PLAIN, "ngram@2", "ngram"]
-    assert [(row["batch"], row["method"]) for row in rows] == [
-        *((1, name) for name in ("generate", *own)),
-        *((3, name) for name in own),
-    ]
+    assert [(row["batch"], row["method"]) for row in rows] == [(1, "generate"), *product((1, 3), own)]
     assert [(row["equal"], row["compared"]) for row in rows] == [(4, 4)] * 7
     plain, fixed = rows[4], rows[5]
     assert (plain["acceptance"]["mean_acceptance_length"], plain["acceptance"]["nodes_per_step"]) == (1, 0)
@@ -192,11 +190,12 @@ def test_answers_beside_a_server_and_busy_programs(tmp_path, monkeypatch):
     file, program = save_gguf(tmp_path / "text.gguf"), install(tmp_path)
     running: list[tuple[int, int]] = []
     real = bench.decode
-    monkeypatch.setattr(
-        bench,
-        "decode",
-        lambda *rest, **more: running.append((len(loops()), torch.get_num_threads())) or real(*rest, **more),
-    )
+
+    def decode(*rest, **more):
+        running.append((len(loops()), torch.get_num_threads()))
+        return real(*rest, **more)
+
+    monkeypatch.setattr(bench, "decode", decode)
     options = ["--dtypes", "float32", "--threads", "1,2", "--busy", "0,1", "--methods", "llama.cpp", "--rounds", 1]
     options += ["--requests", "prompts:2", "--warm-up", 0, "--max-new-tokens", 4]
     before = torch.get_num_threads()

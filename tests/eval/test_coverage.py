@@ -9,23 +9,8 @@ from click.testing import CliRunner
 from transformers import CONFIG_MAPPING, FalconConfig, JambaConfig, LlamaConfig, LlavaNextConfig, Qwen2VLConfig
 
 from mmspec.eval import coverage
-from mmspec.eval.coverage import (
-    EQUAL,
-    FAULTY,
-    NOT_BUILT,
-    NOT_GENERATED,
-    OUTCOMES,
-    PUBLISHED,
-    REFUSED,
-    TEXT,
-    VISION,
-    Model,
-    check,
-    check_apart,
-    main,
-    models,
-)
-from mmspec.eval.decoding.small_configs import VOCAB, published_config, small_config
+from mmspec.eval.coverage import EQUAL, TEXT, VISION, Model, check, check_apart, main, models
+from mmspec.eval.harness.small_configs import VOCAB, published_config, small_config
 from mmspec.ops import kernels
 
 _TEXTS, _IMAGES = ("prompt", "long prompt", "batch"), ("image", "batch with images")
@@ -95,11 +80,11 @@ def test_every_class_is_listed_once():
         (VISION, "qwen2_vl", EQUAL, _TEXTS + _IMAGES),
         (VISION, "minicpm_ocr", EQUAL, _TEXTS),  # logits of all positions only
         (VISION, "nemotron_h_omni", EQUAL, _TEXTS),  # an output layer inside the language model
-        (TEXT, "bert", REFUSED, ("prompt",)),
-        (TEXT, "rwkv", REFUSED, ("prompt",)),
-        (VISION, "git", REFUSED, (*_TEXTS, "image")),  # caches an image that has no tokens in the prompt
-        (VISION, "blip-2", NOT_GENERATED, ()),
-        (TEXT, "dbrx", NOT_BUILT, ()),
+        (TEXT, "bert", coverage.REFUSED, ("prompt",)),
+        (TEXT, "rwkv", coverage.REFUSED, ("prompt",)),
+        (VISION, "git", coverage.REFUSED, (*_TEXTS, "image")),  # caches an image that has no tokens in the prompt
+        (VISION, "blip-2", coverage.NOT_GENERATED, ()),
+        (TEXT, "dbrx", coverage.NOT_BUILT, ()),
     ],
 )
 def test_outcomes(kind, name, outcome, inputs):
@@ -127,9 +112,9 @@ def test_falcon_with_alibi(attention, monkeypatch):
 
 
 def test_a_published_configuration_is_decoded_if_memory_holds_it(published, monkeypatch):
-    assert check(Model(PUBLISHED, str(published))).outcome == EQUAL
+    assert check(Model(coverage.PUBLISHED, str(published))).outcome == EQUAL
     monkeypatch.setattr(coverage, "_MOST_BYTES", 1 << 10)
-    assert check(Model(PUBLISHED, str(published))).reason == "ValueError: too large: 0.0 GiB"
+    assert check(Model(coverage.PUBLISHED, str(published))).reason == "ValueError: too large: 0.0 GiB"
 
 
 def test_differences_and_crashes_are_faulty(monkeypatch):
@@ -144,7 +129,7 @@ def test_differences_and_crashes_are_faulty(monkeypatch):
 
     monkeypatch.setattr(coverage.mmspec, "generate", other_token)
     found = check(Model(TEXT, "llama"))
-    assert found.outcome == FAULTY
+    assert found.outcome == coverage.FAULTY
     assert found.reason.startswith(
         "batch: other tokens from new token 19 on (row 1); without a cache, generate agrees with"
     )
@@ -154,7 +139,7 @@ def test_differences_and_crashes_are_faulty(monkeypatch):
 
     monkeypatch.setattr(coverage.mmspec, "generate", crash)
     found = check(Model(TEXT, "llama"))
-    assert found.outcome == FAULTY
+    assert found.outcome == coverage.FAULTY
     assert found.reason.startswith("IndexError: out of range of 3 (test_coverage.py:")
 
 
@@ -168,7 +153,7 @@ class _Abrupt(Model):
     [(_Abrupt(TEXT, "llama"), 60, "the process ended with status 3"), (Model(TEXT, "llama"), 0, "no answer in 0 s")],
 )
 def test_a_process_that_ends_or_takes_too_long_is_an_outcome(model, limit, reason):
-    assert check_apart(model, limit) == coverage.Outcome(NOT_BUILT, reason)
+    assert check_apart(model, limit) == coverage.Outcome(coverage.NOT_BUILT, reason)
 
 
 def test_a_sweep_writes_its_page_and_resumes(tmp_path, monkeypatch):
@@ -183,7 +168,7 @@ def test_a_sweep_writes_its_page_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr("mmspec.eval.coverage.check_apart", lambda *_: pytest.fail("these are done"))
     assert CliRunner().invoke(main, [*map(str, options)]).exit_code == 0
     assert paths[0].read_text() == log
-    row = dict.fromkeys(OUTCOMES, 0) | {NOT_BUILT: 1}
+    row = dict.fromkeys(coverage.OUTCOMES, 0) | {coverage.NOT_BUILT: 1}
     assert json.loads(paths[2].read_text())["counts"] == {TEXT: row, VISION: row}
     page = paths[1].read_text()
     assert "| llama |  | not built | no answer in 0 s |" in page
@@ -193,5 +178,5 @@ def test_a_sweep_writes_its_page_and_resumes(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_every_class_is_equal_or_refused():
     outcomes = {model: check_apart(model, 300) for model in models()}
-    assert not {model.label: found.reason for model, found in outcomes.items() if found.outcome == FAULTY}
+    assert not {model.label: found.reason for model, found in outcomes.items() if found.outcome == coverage.FAULTY}
     assert sum(found.outcome == EQUAL for found in outcomes.values()) > len(outcomes) / 3

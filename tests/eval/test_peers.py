@@ -15,9 +15,9 @@ import mmspec
 from mmspec.compare import next_token_scores
 from mmspec.errors import UserError
 from mmspec.eval.harness.peers import CONTEXT, LlamaServer, OpenVino
+from mmspec.eval.suite import SuiteSettings
 from mmspec.eval.suite.methods import parse_methods
 from mmspec.eval.suite.run import run_suite
-from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.files import read_rows
 from tests.eval.llama_server import CRASH, PROMPT_STEP, STEP, install
 from tests.model_folders import save_gguf

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from contextlib import nullcontext
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import click
+import httpx
 import pytest
 from click.testing import CliRunner
 from PIL import Image
@@ -93,38 +93,19 @@ def test_a_small_soak() -> None:
         assert row["requests"] == 14
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Refuses streams."""
-
-    def do_GET(self) -> None:
-        self.reply(200, b'{"data": [{"id": "m"}]}')
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.reply(503 if body.get("stream") else 200)
-
-    def reply(self, status: int, content: bytes = b"") -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *args: object) -> None:
-        """Nothing on standard error."""
-
-
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_wrong_answers_fail_a_run(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "_PAUSE", 0)
     monkeypatch.setattr(soak, "_MIXES", [{}, {"stream": bool(wrong)}])
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            running = SimpleNamespace(url=f"http://127.0.0.1:{server.server_address[1]}", pid=os.getpid())
-            monkeypatch.setattr(soak, "serving", lambda **_: nullcontext(running))
-            loads = run(soak.main, "--minutes", "0.001", "--most", "9", "--images", "0", status=wrong)
-        finally:
-            server.shutdown()
-            thread.join()
+
+    def answer(request: httpx.Request) -> httpx.Response:  # streams are refused
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        return httpx.Response(503 if json.loads(request.content).get("stream") else 200)
+
+    running = SimpleNamespace(url="http://server", pid=os.getpid())
+    monkeypatch.setattr(soak, "serving", lambda **_: nullcontext(running))
+    client = partial(httpx.Client, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(soak, "open_client", lambda url: client(base_url=url))
+    loads = run(soak.main, "--minutes", "0.001", "--most", "9", "--images", "0", status=wrong)
     assert {(row["wrong"], row["requests"]) for row in loads} == {(wrong * 3, 9)}

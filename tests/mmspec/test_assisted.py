@@ -9,8 +9,8 @@ import torch
 
 import mmspec
 from mmspec import UserError
+from mmspec.checking.oracle import Oracle
 from mmspec.drafters.registry import chosen_drafter, registered_name
-from mmspec.eval.decoding.oracle import Oracle
 from tests import dflash, gemma4, mtp, vocabularies
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB

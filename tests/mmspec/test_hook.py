@@ -20,8 +20,8 @@ from transformers import (
 
 import mmspec
 from mmspec import UserError
+from mmspec.checking.oracle import Oracle
 from mmspec.drafters.registry import make_drafter
-from mmspec.eval.decoding.oracle import Oracle
 from tests.targets import CACHE
 from tests.tiny import Script, byte_model, byte_tokenizer, shared_model
 from tests.tiny.configs import TEXT_CONFIGS, VOCAB

@@ -9,10 +9,10 @@ from transformers import LogitsProcessor, OPTConfig, OPTForCausalLM
 
 import mmspec
 from mmspec import Generation, Piece, Pipeline, UserError
+from mmspec.checking.oracle import Oracle
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.engine.policy import AdaptivePolicy
-from mmspec.eval.decoding.oracle import Oracle
 from mmspec.loading import pick_device
 from mmspec.targets.packing import pack_model
 from mmspec.targets.processor import Processor

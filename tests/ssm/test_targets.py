@@ -9,7 +9,7 @@ import mmspec
 from mmspec import TokenTree, UserError
 from mmspec.cache.tree_cache import cache_argument
 from mmspec.core.target import Prompt
-from mmspec.eval.decoding.small_configs import random_model, small_config
+from mmspec.eval.harness.small_configs import random_model, small_config
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.decoding import assert_threads_share
 from tests.targets import assert_trees_equal_paths, prefilled

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import mmspec
+from mmspec.checking.oracle import Oracle
 from mmspec.core.drafter import Drafter
-from mmspec.eval.decoding.oracle import Oracle
 from tests.tiny.configs import HYBRID_CONFIGS, TEXT_CONFIGS, VISION_CONFIGS
 from tests.tiny.drafters import NETWORKS, tiny_drafter, tiny_drafters
 from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model

@@ -165,7 +165,8 @@ def test_videos_several_images_and_text_are_answered(smol):
 @pytest.mark.long
 def test_its_configuration_is_read_in_a_new_process():
     """Which has not imported the tower's classes."""
-    script = "from mmspec.eval.suite.run import is_visual; print(is_visual('smol-llava'))"
+    script = "from mmspec.loading import load_config; from mmspec.plugins import target_class; "
+    script += "print(target_class(load_config('smol-llava')).processor_class.reads_media)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "True\n"
 
 

@@ -6,9 +6,9 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Tex
 
 import mmspec
 from mmspec import UserError, plugins
+from mmspec.checking.oracle import Oracle
 from mmspec.core.target import Prompt
 from mmspec.drafters.small import Small
-from mmspec.eval.decoding.oracle import Oracle
 from tests.targets import assert_trees_equal_paths, prefilled, prompt_of
 from tests.tiny import shared_model
 from tests.tiny.configs import IMAGE, TINY_SIZES, VIDEO, VISION_CONFIGS

@@ -18,12 +18,11 @@ from mmspec.cli.drafters import datastore
 from mmspec.drafters.registry import drafter_specs
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
 from mmspec.errors import UserError
-from mmspec.eval.suite import run
+from mmspec.eval.suite import SuiteSettings, run
 from mmspec.eval.suite.command import evaluate
 from mmspec.eval.suite.methods import auto_methods, parse_methods
 from mmspec.eval.suite.report import write_report
 from mmspec.eval.suite.run import Evaluator, answer_lines, read_records, run_suite
-from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.eval.suite.summary import summarise
 from mmspec.files import alone
 from mmspec.pipeline import Pipeline
@@ -229,17 +228,11 @@ def test_a_difference_is_reported_with_its_margin(folder, tmp_path, monkeypatch)
 
 def test_top_p_reaches_every_method(folder, monkeypatch):
     given = []
-
-    def recording(call):
-        def recorded(*requests, **keywords):
-            given.append(keywords["top_p"])
-            return call(*requests, **keywords)
-
-        return recorded
-
     evaluate = Evaluator(vars(settings(folder, methods="generate", temperatures=(0.7,), top_p=0.4, rounds=1)))
     for owner, name in ((Pipeline, "generate_batch"), (type(evaluate.pipe.model), "generate")):
-        monkeypatch.setattr(owner, name, recording(getattr(owner, name)))
+        call = getattr(owner, name)
+        recorded = lambda *rest, call=call, **more: given.append(more["top_p"]) or call(*rest, **more)  # noqa: E731
+        monkeypatch.setattr(owner, name, recorded)
     evaluate({"task": "scenes-captions", "temperature": 0.7, "batch": 1, "group": 0})
     assert given == [0.4, 0.4]
 

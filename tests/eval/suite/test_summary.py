@@ -167,8 +167,6 @@ def test_acceptance_memory_and_equality():
     rows = rows_of(record(0, turn, ids=["a", "b"], rows=[0, 1]), record(1, other, ids=["c", "d"], rows=[0]))
     found = rows["msd"]
     assert found["acceptance"]["mean_acceptance_length"] == (4 + 1 + 2 + 3 + 2 + 2) / 6
-    assert found["acceptance"]["draft_acceptance_rate"] == (3 + 0 + 1 + 2 + 1 + 1) / 24
-    assert found["acceptance"]["histogram"] == [1, 3, 1, 1]
     assert (found["equal"], found["compared"], found["memory"], found["conversations"]) == (2, 3, 7, 4)
     assert (rows["none"]["equal"], rows["none"]["compared"], rows["none"]["memory"]) == (2, 2, 5)
     assert rows["none"]["acceptance"] is None

@@ -52,13 +52,7 @@ ROWS = {
     "gsm8k": {"question": "How many?", "answer": "Two and two.\n#### 1,234"},
     "humaneval": {"task_id": "H/0", "prompt": "def f():"},
     "spec-bench": {"question_id": 81, "category": "writing", "turns": ["One?", "Two?"]},
-    "speed-bench": {
-        "question_id": "q1",
-        "category": "rag",
-        "turns": ["One?", "Two?"],
-        "source": "s",
-        "multiturn": True,
-    },
+    "speed-bench": {"question_id": "q1", "category": "rag", "turns": ["One?", "Two?"], "source": "s"},
 }
 
 

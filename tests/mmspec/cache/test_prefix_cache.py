@@ -12,13 +12,13 @@ import torch
 import mmspec
 from mmspec import SamplingParams, plugins
 from mmspec.cache.prefix_cache import Prefix, PrefixCache, media_key
+from mmspec.checking.oracle import Oracle
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, State
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
-from mmspec.eval.decoding.oracle import Oracle
 from mmspec.ops import kernels
 from mmspec.sampling import defaults
 from tests.decoding import SteppedEngine, decode

@@ -17,6 +17,9 @@ from mmspec.drafters.ngram import Ngram
 from tests.checking import trial_of
 from tests.commandline import assert_user_error, runner
 from tests.process import ROOT
+from tests.tiny import byte_tokenizer
+from tests.tiny.configs import HYBRID_CONFIGS, TEXT_CONFIGS, TINY_SIZES
+from tests.tiny.models import text_model
 
 FAST = "prose,copy,logprobs,stop-string"
 
@@ -143,14 +146,8 @@ def test_a_drafter_that_fails_is_noted(monkeypatch):
 
 
 def test_a_difference_is_exit_status_1(check, monkeypatch):
-    difference = {
-        "question": "Q",
-        "against": "plain decoding",
-        "position": 3,
-        "found": "a",
-        "expected": "b",
-        "margin": 2.0,
-    }
+    difference = {"question": "Q", "against": "plain decoding", "position": 3, "margin": 2.0}
+    difference |= {"found": "a", "expected": "b"}
     changed = {"name": "prose", "outcome": "different", "reason": "", "tokens": 3, "accepted": 0, "rehearsed": 0}
     changed |= {"seconds": 0.1, "differences": [difference], "notes": [], "power": {"variation 0.1": 0.954}}
     bounds = []
@@ -316,3 +313,25 @@ def test_a_difference_counts_although_the_case_ends_early(error, monkeypatch):
     found = cases.run_case(trial_of(mmspec.load("tiny-llava", "ngram", device="cpu", dtype="float32")), "wrong")
     assert found["outcome"] == "different"
     assert "no more" in found["reason"]
+
+
+FAMILIES = TEXT_CONFIGS.keys() | HYBRID_CONFIGS.keys()
+STATES = ("rehearsed", "now-and-then", "prefix", "sessions", "abort", "batch")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "mamba2",
+        *(pytest.param(name, marks=pytest.mark.long) for name in sorted(FAMILIES - {"llama", "mamba2"})),
+    ],
+)
+def test_cases_about_states_in_every_family(family, monkeypatch):
+    monkeypatch.setitem(TINY_SIZES, "vocab_size", len(byte_tokenizer()))
+    monkeypatch.setitem(TINY_SIZES, "max_position_embeddings", 1024)
+    pipe = mmspec.load(text_model(family), "ngram", processor=byte_tokenizer())
+    trial = trial_of(pipe)
+    found = {name: cases.run_case(trial, name) for name in STATES}
+    assert [one for one in found.values() if one["outcome"] != "equal"] == []
+    assert found["rehearsed"]["rehearsed"] > 20

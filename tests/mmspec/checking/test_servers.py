@@ -3,9 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import exp, log
-from threading import Thread
 from typing import Any
 
 import httpx
@@ -15,7 +13,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("peft")
 
 import mmspec
-from mmspec.checking import cases
+from mmspec.checking import cases, sides
 from mmspec.checking.cases import CASES, run_case
 from mmspec.checking.sides import Answer, Question, ServerSide
 from mmspec.checking.trial import Trial
@@ -45,43 +43,29 @@ def _fewer_draws(monkeypatch):
 
 def result(url, against, name):
     """Of a case."""
-    sides = ServerSide("tested", url, None, None), ServerSide("other", against, None, None, scored=True)
-    with closing(Trial(sides[0], [sides[1]], 1e-4)) as trial:
+    tested, other = ServerSide("tested", url, None, None), ServerSide("other", against, None, None, scored=True)
+    with closing(Trial(tested, [other], 1e-4)) as trial:
         return run_case(trial, name)
 
 
 @contextmanager
 def wrong(url, request=dict, reply=dict):
-    """A server that passes requests on, and changes them or their replies."""
+    """The address of a server that passes requests on, and changes them or their replies."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self._answer(httpx.get(f"{url}{self.path}"))  # models, metrics
+    def answer(asked):
+        body = request(json.loads(asked.content)) if asked.content else None
+        found = httpx.request(asked.method, f"{url}{asked.url.path}", json=body, timeout=60)
+        if body is not None and found.is_success and found.headers["content-type"] == "application/json":
+            return httpx.Response(found.status_code, json=reply(found.json()))
+        return httpx.Response(found.status_code, content=found.content)
 
-        def do_POST(self):
-            body = request(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self._answer(httpx.post(f"{url}{self.path}", json=body, timeout=60), reply)
+    def client(base, key=None):
+        transport = httpx.MockTransport(answer) if base == "http://wrong" else None
+        return httpx.Client(base_url=base, transport=transport, timeout=60)
 
-        def _answer(self, found, change=dict):
-            is_json = found.headers["content-type"] == "application/json"
-            content = json.dumps(change(found.json())).encode() if is_json and found.is_success else found.content
-            self.send_response(found.status_code)
-            self.send_header("Content-Type", found.headers["content-type"])
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *args):
-            """Nothing on standard error."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sides, "open_client", client)
+        yield "http://wrong"
 
 
 def without(name):

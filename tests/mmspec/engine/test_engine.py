@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mmspec import TokenTree
+from mmspec.checking.oracle import Oracle
 from mmspec.core.drafter import Drafter
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, TargetOutput
@@ -16,7 +17,6 @@ from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.policy import AdaptivePolicy, DraftPolicy
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling import defaults
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.sampler import Sampler

@@ -11,7 +11,7 @@ from transformers.generation import logits_process as hf
 
 import mmspec
 from mmspec import Pipeline, SamplingParams, UserError
-from mmspec.eval.decoding.oracle import Oracle
+from mmspec.checking.oracle import Oracle
 from tests.mmspec.sampling.plain import decode_plainly
 from tests.tiny import byte_model, byte_tokenizer
 

@@ -18,13 +18,13 @@ from transformers.generation import logits_process as hf
 
 import mmspec
 from mmspec import SamplingParams, TokenTree, TreeProcessor, UserError, plugins
+from mmspec.checking.oracle import Oracle
 from mmspec.core.plan import StepPlan
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling import defaults
 from mmspec.sampling import sampler as sampler_module
 from mmspec.sampling.batch_sampler import BatchSampler

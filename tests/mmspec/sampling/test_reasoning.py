@@ -17,7 +17,7 @@ from transformers.generation import logits_process as hf
 
 pytest.importorskip("llguidance")
 
-from mmspec.eval.decoding.oracle import Oracle
+from mmspec.checking.oracle import Oracle
 from mmspec.sampling.reasoning import FORMATS, NAMES, reasoning_format
 from mmspec.targets.detokenizer import AnswerReader
 from mmspec.targets.transformers_target import TransformersTarget

@@ -23,9 +23,9 @@ import jsonschema
 
 import mmspec
 from mmspec import SamplingParams, UserError, plugins
+from mmspec.checking.oracle import Oracle
 from mmspec.compare import first_difference
 from mmspec.drafters.registry import make_drafter
-from mmspec.eval.decoding.oracle import Oracle
 from mmspec.vision.embedded import samples
 from tests.mmspec.sampling.plain import allowed_tokens, decode_plainly, llguidance_tokenizer, masking, source
 from tests.tiny import byte_model, byte_tokenizer

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from mmspec.eval.decoding.oracle import Oracle
+from mmspec.checking.oracle import Oracle
 from mmspec.serving.runner import effort_variables
 from tests.testkit.served import served
 from tests.thinking import END, MARKERS, PROMPT, ids_of, pipeline, prompt_of, script, tokenizer

@@ -13,10 +13,10 @@ from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmspec import Pipeline
+from mmspec.checking.oracle import Oracle
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
-from mmspec.eval.decoding.oracle import Oracle
 from mmspec.serving.tools import HERMES
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget

@@ -26,12 +26,12 @@ from transformers import (
 
 import mmspec
 from mmspec import TokenTree, UserError, plugins
+from mmspec.checking.oracle import Oracle
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, output_of
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.oracle import Oracle
-from mmspec.eval.decoding.small_configs import random_model, small_config
+from mmspec.eval.harness.small_configs import random_model, small_config
 from mmspec.quantisation.linear import PackedLinear
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.decoder import Decoder

@@ -32,10 +32,7 @@ class Oracle(Drafter):
     def __init__(
         self, references: list[list[int]], *, vocab: int, seed: int = 0, nodes: int = 12, spoil: float = 0.3
     ) -> None:
-        self.references = references
-        self.vocab = vocab
-        self.nodes = nodes
-        self.spoil = spoil
+        self.references, self.vocab, self.nodes, self.spoil = references, vocab, nodes, spoil
         self._random = random.Random(seed)
         self._rows: list[tuple[list[int], int, list[int]]] = []  # history, prompt length, reference
         self._begun = 0
