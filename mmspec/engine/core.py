@@ -429,10 +429,8 @@ class EngineCore:
                 sequence.restart()
                 with self._lock:
                     self.scheduler.waiting.append(sequence)
-        order = [row for row in kept if row < len(kept)]
-        movers = iter(kept[len(order) :])
-        present = set(order)
-        order = [row if row in present else next(movers) for row in range(len(kept))]
+        staying, movers = set(kept), (row for row in kept if row >= len(kept))
+        order = [row if row in staying else next(movers) for row in range(len(kept))]
         self.running = [self.running[row] for row in order]
         self._token = self._token[row_index(order, self._token.device)]
         self._keep(order)

@@ -189,23 +189,6 @@ def test_padding_is_not_counted_as_drafts():
     assert [row.token_ids for row in result] == [said_plainly(table, row, 4) for row in rows]
 
 
-def test_no_draft_reaches_beyond_the_limit():
-    """So that the last steps do not draft in vain."""
-    table, depths = table_model(VOCAB), []
-
-    class Spy(Oracle):
-        def propose(self, token, plan):
-            tree = super().propose(token, plan)
-            assert tree.max_depth <= plan.depth
-            depths.append((len(self._rows[0][0]), tree.max_depth))
-            return tree
-
-    for limit in range(1, 12):
-        run(table, [[1, 2]], Spy([said_plainly(table, [1, 2], 30)], vocab=VOCAB, seed=limit), Stopper(limit))
-        assert all(length + depth < 2 + limit for length, depth in depths)
-        depths.clear()
-
-
 class Foreign(Ngram):
     """Drafts ids beyond the vocabulary, and below it."""
 
