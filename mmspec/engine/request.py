@@ -218,11 +218,6 @@ def _pop_fields(keywords: dict[str, Any], kind: Any) -> dict[str, Any]:
     return {field.name: keywords.pop(field.name) for field in fields(kind) if field.name in keywords}
 
 
-def _as_items(content: Any) -> Any:
-    """Content of a message as a list of items."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 class _URL(TypedDict):
     url: str
 
@@ -255,7 +250,9 @@ _Item = Annotated[_TextItem | _MediaItem | _ImageURLItem | _VideoURLItem, Field(
 
 class _Message(TypedDict):
     role: Text
-    content: Annotated[list[_Item], BeforeValidator(_as_items)]
+    content: Annotated[
+        list[_Item], BeforeValidator(lambda text: [{"type": "text", "text": text}] if isinstance(text, str) else text)
+    ]
 
 
 def _check_content(request: Any) -> None:

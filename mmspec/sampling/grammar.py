@@ -100,7 +100,10 @@ class Grammars:
                 del self._entries[next(iter(self._entries))]
         with entry.lock:
             if entry.grammar is None or entry.grammar.spent:
-                entry.grammar = self._build(kind, text)
+                form = source(kind, text)
+                grammar = Grammar(kind, lambda: compiled(kind, self.tokenizer, form), self._eos, self._width)
+                grammar.mask(grammar.start([]))  # raises if no first token is allowed
+                entry.grammar = grammar
             return entry.grammar
 
     def spelt(
@@ -118,12 +121,6 @@ class Grammars:
                 self._spelt.clear()
             self._spelt[key, before] = torch.tensor([holds(before + text) for text in self._texts], dtype=torch.bool)
         return self._spelt[key, before]
-
-    def _build(self, kind: str, text: str) -> Grammar:
-        form = source(kind, text)
-        grammar = Grammar(kind, lambda: compiled(kind, self.tokenizer, form), self._eos, self._width)
-        grammar.mask(grammar.start([]))  # raises if no first token is allowed
-        return grammar
 
 
 class _Spelt:

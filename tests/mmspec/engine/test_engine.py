@@ -458,35 +458,6 @@ def test_policies_are_given_the_batch_and_the_share_of_new_rows():
     assert sizes == [2, 2, 3, 3, 3, 1, 1]
 
 
-def test_a_failed_step_reaches_the_client_of_a_prompt_in_chunked_prefill():
-    """It waits to be told, as its sequence is in no row yet."""
-
-    class Fails(TableTarget):
-        def verify(self, tree, reads=()):
-            if len(self.passes) == 3:
-                raise RuntimeError("a failed pass")
-            return super().verify(tree, reads)
-
-    told = []
-    engine = SteppedEngine(Fails(table_model(VOCAB)), None, StepPlan(0), chunk=2)
-    engine.add(prompt_of([[1, 2]]), Sampler(), Stopper(6), sink=lambda delta: told.append("decoding"))
-    for _ in range(2):
-        assert engine._has_work()
-        engine._turn()
-    (late,) = engine.add(prompt_of([[1] * 20]), Sampler(), Stopper(6), sink=lambda delta: told.append("in prefill"))
-    for _ in range(2):
-        engine._turn()
-    assert (told.count("in prefill"), len(engine.core.queued)) == (0, 1)
-    told.clear()
-    engine._turn()
-    assert sorted(told) == ["decoding", "in prefill"]
-    assert str(late.error) == "a failed pass"
-    assert not engine.core.queued
-    (after,) = engine.add(prompt_of([[3, 4]]), Sampler(), Stopper(1))
-    engine.wait(lambda: after.done)
-    assert after.token_ids == said_plainly(engine.target.table, [3, 4], 1)
-
-
 def test_a_prompt_that_fails_does_not_end_those_stacked_with_it():
     class Refuses(TableTarget):
         def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):

@@ -114,12 +114,7 @@ STATEFUL = {
     "alternating": Alternating,
     "drifting": Drifting,
     "synthid": lambda: hf.SynthIDTextWatermarkLogitsProcessor(3, [5, 7, 11, 13], 2**10, 0, 16, torch.device("cpu")),
-    "synthid, first ones skipped": lambda: hf.SynthIDTextWatermarkLogitsProcessor(
-        4, [5, 7, 11], 2**10, 0, 16, torch.device("cpu"), skip_first_ngram_calls=True
-    ),
     "self-hashed": lambda: hf.WatermarkLogitsProcessor(VOCAB, "cpu", bias=4.0, seeding_scheme="selfhash"),
-    "codebooks": lambda: hf.AlternatingCodebooksLogitsProcessor(9, 50, 20),
-    "end of speech": lambda: hf.BarkEosPrioritizerLogitsProcessor(2, 0.01),
     "grammar": Grammar,
 }
 DRAFTERS = {
