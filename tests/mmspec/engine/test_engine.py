@@ -496,24 +496,6 @@ def test_each_answer_has_its_own_room():
         assert left == 0 or remaining[-1] == left  # a short answer does not cut the drafts of a long answer
 
 
-@pytest.mark.parametrize("length", [7, 8, 9, 15, 16, 17])
-@pytest.mark.parametrize("busy", [False, True])
-def test_prompts_of_any_number_of_chunks(length, busy):
-    """Chunks of 8 tokens next to another sequence, which decodes a token in between; otherwise a single pass."""
-    _, engine = stacking(chunk=8)
-    other = scheduled(engine, [[1, 2]], 30) if busy else []
-    if busy:
-        engine.core.step()
-    prompt = [n % VOCAB for n in range(length)]
-    (row,), steps = scheduled(engine, [prompt]), 0
-    while not row.token_ids:
-        engine.core.step()
-        steps += 1
-    assert steps == (-(-length // 8) if busy else 1)
-    finished(engine, [row], [prompt])
-    engine.remove(other)
-
-
 class Ahead(Fixed):
     """Proposes roots, before the tokens of a step are in the histories."""
 

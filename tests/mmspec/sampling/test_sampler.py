@@ -194,27 +194,6 @@ def choose_nodes(patch, kind):
     return kind
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 4])
-def test_no_processor_is_called_after_the_last_token(limit):
-    """Trees may be deeper than the answer has tokens left."""
-    lengths = []
-
-    def count(input_ids, scores):
-        lengths.append(input_ids.shape[1])
-        return scores
-
-    class Limited(SamplingState):
-        def ends(self, token, length):
-            return length >= self.prompt_length + limit
-
-    tree = TokenTree(torch.tensor([[2, 3, 4, 5]]), torch.tensor([[-1, 0, 1, 2]]))
-    logits = torch.nn.functional.one_hot(torch.tensor([[3, 4, 5, 6]]), VOCAB).float()
-    row = Limited([1, 2], Sampler([count]))
-    assert row.sampler.by_path
-    BatchSampler().choose([row], tree, logits)
-    assert lengths == list(range(2, 2 + limit))
-
-
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
     "params", [{}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.3, "repetition_penalty": 1.4}]
