@@ -61,12 +61,7 @@ class Stats:
     drafter_error: str = ""
 
     def record_step(self, drafted: int, depth: int, accepted: int, emitted: int) -> None:
-        """Record one step.
-
-        Args:
-            drafted: draft tokens in the tree.
-            emitted: emitted tokens; tokens after a stop are excluded.
-        """
+        """Record one step of a tree with ``drafted`` draft tokens; ``emitted`` excludes tokens after a stop."""
         self.num_spec_tokens = max(self.num_spec_tokens, depth)
         self.num_spec_steps += 1
         self.num_draft_tokens += drafted

@@ -22,7 +22,6 @@ class Stopper:
     """Stopping criteria of one request, shared by its rows.
 
     Args:
-        max_new_tokens: maximum new tokens per row.
         context_limit: maximum length of prompt plus output per row; None for no limit.
         eos_token_ids: tokens that end a row, and are emitted.
         readers: factories of output readers, each called with a row's prompt token ids; a stop string that a reader

@@ -220,9 +220,6 @@ def copy_for_row(processor: Any, index: int) -> Any:
 class Warper:
     """An ``OnTrees`` that ignores histories and may be applied to the scores of a subset of nodes.
 
-    Args:
-        processor: a transformers processor that ignores histories.
-
     Attributes:
         sorts: whether it sorts scores, which takes most of the sampling time on a GPU.
     """
