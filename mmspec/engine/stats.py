@@ -116,6 +116,13 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
+def seconds(start: Mark, end: Mark) -> float:
+    """Seconds between two marks of one device, which must have been synchronised since."""
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    return start.elapsed_time(end) / 1000.0  # type: ignore[union-attr, arg-type]
+
+
 class StepTimer:
     """Named marks of one step, on the device's stream and on the host's clock. The first mark is ``begin``."""
 
@@ -129,10 +136,7 @@ class StepTimer:
 
     def seconds(self, start: str, end: str) -> float:
         """Seconds of the device between two marks, after the host has synchronised."""
-        before, after = self._marks[start][0], self._marks[end][0]
-        if isinstance(before, float) and isinstance(after, float):
-            return after - before
-        return before.elapsed_time(after) / 1000.0  # type: ignore[union-attr, arg-type]
+        return seconds(self._marks[start][0], self._marks[end][0])
 
     def since(self, name: str) -> float:
         """Seconds of the host since a mark."""
