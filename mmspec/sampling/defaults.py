@@ -155,6 +155,11 @@ class Defaults:
         """The sampler of a request; arguments as for ``processors``, ``constraint`` as for ``Sampler``."""
         return sampler(params, custom, self.processors(params, input_ids, custom), constraint)
 
+    def describe(self) -> str:
+        """One-line description of defaults that differ from the library's; empty if none differ."""
+        shown = [f"{name} {value}" for name, value in self.params.items() if value != LIBRARY[name]]
+        return ", ".join([*shown, *self.others()])
+
     def others(self) -> list[str]:
         """Names of further logits processors, not derived from the sampling parameters."""
         return []

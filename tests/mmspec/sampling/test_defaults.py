@@ -226,7 +226,7 @@ def test_what_cannot_be_applied_is_refused_at_loading(config: dict[str, Any], me
     assert mmspec.generate(model, ids, drafter="ngram", max_new_tokens=NEW, **neutral)[0].tolist() == PLAIN
 
 
-def test_processors_beside_the_parameters_are_named() -> None:
+def test_defaults_in_force_are_described() -> None:
     pipe = pipeline(model_with(do_sample=True, temperature=0.6, top_k=20, suppress_tokens=[5]))
-    assert pipe.defaults.others() == ["SuppressTokensLogitsProcessor"]
-    assert pipeline(byte_model()).defaults.others() == []
+    assert pipe.defaults.describe() == "temperature 0.6, top_k 20, SuppressTokensLogitsProcessor"
+    assert pipeline(byte_model()).defaults.describe() == ""
