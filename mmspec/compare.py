@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList
 from mmspec.core.drafter import Drafter
 from mmspec.core.target import Prompt, Target
 from mmspec.core.tree import TokenTree
-from mmspec.engine.request import params_of
+from mmspec.engine.request import pop_params
 from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling.sampler import Matcher
 
@@ -112,7 +112,7 @@ def compare(
         for speculate in (True, False) if turn % 2 == 0 else (False, True):
             runs[speculate].append(run(speculate))
     fast, slow = _speed(runs[True]), _speed(runs[False])
-    params = pipe.defaults.complete(params_of(keywords))
+    params = pipe.defaults.complete(pop_params(dict(keywords)))
     if params.do_sample and params.seed is None:
         return Comparison(rounds, fast, slow, None, None)
     pairs = [(a.token_ids, b.token_ids) for (a, _), (b, _) in zip(runs[True], runs[False], strict=True)]
@@ -144,7 +144,7 @@ def first_difference(
     """
     shorter = min(len(speculative), len(plain))
     at = next((i for i in range(shorter) if speculative[i] != plain[i]), shorter)
-    params = pipe.defaults.complete(params_of(keywords))
+    params = pipe.defaults.complete(pop_params(dict(keywords)))
     if at == shorter or params.do_sample:
         speculative_token, plain_token = (tokens[at] if at < len(tokens) else None for tokens in (speculative, plain))
         return Difference(at, speculative_token, plain_token, None)

@@ -58,6 +58,7 @@ class _Drafts:
         drafts = {} if node is None else self._children[node]
         grammar, matcher = self._row.sampler.constraint, self._row.constraint
         if grammar is None or matcher is None:
+            assert node is not None
             return self._among(drafts, drafts, node, path)
         if self._failed:
             return ()
@@ -78,16 +79,15 @@ class _Drafts:
             return ()
 
     def _among(
-        self, drafts: Mapping[int, int], allowed: Iterable[int], node: int | None, path: tuple[int, ...]
+        self, drafts: Mapping[int, int], allowed: Iterable[int], node: int, path: tuple[int, ...]
     ) -> Iterable[tuple[int, float, _At]]:
-        shares = {token: self._share(node, child) for token, child in drafts.items()}
-        return _renormalised(shares, allowed, lambda token: (drafts[token], (*path, token), ()))
-
-    def _share(self, node: int | None, child: int) -> float:
-        """The drafter's probability of ``child`` given ``node``."""
-        assert node is not None
+        """Allowed drafts after a node, with the drafter's probabilities given the node."""
         gains = self._gains
-        return gains[child] / gains[node] if child < len(gains) and gains[node] else 0.0
+        shares = {
+            token: gains[child] / gains[node] if child < len(gains) and gains[node] else 0.0
+            for token, child in drafts.items()
+        }
+        return _renormalised(shares, allowed, lambda token: (drafts[token], (*path, token), ()))
 
 
 def _renormalised(

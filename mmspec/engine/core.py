@@ -119,21 +119,15 @@ class Prefill:
         """Number of prompt tokens, padding included."""
         return len(self.sequences) * max(sequence.prompt.input_ids.shape[1] for sequence in self.sequences)
 
-    @property
-    def done(self) -> bool:
-        return all(sequence.done for sequence in self.sequences)
-
 
 @dataclass(frozen=True)
 class Draft:
     """A drafter's proposal for one step.
 
     Attributes:
-        generation: generation of the batch that this draft was made for.
         seconds: returns the draft time spent before the step; call it after synchronising.
     """
 
-    generation: int
     plan: StepPlan
     tree: TokenTree
     seconds: Callable[[], float] = float
@@ -164,7 +158,6 @@ class EngineCore:
         self._prefilling: Prefill | None = None
         self._prefilled: list[tuple[Prefill, TargetOutput]] = []  # not yet passed to the drafter
         self._token = torch.empty(0, dtype=torch.long)  # (rows,) last emitted tokens
-        self._generation = 0  # changes with the batch
         self._ahead: Draft | None = None  # pre-launched for the next step; dropped if the batch changes
         self._changed: dict[Sequence, None] = {}  # sequences that may have changed in this step
         self._sampler = BatchSampler()
@@ -285,7 +278,9 @@ class EngineCore:
             policy.observe(draft.plan, tree, [path for path, _ in verdict.host], times)
         drafting, wall = earlier + timer.seconds("begin", "drafted"), timer.since("begin")
         for row in self.running:
-            row.stats.record_times(drafting, verifying, wall)
+            row.stats.draft_seconds += drafting
+            row.stats.verify_seconds += verifying
+            row.stats.commit_seconds += wall - drafting - verifying
 
     @property
     def _remaining(self) -> int:
@@ -293,9 +288,9 @@ class EngineCore:
         return max(row.remaining for row in self.running) - 1
 
     def _pre_launched(self) -> Draft | None:
-        """The draft that the last step launched, unless the batch has changed or needs no more drafts."""
+        """The draft that the last step launched, unless the batch needs no more drafts."""
         ahead, self._ahead = self._ahead, None
-        return ahead if ahead and ahead.generation == self._generation and self._remaining > 0 else None
+        return ahead if self._remaining > 0 else None
 
     def _draft_ahead(
         self, policy: DraftPolicy, tree: TokenTree, verdict: Verdict, output: TargetOutput, timer: StepTimer
@@ -317,7 +312,7 @@ class EngineCore:
         if drafter is not None and any(row.drafts for row in rows) and not drafter.rests:
             plan = policy.plan(len(rows), self._remaining)
         tree = drafter.propose(token, plan) if drafter is not None and plan.nodes else TokenTree.root(token)
-        return Draft(self._generation, plan, tree)
+        return Draft(plan, tree)
 
     def fit(self, policy: DraftPolicy, draft: Draft) -> TokenTree:
         """Trees to verify: apply grammars, prune, and drop drafts of rows without speculation."""
@@ -358,7 +353,7 @@ class EngineCore:
             if batch is None or (busy and tokens and tokens + batch.size > self.chunk):
                 break  # delay decode steps by at most one chunk
             self._changed |= dict.fromkeys(batch.sequences)  # also batches scheduled in an earlier step
-            if batch.done:
+            if all(sequence.done for sequence in batch.sequences):
                 self._prefilling = None
                 continue
             started = clock()
@@ -405,13 +400,14 @@ class EngineCore:
         tokens, failures = BatchSampler().choose(sequences, root, output.logits)
         first = tokens[:, 0]
         self._token = torch.cat([self._token, first]) if self.running else first
-        self.running = [*self.running, *sequences]
-        self._generation += 1
+        self.running, self._ahead = [*self.running, *sequences], None
         self._prefilled.append((batch, output))
         now = clock()
         for row, (sequence, token) in enumerate(zip(sequences, first.tolist(), strict=True)):
-            emitted = sequence.accept(output.logits[row], [0], [token], failures[row])
-            sequence.stats.record_prefill(output.cached_tokens, emitted, batch.seconds, now - sequence.added)
+            stats = sequence.stats
+            stats.num_generated_tokens = sequence.accept(output.logits[row], [0], [token], failures[row])
+            stats.num_cached_tokens, stats.prefill_seconds = output.cached_tokens, batch.seconds
+            stats.time_to_first_token = stats.wall_seconds = now - sequence.added
 
     def remove_finished(self) -> None:
         """Remove finished sequences and requeue rejected sequences; the last rows move into the gaps."""
@@ -429,17 +425,15 @@ class EngineCore:
                 sequence.restart()
                 with self._lock:
                     self.scheduler.waiting.append(sequence)
-        order = [row for row in kept if row < len(kept)]
-        movers = iter(kept[len(order) :])
-        present = set(order)
-        order = [row if row in present else next(movers) for row in range(len(kept))]
+        staying, movers = set(kept), (row for row in kept if row >= len(kept))
+        order = [row if row in staying else next(movers) for row in range(len(kept))]
         self.running = [self.running[row] for row in order]
         self._token = self._token[row_index(order, self._token.device)]
         self._keep(order)
 
     def _keep(self, rows: list[int]) -> None:
         """Keep these rows of target and drafter, in this order."""
-        self._generation += 1
+        self._ahead = None
         self.target.keep(rows)
         if self.prefixes is not None:
             self.prefixes.keep(rows)
@@ -457,7 +451,7 @@ class EngineCore:
 
     def reset(self) -> None:
         """Drop the rows of all sequences."""
-        self.running, self._prefilled, self._prefilling, self._ahead = [], [], None, None
+        self.running, self._prefilled, self._prefilling = [], [], None
         self._token = self._token[:0]
         self._keep([])
 

@@ -85,11 +85,7 @@ class Ranks:
         return given[0] or Orders()
 
     def watch(self, lost: Callable[[RankError], object]) -> None:
-        """Start a thread that exchanges heartbeats.
-
-        Args:
-            lost: called once if a rank sends no heartbeat.
-        """
+        """Start a thread that exchanges heartbeats, and calls ``lost`` once if a rank sends none."""
         self._watching = threading.Thread(target=self._watch, args=(lost,), name="mmspec ranks", daemon=True)
         self._watching.start()
 
@@ -218,10 +214,7 @@ class LockstepCore(EngineCore):
         self._numbers = {sequence: number for sequence, number in self._numbers.items() if not sequence.done}
 
     def follow(self, start: Callable[[Request], Sequence]) -> None:
-        """Run rank 0's steps until it ends.
-
-        Args:
-            start: queues a request.
+        """Run rank 0's steps until it ends; ``start`` queues a request.
 
         Raises:
             RankError: rank 0 is lost, or its state differs.
@@ -312,12 +305,8 @@ class DistributedEngine(Engine):
         return request
 
     def follow(self, speculation: Speculation, start: Callable[[Request], Sequence]) -> bool:
-        """Run the steps of rank 0 on the other ranks, until it ends; see ``Pipeline.follow``.
-
-        Args:
-            speculation: drafter and policies of all requests.
-            start: queues a request.
-        """
+        """Run the steps of rank 0 on the other ranks, until it ends; see ``Pipeline.follow``. ``start`` queues a
+        request."""
         atexit.register(self._end_process)  # other ranks wait for rank 0 to close, even if its engine is unused
         if self.core.leads:
             self.core.begin(speculation)

@@ -36,7 +36,6 @@ class DraftPolicy:
     """Drafts a fixed plan in every step; base class of policies.
 
     Args:
-        fixed: the plan.
         static_shapes: whether drafts have static shapes, which no step may change.
     """
 
@@ -47,12 +46,7 @@ class DraftPolicy:
         """Start new requests, which make up ``share`` of the batch."""
 
     def plan(self, rows: int, remaining: int) -> StepPlan:
-        """Choose the next step's plan.
-
-        Args:
-            rows: batch size.
-            remaining: draft tokens that the longest unfinished row can still accept.
-        """
+        """Choose the next step's plan; the longest of ``rows`` rows can still accept ``remaining`` draft tokens."""
         return self._limited(self._fixed, remaining)
 
     def prune(self, plan: StepPlan, tree: TokenTree) -> TokenTree:
@@ -91,9 +85,6 @@ class StepTimeModel:
     The state is the log time of a step of one token, which follows other load on the machine, and the log ratios to it
     at powers of two. The prior of the ratios is the roofline: reading the weights takes as long as the products of
     ``free_tokens`` tokens.
-
-    Args:
-        free_tokens: see above.
     """
 
     def __init__(self, free_tokens: float) -> None:

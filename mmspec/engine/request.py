@@ -175,7 +175,7 @@ def parse(
     left = dict(keywords)
     if "nodes" in left:
         left["num_draft_tokens"] = num_draft_tokens_of(left.get("num_draft_tokens"), left.pop("nodes"))
-    params, options = _pop_params(left), DecodeOptions(**_pop_fields(left, DecodeOptions))
+    params, options = pop_params(left), DecodeOptions(**_pop_fields(left, DecodeOptions))
     for name in left:
         if inputs is not None and name not in inputs:
             known = [*SamplingParams.__dataclass_fields__, *DecodeOptions.__dataclass_fields__, "params", *inputs]
@@ -200,17 +200,12 @@ def num_draft_tokens_of(num_draft_tokens: int | None, nodes: int | None) -> int 
     return check("num_draft_tokens", NonNegativeInt | None, nodes if num_draft_tokens is None else num_draft_tokens)
 
 
-def params_of(keywords: Mapping[str, Any]) -> SamplingParams:
-    """The sampling parameters of a call's keywords.
+def pop_params(keywords: dict[str, Any]) -> SamplingParams:
+    """Pop ``params``, or the keywords that are its fields.
 
     Raises:
         UserError: as for ``parse``.
     """
-    return _pop_params(dict(keywords))
-
-
-def _pop_params(keywords: dict[str, Any]) -> SamplingParams:
-    """Pop ``params``, or the keywords that are its fields."""
     params, given = keywords.pop("params", None), _pop_fields(keywords, SamplingParams)
     if params is None:
         return SamplingParams(**given)
@@ -221,11 +216,6 @@ def _pop_params(keywords: dict[str, Any]) -> SamplingParams:
 
 def _pop_fields(keywords: dict[str, Any], kind: Any) -> dict[str, Any]:
     return {field.name: keywords.pop(field.name) for field in fields(kind) if field.name in keywords}
-
-
-def _as_items(content: Any) -> Any:
-    """Content of a message as a list of items."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class _URL(TypedDict):
@@ -260,7 +250,9 @@ _Item = Annotated[_TextItem | _MediaItem | _ImageURLItem | _VideoURLItem, Field(
 
 class _Message(TypedDict):
     role: Text
-    content: Annotated[list[_Item], BeforeValidator(_as_items)]
+    content: Annotated[
+        list[_Item], BeforeValidator(lambda text: [{"type": "text", "text": text}] if isinstance(text, str) else text)
+    ]
 
 
 def _check_content(request: Any) -> None:

@@ -61,12 +61,7 @@ class Stats:
     drafter_error: str = ""
 
     def record_step(self, drafted: int, depth: int, accepted: int, emitted: int) -> None:
-        """Record one step.
-
-        Args:
-            drafted: draft tokens in the tree.
-            emitted: emitted tokens; tokens after a stop are excluded.
-        """
+        """Record one step of a tree with ``drafted`` draft tokens; ``emitted`` excludes tokens after a stop."""
         self.num_spec_tokens = max(self.num_spec_tokens, depth)
         self.num_spec_steps += 1
         self.num_draft_tokens += drafted
@@ -75,22 +70,6 @@ class Stats:
         self.acceptance_histogram += [0] * (accepted + 1 - len(self.acceptance_histogram))
         self.acceptance_histogram[accepted] += 1
         self.accept_lengths.append(emitted)
-
-    def record_prefill(self, cached: int, emitted: int, seconds: float, waited: float) -> None:
-        """Record the prefill and the first token.
-
-        Args:
-            cached: prompt tokens found in the prefix cache.
-            waited: seconds since the submission.
-        """
-        self.num_cached_tokens, self.num_generated_tokens, self.prefill_seconds = cached, emitted, seconds
-        self.time_to_first_token = self.wall_seconds = waited
-
-    def record_times(self, draft: float, verify: float, wall: float) -> None:
-        """Record the seconds of one step."""
-        self.draft_seconds += draft
-        self.verify_seconds += verify
-        self.commit_seconds += wall - draft - verify
 
     @property
     def mean_acceptance_length(self) -> float:

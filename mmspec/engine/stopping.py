@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
@@ -21,7 +22,6 @@ class Stopper:
     """Stopping criteria of one request, shared by its rows.
 
     Args:
-        max_new_tokens: maximum new tokens per row.
         context_limit: maximum length of prompt plus output per row; None for no limit.
         eos_token_ids: tokens that end a row, and are emitted.
         readers: factories of output readers, each called with a row's prompt token ids; a stop string that a reader
@@ -197,11 +197,7 @@ def logits_by_step(rows: Sequence[Sequence[Tensor]], steps: int) -> tuple[Tensor
     Args:
         rows: logits by row and step, (vocab,) each.
     """
-    found = [rows[0][0].new_zeros(len(rows), len(rows[0][0])) for _ in range(steps)]
-    for number, row in enumerate(rows):
-        for step, logits in zip(found, row, strict=False):
-            step[number] = logits
-    return tuple(found)
+    return pad_sequence([torch.stack(list(row[:steps])) for row in rows]).unbind()
 
 
 def scores_of(rows: Sequence[Tensor | None], ids: Tensor, processors: Sequence[Any]) -> Tensor:

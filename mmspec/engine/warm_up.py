@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TypeGuard
 
 import torch
-from torch import Tensor
 
 from mmspec.cache.rows import batch_bucket
 from mmspec.cache.tree_cache import TreeCache
@@ -43,7 +41,9 @@ def warm_up(
 ) -> None:
     """After all sequences have ended, reserve buffers and capture decode steps; see ``Pipeline.warm_up``."""
     target, drafter = engine.target, speculation.drafter
-    if not captures_steps(target):
+    if not isinstance(target, TransformersTarget) or sharded(target):
+        return
+    if not (target.decoder.static_shapes and graphs.captures(target.device)):
         return
     plans = [StepPlan(size) for size in sizes if size] if drafter is not None else []
     if drafter is not None and None in sizes:
@@ -57,13 +57,6 @@ def warm_up(
             warnings.warn(f"CUDA graphs could not be captured beforehand: {error}", RuntimeWarning, stacklevel=2)
         finally:
             speculation.release()
-
-
-def captures_steps(target: Target) -> TypeGuard[TransformersTarget]:
-    """Whether a target's decode steps are captured on its device."""
-    if not isinstance(target, TransformersTarget) or sharded(target):
-        return False
-    return target.decoder.static_shapes and graphs.captures(target.device)
 
 
 def reserve_and_capture(
@@ -162,33 +155,21 @@ def _capture(
     for width in _buckets(1 + min(nodes, depth)):
         for _ in range(2):
             target.commit(_nothing(_chain(rows, width, target.device)))
-    for part in parts:
-        _capture_drafts(target, part, token, plans, reads)
-
-
-def _capture_drafts(
-    target: TransformersTarget,
-    part: CapturedDrafter,
-    token: Tensor,
-    plans: Sequence[StepPlan],
-    reads: Sequence[Feature],
-) -> None:
-    """Capture the drafts of each plan: the first draft, and drafts after a step of each size, also without drafts."""
-    if not plans:
-        return
-    part.propose(token, plans[0])  # allocates buffers, as the target's first pass does
-    trees = {0: TokenTree.root(token)}  # by depth, which an update's shape depends on
-    for plan in plans:
-        for _ in range(2):
-            tree = part.propose(token, plan)
-        trees.setdefault(tree.max_depth, tree.select(list(range(len(token)))))  # a copy
-    for tree in trees.values():
-        output, verdict = target.verify(tree, reads), _nothing(tree)
-        for number, plan in enumerate(plans):
+    for part in parts if plans else ():
+        # The first draft, and drafts after a step of each size, also without drafts.
+        part.propose(token, plans[0])  # allocates buffers, as the target's first pass does
+        trees = {0: TokenTree.root(token)}  # by depth, which an update's shape depends on
+        for plan in plans:
             for _ in range(2):
-                for _ in range(1 if number else 2):  # capture also an update without a draft
-                    part.observe(tree, verdict, output)
-                part.propose(token, plan)
+                tree = part.propose(token, plan)
+            trees.setdefault(tree.max_depth, tree.select(list(range(rows))))  # a copy
+        for tree in trees.values():
+            output, verdict = target.verify(tree, reads), _nothing(tree)
+            for number, plan in enumerate(plans):
+                for _ in range(2):
+                    for _ in range(1 if number else 2):  # capture also an update without a draft
+                        part.observe(tree, verdict, output)
+                    part.propose(token, plan)
 
 
 def _buckets(nodes: int) -> Iterator[int]:

@@ -100,7 +100,10 @@ class Grammars:
                 del self._entries[next(iter(self._entries))]
         with entry.lock:
             if entry.grammar is None or entry.grammar.spent:
-                entry.grammar = self._build(kind, text)
+                form = source(kind, text)
+                grammar = Grammar(kind, lambda: compiled(kind, self.tokenizer, form), self._eos, self._width)
+                grammar.mask(grammar.start([]))  # raises if no first token is allowed
+                entry.grammar = grammar
             return entry.grammar
 
     def spelt(
@@ -118,12 +121,6 @@ class Grammars:
                 self._spelt.clear()
             self._spelt[key, before] = torch.tensor([holds(before + text) for text in self._texts], dtype=torch.bool)
         return self._spelt[key, before]
-
-    def _build(self, kind: str, text: str) -> Grammar:
-        form = source(kind, text)
-        grammar = Grammar(kind, lambda: compiled(kind, self.tokenizer, form), self._eos, self._width)
-        grammar.mask(grammar.start([]))  # raises if no first token is allowed
-        return grammar
 
 
 class _Spelt:
@@ -266,6 +263,35 @@ class Grammar:
         return UserError(f"the {self.kind} forbids token {token} after {len(state.tokens)} tokens of output")
 
 
+class _Deferred:
+    """A ``TreeProcessor`` whose grammar starts within the output.
+
+    Args:
+        grammar: the grammar. Its state is ``inner`` of this processor's states, None before the grammar starts.
+    """
+
+    def __init__(self, grammar: Any) -> None:
+        self._grammar = grammar
+        self.kind, self.only_ends, self.eos = grammar.kind, grammar.only_ends, grammar.eos
+
+    def undo(self, state: Any, n: int) -> None:
+        self._grammar.undo(state.inner, n)
+
+    def mask(self, state: Any) -> Tensor | None:
+        return None if state.inner is None else self._grammar.mask(state.inner)
+
+    def forced(self, state: Any) -> list[int]:
+        """Tokens that must come next, without EOS tokens."""
+        return [] if state.inner is None else self._grammar.forced(state.inner)
+
+    def allows(self, state: Any, token: int) -> bool:
+        """Whether the output can continue with a token; False for EOS tokens."""
+        if state.inner is not None:
+            return bool(self._grammar.allows(state.inner, token))
+        allowed = self.mask(state)
+        return token not in self.eos and (allowed is None or bool(allowed[token]))
+
+
 @dataclass(frozen=True)
 class _TriggerState:
     """State of a sequence.
@@ -281,7 +307,7 @@ class _TriggerState:
     over: bool = False
 
 
-class TriggeredGrammar:
+class TriggeredGrammar(_Deferred):
     """A ``TreeProcessor`` that applies a grammar only after a trigger, like llama.cpp's lazy grammars.
 
     The trigger may end within a token. If the grammar rejects the rest of this token, the trigger does not apply.
@@ -294,8 +320,8 @@ class TriggeredGrammar:
     """
 
     def __init__(self, grammar: Grammar, trigger: str, token: int | None, tokenizer: Any) -> None:
-        self._grammar, self._token, self._tokenizer = grammar, token, tokenizer
-        self.kind, self.only_ends, self.eos = grammar.kind, grammar.only_ends, grammar.eos
+        super().__init__(grammar)
+        self._token, self._tokenizer = token, tokenizer
         self._trigger, self._longest = trigger_pattern(trigger), _LONGEST + len(trigger.encode())
 
     def start(self, history: list[int]) -> _TriggerState:
@@ -318,20 +344,6 @@ class TriggeredGrammar:
         text = state.text + more
         found = self._trigger.search(text, max(0, len(state.text) - self._longest))
         return _TriggerState(text) if found is None else self._begun(text[found.end() :])
-
-    def undo(self, state: _TriggerState, n: int) -> None:
-        self._grammar.undo(state.inner, n)
-
-    def mask(self, state: _TriggerState) -> Tensor | None:
-        return None if state.inner is None else self._grammar.mask(state.inner)
-
-    def forced(self, state: _TriggerState) -> list[int]:
-        """Tokens that must come next, without EOS tokens."""
-        return [] if state.inner is None else self._grammar.forced(state.inner)
-
-    def allows(self, state: _TriggerState, token: int) -> bool:
-        """Whether an output can go on with a token: not with EOS tokens, which end it."""
-        return token not in self._grammar.eos if state.inner is None else self._grammar.allows(state.inner, token)
 
     def _begun(self, rest: bytes) -> _TriggerState:
         """The state after the trigger and the rest of its last token."""
@@ -359,7 +371,7 @@ class _ReasoningState:
     inner: Any = None
 
 
-class AfterReasoning:
+class AfterReasoning(_Deferred):
     """A ``TreeProcessor`` that constrains the answer by a grammar and leaves the reasoning before it free.
 
     Up to ``MOST_BLANKS`` bytes of white space before the answer are allowed, as models write it after reasoning. The
@@ -373,9 +385,8 @@ class AfterReasoning:
     def __init__(
         self, answer: Grammar | TriggeredGrammar, parser: ReasoningParser, spelt: Callable[..., Tensor]
     ) -> None:
-        self._answer: Any = answer
+        super().__init__(answer)
         self._parser, self._spelt = parser, partial(spelt, parser.token_bytes)
-        self.kind, self.only_ends, self.eos = answer.kind, answer.only_ends, answer.eos
         self._free = isinstance(answer, TriggeredGrammar)
 
     def start(self, history: list[int]) -> _ReasoningState:
@@ -383,7 +394,7 @@ class AfterReasoning:
 
     def advance(self, state: _ReasoningState, token: int) -> _ReasoningState | None:
         if state.inner is not None:
-            after = self._answer.advance(state.inner, token)
+            after = self._grammar.advance(state.inner, token)
             return None if after is None else replace(state, inner=after)
         tokens, text = (*state.tokens, token), state.place.text + self._parser.token_bytes(token)
         if state.place.phase is Phase.AFTER:
@@ -392,17 +403,14 @@ class AfterReasoning:
             return self._begun(tokens)
         place = self._parser.advance(state.place, token)
         if place.phase is Phase.AFTER and self._free and place.text.strip():
-            return _ReasoningState(place, inner=self._answer.read(self._answer.start([]), place.text.lstrip()))
+            return _ReasoningState(place, inner=self._grammar.read(self._grammar.start([]), place.text.lstrip()))
         if place.phase is Phase.PLAIN:
             return self._begun(tokens)
         return _ReasoningState(place, tokens if place.phase is Phase.OPEN else ())
 
-    def undo(self, state: _ReasoningState, n: int) -> None:
-        self._answer.undo(state.inner, n)
-
     def mask(self, state: _ReasoningState) -> Tensor | None:
         if state.inner is not None or self._free:
-            return None if state.inner is None else self._answer.mask(state.inner)
+            return super().mask(state)
         phase, text, parser = state.place.phase, state.place.text, self._parser
         if phase is Phase.REASONING:
             return self._ending(text)
@@ -413,19 +421,8 @@ class AfterReasoning:
             allowed[parser.start_id] = True
         inner = self._after(state.tokens)
         if inner is not None:
-            allowed |= self._answer.mask(inner)
+            allowed |= self._grammar.mask(inner)
         return allowed
-
-    def forced(self, state: _ReasoningState) -> list[int]:
-        """Tokens that must come next, without EOS tokens."""
-        return [] if state.inner is None else self._answer.forced(state.inner)
-
-    def allows(self, state: _ReasoningState, token: int) -> bool:
-        """Whether an output can go on with a token: not with EOS tokens, which end it."""
-        if state.inner is not None:
-            return bool(self._answer.allows(state.inner, token))
-        allowed = self.mask(state)
-        return token not in self.eos and (allowed is None or bool(allowed[token]))
 
     def _begun(self, tokens: tuple[int, ...]) -> _ReasoningState:
         """The state after the first tokens of an answer."""
@@ -440,10 +437,10 @@ class AfterReasoning:
         while blanks < len(tokens) and not self._parser.token_bytes(tokens[blanks]).strip():
             blanks += 1
         for first in (blanks,) if self._free else range(blanks + 1):
-            inner = self._answer.start([])
+            inner = self._grammar.start([])
             try:
                 for token in tokens[first:]:
-                    after = self._answer.advance(inner, token)
+                    after = self._grammar.advance(inner, token)
                     inner = inner if after is None else after
                 return inner
             except UserError:

@@ -220,9 +220,6 @@ def copy_for_row(processor: Any, index: int) -> Any:
 class Warper:
     """An ``OnTrees`` that ignores histories and may be applied to the scores of a subset of nodes.
 
-    Args:
-        processor: a transformers processor that ignores histories.
-
     Attributes:
         sorts: whether it sorts scores, which takes most of the sampling time on a GPU.
     """
@@ -377,32 +374,16 @@ def _bias(processor: Any, scores: Tensor) -> OnTrees:
     return add
 
 
-def _min_length(processor: Any, scores: Tensor) -> OnTrees:
-    """Forbid EOS in histories shorter than the minimum length."""
-    if isinstance(processor, hf.MinNewTokensLengthLogitsProcessor):
-        length = processor.prompt_length_to_skip + processor.min_new_tokens
-    else:
-        length = processor.min_length
-    ends = _mask(processor.eos_token_id, scores)
-    return lambda history, scores: scores.masked_fill(ends & (history.lengths < length)[:, :, None], -torch.inf)
+def _forbid(tokens: Tensor, scores: Tensor, holds: Callable[[Tensor], Tensor] | None = None) -> OnTrees:
+    """Forbid tokens in histories whose lengths satisfy a condition; None forbids them in all."""
+    mask = _mask(tokens, scores)
+    if holds is None:
+        return lambda history, scores: scores.masked_fill(mask, -torch.inf)
+    return lambda history, scores: scores.masked_fill(mask & holds(history.lengths)[:, :, None], -torch.inf)
 
 
-def _suppress(processor: Any, scores: Tensor) -> OnTrees:
-    suppressed = _mask(processor.suppress_tokens, scores)
-    return lambda history, scores: scores.masked_fill(suppressed, -torch.inf)
-
-
-def _suppress_at_begin(processor: Any, scores: Tensor) -> OnTrees:
-    suppressed, length = _mask(processor.begin_suppress_tokens, scores), processor.begin_index
-    return lambda history, scores: scores.masked_fill(suppressed & (history.lengths == length)[:, :, None], -torch.inf)
-
-
-def _force(processor: Any, scores: Tensor) -> OnTrees:
+def _force(tokens: Tensor, scores: Tensor, length: int) -> OnTrees:
     """Force one of the given tokens at the given history length."""
-    if isinstance(processor, hf.ForcedBOSTokenLogitsProcessor):
-        tokens, length = on_device([processor.bos_token_id], scores.device), 1
-    else:
-        tokens, length = processor.eos_token_id, processor.max_length - 1
     forced = scores.new_zeros(scores.shape[-1]).masked_fill(~_mask(tokens, scores), -torch.inf)
     return lambda history, scores: torch.where((history.lengths == length)[:, :, None], forced, scores)
 
@@ -429,10 +410,14 @@ _WITH_HISTORY: dict[type, Callable[[Any, Tensor], OnTrees]] = {
     hf.NoRepeatNGramLogitsProcessor: _no_repeat,
     hf.SequenceBiasLogitsProcessor: _bias,
     hf.NoBadWordsLogitsProcessor: _bias,
-    hf.MinLengthLogitsProcessor: _min_length,
-    hf.MinNewTokensLengthLogitsProcessor: _min_length,
-    hf.SuppressTokensLogitsProcessor: _suppress,
-    hf.SuppressTokensAtBeginLogitsProcessor: _suppress_at_begin,
-    hf.ForcedBOSTokenLogitsProcessor: _force,
-    hf.ForcedEOSTokenLogitsProcessor: _force,
+    hf.MinLengthLogitsProcessor: lambda p, scores: _forbid(p.eos_token_id, scores, lambda n: n < p.min_length),
+    hf.MinNewTokensLengthLogitsProcessor: lambda p, scores: _forbid(
+        p.eos_token_id, scores, lambda n: n < p.prompt_length_to_skip + p.min_new_tokens
+    ),
+    hf.SuppressTokensLogitsProcessor: lambda p, scores: _forbid(p.suppress_tokens, scores),
+    hf.SuppressTokensAtBeginLogitsProcessor: lambda p, scores: _forbid(
+        p.begin_suppress_tokens, scores, lambda n: n == p.begin_index
+    ),
+    hf.ForcedBOSTokenLogitsProcessor: lambda p, scores: _force(on_device([p.bos_token_id], scores.device), scores, 1),
+    hf.ForcedEOSTokenLogitsProcessor: lambda p, scores: _force(p.eos_token_id, scores, p.max_length - 1),
 }

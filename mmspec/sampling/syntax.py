@@ -38,16 +38,13 @@ _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentS
 _VALUES = {"const", "enum", "default", "examples"}  # values: not schemas
 _STACK_SIZE = threading.Lock()  # the size for new threads is global
 
-AT_START = "^"
-"""First character of a trigger that matches only at the beginning of the output."""
-
 
 def trigger_pattern(trigger: str) -> re.Pattern[bytes]:
     """Compile a trigger: ``TEXT``, ``^TEXT`` at the output's beginning, or ``/PATTERN/`` of Python's re."""
     if trigger.startswith("/") and trigger.endswith("/") and len(trigger) > 2:
         return re.compile(trigger[1:-1].encode())
-    text = trigger.removeprefix(AT_START)
-    return re.compile((AT_START if text != trigger else "").encode() + re.escape(text.encode()))
+    text = trigger.removeprefix("^")
+    return re.compile((b"^" if text != trigger else b"") + re.escape(text.encode()))
 
 
 class CheckedText(str):

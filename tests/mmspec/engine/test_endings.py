@@ -223,25 +223,3 @@ def test_clients_hear_of_first_tokens_and_ends_of_prompts_of_several_chunks(limi
     assert late.done == (limit == 1)
     engine.wait(lambda: running.done)
     assert running.token_ids[:NEW] == expected
-
-
-def test_clients_hear_of_errors_in_later_chunks(monkeypatch):
-    target = matrix.new_target("llama")
-    engine = SteppedEngine(target, None, StepPlan(0), max_num_seqs=4, chunk=8)
-    (prompt, _), (other, _) = requests("llama")
-    (running,) = engine.add(prompt, Sampler(), Stopper(40))
-    step(engine)
-
-    def breaking(*_):
-        yield None
-        raise FailError
-
-    monkeypatch.setattr(target, "prefill", breaking)
-    told: list[bool] = []
-    (late,) = engine.add(other, Sampler(), Stopper(4), sink=lambda delta: told.append(late.done))
-    while not late.done:
-        step(engine)
-    assert isinstance(late.error, FailError)
-    assert told
-    assert told[-1]
-    engine.remove([running])

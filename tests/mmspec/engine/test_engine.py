@@ -189,23 +189,6 @@ def test_padding_is_not_counted_as_drafts():
     assert [row.token_ids for row in result] == [said_plainly(table, row, 4) for row in rows]
 
 
-def test_no_draft_reaches_beyond_the_limit():
-    """So that the last steps do not draft in vain."""
-    table, depths = table_model(VOCAB), []
-
-    class Spy(Oracle):
-        def propose(self, token, plan):
-            tree = super().propose(token, plan)
-            assert tree.max_depth <= plan.depth
-            depths.append((len(self._rows[0][0]), tree.max_depth))
-            return tree
-
-    for limit in range(1, 12):
-        run(table, [[1, 2]], Spy([said_plainly(table, [1, 2], 30)], vocab=VOCAB, seed=limit), Stopper(limit))
-        assert all(length + depth < 2 + limit for length, depth in depths)
-        depths.clear()
-
-
 class Foreign(Ngram):
     """Drafts ids beyond the vocabulary, and below it."""
 
@@ -475,35 +458,6 @@ def test_policies_are_given_the_batch_and_the_share_of_new_rows():
     assert sizes == [2, 2, 3, 3, 3, 1, 1]
 
 
-def test_a_failed_step_reaches_the_client_of_a_prompt_in_chunked_prefill():
-    """It waits to be told, as its sequence is in no row yet."""
-
-    class Fails(TableTarget):
-        def verify(self, tree, reads=()):
-            if len(self.passes) == 3:
-                raise RuntimeError("a failed pass")
-            return super().verify(tree, reads)
-
-    told = []
-    engine = SteppedEngine(Fails(table_model(VOCAB)), None, StepPlan(0), chunk=2)
-    engine.add(prompt_of([[1, 2]]), Sampler(), Stopper(6), sink=lambda delta: told.append("decoding"))
-    for _ in range(2):
-        assert engine._has_work()
-        engine._turn()
-    (late,) = engine.add(prompt_of([[1] * 20]), Sampler(), Stopper(6), sink=lambda delta: told.append("in prefill"))
-    for _ in range(2):
-        engine._turn()
-    assert (told.count("in prefill"), len(engine.core.queued)) == (0, 1)
-    told.clear()
-    engine._turn()
-    assert sorted(told) == ["decoding", "in prefill"]
-    assert str(late.error) == "a failed pass"
-    assert not engine.core.queued
-    (after,) = engine.add(prompt_of([[3, 4]]), Sampler(), Stopper(1))
-    engine.wait(lambda: after.done)
-    assert after.token_ids == said_plainly(engine.target.table, [3, 4], 1)
-
-
 def test_a_prompt_that_fails_does_not_end_those_stacked_with_it():
     class Refuses(TableTarget):
         def prefill(self, prompts, max_new_tokens, reads=(), chunk=None):
@@ -540,24 +494,6 @@ def test_each_answer_has_its_own_room():
         left = max(row.remaining for row in rows if not row.done) - 1
         engine.core.step()
         assert left == 0 or remaining[-1] == left  # a short answer does not cut the drafts of a long answer
-
-
-@pytest.mark.parametrize("length", [7, 8, 9, 15, 16, 17])
-@pytest.mark.parametrize("busy", [False, True])
-def test_prompts_of_any_number_of_chunks(length, busy):
-    """Chunks of 8 tokens next to another sequence, which decodes a token in between; otherwise a single pass."""
-    _, engine = stacking(chunk=8)
-    other = scheduled(engine, [[1, 2]], 30) if busy else []
-    if busy:
-        engine.core.step()
-    prompt = [n % VOCAB for n in range(length)]
-    (row,), steps = scheduled(engine, [prompt]), 0
-    while not row.token_ids:
-        engine.core.step()
-        steps += 1
-    assert steps == (-(-length // 8) if busy else 1)
-    finished(engine, [row], [prompt])
-    engine.remove(other)
 
 
 class Ahead(Fixed):

@@ -23,11 +23,8 @@ FIRST, SECOND = PLAIN[len(PROMPTS[0])], PLAIN[len(PROMPTS[0]) + 1]  # tokens of 
 
 GREEDY: dict[str, dict[str, Any]] = {
     "repetition penalty": {"repetition_penalty": 1.3},
-    "n-grams": {"no_repeat_ngram_size": 1},
     "suppressed": {"suppress_tokens": [FIRST, SECOND]},
     "suppressed at the beginning": {"begin_suppress_tokens": [FIRST]},
-    "bad words": {"bad_words_ids": [[FIRST], [SECOND, SECOND]]},
-    "bias": {"sequence_bias": {(FIRST,): -50.0}},
     "forced end": {"forced_eos_token_id": 7},
     "shortest": {"min_new_tokens": NEW, "eos_token_id": [2, FIRST]},
     "growing end": {"exponential_decay_length_penalty": (3, 9.0)},

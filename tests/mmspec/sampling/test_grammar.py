@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -23,7 +24,9 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.sampling import grammar as module
 from mmspec.sampling.grammar import Grammars
 from mmspec.sampling.sampler import Matcher
-from mmspec.sampling.syntax import FORMATS, LIMITS
+from mmspec.sampling.syntax import FORMATS, KINDS, LIMITS, CheckedText, GrammarTrial
+from mmspec.workers import Cancellation
+from tests.testkit.served import eventually
 from tests.tiny import byte_model, byte_tokenizer
 
 EOS, VOCAB = 2, 259
@@ -211,6 +214,16 @@ def test_layout():
 # ---------------------------------------------------------------------- mistakes
 
 
+WIDE = [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(8)]} for i in range(8)]
+
+
+def nested(depth):
+    schema = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
@@ -228,6 +241,12 @@ def test_layout():
             r"grammar_trigger must be text that is not empty, or /PATTERN/ of Python's re: got '/\(/'",
         ),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos does not go with regex: the end of a grammar is the output's"),
+        ({"regex": "a" * 200_000}, "regex must have at most 131072 bytes: got 200000"),
+        ({"grammar": 'start: "é"\n' * 20_000}, "grammar must have at most 131072 bytes: got"),
+        ({"grammar": "start: " + "(" * 50_000}, "grammar must be a Lark grammar .*: .*nested"),
+        ({"json_schema": '{"items":' * 400 + "{}" + "}" * 400}, "json_schema must be .*recursion limit"),
+        ({"json_schema": nested(5000)}, "json_schema must be a JSON schema, as a dict or as text: got dict$"),
+        ({"json_schema": {"allOf": WIDE}}, ""),
     ],
 )
 def test_mistakes_are_one_line(keywords, message):
@@ -319,36 +338,6 @@ def test_a_grammar_that_compiles_slowly_is_not_compiled_in_a_step(monkeypatch):
 # ---------------------------------------------------------------------- limits
 
 
-def nested(depth):
-    schema = {}
-    for _ in range(depth):
-        schema = {"items": schema}
-    return schema
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"regex": "a" * 200_000}, "regex must have at most 131072 bytes: got 200000"),
-        ({"grammar": 'start: "é"\n' * 20_000}, "grammar must have at most 131072 bytes: got"),
-        ({"grammar": "start: " + "(" * 50_000}, "grammar must be a Lark grammar .*: .*nested"),
-        ({"json_schema": '{"items":' * 400 + "{}" + "}" * 400}, "json_schema must be .*recursion limit"),
-        ({"json_schema": nested(5000)}, "json_schema must be a JSON schema, as a dict or as text: got dict$"),
-        (
-            {
-                "json_schema": {
-                    "allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(8)]} for i in range(8)]
-                }
-            },
-            "",
-        ),
-    ],
-)
-def test_large_grammars_are_refused(keywords, message):
-    with pytest.raises(UserError, match=f"^{message}"):
-        SamplingParams(**keywords)
-
-
 def test_long_chains_of_rules_do_not_overflow_the_stack():
     """On a stack of 8 MiB, 4,000 rules end the process."""
     chain = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(9000)) + 'r9000: "a"\n'
@@ -403,3 +392,86 @@ def test_a_limit_depends_on_the_tokens_alone(monkeypatch):
             allowed(matcher, MANY_STATES)
         assert allowed(matcher, ids_of("ab")) == set(ids_of("ab"))
     assert other.at([], ids_of("abbabaab")).tokens == ids_of("abbabaab")
+
+
+# ---------------------------------------------------------------------- checks in worker processes
+
+SLOW = json.dumps({"type": "string", "pattern": "(?i)" + r"\p{Lu}\p{Ll}" * 7500})
+"""90 KB that compile in 3 s and 300 MiB."""
+
+
+OTHERS: set[int] = set()
+"""Processes that other tests' servers have left in this process."""
+
+
+@pytest.fixture
+def trial():
+    OTHERS.update(one.pid for one in psutil.Process().children())
+    found = GrammarTrial()
+    yield found
+    found.close()
+
+
+def workers():
+    own = [one for one in psutil.Process().children() if one.pid not in OTHERS]
+    return [one for one in own if "mmspec.sampling.syntax" in " ".join(one.cmdline())]
+
+
+def test_what_passes_is_not_checked_again(trial, monkeypatch):
+    schema = json.dumps({"type": "object"})
+    checked = [trial.check("json_schema", schema), trial.check("regex", "a|é"), trial.check("grammar", 'start: "a"')]
+    monkeypatch.setattr("mmspec.sampling.syntax.compiled", lambda *_: pytest.fail("compiled"))
+    assert all(isinstance(text, CheckedText) for text in checked)
+    for kind, text in zip(KINDS, checked, strict=True):
+        given = SamplingParams(**{kind: text})
+        assert isinstance(given.constraint[1], CheckedText)
+    assert len(workers()) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("regex", "("), ("json_schema", '{"type": "thing"}'), ("grammar", "start: foo"), ("regex", "a" * 200_000)],
+)
+def test_errors_are_those_of_the_check_here(trial, kind, text):
+    with pytest.raises(UserError) as ours:
+        SamplingParams(**{kind: text})
+    with pytest.raises(UserError) as received:
+        trial.check(kind, text)
+    assert str(received.value) == str(ours.value)
+
+
+def test_time_limit(trial):
+    trial.seconds = 0.3
+    with pytest.raises(UserError, match=r"^json_schema must compile within 0.3 s: got one that takes longer$"):
+        trial.check("json_schema", SLOW)
+    trial.seconds = 60
+    assert trial.check("regex", "a") == "a"
+
+
+def test_memory_limit():
+    trial = GrammarTrial(memory=64 << 20, seconds=60)
+    with pytest.raises(UserError, match=r"^json_schema must compile in 64 MiB: got one that needs more$"):
+        trial.check("json_schema", SLOW)
+    assert trial.check("regex", "a") == "a"
+    trial.close()
+
+
+def test_a_stopped_check_ends_its_worker(trial):
+    trial.seconds = 600
+    stop = Cancellation()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(trial.check, "json_schema", SLOW, stop=stop)
+        assert eventually(lambda: any(one.cpu_times().user > 0.2 for one in workers()))
+        stop()
+        with pytest.raises(UserError, match=r"^json_schema was not checked to the end: stopped$"):
+            waiting.result()
+    assert workers() == []
+    with pytest.raises(UserError, match="stopped"):
+        trial.check("regex", "a", stop=stop)
+    assert trial.check("regex", "a") == "a"
+
+
+def test_workers_do_not_load_torch(trial):
+    trial.check("regex", "a")
+    (worker,) = workers()
+    assert not any("torch" in region.path for region in worker.memory_maps())

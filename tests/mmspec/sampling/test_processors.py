@@ -114,12 +114,7 @@ STATEFUL = {
     "alternating": Alternating,
     "drifting": Drifting,
     "synthid": lambda: hf.SynthIDTextWatermarkLogitsProcessor(3, [5, 7, 11, 13], 2**10, 0, 16, torch.device("cpu")),
-    "synthid, first ones skipped": lambda: hf.SynthIDTextWatermarkLogitsProcessor(
-        4, [5, 7, 11], 2**10, 0, 16, torch.device("cpu"), skip_first_ngram_calls=True
-    ),
     "self-hashed": lambda: hf.WatermarkLogitsProcessor(VOCAB, "cpu", bias=4.0, seeding_scheme="selfhash"),
-    "codebooks": lambda: hf.AlternatingCodebooksLogitsProcessor(9, 50, 20),
-    "end of speech": lambda: hf.BarkEosPrioritizerLogitsProcessor(2, 0.01),
     "grammar": Grammar,
 }
 DRAFTERS = {
@@ -363,15 +358,6 @@ def test_copies_share_models_and_tokenizers():
     assert copied.tokenizer is processor.tokenizer
 
 
-def test_a_later_sampler_at_the_same_address_is_another():
-    """Groups outlive the step; a sampler that begins where one has been freed must not be taken for it."""
-    batch, tree, logits = BatchSampler(), TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB)
-    for token in range(3, 40):
-        row = SamplingState([5], Sampler([Only(only(token))]))
-        assert batch.choose([row], tree, logits).tokens.tolist() == [[token]]
-        del row
-
-
 class Warmer(hf.TemperatureLogitsWarper):
     """As its base, which the table knows."""
 
@@ -393,22 +379,6 @@ def test_drawn_trees_path_by_path(seed):
         found.append(mmspec.accept_path(tree, BatchSampler().choose(rows, tree, logits).tokens).host)
     assert found[0] == found[1]
     assert max(len(path) for path, _ in found[0]) > 1
-
-
-def test_padding_and_prefixes_belong_to_rows_of_the_request():
-    """Rows of a request end at different times: settings by row number must follow the row."""
-    model, inputs = shared_model("llama"), text_inputs(3, 9)
-    padding = (inputs["attention_mask"] != 0).int().argmax(1)
-    assert len(set(padding.tolist())) == 3
-    prefix = lambda row, ids: [2, *range(10 + row, 90 - row, 1 + row)]  # noqa: E731
-    options = {"repetition_penalty": 1.4, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    for extra in ({}, {"prefix_allowed_tokens_fn": prefix}):
-        plain = model.generate(**inputs, **options, **extra, eos_token_id=None)[:, 9:]
-        ends = {"eos_token_id": [int(plain[0, 3]), int(plain[2, 8])]}
-        reference = model.generate(**inputs, **options, **extra, **ends)
-        for drafter in ("ngram", Recycle(top_k=3)):
-            out = mmspec.generate(model, drafter=drafter, nodes=10, **inputs, **options, **extra, **ends)
-            assert torch.equal(out, reference)
 
 
 # ---------------------------------------------------------------------- tree processors

@@ -194,27 +194,6 @@ def choose_nodes(patch, kind):
     return kind
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 4])
-def test_no_processor_is_called_after_the_last_token(limit):
-    """Trees may be deeper than the answer has tokens left."""
-    lengths = []
-
-    def count(input_ids, scores):
-        lengths.append(input_ids.shape[1])
-        return scores
-
-    class Limited(SamplingState):
-        def ends(self, token, length):
-            return length >= self.prompt_length + limit
-
-    tree = TokenTree(torch.tensor([[2, 3, 4, 5]]), torch.tensor([[-1, 0, 1, 2]]))
-    logits = torch.nn.functional.one_hot(torch.tensor([[3, 4, 5, 6]]), VOCAB).float()
-    row = Limited([1, 2], Sampler([count]))
-    assert row.sampler.by_path
-    BatchSampler().choose([row], tree, logits)
-    assert lengths == list(range(2, 2 + limit))
-
-
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
     "params", [{}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.3, "repetition_penalty": 1.4}]
@@ -287,15 +266,6 @@ def test_drawn_trees_are_verified_with_each_nodes_processed_distribution(seed, n
     ours = verdict_of(sampler, history, drawn, logits)
     for b in range(3):
         assert ours.host[b] == verify(drawn.select([b]), probs[b : b + 1], generator=numbers).host[0]
-
-
-@pytest.mark.parametrize("uniform", [0.0, 1.0 - 2**-24])
-def test_quantile_never_takes_an_impossible_token(uniform):
-    probs = torch.softmax(torch.randn(50, 300, generator=torch.Generator().manual_seed(0)), -1)
-    probs[:, ::2] = 0.0
-    probs[:, -4:] = 0.0
-    taken = ops.quantile(probs, torch.full((50,), uniform))
-    assert (probs.gather(1, taken[:, None]) > 0).all()
 
 
 @pytest.mark.parametrize("nodes", [2, 40])
