@@ -23,7 +23,7 @@ from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.ops import kernels
-from mmspec.targets.runner import VerifyRunner
+from mmspec.targets.decoder import VerifyRunner
 
 State = TypeVar("State")
 Nodes = tuple[list[int], list[int], list[float]]
