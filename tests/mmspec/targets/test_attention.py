@@ -100,9 +100,10 @@ def test_passes_run_it_and_the_model_keeps_its_own(name, monkeypatch):
         assert model.config.get_text_config()._attn_implementation == NAME
         raise RuntimeError("in a pass")
 
+    target.keep([])
     monkeypatch.setattr(model.get_decoder(), "forward", fails)
     with pytest.raises(RuntimeError, match="in a pass"):
-        prefilled(TransformersTarget(model), prompt, 8)
+        prefilled(target, prompt, 8)
     assert attention_of(model) == before
     assert not model.get_decoder()._forward_hooks
 
