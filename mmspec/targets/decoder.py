@@ -41,7 +41,7 @@ from mmspec.targets.attention import (
     tree_mask,
     with_positions,
 )
-from mmspec.targets.packed_forward import first_layers, linear_of
+from mmspec.targets.packing import first_layers, linear_of
 from mmspec.targets.static_forward import FusedDecoder
 from mmspec.targets.support import (
     cached_layers,

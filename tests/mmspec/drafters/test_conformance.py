@@ -19,7 +19,7 @@ import mmspec
 from mmspec import Pipeline, TokenTree, UserError, accept_path, plugins
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
-from mmspec.drafters.lookup import LookUps
+from mmspec.drafters.growth import LookUps
 from mmspec.drafters.ngram import Ngram, Trust
 from mmspec.drafters.recycle import DeviceTable, Recycle
 from mmspec.drafters.registry import drafter_specs, make_drafter, registered_name

@@ -336,7 +336,7 @@ TWO_PARTS = "requires convolutions and a selector, or neither: the drafter has"
 FURTHER = ("input_norm", "qkv_bias", "norm_output", "confidence", "decoupled", "visual_states", "hide_visual")
 UNWRITTEN = {  # by layout and format: settings of a network, and the end of the error; empty without an error
     "eagle3 speculators": [
-        *(({name: True}, "") for name in layouts.eagle.SWITCHES),
+        *(({name: True}, "") for name in layouts.families.SWITCHES),
         ({"layers": 2, "mask_token_id": 0}, ""),
         ({"head": 0}, "requires a head with an output layer of its own: it uses the target's"),
         ({"outputs": True, "reads": [0, 2, 1]}, "layers whose inputs are read: the head reads outputs [0, 2, 1]"),
@@ -344,7 +344,7 @@ UNWRITTEN = {  # by layout and format: settings of a network, and the end of the
         ({"head_rank": 2, "candidates": 5}, "the head has a low-rank output layer"),
     ],
     "eagle3 eagle": [
-        *(({name: True}, f"the head has {name}") for name in layouts.eagle.SWITCHES),
+        *(({name: True}, f"the head has {name}") for name in layouts.families.SWITCHES),
         ({"layers": 2}, "the head has 2 layers"),
         ({"mask_token_id": 0}, "the head has mask_hidden"),
         ({"window": 5}, "the head has a sliding window"),

@@ -18,7 +18,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.draft_checks import check_logits
 from tests.mmspec.drafters.test_drafters import assert_equal, target_of
-from tests.mmspec.targets.packed import GEMMA3, model_of
+from tests.mmspec.targets.test_packed_forward import GEMMA3, model_of
 from tests.targets import prefilled, prompt_of, row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import IMAGE, VIDEO, VISION_CONFIGS

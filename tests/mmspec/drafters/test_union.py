@@ -9,7 +9,7 @@ from mmspec.core.plan import Payoff, StepPlan
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import accept_path
-from mmspec.drafters.lookup import LookUpDrafter, LookUps
+from mmspec.drafters.growth import LookUpDrafter, LookUps
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import make_drafter

@@ -29,8 +29,7 @@ from mmspec.loading import load_processor
 from mmspec.quantisation.blocks import BlockLinear, Int8Blocks
 from mmspec.quantisation.formats import StoredEmbedding
 from mmspec.targets import gguf, packing, sources
-from mmspec.targets.packed_forward import merge_layers
-from mmspec.targets.packing import drafter_kind, pack_drafter, pack_model, weights_kind
+from mmspec.targets.packing import drafter_kind, merge_layers, pack_drafter, pack_model, weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.gguf_rows import random_rows
