@@ -24,7 +24,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig,
 from transformers.utils import is_torchvision_available
 
 from mmspec.errors import UserError, explained
-from mmspec.targets import gguf_model
+from mmspec.targets import gguf
 from mmspec.targets.gguf import GGUFFile, GGUFTensor
 from mmspec.targets.sources import LazySource
 
@@ -43,11 +43,11 @@ class VisionSource(LazySource):
     def __init__(self, path: str | Path, mmproj: str | Path) -> None:
         language = _as_text(GGUFFile(path))
         self._family = _family(GGUFFile(mmproj), language)
-        super().__init__(str(gguf_model.index(language)), f"{path} with {mmproj}", self._weights, language)
+        super().__init__(str(gguf.index(language)), f"{path} with {mmproj}", self._weights, language)
 
     @cached_property
     def _text(self) -> Any:
-        return gguf_model.config(self._language)
+        return gguf.config(self._language)
 
     def config(self, **options: Any) -> Any:
         with self._family.explained():
@@ -56,17 +56,17 @@ class VisionSource(LazySource):
         return made
 
     def generation_config(self, config: Any) -> GenerationConfig:
-        return gguf_model.generation_config(self._language, self._text)
+        return gguf.generation_config(self._language, self._text)
 
     def processor(self, cls: Any, **options: Any) -> Any:
-        folder = gguf_model.write_index(self._language)
+        folder = gguf.write_index(self._language)
         with self._family.explained():
-            return cls(self._family.with_template(partial(gguf_model.read_tokenizer, folder)))
+            return cls(self._family.with_template(partial(gguf.read_tokenizer, folder)))
 
     def _weights(self, model: PreTrainedModel) -> dict[str, Any]:
         with torch.device("meta"):
             text = AutoModelForCausalLM.from_config(self._text)
-        language, prefix = gguf_model.weights(self._language, text), f"model.{self._family.language_model}."
+        language, prefix = gguf.weights(self._language, text), f"model.{self._family.language_model}."
         weights: dict[str, Any] = {re.sub(r"^model\.", prefix, name): weight for name, weight in language.items()}
         with self._family.explained():
             return weights | self._family.weights(model)

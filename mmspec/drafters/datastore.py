@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from mmspec.core.target import Prompt, Target, TargetOutput
-from mmspec.drafters.lookup import Children, LookUpDrafter, mixed
+from mmspec.drafters.growth import Children, LookUpDrafter, mixed
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError, explained
 from mmspec.files import make_folder, read_json

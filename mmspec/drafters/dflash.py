@@ -37,8 +37,7 @@ from mmspec.drafters.hidden_state import (
     attention_metadata,
     plain_embedding,
 )
-from mmspec.drafters.kernels import FusedLayers, Native, NativeLayers
-from mmspec.drafters.layer import Attend, LayerParts, Norm, Rotation, rotate, take
+from mmspec.drafters.layer import Attend, FusedLayers, LayerParts, Native, NativeLayers, Norm, Rotation, rotate, take
 from mmspec.drafters.spec import DrafterSpec, HeadShape, TreeShape
 from mmspec.errors import UserError
 from mmspec.ops import cpu

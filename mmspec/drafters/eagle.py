@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.drafters.captured import AHEAD
 from mmspec.drafters.hidden_state import HiddenStateDrafter, counted_positions, following_embeds
-from mmspec.drafters.kernels import NativeCell
 from mmspec.drafters.layer import (
     Attend,
     DecoderLayer,
+    NativeCell,
     NodeInputs,
     Norm,
     Rotation,

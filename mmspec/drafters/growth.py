@@ -1,7 +1,8 @@
 """Draft tree growth, by descending path probability.
 
-``best_first`` is for lookup drafters on the host, ``grow_tree`` for drafters with a forward pass per level. Both sort
-nodes by descending path probability, parents first, so that every prefix of the nodes is a tree.
+``best_first`` is for lookup drafters on the host, several of which can grow one tree together; ``grow_tree`` for
+drafters with a forward pass per level. Both sort nodes by descending path probability, parents first, so that every
+prefix of the nodes is a tree.
 
 ``grow_levels`` and ``grow_slots`` are for drafters that predict all levels in one pass, one slot per level. If slots
 are independent, all nodes of a level have the same children (DDTree, arXiv 2604.12989).
@@ -10,20 +11,23 @@ are independent, all nodes of a level have the same children (DDTree, arXiv 2604
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec import ops
+from mmspec.core.drafter import Drafter
 from mmspec.core.plan import StepPlan
-from mmspec.core.target import Feature
-from mmspec.core.tree import TokenTree, build_tree
+from mmspec.core.target import Feature, Prompt, TargetOutput
+from mmspec.core.tree import TokenTree, best_chains, build_tree, merge
+from mmspec.core.verify import Verdict
 from mmspec.ops import kernels
-from mmspec.targets.runner import VerifyRunner
+from mmspec.targets.decoder import VerifyRunner
 
 State = TypeVar("State")
 Nodes = tuple[list[int], list[int], list[float]]
@@ -264,3 +268,144 @@ class LevelPasses:
     def end(self) -> None:
         """Drop the nodes."""
         self._runner.forget_nodes()
+
+
+Children = Callable[[Any], Iterable[tuple[int, float, Any]]]
+
+
+class LookUpDrafter(Drafter):
+    """Base class of host-side lookup drafters. Subclasses define ``begin``, which appends to ``rows``, and ``start``.
+
+    Attributes:
+        width: maximum children per node; 1 drafts chains, None trees of any width.
+        reliability: initial ratio of hits to predicted probability, see ``LookUps``.
+    """
+
+    reliability = 0.7
+
+    def __init__(self) -> None:
+        self.width: int | None = None
+        self.rows: list[Any] = []
+
+    @abstractmethod
+    def start(self, row: int, path: Sequence[int] = ()) -> tuple[Any, Children]:
+        """Search state after a row's tokens and ``path``, and function that expands states; see ``best_first``."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether lookups run on the host instead of in a table on the device."""
+        return True
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
+        limits = (plan.depth, plan.nodes, plan.floor, 1 if plan.chain else self.width)
+        starts = map(self.start, range(len(token)))
+        rows = [best_first(state, children, *limits) for state, children in starts]
+        return build_tree(token, [row[:2] for row in rows], [row[2] for row in rows])
+
+    def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
+        state, children = self.start(row, path)
+        return [(token, p) for token, p, _ in children(state)]
+
+    def draft_chains(self, length: int) -> None:
+        self.width = 1
+
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        """No-op: lookups read the history, which the engine extends."""
+
+
+_STEPS = 10.0  # weight of the initial reliability, in steps
+_STEPS_DECAY = 0.98  # decay of earlier steps' weight, per step
+_MOST = 0.995  # maximum probability of a token
+
+
+class LookUps(LookUpDrafter):
+    """Combines several lookup drafters in one tree.
+
+    A token's odds are the sum of its odds in each drafter, after scaling the drafter's probabilities by its
+    reliability: the observed frequency of its top-1 next tokens divided by their predicted probability. A drafter that
+    is almost certain thus takes the nodes from less certain drafters.
+    """
+
+    def __init__(self, parts: Sequence[LookUpDrafter]) -> None:
+        super().__init__()
+        self.parts = parts
+        self._borne_out = [[_STEPS * part.reliability, _STEPS] for part in parts]  # hits, and predicted probabilities
+        self._expected: dict[int, list[tuple[int, float] | None]] = {}  # each part's top-1 next token by row
+
+    @property
+    def members(self) -> list[Drafter]:
+        return [member for part in self.parts for member in part.members]
+
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        for part in self.parts:
+            part.begin(prompt, output, history)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._expected = {}
+        for part in self.parts:
+            part.select(rows)
+
+    def draft_chains(self, length: int) -> None:
+        super().draft_chains(length)
+        for part in self.parts:
+            part.draft_chains(length)
+
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
+        if all(part.on_host for part in self.parts):
+            return super().propose(token, plan)
+        parts = sorted(self.parts, key=lambda part: not part.on_host)
+        trees = [part.propose(token, plan) for part in parts]
+        return best_chains(trees) if plan.chain or self.width == 1 else merge(trees)
+
+    def start(self, row: int, path: Sequence[int] = ()) -> tuple[Any, Children]:
+        starts = [part.start(row, path) if part.on_host else (None, lambda _: ()) for part in self.parts]
+        below = [children for _, children in starts]
+        reliabilities = [came / given for came, given in self._borne_out]
+        if not path:
+            best = [max(children(state), key=lambda child: child[1], default=None) for state, children in starts]
+            self._expected[row] = [None if child is None else child[:2] for child in best]
+
+        def joined(states: Sequence[Any]) -> Iterable[tuple[int, float, Any]]:
+            odds: dict[int, float] = {}
+            following: dict[int, list[Any]] = {}
+            for place, (state, children) in enumerate(zip(states, below, strict=True)):
+                for token, share, after in () if state is None else children(state):
+                    share = min(share * reliabilities[place], _MOST)
+                    odds[token] = odds.get(token, 0.0) + share / (1.0 - share)
+                    following.setdefault(token, [None] * len(states))[place] = after
+            total = 1.0 + sum(odds.values())
+            return [(token, odds[token] / total, after) for token, after in following.items()]
+
+        return [state for state, _ in starts], joined
+
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        for part in self.parts:
+            part.observe(tree, verdict, output)
+        for row, expected in self._expected.items():
+            path, tokens = verdict.host[row]
+            for counts, guess in zip(self._borne_out, expected, strict=True):
+                if path and guess is not None:
+                    counts[:] = counts[0] * _STEPS_DECAY + (guess[0] == tokens[0]), counts[1] * _STEPS_DECAY + guess[1]
+        self._expected = {}
+
+
+_ESCAPE = 0.5  # weight of all shorter contexts relative to one occurrence of a context
+
+
+def mixed(contexts: Iterable[Mapping[int, int]]) -> dict[int, float]:
+    """Next-token probabilities from counts per context, by prediction by partial matching (PPM).
+
+    Args:
+        contexts: next-token counts of each context, longest context first.
+    """
+    probs: dict[int, float] = {}
+    weight = 1.0
+    for counts in contexts:
+        total = sum(counts.values()) + _ESCAPE
+        for token, seen in counts.items():
+            probs[token] = probs.get(token, 0.0) + weight * seen / total
+        weight *= _ESCAPE / total
+    return probs

@@ -26,8 +26,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import AHEAD, Counts, RowState, TrainedDrafter, commit_chain, write_last
 from mmspec.drafters.growth import Reach, grow_tree
-from mmspec.drafters.kernels import FusedLayers, NativeCell, NativeLayers
-from mmspec.drafters.layer import Rotation, TokenLinear, rotary_of, take
+from mmspec.drafters.layer import FusedLayers, NativeCell, NativeLayers, Rotation, TokenLinear, rotary_of, take
 from mmspec.errors import UserError
 from mmspec.ops import cpu_library, kernels
 from mmspec.ops.transfer import on_device

@@ -17,7 +17,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from mmspec.core.target import Prompt, Target, TargetOutput
-from mmspec.drafters.lookup import Children, LookUpDrafter
+from mmspec.drafters.growth import Children, LookUpDrafter
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 

@@ -23,8 +23,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import CapturedDrafter, RowState
-from mmspec.drafters.growth import grow_tree
-from mmspec.drafters.lookup import Children, LookUpDrafter
+from mmspec.drafters.growth import Children, LookUpDrafter, grow_tree
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 from mmspec.ops import kernels

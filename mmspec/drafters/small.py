@@ -33,9 +33,9 @@ from mmspec.errors import UserError, explained
 from mmspec.ops.transfer import on_device
 from mmspec.targets import sources
 from mmspec.targets.checkpoints import cache_if_offline, from_pretrained
+from mmspec.targets.decoder import StaticRunner
 from mmspec.targets.detokenizer import Vocabulary
 from mmspec.targets.packing import QUANTISED, drafter_kind, pack_model
-from mmspec.targets.runner import StaticRunner
 from mmspec.targets.support import base_model
 from mmspec.targets.transformers_target import TransformersTarget
 

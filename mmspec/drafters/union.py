@@ -16,7 +16,7 @@ from mmspec.core.plan import Payoff, StepPlan
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree, best_chains, build_tree, merge
 from mmspec.core.verify import Verdict
-from mmspec.drafters.lookup import LookUpDrafter, LookUps
+from mmspec.drafters.growth import LookUpDrafter, LookUps
 from mmspec.errors import UserError
 
 _STEPS = 16  # window of the average time per token, in steps

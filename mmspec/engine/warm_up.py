@@ -24,7 +24,7 @@ from mmspec.engine.engine import Engine
 from mmspec.engine.policy import STEADY_PLANS, Speculation
 from mmspec.errors import UserError
 from mmspec.ops import graphs
-from mmspec.targets.runner import node_bucket
+from mmspec.targets.decoder import node_bucket
 from mmspec.targets.transformers_target import RESERVED_NODES, TransformersTarget, sharded
 
 _PROMPT = 128  # prompt tokens per row during capture

@@ -30,7 +30,7 @@ from mmspec.errors import UserError, missing
 from mmspec.files import cache_folder, make_folder
 from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.formats import StoredRows, quantised_rows
-from mmspec.targets import gguf, gguf_model
+from mmspec.targets import gguf
 from mmspec.targets.checkpoints import from_pretrained, read_whole, refuse_other_weights
 from mmspec.targets.packing import QUANTISED, head_kind
 from mmspec.targets.support import refuse_not_finite
@@ -116,7 +116,7 @@ class LazySource(Source):
         language: gguf.GGUFFile,
     ) -> None:
         super().__init__(folder, name)
-        self._state, self._language, self.dtype = state, language, gguf_model.dtype_of(language)
+        self._state, self._language, self.dtype = state, language, gguf.dtype_of(language)
 
     def generation_config(self, config: Any) -> GenerationConfig:
         return GenerationConfig.from_pretrained(self.folder)
@@ -143,7 +143,7 @@ class LazySource(Source):
         for name, source in tied.items():
             if source in takes:
                 _layer(model, name).stored = [state[source].rows()]
-        gguf_model.scale_frequencies(self._language, model)
+        gguf.scale_frequencies(self._language, model)
         model.generation_config = self.generation_config(config)
         return model, kind
 
@@ -153,16 +153,16 @@ class GGUFSource(LazySource):
 
     def __init__(self, path: Path) -> None:
         file = gguf.GGUFFile(path)
-        super().__init__(str(gguf_model.index(file)), str(path), partial(gguf_model.weights, file), file)
+        super().__init__(str(gguf.index(file)), str(path), partial(gguf.weights, file), file)
 
     def config(self, **options: Any) -> Any:
-        return gguf_model.config(self._language)
+        return gguf.config(self._language)
 
     def generation_config(self, config: Any) -> GenerationConfig:
-        return gguf_model.generation_config(self._language, config)
+        return gguf.generation_config(self._language, config)
 
     def processor(self, cls: Any, **options: Any) -> Any:
-        return cls(gguf_model.read_tokenizer(gguf_model.write_index(self._language)))
+        return cls(gguf.read_tokenizer(gguf.write_index(self._language)))
 
 
 class CompletedSource(LazySource):
@@ -182,7 +182,7 @@ class CompletedSource(LazySource):
             raise UserError(f"cannot complete the model: expected {WEIGHTS} in {folder}, and a GGUF file of {name}")
         self._tower = plugins.find("towers", parts["vision_tower"]) if "vision_tower" in parts else None
         language = gguf.GGUFFile(file)
-        text = gguf_model.write_index(language)
+        text = gguf.write_index(language)
         # The key consists of the files' names, sizes and times.
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
@@ -200,8 +200,8 @@ class CompletedSource(LazySource):
 
     def _weights(self, empty: PreTrainedModel) -> dict[str, Any]:
         with torch.device("meta"):
-            text = AutoModelForCausalLM.from_config(gguf_model.config(self._language))
-        language = gguf_model.weights(self._language, text)
+            text = AutoModelForCausalLM.from_config(gguf.config(self._language))
+        language = gguf.weights(self._language, text)
         weights: dict[str, Any] = {
             f"model.language_model.{name.removeprefix('model.')}": x for name, x in language.items()
         }

@@ -17,10 +17,9 @@ from mmspec.core.verify import Verdict
 from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.defaults import ModelDefaults
-from mmspec.targets.decoder import Decoder, Head
+from mmspec.targets.decoder import Decoder, Head, VerifyRunner, new_runner
 from mmspec.targets.lora import Adapters
 from mmspec.targets.processor import Processor
-from mmspec.targets.runner import VerifyRunner, new_runner
 from mmspec.targets.support import (
     input_device,
     is_sharded,

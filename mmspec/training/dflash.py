@@ -15,7 +15,7 @@ from mmspec.core.target import Target
 from mmspec.drafters.dflash import DFlash, DFlashConfig, DFlashNetwork, attended, block_tokens, default_layer_ids
 from mmspec.drafters.hidden_state import plain_embedding
 from mmspec.drafters.layer import rotary_of
-from mmspec.drafters.layouts.dflash import NAMES
+from mmspec.drafters.layouts.families import NAMES
 from mmspec.drafters.layouts.fields import published_names, shapes_of, stack
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline

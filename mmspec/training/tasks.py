@@ -21,7 +21,7 @@ from mmspec.drafters.spec import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.quantisation.linear import PackedLinear
-from mmspec.targets.packed_forward import MergedLayer
+from mmspec.targets.packing import MergedLayer
 from mmspec.training import data
 from mmspec.training.data import Conversation, CurriculumSampler, ExampleIndex
 from mmspec.training.features import ConversationFeatures, Features, collate

@@ -33,7 +33,7 @@ from mmspec.targets.packing import pack_model
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.eval.llama_server import PROMPT_STEP, STEP, install
-from tests.mmspec.targets.packed import model_of
+from tests.mmspec.targets.test_packed_forward import model_of
 from tests.model_folders import save_gguf, save_text_model
 
 SECONDS = {"prefill": 100.0, "begin": 20.0, "propose": 5.0, "verify": 3.0, "commit": 1.0}

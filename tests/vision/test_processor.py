@@ -23,7 +23,7 @@ from mmspec.errors import UserError
 from mmspec.vision.gguf import Qwen2VLImages
 from mmspec.vision.processor import VisionProcessor, VisionTarget
 from mmspec.vision.video import Video, load_video
-from tests.mmspec.targets.test_user_text import chatml
+from tests.mmspec.targets.test_detokenizer import chatml
 from tests.model_folders import save_llava
 from tests.tiny import byte_tokenizer
 

@@ -52,7 +52,7 @@ from mmspec.drafters.checkpoint import (
     weight_files,
 )
 from mmspec.drafters.layer import rotary_of
-from mmspec.drafters.layouts import dflash, eagle, medusa
+from mmspec.drafters.layouts import families
 from mmspec.drafters.layouts.fields import (
     EMBEDDING,
     Reading,
@@ -96,22 +96,22 @@ class Layout(NamedTuple):
 
 _EAGLE, _MSD, _LAYER = ("eagle", "msd", "vispec"), "an MSD or EAGLE-1/2 drafter", "transformer_layer_config"
 LAYOUTS = {
-    "dflash": Layout("a DFlash drafter", dflash.read_dflash, nested=(_LAYER, "dflash_config")),
-    "medusa": Layout("Medusa heads", medusa.read_medusa, copies=medusa.COPIES, prefix="medusa_"),
-    "hydra": Layout("Hydra heads", medusa.read_hydra, copies=medusa.COPIES, prefix="hydra_"),
-    "eagle3": Layout("an EAGLE-3 head", eagle.read_eagle3, nested=(_LAYER,)),
-    "vispec": Layout("a ViSpec drafter", eagle.read_vispec, _EAGLE, (EMBEDDING,)),
-    "kangaroo": Layout("a Kangaroo adapter", eagle.read_kangaroo),
-    "eagle": Layout(_MSD, eagle.read_eagle, _EAGLE, (EMBEDDING,)),
-    "msd": Layout(_MSD, eagle.read_msd, _EAGLE, (EMBEDDING,)),
+    "dflash": Layout("a DFlash drafter", families.read_dflash, nested=(_LAYER, "dflash_config")),
+    "medusa": Layout("Medusa heads", families.read_medusa, copies=families.COPIES, prefix="medusa_"),
+    "hydra": Layout("Hydra heads", families.read_hydra, copies=families.COPIES, prefix="hydra_"),
+    "eagle3": Layout("an EAGLE-3 head", families.read_eagle3, nested=(_LAYER,)),
+    "vispec": Layout("a ViSpec drafter", families.read_vispec, _EAGLE, (EMBEDDING,)),
+    "kangaroo": Layout("a Kangaroo adapter", families.read_kangaroo),
+    "eagle": Layout(_MSD, families.read_eagle, _EAGLE, (EMBEDDING,)),
+    "msd": Layout(_MSD, families.read_msd, _EAGLE, (EMBEDDING,)),
 }
 
 FORMATS: Mapping[str, Mapping[str, Callable[[Any, Any, int], Writing]]] = {
-    "eagle3": {"speculators": eagle.write_speculators, "eagle": eagle.write_eagle3},
-    "eagle": {"eagle": eagle.write_eagle},
-    "msd": {"eagle": eagle.write_eagle},
-    "medusa": {"vllm": medusa.write_vllm, "medusa": medusa.write_medusa},
-    "dflash": {"z-lab": dflash.write_z_lab, "speculators": dflash.write_speculators},
+    "eagle3": {"speculators": families.write_eagle3_speculators, "eagle": families.write_eagle3},
+    "eagle": {"eagle": families.write_eagle},
+    "msd": {"eagle": families.write_eagle},
+    "medusa": {"vllm": families.write_vllm, "medusa": families.write_medusa},
+    "dflash": {"z-lab": families.write_z_lab, "speculators": families.write_dflash_speculators},
 }
 """Output formats by layout: functions of a network's configuration, the target's transformers configuration and the
 number of draft tokens per step, which raise ``UserError`` if the format cannot describe the network."""
@@ -145,9 +145,9 @@ def layout_of(config: Mapping[str, Any], names: set[str]) -> str | None:
         return "eagle3"
     if any(name.startswith(("imadpt.", "img_fc.")) for name in names):
         return "vispec"
-    if eagle.is_kangaroo(names):
+    if families.is_kangaroo(names):
         return "kangaroo"
-    if eagle.is_eagle(names):
+    if families.is_eagle(names):
         return "eagle" if model_type in _TEXT_MODELS else "msd"
     return None
 

@@ -19,7 +19,7 @@ import mmspec
 from mmspec import Pipeline, TokenTree, UserError, accept_path, plugins
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
-from mmspec.drafters.lookup import LookUps
+from mmspec.drafters.growth import LookUps
 from mmspec.drafters.ngram import Ngram, Trust
 from mmspec.drafters.recycle import DeviceTable, Recycle
 from mmspec.drafters.registry import drafter_specs, make_drafter, registered_name
@@ -50,7 +50,7 @@ def plain(model):
 @every_drafter
 def test_copies_of_a_drafter_in_use_draft_the_same(kind):
     model = shared_model("llava")
-    pipe = Pipeline(plugins.target_class(model.config)(model), None, tiny_drafter(kind, model))
+    pipe = Pipeline(target_of(model), None, tiny_drafter(kind, model))
     target, drafter = pipe.target, pipe.drafter
     answer(model, drafter)
     for copied in (drafter.fork(target), drafter.fork(target).fork(target.fork())):
@@ -88,7 +88,7 @@ def test_chains(kind, by):
 @pytest.mark.parametrize("kind", [spec.name for spec in drafter_specs() if spec.weights in ("optional", "required")])
 def test_a_checkpoint_drafts_the_same_and_refuses_other_targets(kind, tmp_path):
     model = shared_model("llava")
-    target, drafter = plugins.target_class(model.config)(model), tiny_drafter(kind, model, 40)
+    target, drafter = target_of(model), tiny_drafter(kind, model, 40)
     answer(model, drafter)
     folder = tmp_path / f"drafter-{kind}"
     drafter.save(folder, target)
@@ -133,7 +133,7 @@ class Batch:
     """The sequences of a target and a drafter."""
 
     def __init__(self, model, kind):
-        self.target = plugins.target_class(model.config)(model)
+        self.target = target_of(model)
         self.drafter = make(kind, model)
         self.drafter.attach(self.target)
         self.reads = tuple(self.drafter.features) if self.drafter else ()

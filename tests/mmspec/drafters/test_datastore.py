@@ -11,8 +11,7 @@ from mmspec import UserError
 from mmspec.core.plan import StepPlan
 from mmspec.drafters import datastore
 from mmspec.drafters.datastore import DEPTH, Datastore, SuffixIndex, build_store
-from mmspec.plugins import target_class
-from tests.tiny import shared_model
+from tests.mmspec.drafters.test_drafters import target_of
 
 VOCAB = 101
 
@@ -148,9 +147,8 @@ def test_errors(tmp_path):
     build_store([[1, 2, 3]], VOCAB + 1, "tiny", tmp_path / "store")
     with pytest.raises(UserError, match="expected a new folder, received one that exists"):
         build_store([[1]], VOCAB, "tiny", tmp_path / "store")
-    model = shared_model("llama")
     with pytest.raises(UserError, match=f"a vocabulary of {VOCAB + 1} tokens: the target has {VOCAB}"):
-        Datastore(tmp_path / "store").attach(target_class(model.config)(model))
+        Datastore(tmp_path / "store").attach(target_of("llama"))
     (tmp_path / "store" / "tokens").write_bytes(b"1")
     with pytest.raises(UserError, match="tokens: expected 40 bytes, received 1"):
         Datastore(tmp_path / "store")

@@ -13,7 +13,7 @@ from transformers.models.cohere import modeling_cohere
 from transformers.models.muse_glimmer_assistant import modeling_muse_glimmer_assistant
 
 import mmspec
-from mmspec import SamplingParams, UserError, plugins
+from mmspec import SamplingParams, UserError
 from mmspec.core.plan import StepPlan
 from mmspec.drafters.dflash import DFlash, default_layer_ids
 from mmspec.drafters.growth import grow_slots
@@ -124,8 +124,7 @@ def test_published_configurations_of_dspark(name, target, tmp_path, monkeypatch)
 def test_scaled_positions_and_layers_without_windows(tmp_path):
     rope = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32}
     plain = reference(rope_parameters=rope, layer_types=["full_attention"] * 2)
-    drafter = drafter_of(tmp_path, plain, "transformers")
-    check_blocks(shared_model("llama"), text_inputs(2), drafter, plain)
+    check_blocks(shared_model("llama"), text_inputs(2), drafter_of(tmp_path, plain, "transformers"), plain)
 
 
 @pytest.mark.parametrize("dspark", [False, True])
@@ -146,8 +145,8 @@ def test_an_embedding_of_its_own_may_have_fewer_tokens_than_the_target(tmp_path)
     config, tensors = published(reference(), "speculators")
     config["transformer_layer_config"]["vocab_size"] = 100
     tensors["embed_tokens.weight"] = torch.randn(100, WIDTH)
-    drafter, model = make_drafter(str(write(tmp_path, config, tensors))), shared_model("llama")
-    drafter.attach(plugins.target_class(model.config)(model))
+    drafter = make_drafter(str(write(tmp_path, config, tensors)))
+    drafter.attach(target_of("llama"))
     assert torch.equal(drafter.draft_ids, torch.arange(100))
     expected = tensors["embed_tokens.weight"][[5, 99, 0]]
     assert torch.equal(drafter.embed(torch.tensor([5, 99, 100])), expected)
@@ -155,7 +154,7 @@ def test_an_embedding_of_its_own_may_have_fewer_tokens_than_the_target(tmp_path)
 
 def test_a_table_that_norms_embeddings_is_read_without_the_norm():
     model = shared_model("llama")
-    target, tokens = plugins.target_class(model.config)(model), torch.tensor([5, 7])
+    target, tokens = target_of(model), torch.tensor([5, 7])
     table = model.get_input_embeddings()
     expected = table(tokens)
     table.embed_norm = torch.nn.Identity()
@@ -331,7 +330,7 @@ def test_defaults_of_speculators_and_of_flat_configurations(tmp_path):
 
 def test_a_markov_head_of_other_draft_tokens_than_the_output_layers_is_refused(tmp_path):
     config, tensors = with_heads(*published(reference(), "z-lab"))
-    drafter, model = loaded(tmp_path, config, tensors), shared_model("llama")
+    drafter = loaded(tmp_path, config, tensors)
     drafter.draft_ids = torch.arange(50)
     with pytest.raises(UserError, match="markov_outputs must be the 50 draft tokens: got 101"):
-        drafter.attach(plugins.target_class(model.config)(model))
+        drafter.attach(target_of("llama"))

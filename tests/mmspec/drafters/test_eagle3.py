@@ -8,7 +8,7 @@ from transformers import LlamaConfig, Qwen3VLTextConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
-from mmspec import SamplingParams, UserError, plugins
+from mmspec import SamplingParams, UserError
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import output_of
 from mmspec.drafters.checkpoint import load_network
@@ -144,9 +144,9 @@ def test_candidates_are_scored_exactly_beside_packed_weights():
 
 def test_a_mask_must_be_a_token_and_is_of_one_pass_only(tmp_path):
     drafter, _ = head(tmp_path / "a", {**CASES["B-parallel"][0], "mask_token_id": 101}, "B")
-    model, config = shared_model("llama"), cut(PEAGLE_FLAT)
+    config = cut(PEAGLE_FLAT)
     with pytest.raises(UserError, match="mask_token_id must be a token below 101: got 101"):
-        drafter.attach(plugins.target_class(model.config)(model))
+        drafter.attach(target_of("llama"))
     tensors = head_tensors(config)
     del tensors["mask_hidden"]
     assert make_drafter(str(write(tmp_path / "b", config, tensors))).network.config.mask_token_id is None
@@ -182,7 +182,7 @@ def test_layers_may_be_given_with_the_folder(tmp_path):
 def test_an_output_is_read_before_visual_features_are_added_to_it():
     """Qwen3-VL adds them between its first layers."""
     model, inputs = shared_model("qwen3_vl"), vision_inputs("qwen3_vl")
-    target = plugins.target_class(model.config)(model)
+    target = target_of(model)
     reads = (output_of(0), 1, output_of(1), 0, "last")
     output = prefilled(target, prompt_of(inputs), 4, reads)
     before, after = output.features[output_of(0)], output.features[1]
@@ -219,7 +219,7 @@ def test_rows_that_join_leave_the_positions_of_others_in_the_table(monkeypatch):
     """A video's positions exceed its tokens by far; those of a text that joins do not."""
     monkeypatch.setattr("mmspec.drafters.hidden_state.AHEAD", 1)
     model = shared_model("qwen3_vl")
-    target = plugins.target_class(model.config)(model)
+    target = target_of(model)
     drafter = Eagle3(eagle3_network(model), torch.arange(40), top_k=3, depth=3, total_tokens=9)
     drafter.attach(target)
     reads = drafter.features
@@ -366,7 +366,7 @@ def test_a_head_may_use_the_targets_output_layer(tmp_path):
     state = torch.randn(1, 2, 48)
     for number, some in enumerate((own, tensors)):
         drafter = make_drafter(str(write(tmp_path / str(number), config, some)))
-        drafter.attach(plugins.target_class(model.config)(model))
+        drafter.attach(target_of(model))
         scores.append(drafter._scores(state))
     torch.testing.assert_close(*scores)
     assert scores[0].shape == (1, 2, DRAFT)

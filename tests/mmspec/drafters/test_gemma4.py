@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
 import transformers
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
-from mmspec import UserError, plugins
+from mmspec import UserError
 from mmspec.core.plan import StepPlan
 from mmspec.drafters.gemma4 import Gemma4, sharing_allowed
 from mmspec.drafters.registry import make_drafter, registered_name
-from tests.draft_checks import check_drafts
 from tests.gemma4 import CENTROIDS, assistant_of, target_model
-from tests.mmspec.drafters.test_drafters import assert_equal, target_of
+from tests.mmspec.drafters.test_drafters import assert_equal, check_paths, target_of
 from tests.mtp import dense
-from tests.targets import prefilled, prompt_of, row_of
+from tests.targets import prefilled, prompt_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
 from tests.tiny.models import gemma4_assistant, text_inputs
@@ -81,21 +81,16 @@ def test_trees_of_a_batch():
     """Every node has the probability that forced passes of the assistant give it; rows are padded."""
     model = target_model()
     assistant = assistant_of(model)
-    inputs = text_inputs(3, 9)
-    rows = [row_of(inputs, number)["input_ids"][0].tolist() for number in range(3)]
-
-    def gains(target, row, said, paths):
-        return [gain_of(assistant, model, rows[row] + said, path) for path in paths]
-
+    gain = partial(gain_of, assistant, model)
     drafter = Gemma4(copy.deepcopy(assistant), top_k=3)
-    check_drafts(model, inputs, drafter, gains, nodes=7, depth=4, skip=(1, 4), new=10)
+    check_paths(model, text_inputs(3, 9), drafter, gain, nodes=7, depth=4, skip=(1, 4), new=10)
 
 
 def test_of_the_tokens_of_the_nearest_centroids():
     model = target_model(VOCAB - 1)
     assistant = assistant_of(model, **CENTROIDS)
     drafter = Gemma4(copy.deepcopy(assistant), top_k=30)
-    target = plugins.target_class(model.config)(model)
+    target = target_of(model)
     drafter.attach(target)
     inputs = text_inputs(1, 9)
     history = [*inputs["input_ids"][0].tolist(), 7]
@@ -136,7 +131,7 @@ def test_other_targets_and_other_models_are_one_line(tmp_path):
     ]:
         other = dense("mellum", 1)[0] if name == "mellum" else shared_model(name)
         with pytest.raises(UserError, match=message) as caught:
-            Gemma4(assistant).attach(plugins.target_class(other.config)(other))
+            Gemma4(assistant).attach(target_of(other))
         assert "\n" not in str(caught.value)
     for width, vocab in ((64, VOCAB), (48, 100)):
         other = gemma4_assistant(shared_model("llama"))

@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mmspec import SamplingParams, UserError, plugins
+from mmspec import SamplingParams, UserError
 from mmspec.drafters.medusa import Hydra, Medusa, MedusaNetwork
 from mmspec.drafters.registry import make_drafter
 from tests.medusa import HEADS, LAYOUTS, check_heads, published, write
+from tests.mmspec.drafters.test_drafters import target_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
 from tests.tiny.models import text_inputs, vision_inputs
@@ -50,8 +51,8 @@ def test_a_file_may_have_more_heads_than_its_configuration_says(tmp_path):
 def test_a_target_may_have_more_tokens_than_the_heads(tmp_path):
     config, tensors = published("hydra")
     tensors = {name: value[:90] if "lm_head" in name else value for name, value in tensors.items()}
-    drafter, model = make_drafter(str(write(tmp_path, "hydra", config, tensors))), shared_model("llama")
-    drafter.attach(plugins.target_class(model.config)(model))
+    drafter = make_drafter(str(write(tmp_path, "hydra", config, tensors)))
+    drafter.attach(target_of("llama"))
     assert torch.equal(drafter.draft_ids, torch.arange(90))
 
 
@@ -74,4 +75,4 @@ def test_targets_that_do_not_fit_are_refused(tmp_path):
     drafter = make_drafter(str(write(tmp_path / "prefix", "hydra-prefix", *published("hydra-prefix"))))
     other = LlamaForCausalLM(LlamaConfig(hidden_size=48, head_dim=8, **shape))
     with pytest.raises(UserError, match=r"queries and keys of widths \[48, \d+\]: the target has \[16, 16\]"):
-        drafter.attach(plugins.target_class(other.config)(other))
+        drafter.attach(target_of(other))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -15,8 +15,7 @@ from mmspec import SamplingParams, UserError, plugins
 from mmspec.cli import main
 from mmspec.drafters.mtp import MTP, SPEC
 from mmspec.drafters.registry import make_drafter
-from tests.draft_checks import check_drafts
-from tests.mmspec.drafters.test_drafters import assert_equal, target_of
+from tests.mmspec.drafters.test_drafters import assert_equal, check_paths, target_of
 from tests.model_folders import tokenizer
 from tests.mtp import (
     LAYERS,
@@ -29,7 +28,6 @@ from tests.mtp import (
     published_tensors,
     write_target,
 )
-from tests.targets import row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import GATED_DELTA_CONFIGS
 from tests.tiny.models import text_inputs, vision_inputs
@@ -63,16 +61,10 @@ def native(tmp_path, name, shards=False):
 @pytest.mark.parametrize(("name", "layers"), LAYERS)
 def test_trees_of_several_layers(name, layers, tmp_path):
     """A level per layer, in a batch whose rows are padded; some steps are not drafted."""
-    batch = 3
     model, built = dense(name, layers)
-    drafter, inputs = make_drafter("mtp", str(published(tmp_path, name, layers))), text_inputs(batch, 9)
-    drafter.top_k = 3
-    rows = [row_of(inputs, number)["input_ids"][0].tolist() for number in range(batch)]
-
-    def gains(target, row, said, paths):
-        return [gain_of(built, model, rows[row] + said, path) for path in paths]
-
-    check_drafts(model, inputs, drafter, gains, nodes=7, depth=layers, skip=(2, 4), new=10)
+    drafter = make_drafter("mtp", str(published(tmp_path, name, layers)))
+    drafter.top_k, gain = 3, partial(gain_of, built, model)
+    check_paths(model, text_inputs(3, 9), drafter, gain, nodes=7, depth=layers, skip=(2, 4), new=10)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
@@ -91,13 +83,8 @@ def test_layers_that_transformers_has_no_configuration_of(name, tmp_path):
     built = mtp_model(model)
     del model.config.num_mtp_layers, model.config.mtp_layer_types
     folder = write_target(tmp_path, model, published_tensors(built, None))
-    drafter, inputs = make_drafter("mtp", str(folder)), text_inputs(2, 9)
-    rows = [row_of(inputs, number)["input_ids"][0].tolist() for number in range(2)]
-
-    def gains(target, row, said, paths):
-        return [gain_of(built, model, rows[row] + said, path) for path in paths]
-
-    check_drafts(model, inputs, drafter, gains, nodes=7, depth=1, new=10)
+    drafter, gain = make_drafter("mtp", str(folder)), partial(gain_of, built, model)
+    check_paths(model, text_inputs(2, 9), drafter, gain, nodes=7, depth=1, new=10)
 
 
 # ---------------------------------------------------------------------- targets

@@ -15,8 +15,7 @@ from mmspec.drafters.dflash import DFlashConfig, DFlashNetwork
 from mmspec.drafters.eagle import EagleConfig, EagleNetwork
 from mmspec.drafters.eagle3 import Eagle3Config, Eagle3Network
 from mmspec.drafters.hidden_state import run
-from mmspec.drafters.kernels import NativeLayers
-from mmspec.drafters.layer import Rotary, Rotation, rotary_frequencies
+from mmspec.drafters.layer import NativeLayers, Rotary, Rotation, rotary_frequencies
 from mmspec.ops import cpu_library
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 96}

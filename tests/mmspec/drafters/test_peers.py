@@ -253,7 +253,7 @@ def test_drafters_that_are_written_are_read(algorithm, tmp_path):
     fields = ("mask_token_id", "block_size", "sliding_window_non_causal", "sample_from_anchor", "markov_rank")
     fields += ("xpress_rank", "xpress_mlp_ratio", "conv_kernel_size", "conv_group_size")
     fields += ("selector_rank", "selector_top_k")
-    for name in (*fields, reads, f"eagle_{reads}", *layouts.eagle.SWITCHES):
+    for name in (*fields, reads, f"eagle_{reads}", *layouts.families.SWITCHES):
         assert getattr(again.config, name, None) == getattr(model.config, name, None)
     for name, tensor in again.state_dict().items():
         if not name.startswith("verifier"):

@@ -16,8 +16,8 @@ from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import SharedTokens, Small
 from mmspec.targets.packing import pack_model, weights_kind
 from tests.compiled import needs_kernels
-from tests.draft_checks import check_drafts, check_logits
-from tests.mmspec.drafters.test_drafters import OPTIONS, assert_equal, target_of
+from tests.draft_checks import check_logits
+from tests.mmspec.drafters.test_drafters import OPTIONS, assert_equal, check_paths, target_of
 from tests.mmspec.drafters.test_prompt_share import selected_by_loop
 from tests.targets import plain_logits, row_of
 from tests.tiny import shared_model
@@ -40,7 +40,6 @@ def test_a_draft_model_with_another_tokenizer():
     """Every node has the probability, among shared tokens, that the draft model gives it after the translated text."""
     model, small, tokenizers = shared_model("llama"), smaller(), pair()
     shared, inputs = SharedTokens(*tokenizers, (VOCAB, 49)), text_inputs(3, 9)
-    rows = [row_of(inputs, number)["input_ids"][0].tolist() for number in range(3)]
     own = dict(zip(shared.target_ids.tolist(), shared.draft_ids.tolist(), strict=True))
 
     @torch.no_grad()
@@ -53,10 +52,7 @@ def test_a_draft_model_with_another_tokenizer():
             ids = [*ids, own[token]]
         return value
 
-    def gains(target, row, said, paths):
-        return [gain(rows[row] + said, path) for path in paths]
-
-    check_drafts(model, inputs, Small(small, 3, tokenizers=tokenizers), gains, nodes=7, depth=3, skip=(2,), new=10)
+    check_paths(model, inputs, Small(small, 3, tokenizers=tokenizers), gain, nodes=7, depth=3, skip=(2,), new=10)
 
 
 def test_tokenizers_are_read_from_the_folders(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from mmspec.cache.rows import batch_bucket
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.ops import kernels
-from mmspec.targets.runner import node_bucket
+from mmspec.targets.decoder import node_bucket
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.targets import assert_trees_equal_paths, prefilled, prompt_of
 from tests.tiny import random_tree, shared_model

@@ -14,8 +14,7 @@ from mmspec.serving.formats import TextFormat
 from mmspec.serving.schemas import CompletionRequest
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.mmspec.targets.test_detokenizer import TOKENIZERS
-from tests.mmspec.targets.test_user_text import _TOKENIZERS, _sentencepiece
+from tests.mmspec.targets.test_detokenizer import _TOKENIZERS, TOKENIZERS, _sentencepiece
 from tests.testkit.served import events, served, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")

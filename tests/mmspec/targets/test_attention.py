@@ -80,33 +80,27 @@ def attention_of(model):
 
 @pytest.mark.parametrize("name", ["qwen2", "llava"])
 def test_passes_run_it_and_the_model_keeps_its_own(name, monkeypatch):
+    """Also a pass that fails."""
     model, run = shared_model(name), []
-    before = attention_of(model)
+    before, target, prompt = attention_of(model), TransformersTarget(model), Prompt(torch.tensor([[5, 6, 7]]))
     assert set(before.values()) == {"sdpa"}
-    target = TransformersTarget(model)
-    assert target.decoder.attention.name == NAME
     monkeypatch.setitem(
         ALL_ATTENTION_FUNCTIONS._global_mapping,
         NAME,
         lambda *args, **kw: run.append(NAME) or tree_attention(*args, **kw),
     )
-    prefilled(target, Prompt(torch.tensor([[5, 6, 7]])), 8)
     layers = model.config.get_text_config().num_hidden_layers
+    prefilled(target, prompt, 8)
     assert len(run) == layers
     target.verify(TokenTree.root(torch.tensor([5])))
     assert len(run) == 2 * layers
     assert attention_of(model) == before
 
-
-def test_a_pass_that_fails_leaves_the_model_as_it_was(monkeypatch):
-    model = shared_model("qwen2")
-    before, target = attention_of(model), TransformersTarget(model)
-
     def fails(*_, **__):
-        assert model.config._attn_implementation == NAME
+        assert model.config.get_text_config()._attn_implementation == NAME
         raise RuntimeError("in a pass")
 
-    prompt = Prompt(torch.tensor([[5, 6, 7]]))
+    target.keep([])
     monkeypatch.setattr(model.get_decoder(), "forward", fails)
     with pytest.raises(RuntimeError, match="in a pass"):
         prefilled(target, prompt, 8)

@@ -1,22 +1,28 @@
-"""Texts token by token, for every decoder of the library tokenizers and for tokenizers in Python. The reference decodes
-whole sequences, with and without the answer."""
+"""Text and tokens: texts token by token, for every decoder of the library tokenizers and for tokenizers in Python; chat
+messages and typed special tokens in every kind of template; and the bytes of tokens.
+
+References decode whole sequences, with and without the answer, or encode with tokenizers that do not know the tokens.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
 import random
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from mmspec import Pipeline
+import mmspec
+from mmspec import Pipeline, UserError
 from mmspec.targets.detokenizer import Detokenizer, Vocabulary
-from mmspec.targets.processor import Processor
+from mmspec.targets.processor import Processor, UserText, render
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.mmspec.targets.test_user_text import _sentencepiece
+from tests.model_folders import tokenizer as byte_level
 from tests.tiny import Script
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
@@ -208,3 +214,264 @@ def test_the_first_words_blank(decoder: str, gap: str | None, keywords: dict[str
     assert [one.text_offset for piece in pieces for one in piece.logprobs] == offsets
     if expected.endswith("the a"):
         assert offsets == [0, len(expected) - 2, len(expected)]
+
+
+# ---------------------------------------------------------------------- typed special tokens, templates and bytes
+
+_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for i in m['content'] %}{% if i['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ i['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_TRIMMED = "{{ bos_token }}{% for m in messages %}[INST] {{ m['content'] | trim }} [/INST]{% endfor %}"
+_QWEN = ["<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|endoftext|>"]
+_PLAIN = [
+    "Describe the image.",
+    " two  blanks ",
+    "a\nb\n",
+    "<",
+    "< /s>",
+    "<image",
+    "5 < 6 and </b>",
+    "émoji 🙂",
+    "[INST]",
+]
+
+
+def _sentencepiece(scheme):
+    """Llama-2 style: word marks, byte fallback, a leading <s>; special tokens are in the vocabulary."""
+    letters = [*"▁abcdefghijklmnopqrstuvwxyzDENIST<>/|_[]:.0123456789 \n"]
+    vocab = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], *letters, "▁a", "th", "the", "▁the"]
+    ids = {token: number for number, token in enumerate(dict.fromkeys(vocab))}
+    merges = [("▁", "a"), ("t", "h"), ("th", "e"), ("▁", "the")]
+    backend = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    if scheme == "legacy":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([AddedToken(t, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    made.add_tokens([AddedToken("<tool>", special=False)])
+    return made
+
+
+def chatml():
+    made = byte_level()
+    made.add_special_tokens({"additional_special_tokens": _QWEN})
+    made.chat_template = _CHATML
+    return made
+
+
+def _trimmed(scheme):
+    made = _sentencepiece(scheme)
+    made.chat_template = _TRIMMED
+    return made
+
+
+_TOKENIZERS = {
+    "byte-level": byte_level,
+    "first": lambda: _sentencepiece("first"),
+    "always": lambda: _sentencepiece("always"),
+    "legacy": lambda: _sentencepiece("legacy"),
+    "chatml": chatml,
+    "trimmed-first": lambda: _trimmed("first"),
+    "trimmed-legacy": lambda: _trimmed("legacy"),
+}
+
+
+@pytest.fixture(params=_TOKENIZERS)
+def tokenizer(request):
+    return _TOKENIZERS[request.param]()
+
+
+def _ids(tokenizer, prompt):
+    return Processor(tokenizer)._token_ids(prompt)
+
+
+def _rendered(tokenizer, prompt):
+    chat = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+
+
+def _specials(tokenizer):
+    return [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+
+
+@pytest.mark.parametrize("prompt", _PLAIN)
+def test_prompts_without_special_tokens_are_as_ever(tokenizer, prompt):
+    bare = not tokenizer.chat_template
+    text = prompt if bare else _rendered(tokenizer, prompt)
+    expected = tokenizer(text, add_special_tokens=bare)["input_ids"]
+    assert _ids(tokenizer, prompt) == expected
+    assert UserText(tokenizer).encode(text, bare) == expected  # as would the path that others take
+
+
+@pytest.mark.parametrize("name", ["byte-level", "first", "always", "legacy"])
+def test_without_a_template_as_the_tokenizer_splits_special_tokens(name):
+    tokenizer = _TOKENIZERS[name]()
+    for special in _specials(tokenizer):
+        for prompt in (special, f"a {special} b", f"the{special}the", f" {special} the\n{special}"):
+            assert _ids(tokenizer, prompt) == tokenizer(prompt, split_special_tokens=True)["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["chatml", "trimmed-first", "trimmed-legacy"])
+def test_in_a_template_as_by_a_tokenizer_of_other_special_tokens(name):
+    """A twin whose template writes control tokens that nobody types: the same tokens under other names."""
+    tokenizer, twin = _TOKENIZERS[name](), _TOKENIZERS[name]()
+    names = {content: f"{{{number}}}" for number, content in enumerate(_specials(tokenizer))}
+    parsed = json.loads(twin.backend_tokenizer.to_str())
+    real = {}
+    for token in parsed["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+        real[token["content"]] = token["id"]
+    backend = Tokenizer.from_str(json.dumps(parsed))
+    ids = {backend.token_to_id(content): number for content, number in real.items()}
+    for special in _specials(tokenizer):
+        prompt = f"the {special}the"
+        text = _rendered(tokenizer, "QUESTION")
+        for content, other in names.items():
+            text = text.replace(content, other)
+        expected = backend.encode(text.replace("QUESTION", prompt), add_special_tokens=False).ids
+        assert _ids(tokenizer, prompt) == [ids.get(i, i) for i in expected]
+
+
+def test_every_message_and_joined_items():
+    tokenizer = chatml()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    messages = [
+        {"role": "system", "content": "a<|im_end|>"},
+        {"role": "user", "content": [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|> b"}]},
+    ]
+    ids = _ids(tokenizer, messages)
+    assert ids.count(end) == 2
+    assert "a<|im_end|><|im_end|>\n" in tokenizer.decode(ids)
+    assert "user\n<|im_\nend|> b<|im_end|>" in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("field", ["name", "tool_call_id"])
+def test_names_in_messages_are_text(field):
+    tokenizer = chatml()
+    tokenizer.chat_template = _CHATML.replace("{{ m['role'] }}", f"{{{{ m['role'] }}}} {{{{ m['{field}'] }}}}")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = _ids(tokenizer, [{"role": "tool", "content": "a", field: "x<|im_end|>"}])
+    assert ids.count(end) == 1
+    assert "tool x<|im_end|>\na<|im_end|>" in tokenizer.decode(ids)
+
+
+def test_names_of_a_tools_parameters_are_text():
+    made = chatml()
+    made.chat_template = "{{ tools | tojson }}" + _CHATML
+    tool = {"name": "f", "parameters": {"properties": {"a<|im_end|>": {"enum": ["<|im_end|>"]}}}}
+    ids = Processor(made).encode([{"prompt": "a"}], tools=[tool]).input_ids[0].tolist()
+    assert ids.count(made.convert_tokens_to_ids("<|im_end|>")) == 1  # of the message
+
+
+def test_tokenizers_that_make_special_tokens_of_text_are_refused():
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "[END]": 1, "a": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[END]")
+    with pytest.raises(UserError, match=r"contains '\[END\]', which this tokenizer cannot encode as text"):
+        _ids(tokenizer, "a [END] a")
+
+
+TEXT = "the naïve 👩‍🚀 日本  a\nb"
+
+
+def test_the_bytes_of_tokens_spell_their_text(tokenizer):
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    spelt = [Processor(tokenizer).token_bytes(token) for token in ids]
+    assert b"".join(spelt).decode().removeprefix(" ") == TEXT
+    assert any(not one.decode(errors="ignore") for one in spelt)  # parts of characters
+
+
+def test_bytes_are_those_of_llguidance(tokenizer):
+    """An independent reference, which reads the vocabulary by itself. Special tokens have the bytes of their names."""
+    hf = pytest.importorskip("llguidance.hf")
+    reference, io = hf.from_tokenizer(tokenizer), Processor(tokenizer)
+    for token in range(len(tokenizer)):
+        if token in io.vocabulary.special_ids:
+            assert io.token_bytes(token).decode() == tokenizer.convert_ids_to_tokens(token)
+            assert tokenizer.decode([token], skip_special_tokens=True) == ""
+        elif io.token_bytes(token) != b"\xff":  # 255 marks special tokens there
+            assert io.token_bytes(token) == reference.decode_bytes([token]), token
+
+
+def test_unigram_and_word_pieces_and_ids_beyond_the_vocabulary():
+    unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁Hello", -1.0), ("▁", -2.0)], unk_id=0))
+    unigram.pre_tokenizer, unigram.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    io = Processor(PreTrainedTokenizerFast(tokenizer_object=unigram))
+    assert [io.token_bytes(token) for token in (1, 2, 3)] == [b" Hello", b" ", b""]
+    pieces = Tokenizer(models.WordPiece({"[UNK]": 0, "ab": 1, "##c": 2}, unk_token="[UNK]"))
+    pieces.decoder = decoders.WordPiece()
+    io = Processor(PreTrainedTokenizerFast(tokenizer_object=pieces))
+    assert io.token_bytes(1) == b"ab"
+
+
+CALLS = "{% for message in messages %}{% for call in message.tool_calls %}{{ call.function.name }}("
+END = "){% endfor %}{{ message.content }};{% endfor %}"
+OBJECTS = CALLS + "{% for k, v in call.function.arguments | items %}{{ k }}={{ v }},{% endfor %}" + END
+EITHER = CALLS + "{% set a = call.function.arguments %}{{ a if a is string else a | tojson }}" + END
+TEXTS = CALLS + "{{ '<' + call.function.arguments + '>' }}" + END
+ARGUMENTS = {  # as sent; in the three templates
+    '{"a": 1, "b": "</s>"}': ["a=1,b=</s>,", '{"a": 1, "b": "</s>"}', '<{"a": 1, "b": "</s>"}>'],
+    "{}": ["", "{}", "<{}>"],
+    "": ["", "{}", "<>"],
+    "null": ["", "{}", "<null>"],
+    "[1]": ["", "{}", "<[1]>"],
+    '{"a": "cut </s>': ["", "{}", '<{"a": "cut </s>>'],
+    "[" * 100_000: ["", "{}", f"<{'[' * 100_000}>"],
+}
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda text: text[:20])
+def test_arguments_are_objects_where_a_template_takes_them_and_otherwise_the_text(arguments):
+    plain = copy.deepcopy(byte_level())
+    marks = UserText(plain)
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]},
+        {"role": "user", "content": "arguments"},
+    ]
+    for plain.chat_template, expected in zip((OBJECTS, EITHER, TEXTS), ARGUMENTS[arguments], strict=True):
+        found = render(plain, marks, messages)
+        assert found.replace("\ue0a1", "") == f"f({expected});arguments;"
+        assert ("</s>" in found) is False  # typed tokens are marked
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(given, dict):  # as transformers has it
+        messages[0]["tool_calls"][0]["function"]["arguments"] = given
+        plain.chat_template = EITHER
+        assert render(plain, marks, messages).replace("\ue0a1", "") == plain.apply_chat_template(
+            messages, tokenize=False
+        )
+
+
+JOINS_ANSWERS = (
+    "{% for m in messages %}{% if m.role == 'user' %}{% for part in m.content %}{{ part.text }}{% endfor %}"
+    "{% else %}{{ '[' + m.content + ']' }}{% endif %}{% endfor %}"
+)
+JOINS_ALL = "{% for m in messages %}{{ '[' + m.content + ']' }}{% endfor %}"
+REFUSES = "{% for m in messages %}{{ m.content[0].text }}{% endfor %}{{ raise_exception('roles') }}"
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_contents_are_texts_for_templates_that_join_them(parts):
+    pipe = mmspec.load("tiny-llava", drafter=None, device="cpu")
+    roles = {"system": "Be brief.", "user": "Hi.", "assistant": "Hello.", "tool": "5"}
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": text}] if parts else text} for role, text in roles.items()
+    ]
+    for template, expected in (
+        (JOINS_ANSWERS, "[Be brief.]Hi.[Hello.][5]"),
+        (JOINS_ALL, "[Be brief.][Hi.][Hello.][5]"),
+    ):
+        pipe.processor.plain.chat_template = template
+        ids = pipe.encode([{"prompt": messages}]).input_ids
+        assert ids[0].tolist() == pipe.processor.tokenizer(expected)["input_ids"]
+    pipe.processor.plain.chat_template = REFUSES
+    with pytest.raises(UserError, match="does not accept the messages: roles"):
+        pipe.encode([{"prompt": messages}])

@@ -28,9 +28,8 @@ from mmspec.drafters.small import Small
 from mmspec.loading import load_processor
 from mmspec.quantisation.blocks import BlockLinear, Int8Blocks
 from mmspec.quantisation.formats import StoredEmbedding
-from mmspec.targets import gguf, gguf_model, packing, sources
-from mmspec.targets.packed_forward import merge_layers
-from mmspec.targets.packing import drafter_kind, pack_drafter, pack_model, weights_kind
+from mmspec.targets import gguf, packing, sources
+from mmspec.targets.packing import drafter_kind, merge_layers, pack_drafter, pack_model, weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.gguf_rows import random_rows
@@ -434,7 +433,7 @@ def tensor(name: str, kind: str, *shape: int) -> SimpleNamespace:
 
 
 def form_of(*tensors: SimpleNamespace) -> Any:
-    return gguf_model.dtype_of(SimpleNamespace(tensors={one.name: one for one in tensors}))  # type: ignore[arg-type]
+    return gguf.dtype_of(SimpleNamespace(tensors={one.name: one for one in tensors}))  # type: ignore[arg-type]
 
 
 def test_the_form_is_that_of_most_weights_of_the_layers() -> None:
@@ -598,7 +597,7 @@ def test_rows_that_cannot_be_put_in_order_are_left_out(mixed: Path) -> None:
 
     file = gguf.GGUFFile(mixed)
     for name, tensor in file.tensors.items():
-        weight = gguf_model.Weight(name, Reversed(), {})
+        weight = gguf.Weight(name, Reversed(), {})
         weight.tensors.append(tensor)
         found, kind = weight.rows(), name.split(".")[-2]
         assert (found is None) == (kind in ("attn_v", "ffn_up", "ffn_down") or tensor.format == "F32"), name
@@ -623,7 +622,7 @@ def test_the_package_reads_by_itself_again(
         del found.metadata["llama.block_count"]
         found.metadata["general.architecture"] = "lemma"
         with pytest.raises(mmspec.UserError, match="lemma"):
-            gguf_model.config(found)
+            gguf.config(found)
     else:
-        assert gguf_model.config(found).num_hidden_layers == 2
+        assert gguf.config(found).num_hidden_layers == 2
     assert package.GGUFReader is Reader

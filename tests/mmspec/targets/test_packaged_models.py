@@ -20,7 +20,7 @@ from mmspec.drafters.union import Union
 from mmspec.ops import cpu_library
 from mmspec.quantisation.blocks import BlockLinear
 from mmspec.targets.gguf import file_in
-from mmspec.targets.packed_forward import MergedLayer
+from mmspec.targets.packing import MergedLayer
 from tests.compiled import needs_kernels
 
 pytestmark = pytest.mark.long

@@ -25,10 +25,12 @@ from transformers import (
 )
 
 import mmspec
-from mmspec import TokenTree, UserError, plugins
+from mmspec import Pipeline, TokenTree, UserError, plugins
 from mmspec.checking.oracle import Oracle
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, output_of
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.harness.small_configs import random_model, small_config
@@ -42,6 +44,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.targets.tree_layers import tree_layers
 from tests.compiled import needs_kernels
 from tests.decoding import SteppedEngine, assert_threads_share
+from tests.mmspec.engine.test_engine import TableTarget, said_plainly
 from tests.targets import assert_trees_equal_paths, plain_logits, prefilled, prompt_of, row_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model
 from tests.tiny.configs import HYBRID_CONFIGS, TEXT_CONFIGS
@@ -497,3 +500,40 @@ def test_a_row_at_the_last_slot_of_attention_drafts_as_deep_as_the_others(order,
     engine.wait(lambda: all(row.done for row in rows))
     assert [row.error for row in rows] == [None, None]
     assert [row.history for row in rows] == [row.tolist() for row in expected]
+
+
+# ---------------------------------------------------------------------- a target that is no model of transformers
+
+SCORES = torch.randn(259, 1, 259, generator=torch.Generator().manual_seed(0)).expand(-1, 259, -1)
+"""Scores of the next token by the token before the last."""
+
+
+class Table(TableTarget):
+    dtype, context_limit, eos_token_ids = torch.float32, 200, (2,)
+
+    def __init__(self):
+        super().__init__(SCORES)
+
+    def fork(self):
+        return Table()
+
+
+@pytest.mark.parametrize("nodes", [None, 0, 6])
+@pytest.mark.parametrize("drafter", [None, Ngram, Recycle])
+def test_a_target_alone_decodes(drafter, nodes):
+    pipe = Pipeline(Table(), Processor(byte_tokenizer()), drafter and drafter())
+    prompts = ["one, two", "ab", "one, two, one, two"]
+    answers = pipe.generate_batch([{"prompt": prompt} for prompt in prompts], max_new_tokens=40, nodes=nodes)
+    rows = [byte_tokenizer()(prompt)["input_ids"] for prompt in prompts]
+    assert [answer.token_ids for answer in answers] == [said_plainly(SCORES, row, 40, eos=(2,)) for row in rows]
+    assert answers[0].text == byte_tokenizer().decode(answers[0].token_ids, skip_special_tokens=True)
+    assert pipe.name == "Table"
+    if drafter is Recycle and nodes == 6:
+        assert answers[0].stats.mean_acceptance_length > 1
+
+
+def test_its_limits_hold():
+    pipe = Pipeline(Table(), Processor(byte_tokenizer()))
+    with pytest.raises(UserError, match=r"context of 200 tokens: got 200$"):
+        pipe.generate("x" * 200)
+    assert len(pipe.generate("x" * 190, max_new_tokens=99).token_ids) <= 10

@@ -28,7 +28,7 @@ from mmspec.drafters.registry import make_drafter
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.pipeline import Generation
-from mmspec.targets.packed_forward import MergedLayer, merge_layers
+from mmspec.targets.packing import MergedLayer, merge_layers
 from mmspec.training.data import TEXT, Conversation
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput
