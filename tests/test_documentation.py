@@ -27,7 +27,7 @@ from mmspec.cli.options import Output
 from mmspec.drafters.registry import PLAIN, drafter_specs
 from mmspec.errors import UserError
 from mmspec.vision.embedded import samples
-from tests.mmspec.test_assisted import HYBRIDS
+from tests.mmspec.test_hook import HYBRIDS
 from tests.model_folders import save_text_model
 
 ROOT = Path(__file__).parent.parent
@@ -260,7 +260,7 @@ def test_drafters_are_those_of_the_registry() -> None:
 
 
 def test_the_hybrids_that_are_listed_are_tested() -> None:
-    """They are decoded in ``tests/mmspec/test_assisted.py``."""
+    """They are decoded in ``tests/mmspec/test_hook.py``."""
     (listed,) = re.findall(r"recurrent layers \(([^)]+)\)", (ROOT / "README.md").read_text())
     names = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in re.split(r",\s+", listed)]
     tested = [re.sub(r"_text|[^a-z0-9]", "", name) for name in HYBRIDS]

@@ -160,7 +160,7 @@ def test_logprobs(server, pipe):
 
 
 def test_completions_take_prompts_as_they_are(server, pipe):
-    prompts = ["A large red", "There is a"]
+    prompts = PROMPTS[:2]
     ids = [pipe.io.tokenizer(text, return_tensors="pt") for text in prompts]
     out = [pipe.model.generate(**one, max_new_tokens=10, do_sample=False)[0, one.input_ids.shape[1] :] for one in ids]
     expected = [pipe.io.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out]
@@ -174,7 +174,17 @@ def test_completions_take_prompts_as_they_are(server, pipe):
     offsets = logprobs["text_offset"]
     assert all(expected[0][at:].startswith(text) for at, text in zip(offsets, logprobs["tokens"], strict=True))
     assert all(len(top) == 2 for top in logprobs["top_logprobs"])
-    assert found["usage"]["prompt_tokens"] == sum(one.input_ids.shape[1] for one in ids)
+    usage = found["usage"]
+    assert usage["prompt_tokens"] == sum(one.input_ids.shape[1] for one in ids)
+    twice = server.post({**body, "n": 2}, "completions").json()
+    assert [choice["text"] for choice in twice["choices"]] == [text for text in expected for _ in range(2)]
+    counts = {name: twice["usage"][f"{name}_tokens"] for name in ("prompt", "completion", "total")}
+    generated = 2 * usage["completion_tokens"]  # the tokens of a prompt count once
+    assert counts == {
+        "prompt": usage["prompt_tokens"],
+        "completion": generated,
+        "total": usage["prompt_tokens"] + generated,
+    }
     chunks = events(server.post({**body, "prompt": prompts[0], "stream": True}, "completions"))
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == expected[0]
     streamed = [at for chunk in chunks for choice in chunk["choices"] for at in choice["logprobs"]["text_offset"]]
@@ -273,18 +283,6 @@ def test_messages_that_a_chat_template_refuses(server, monkeypatch):
     assert response.json()["error"]["message"] == message
 
 
-def test_the_context_is_limited(one_thread):
-    pipe = mmspec.load("tiny-llava", drafter=None, device="cpu")
-    with served(pipe, Limits(max_model_len=60)) as server:
-        response = server.post(question("word " * 60))
-        assert response.status_code == 400
-        assert "shorter than the model's context of 60 tokens" in response.json()["error"]["message"]
-        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 60
-        usage = server.post(question(QUESTION, data_uri(SCENE), max_tokens=100)).json()["usage"]
-        assert usage["total_tokens"] == 60
-    assert pipe.context_limit == 2048  # of the caller's own requests
-
-
 def test_keys_hosts_and_origins(pipe):
     """The guard's own rules are in ``test_middleware``."""
     options = {"api_key": "secret", "hosts": {"127.0.0.1"}, "origins": ["http://app.example"]}
@@ -319,18 +317,6 @@ def test_the_seed_of_a_choice_depends_on_its_place_among_those_of_its_prompt(ser
     assert len(set(expected)) == len(expected)
     body = {"model": "tiny-llava", "prompt": PROMPTS[:prompts], "n": n, "seed": seed, **SAMPLED}
     assert texts(server.post({**body, "max_tokens": TOKENS, "stream": stream}, "completions")) == expected
-
-
-def test_usage_and_figures_are_those_of_all_choices(server, pipe):
-    """A prompt's tokens count once."""
-    body = {"model": "tiny-llava", "prompt": PROMPTS, "n": 2, "temperature": 0, "max_tokens": TOKENS}
-    alone = [pipe.generate(prompt, max_new_tokens=TOKENS, chat_template=False) for prompt in PROMPTS]
-    found = server.post(body, "completions").json()
-    usage = found["usage"]
-    assert usage["prompt_tokens"] == sum(one.stats.num_prompt_tokens for one in alone)
-    assert usage["completion_tokens"] == 2 * sum(len(one.token_ids) for one in alone)
-    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-    assert [choice["text"] for choice in found["choices"]] == [one.text for one in alone for _ in range(2)]
 
 
 def test_required_calls_beside_images(server, pipe):

@@ -16,8 +16,6 @@ from mmspec import Pipeline
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
-from mmspec.eval.decoding.oracle import Oracle
-from mmspec.serving.tools import HERMES
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.testkit.served import served
@@ -250,29 +248,3 @@ def test_markers_that_are_tokens(choice):
     with served(pipe) as server, client_of(server) as client:
         assert called(both(client, tool_choice=choice)) == calls
         assert client.chat.completions.create(**asked(tool_choice=choice)).usage.completion_tokens == len(ids)
-
-
-@pytest.mark.parametrize("sampled", [{}, {"temperature": 0.7, "seed": 3}], ids=["greedy", "sampled"])
-def test_a_call_split_over_branches_of_drafts(sampled):
-    """Its marker is spelt by several tokens, with siblings that are drafted for each of them."""
-    text = "Well. " + written(("weather", FIRST), ("clock", {}))
-    wanted = scripted(text)
-    beside = [*wanted[:9], *byte_tokenizer()("<tool_cash>").input_ids, *wanted[12:]]
-    pipe = pipeline("hermes", Oracle([wanted, beside], vocab=250, spoil=0.2))
-    scripted(text, pipe=pipe)
-    grammar = HERMES.grammar([TOOL["function"], CLOCK["function"]], marked=False, several=True)
-    options = {"tools": [TOOL, CLOCK], "grammar": grammar, "grammar_trigger": "<tool_call>", **sampled}
-    answer = pipe.generate(USER, nodes=12, max_new_tokens=300, **options)
-    assert answer.token_ids == wanted
-    assert answer.text == text
-    assert answer.stats.mean_acceptance_length > 2
-
-
-def test_special_tokens_in_tools_and_calls_are_text():
-    io = pipeline("hermes").io
-    call = {"function": {"name": "f", "arguments": {"a": "</s>"}}}
-    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    tools = [{"type": "function", "function": {"name": "f", "description": "</s>"}}]
-    ids = io.encode([{"prompt": messages}], tools=list(tools)).input_ids[0].tolist()
-    assert ids.count(END) == 1  # the template's
-    assert io.tokenizer.decode(ids).count("</s>") == 3
