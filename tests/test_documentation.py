@@ -152,7 +152,7 @@ def test_blocks_have_a_language_and_their_commands_exist(page: str) -> None:
     assert list(filter(None, wrong)) == []
 
 
-CLIENTS = "docs/serving.md"  # its blocks are run by tests/mmspec/serving/test_documented_clients.py
+CLIENTS = "docs/serving.md"  # its blocks are run by tests/mmspec/serving/test_compatibility.py
 # Stand-in for what cannot be downloaded: a model of the same class under the hub's name in the working folder.
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FILES = {"a.png": "scene.png", "b.png": "scene.png", "scene.png": "scene.png", "clip.mp4": "clip.mp4"}

@@ -168,10 +168,8 @@ def test_chat_messages():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"prompt": ""}, "^the prompt must not be empty$"),
         ({"prompt": []}, "^the prompt must not be empty$"),
         ({"prompt": [{"role": "user", "content": "hi"}]}, "chat messages need a chat template: the tokenizer has none"),
-        ({"images": ["a.png"]}, "the model reads text only: images or videos were given"),
         ({"frames": 3}, "unknown option for this model: got frames$"),
         ({"stop_strings": ["a"]}, "unknown option for this model: got stop_strings; write stop instead$"),
         ({"streamer": None}, "unknown option for this model: got streamer; write Pipeline.stream instead$"),
@@ -236,9 +234,7 @@ DTYPE = "dtype must be auto, float32, .*, int4: got "
         ({"model": "{folder}", "dtype": 5}, DTYPE + "5"),
         ({"model": "{folder}", "dtype": "int3"}, DTYPE + "'int3'"),
         ({"model": "{folder}", "device": 5.5}, r"one that torch can use here \(cpu.*\): got 5.5$"),
-        ({"model": "/no/such/folder"}, "cannot load model '/no/such/folder': expected an embedded model .*folder"),
         ({"model": "{folder}"}, "cannot load model .*: expected"),
-        ({"model": "{folder}", "device": "abacus"}, r"one that torch can use here \(cpu.*\): got 'abacus'$"),
         ({"model": "./smolm2"}, r"smollm2, tiny-hybrid, tiny-llava; did you mean smollm2\?\), a local folder"),
     ],
 )
@@ -306,9 +302,9 @@ LONG = SamplingParams(max_new_tokens=20)
 WRONG = {
     "key": ({"prompt": "a", "image": 1}, "a request's keys are"),
     "prompt": ({"prompt": [5.5]}, "must be an object: got 5.5"),
-    "media": ({"prompt": "a", "images": ["a.png"]}, "reads text only"),
+    "media": ({"prompt": "a", "images": ["a.png"]}, "the model reads text only: images or videos were given"),
     "length": ({"prompt": "a" * 500}, "must be shorter than the model's context"),
-    "empty": ({"prompt": ""}, "must not be empty"),
+    "empty": ({"prompt": ""}, "the prompt must not be empty"),
     "grammar": ({"prompt": "a", "params": SamplingParams(regex="[^\\x00-\\x{10FFFF}]")}, "allows no token"),
 }
 
