@@ -520,35 +520,24 @@ def test_the_users_model_stays_as_it_was():
         assert model.config._attn_implementation == "sdpa"
 
 
-def embedded(model, batch):
-    """Embeddings that belong to no tokens, the ids near them, and their mask."""
-    inputs = text_inputs(batch, 9)
-    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
-    noise = torch.randn(embeds.shape, generator=torch.Generator().manual_seed(3))
-    return embeds + 0.3 * noise, inputs["input_ids"], {"attention_mask": inputs["attention_mask"]}
-
-
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mamba2"])
 def test_prompts_of_embeddings(name):
-    """With token ids as well, processors see the token ids."""
-    model = shared_model(name)
-    embeds, ids, mask = embedded(model, 3)
-    for given in ({"inputs_embeds": embeds}, {"inputs_embeds": embeds, "input_ids": ids}):
-        options = {**GREEDY, "repetition_penalty": 1.5, **given, **mask, "nodes": 8}
-        reference = model.generate(**{name: value for name, value in options.items() if name != "nodes"})
+    """Of embeddings that belong to no tokens. With token ids as well, processors see the token ids; drafters get
+    placeholders in place of the prompt's tokens."""
+    model, inputs = shared_model(name), text_inputs(3, 9)
+    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    embeds = embeds + 0.3 * torch.randn(embeds.shape, generator=torch.Generator().manual_seed(3))
+    mask = {"attention_mask": inputs["attention_mask"]}
+    for given in ({"inputs_embeds": embeds}, {**inputs, "inputs_embeds": embeds}):
+        options = {**GREEDY, "repetition_penalty": 1.5, **given, **mask}
+        reference = model.generate(**options)
         oracle = Oracle(reference[:, 9 if "input_ids" in given else 0 :].tolist(), vocab=90)
-        both_equal(model, reference, drafter=oracle, **options)
-
-
-@pytest.mark.parametrize("drafter", ["recycle", "small", "eagle", "medusa"])
-def test_drafters_of_a_prompt_of_embeddings(drafter):
-    """They get placeholders in place of the prompt's tokens."""
-    model = shared_model("llama")
-    embeds, _, mask = embedded(model, 3)
-    options = {"max_new_tokens": 8, "do_sample": False, "inputs_embeds": embeds, **mask}
-    found = mmspec.generate(model, drafter=tiny_drafter(drafter, model), nodes=6, **options)
-    assert torch.equal(found, model.generate(**options))
+        both_equal(model, reference, drafter=oracle, nodes=8, **options)
+    options = {**GREEDY, "max_new_tokens": 8, "inputs_embeds": embeds, **mask}
+    for drafter in ("recycle", "small", "eagle", "medusa") if name == "llama" else ():
+        found = mmspec.generate(model, drafter=tiny_drafter(drafter, model), nodes=6, **options)
+        assert torch.equal(found, model.generate(**options)), drafter
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Position ids are not supported for parameter efficient")
