@@ -69,7 +69,7 @@ share: $(VENV)/.tested
 oldest: $(VENV)/.tested
 	if $(PIP) install --quiet --upgrade --no-deps --target $(VENV)/oldest transformers==$(OLDEST); then \
 		PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(PYTEST) --dist worksteal \
-			tests/mmspec/test_hook.py tests/mmspec/test_assisted.py tests/mmspec/targets tests/vision/test_gguf.py; \
+			tests/mmspec/test_hook.py tests/mmspec/targets tests/vision/test_gguf.py; \
 	else echo "note: cannot install transformers $(OLDEST): not tested" >&2; fi
 
 slow: $(VENV)/.tested

@@ -240,18 +240,17 @@ DEFAULT_MODEL = f"{CAPTIONERS[0]} where its packages are installed, else {CAPTIO
 
 def embedded() -> list[str]:
     """Names of the registered models, without ``PackagedModel`` and without models that lack a package."""
-
-    def complete(model: Any) -> bool:
-        return not isinstance(model, PackagedModel) and all(map(find_spec, getattr(model, "packages", ())))
-
-    return [entry.name for entry in registered("models") if complete(entry.load())]
+    return [
+        name
+        for name, model in loaded("models").items()
+        if not isinstance(model, PackagedModel) and all(map(find_spec, getattr(model, "packages", ())))
+    ]
 
 
 def installed() -> list[str]:
     """Names of all registered models that can be loaded without a download: first embedded, then packaged models."""
-    packaged = {entry.name: entry.load() for entry in registered("models")}
-    own = embedded()
-    return [*own, *(name for name, model in packaged.items() if name not in own and getattr(model, "installed", False))]
+    packaged = (name for name, model in loaded("models").items() if getattr(model, "installed", False))
+    return list(dict.fromkeys([*embedded(), *packaged]))
 
 
 def reads_text_only(model: str) -> bool:
@@ -274,7 +273,7 @@ def default_drafter(home: Path) -> str:
 
 
 def _packaged_as(home: Path) -> list[PackagedModel]:
-    models = [entry.load() for entry in registered("models")]
+    models = loaded("models").values()
     return [model for model in models if isinstance(model, PackagedModel) and home.name in (model.package, model.name)]
 
 
@@ -291,6 +290,11 @@ def registered(group: str) -> tuple[EntryPoint, ...]:
 def names(group: str) -> list[str]:
     """Names of a group's plug-ins, sorted."""
     return [entry.name for entry in registered(group)]
+
+
+def loaded(group: str) -> dict[str, Any]:
+    """The objects of a group by name."""
+    return {entry.name: entry.load() for entry in registered(group)}
 
 
 def find(group: str, name: str) -> Any:
@@ -321,8 +325,7 @@ def limits(model: str) -> str | None:
 
 def sees_photographs(model: str) -> bool:
     """Whether a model was trained on photographs; True for models that are not embedded."""
-    found = find("models", model) if model in names("models") else None
-    return found.photographs if isinstance(found, EmbeddedModel) else True
+    return getattr(find("models", model), "photographs", True) if model in names("models") else True
 
 
 def default_model() -> str:
@@ -344,11 +347,10 @@ def target_class(config: Any) -> Any:
 
 def layer_class(config: Any) -> Any | None:
     """The plug-in for layers other than attention of models of this text configuration, or None."""
-    classes = (entry.load() for entry in registered("layers"))
-    return next((plugin for plugin in classes if plugin.supports(config)), None)
+    return next((plugin for plugin in loaded("layers").values() if plugin.supports(config)), None)
 
 
 def tree_form(processor: Any) -> Any | None:
     """A plug-in's tree version of a logits processor, or None."""
-    forms = (entry.load()(processor) for entry in registered("processors"))
+    forms = (make(processor) for make in loaded("processors").values())
     return next((form for form in forms if form is not None), None)

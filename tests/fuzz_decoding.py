@@ -28,14 +28,23 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 import mmspec
 from mmspec import plugins
+from mmspec.checking.oracle import Oracle
 from mmspec.drafters.registry import make_drafter as make
 from mmspec.drafters.union import per_sequence
 from mmspec.errors import UserError
 from mmspec.vision.embedded import samples
-from tests.tiny import cases
-from tests.tiny.cases import DRAFTERS, DRAFTERS_WITH_WEIGHTS, MODELS, SETTINGS, Case, build_model, case_inputs
-from tests.tiny.configs import VISION_CONFIGS
+from tests.tiny import shared_model
+from tests.tiny.configs import HYBRID_CONFIGS, TEXT_CONFIGS, VISION_CONFIGS
+from tests.tiny.drafters import NETWORKS, tiny_drafter, tiny_drafters
+from tests.tiny.models import generate, text_inputs, vision_inputs
 
+MODELS = (*TEXT_CONFIGS, *HYBRID_CONFIGS, *VISION_CONFIGS)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True},
+    "sampled-filtered": {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.4},
+}
+DRAFTERS = ("oracle", *(name for name in tiny_drafters() if name not in NETWORKS))
 NEW = 16
 LOOPS = "single layers need a decoder that runs each once"
 PADDING = "attention_mask must have padding before tokens only"
@@ -71,9 +80,6 @@ class Sums(StoppingCriteria):
         return (input_ids[:, -1] + input_ids[:, -2]) % 7 == 0
 
 
-_model = cache(build_model)
-
-
 def check_case(seed: int, number: int) -> None:
     """Draw and decode case ``number`` of a seed. Raises ``AssertionError`` where tokens differ."""
     rng = random.Random(f"{seed} {number}")
@@ -82,12 +88,12 @@ def check_case(seed: int, number: int) -> None:
 
 def check_call(rng: random.Random) -> None:
     name = rng.choice(MODELS)
-    model = _model(name)  # building it takes random numbers
+    model = shared_model(name)  # building it takes random numbers
     vision = name in VISION_CONFIGS
-    weights = DRAFTERS_WITH_WEIGHTS if vision or name in ("llama", "bamba") else ()
+    weights = NETWORKS if vision or name in ("llama", "bamba") else ()
     images, batch = (rng.choice((0, 1, 2)), rng.randint(1, 3)) if vision else (0, rng.randint(1, 4))
-    length, setting = 8 if vision else rng.choice((5, 9, 14, 23)), rng.choice(("greedy", "sampled", "sampled-filtered"))
-    case = Case(name, batch, images, length, rng.randrange(1000), setting, rng.choice((*DRAFTERS, *weights)))
+    length, setting = 8 if vision else rng.choice((5, 9, 14, 23)), rng.choice(list(SETTINGS))
+    seed, kind = rng.randrange(1000), rng.choice((*DRAFTERS, *weights))
     some: dict[str, Any] = {
         "repetition_penalty": rng.choice((0.8, 1.3)),
         "no_repeat_ngram_size": rng.choice((1, 2, 3)),
@@ -103,25 +109,28 @@ def check_call(rng: random.Random) -> None:
     options["eos_token_id"] = rng.choice((None, 2, rng.sample(range(3, 90), 6)))
     if options["eos_token_id"] is None:
         options.pop("min_new_tokens", None)
-    inputs, nodes = case_inputs(case), rng.choice((0, 1, 3, 6, 12))
+    inputs = vision_inputs(name, batch, images, seed) if vision else text_inputs(batch, length, seed)
+    nodes = rng.choice((0, 1, 3, 6, 12))
     masked = not vision and batch < 4 and rng.random() < 0.2
     if masked:
         start = rng.randrange(batch, length)
         inputs["attention_mask"][-1, start : rng.randint(start + 1, length)] = 0
 
     def ours(drafter: Any) -> Any:
-        torch.manual_seed(case.seed)
+        torch.manual_seed(seed)
         return mmspec.generate(model, drafter=drafter, nodes=nodes, **inputs, **options)
 
     try:
-        expected = ours(None) if options["do_sample"] else cases.generate(model, batch, **inputs, **options)
-        received = ours(cases.make_drafter(model, case, expected[:, inputs["input_ids"].shape[1] :].tolist()))
+        expected = ours(None) if options["do_sample"] else generate(model, batch, **inputs, **options)
+        said = expected[:, inputs["input_ids"].shape[1] :].tolist()
+        received = ours(Oracle(said, vocab=90, seed=seed) if kind == "oracle" else tiny_drafter(kind, model))
     except UserError as error:
         if str(error).startswith(LOOPS) or (masked and str(error).startswith(PADDING)):
             return
         raise
+    asked = f"{name}, {batch=}, {images=}, {length=}, {seed=}, {kind}, {nodes=}, {options}"
     same = torch.equal(received, expected)
-    assert same, f"{case}, {nodes=}, {options}: plain {expected.tolist()}; speculative {received.tolist()}"
+    assert same, f"{asked}: plain {expected.tolist()}; speculative {received.tolist()}"
 
 
 @cache

@@ -41,20 +41,9 @@ PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 PROCESSES += ("mmspec.vision.decoding", "mmspec.sampling.syntax")  # of a server: they end with it, or with this process
 """Parts of the command lines of processes that may stay: those of multiprocessing stay as long as this process."""
 
-ENVIRONMENT = (
-    "PYTEST_CURRENT_TEST",
-    "TRANSFORMERS_VERBOSITY",
-    "HF_HUB_VERBOSITY",
-    "TOKENIZERS_PARALLELISM",
-)  # of mmspec
-ENVIRONMENT += (
-    "HF_HUB_DISABLE_TELEMETRY",
-    "RAY_",
-    "PYTHONBREAKPOINT",
-    "KMP_",
-    "TORCHINDUCTOR_",
-    "PATH",
-)  # of libraries
+# Of mmspec, then of libraries.
+ENVIRONMENT = ("PYTEST_CURRENT_TEST", "TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "TOKENIZERS_PARALLELISM")
+ENVIRONMENT += ("HF_HUB_DISABLE_TELEMETRY", "RAY_", "PYTHONBREAKPOINT", "KMP_", "TORCHINDUCTOR_", "PATH")
 """Starts of the names of variables that may change."""
 
 
@@ -63,7 +52,7 @@ def settings() -> dict[str, Any]:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT)}
+    attention, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
     return {
         "stack size of threads": threading.stack_size(),
         "recursion limit": sys.getrecursionlimit(),
@@ -75,13 +64,9 @@ def settings() -> dict[str, Any]:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "working directory": os.getcwd(),
         "signal handlers": {one.name: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)},
-        "environment": variables,
-        "attention functions": {
-            name: one for name, one in AttentionInterface._global_mapping.items() if name not in OWN
-        },
-        "mask functions": {
-            name: one for name, one in AttentionMaskInterface._global_mapping.items() if name not in OWN
-        },
+        "environment": {name: one for name, one in os.environ.items() if not name.startswith(ENVIRONMENT)},
+        "attention functions": {name: one for name, one in attention.items() if name not in OWN},
+        "mask functions": {name: one for name, one in masks.items() if name not in OWN},
     }
 
 

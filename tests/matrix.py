@@ -34,10 +34,9 @@ from tests.decoding import SteppedEngine
 from tests.device import Replayed, as_launches, on_a_gpu, record_captures, waiting
 from tests.targets import prompt_of
 from tests.tiny import shared_model
-from tests.tiny.cases import generate
 from tests.tiny.configs import HYBRID_CONFIGS, TEXT_CONFIGS, VISION_CONFIGS
 from tests.tiny.drafters import drafter_class, tiny_drafter, tiny_drafters
-from tests.tiny.models import text_inputs, vision_inputs
+from tests.tiny.models import generate, text_inputs, vision_inputs
 
 MAIN = ("llama", "llava", "bamba")
 """A dense, a vision-language and a hybrid target, on which every drafter runs."""

@@ -27,7 +27,7 @@ from mmspec.cli.options import Output
 from mmspec.drafters.registry import PLAIN, drafter_specs
 from mmspec.errors import UserError
 from mmspec.vision.embedded import samples
-from tests.mmspec.test_assisted import HYBRIDS
+from tests.mmspec.test_hook import HYBRIDS
 from tests.model_folders import save_text_model
 
 ROOT = Path(__file__).parent.parent
@@ -152,7 +152,7 @@ def test_blocks_have_a_language_and_their_commands_exist(page: str) -> None:
     assert list(filter(None, wrong)) == []
 
 
-CLIENTS = "docs/serving.md"  # its blocks are run by tests/mmspec/serving/test_documented_clients.py
+CLIENTS = "docs/serving.md"  # its blocks are run by tests/mmspec/serving/test_compatibility.py
 # Stand-in for what cannot be downloaded: a model of the same class under the hub's name in the working folder.
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FILES = {"a.png": "scene.png", "b.png": "scene.png", "scene.png": "scene.png", "clip.mp4": "clip.mp4"}
@@ -260,7 +260,7 @@ def test_drafters_are_those_of_the_registry() -> None:
 
 
 def test_the_hybrids_that_are_listed_are_tested() -> None:
-    """They are decoded in ``tests/mmspec/test_assisted.py``."""
+    """They are decoded in ``tests/mmspec/test_hook.py``."""
     (listed,) = re.findall(r"recurrent layers \(([^)]+)\)", (ROOT / "README.md").read_text())
     names = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in re.split(r",\s+", listed)]
     tested = [re.sub(r"_text|[^a-z0-9]", "", name) for name in HYBRIDS]

@@ -7,6 +7,7 @@ import asyncio
 import hmac
 import json
 import logging
+import re
 from collections.abc import Collection
 from contextlib import suppress
 from time import perf_counter as clock
@@ -36,6 +37,7 @@ LOG = "mmspec.log"
 """Key of a request's ``Watched`` in its scope."""
 
 _log = logging.getLogger("mmspec.serving")
+_PORT = re.compile(r":\d*$")  # of a Host header
 
 
 class Unready:
@@ -205,7 +207,7 @@ class AccessGuard:
 
     def _error(self, path: str, headers: Headers) -> APIError | None:
         host = headers.get("host", "")
-        if self._hosts is not None and _name(host) not in self._hosts:
+        if self._hosts is not None and _PORT.sub("", host).lower() not in self._hosts:
             return APIError(403, f"the host must be one of {', '.join(sorted(self._hosts))}: got {host!r}")
         origin = headers.get("origin")
         if origin is not None and origin not in self._origins and urlsplit(origin).netloc != host:
@@ -217,10 +219,3 @@ class AccessGuard:
                 message = "a valid API key is needed: expected Authorization: Bearer KEY"
                 return APIError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return None
-
-
-def _name(host: str) -> str:
-    """Strip the port from a Host header."""
-    if host.startswith("["):
-        return host.partition("]")[0] + "]"
-    return host.partition(":")[0].lower()

@@ -169,12 +169,8 @@ _ToolChoice = Annotated[Any, choice_of('{"type": "function", "name": NAME}', "ty
 
 
 class _ReasoningConfig(Fields):
-    ignored: ClassVar = (
-        "context",
-        "generate_summary",
-        "mode",
-        "summary",
-    )  # the reasoning itself is sent, not a summary
+    # The reasoning itself is sent, not a summary.
+    ignored: ClassVar = ("context", "generate_summary", "mode", "summary")
     effort: str | None = None
 
 
@@ -284,7 +280,7 @@ class ResponsesFormat(ChatFormat):
         self._store = store
         self._about = dict(about)
         self._output: list[dict[str, Any]] = []
-        self._growing: dict[str, Any] | None = None  # the last item while it is incomplete
+        self._growing: Any = None  # the last item while it is incomplete
         self._number = 0  # sequence number of the next event
 
     def event(self, chunk: Event) -> bytes:
@@ -358,12 +354,12 @@ class ResponsesFormat(ChatFormat):
     def _write(self, kind: str, text: str, **lists: list[Any]) -> Iterator[Event]:
         """Events that append text to a reasoning item or a message, and entries to its ``lists``."""
         prefix, fields, part = _WRITTEN[kind]
-        if self._growing is None or self._growing["type"] != kind:
+        if not self._growing or self._growing["type"] != kind:
             yield from self._open(prefix, {"type": kind, **deepcopy(fields), "content": []})
             part = deepcopy(part)
             yield self._item_event("response.content_part.added", content_index=0, part=deepcopy(part))
-            self._item["content"].append(part)
-        (part,) = self._item["content"]
+            self._growing["content"].append(part)
+        (part,) = self._growing["content"]
         part["text"] += text
         for name, more in lists.items():
             part[name] += more
@@ -376,13 +372,8 @@ class ResponsesFormat(ChatFormat):
             names = {"call_id": call["id"], "name": function["name"]}
             yield from self._open("fc", {"type": "function_call", **names, "arguments": ""})
         if arguments := function["arguments"]:
-            self._item["arguments"] += arguments
+            self._growing["arguments"] += arguments
             yield self._item_event("response.function_call_arguments.delta", delta=arguments)
-
-    @property
-    def _item(self) -> dict[str, Any]:
-        assert self._growing is not None
-        return self._growing
 
     def _open(self, prefix: str, fields: dict[str, Any]) -> Iterator[Event]:
         yield from self._close("completed")
@@ -392,9 +383,9 @@ class ResponsesFormat(ChatFormat):
         yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=first)
 
     def _close(self, status: str) -> Iterator[Event]:
-        if self._growing is None:
+        if (item := self._growing) is None:
             return
-        item, self._growing["status"] = self._growing, status
+        item["status"] = status
         if "content" in item:
             (part,) = item["content"]
             done = {name: part[name] for name in ("text", "logprobs") if name in part}
@@ -407,7 +398,7 @@ class ResponsesFormat(ChatFormat):
         self._growing = None
 
     def _item_event(self, kind: str, **fields: Any) -> Event:
-        return self._event(kind, item_id=self._item["id"], output_index=len(self._output) - 1, **fields)
+        return self._event(kind, item_id=self._growing["id"], output_index=len(self._output) - 1, **fields)
 
     def _event(self, kind: str, **fields: Any) -> Event:
         self._number += 1
@@ -455,10 +446,8 @@ class StoredResponses:
         """
         if name is None:
             return ()
-        if (kept := self._find(name)) is not None:
-            return kept.items
         message = f"previous_response_id must be that of a response which the server keeps: got {name[:80]!r}"
-        raise APIError(400, message, "previous_response_id", "previous_response_not_found")
+        return self._find(name, APIError(400, message, "previous_response_id", "previous_response_not_found")).items
 
     def get(self, name: str) -> dict[str, Any]:
         """Return a stored response.
@@ -466,9 +455,8 @@ class StoredResponses:
         Raises:
             APIError: status 404, the response is not stored.
         """
-        if (kept := self._find(name)) is not None:
-            return kept.response
-        raise APIError(404, f"no response of this id is kept: got {name[:80]!r}", "response_id")
+        error = APIError(404, f"no response of this id is kept: got {name[:80]!r}", "response_id")
+        return self._find(name, error).response
 
     def delete(self, name: str) -> dict[str, Any]:
         """Delete a response; returns OpenAI's deletion object.
@@ -481,10 +469,12 @@ class StoredResponses:
             self._kept.pop(name, None)
         return {"id": name, "object": "response", "deleted": True}
 
-    def _find(self, name: str) -> _Stored | None:
+    def _find(self, name: str, missing: APIError) -> _Stored:
         with self._lock:
             self._trim()
-            return self._kept.get(name)
+            if name not in self._kept:
+                raise missing
+            return self._kept[name]
 
     def _trim(self) -> None:
         oldest = time.monotonic() - self._seconds

@@ -340,20 +340,12 @@ def damaged(folder, how):
     return [name, *["NaN"] * (kind == "nan")]
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        *("empty", "config", "cut", "pickle other", "pickle cut", "pickle empty", "lacking up_proj"),
-        *(
-            "misshapen up_proj",
-            "nan lm_head",
-            "nan embed_tokens",
-            "nan up_proj",
-            "nan model.norm",
-            "nan layers.0.input",
-        ),
-    ],
-)
+DAMAGES = ["empty", "config", "cut", *(f"pickle {how}" for how in ("other", "cut", "empty"))]
+DAMAGES += ["lacking up_proj", "misshapen up_proj"]
+DAMAGES += [f"nan {part}" for part in ("lm_head", "embed_tokens", "up_proj", "model.norm", "layers.0.input")]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_damaged_models(run, model, tmp_path, how, dtype):
     """Numbers that are not finite are found as the model is loaded, in every form of its weights."""

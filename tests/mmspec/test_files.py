@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
@@ -221,30 +222,19 @@ def test_a_full_disk_is_told_and_leaves_the_file_before(tmp_path: Path, monkeypa
 def test_an_append_that_was_cut_short_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     append_text(log, "first\n")
-    plain = Path.open
 
-    class Full:
+    class Full(io.FileIO):
         """A file on a disk with room for three more bytes."""
 
-        def __init__(self, file: IO[Any]) -> None:
-            self.file, self.room = file, 3
+        room = 3
 
-        def write(self, data: bytes) -> int:
+        def write(self, data: Any) -> int:
             if not self.room:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self.room -= (written := self.file.write(data[: self.room]))
+            self.room -= (written := super().write(data[: self.room]))
             return written
 
-        def __enter__(self) -> Full:
-            return self
-
-        def __exit__(self, *about: object) -> None:
-            self.file.close()
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.file, name)
-
-    monkeypatch.setattr(Path, "open", lambda *args, **options: Full(plain(*args, **options)))
+    monkeypatch.setattr(Path, "open", lambda path, mode, buffering=0: Full(path, mode))
     with pytest.raises(UserError, match="No space left"):
         append_text(log, "second\n")
     assert log.read_bytes() == b"first\n"

@@ -19,20 +19,8 @@ from mmspec.vision.images import load_image
 from mmspec.vision.video import load_video
 from tests.model_folders import save_gguf, save_text_model
 
-SIGNS = [
-    "a b",
-    "a+b@chain",
-    "k=v",
-    "x@0.5",
-    "a,b",
-    "c:d",
-    "~t",
-    "#h",
-    "-d",
-    "%20",
-    "größe 模",
-    os.fsdecode(b"\xff\xfe"),
-]
+SIGNS = ["a b", "a+b@chain", "k=v", "x@0.5", "a,b", "c:d", "~t", "#h", "-d", "%20", "größe 模"]
+SIGNS += [os.fsdecode(b"\xff\xfe")]
 SHADOWING = ["ngram", "recycle", "none", "auto", "recycle+ngram", "ngram@chain", "tiny-llava", "float32", "cpu"]
 
 

@@ -3,12 +3,12 @@
 import threading
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessor, OPTConfig, OPTForCausalLM
 
 import mmspec
-from mmspec import Generation, Piece, Pipeline, UserError
+from mmspec import Generation, Piece, Pipeline, SamplingParams, UserError
 from mmspec.checking.oracle import Oracle
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
@@ -37,23 +37,6 @@ def scripted(text=TEXT, prompt=PROMPT):
 
 def oracle(text=TEXT, seed=0):
     return Oracle([[*ids_of(text), 2]], vocab=90, seed=seed)
-
-
-def learned_positions():
-    """A model whose table of positions ends at the context limit: a position beyond it is an error."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 32, "num_attention_heads": 2, "init_std": 0.3}
-    config = OPTConfig(
-        **sizes, vocab_size=259, num_hidden_layers=1, max_position_embeddings=128, eos_token_id=2, pad_token_id=0
-    )
-    return OPTForCausalLM(config).eval()
-
-
-class NoEnd(LogitsProcessor):
-    """No answer ends before its room does."""
-
-    def __call__(self, input_ids, scores):
-        return scores.index_fill(1, torch.tensor([2]), -1e4)
 
 
 DRAFTERS = {"none": lambda: None, "ngram": Ngram, "recycle": Recycle, "oracle": oracle}
@@ -125,16 +108,6 @@ def test_what_a_limit_cuts_off_is_shown_at_the_end():
     assert "".join(piece.text for piece in pieces) == "Größe: 3 \N{REPLACEMENT CHARACTER}"
 
 
-def test_a_seed_gives_the_same_tokens_whatever_is_drafted():
-    prompts = [{"prompt": p} for p in ("a", "The second one", "Three")]
-    options = dict(max_new_tokens=30, temperature=0.9, top_p=0.95, repetition_penalty=1.1)
-    plain, other = ([row.token_ids for row in pipeline().generate_batch(prompts, **options, seed=n)] for n in (11, 12))
-    assert all(one != another for one, another in zip(plain, other, strict=True))
-    for drafter, nodes in ((Ngram(), 4), (Recycle(), 30)):
-        rows = pipeline(drafter).generate_batch(prompts, nodes=nodes, **options, seed=11)
-        assert [row.token_ids for row in rows] == plain
-
-
 def test_the_policy_learns_from_all_requests_but_those_with_a_fixed_number_of_drafts(monkeypatch):
     seen, observe = [], AdaptivePolicy.observe
     monkeypatch.setattr(AdaptivePolicy, "observe", lambda policy, *step: seen.append(policy) or observe(policy, *step))
@@ -161,19 +134,6 @@ def test_the_context_is_filled_and_not_overrun():
         message = f"^the prompt must be shorter than the model's context of {length} tokens: got {length}$"
         with pytest.raises(UserError, match=message):
             pipe.generate("x" * length, **options)
-
-
-@pytest.mark.parametrize("drafted", [False, True])
-def test_a_long_prompt_leaves_its_neighbours_their_room(drafted):
-    target, processor = TransformersTarget(learned_positions()), Processor(byte_tokenizer())
-    prompts = ["abc", "y" * 97, "one, two"]
-    keywords = {"max_new_tokens": 61, "nodes": 8, "logits_processor": [NoEnd()]}
-    alone = [Pipeline(target, processor).generate(prompt, **keywords).token_ids for prompt in prompts]
-    assert [len(tokens) for tokens in alone] == [61, 31, 61]
-    pipe = Pipeline(target, processor, Oracle(alone, vocab=90) if drafted else None)
-    together = pipe.generate_batch([{"prompt": prompt} for prompt in prompts], **keywords)
-    assert [row.token_ids for row in together] == alone
-    assert [row.finish_reason for row in together] == ["length"] * 3
 
 
 def test_a_checkpoint_folder(tmp_path):
@@ -208,13 +168,9 @@ def test_chat_messages():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"prompt": ""}, "^the prompt must not be empty$"),
         ({"prompt": []}, "^the prompt must not be empty$"),
         ({"prompt": [{"role": "user", "content": "hi"}]}, "chat messages need a chat template: the tokenizer has none"),
-        ({"nodes": -1}, "num_draft_tokens must be >= 0: got -1"),
-        ({"images": ["a.png"]}, "the model reads text only: images or videos were given"),
         ({"frames": 3}, "unknown option for this model: got frames$"),
-        ({"tempreature": 3}, "unknown option for this model: got tempreature; did you mean temperature"),
         ({"stop_strings": ["a"]}, "unknown option for this model: got stop_strings; write stop instead$"),
         ({"streamer": None}, "unknown option for this model: got streamer; write Pipeline.stream instead$"),
     ],
@@ -278,9 +234,7 @@ DTYPE = "dtype must be auto, float32, .*, int4: got "
         ({"model": "{folder}", "dtype": 5}, DTYPE + "5"),
         ({"model": "{folder}", "dtype": "int3"}, DTYPE + "'int3'"),
         ({"model": "{folder}", "device": 5.5}, r"one that torch can use here \(cpu.*\): got 5.5$"),
-        ({"model": "/no/such/folder"}, "cannot load model '/no/such/folder': expected an embedded model .*folder"),
         ({"model": "{folder}"}, "cannot load model .*: expected"),
-        ({"model": "{folder}", "device": "abacus"}, r"one that torch can use here \(cpu.*\): got 'abacus'$"),
         ({"model": "./smolm2"}, r"smollm2, tiny-hybrid, tiny-llava; did you mean smollm2\?\), a local folder"),
     ],
 )
@@ -339,3 +293,68 @@ def test_a_second_pipeline_shares_the_engine_of_a_target():
         assert (last.stats.num_draft_tokens > 0) == drafts
     del second, third, streams, pieces, found, last
     assert first.generate("abababab", **options).token_ids == expected
+
+
+# ---------------------------------------------------------------------- mistakes of single requests of a batch
+
+
+LONG = SamplingParams(max_new_tokens=20)
+WRONG = {
+    "key": ({"prompt": "a", "image": 1}, "a request's keys are"),
+    "prompt": ({"prompt": [5.5]}, "must be an object: got 5.5"),
+    "media": ({"prompt": "a", "images": ["a.png"]}, "the model reads text only: images or videos were given"),
+    "length": ({"prompt": "a" * 500}, "must be shorter than the model's context"),
+    "empty": ({"prompt": ""}, "the prompt must not be empty"),
+    "grammar": ({"prompt": "a", "params": SamplingParams(regex="[^\\x00-\\x{10FFFF}]")}, "allows no token"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_of_a_request_leave_the_others_of_its_batch_alone(name):
+    pytest.importorskip("llguidance")
+    wrong, message = WRONG[name]
+    good = [{"prompt": "Say: "}, {"prompt": "What?", "params": LONG}]
+    pipe = pipeline(Ngram())
+    alone = [pipe.generate_batch([one], max_new_tokens=12, nodes=6)[0].token_ids for one in good]
+    first, failed, last = pipe.generate_batch([good[0], wrong, good[1]], max_new_tokens=12, nodes=6, on_error="return")
+    assert isinstance(failed, UserError)
+    assert message in str(failed)
+    assert [first.token_ids, last.token_ids] == alone
+    with pytest.raises(UserError, match=message):
+        pipe.generate_batch([good[0], wrong, good[1]], max_new_tokens=12, nodes=6)
+    assert pipe.generate("Say: ", max_new_tokens=12, nodes=6).token_ids == alone[0]  # no request is left over
+    assert pipe.generate_batch([]) == []
+
+
+def test_an_error_while_decoding_is_the_requests_own():
+    class Fails:
+        def __call__(self, input_ids, scores):
+            if input_ids.shape[1] > len("Say: ") + 3:
+                raise UserError("no more")
+            return scores
+
+    keywords = {"logits_processor": [Fails()], "max_new_tokens": 9, "nodes": 4, "on_error": "return"}
+    ended, failed = pipeline(Ngram()).generate_batch(
+        [{"prompt": "S", "params": SamplingParams(max_new_tokens=3)}, {"prompt": "Say: "}], **keywords
+    )
+    assert isinstance(ended, Generation)
+    assert str(failed) == "no more"
+
+
+def test_a_broken_image_in_a_batch(tmp_path):
+    (broken := tmp_path / "broken.png").write_bytes(b"no image")
+    pipe = mmspec.load("tiny-llava", None, device="cpu")
+    image = np.full((32, 32, 3), 200, dtype=np.uint8)
+    requests = [{"prompt": "Describe the image.", "images": one} for one in (image, str(broken), image)]
+    alone = pipe.generate(**requests[0], max_new_tokens=8)
+    first, failed, last = pipe.generate_batch(requests, max_new_tokens=8, on_error="return")
+    assert isinstance(failed, UserError)
+    assert str(broken) in str(failed)
+    assert [getattr(one, "token_ids", None) for one in (first, last)] == [alone.token_ids] * 2
+
+
+def test_keywords_of_a_batch_are_checked():
+    with pytest.raises(UserError, match=r"^temperature must be"):
+        pipeline(Ngram()).generate_batch([{"prompt": "a"}], temperature=-1, on_error="return")
+    with pytest.raises(UserError, match=r"^on_error must be 'raise' or 'return': got 'skip'$"):
+        pipeline(Ngram()).generate_batch([{"prompt": "a"}], on_error="skip")

@@ -68,12 +68,8 @@ def test_unknown_names():
         plugins.find("drafters", "nothing")
     assert plugins.model_path("some/folder") == "some/folder"
     assert plugins.limits("some/folder") is None
-    assert not plugins.reads_text_only("some/folder")
-
-
-def test_models_that_read_text_only():
-    assert plugins.reads_text_only("tiny-hybrid")
-    assert not plugins.reads_text_only("tiny-llava")
+    found = {name: plugins.reads_text_only(name) for name in ("some/folder", "tiny-hybrid", "tiny-llava")}
+    assert found == {"some/folder": False, "tiny-hybrid": True, "tiny-llava": False}
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import io
 import logging
 import re
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, call, patch
 
 import pytest
 from rich.console import Console
@@ -61,42 +61,28 @@ def test_a_terminal_shows_a_bar_and_no_lines() -> None:
     assert "measuring:" not in shown
 
 
-class SetTimer:
-    """A timer that runs when the test says so."""
-
-    started: list[SetTimer]
-
-    def __init__(self, seconds: float, function: Any, arguments: list[Any]) -> None:
-        assert seconds == progress.SLOW
-        self.run, self.live = lambda: function(*arguments), False
-
-    def start(self) -> None:
-        self.live = True
-        self.started.append(self)
-
-    def cancel(self) -> None:
-        self.live = False
-
-    def join(self) -> None:
-        assert not self.live
-
-
 def record(text: str, level: int = logging.INFO) -> logging.LogRecord:
     return logging.LogRecord("mmspec.load", level, "", 0, text, (), None)
 
 
 def test_a_log_gets_a_line_about_each_slow_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "Timer", SetTimer)
-    SetTimer.started = []
+    timers: list[MagicMock] = []
+
+    def timer(seconds: float, function: Any, arguments: list[Any]) -> MagicMock:
+        assert seconds == progress.SLOW
+        timers.append(MagicMock(run=lambda: function(*arguments)))
+        return timers[-1]
+
+    monkeypatch.setattr(progress, "Timer", timer)
     console = Console(file=io.StringIO(), width=20)
     steps = Steps(console)
     steps.handle(record("a quick step"))
     steps.handle(record("a slow step [with a long name]"))
-    SetTimer.started[-1].run()
+    timers[-1].run()
     steps.handle(record("a warning", logging.WARNING))
     steps.handle(record("another quick step"))
     steps.end()
-    assert [timer.live for timer in SetTimer.started] == [False] * 3
+    assert [one.method_calls for one in timers] == [[call.start(), call.cancel(), call.join()]] * 3
     lines = text_of(console).splitlines()
     assert lines == ["a slow step [with a long name]", "a warning"]
 

@@ -299,3 +299,11 @@ def video_inputs(name: str, frames: int = 12, seed: int = 0) -> dict[str, torch.
 def _next_tokens(name: str) -> int:
     """Visual tokens of a 16x32 image: 16 base tokens, and 4 rows of 8 unpadded tokens with a newline each."""
     return 16 + 4 * (8 + 1)
+
+
+def generate(model: Any, batch: int, **options: Any) -> torch.Tensor:
+    """The output of transformers' ``generate``."""
+    if hasattr(model, "_setup_cache"):  # the modules of RecurrentGemma keep the states of the last call
+        model._setup_cache(model.config, batch, model.device, model.dtype)
+    tokens: torch.Tensor = model.generate(**options)
+    return tokens

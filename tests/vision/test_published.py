@@ -23,9 +23,8 @@ from tests import dflash, eagle3, gemma4
 from tests.published import LLAMA3, LLAVA, QWEN, QWEN2, TINY, VICUNA, WIDE, layer_of, tensors_of, vispec_tensors, write
 from tests.targets import prefilled, prompt_of
 from tests.tiny import shared_model
-from tests.tiny.cases import generate
 from tests.tiny.configs import VISION_CONFIGS, VOCAB
-from tests.tiny.models import text_inputs, vision_inputs
+from tests.tiny.models import generate, text_inputs, vision_inputs
 
 LAYOUTS = {"msd-7b": LLAVA, "msd-13b": WIDE, "msd-qwen": QWEN, "vicuna": VICUNA, "llama3": LLAMA3, "qwen2": QWEN2}
 

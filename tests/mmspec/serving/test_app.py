@@ -1,4 +1,4 @@
-"""Endpoints: answers, streams, choices, forms of messages and prompts, limits, errors, other paths."""
+"""Endpoints: answers, streams, choices, forms of messages and prompts, limits, errors, other paths, spelt tokens."""
 
 import json
 
@@ -6,14 +6,21 @@ import httpx
 import pytest
 import torch
 from PIL import Image
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import mmspec
-from mmspec import UserError
+from mmspec import Pipeline, UserError
+from mmspec.engine.stats import TokenLogprob
 from mmspec.sampling.defaults import Defaults
+from mmspec.serving.formats import TextFormat
 from mmspec.serving.metrics import _PER_REQUEST
+from mmspec.serving.schemas import CompletionRequest
 from mmspec.serving.settings import Limits
 from mmspec.serving.tools import GENERIC, prompted
+from mmspec.targets.processor import Processor
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.mmspec.targets.test_detokenizer import TOKENIZERS
+from tests.mmspec.targets.test_user_text import _TOKENIZERS, _sentencepiece
 from tests.testkit.served import CLIP, QUESTION, SCENE, TIMEOUT, data_uri, events, question, served, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -160,7 +167,7 @@ def test_logprobs(server, pipe):
 
 
 def test_completions_take_prompts_as_they_are(server, pipe):
-    prompts = ["A large red", "There is a"]
+    prompts = PROMPTS[:2]
     ids = [pipe.io.tokenizer(text, return_tensors="pt") for text in prompts]
     out = [pipe.model.generate(**one, max_new_tokens=10, do_sample=False)[0, one.input_ids.shape[1] :] for one in ids]
     expected = [pipe.io.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out]
@@ -174,7 +181,17 @@ def test_completions_take_prompts_as_they_are(server, pipe):
     offsets = logprobs["text_offset"]
     assert all(expected[0][at:].startswith(text) for at, text in zip(offsets, logprobs["tokens"], strict=True))
     assert all(len(top) == 2 for top in logprobs["top_logprobs"])
-    assert found["usage"]["prompt_tokens"] == sum(one.input_ids.shape[1] for one in ids)
+    usage = found["usage"]
+    assert usage["prompt_tokens"] == sum(one.input_ids.shape[1] for one in ids)
+    twice = server.post({**body, "n": 2}, "completions").json()
+    assert [choice["text"] for choice in twice["choices"]] == [text for text in expected for _ in range(2)]
+    counts = {name: twice["usage"][f"{name}_tokens"] for name in ("prompt", "completion", "total")}
+    generated = 2 * usage["completion_tokens"]  # the tokens of a prompt count once
+    assert counts == {
+        "prompt": usage["prompt_tokens"],
+        "completion": generated,
+        "total": usage["prompt_tokens"] + generated,
+    }
     chunks = events(server.post({**body, "prompt": prompts[0], "stream": True}, "completions"))
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == expected[0]
     streamed = [at for chunk in chunks for choice in chunk["choices"] for at in choice["logprobs"]["text_offset"]]
@@ -264,40 +281,14 @@ def test_a_text_model_refuses_images_and_reads_parts_as_text(one_thread):
         assert (figures["num_draft_tokens"], figures["mean_acceptance_length"]) == (0, 1.0)  # without a drafter
 
 
-def test_messages_that_a_chat_template_refuses(server, monkeypatch):
-    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
-    monkeypatch.setattr(server.pipe.hf_processor, "chat_template", refusing)
-    response = server.post(question(messages=[{"role": "system", "content": "Be brief."}]))
-    assert response.status_code == 400
-    message = "the model's chat template does not accept the messages: no system role"
-    assert response.json()["error"]["message"] == message
-
-
-def test_the_context_is_limited(one_thread):
-    pipe = mmspec.load("tiny-llava", drafter=None, device="cpu")
-    with served(pipe, Limits(max_model_len=60)) as server:
-        response = server.post(question("word " * 60))
-        assert response.status_code == 400
-        assert "shorter than the model's context of 60 tokens" in response.json()["error"]["message"]
-        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 60
-        usage = server.post(question(QUESTION, data_uri(SCENE), max_tokens=100)).json()["usage"]
-        assert usage["total_tokens"] == 60
-    assert pipe.context_limit == 2048  # of the caller's own requests
-
-
 def test_keys_hosts_and_origins(pipe):
     """The guard's own rules are in ``test_middleware``."""
     options = {"api_key": "secret", "hosts": {"127.0.0.1"}, "origins": ["http://app.example"]}
+    key, app = {"Authorization": "Bearer secret"}, {"Origin": "http://app.example"}
     with served(pipe, **options) as server:
-
-        def status(path="/v1/models", **headers):
-            found = httpx.get(f"{server.url}{path}", headers={"Authorization": "Bearer secret", **headers})
-            return found.status_code
-
-        assert status() == status(Origin=server.url) == status(Origin="http://app.example") == 200
-        assert status(Authorization="Bearer secre") == status("/metrics", Authorization="") == 401
-        assert status("/health", Authorization="") == 200
-        assert status(Host="evil.example") == status(Origin="http://evil.example") == 403
+        for headers, status in ((key, 200), (key | app, 200), (app, 401), (key | {"Host": "evil.example"}, 403)):
+            assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == status
+        assert httpx.get(f"{server.url}/health").status_code == 200
         refused = httpx.get(f"{server.url}/v1/models")
         assert (refused.headers["WWW-Authenticate"], refused.json()["error"]["code"]) == ("Bearer", "invalid_api_key")
         for origin, allowed in (("http://app.example", "http://app.example"), ("http://evil.example", None)):
@@ -319,18 +310,6 @@ def test_the_seed_of_a_choice_depends_on_its_place_among_those_of_its_prompt(ser
     assert len(set(expected)) == len(expected)
     body = {"model": "tiny-llava", "prompt": PROMPTS[:prompts], "n": n, "seed": seed, **SAMPLED}
     assert texts(server.post({**body, "max_tokens": TOKENS, "stream": stream}, "completions")) == expected
-
-
-def test_usage_and_figures_are_those_of_all_choices(server, pipe):
-    """A prompt's tokens count once."""
-    body = {"model": "tiny-llava", "prompt": PROMPTS, "n": 2, "temperature": 0, "max_tokens": TOKENS}
-    alone = [pipe.generate(prompt, max_new_tokens=TOKENS, chat_template=False) for prompt in PROMPTS]
-    found = server.post(body, "completions").json()
-    usage = found["usage"]
-    assert usage["prompt_tokens"] == sum(one.stats.num_prompt_tokens for one in alone)
-    assert usage["completion_tokens"] == 2 * sum(len(one.token_ids) for one in alone)
-    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-    assert [choice["text"] for choice in found["choices"]] == [one.text for one in alone for _ in range(2)]
 
 
 def test_required_calls_beside_images(server, pipe):
@@ -415,3 +394,92 @@ def test_paths(server):
         assert endpoint in unknown
     response = httpx.get(f"{server.url}/v1/chat/completions")
     assert (response.status_code, response.json()["error"]["type"]) == (405, "invalid_request_error")
+
+
+# ---------------------------------------------------------------------- characters of several tokens
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+WORD = "naïve 👩‍🚀 日本"
+ASKED = {
+    "model": "tiny-hybrid",
+    "temperature": 0,
+    "max_tokens": 80,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": WORD}}},
+}
+
+
+@pytest.fixture(scope="module")
+def hybrid(one_thread):
+    pytest.importorskip("llguidance")
+    with served(mmspec.load("tiny-hybrid", drafter=None, device="cpu")) as running:
+        yield running
+
+
+def chunks(response):
+    return [chunk["choices"][0] for chunk in events(response)]
+
+
+def test_bytes_spell_the_text(hybrid):
+    body = {**ASKED, "messages": [{"role": "user", "content": "Say it."}], "logprobs": True, "top_logprobs": 2}
+    choice = hybrid.post(body).json()["choices"][0]
+    tokens = choice["logprobs"]["content"]
+    assert json.loads(choice["message"]["content"]) == WORD
+    assert b"".join(bytes(one["bytes"]) for one in tokens).decode() == f'"{WORD}"</s>'
+    assert "bytes:\\xc3" in [one["token"] for one in tokens]
+    streamed = [chunk.get("logprobs") for chunk in chunks(hybrid.post({**body, "stream": True}))]
+    assert [one for part in streamed if part for one in part["content"]] == tokens
+
+
+def test_offsets_are_characters_of_the_text(hybrid):
+    body = {**ASKED, "prompt": "Say it.", "logprobs": 5}
+    choice = hybrid.post(body, "completions").json()["choices"][0]
+    text, found = choice["text"], choice["logprobs"]
+    spelt = [hybrid.pipe.io.token_bytes(token) for token in hybrid.pipe.io.text_ids(text, add_special_tokens=False)]
+    # The offset of a token is its first character; the last token is the end of the sequence.
+    before = [b"".join(spelt[:place]).decode(errors="ignore") for place in range(len(spelt) + 1)]
+    assert found["text_offset"] == [len(one) for one in before]
+    assert all(len(top) == 5 for top in found["top_logprobs"])
+    streamed = chunks(hybrid.post({**body, "stream": True}, "completions"))
+    assert [at for chunk in streamed for at in chunk["logprobs"]["text_offset"]] == found["text_offset"]
+
+
+def test_offsets_of_a_stop_string_are_at_the_end(hybrid):
+    body = {**ASKED, "prompt": "Say it.", "logprobs": 0, "stop": "ve 👩"}
+    choice = hybrid.post(body, "completions").json()["choices"][0]
+    assert choice["text"] == '"naï'
+    assert choice["logprobs"]["text_offset"][-1] == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echoes_of_sentencepiece(one_thread, stream):
+    """Prompts and answers join as in the decoded whole: one blank before a word, none before the prompt."""
+    tokenizer = _sentencepiece("legacy")
+    tokenizer.backend_tokenizer.decoder = TOKENIZERS["llama"]().backend_tokenizer.decoder
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=2, **SIZES)).eval()
+    word = tokenizer.convert_tokens_to_ids("▁the")
+    prompts = [tokenizer("a b").input_ids, tokenizer("the", add_special_tokens=False).input_ids]
+    body = {"model": "m", "echo": True, "temperature": 0, "max_tokens": 2, "logit_bias": {word: 100}, "stream": stream}
+    with served(Pipeline(TransformersTarget(model), Processor(tokenizer), name="m")) as running:
+        for prompt in ("a b", " the", "<s> b"):  # typed, it is text
+            assert texts(running.post({**body, "prompt": prompt}, "completions")) == [f"{prompt} the the"]
+        found = texts(running.post({**body, "prompt": prompts, "n": 2}, "completions"))
+    wholes = [tokenizer.decode([*prompt, word, word]) for prompt in prompts]
+    assert wholes == ["<s> a b the the", "the the the"]
+    assert found == [whole for whole in wholes for _ in range(2)]
+
+
+def test_tokens_of_one_text():
+    """SentencePiece: letters are tokens twice. Offsets after a stop string are at the end."""
+    io = Processor(_TOKENIZERS["first"]())
+    named = io.tokenizer.convert_tokens_to_ids
+    asked = CompletionRequest(model="m", prompt="x", logprobs=2)
+    form = TextFormat("m", io, asked, [""])
+    ids = [named("▁the"), named("▁a"), named("</s>")]
+    top = [(named("a"), -1.0), (named("<0x61>"), -2.0)]
+    logprobs = [TokenLogprob(token, -1.0, top, 4 * at) for at, token in enumerate(ids)]
+    form.add(0, mmspec.Piece(" the a", ids, "stop", logprobs=logprobs))
+    logprobs = form.whole()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == [" the", " a", "</s>"]
+    assert logprobs["text_offset"] == [0, 4, 6]
+    assert logprobs["top_logprobs"][0] == {"a": -1.0, f"token_id:{named('<0x61>')}": -2.0}

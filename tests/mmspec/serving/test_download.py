@@ -25,13 +25,10 @@ PRIVATE = {
 PUBLIC = "8.8.8.8 1.1.1.1 192.31.196.1 2606:4700:4700::1111 2620:4f:8000::1 ::ffff:8.8.8.8 64:ff9b::808:808"
 
 
-@pytest.mark.parametrize("of", PRIVATE)
-def test_addresses_that_are_not_public(of):
-    assert [address for address in PRIVATE[of].split() if is_public(address)] == []
-
-
-def test_public_addresses():
-    assert [address for address in PUBLIC.split() if not is_public(address)] == []
+@pytest.mark.parametrize("of", [*PRIVATE, "public"])
+def test_public_addresses(of):
+    addresses = PRIVATE.get(of, PUBLIC).split()
+    assert [address for address in addresses if is_public(address)] == (addresses if of == "public" else [])
 
 
 def test_loopback_hosts():

@@ -15,7 +15,7 @@ from mmspec.targets.detokenizer import AnswerReader
 from tests.testkit.serve_process import process
 from tests.testkit.served import LONG, TIMEOUT, eventually, open_stream, question, served
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("server", "one_thread")
 
 
 HOSTS = {"localhost", "127.0.0.1", "[::1]"}

@@ -12,7 +12,6 @@ import httpx
 import psutil
 import pytest
 
-from mmspec.cli import main
 from mmspec.serving.settings import Limits
 from tests.testkit.serve_process import KEY, answers, gone, long_stream, process
 from tests.testkit.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, events, eventually, question, texts
@@ -182,11 +181,3 @@ def test_an_orderly_end():
         assert running.wait(60) == 0
         assert not answers(url)
         assert eventually(lambda: gone(children))
-
-
-@pytest.mark.slow
-def test_a_model_that_is_not_there_is_one_line(capfd):
-    assert main(["serve", *OPTIONS, "--model", "nobody/nothing"]) == 2
-    err = capfd.readouterr().err
-    assert err.startswith("error: cannot load model 'nobody/nothing'")
-    assert err.count("\n") == 1

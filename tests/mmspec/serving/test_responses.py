@@ -9,7 +9,7 @@ import pytest
 from mmspec.serving.errors import APIError
 from mmspec.serving.responses import ITEMS, StoredResponses, chat_messages
 from mmspec.serving.schemas import MOST_ITEMS, conversation
-from tests.testkit.served import QUESTION, SCENE, data_uri, eventually, question, served
+from tests.testkit.served import QUESTION, SCENE, data_uri, question, served
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,19 +71,6 @@ def test_text(server, client):
     ]
     usage = events[-1].response.usage
     assert (usage.input_tokens, usage.output_tokens) == (whole.usage.input_tokens, 24)
-
-
-def test_models_and_errors(server, client):
-    assert [model.id for model in client.models.list()] == ["tiny-llava"]
-    with pytest.raises(openai.NotFoundError) as unknown:
-        client.models.retrieve("other")
-    assert unknown.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError) as bad:
-        client.completions.create(model="tiny-llava", prompt="A", presence_penalty=3)
-    assert bad.value.param == "presence_penalty"
-    with client.completions.create(model="tiny-llava", prompt="A", max_tokens=500, stream=True) as stream:
-        next(iter(stream))
-    assert eventually(lambda: server.idle)
 
 
 def test_parsed_text(client):

@@ -127,12 +127,6 @@ LIMITS = Limits(max_body=1)
 MOST = 1 << 20
 
 
-def builder(limits=LIMITS):
-    pipe = SimpleNamespace(adapters=())
-    parts = (SimpleNamespace(), SimpleNamespace())
-    return JobBuilder(pipe, limits, ["tiny"], *parts, StoredResponses(1, 1))
-
-
 def read(pieces, length):
     """Read a request's body as the endpoints do."""
 
@@ -178,8 +172,10 @@ _CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
 )
 def test_all_texts_of_a_message_count(message):
     asked = parse(ChatCompletionRequest, json.dumps({"model": "tiny", "messages": [message]}).encode())
+    pipe, limits = SimpleNamespace(adapters=()), Limits(max_characters=99)
+    builder = JobBuilder(pipe, limits, ["tiny"], SimpleNamespace(), SimpleNamespace(), StoredResponses(1, 1))
     with pytest.raises(APIError, match=r"at most 99 characters: got 1\d\d"):
-        builder(Limits(max_characters=99)).chat(asked)
+        builder.chat(asked)
 
 
 def test_limits_reach_the_decoder():

@@ -213,12 +213,15 @@ def test_names_of_drafters(pipes):
 
 
 def test_the_limit_of_the_context_is_that_of_every_drafter():
+    """Not of the caller's own requests."""
     pipe = mmspec.load("tiny-llava", "flash", device="cpu", dtype="float32")
     pipes = {"flash": pipe, "none": Pipeline(pipe.target, pipe.io, None, pipe.name)}
     with served(pipe, Limits(max_model_len=60), drafters=pipes) as server:
+        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 60
         for name in pipes:
-            body = question("Describe the image.", max_tokens=200, speculative=name, ignore_eos=True)
-            usage = server.post(body).json()["usage"]
-            assert usage["total_tokens"] == 60, name
-            error = server.post(question("one two " * 60, speculative=name)).json()["error"]["message"]
-            assert "context of 60 tokens" in error, name
+            body = question("Describe the image.", data_uri(SCENE), max_tokens=200, speculative=name, ignore_eos=True)
+            assert server.post(body).json()["usage"]["total_tokens"] == 60, name
+            refused = server.post(question("one two " * 60, speculative=name))
+            assert refused.status_code == 400
+            assert "shorter than the model's context of 60 tokens" in refused.json()["error"]["message"], name
+    assert pipe.context_limit == 2048
