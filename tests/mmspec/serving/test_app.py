@@ -19,8 +19,7 @@ from mmspec.serving.settings import Limits
 from mmspec.serving.tools import GENERIC, prompted
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.mmspec.targets.test_detokenizer import TOKENIZERS
-from tests.mmspec.targets.test_user_text import _TOKENIZERS, _sentencepiece
+from tests.mmspec.targets.test_detokenizer import _TOKENIZERS, TOKENIZERS, _sentencepiece
 from tests.testkit.served import CLIP, QUESTION, SCENE, TIMEOUT, data_uri, events, question, served, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
