@@ -1,7 +1,9 @@
 """Decoding step by step, by an engine of its own."""
 
+import gc
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from types import FrameType
 
 import torch
 
@@ -115,3 +117,17 @@ def assert_threads_share(model):
             jobs = [pool.submit(ours, inputs[0]), pool.submit(ours, inputs[1])]
             jobs.append(pool.submit(lambda: model.generate(**inputs[2], **options)))
             assert all(torch.equal(job.result(), wanted) for job, wanted in zip(jobs, expected, strict=True))
+
+
+def assert_idle(engine):
+    """An engine without requests has no rows."""
+    assert (engine.core.running, engine.core._prefilled, engine.core.queued) == ([], [], [])
+    assert engine.target.runner.rows == 0
+
+
+def assert_forgotten(ended):
+    """The token histories of sequences that have ended are kept by nobody but these and the frames of their errors."""
+    own = [*ended, *map(vars, ended)]
+    for one in gc.get_referrers(*(sequence.history for sequence in ended)):
+        kept = not any(one is known for known in own) and not isinstance(one, FrameType)
+        assert not kept, f"an ended sequence's tokens are kept in {one!r}"

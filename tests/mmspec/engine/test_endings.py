@@ -12,8 +12,7 @@ from mmspec.engine.stopping import Stopper
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
 from tests import matrix
-from tests.decoding import SteppedEngine
-from tests.drafters import assert_forgotten, assert_idle
+from tests.decoding import SteppedEngine, assert_forgotten, assert_idle
 
 NEW = 6
 DEFAULT = ("plain", "recycle", "suffix", "eagle3", "dflash", "early-exit", "msd", "recycle+ngram")
