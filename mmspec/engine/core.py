@@ -17,7 +17,7 @@ from time import perf_counter as clock
 import torch
 from torch import Tensor
 
-from mmspec.cache.prefix_cache import PrefixReuse
+from mmspec.cache.prefix_cache import PrefixCache, PrefixReuse
 from mmspec.cache.rows import row_index
 from mmspec.core.drafter import Guard
 from mmspec.core.plan import StepPlan, StepTimes
@@ -49,6 +49,10 @@ class Scheduler:
         self._resumes = resumes
         self.waiting: deque[Sequence] = deque()
         self._alone: set[Sequence] = set()  # not to be stacked again, as a stacked prefill failed
+
+    def allow(self, max_num_seqs: int) -> None:
+        """Let at least this many sequences run."""
+        self.max_num_seqs = max(self.max_num_seqs, max_num_seqs)
 
     def retry_alone(self, sequences: abc.Sequence[Sequence]) -> None:
         """Put stacked sequences back at the head of the queue, to be prefilled one by one."""
@@ -182,10 +186,14 @@ class EngineCore:
         """Queue a sequence; the caller holds the lock."""
         self.scheduler.waiting.append(sequence)
 
+    def use_prefixes(self, prefixes: PrefixCache | None) -> None:
+        """Set the prefix cache while no sequence runs or waits."""
+        self.prefixes = None if prefixes is None else PrefixReuse(self.target, prefixes)
+
     def cancel(self, sequences: Iterable[Sequence]) -> None:
         """Cancel sequences before the next step."""
         for sequence in sequences:
-            sequence.cancelled = True
+            sequence.cancel()
 
     def clear(self) -> None:
         """Clear the queue and release the drafter."""
@@ -278,9 +286,7 @@ class EngineCore:
             policy.observe(draft.plan, tree, [path for path, _ in verdict.host], times)
         drafting, wall = earlier + timer.seconds("begin", "drafted"), timer.since("begin")
         for row in self.running:
-            row.stats.draft_seconds += drafting
-            row.stats.verify_seconds += verifying
-            row.stats.commit_seconds += wall - drafting - verifying
+            row.stats.record_times(drafting, verifying, wall)
 
     @property
     def _remaining(self) -> int:
@@ -404,10 +410,8 @@ class EngineCore:
         self._prefilled.append((batch, output))
         now = clock()
         for row, (sequence, token) in enumerate(zip(sequences, first.tolist(), strict=True)):
-            stats = sequence.stats
-            stats.num_generated_tokens = sequence.accept(output.logits[row], [0], [token], failures[row])
-            stats.num_cached_tokens, stats.prefill_seconds = output.cached_tokens, batch.seconds
-            stats.time_to_first_token = stats.wall_seconds = now - sequence.added
+            emitted = sequence.accept(output.logits[row], [0], [token], failures[row])
+            sequence.stats.record_prefill(output.cached_tokens, emitted, batch.seconds, now - sequence.added)
 
     def remove_finished(self) -> None:
         """Remove finished sequences and requeue rejected sequences; the last rows move into the gaps."""

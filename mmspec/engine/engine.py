@@ -15,7 +15,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
-from mmspec.cache.prefix_cache import PrefixCache, PrefixReuse
+from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.core.target import KeepsStates, Target
 from mmspec.engine.core import EngineCore
 from mmspec.engine.policy import Speculation
@@ -84,8 +84,7 @@ class Engine:
             engine = _ENGINES.get(id(target))
             if engine is None:
                 engine = _ENGINES[id(target)] = cls(target, max_num_seqs=max_num_seqs)
-            scheduler = engine.core.scheduler
-            scheduler.max_num_seqs = max(scheduler.max_num_seqs, max_num_seqs)
+            engine.core.scheduler.allow(max_num_seqs)
             return engine
 
     @property
@@ -132,7 +131,7 @@ class Engine:
             name = type(self.target).__name__
             raise UserError(f"prefix_cache needs a target that keeps states: {name} does not")
         with self.drained():
-            self.core.prefixes = None if prefixes is None else PrefixReuse(self.target, prefixes)
+            self.core.use_prefixes(prefixes)
 
     def admit(self, request: Request) -> Request:
         """Adapt a request to this engine, before encoding.

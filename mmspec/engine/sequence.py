@@ -97,7 +97,7 @@ class Sequence(SamplingState):
     Attributes:
         finish_reason: set when the sequence has finished.
         error: exception that ended the sequence.
-        cancelled: whether the client has dropped the sequence, which ends before its next step.
+        cancelled: whether the client has dropped the sequence.
         added: time of submission, ``perf_counter`` seconds.
         trees: verified trees, one per step; empty if not recorded.
         logprobs: log probabilities of all generated tokens, and possibly of some after a stop; empty if not recorded.
@@ -151,6 +151,10 @@ class Sequence(SamplingState):
     def ended(self) -> bool:
         """Whether the output has ended: the sequence is done or will restart."""
         return self.done or self.rejected
+
+    def cancel(self) -> None:
+        """End the sequence before its next step."""
+        self.cancelled = True
 
     def fail(self, error: Exception) -> None:
         """End the sequence with an error, unless it has ended."""

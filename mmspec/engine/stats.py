@@ -71,6 +71,18 @@ class Stats:
         self.acceptance_histogram[accepted] += 1
         self.accept_lengths.append(emitted)
 
+    def record_prefill(self, cached: int, emitted: int, seconds: float, waited: float) -> None:
+        """Record the prefill and the first token: prompt tokens in the prefix cache, emitted tokens, seconds of the
+        prefill, and seconds since the submission."""
+        self.num_cached_tokens, self.num_generated_tokens, self.prefill_seconds = cached, emitted, seconds
+        self.time_to_first_token = self.wall_seconds = waited
+
+    def record_times(self, draft: float, verify: float, wall: float) -> None:
+        """Record the seconds of one step."""
+        self.draft_seconds += draft
+        self.verify_seconds += verify
+        self.commit_seconds += wall - draft - verify
+
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens emitted per verify step, bonus token included."""
