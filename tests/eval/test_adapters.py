@@ -158,6 +158,11 @@ def test_the_manifest_names_the_class(framework):
     assert not framework.MmspecLMM.is_simple
 
 
+def test_arguments_of_the_model_reach_it(framework, tmp_path):
+    model = framework.MmspecLMM(str(save_llava(tmp_path / "llava")), "recycle", "cpu", "bfloat16")
+    assert repr(model.pipe).endswith("drafter='recycle', device='cpu', dtype='bfloat16')")
+
+
 def test_answers_are_in_request_order_and_equal_plain_decoding(framework, tmp_path):
     folder = str(save_llava(tmp_path / "llava"))
     pictures = [Image.new("RGB", (9, 9), (50 * k, 9, 9)) for k in range(5)]

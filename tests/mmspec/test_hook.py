@@ -724,6 +724,9 @@ def test_a_dflash_drafter():
     damaged.norm = torch.nn.Identity()
     with pytest.raises(UserError, match=r"^MuseGlimmerAssistantModel: expected exactly .* missing norm.weight$"):
         mmspec.generate(shared_model("llama"), **text_inputs(1, 9), **OPTIONS, assistant_model=damaged)
+    wider = dflash.reference(hidden_size=64)
+    with pytest.raises(UserError, match=r"^the drafter was trained for another target \(hidden_size 64\)"):
+        mmspec.generate(shared_model("llama"), **text_inputs(1, 9), **OPTIONS, assistant_model=wider)
 
 
 def test_a_gemma_4_assistant():

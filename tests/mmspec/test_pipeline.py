@@ -188,6 +188,12 @@ def test_accelerators_are_named(monkeypatch):
         pick_device("abacus")
 
 
+def test_devices_that_torch_was_built_without_are_refused():
+    """torch raises an AssertionError for these, not a RuntimeError."""
+    with pytest.raises(UserError, match=r"^device must be auto or one that torch can use here .*: got 'xpu'$"):
+        pick_device("xpu")
+
+
 def test_a_pipeline_shows_what_it_is():
     pipe = mmspec.load(deepcopy(byte_model()), drafter="recycle+ngram", processor=byte_tokenizer())
     assert repr(pipe) == f"Pipeline(model={pipe.name!r}, drafter='recycle+ngram', device='cpu', dtype='float32')"

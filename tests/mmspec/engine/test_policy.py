@@ -11,7 +11,11 @@ import torch
 from mmspec.core.plan import Exploration, Payoff, StepPlan, StepTimes
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.drafters.growth import best_first
-from mmspec.engine.policy import AdaptivePolicy, DraftPolicy, DraftTimeModel, StepTimeModel
+from mmspec.drafters.ngram import Ngram
+from mmspec.engine.policy import AdaptivePolicy, DraftPolicy, DraftTimeModel, Speculation, StepTimeModel
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.ranks import alone
+from tests.tiny import byte_model
 
 TOKENS = 1, 2, 4, 8, 16, 32, 64, 512
 AVX2 = 1, 1.36, 2.07, 4.0, 7.9, 15.8, 31.6, 253
@@ -254,3 +258,11 @@ def test_a_losing_drafter_pauses(gain, drafts):
         if not payoff.rests():
             payoff.add(2.0)
     assert not payoff.rests()
+
+
+def test_ranks_of_a_sharded_target_have_a_fixed_policy():
+    """Their clocks differ, and so would their plans."""
+    target = TransformersTarget(byte_model())
+    assert isinstance(Speculation(target, Ngram()).adaptive, AdaptivePolicy)
+    with alone(target.model):
+        assert not isinstance(Speculation(target, Ngram()).adaptive, AdaptivePolicy)
