@@ -366,11 +366,7 @@ def test_several_pictures_in_one_question(visit, tiff):
     """One picture by upload, one of a format that browsers do not show, one pasted; then one is removed."""
     page = visit()
     page.locator(".mm-prompt:visible textarea").fill("Describe the images.")
-    with page.expect_file_chooser() as chooser:
-        page.get_by_role("button", name="Add pictures").click()
-    assert chooser.value.is_multiple()
-    chooser.value.set_files([str(SCENE), tiff])  # in place of the example
-    see(page, ".mm-out .mm-empty")
+    replace_media(page, [str(SCENE), tiff])
     page.wait_for_function(PICTURES, arg=2)
     page.locator(".mm-prompt:visible textarea").focus()
     page.evaluate(PASTE, page.locator(".mm-example img").first.get_attribute("src"))
@@ -388,6 +384,18 @@ def test_several_pictures_in_one_question(visit, tiff):
     assert "third" not in text
     page.locator(".mm-media [aria-label='Clear']").click()
     see(page, ".mm-out .mm-empty")
+
+
+def test_added_pictures_replace_the_example(visit, tmp_path):
+    Image.new("RGB", (64, 48), "navy").save(tmp_path / "lake.png")
+    page = visit()
+    with page.expect_file_chooser() as chooser:
+        page.get_by_role("button", name="Add pictures").click()
+    assert chooser.value.is_multiple()
+    chooser.value.set_files([str(tmp_path / "lake.png")])
+    see(page, ".mm-out .mm-empty")
+    see(page, ".mm-media img[src*='lake.png']")
+    page.wait_for_function(PICTURES, arg=1)
 
 
 def test_video_and_its_preview(visit, tmp_path):
