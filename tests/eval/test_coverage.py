@@ -52,6 +52,15 @@ def test_a_published_configuration_keeps_its_widths(published):
     assert config.num_hidden_layers == 4
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_each_prompt_of_a_batch_has_the_tokens_of_one_image():
+    network = Model(VISION, "gemma3").build()
+    one, two = (coverage.image_inputs(network, lengths)["input_ids"] for lengths in ([4], [4, 7]))
+    count = int((one == network.config.image_token_id).sum())
+    assert count > 0
+    assert (two == network.config.image_token_id).sum(1).tolist() == [count, count]
+
+
 def test_every_class_is_listed_once():
     found = models()
     assert len(found) == len(set(found)) > 150

@@ -14,6 +14,7 @@ from transformers.models.bamba import modeling_bamba
 
 from mmspec import UserError, plugins
 from mmspec.core.target import Prompt
+from mmspec.core.tree import TokenTree
 from mmspec.ssm import layers as recurrent
 from mmspec.ssm.cache import STATES
 from mmspec.ssm.layers import CONVOLVED, RECURRENCES, RecurrentLayers, _check, _dispatching, _place
@@ -104,6 +105,18 @@ def test_modules_are_replaced_during_passes_only(name):
         assert [getattr(*place).__wrapped__ for place in places] == before
         torch.testing.assert_close(model(ids, use_cache=True).logits, plain, atol=1e-4, rtol=1e-4)
     assert [getattr(*place) for place in places] == before
+
+
+@pytest.mark.parametrize("name", [name for name in ("inkling2_text", "zaya") if name in HYBRID_CONFIGS])
+@torch.inference_mode()
+def test_padding_of_a_short_prompt_is_in_no_window(name):
+    ids, mask = torch.tensor([[7, 8, 9, 5], [5, 6, 8, 9]]), torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1]])
+    tree, found = random_tree(torch.Generator().manual_seed(0), 1, 4, 90, ragged=False), []
+    for prompt in (Prompt(ids, mask), Prompt(ids[:1, 3:])):
+        target, rows = TransformersTarget(shared_model(name)), len(prompt.input_ids)
+        prefilled(target, prompt, 16)
+        found.append(target.verify(TokenTree(tree.tokens.expand(rows, -1), tree.parents.expand(rows, -1))).logits[0])
+    torch.testing.assert_close(*found, atol=2e-4, rtol=2e-4)
 
 
 def test_biased_projections_are_refused():

@@ -137,10 +137,12 @@ def test_wrong_shapes_are_named(rule):
     with pytest.raises(ValueError, match="state must be contiguous"):
         rule.commit(values, state.transpose(0, 1).contiguous().transpose(0, 1), i.path)
     for name, place in rule.checked.items():
-        wrong = list(values)
-        wrong[place] = wrong[place][:, :3]
-        with pytest.raises(ValueError, match=rf"{name} must be \(.*\): got \("):
-            rule.commit(tuple(wrong), state, i.path)
+        narrow = [] if name == "k" else [values[place][..., :1]]  # the width of keys is that of the state
+        for part in (values[place][:, :3], *narrow):
+            wrong = list(values)
+            wrong[place] = part
+            with pytest.raises(ValueError, match=rf"{name} must be \(.*\): got \("):
+                rule.commit(tuple(wrong), state, i.path)
     if rule in (SCAN, DELTA, SELECTIVE):
         of_groups = 1 if rule is DELTA else 3
         wrong = [*values]

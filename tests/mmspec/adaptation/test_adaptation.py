@@ -328,6 +328,19 @@ def test_states_to_learn_from_are_bounded(monkeypatch):
     assert len(head._buffer) == 1
 
 
+def test_weights_are_replaced_after_all_answers_are_learned():
+    pipe = adapting()
+    head = pipe.adaptation.heads[0]
+    pipe.engine.idle.clear()
+    for seed in range(REQUESTS):
+        tokens(pipe, text_inputs(length=6, seed=seed))
+    pipe.engine.drain()
+    while head.pending:
+        assert head.replacements == 0
+        head.turn()
+    assert head.replacements == 1
+
+
 def test_a_generation_replaces_the_one_before_or_leaves_it(tmp_path):
     store = Store(tmp_path / "a" / "store")
     assert store.newest() is None

@@ -114,7 +114,8 @@ def test_the_peak_is_the_packed_weights_and_two_layers(kind: str, tmp_path: Path
     layer = 2 * sum(x.numel() for x in LlamaForCausalLM(config).model.layers[0].parameters())
     command = [sys.executable, "-c", _PROGRAM, str(save_text_model(tmp_path / "small")), str(tmp_path / "large"), kind]
     row = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
-    assert row["packed"] < row["peak"] < row["packed"] + 2 * layer + (1 << 20), (row, layer)
+    # Two layers are in memory at a time, and what the allocator has not returned yet.
+    assert row["packed"] < row["peak"] < row["packed"] + 5 * layer // 2, (row, layer)
 
 
 @needs_kernels

@@ -295,6 +295,14 @@ def test_a_head_that_does_more_than_is_known_is_refused(dtype):
         prefilled(TransformersTarget(text_model(name).to(dtype)), Prompt(torch.tensor([[5, 6]])))
 
 
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_logits_that_are_not_numbers_are_refused(chunk):
+    model = copy.deepcopy(text_model("llama"))
+    model.lm_head.weight.data[0] = torch.nan
+    with pytest.raises(UserError, match=r"^weights must be finite: lm_head.weight contains NaN"):
+        prefilled(TransformersTarget(model), Prompt(torch.tensor([[5, 6, 7, 8, 9]])), 4, chunk=chunk)
+
+
 def _rope(kind, limit):
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
     if kind == "longrope":

@@ -427,6 +427,12 @@ def test_a_fitted_network_starts_better(train, tmp_path):
     assert losses[1] < 0.8 * losses[0]
 
 
+def test_weights_to_start_from_are_not_fitted(train, tmp_path):
+    train(tmp_path / "first", STILL)
+    train(tmp_path / "on", STILL, "--fit", "--start", str(tmp_path / "first" / DRAFTER))
+    assert_same(tmp_path / "first", tmp_path / "on")
+
+
 # ---------------------------------------------------------------------- refusals
 
 
