@@ -24,8 +24,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig,
 from transformers.utils import is_torchvision_available
 
 from mmspec.errors import UserError, explained
-from mmspec.targets import gguf
-from mmspec.targets.gguf import GGUFFile, GGUFTensor
+from mmspec.targets import gguf, gguf_models
+from mmspec.targets.gguf_file import GGUFFile, GGUFTensor
 from mmspec.targets.sources import LazySource
 
 _TOWER, _PROJECTOR, _VISUAL = "model.vision_tower", "model.multi_modal_projector", "model.visual"
@@ -66,7 +66,7 @@ class VisionSource(LazySource):
     def _weights(self, model: PreTrainedModel) -> dict[str, Any]:
         with torch.device("meta"):
             text = AutoModelForCausalLM.from_config(self._text)
-        language, prefix = gguf.weights(self._language, text), f"model.{self._family.language_model}."
+        language, prefix = gguf_models.read_weights(self._language, text), f"model.{self._family.language_model}."
         weights: dict[str, Any] = {re.sub(r"^model\.", prefix, name): weight for name, weight in language.items()}
         with self._family.explained():
             return weights | self._family.weights(model)

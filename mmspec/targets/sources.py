@@ -30,8 +30,9 @@ from mmspec.errors import UserError, missing
 from mmspec.files import cache_folder, make_folder
 from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.formats import StoredRows, quantised_rows
-from mmspec.targets import gguf
+from mmspec.targets import gguf, gguf_models
 from mmspec.targets.checkpoints import from_pretrained, read_whole, refuse_other_weights
+from mmspec.targets.gguf_file import GGUFFile, file_in, projector_in
 from mmspec.targets.packing import QUANTISED, head_kind
 from mmspec.targets.support import refuse_not_finite
 from mmspec.targets.tree_layers import replaced
@@ -113,7 +114,7 @@ class LazySource(Source):
         folder: str,
         name: str,
         state: Callable[[PreTrainedModel], Mapping[str, Any]],
-        language: gguf.GGUFFile,
+        language: GGUFFile,
     ) -> None:
         super().__init__(folder, name)
         self._state, self._language, self.dtype = state, language, gguf.dtype_of(language)
@@ -152,8 +153,8 @@ class GGUFSource(LazySource):
     """A GGUF file. Its configuration and tokenizer are cached when the processor is first loaded."""
 
     def __init__(self, path: Path) -> None:
-        file = gguf.GGUFFile(path)
-        super().__init__(str(gguf.index(file)), str(path), partial(gguf.weights, file), file)
+        file = GGUFFile(path)
+        super().__init__(str(gguf.index(file)), str(path), partial(gguf_models.read_weights, file), file)
 
     def config(self, **options: Any) -> Any:
         return gguf.config(self._language)
@@ -177,11 +178,11 @@ class CompletedSource(LazySource):
     def __init__(self, folder: Path) -> None:
         self._incomplete, parts = folder, json.loads((folder / PARTS).read_text())
         name = parts["language_model"]
-        file = gguf.file_in(plugins.find("models", name)())
+        file = file_in(plugins.find("models", name)())
         if file is None or not (folder / WEIGHTS).is_file():
             raise UserError(f"cannot complete the model: expected {WEIGHTS} in {folder}, and a GGUF file of {name}")
         self._tower = plugins.find("towers", parts["vision_tower"]) if "vision_tower" in parts else None
-        language = gguf.GGUFFile(file)
+        language = GGUFFile(file)
         text = gguf.write_index(language)
         # The key consists of the files' names, sizes and times.
         files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -201,7 +202,7 @@ class CompletedSource(LazySource):
     def _weights(self, empty: PreTrainedModel) -> dict[str, Any]:
         with torch.device("meta"):
             text = AutoModelForCausalLM.from_config(gguf.config(self._language))
-        language = gguf.weights(self._language, text)
+        language = gguf_models.read_weights(self._language, text)
         weights: dict[str, Any] = {
             f"model.language_model.{name.removeprefix('model.')}": x for name, x in language.items()
         }
@@ -222,8 +223,8 @@ def find(name: str, mmproj: str | PathLike[str] | None = None) -> Source:
         UserError: a folder has several GGUF files, ``mmproj`` is given for a model that is not in GGUF, a package is
             missing, a file cannot be read, or the cache cannot be written.
     """
-    path = gguf.file_in(name)
-    if path is not None and (projector := mmproj or gguf.projector_in(name)):
+    path = file_in(name)
+    if path is not None and (projector := mmproj or projector_in(name)):
         return cast(Source, plugins.find("sources", "mmproj")(path, projector))
     if path is not None:
         return GGUFSource(path)

@@ -1,0 +1,267 @@
+"""How llama.cpp's architectures are read as transformers models: keys, weight names, and what decoders share.
+
+Sources: llama.cpp's ``gguf-py/gguf/constants.py`` (keys), ``conversion/`` (order and values of weights) and
+``src/models/`` (what each key means).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.errors import UserError
+from mmspec.targets.gguf_file import GGUFFile
+
+_REQUIRED: Any = object()
+
+
+class Keys:
+    """Metadata of a file below the name of its architecture. Records which keys were read, and as what.
+
+    Attributes:
+        tensors: names of the file's tensors.
+        fields: configuration fields by key; None for keys that several fields depend on.
+    """
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._file, self._prefix = file, f"{file.architecture()}."
+        self.tensors = file.tensors
+        self.fields: dict[str, str | None] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return self._prefix + key in self._file.metadata
+
+    def __call__(self, key: str, default: Any = _REQUIRED, field: str | None = None) -> Any:
+        """The value of a key, checked by the key's name: counts, lengths and sizes are positive integers, or lists of
+        them; epsilons, bases, scales and factors are finite numbers.
+
+        Raises:
+            UserError: a required key is missing, or a value has another type or range.
+        """
+        name = self._prefix + key
+        if name not in self._file.metadata:
+            if default is _REQUIRED:
+                raise UserError(f"cannot load model {str(self._file.path)!r}: expected the key {name}, found none")
+            return default
+        self.fields[key] = field
+        value, default = self._file.metadata[name], default
+        kind = next((kind for ends, kind in _KINDS.items() if key.endswith(ends)), None)
+        if kind is not None and not all(kind.fits(one) for one in (value if isinstance(value, list) else [value])):
+            raise UserError(
+                f"cannot load model {str(self._file.path)!r}: expected {kind.expected} as {name}, got {value!r:.100}"
+            )
+        return value
+
+    def uniform(self, key: str, default: Any = _REQUIRED, field: str | None = None) -> Any:
+        """The value of a key that has the same value in all layers; files may repeat it by layer."""
+        value = self(key, default, field)
+        if not isinstance(value, list):
+            return value
+        if len(set(value)) != 1:
+            raise UserError(
+                f"cannot load model {str(self._file.path)!r}: expected one value for all layers as "
+                f"{self._prefix}{key}, got {value!r:.100}"
+            )
+        return value[0]
+
+    def unread(self) -> dict[str, Any]:
+        """Keys that were not read and may matter, with their values."""
+        keys = {key: value for key, value in self._file.metadata.items() if key.startswith(self._prefix)}
+        below = {key.removeprefix(self._prefix): value for key, value in keys.items()}
+        return {
+            key: value
+            for key, value in below.items()
+            if key not in self.fields and not (key in HARMLESS and HARMLESS[key] in (ANY, value))
+        }
+
+
+@dataclass(frozen=True)
+class _Kind:
+    expected: str
+    fits: Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_COUNT = _Kind("a count below 2**31", lambda n: isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**31)
+_NUMBER = _Kind("a finite number", _is_number)
+_KINDS = {
+    ("_count", "_length", "_size", "_rank", "_kernel", "l_cache", "_interval", "_layers", "window", "sections"): _COUNT,
+    ("_epsilon", "freq_base", "freq_base_swa", "factor", "scale", "softcapping"): _NUMBER,
+}
+
+ANY: Any = object()
+HARMLESS: Mapping[str, Any] = {
+    "vocab_size": ANY,  # rows of the embedding
+    "tensor_data_layout": ANY,
+    "rope.scaling.finetuned": ANY,
+    "attention.causal": True,
+    "use_parallel_residual": ANY,
+    "pooling_type": 0,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
+    "nextn_predict_layers": 0,
+    "logit_scale": 1.0,
+    "attention.max_alibi_bias": 0.0,
+    "attention.clamp_kqv": 0.0,
+}
+"""Keys that change nothing, at any value or at the given value."""
+
+Change = Callable[..., Tensor]
+"""Converts a file's tensors to a model's weight: (config, *tensors) -> weight."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A change that only orders the rows of a weight, so that quantised rows are kept.
+
+    Attributes:
+        order: (config, number of rows) -> index of each row in the file.
+    """
+
+    order: Callable[[Any, int], Tensor]
+
+    def __call__(self, config: Any, tensor: Tensor) -> Tensor:
+        return tensor[self.order(config, len(tensor))]
+
+
+def rotary(heads: str) -> Rows:
+    """Undoes llama.cpp's order of query and key rows: a pair's rows are adjacent there, half a head apart here."""
+
+    def order(config: Any, rows: int) -> Tensor:
+        return torch.arange(rows).view(getattr(config, heads), -1, 2).transpose(1, 2).flatten()
+
+    return Rows(order)
+
+
+def minus_one(config: Any, weight: Tensor) -> Tensor:
+    return weight - 1
+
+
+def joined_experts(config: Any, *tensors: Tensor) -> Tensor:
+    """Joins gate and up projections: (experts, gate rows + up rows, hidden)."""
+    return torch.cat(tensors, 1)
+
+
+Names = Mapping[str, str | tuple[str, Change]]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How an architecture of llama.cpp is read.
+
+    Attributes:
+        model_type: model type of transformers' configuration.
+        keys: configuration fields by key.
+        names: weight names in a layer by tensor names in a block, without ``weight`` and ``bias``, or with a change.
+            Tensors of one weight are given to its change in the order of the table.
+        outer: the same for tensors outside of blocks.
+        more: further fields of the configuration.
+        layers: name of a layer in the model.
+    """
+
+    model_type: str
+    keys: Mapping[str, str] = field(default_factory=dict)
+    names: Names = field(default_factory=dict)
+    outer: Names = field(default_factory=lambda: OUTER)
+    more: Callable[[Keys], Mapping[str, Any]] = lambda keys: {}
+    layers: str = "model.layers.{}"
+
+
+OUTER: Names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+ATTENTION: Names = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+MLP: Names = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+HEAD_NORMS: Names = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+ROUTED: Names = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": ("mlp.experts.gate_up_proj", joined_experts),
+    "ffn_up_exps": ("mlp.experts.gate_up_proj", joined_experts),
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+SHARED: Names = {
+    "ffn_gate_inp_shexp": ("mlp.shared_expert_gate", lambda config, weight: weight.view(1, -1)),
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+ROTARY: Names = {
+    "attn_q": ("self_attn.q_proj", rotary("num_attention_heads")),
+    "attn_k": ("self_attn.k_proj", rotary("num_key_value_heads")),
+}
+
+
+def head_size(keys: Keys) -> int:
+    """Features of a key head."""
+    width: int = keys("embedding_length") // keys.uniform("attention.head_count")
+    return int(keys("attention.key_length", width))
+
+
+def heads(keys: Keys) -> dict[str, Any]:
+    """``head_dim``; value heads have the same size."""
+    size = head_size(keys)
+    if (values := keys("attention.value_length", size)) != size:
+        raise UserError(f"expected value heads of the size of key heads, {size}, got attention.value_length {values}")
+    return {"head_dim": size}
+
+
+def rope(keys: Keys, base: float = 10_000.0) -> dict[str, Any]:
+    """``rope_parameters``: base, rotated part of a head, and scaling as llama.cpp applies it."""
+    size, rotated = head_size(keys), keys("rope.dimension_count", head_size(keys))
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": keys("rope.freq_base", base)}
+    if rotated != size:
+        found["partial_rotary_factor"] = rotated / size
+    factor = keys("rope.scaling.factor", keys("rope.scale_linear", 0)) or 1.0
+    kind = keys("rope.scaling.type", "linear")
+    length = keys("rope.scaling.original_context_length", None)
+    factors = {f"{name}_factor": keys.tensors.get(f"rope_factors_{name}.weight") for name in ("long", "short")}
+    attention = keys("rope.scaling.attn_factor", None)
+    if None not in factors.values():
+        found |= {"rope_type": "longrope"} | {name: one[...].tolist() for name, one in factors.items() if one}
+    elif kind == "yarn":
+        found |= {"rope_type": "yarn", "factor": factor}
+        extras = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+        found |= {name: keys(f"rope.scaling.{key}") for name, key in extras.items() if f"rope.scaling.{key}" in keys}
+    elif kind == "linear" and factor != 1.0:
+        found |= {"rope_type": "linear", "factor": factor}
+    elif kind not in ("linear", "none"):
+        raise UserError(f"expected rope.scaling.type linear, yarn, longrope or none, got {kind!r}")
+    if length is not None and found["rope_type"] in ("longrope", "yarn"):
+        found["original_max_position_embeddings"] = length
+    if attention is not None and found["rope_type"] in ("longrope", "yarn"):
+        found["attention_factor"] = attention
+    return found
+
+
+def decoder(keys: Keys) -> dict[str, Any]:
+    """Fields of most decoders beyond their sizes."""
+    return {**heads(keys), "rope_parameters": rope(keys)}
