@@ -69,6 +69,14 @@ class Keys:
             )
         return value[0]
 
+    def expect(self, key: str, *values: Any) -> None:
+        """Refuse a file with another value of a key, which may be missing."""
+        if (value := self(key, values[0])) not in values:
+            raise UserError(
+                f"cannot load model {str(self._file.path)!r}: expected {self._prefix}{key} = "
+                f"{' or '.join(map(str, values))}, got {value!r:.100}"
+            )
+
     def unread(self) -> dict[str, Any]:
         """Keys that were not read and may matter, with their values."""
         keys = {key: value for key, value in self._file.metadata.items() if key.startswith(self._prefix)}
@@ -93,7 +101,18 @@ def _is_number(value: Any) -> bool:
 _COUNT = _Kind("a count below 2**31", lambda n: isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**31)
 _NUMBER = _Kind("a finite number", _is_number)
 _KINDS = {
-    ("_count", "_length", "_size", "_rank", "_kernel", "l_cache", "_interval", "_layers", "window", "sections"): _COUNT,
+    (
+        "_count",
+        "_length",
+        "_size",
+        "_rank",
+        "_kernel",
+        "l_cache",
+        "_interval",
+        "predict_layers",
+        "window",
+        "sections",
+    ): _COUNT,
     ("_epsilon", "freq_base", "freq_base_swa", "factor", "scale", "softcapping"): _NUMBER,
 }
 
@@ -122,16 +141,17 @@ Change = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Rows:
-    """A change that only orders the rows of a weight, so that quantised rows are kept.
+    """A change that only joins tensors and orders their rows, so that quantised rows are kept.
 
     Attributes:
-        order: (config, number of rows) -> index of each row in the file.
+        order: (config, number of rows) -> index of each row in the file; None for the same order.
     """
 
-    order: Callable[[Any, int], Tensor]
+    order: Callable[[Any, int], Tensor] | None = None
 
-    def __call__(self, config: Any, tensor: Tensor) -> Tensor:
-        return tensor[self.order(config, len(tensor))]
+    def __call__(self, config: Any, *tensors: Tensor) -> Tensor:
+        rows = torch.cat(tensors)
+        return rows if self.order is None else rows[self.order(config, len(rows))]
 
 
 def rotary(heads: str) -> Rows:
@@ -145,6 +165,15 @@ def rotary(heads: str) -> Rows:
 
 def minus_one(config: Any, weight: Tensor) -> Tensor:
     return weight - 1
+
+
+def log_of_negative(config: Any, weight: Tensor) -> Tensor:
+    """``A_log`` of the stored -exp(A_log)."""
+    return (-weight).log()
+
+
+def flat(config: Any, weight: Tensor) -> Tensor:
+    return weight.flatten()
 
 
 def joined_experts(config: Any, *tensors: Tensor) -> Tensor:

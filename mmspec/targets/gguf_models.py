@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
@@ -49,30 +51,40 @@ def read_config(file: GGUFFile) -> tuple[Any, Keys]:
         raise UserError(
             f"{where}expected keys of {name} models, found {name}.{key} = {value!r:.100}, which is not known"
         )
-    return CONFIG_MAPPING[row.model_type].from_dict(fields), keys
+    return CONFIG_MAPPING[fields.pop("model_type", row.model_type)].from_dict(fields), keys
 
 
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
 class Weight:
-    """A weight of a model in a file's ``tensors``. ``weight[...]`` reads it as a dense tensor."""
+    """A weight of a model in a file's ``tensors``. ``weight[...]`` reads it as a dense tensor.
 
-    def __init__(self, tensors: Sequence[GGUFTensor], change: Change | None, config: Any) -> None:
-        self.tensors, self._change, self._config = tensors, change, config
+    Attributes:
+        shape: shape in the model; tensors in the file may have other axes of size 1.
+    """
+
+    def __init__(self, tensors: Sequence[GGUFTensor], change: Change | None, config: Any, shape: torch.Size) -> None:
+        self.tensors, self._change, self._config, self.shape = tensors, change, config, shape
 
     def __getitem__(self, index: Any) -> Tensor:
         read = [tensor[...] for tensor in self.tensors]
-        return (self._change(self._config, *read) if self._change else read[0])[index]
+        value = self._change(self._config, *read) if self._change else read[0]
+        if value.squeeze().shape == torch.Size(size for size in self.shape if size != 1):
+            value = value.reshape(self.shape)
+        return value[index]
 
     def rows(self) -> StoredRows | None:
         """The stored rows in the model's order; None if the weight has other values or the kernels lack its format."""
-        rows = self.tensors[0].rows() if len(self.tensors) == 1 and len(self.tensors[0].shape) == 2 else None
-        if rows is None or self._change is None:
-            return rows
-        if not isinstance(self._change, Rows):
+        several = [tensor.rows() if len(tensor.shape) == 2 else None for tensor in self.tensors]
+        if None in several or not isinstance(self._change, Rows | None):
             return None
-        return rows.ordered(self._change.order(self._config, len(rows.places)))
+        first, *others = cast(list[StoredRows], several)
+        if not all(rows.follows(first) and rows.features == first.features for rows in others):
+            return None
+        rows = replace(first, places=torch.cat([first.places, *(rows.places for rows in others)]))
+        order = self._change and self._change.order
+        return rows.ordered(order(self._config, len(rows.places))) if order else rows
 
 
 def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
@@ -81,7 +93,7 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
     Raises:
         UserError: a tensor has no place in the model.
     """
-    row, empty = ARCHITECTURES[file.architecture()], model.state_dict().keys()
+    row, empty = ARCHITECTURES[file.architecture()], model.state_dict()
     places = list(row.outer) + list(row.names)
     parts: defaultdict[str, list[tuple[int, GGUFTensor, Change | None]]] = defaultdict(list)
     for name, tensor in file.tensors.items():
@@ -91,7 +103,7 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
             continue
         place, change = found if isinstance(found, tuple) else (found, None)
         full = place if block is None else f"{row.layers.format(block)}.{place}"
-        known = next((key for key in (f"{full}{end or ''}", full) if key in empty), None)
+        known = next((key for key in (f"{full}{end or '.weight'}", full) if key in empty), None)
         if place is None or known is None:
             raise UserError(
                 f"cannot load model {str(file.path)!r}: expected tensors of a {file.architecture()} model, "
@@ -103,7 +115,7 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
     made = {}
     for key, found in parts.items():
         ordered = sorted(found, key=lambda part: part[0])
-        made[key] = Weight([tensor for _, tensor, _ in ordered], ordered[0][2], model.config)
+        made[key] = Weight([tensor for _, tensor, _ in ordered], ordered[0][2], model.config, empty[key].shape)
     return made
 
 

@@ -2,6 +2,461 @@
 
 from __future__ import annotations
 
-from mmspec.targets.gguf_keys import Architecture
+from collections.abc import Callable
+from typing import Any
 
-ARCHITECTURES: dict[str, Architecture] = {}
+import torch
+from torch import Tensor
+
+from mmspec.targets.gguf_keys import (
+    ATTENTION,
+    EXPERTS,
+    HEAD_NORMS,
+    MLP,
+    OUTER,
+    ROTARY,
+    ROUTED,
+    SHARED,
+    SIZES,
+    Architecture,
+    Keys,
+    Names,
+    Rows,
+    decoder,
+    flat,
+    head_size,
+    heads,
+    joined_experts,
+    log_of_negative,
+    minus_one,
+    rope,
+)
+
+
+def _mamba2(place: str) -> Names:
+    """Weights of a Mamba-2 mixer."""
+    return {
+        "ssm_in": f"{place}.in_proj",
+        "ssm_conv1d": f"{place}.conv1d",
+        "ssm_dt": f"{place}.dt_bias",
+        "ssm_a": (f"{place}.A_log", log_of_negative),
+        "ssm_d": f"{place}.D",
+        "ssm_norm": (f"{place}.norm", flat),
+        "ssm_out": f"{place}.out_proj",
+    }
+
+
+def _mamba(place: str) -> Names:
+    """Weights of a Mamba-1 mixer, with the norms of Jamba."""
+    names = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_x": "x_proj", "ssm_dt": "dt_proj", "ssm_d": "D"}
+    names |= {"ssm_out": "out_proj"} | {f"ssm_{name}_norm": f"{name}_layernorm" for name in ("dt", "b", "c")}
+    return {key: f"{place}.{name}" for key, name in names.items()} | {"ssm_a": (f"{place}.A_log", log_of_negative)}
+
+
+def _attends(keys: Keys) -> list[bool]:
+    """Whether each layer has attention: where it has key heads."""
+    return [heads > 0 for heads in keys("attention.head_count_kv", field="layer_types")]
+
+
+def _mamba2_sizes(keys: Keys) -> tuple[int, int]:
+    """Heads and features of a head; ``ssm.time_step_rank`` is the number of heads."""
+    count = keys("ssm.time_step_rank")
+    return count, keys("ssm.inner_size") // count
+
+
+def _mamba2_fields(keys: Keys) -> dict[str, Any]:
+    count, size = _mamba2_sizes(keys)
+    _ = keys("context_length", None), keys("feed_forward_length", None), keys("attention.head_count", None)
+    expand = keys("ssm.inner_size") // keys("embedding_length")
+    bias = "blk.0.ssm_conv1d.bias" in keys.tensors
+    return {"num_heads": count, "head_dim": size, "expand": expand, "use_conv_bias": bias}
+
+
+def _mamba_fields(keys: Keys) -> dict[str, Any]:
+    _ = keys("context_length", None), keys("feed_forward_length", None), keys("attention.head_count", None)
+    fields = {"expand": keys("ssm.inner_size") // keys("embedding_length")}
+    if not keys("ssm.dt_b_c_rms", False):
+        return fields
+    return fields | {"model_type": "falcon_mamba", "mixer_rms_eps": keys("attention.layer_norm_rms_epsilon")}
+
+
+def _granite(keys: Keys) -> dict[str, Any]:
+    count, size = _mamba2_sizes(keys)
+    kinds = ["attention" if attends else "mamba" for attends in _attends(keys)]
+    positions = keys("rope.scaling.finetuned", True)  # the converter's mark of models with rotary embeddings
+    experts = keys("expert_count", 0)
+    width = keys("expert_shared_feed_forward_length", 0) or keys("feed_forward_length")
+    return {
+        "layer_types": kinds,
+        "num_key_value_heads": max(keys("attention.head_count_kv")),
+        "mamba_n_heads": count,
+        "mamba_d_head": size,
+        "mamba_expand": keys("ssm.inner_size") // keys("embedding_length"),
+        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in keys.tensors),
+        "num_local_experts": experts,
+        "num_experts_per_tok": keys("expert_used_count", 0),
+        "shared_intermediate_size": width,
+        "position_embedding_type": "rope" if positions else None,
+        "rope_parameters": rope(keys),
+        "attention_multiplier": keys("attention.scale", head_size(keys) ** -0.5),
+    }
+
+
+def _nemotron_h(keys: Keys) -> dict[str, Any]:
+    count, size = _mamba2_sizes(keys)
+    inner = keys("feed_forward_length", field="layers_block_type")
+    mixture = "moe" if any(name.endswith("ffn_gate_inp.weight") for name in keys.tensors) else "mlp"
+    attends = _attends(keys)
+    kinds = [mixture if width else "attention" if one else "mamba" for width, one in zip(inner, attends, strict=True)]
+    fields = {
+        "layers_block_type": kinds,
+        "num_key_value_heads": max(keys("attention.head_count_kv")),
+        "head_dim": head_size(keys),
+        "mamba_num_heads": count,
+        "mamba_head_dim": size,
+        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in keys.tensors),
+        "intermediate_size": max(inner),
+    }
+    _ = heads(keys), rope(keys), keys("rope.scaling.finetuned", None)  # its attention has no positions
+    keys("attention.layer_norm_epsilon", None)  # of another name for the same norm
+    found = {field: keys(key, None) for key, field in _NEMOTRON_EXPERTS.items()}
+    return fields | {field: value for field, value in found.items() if value is not None}
+
+
+def _period(layers: list[int], kind: str) -> dict[str, int]:
+    """Period and offset of layers, Jamba's fields."""
+    period = layers[1] - layers[0] if len(layers) > 1 else layers[0] + 1_000_000
+    return {f"{kind}_layer_period": period, f"{kind}_layer_offset": layers[0] % period}
+
+
+def _jamba(keys: Keys) -> dict[str, Any]:
+    routed = sorted(int(name.split(".")[1]) for name in keys.tensors if name.endswith("ffn_gate_inp.weight"))
+    attends = [layer for layer, one in enumerate(_attends(keys)) if one]
+    return {
+        "num_key_value_heads": max(keys("attention.head_count_kv")),
+        "mamba_expand": keys("ssm.inner_size") // keys("embedding_length"),
+        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in keys.tensors),
+        **_period(attends, "attn"),
+        **_period(routed, "expert"),
+    }
+
+
+def _falcon_h1(keys: Keys) -> dict[str, Any]:
+    count, size = _mamba2_sizes(keys)
+    return decoder(keys) | {
+        "mamba_n_heads": count,
+        "mamba_d_head": size,
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in keys.tensors,
+        "mamba_conv_bias": "blk.0.ssm_conv1d.bias" in keys.tensors,
+        "mamba_norm_before_gate": False,
+    }
+
+
+def _value_heads(rows: bool, offset: Callable[[Any], int] = lambda config: 0) -> Callable[[Any, int], Tensor]:
+    """Undoes llama.cpp's order of the value heads of Gated DeltaNet: the first of each key head, then the second.
+
+    Args:
+        rows: whether a head has ``linear_value_head_dim`` rows, not one.
+        offset: rows before those of the value heads.
+    """
+
+    def order(config: Any, count: int) -> Tensor:
+        before, groups = offset(config), config.linear_num_key_heads
+        size = config.linear_value_head_dim if rows else 1
+        values = torch.arange(before, count).view(-1, groups, size).transpose(0, 1).flatten()
+        return torch.cat([torch.arange(before), values])
+
+    return order
+
+
+def _query_key_rows(config: Any) -> int:
+    return int(2 * config.linear_num_key_heads * config.linear_key_head_dim)
+
+
+def _value_columns(config: Any, weight: Tensor) -> Tensor:
+    return weight[:, _value_heads(True)(config, weight.shape[1])]
+
+
+_DELTA: Names = {
+    "attn_qkv": ("linear_attn.in_proj_qkv", Rows(_value_heads(True, _query_key_rows))),
+    "attn_gate": ("linear_attn.in_proj_z", Rows(_value_heads(True))),
+    "ssm_alpha": ("linear_attn.in_proj_a", Rows(_value_heads(False))),
+    "ssm_beta": ("linear_attn.in_proj_b", Rows(_value_heads(False))),
+    "ssm_conv1d": ("linear_attn.conv1d", Rows(_value_heads(True, _query_key_rows))),
+    "ssm_dt": ("linear_attn.dt_bias", Rows(_value_heads(False))),
+    "ssm_a": ("linear_attn.A_log", lambda config, weight: Rows(_value_heads(False))(config, (-weight).log())),
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": ("linear_attn.out_proj", _value_columns),
+}
+_QWEN: Names = ATTENTION | {
+    "attn_norm": ("input_layernorm", minus_one),
+    "post_attention_norm": ("post_attention_layernorm", minus_one),
+    **{name: (place, minus_one) for name, place in HEAD_NORMS.items() if isinstance(place, str)},
+}
+_QWEN_OUTER: Names = OUTER | {"output_norm": ("model.norm", minus_one)}
+_QWEN_KEYS = SIZES | {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_QWEN_EXPERTS = EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+
+
+def _qwen_next(keys: Keys) -> dict[str, Any]:
+    layers = keys("block_count") - keys("nextn_predict_layers", 0)
+    interval = keys("full_attention_interval", 4)
+    recurrent = keys("attention.recurrent_layers", [(layer + 1) % interval > 0 for layer in range(layers)])
+    return decoder(keys) | {
+        "num_hidden_layers": layers,
+        "layer_types": ["linear_attention" if one else "full_attention" for one in recurrent[:layers]],
+        "linear_value_head_dim": keys("ssm.inner_size") // keys("ssm.time_step_rank"),
+        "norm_topk_prob": True,
+        "attention_bias": False,
+    }
+
+
+def _qwen35(keys: Keys) -> dict[str, Any]:
+    fields = _qwen_next(keys)
+    sections = [size for size in keys("rope.dimension_sections", [11, 11, 10, 0]) if size]
+    fields["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
+    return fields
+
+
+def _grouped(config: Any, rows: int) -> Tensor:
+    """Order of rows of the queries, keys, values and gates of Gated DeltaNet in groups by key head."""
+    groups, key = config.linear_num_key_heads, config.linear_key_head_dim
+    value = config.linear_num_value_heads // groups * config.linear_value_head_dim
+    sizes = [groups * size for size in (key, key, value, value)]
+    return torch.cat([part.view(groups, -1) for part in torch.arange(rows).split(sizes)], 1).flatten()
+
+
+_QKVZ = ("linear_attn.in_proj_qkvz", Rows(_grouped))
+_NEXT: Names = {
+    "attn_qkv": _QKVZ,
+    "attn_gate": _QKVZ,
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_a": ("linear_attn.A_log", log_of_negative),
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+
+_LFM: Names = {
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
+    "attn_output": "self_attn.out_proj",
+    **{f"attn_{name}_norm": f"self_attn.{name}_layernorm" for name in "qk"},
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    **{f"shortconv.{name}": f"conv.{name}" for name in ("in_proj", "out_proj", "conv")},
+}
+_LFM_OUTER: Names = OUTER | {"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"}
+
+
+def _lfm2moe(keys: Keys) -> dict[str, Any]:
+    keys.expect("expert_gating_func", _SIGMOID)
+    return {name: one for name, one in _lfm2(keys).items() if name != "block_auto_adjust_ff_dim"}
+
+
+def _lfm2(keys: Keys) -> dict[str, Any]:
+    return {
+        "num_key_value_heads": max(keys("attention.head_count_kv")),
+        "layer_types": ["full_attention" if attends else "conv" for attends in _attends(keys)],
+        "rope_parameters": rope(keys),
+        "block_auto_adjust_ff_dim": False,
+        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in keys.tensors),
+    }
+
+
+_LFM_KEYS = SIZES | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}
+
+
+def _without(keys: dict[str, str], *names: str) -> dict[str, str]:
+    return {key: field for key, field in keys.items() if key not in names}
+
+
+_SIGMOID = 2  # llama.cpp's expert_gating_func
+_HYBRID = _without(SIZES, "attention.head_count_kv", "feed_forward_length")
+_GRANITE_SCALES = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_MAMBA_OUTER: Names = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
+
+_NEMOTRON_EXPERTS = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "moe_latent_size": "moe_latent_size",
+}
+_NEMOTRON = Architecture(
+    "nemotron_h",
+    _without(_HYBRID, "block_count")
+    | {
+        "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+        "ssm.conv_kernel": "conv_kernel",
+        "ssm.state_size": "ssm_state_size",
+        "ssm.group_count": "n_groups",
+    },
+    {
+        "attn_norm": "norm",
+        **_mamba2("mixer"),
+        **{f"attn_{name}": f"mixer.{name}_proj" for name in "qkv"},
+        "attn_output": "mixer.o_proj",
+        "ffn_up": "mixer.up_proj",
+        "ffn_down": "mixer.down_proj",
+        "ffn_gate_inp": "mixer.gate",
+        "exp_probs_b": "mixer.gate.e_score_correction_bias",
+        "ffn_up_exps": "mixer.experts.up_proj",
+        "ffn_down_exps": "mixer.experts.down_proj",
+        "ffn_up_shexp": "mixer.shared_experts.up_proj",
+        "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    },
+    {"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"},
+    _nemotron_h,
+)
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "mamba": Architecture(
+        "mamba",
+        {
+            "embedding_length": "hidden_size",
+            "block_count": "num_hidden_layers",
+            "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.state_size": "state_size",
+            "ssm.time_step_rank": "time_step_rank",
+        },
+        {"attn_norm": "norm", **_mamba("mixer")},
+        _MAMBA_OUTER,
+        _mamba_fields,
+        "backbone.layers.{}",
+    ),
+    "mamba2": Architecture(
+        "mamba2",
+        {
+            "embedding_length": "hidden_size",
+            "block_count": "num_hidden_layers",
+            "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.state_size": "state_size",
+            "ssm.group_count": "n_groups",
+        },
+        {"attn_norm": "norm", **_mamba2("mixer")},
+        _MAMBA_OUTER,
+        _mamba2_fields,
+        "backbone.layers.{}",
+    ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        _HYBRID
+        | _GRANITE_SCALES
+        | {
+            "feed_forward_length": "intermediate_size",
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.group_count": "mamba_n_groups",
+        },
+        ATTENTION
+        | ROTARY
+        | _mamba2("mamba")
+        | {
+            "ffn_gate": ("shared_mlp.input_linear", Rows()),
+            "ffn_up": ("shared_mlp.input_linear", Rows()),
+            "ffn_down": "shared_mlp.output_linear",
+            "ffn_gate_shexp": ("shared_mlp.input_linear", Rows()),
+            "ffn_up_shexp": ("shared_mlp.input_linear", Rows()),
+            "ffn_down_shexp": "shared_mlp.output_linear",
+            "ffn_gate_inp": "block_sparse_moe.router",
+            "ffn_gate_exps": ("block_sparse_moe.experts.gate_up_proj", joined_experts),
+            "ffn_up_exps": ("block_sparse_moe.experts.gate_up_proj", joined_experts),
+            "ffn_down_exps": "block_sparse_moe.experts.down_proj",
+        },
+        more=_granite,
+    ),
+    "falcon-h1": Architecture(
+        "falcon_h1",
+        SIZES
+        | {
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.group_count": "mamba_n_groups",
+            "ssm.inner_size": "mamba_d_ssm",
+        },
+        ATTENTION
+        | _mamba2("mamba")
+        | {"ffn_norm": "pre_ff_layernorm"}
+        | {f"ffn_{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+        OUTER | {"output_norm": "model.final_layernorm"},
+        _falcon_h1,
+    ),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        _without(_QWEN_KEYS, "block_count") | _QWEN_EXPERTS,
+        _QWEN | _NEXT | ROUTED | SHARED,
+        _QWEN_OUTER,
+        _qwen_next,
+    ),
+    "qwen35": Architecture(
+        "qwen3_5_text", _without(_QWEN_KEYS, "block_count"), _QWEN | _DELTA | MLP, _QWEN_OUTER, _qwen35
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        _without(_QWEN_KEYS, "block_count", "feed_forward_length") | _QWEN_EXPERTS,
+        _QWEN | _DELTA | ROUTED | SHARED,
+        _QWEN_OUTER,
+        _qwen35,
+    ),
+    "lfm2": Architecture("lfm2", _without(_LFM_KEYS, "attention.head_count_kv"), _LFM, _LFM_OUTER, _lfm2),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        _without(_LFM_KEYS, "attention.head_count_kv") | EXPERTS | {"leading_dense_block_count": "num_dense_layers"},
+        _LFM
+        | {
+            "ffn_gate_inp": "feed_forward.gate",
+            "exp_probs_b": "feed_forward.expert_bias",
+            "ffn_gate_exps": ("feed_forward.experts.gate_up_proj", joined_experts),
+            "ffn_up_exps": ("feed_forward.experts.gate_up_proj", joined_experts),
+            "ffn_down_exps": "feed_forward.experts.down_proj",
+        },
+        _LFM_OUTER,
+        _lfm2moe,
+    ),
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": _NEMOTRON,
+    "jamba": Architecture(
+        "jamba",
+        _HYBRID
+        | {
+            "feed_forward_length": "intermediate_size",
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.time_step_rank": "mamba_dt_rank",
+        },
+        ATTENTION
+        | _mamba("mamba")
+        | {
+            "ffn_norm": "pre_ff_layernorm",
+            **{f"ffn_{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+            "ffn_gate_inp": "feed_forward.router",
+            "ffn_gate_exps": ("feed_forward.experts.gate_up_proj", joined_experts),
+            "ffn_up_exps": ("feed_forward.experts.gate_up_proj", joined_experts),
+            "ffn_down_exps": "feed_forward.experts.down_proj",
+        },
+        OUTER | {"output_norm": "model.final_layernorm"},
+        _jamba,
+    ),
+}
