@@ -191,10 +191,11 @@ class Architecture:
     Attributes:
         model_type: model type of transformers' configuration.
         keys: configuration fields by key.
-        names: weight names in a layer by tensor names in a block, without ``weight`` and ``bias``, or with a change.
-            Tensors of one weight are given to its change in the order of the table.
+        names: weight names in a layer by tensor names in a block, without ``weight`` and ``bias``, or with a change of
+            the weight. Tensors of one weight are given to its change in the order of the table. A tensor name with its
+            ending takes precedence.
         outer: the same for tensors outside of blocks.
-        more: further fields of the configuration.
+        more: further fields of the configuration; ``model_type`` in place of the row's.
         layers: name of a layer in the model.
     """
 
@@ -235,6 +236,7 @@ ROUTED: Names = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": ("mlp.experts.gate_up_proj", joined_experts),
     "ffn_up_exps": ("mlp.experts.gate_up_proj", joined_experts),
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
 SHARED: Names = {

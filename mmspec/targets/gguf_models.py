@@ -36,13 +36,13 @@ def read_config(file: GGUFFile) -> tuple[Any, Keys]:
         UserError: the architecture is unknown, or a key is missing, has a wrong value or is unknown.
     """
     where = f"cannot load model {str(file.path)!r}: "
-    if (row := ARCHITECTURES.get(name := file.architecture())) is None:
-        raise UserError(f"{where}expected an architecture out of {', '.join(sorted(ARCHITECTURES))}, found {name!r}")
-    keys = Keys(file)
-    blocks = {int(found[1]) for tensor in file.tensors if (found := re.match(r"blk\.(\d+)\.", tensor))}
-    if (count := keys("block_count")) != len(blocks):
+    row, name, keys = _row(file), file.architecture(), Keys(file)
+    count, blocks = keys("block_count"), {block for tensor in file.tensors if (block := _block(tensor)) is not None}
+    layers = count - keys("nextn_predict_layers", 0)
+    if not set(range(layers)) <= blocks <= set(range(count)):
         raise UserError(f"{where}expected tensors of {name}.block_count = {count} blocks, found {len(blocks)}")
     fields = {one: keys.uniform(key, field=one) for key, one in row.keys.items()}
+    fields["num_hidden_layers"] = layers
     fields |= {one: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for one, key in _TOKENS.items()}
     fields |= {"vocab_size": file.tensors["token_embd.weight"].shape[0], **row.more(keys)}
     fields["tie_word_embeddings"] = "output.weight" not in file.tensors
@@ -52,6 +52,31 @@ def read_config(file: GGUFFile) -> tuple[Any, Keys]:
             f"{where}expected keys of {name} models, found {name}.{key} = {value!r:.100}, which is not known"
         )
     return CONFIG_MAPPING[fields.pop("model_type", row.model_type)].from_dict(fields), keys
+
+
+def _row(file: GGUFFile) -> Architecture:
+    """The row of a file's architecture; with experts, the row of ``EXPERTS`` if the name stands for two models."""
+    name = file.architecture()
+    rows = gguf_mixtures.EXPERTS if file.get("expert_count", 0) and name in gguf_mixtures.EXPERTS else ARCHITECTURES
+    if name not in rows:
+        raise UserError(
+            f"cannot load model {str(file.path)!r}: expected an architecture out of "
+            f"{', '.join(sorted(ARCHITECTURES))}, found {name!r}"
+        )
+    return rows[name]
+
+
+def _block(tensor: str) -> int | None:
+    """Number of the block that a tensor belongs to by its name."""
+    found = re.match(r"blk\.(\d+)\.", tensor)
+    return int(found[1]) if found else None
+
+
+def set_aside(file: GGUFFile) -> list[str]:
+    """Names of the tensors that no module of the model holds: blocks that predict further tokens (MTP), which follow
+    the model's layers."""
+    layers = file.get("block_count", 0) - file.get("nextn_predict_layers", 0)
+    return [name for name in file.tensors if (block := _block(name)) is not None and block >= layers]
 
 
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
@@ -91,16 +116,19 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
     """Weights of a text model by name, read on access; ``model`` may be on the meta device.
 
     Raises:
-        UserError: a tensor has no place in the model.
+        UserError: a tensor has no place in the model and is not ``set_aside``.
     """
-    row, empty = ARCHITECTURES[file.architecture()], model.state_dict()
+    row, empty, unused = _row(file), model.state_dict(), {*_USED, *set_aside(file)}
     places = list(row.outer) + list(row.names)
     parts: defaultdict[str, list[tuple[int, GGUFTensor, Change | None]]] = defaultdict(list)
     for name, tensor in file.tensors.items():
         block, module, end = re.fullmatch(r"(?:blk\.(\d+)\.)?(.*?)(\.weight|\.bias)?", name).groups()  # type: ignore[union-attr]
-        found = (row.outer if block is None else row.names).get(module)
-        if found is None and name in _USED:
+        if name in unused:
             continue
+        names = row.outer if block is None else row.names
+        if (whole := f"{module}{end or ''}") in names:
+            module, end = whole, None
+        found = names.get(module)
         place, change = found if isinstance(found, tuple) else (found, None)
         full = place if block is None else f"{row.layers.format(block)}.{place}"
         known = next((key for key in (f"{full}{end or '.weight'}", full) if key in empty), None)

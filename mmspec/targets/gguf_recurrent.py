@@ -208,7 +208,6 @@ def _qwen_next(keys: Keys) -> dict[str, Any]:
     interval = keys("full_attention_interval", 4)
     recurrent = keys("attention.recurrent_layers", [(layer + 1) % interval > 0 for layer in range(layers)])
     return decoder(keys) | {
-        "num_hidden_layers": layers,
         "layer_types": ["linear_attention" if one else "full_attention" for one in recurrent[:layers]],
         "linear_value_head_dim": keys("ssm.inner_size") // keys("ssm.time_step_rank"),
         "norm_topk_prob": True,
@@ -302,7 +301,7 @@ _NEMOTRON_EXPERTS = {
 }
 _NEMOTRON = Architecture(
     "nemotron_h",
-    _without(_HYBRID, "block_count")
+    _HYBRID
     | {
         "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
         "ssm.conv_kernel": "conv_kernel",
@@ -332,7 +331,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "mamba",
         {
             "embedding_length": "hidden_size",
-            "block_count": "num_hidden_layers",
             "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
             "ssm.conv_kernel": "conv_kernel",
             "ssm.state_size": "state_size",
@@ -347,7 +345,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "mamba2",
         {
             "embedding_length": "hidden_size",
-            "block_count": "num_hidden_layers",
             "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
             "ssm.conv_kernel": "conv_kernel",
             "ssm.state_size": "state_size",
@@ -403,17 +400,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3next": Architecture(
         "qwen3_next",
-        _without(_QWEN_KEYS, "block_count") | _QWEN_EXPERTS,
+        _QWEN_KEYS | _QWEN_EXPERTS,
         _QWEN | _NEXT | ROUTED | SHARED,
         _QWEN_OUTER,
         _qwen_next,
     ),
-    "qwen35": Architecture(
-        "qwen3_5_text", _without(_QWEN_KEYS, "block_count"), _QWEN | _DELTA | MLP, _QWEN_OUTER, _qwen35
-    ),
+    "qwen35": Architecture("qwen3_5_text", _QWEN_KEYS, _QWEN | _DELTA | MLP, _QWEN_OUTER, _qwen35),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text",
-        _without(_QWEN_KEYS, "block_count", "feed_forward_length") | _QWEN_EXPERTS,
+        _without(_QWEN_KEYS, "feed_forward_length") | _QWEN_EXPERTS,
         _QWEN | _DELTA | ROUTED | SHARED,
         _QWEN_OUTER,
         _qwen35,
