@@ -23,7 +23,7 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import MODELS
 from mmspec.serving.errors import APIError
-from mmspec.targets.gguf import file_in
+from mmspec.targets.gguf_file import file_in
 
 T = TypeVar("T")
 RUNNING = 8

@@ -25,7 +25,7 @@ from transformers.utils import is_torchvision_available
 
 from mmspec.errors import UserError, explained
 from mmspec.targets import gguf
-from mmspec.targets.gguf import GGUFFile, GGUFTensor
+from mmspec.targets.gguf_file import GGUFFile, GGUFTensor
 from mmspec.targets.sources import LazySource
 
 _TOWER, _PROJECTOR, _VISUAL = "model.vision_tower", "model.multi_modal_projector", "model.visual"

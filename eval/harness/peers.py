@@ -21,7 +21,7 @@ import numpy as np
 from mmspec import plugins
 from mmspec.errors import UserError, explained
 from mmspec.http_client import TIMEOUT, open_client
-from mmspec.targets.gguf import file_in
+from mmspec.targets.gguf_file import file_in
 
 LLAMA, OPENVINO = "llama.cpp", "openvino"
 CONTEXT = 8192

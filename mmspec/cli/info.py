@@ -169,7 +169,7 @@ def _description(path: Path) -> dict[str, Any]:
     from safetensors import safe_open
 
     from mmspec.loading import load_config, load_processor
-    from mmspec.targets.gguf import GGUFFile, file_in
+    from mmspec.targets.gguf_file import GGUFFile, file_in
 
     config, template = load_config(str(path)), load_processor(str(path)).chat_template_text()
     text, counts, sampling = config.get_text_config(), Counter[str](), {}

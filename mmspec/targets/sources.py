@@ -30,7 +30,7 @@ from mmspec.errors import UserError, missing
 from mmspec.files import cache_folder, make_folder
 from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.formats import StoredRows, quantised_rows
-from mmspec.targets import gguf
+from mmspec.targets import gguf, gguf_file
 from mmspec.targets.checkpoints import from_pretrained, read_whole, refuse_other_weights
 from mmspec.targets.packing import QUANTISED, head_kind
 from mmspec.targets.support import refuse_not_finite
@@ -113,7 +113,7 @@ class LazySource(Source):
         folder: str,
         name: str,
         state: Callable[[PreTrainedModel], Mapping[str, Any]],
-        language: gguf.GGUFFile,
+        language: gguf_file.GGUFFile,
     ) -> None:
         super().__init__(folder, name)
         self._state, self._language, self.dtype = state, language, gguf.dtype_of(language)
@@ -152,7 +152,7 @@ class GGUFSource(LazySource):
     """A GGUF file. Its configuration and tokenizer are cached when the processor is first loaded."""
 
     def __init__(self, path: Path) -> None:
-        file = gguf.GGUFFile(path)
+        file = gguf_file.GGUFFile(path)
         super().__init__(str(gguf.index(file)), str(path), partial(gguf.weights, file), file)
 
     def config(self, **options: Any) -> Any:
@@ -177,11 +177,11 @@ class CompletedSource(LazySource):
     def __init__(self, folder: Path) -> None:
         self._incomplete, parts = folder, json.loads((folder / PARTS).read_text())
         name = parts["language_model"]
-        file = gguf.file_in(plugins.find("models", name)())
+        file = gguf_file.file_in(plugins.find("models", name)())
         if file is None or not (folder / WEIGHTS).is_file():
             raise UserError(f"cannot complete the model: expected {WEIGHTS} in {folder}, and a GGUF file of {name}")
         self._tower = plugins.find("towers", parts["vision_tower"]) if "vision_tower" in parts else None
-        language = gguf.GGUFFile(file)
+        language = gguf_file.GGUFFile(file)
         text = gguf.write_index(language)
         # The key consists of the files' names, sizes and times.
         files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -222,8 +222,8 @@ def find(name: str, mmproj: str | PathLike[str] | None = None) -> Source:
         UserError: a folder has several GGUF files, ``mmproj`` is given for a model that is not in GGUF, a package is
             missing, a file cannot be read, or the cache cannot be written.
     """
-    path = gguf.file_in(name)
-    if path is not None and (projector := mmproj or gguf.projector_in(name)):
+    path = gguf_file.file_in(name)
+    if path is not None and (projector := mmproj or gguf_file.projector_in(name)):
         return cast(Source, plugins.find("sources", "mmproj")(path, projector))
     if path is not None:
         return GGUFSource(path)

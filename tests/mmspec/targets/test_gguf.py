@@ -28,7 +28,7 @@ from mmspec.drafters.small import Small
 from mmspec.loading import load_processor
 from mmspec.quantisation.blocks import BlockLinear, Int8Blocks
 from mmspec.quantisation.formats import StoredEmbedding
-from mmspec.targets import gguf, packing, sources
+from mmspec.targets import gguf, gguf_file, packing, sources
 from mmspec.targets.packing import drafter_kind, merge_layers, pack_drafter, pack_model, weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
@@ -184,7 +184,7 @@ def test_a_file_that_was_cut_short_is_named_so(file: Path, cache: Path, tmp_path
     for size in sizes:
         part.write_bytes(whole[:size])
         with pytest.raises(mmspec.UserError) as caught:
-            gguf.GGUFFile(part)
+            gguf_file.GGUFFile(part)
         message = str(caught.value)
         assert message.startswith(f"{part} is incomplete, as after an interrupted download: expected "), size
         assert message.endswith(f" bytes, found {size}")
@@ -193,23 +193,23 @@ def test_a_file_that_was_cut_short_is_named_so(file: Path, cache: Path, tmp_path
     with pytest.raises(mmspec.UserError, match=f"expected {end} bytes, found {end - 1}$"):
         load(part)
     part.write_bytes(whole[:end])
-    gguf.GGUFFile(part)
+    gguf_file.GGUFFile(part)
     assert not list((cache / "gguf").glob("*/*"))
 
 
 def test_headers_longer_than_the_first_read_are_read_whole(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def facts() -> tuple[Any, ...]:
-        found = gguf.GGUFFile(file)
+        found = gguf_file.GGUFFile(file)
         return found.metadata, found.digest, {name: (one.place, one.size) for name, one in found.tensors.items()}
 
     whole = facts()
     for first in (1, 4, 20, 1000):
-        monkeypatch.setattr(gguf, "_FIRST", first)
+        monkeypatch.setattr(gguf_file, "_FIRST", first)
         assert facts() == whole
 
 
 def test_metadata_and_tensors_are_those_of_the_package(mixed: Path) -> None:
-    reader, found = package.GGUFReader(str(mixed)), gguf.GGUFFile(mixed)
+    reader, found = package.GGUFReader(str(mixed)), gguf_file.GGUFFile(mixed)
     assert reader.alignment == 512
     given = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     assert found.metadata == given
@@ -368,8 +368,8 @@ def test_progress_is_shown_on_a_terminal_only(
 def test_files_of_a_folder_are_told_apart_by_their_names(tmp_path: Path) -> None:
     for name in ("a.gguf", "a-MMPROJ-f16.gguf"):
         (tmp_path / name).touch()
-    assert gguf.file_in(tmp_path) == tmp_path / "a.gguf"
-    assert gguf.projector_in(tmp_path) == tmp_path / "a-MMPROJ-f16.gguf"
+    assert gguf_file.file_in(tmp_path) == tmp_path / "a.gguf"
+    assert gguf_file.projector_in(tmp_path) == tmp_path / "a-MMPROJ-f16.gguf"
     save_text_model(tmp_path)  # a folder with a configuration is read by transformers
     assert type(sources.find(str(tmp_path))) is sources.Source
 
@@ -595,7 +595,7 @@ def test_rows_that_cannot_be_put_in_order_are_left_out(mixed: Path) -> None:
             changed = {"attn_q": weights[::-1], "attn_v": weights.T, "ffn_up": weights[:1], "ffn_down": weights * 2}
             return GGUFTensor(changed.get(name.split(".")[-2], weights), name, {})
 
-    file = gguf.GGUFFile(mixed)
+    file = gguf_file.GGUFFile(mixed)
     for name, tensor in file.tensors.items():
         weight = gguf.Weight(name, Reversed(), {})
         weight.tensors.append(tensor)
@@ -617,7 +617,7 @@ def test_the_package_reads_by_itself_again(
             raise AssertionError
 
     monkeypatch.setattr(package, "GGUFReader", Reader)
-    found = gguf.GGUFFile(file)
+    found = gguf_file.GGUFFile(file)
     if fails:
         del found.metadata["llama.block_count"]
         found.metadata["general.architecture"] = "lemma"

@@ -19,7 +19,7 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
 from mmspec.ops import cpu_library
 from mmspec.quantisation.blocks import BlockLinear
-from mmspec.targets.gguf import file_in
+from mmspec.targets.gguf_file import file_in
 from mmspec.targets.packing import MergedLayer
 from tests.compiled import needs_kernels
 

@@ -28,7 +28,8 @@ from mmspec import plugins
 from mmspec.errors import UserError
 from mmspec.quantisation.blocks import BlockLinear
 from mmspec.targets import sources
-from mmspec.targets.gguf import GGUFFile, config
+from mmspec.targets.gguf import config
+from mmspec.targets.gguf_file import GGUFFile
 from mmspec.targets.packing import pack_model
 from mmspec.targets.sources import LABELS, PARTS, WEIGHTS
 from tests.compiled import needs_kernels
