@@ -38,7 +38,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from mmspec.errors import explained
-from mmspec.files import cache_folder, make_folder
+from mmspec.files import cache_folder, fill_folder
 from mmspec.quantisation.formats import StoredRows
 from mmspec.targets.gguf_file import GGUFFile, GGUFTensor
 from mmspec.targets.tree_layers import replaced
@@ -64,14 +64,14 @@ def index(file: GGUFFile) -> Path:
 
 
 def write_index(file: GGUFFile) -> Path:
-    """Return the ``index`` folder, created atomically at first use, as several processes may create it concurrently.
+    """Return the ``index`` folder, created atomically at first use, as several processes may create it concurrently,
+    and again if it was damaged.
 
     Raises:
         UserError: the model is not supported, or the cache cannot be written.
     """
     folder = index(file)
-    if not folder.is_dir():
-        make_folder(folder, partial(_write, file))
+    fill_folder(folder, partial(_write, file))
     return folder
 
 

@@ -31,7 +31,7 @@ _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F
 _FIRST, _LONGEST = 1 << 23, 1 << 27  # bytes of the first read, longer than most headers, and of the longest header
 _AXES = 4  # of a tensor, at most
 _MOST = 1 << 27  # default maximum of counts
-_COUNT = re.compile(r".*_(count|length|size)(_\w+)?")  # keys of counts, or of one per layer
+_COUNT = re.compile(r".*_(count|length|size|token_id)(_\w+)?")  # keys of counts, one or a list
 _PART = re.compile(r"(.*-)(\d{5})(-of-\d{5}\b.*)", re.DOTALL)
 _PROJECTOR = b"general.architecture" + struct.pack("<IQ", _STRING, 4) + b"clip"
 _REQUIRED: Any = object()
@@ -103,14 +103,13 @@ class GGUFFile:
         if (count := self.count("split.count", 1, most=99_999)) > 1:
             self._join(count)
         for key in filter(_COUNT.fullmatch, self.metadata):
-            self.counts(key, least=0)
-        for key in self.metadata:
-            if key.endswith(".block_count"):  # blocks have a tensor each, but vocabularies have blocks without any
-                self.count(key, most=len(self.tensors) or _MOST)
-            elif key.endswith((".embedding_length", ".context_length")):
-                self.count(key)
-            elif key.startswith("tokenizer.") and key.endswith("_token_id"):
-                self.count(key, least=0, most=(1 << 32) - 1)
+            if key.endswith("_token_id"):
+                self.count(key, least=0, most=(1 << 32) - 1)  # of missing tokens, -1 as an unsigned number
+            elif key.endswith((".block_count", ".embedding_length", ".context_length")):
+                blocks = key.endswith(".block_count") and len(self.tensors)  # each has a tensor, if the file has any
+                self.count(key, most=blocks or _MOST)
+            else:
+                self.counts(key, least=0)
 
     def _join(self, count: int) -> None:
         """Read all parts of a model; the metadata is in the first."""
@@ -142,45 +141,38 @@ class GGUFFile:
     def count(self, key: str, default: Any = _REQUIRED, least: int = 1, most: int = _MOST) -> int:
         """A whole number.
 
-        Args:
-            key: of the architecture, such as ``block_count``, or a whole key, such as ``general.file_type``; as for
-                the other methods.
-            default: value of a missing key, which is an error without it.
-
-        Raises:
-            UserError: the key is missing, or has another value.
+        The key is one of the architecture, such as ``block_count``, or a whole key, such as ``general.file_type``. A
+        missing key without a default raises ``UserError``, as another value does; so do the methods below.
         """
         return int(self._value(key, default, f"a whole number from {least} to {most}", _is_count(least, most)))
 
-    def counts(self, key: str, layers: int | None = None, least: int = 1, most: int = _MOST) -> list[int]:
-        """Whole numbers, one per layer: a list, or one number for all of ``layers``."""
-        fits, of = _is_count(least, most), "" if layers is None else f" or {layers} of them"
-
-        def listed(value: Any) -> bool:
-            is_list = isinstance(value, list) and (layers is None or len(value) == layers)
-            return all(map(fits, value)) if is_list else fits(value)
-
-        value = self._value(key, _REQUIRED, f"whole numbers from {least} to {most}{of}", listed)
-        return value if isinstance(value, list) else [value] * (1 if layers is None else layers)
+    def counts(
+        self, key: str, layers: int = 1, default: Any = _REQUIRED, least: int = 1, most: int = _MOST
+    ) -> list[int]:
+        """Whole numbers: a list, or one number for all layers."""
+        fits = _is_count(least, most)
+        expected = f"whole numbers from {least} to {most}"
+        found = self._value(key, default, expected, lambda x: all(map(fits, x if isinstance(x, list) else [x])))
+        return found if isinstance(found, list) else [found] * layers
 
     def number(self, key: str, default: Any = _REQUIRED) -> float:
-        """A finite number."""
-        return float(self._value(key, default, "a finite number", lambda x: type(x) in (int, float) and isfinite(x)))
+        return float(self._value(key, default, "a number", lambda x: type(x) in (int, float) and isfinite(x)))
 
     def text(self, key: str, default: Any = _REQUIRED) -> str:
-        return str(self._value(key, default, "a text", lambda value: isinstance(value, str)))
+        return str(self._value(key, default, "a text", lambda x: isinstance(x, str)))
 
     def flag(self, key: str, default: Any = _REQUIRED) -> bool:
-        return bool(self._value(key, default, "true or false", lambda value: isinstance(value, bool)))
+        return bool(self._value(key, default, "true or false", lambda x: isinstance(x, bool)))
 
     def _value(self, key: str, default: Any, expected: str, fits: Callable[[Any], bool]) -> Any:
         if key not in self.metadata and not key.startswith(("general.", "tokenizer.", "split.")):
             key = f"{self.architecture()}.{key}"
-        value = self.metadata.get(key, default)
-        if value is _REQUIRED or (key in self.metadata and not fits(value)):
-            found = "none" if value is _REQUIRED else shown(value)
+        if key not in self.metadata and default is not _REQUIRED:
+            return default
+        if key not in self.metadata or not fits(self.metadata[key]):
+            found = shown(self.metadata[key]) if key in self.metadata else "none"
             raise UserError(f"cannot load model {str(self.path)!r}: expected {expected} in {key}, found {found}")
-        return value
+        return self.metadata[key]
 
 
 def _is_count(least: int, most: int) -> Callable[[Any], bool]:
@@ -201,9 +193,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor], str]:
         except _ShortError as short:
             if len(header) == size or short.end > size:
                 raise _incomplete(path, f"at least {short.end}", size) from None
-            count = max(2 * count, short.end)
             if len(header) == _LONGEST:
                 raise UserError(f"cannot load model {str(path)!r}: expected a header of {_LONGEST} bytes") from None
+            count = max(2 * count, short.end)
     raise _incomplete(path, "at least 4", size)
 
 
@@ -367,24 +359,24 @@ class _Cursor:
     def name(self, known: Container[str]) -> str:
         """Read the name of a key or tensor that is not among the ``known``."""
         name = self.bytes(self.number("Q"))
-        if not name.decode(errors="ignore").isprintable() or name.decode(errors="ignore").encode() != name:
+        if not (found := name.decode(errors="ignore")).isprintable() or found.encode() != name:
             raise ValueError(f"expected names of keys and tensors in UTF-8, found {shown(name)}")
-        if name.decode() in known:
-            raise ValueError(f"expected each key and tensor once, found {name.decode()} twice")
-        return name.decode()
+        if found in known:
+            raise ValueError(f"expected each key and tensor once, found {found} twice")
+        return found
 
     def value(self, kind: int, key: str) -> Any:
         """Read a value, or a list of values other than lists."""
-        is_list = kind == _ARRAY
-        kind, count = self.numbers("IQ") if is_list else (kind, 1)
+        is_list, count = kind == _ARRAY, 1
+        if is_list:
+            kind, count = self.numbers("IQ")
         if kind == _STRING:
             found: list[Any] = self._texts(count)
         elif kind in _NUMBERS:
             size = struct.calcsize(_NUMBERS[kind])
             found = np.frombuffer(self.data, f"<{_NUMBERS[kind]}", count, self._step(count * size)).tolist()
         else:
-            expected = ", ".join(map(str, sorted({*_NUMBERS, _STRING})))
-            raise ValueError(f"expected values of a type among {expected} in {key}, found type {kind}")
+            raise ValueError(f"expected numbers, texts or a list of them in {key}, found type {kind}")
         return found if is_list else found[0]
 
     def _texts(self, count: int) -> list[str]:

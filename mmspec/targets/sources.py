@@ -27,7 +27,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from mmspec import plugins
 from mmspec.errors import UserError, missing
-from mmspec.files import cache_folder, make_folder
+from mmspec.files import cache_folder, fill_folder
 from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.formats import StoredRows, quantised_rows
 from mmspec.targets import gguf, gguf_file
@@ -188,8 +188,7 @@ class CompletedSource(LazySource):
         states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         identity = hashlib.sha256(f"{_FORMAT} {states} {text}".encode()).hexdigest()[:16]
         index = cache_folder() / "completed" / identity / folder.name
-        if not index.is_dir():
-            make_folder(index, partial(self._write, text))
+        fill_folder(index, partial(self._write, text))
         super().__init__(str(index), str(folder), self._weights, language)
 
     def _write(self, text: Path, index: Path) -> None:
