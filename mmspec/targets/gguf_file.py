@@ -45,7 +45,7 @@ def file_in(name: str | Path) -> Path | None:
         UserError: the folder has several.
     """
     path = Path(name)
-    return path if path.is_file() else _only(path, "GGUF file", projector=False)
+    return path if path.exists() and not path.is_dir() else _only(path, "GGUF file", projector=False)
 
 
 def projector_in(name: str | Path) -> Path | None:
@@ -114,8 +114,9 @@ class GGUFFile:
     def _join(self, count: int) -> None:
         """Read all parts of a model; the metadata is in the first."""
         number, total = self.count("split.no", least=0, most=count - 1), self.count("split.tensors.count", least=0)
-        if not self.path.name.endswith(end := f"-{number + 1:05}-of-{count:05}{self.path.suffix}"):
-            raise UserError(f"{self.path} is a part of a model: expected a name that ends with {end}")
+        end = f"{number + 1:05}-of-{count:05}"
+        if not ((match := _PART.fullmatch(self.path.name)) and f"{match[2]}{match[3]}".startswith(end)):
+            raise UserError(f"{self.path} is a part of a model: expected a name that ends with -{end}.gguf")
         self.tensors, digests = {}, []
         for at in range(count):
             path = self.path.with_name(_part_name(self.path.name, at + 1))

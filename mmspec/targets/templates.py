@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache, wraps
 from importlib import import_module
-from importlib.metadata import distribution
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +22,7 @@ _SECONDS, _MEMORY, _LONGEST = 10.0, 512 << 20, 1 << 24  # bytes; characters of a
 
 def bounded(plain: Callable[[str], Any]) -> Callable[[str], Any]:
     """Replace transformers' function that compiles a chat template, for ``replaced``."""
-    return wraps(plain, updated=())(_Template)
+    return wraps(plain, updated=())(lambda text: _Template(text))
 
 
 class _Template:
@@ -80,14 +80,14 @@ def handle(request: list[Any], body: bytes) -> tuple[dict[str, Any], Iterable[by
 def _compiler() -> Callable[[str], Any]:
     """transformers' compiler of chat templates, imported without the rest of the package, which takes four times as
     long."""
-    folder, names = distribution("transformers").locate_file("transformers"), ("transformers", "transformers.utils")
-    for name, path in zip(names, (folder, folder / "utils"), strict=True):
+    for name in ("transformers", "transformers.utils"):
+        spec = find_spec(name)
         sys.modules[name] = ModuleType(name)
-        sys.modules[name].__path__ = [str(path)]
+        sys.modules[name].__path__ = list(spec.submodule_search_locations or []) if spec else []
     try:
         found = import_module("transformers.utils.chat_template_utils")
     except (ImportError, AttributeError):  # it needs more of the package
-        for name in [name for name in sys.modules if name.startswith("transformers")]:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
             del sys.modules[name]
         found = import_module("transformers.utils.chat_template_utils")
     compiler: Callable[[str], Any] = found._compile_jinja_template
