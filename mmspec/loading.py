@@ -35,7 +35,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.validation import check
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)
+_LOADING_ERRORS = (OSError, ValueError, LookupError, ArithmeticError, ImportError, SafetensorError)
 
 
 def load(

@@ -115,11 +115,11 @@ def generation_config(file: GGUFFile, config: Any) -> GenerationConfig:
     if ends := _ends(file, config.vocab_size):
         made.eos_token_id = ends
     sampling = {
-        name: type(usual)(max(0, round(file.metadata.get(f"general.sampling.{key}", usual), 6)))
+        name: type(usual)(max(0, round(file.number(f"general.sampling.{key}", usual), 6)))
         for name, (key, usual) in _SAMPLING.items()
     }
     names: dict[Any, str] = {kind.value: kind.name.partition("_")[2] for kind in LlamaFileType}
-    form = names.get(file.metadata.get("general.file_type"), "GGUF")
+    form = names.get(file.count("general.file_type", -1, least=0), "GGUF")
     vars(made).update(gguf_format=form, gguf_sampling=sampling)
     return made
 

@@ -195,7 +195,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor], str]:
             if len(header) == size or short.end > size:
                 raise _incomplete(path, f"at least {short.end}", size) from None
             if len(header) == _LONGEST:
-                raise UserError(f"cannot load model {str(path)!r}: expected a header of {_LONGEST} bytes") from None
+                raise UserError(
+                    f"cannot load model {str(path)!r}: expected a header of at most {_LONGEST} bytes"
+                ) from None
             count = max(2 * count, short.end)
     raise _incomplete(path, "at least 4", size)
 
@@ -211,8 +213,8 @@ def _parse(cursor: _Cursor, opened: _OpenFile, size: int) -> tuple[dict[str, Any
     version = cursor.number("I")
     if version not in _VERSIONS:
         order = " of a big-endian machine" if version & 0xFFFF == 0 else ""
-        found = f"version {version & 0xFFFF or version >> 24}{order}"
-        raise ValueError(f"expected a GGUF file of version 2 or 3, found {found}")
+        number = version & 0xFFFF or version >> 24
+        raise ValueError(f"expected a GGUF file of version 2 or 3, found version {number}{order}")
     tensors, entries = cursor.number("Q"), cursor.number("Q")
     metadata: dict[str, Any] = {}
     for _ in range(entries):

@@ -26,7 +26,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from mmspec import plugins
-from mmspec.errors import UserError, missing
+from mmspec.errors import UserError, explained, missing
 from mmspec.files import cache_folder, fill_folder
 from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.formats import StoredRows, quantised_rows
@@ -126,7 +126,8 @@ class LazySource(Source):
             from accelerate import init_empty_weights
         except ImportError as error:
             raise missing(f"reading {self.name}", "accelerate", "real") from error
-        with no_init_weights(), init_empty_weights(include_buffers=False):
+        wrong = f"cannot load model {self.name!r}: expected the configuration of a model"
+        with explained(wrong, Exception), no_init_weights(), init_empty_weights(include_buffers=False):
             model: Any = auto_class.from_config(config, dtype=config.dtype or torch.float32)
         state, tied = self._state(model), dict(model.all_tied_weights_keys)
         takes: Takes = {}
