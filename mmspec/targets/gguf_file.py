@@ -30,7 +30,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _FIRST, _LONGEST = 1 << 23, 1 << 27  # bytes of the first read, longer than most headers, and of the longest header
 _AXES = 4  # of a tensor, at most
-_MOST = 1 << 27  # default maximum of counts
+_MOST, _WIDEST = 1 << 27, 1 << 20  # of counts by default, and of those other than context lengths
 _COUNT = re.compile(r".*_(count|length|size|token_id)(_\w+)?")  # keys of counts, one or a list
 _PART = re.compile(r"(.*-)(\d{5})(-of-\d{5}\b.*)", re.DOTALL)
 _PROJECTOR = b"general.architecture" + struct.pack("<IQ", _STRING, 4) + b"clip"
@@ -105,11 +105,11 @@ class GGUFFile:
         for key in filter(_COUNT.fullmatch, self.metadata):
             if key.endswith("_token_id"):
                 self.count(key, least=0, most=(1 << 32) - 1)  # of missing tokens, -1 as an unsigned number
-            elif key.endswith((".block_count", ".embedding_length", ".context_length")):
-                blocks = key.endswith(".block_count") and len(self.tensors)  # each has a tensor, if the file has any
-                self.count(key, most=blocks or _MOST)
+            elif key.endswith(".block_count"):
+                self.count(key, most=len(self.tensors) or _WIDEST)  # a block has a tensor, if the file has any
             else:
-                self.counts(key, least=0)
+                least = int(key.endswith((".embedding_length", ".context_length")))
+                self.counts(key, least=least, most=_MOST if "context_length" in key else _WIDEST)
 
     def _join(self, count: int) -> None:
         """Read all parts of a model; the metadata is in the first."""
@@ -287,7 +287,7 @@ class GGUFTensor:
         while left:
             count = os.preadv(self.file.fileno(), [left], place)
             if not count:
-                raise UserError(f"{self.file.name} was cut while it was read: expected all of its tensors")
+                break
             left, place = left[count:], place + count
         self.file.check()
         return torch.from_numpy(data)
@@ -318,7 +318,10 @@ class _OpenFile:
 
     def check(self) -> None:
         """Raise ``UserError`` if the file was written to after opening; it may be renamed, replaced or removed."""
-        if self._current() != self._state:
+        size, time = self._current()
+        if size < self._state[0]:
+            raise UserError(f"{self.name} was cut while it was read: expected all of its tensors")
+        if (size, time) != self._state:
             raise UserError(f"{self.name} was changed while it was in use: expected it as it was opened; load it again")
 
     def _current(self) -> tuple[int, int]:

@@ -336,13 +336,15 @@ ERRORS: dict[str, Callable[[Path], Any]] = {
         file, MATRIX, little(64, 8), 24
     ),
     "expected tensors at multiples of 32 bytes, found blk.1.* between them$": misaligned,
-    "expected a power of two in general.alignment, found 48$": lambda file: save_gguf(file, alignment=48),
+    "expected a power of two in general.alignment, found 48$": lambda file: patched(
+        save_gguf(file, alignment=64), b"general.alignment", little(48, 4), 4
+    ),
     "whole number from 1 to 20 in llama.block_count, found 1000000000$": entered(block_count=10**9),
     "whole number from 1 to 20 in llama.block_count, found 0$": entered(block_count=0),
     r"whole number from 1 to 20 in llama.block_count, found \[2, 2\]$": entered(block_count=[2, 2]),
     "whole number from 1 to 20 in llama.block_count, found 2.0$": entered(block_count=2.0),
-    "whole number from 1 to 134217728 in llama.embedding_length, found '64'$": entered(embedding_length="64"),
-    r"whole numbers from 0 to 134217728 in llama.attention.head_count_kv, found \[-1, 2\]$": entered(
+    "whole numbers from 1 to 1048576 in llama.embedding_length, found '64'$": entered(embedding_length="64"),
+    r"whole numbers from 0 to 1048576 in llama.attention.head_count_kv, found \[-1, 2\]$": entered(
         **{"attention.head_count_kv": [-1, 2]}
     ),
     "whole number from 0 to 4294967295 in tokenizer.ggml.eos_token_id, found 'end'$": lambda file: save_gguf(
@@ -391,12 +393,14 @@ def in_parts(file: Path, folder: Path, count: int = 3) -> list[Path]:
 
 
 def test_any_part_of_a_model_opens_all(file: Path, cache: Path, tmp_path: Path) -> None:
-    paths, expected = in_parts(file, tmp_path), model_in(file).state_dict()
+    paths, expected = in_parts(file, tmp_path), model_in(file, "float32").state_dict()
     assert gguf_file.file_in(tmp_path) == paths[0]
     for path in (*paths, tmp_path):
-        found = model_in(path).state_dict()
+        found = model_in(path, "float32").state_dict()
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    ids = torch.arange(20)[None]
+    assert torch.equal(model_in(paths[1])(ids).logits, model_in(file)(ids).logits)
     assert len(list(cache.glob("gguf/*/m-00001-of-00003"))) == 1
 
 
@@ -465,7 +469,7 @@ def test_templates_are_rendered_within_limits(
     with pytest.raises(mmspec.UserError, match=TEMPLATES[template]) as caught:
         wrong.encode([{"prompt": "hello"}])
     assert "\n" not in str(caught.value)
-    assert usual.encode([{"prompt": "hello"}]).input_ids.shape[1] > 5
+    assert usual.encode([{"prompt": "hello"}]).input_ids.shape[1] > 0
 
 
 @pytest.mark.parametrize("at", [0, 5, 8, 16, 24, 33, 60, 200])
