@@ -30,7 +30,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _FIRST, _LONGEST = 1 << 23, 1 << 27  # bytes of the first read, longer than most headers, and of the longest header
 _AXES = 4  # of a tensor, at most
-_MOST, _WIDEST = 1 << 27, 1 << 20  # of counts by default, and of those other than context lengths
+_MOST, _WIDEST, _DEEPEST = 1 << 27, 1 << 20, 1000  # of counts by default, except context lengths, and of blocks
 _COUNT = re.compile(r".*_(count|length|size|token_id)(_\w+)?")  # keys of counts, one or a list
 _PART = re.compile(r"(.*-)(\d{5})(-of-\d{5}\b.*)", re.DOTALL)
 _PROJECTOR = b"general.architecture" + struct.pack("<IQ", _STRING, 4) + b"clip"
@@ -106,7 +106,7 @@ class GGUFFile:
             if key.endswith("_token_id"):
                 self.count(key, least=0, most=(1 << 32) - 1)  # of missing tokens, -1 as an unsigned number
             elif key.endswith(".block_count"):
-                self.count(key, most=len(self.tensors) or _WIDEST)  # a block has a tensor, if the file has any
+                self.count(key, most=_DEEPEST)
             else:
                 least = int(key.endswith((".embedding_length", ".context_length")))
                 self.counts(key, least=least, most=_MOST if "context_length" in key else _WIDEST)
@@ -331,9 +331,9 @@ class _OpenFile:
     def tensor_at(self, place: int) -> str:
         return self.names[max(start for start in self.names if start <= place)]
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # os may be gone at exit
         if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
+            close(self._descriptor)
 
 
 class _ShortError(Exception):

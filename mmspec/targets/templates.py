@@ -22,12 +22,17 @@ _SECONDS, _MEMORY, _LONGEST = 10.0, 512 << 20, 1 << 24  # bytes; characters of a
 
 def bounded(plain: Callable[[str], Any]) -> Callable[[str], Any]:
     """Replace transformers' function that compiles a chat template, for ``replaced``."""
-    return wraps(plain, updated=())(lambda text: _Template(text))
+    return wraps(plain, updated=())(lambda text: _Template(text, plain))
 
 
 class _Template:
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, text: str, compiler: Callable[[str], Any]) -> None:
+        self._text, self._compiler = text, compiler
+
+    @property
+    def environment(self) -> Any:
+        """jinja's environment, in which transformers parses the text; compiling could also evaluate constants."""
+        return self._compiler("").environment
 
     def render(self, **variables: Any) -> str:
         """Render the template as jinja does.

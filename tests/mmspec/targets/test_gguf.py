@@ -339,10 +339,10 @@ ERRORS: dict[str, Callable[[Path], Any]] = {
     "expected a power of two in general.alignment, found 48$": lambda file: patched(
         save_gguf(file, alignment=64), b"general.alignment", little(48, 4), 4
     ),
-    "whole number from 1 to 20 in llama.block_count, found 1000000000$": entered(block_count=10**9),
-    "whole number from 1 to 20 in llama.block_count, found 0$": entered(block_count=0),
-    r"whole number from 1 to 20 in llama.block_count, found \[2, 2\]$": entered(block_count=[2, 2]),
-    "whole number from 1 to 20 in llama.block_count, found 2.0$": entered(block_count=2.0),
+    "whole number from 1 to 1000 in llama.block_count, found 1000000000$": entered(block_count=10**9),
+    "whole number from 1 to 1000 in llama.block_count, found 0$": entered(block_count=0),
+    r"whole number from 1 to 1000 in llama.block_count, found \[2, 2\]$": entered(block_count=[2, 2]),
+    "whole number from 1 to 1000 in llama.block_count, found 2.0$": entered(block_count=2.0),
     "whole numbers from 1 to 1048576 in llama.embedding_length, found '64'$": entered(embedding_length="64"),
     r"whole numbers from 0 to 1048576 in llama.attention.head_count_kv, found \[-1, 2\]$": entered(
         **{"attention.head_count_kv": [-1, 2]}
