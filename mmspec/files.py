@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -23,7 +24,7 @@ from filelock import FileLock, Timeout
 
 from mmspec.errors import UserError, explained, first_line
 
-_TEMPORARY, _LOCK = ".mmspec-", "lock"
+_TEMPORARY, _LOCK, _SUMS = ".mmspec-", "lock", "sums.json"
 _MAKING = threading.Lock()
 _MAX_JSON = 1 << 24  # bytes
 _REFUSALS = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)}
@@ -104,6 +105,24 @@ def make_folder(folder: Path, write: Callable[[Path], Any], hint: str = _CACHE, 
                     raise
                 if new:
                     raise _not_new(folder) from error
+
+
+def fill_folder(folder: Path, write: Callable[[Path], Any]) -> None:
+    """Create a cache folder as ``make_folder`` does, again if a file in it is missing or damaged."""
+
+    def write_all(part: Path) -> None:
+        write(part)
+        files = [path for path in part.rglob("*") if path.is_file() and path.name != _SUMS]
+        sums = {str(path.relative_to(part)): zlib.crc32(path.read_bytes()) for path in files}
+        (part / _SUMS).write_text(json.dumps(sums))
+
+    if folder.is_dir():
+        with suppress(OSError, ValueError, AttributeError):
+            sums = json.loads((folder / _SUMS).read_text())
+            if all(zlib.crc32((folder / name).read_bytes()) == found for name, found in sums.items()):
+                return
+        shutil.rmtree(folder, ignore_errors=True)
+    make_folder(folder, write_all)
 
 
 def _not_new(folder: Path) -> UserError:

@@ -12,6 +12,7 @@ from os import PathLike, fspath
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import NonNegativeInt
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
@@ -35,7 +36,15 @@ from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.validation import check
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)
+_LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+)
 
 
 def load(

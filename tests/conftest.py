@@ -7,6 +7,7 @@ import torch
 
 from mmspec import progress
 from mmspec.core import drafter
+from mmspec.targets import templates
 from tests.leftovers import Leftovers
 
 
@@ -47,6 +48,7 @@ def _nothing_is_left(_own_measurements):
     """The tests of a module leave no threads, processes, replaced functions or changed settings behind."""
     before = Leftovers()
     yield
+    templates._workers.cache_clear()  # ends them
     if left := before.found():
         pytest.fail("\n".join(["the tests of this module leave behind:", *left]), pytrace=False)
 

@@ -200,7 +200,9 @@ class _Family(ABC):
     def explained(self) -> Any:
         """Context that converts errors of incomplete files to one-line messages."""
         of = f"expected the metadata and tensors of a {self._kind} projector"
-        return explained(f"cannot read {str(self._file.path)!r}: {of}", KeyError, IndexError, TypeError, ValueError)
+        return explained(
+            f"cannot read {str(self._file.path)!r}: {of}", LookupError, TypeError, ValueError, ArithmeticError
+        )
 
     def config(self, text: Any) -> Any:
         """The model's configuration."""

@@ -148,11 +148,13 @@ def _kernels() -> dict[str, str]:
 
 
 def _model(name: str, described: bool) -> dict[str, Any]:
+    from mmspec.targets.gguf_file import file_in
+
     facts: dict[str, Any] = {"name": name}
     try:
         folder = Path(plugins.model_path(name))
         files = [folder] if folder.is_file() else [file for file in folder.rglob("*") if file.is_file()]
-        if not any(file == folder or file.name == "config.json" or file.suffix.lower() == ".gguf" for file in files):
+        if not any(file == folder or file.name == "config.json" for file in files) and file_in(folder) is None:
             return {"name": name, "problem": f"expected a model in {folder}, found none"}
         facts |= {"folder": str(folder), "bytes": sum(file.stat().st_size for file in files)}
         facts["generation_config"] = _generation_config(folder)

@@ -43,7 +43,7 @@ class StoredRows:
         features: features per row.
         size: bytes per row.
         places: (rows,) int64, addresses in memory, or offsets in the file.
-        kept: owners of the memory, or only the open file (``fileno``, ``name``).
+        kept: owners of the memory, or only the open file (``fileno``, ``name``, ``check``).
         in_file: whether rows are in a file.
     """
 
@@ -86,12 +86,13 @@ class StoredRows:
         """Dequantise all rows or the indexed rows to (rows, features) float32.
 
         Raises:
-            UserError: the file was truncated, or a row is not finite.
+            UserError: the file was changed, or a row is not finite.
         """
         places = self.places if index is None else self.places[index]
         found = cpu.dense_rows(self.format, places.contiguous(), self.features, self._descriptor)
         if found is None:
             raise self.cut
+        self._check()
         if not bool(found.sum().isfinite()) and not bool((finite := found.isfinite().all(1)).all()):
             raise self._not_finite(int(places[~finite][0]))
         return found[:, : self.features]
@@ -104,7 +105,13 @@ class StoredRows:
                 ctypes.memmove(row.ctypes.data, place, self.size)
             elif os.preadv(self._descriptor, [row], place) < self.size:
                 raise self.cut
+        self._check()
         return out
+
+    def _check(self) -> None:
+        """Raise ``UserError`` if the rows are in a file that was changed after opening."""
+        if self.in_file:
+            self.kept[0].check()
 
     @property
     def cut(self) -> UserError:
@@ -123,7 +130,7 @@ def pack(packings: Sequence[tuple[StoredRows, Tensor]], threads: int) -> None:
     """Write rows to the blocks of layers.
 
     Raises:
-        UserError: a file was truncated, or a row is not finite.
+        UserError: a file was changed, or a row is not finite.
     """
     fields = [(rows.format, rows.places.contiguous(), rows.features, rows._descriptor, to) for rows, to in packings]
     if (done := cpu.pack_rows(fields, threads)) < 0:
@@ -131,6 +138,8 @@ def pack(packings: Sequence[tuple[StoredRows, Tensor]], threads: int) -> None:
             replace(packings[-1 - done][0], places=row).dense()
     if done < len(packings):
         raise packings[done][0].cut
+    for rows, _ in packings:
+        rows._check()
 
 
 def concatenated(parts: Iterable[StoredRows]) -> list[StoredRows]:

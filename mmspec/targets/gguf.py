@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer, reader
 
 from mmspec.errors import explained
-from mmspec.files import cache_folder, make_folder
+from mmspec.files import cache_folder, fill_folder
 from mmspec.targets.gguf_file import GGUFFile
 from mmspec.targets.gguf_models import read_config
 from mmspec.targets.tree_layers import replaced
@@ -46,14 +46,14 @@ def index(file: GGUFFile) -> Path:
 
 
 def write_index(file: GGUFFile) -> Path:
-    """Return the ``index`` folder, created atomically at first use, as several processes may create it concurrently.
+    """Return the ``index`` folder, created atomically at first use, as several processes may create it concurrently,
+    and again if it was damaged.
 
     Raises:
         UserError: the model is not supported, or the cache cannot be written.
     """
     folder = index(file)
-    if not folder.is_dir():
-        make_folder(folder, partial(_write, file))
+    fill_folder(folder, partial(_write, file))
     return folder
 
 
@@ -97,11 +97,11 @@ def generation_config(file: GGUFFile, config: Any) -> GenerationConfig:
     if ends := _ends(file, config.vocab_size):
         made.eos_token_id = ends
     sampling = {
-        name: type(usual)(max(0, round(file.metadata.get(f"general.sampling.{key}", usual), 6)))
+        name: type(usual)(max(0, round(file.number(f"general.sampling.{key}", usual), 6)))
         for name, (key, usual) in _SAMPLING.items()
     }
     names: dict[Any, str] = {kind.value: kind.name.partition("_")[2] for kind in LlamaFileType}
-    form = names.get(file.metadata.get("general.file_type"), "GGUF")
+    form = names.get(file.count("general.file_type", -1, least=0), "GGUF")
     vars(made).update(gguf_format=form, gguf_sampling=sampling)
     return made
 

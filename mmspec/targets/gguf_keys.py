@@ -6,7 +6,6 @@ Sources: llama.cpp's ``gguf-py/gguf/constants.py`` (keys), ``conversion/`` (orde
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.errors import UserError
+from mmspec.errors import shown
 from mmspec.targets.gguf_file import GGUFFile
 
 _REQUIRED: Any = object()
@@ -37,25 +36,18 @@ class Keys:
         return self._prefix + key in self._file.metadata
 
     def __call__(self, key: str, default: Any = _REQUIRED, field: str | None = None) -> Any:
-        """The value of a key, checked by the key's name: counts, lengths and sizes are positive integers, or lists of
-        them; epsilons, bases, scales and factors are finite numbers.
+        """The value of a key: epsilons, bases, scales and factors are finite numbers; ``GGUFFile`` checks counts.
 
         Raises:
-            UserError: a required key is missing, or a value has another type or range.
+            ValueError: a required key is missing, or a value is not finite.
         """
         name = self._prefix + key
         if name not in self._file.metadata:
             if default is _REQUIRED:
-                raise UserError(f"cannot load model {str(self._file.path)!r}: expected the key {name}, found none")
+                raise ValueError(f"expected the key {name}, found none")
             return default
         self.fields[key] = field
-        value, default = self._file.metadata[name], default
-        kind = next((kind for ends, kind in _KINDS.items() if key.endswith(ends)), None)
-        if kind is not None and not all(kind.fits(one) for one in (value if isinstance(value, list) else [value])):
-            raise UserError(
-                f"cannot load model {str(self._file.path)!r}: expected {kind.expected} as {name}, got {value!r:.100}"
-            )
-        return value
+        return self._file.number(name) if key.endswith(_NUMBERS) else self._file.metadata[name]
 
     def uniform(self, key: str, default: Any = _REQUIRED, field: str | None = None) -> Any:
         """The value of a key that has the same value in all layers; files may repeat it by layer."""
@@ -63,19 +55,14 @@ class Keys:
         if not isinstance(value, list):
             return value
         if len(set(value)) != 1:
-            raise UserError(
-                f"cannot load model {str(self._file.path)!r}: expected one value for all layers as "
-                f"{self._prefix}{key}, got {value!r:.100}"
-            )
+            raise ValueError(f"expected one value for all layers as {self._prefix}{key}, got {shown(value)}")
         return value[0]
 
     def expect(self, key: str, *values: Any) -> None:
         """Refuse a file with another value of a key, which may be missing."""
         if (value := self(key, values[0])) not in values:
-            raise UserError(
-                f"cannot load model {str(self._file.path)!r}: expected {self._prefix}{key} = "
-                f"{' or '.join(map(str, values))}, got {value!r:.100}"
-            )
+            expected = " or ".join(map(str, values))
+            raise ValueError(f"expected {self._prefix}{key} = {expected}, got {shown(value)}")
 
     def unread(self) -> dict[str, Any]:
         """Keys that were not read and may matter, with their values."""
@@ -88,33 +75,7 @@ class Keys:
         }
 
 
-@dataclass(frozen=True)
-class _Kind:
-    expected: str
-    fits: Callable[[Any], bool]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-_COUNT = _Kind("a count below 2**31", lambda n: isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**31)
-_NUMBER = _Kind("a finite number", _is_number)
-_KINDS = {
-    (
-        "_count",
-        "_length",
-        "_size",
-        "_rank",
-        "_kernel",
-        "l_cache",
-        "_interval",
-        "predict_layers",
-        "window",
-        "sections",
-    ): _COUNT,
-    ("_epsilon", "freq_base", "freq_base_swa", "factor", "scale", "softcapping"): _NUMBER,
-}
+_NUMBERS = ("_epsilon", "freq_base", "freq_base_swa", "factor", "scale", "softcapping", "multiplier")
 
 ANY: Any = object()
 HARMLESS: Mapping[str, Any] = {
@@ -181,7 +142,7 @@ def joined_experts(config: Any, *tensors: Tensor) -> Tensor:
     return torch.cat(tensors, 1)
 
 
-Names = Mapping[str, str | tuple[str, Change]]
+Names = dict[str, str | tuple[str, Change]]
 
 
 @dataclass(frozen=True)
@@ -261,7 +222,7 @@ def heads(keys: Keys) -> dict[str, Any]:
     """``head_dim``; value heads have the same size."""
     size = head_size(keys)
     if (values := keys("attention.value_length", size)) != size:
-        raise UserError(f"expected value heads of the size of key heads, {size}, got attention.value_length {values}")
+        raise ValueError(f"expected value heads of the size of key heads, {size}, got attention.value_length {values}")
     return {"head_dim": size}
 
 
@@ -285,7 +246,7 @@ def rope(keys: Keys, base: float = 10_000.0) -> dict[str, Any]:
     elif kind == "linear" and factor != 1.0:
         found |= {"rope_type": "linear", "factor": factor}
     elif kind not in ("linear", "none"):
-        raise UserError(f"expected rope.scaling.type linear, yarn, longrope or none, got {kind!r}")
+        raise ValueError(f"expected rope.scaling.type linear, yarn, longrope or none, got {kind!r}")
     if length is not None and found["rope_type"] in ("longrope", "yarn"):
         found["original_max_position_embeddings"] = length
     if attention is not None and found["rope_type"] in ("longrope", "yarn"):

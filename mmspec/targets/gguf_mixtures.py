@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.errors import UserError
 from mmspec.targets.gguf_keys import (
     ATTENTION,
     HEAD_NORMS,
     MLP,
-    OUTER,
     ROTARY,
     ROUTED,
     SHARED,
@@ -89,7 +87,7 @@ _OSS: Names = {
 
 def _granite(keys: Keys) -> dict[str, Any]:
     if not keys("rope.scaling.finetuned", True):
-        raise UserError("expected rotary positions, got rope.scaling.finetuned false, of a model without")
+        raise ValueError("expected rotary positions, got rope.scaling.finetuned false, of a model without")
     found = _moe(keys)
     return found | {
         "attention_multiplier": keys("attention.scale", 0.0) or found["head_dim"] ** -0.5,
@@ -116,7 +114,7 @@ def _gating(keys: Keys, default: int) -> int:
     """llama.cpp's number of the function of router logits."""
     gating: int = keys("expert_gating_func", 0) or default
     if gating not in (_SOFTMAX, _SIGMOID):
-        raise UserError(f"expected expert_gating_func {_SOFTMAX} or {_SIGMOID}, got {gating}")
+        raise ValueError(f"expected expert_gating_func {_SOFTMAX} or {_SIGMOID}, got {gating}")
     return gating
 
 
@@ -135,7 +133,7 @@ def _routing(keys: Keys) -> dict[str, Any]:
 
 def _sigmoid(keys: Keys) -> dict[str, Any]:
     if _gating(keys, _SIGMOID) != _SIGMOID:
-        raise UserError(f"expected expert_gating_func {_SIGMOID}, the sigmoid, got {_SOFTMAX}")
+        raise ValueError(f"expected expert_gating_func {_SIGMOID}, the sigmoid, got {_SOFTMAX}")
     norms = "blk.0.attn_q_norm.weight" in keys.tensors
     return _moe(keys) | _routing(keys) | {"use_qk_norm": norms, "sliding_window": None}
 
@@ -159,7 +157,7 @@ def _deepseek(keys: Keys) -> dict[str, Any]:
         "rope_parameters": {name: one for name, one in rope(keys).items() if name != "partial_rotary_factor"},
     }
     if not sigmoid and found["norm_topk_prob"]:
-        raise UserError("expected expert_weights_norm false with the softmax of DeepSeek-V2, got true")
+        raise ValueError("expected expert_weights_norm false with the softmax of DeepSeek-V2, got true")
     if found["n_group"] > 1:
         found["topk_method"] = "group_limited_greedy"
     scale = keys("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
@@ -198,7 +196,7 @@ def _ernie(keys: Keys) -> dict[str, Any]:
 def _hunyuan(keys: Keys) -> dict[str, Any]:
     width, shared = keys.uniform("feed_forward_length"), keys("expert_shared_count", 1)
     if keys("expert_shared_feed_forward_length", width) != width or shared != 1:
-        raise UserError(f"expected one shared expert of the width of others, {width}, got {shared}, or another width")
+        raise ValueError(f"expected one shared expert of the width of others, {width}, got {shared}, or another width")
     return _moe(keys)
 
 

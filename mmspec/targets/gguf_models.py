@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from mmspec.errors import UserError
+from mmspec.errors import UserError, explained, shown
 from mmspec.quantisation.formats import StoredRows
 from mmspec.targets import gguf_dense, gguf_mixtures, gguf_recurrent
 from mmspec.targets.gguf_file import GGUFFile, GGUFTensor
@@ -35,23 +36,22 @@ def read_config(file: GGUFFile) -> tuple[Any, Keys]:
     Raises:
         UserError: the architecture is unknown, or a key is missing, has a wrong value or is unknown.
     """
-    where = f"cannot load model {str(file.path)!r}: "
-    row, name, keys = _row(file), file.architecture(), Keys(file)
-    count, blocks = keys("block_count"), {block for tensor in file.tensors if (block := _block(tensor)) is not None}
-    layers = count - keys("nextn_predict_layers", 0)
-    if not set(range(layers)) <= blocks <= set(range(count)):
-        raise UserError(f"{where}expected tensors of {name}.block_count = {count} blocks, found {len(blocks)}")
-    fields = {one: keys.uniform(key, field=one) for key, one in row.keys.items()}
-    fields["num_hidden_layers"] = layers
-    fields |= {one: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for one, key in _TOKENS.items()}
-    fields |= {"vocab_size": file.tensors["token_embd.weight"].shape[0], **row.more(keys)}
-    fields["tie_word_embeddings"] = "output.weight" not in file.tensors
-    if unread := keys.unread():
-        key, value = next(iter(unread.items()))
-        raise UserError(
-            f"{where}expected keys of {name} models, found {name}.{key} = {value!r:.100}, which is not known"
-        )
-    return CONFIG_MAPPING[fields.pop("model_type", row.model_type)].from_dict(fields), keys
+    row, keys = _row(file), Keys(file)
+    with explained(f"cannot load model {str(file.path)!r}", ValueError, KeyError, TypeError, StrictDataclassError):
+        count, blocks = keys("block_count"), {block for name in file.tensors if (block := _block(name)) is not None}
+        layers = count - keys("nextn_predict_layers", 0)
+        if not set(range(layers)) <= blocks <= set(range(count)):
+            raise ValueError(f"expected tensors of {count} blocks, as block_count says, found {len(blocks)}")
+        fields = {one: keys.uniform(key, field=one) for key, one in row.keys.items()}
+        fields["num_hidden_layers"] = layers
+        fields |= {one: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for one, key in _TOKENS.items()}
+        fields["tie_word_embeddings"] = "output.weight" not in file.tensors
+        if "token_embd.weight" not in file.tensors:
+            raise ValueError("expected the tensor token_embd.weight, found none")
+        fields |= {"vocab_size": file.tensors["token_embd.weight"].shape[0], **row.more(keys)}
+        for key, value in keys.unread().items():
+            raise ValueError(f"expected known keys of {file.architecture()} models, found {key} = {shown(value)}")
+        return CONFIG_MAPPING[fields.pop("model_type", row.model_type)].from_dict(fields), keys
 
 
 def _row(file: GGUFFile) -> Architecture:
@@ -141,8 +141,8 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
             (places.index(module), tensor, change if end != ".bias" or isinstance(change, Rows) else None)
         )
     made = {}
-    for key, found in parts.items():
-        ordered = sorted(found, key=lambda part: part[0])
+    for key, several in parts.items():
+        ordered = sorted(several, key=lambda part: part[0])
         made[key] = Weight([tensor for _, tensor, _ in ordered], ordered[0][2], model.config, empty[key].shape)
     return made
 

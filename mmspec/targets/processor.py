@@ -14,18 +14,22 @@ from typing import Any, ClassVar, Self
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError, explained
 from mmspec.sampling.reasoning import ReasoningParser, reasoning_format
 from mmspec.targets.checkpoints import from_pretrained
 from mmspec.targets.detokenizer import Detokenizer, Vocabulary
+from mmspec.targets.templates import bounded
+from mmspec.targets.tree_layers import replaced
 from mmspec.validation import check
 
 _MARK = "\ue0a1"  # a private-use character
 _RENDERED = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning")
 """Message fields that templates render in addition to role and content."""
 
+_COMPILER = (chat_template_utils, "_compile_jinja_template")
 _MARKER_TOKENS = 32  # maximum tokens of a reasoning marker and the white space after it
 _MEDIA_TOKENS = ("image_token", "video_token")  # attributes of transformers' processors
 
@@ -90,7 +94,8 @@ def render(
 
     Raises:
         UserError: the template rejects the messages, for example a system message (templates are programs of the
-            checkpoint and may raise anything); or a variable has a name that transformers uses.
+            checkpoint and may raise anything) or takes too much time or memory; or a variable has a name that
+            transformers uses.
     """
     given = {"tools": user_text.marked(tools)} if tools else {}
     if variables:
@@ -98,7 +103,10 @@ def render(
     errors: list[Exception] = []
     for form in map(user_text.mark, _forms(messages)):
         try:
-            return str(plain.apply_chat_template(form, add_generation_prompt=True, tokenize=False, **given))
+            with replaced({_COMPILER: bounded}):
+                return str(plain.apply_chat_template(form, add_generation_prompt=True, tokenize=False, **given))
+        except UserError:
+            raise
         except Exception as error:
             errors.append(error)
     with explained("the model's chat template does not accept the messages", Exception):
@@ -309,8 +317,9 @@ class Processor:
             for role, text in (("user", "question"), ("assistant", "answer"))
         )
         try:
-            prompt = self.plain.apply_chat_template([question], add_generation_prompt=True, tokenize=False)
-            whole = self.plain.apply_chat_template([question, answer], tokenize=False)
+            with replaced({_COMPILER: bounded}):
+                prompt = self.plain.apply_chat_template([question], add_generation_prompt=True, tokenize=False)
+                whole = self.plain.apply_chat_template([question, answer], tokenize=False)
         except Exception:  # templates are programs and may raise anything
             return ""
         between, separator, _ = whole.removeprefix(prompt).partition("answer")

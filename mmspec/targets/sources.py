@@ -26,13 +26,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from mmspec import plugins
-from mmspec.errors import UserError, missing
-from mmspec.files import cache_folder, make_folder
+from mmspec.errors import UserError, explained, missing
+from mmspec.files import cache_folder, fill_folder
 from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.formats import StoredRows, quantised_rows
-from mmspec.targets import gguf, gguf_models
+from mmspec.targets import gguf, gguf_file, gguf_models
 from mmspec.targets.checkpoints import from_pretrained, read_whole, refuse_other_weights
-from mmspec.targets.gguf_file import GGUFFile, file_in, projector_in
 from mmspec.targets.packing import QUANTISED, head_kind
 from mmspec.targets.support import refuse_not_finite
 from mmspec.targets.tree_layers import replaced
@@ -114,7 +113,7 @@ class LazySource(Source):
         folder: str,
         name: str,
         state: Callable[[PreTrainedModel], Mapping[str, Any]],
-        language: GGUFFile,
+        language: gguf_file.GGUFFile,
     ) -> None:
         super().__init__(folder, name)
         self._state, self._language, self.dtype = state, language, gguf.dtype_of(language)
@@ -127,7 +126,8 @@ class LazySource(Source):
             from accelerate import init_empty_weights
         except ImportError as error:
             raise missing(f"reading {self.name}", "accelerate", "real") from error
-        with no_init_weights(), init_empty_weights(include_buffers=False):
+        wrong = f"cannot load model {self.name!r}: expected the configuration of a model"
+        with explained(wrong, Exception), no_init_weights(), init_empty_weights(include_buffers=False):
             model: Any = auto_class.from_config(config, dtype=config.dtype or torch.float32)
         state, tied = self._state(model), dict(model.all_tied_weights_keys)
         takes: Takes = {}
@@ -153,7 +153,7 @@ class GGUFSource(LazySource):
     """A GGUF file. Its configuration and tokenizer are cached when the processor is first loaded."""
 
     def __init__(self, path: Path) -> None:
-        file = GGUFFile(path)
+        file = gguf_file.GGUFFile(path)
         super().__init__(str(gguf.index(file)), str(path), partial(gguf_models.read_weights, file), file)
 
     def config(self, **options: Any) -> Any:
@@ -178,19 +178,18 @@ class CompletedSource(LazySource):
     def __init__(self, folder: Path) -> None:
         self._incomplete, parts = folder, json.loads((folder / PARTS).read_text())
         name = parts["language_model"]
-        file = file_in(plugins.find("models", name)())
+        file = gguf_file.file_in(plugins.find("models", name)())
         if file is None or not (folder / WEIGHTS).is_file():
             raise UserError(f"cannot complete the model: expected {WEIGHTS} in {folder}, and a GGUF file of {name}")
         self._tower = plugins.find("towers", parts["vision_tower"]) if "vision_tower" in parts else None
-        language = GGUFFile(file)
+        language = gguf_file.GGUFFile(file)
         text = gguf.write_index(language)
         # The key consists of the files' names, sizes and times.
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         identity = hashlib.sha256(f"{_FORMAT} {states} {text}".encode()).hexdigest()[:16]
         index = cache_folder() / "completed" / identity / folder.name
-        if not index.is_dir():
-            make_folder(index, partial(self._write, text))
+        fill_folder(index, partial(self._write, text))
         super().__init__(str(index), str(folder), self._weights, language)
 
     def _write(self, text: Path, index: Path) -> None:
@@ -223,8 +222,8 @@ def find(name: str, mmproj: str | PathLike[str] | None = None) -> Source:
         UserError: a folder has several GGUF files, ``mmproj`` is given for a model that is not in GGUF, a package is
             missing, a file cannot be read, or the cache cannot be written.
     """
-    path = file_in(name)
-    if path is not None and (projector := mmproj or projector_in(name)):
+    path = gguf_file.file_in(name)
+    if path is not None and (projector := mmproj or gguf_file.projector_in(name)):
         return cast(Source, plugins.find("sources", "mmproj")(path, projector))
     if path is not None:
         return GGUFSource(path)

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 import mmspec
 from mmspec import plugins
 from mmspec.demos.models import ModelCache
-from mmspec.targets.gguf_file import GGUFFile
+from mmspec.targets import gguf_file
 from mmspec.vision.drafters.msd import MSD
 from mmspec.vision.gguf import VisionSource
 from mmspec.vision.processor import VisionProcessor, VisionTarget
@@ -80,7 +80,7 @@ def test_the_language_models_rows_stay_as_they_are_in_the_file(tmp_path):
     source = opened("llava", tmp_path, quantise="Q8_0")
     assert source.dtype == "int8"
     exact, packed = model_of(source), model_of(source, "auto")
-    rows = GGUFFile(tmp_path / "llava.gguf").tensors["blk.1.attn_q.weight"]
+    rows = gguf_file.GGUFFile(tmp_path / "llava.gguf").tensors["blk.1.attn_q.weight"]
     layer = packed.model.language_model.layers[1].self_attn.q_proj
     (stored,) = layer.stored
     assert (stored.format, stored.in_file) == ("Q8_0", True)

@@ -28,13 +28,12 @@ from mmspec.drafters.small import Small
 from mmspec.loading import load_processor
 from mmspec.quantisation.blocks import BlockLinear, Int8Blocks
 from mmspec.quantisation.formats import StoredEmbedding
-from mmspec.targets import gguf, packing, sources
-from mmspec.targets.gguf_file import GGUFFile, file_in, projector_in
+from mmspec.targets import gguf, gguf_file, packing, sources, templates
 from mmspec.targets.packing import drafter_kind, merge_layers, pack_drafter, pack_model, weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.gguf_rows import random_rows
-from tests.model_folders import gguf_matrix, save_gguf, save_text_model
+from tests.model_folders import gguf_matrix, save_gguf, save_text_model, write_gguf
 from tests.targets import prefilled
 from tests.tiny import Script
 
@@ -173,7 +172,7 @@ def test_the_index_is_that_of_a_header_and_nothing_else_stays(file: Path, cache:
     load_processor(str(copied))
     assert len(list(cache.glob("gguf/*/*"))) == 2
     assert index.stat().st_mtime_ns == stamp
-    names = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    names = ["config.json", "generation_config.json", "sums.json", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in index.iterdir()) == names
 
 
@@ -185,7 +184,7 @@ def test_a_file_that_was_cut_short_is_named_so(file: Path, cache: Path, tmp_path
     for size in sizes:
         part.write_bytes(whole[:size])
         with pytest.raises(mmspec.UserError) as caught:
-            GGUFFile(part)
+            gguf_file.GGUFFile(part)
         message = str(caught.value)
         assert message.startswith(f"{part} is incomplete, as after an interrupted download: expected "), size
         assert message.endswith(f" bytes, found {size}")
@@ -194,23 +193,23 @@ def test_a_file_that_was_cut_short_is_named_so(file: Path, cache: Path, tmp_path
     with pytest.raises(mmspec.UserError, match=f"expected {end} bytes, found {end - 1}$"):
         load(part)
     part.write_bytes(whole[:end])
-    GGUFFile(part)
+    gguf_file.GGUFFile(part)
     assert not list((cache / "gguf").glob("*/*"))
 
 
 def test_headers_longer_than_the_first_read_are_read_whole(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def facts() -> tuple[Any, ...]:
-        found = GGUFFile(file)
+        found = gguf_file.GGUFFile(file)
         return found.metadata, found.digest, {name: (one.place, one.size) for name, one in found.tensors.items()}
 
     whole = facts()
     for first in (1, 4, 20, 1000):
-        monkeypatch.setattr(gguf, "_FIRST", first)
+        monkeypatch.setattr(gguf_file, "_FIRST", first)
         assert facts() == whole
 
 
 def test_metadata_and_tensors_are_those_of_the_package(mixed: Path) -> None:
-    reader, found = package.GGUFReader(str(mixed)), GGUFFile(mixed)
+    reader, found = package.GGUFReader(str(mixed)), gguf_file.GGUFFile(mixed)
     assert reader.alignment == 512
     given = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     assert found.metadata == given
@@ -269,14 +268,32 @@ def test_draft_models_keep_the_formats_of_their_file(
     assert (weights_kind(dense), dense.dtype) == (None, torch.float32)
 
 
-def patched(file: Path, old: bytes, new: bytes, skip: int = 0) -> Path:
-    """The file with the bytes at ``skip`` after ``old`` replaced."""
+def patched(file: Path, old: bytes, new: bytes, skip: int | None = None) -> Path:
+    """The file with ``old``, or the bytes at ``skip`` after it, replaced."""
     whole = file.read_bytes()
-    at = whole.index(old) + (len(old) + skip if skip else 0)
+    at = whole.index(old) + (0 if skip is None else len(old) + skip)
     file.write_bytes(whole[:at] + new + whole[at + len(new) :])
     return file
 
 
+def little(number: int, size: int) -> bytes:
+    return number.to_bytes(size, "little")
+
+
+def misaligned(file: Path) -> Path:
+    """The offset of the last tensor is one byte later."""
+    tensors = package.GGUFReader(str(file)).tensors
+    last = max(tensors, key=lambda one: one.data_offset)
+    offset = last.data_offset - min(one.data_offset for one in tensors)
+    return patched(file, last.name.encode(), little(offset + 1, 8), 8 + 8 * len(last.shape))
+
+
+def entered(**entries: Any) -> Callable[[Path], Path]:
+    """Write the file with other metadata of the architecture."""
+    return lambda file: save_gguf(file, entries={f"llama.{name}": value for name, value in entries.items()})
+
+
+MATRIX = b"token_embd.weight"
 ERRORS: dict[str, Callable[[Path], Any]] = {
     "expected a GGUF file, found one that begins with b'PK": lambda file: patched(file, b"GGUF", b"PK\3\4"),
     "of version 2 or 3, found version 4$": lambda file: patched(file, b"GGUF\3", b"GGUF\4"),
@@ -285,16 +302,174 @@ ERRORS: dict[str, Callable[[Path], Any]] = {
     r"the tensor output_norm\.weight of type 77: expected a type up to": lambda file: patched(
         file, b"output_norm.weight", (77).to_bytes(4, "little"), skip=12
     ),
-    "is one of 3 parts: expected a whole file": lambda file: save_gguf(file, entries={"split.count": 3}),
     "expected one GGUF file, found 2": lambda file: shutil.copy(file, file.with_name("second.gguf")).parent,
+    "each key and tensor once, found tokenizer.ggml.eos_token_id twice": lambda file: patched(file, b"bos_", b"eos_"),
+    "each key and tensor once, found blk.0.ffn_up.weight twice": lambda file: patched(
+        file, b"blk.1.ffn_up", b"blk.0.ffn_up"
+    ),
+    r"names of keys and tensors in UTF-8, found b'llama.block_c\\xff": lambda file: patched(
+        file, b"block_count", b"block_c\xff"
+    ),
+    r"names of keys and tensors in UTF-8, found b'blk.0.attn\\n": lambda file: patched(
+        file, b"blk.0.attn_q", b"blk.0.attn\n"
+    ),
+    "expected numbers, texts or a list of them in llama.block_count, found type 77": lambda file: patched(
+        file, b"llama.block_count", little(77, 4), 0
+    ),
+    "expected numbers, texts or a list of them in tokenizer.ggml.tokens, found type 9": lambda file: patched(
+        file, b"ggml.tokens", little(9, 4), 4
+    ),
+    "is incomplete, .*: expected at least": lambda file: patched(file, b"ggml.tokens", little(10**15, 8), 8),
+    "expected 1 to 4 axes of the tensor token_embd.weight, found 5$": lambda file: patched(
+        file, MATRIX, little(5, 4), 0
+    ),
+    "expected 1 to 4 axes of the tensor token_embd.weight, found 0$": lambda file: patched(
+        file, MATRIX, little(0, 4), 0
+    ),
+    r"token_embd.weight of shape \(0, 64\): expected no axis of zero$": lambda file: patched(
+        file, MATRIX, little(0, 8), 12
+    ),
+    "token_embd.weight with rows of 33: expected multiples of 32$": lambda file: patched(
+        file, MATRIX, little(33, 8), 4
+    ),
+    r"found output_norm.weight and token_embd.weight overlapping$": lambda file: patched(
+        file, MATRIX, little(64, 8), 24
+    ),
+    "expected tensors at multiples of 32 bytes, found blk.1.* between them$": misaligned,
+    "expected a power of two in general.alignment, found 48$": lambda file: patched(
+        save_gguf(file, alignment=64), b"general.alignment", little(48, 4), 4
+    ),
+    "whole number from 1 to 1000 in llama.block_count, found 1000000000$": entered(block_count=10**9),
+    "whole number from 1 to 1000 in llama.block_count, found 0$": entered(block_count=0),
+    r"whole number from 1 to 1000 in llama.block_count, found \[2, 2\]$": entered(block_count=[2, 2]),
+    "whole number from 1 to 1000 in llama.block_count, found 2.0$": entered(block_count=2.0),
+    "whole numbers from 1 to 1048576 in llama.embedding_length, found '64'$": entered(embedding_length="64"),
+    r"whole numbers from 0 to 1048576 in llama.attention.head_count_kv, found \[-1, 2\]$": entered(
+        **{"attention.head_count_kv": [-1, 2]}
+    ),
+    "whole number from 0 to 4294967295 in tokenizer.ggml.eos_token_id, found 'end'$": lambda file: save_gguf(
+        file, entries={"tokenizer.ggml.eos_token_id": "end"}
+    ),
 }
 
 
 @pytest.mark.parametrize("message", ERRORS)
 def test_mistakes_are_named(message: str, file: Path, cache: Path, tmp_path: Path) -> None:
     changed = ERRORS[message](Path(shutil.copy(file, tmp_path / "a.gguf")))
-    with pytest.raises(mmspec.UserError, match=message):
+    with pytest.raises(mmspec.UserError, match=message) as caught:
         load(changed)
+    assert "\n" not in str(caught.value)
+
+
+def test_values_of_keys_have_the_type_asked_for(tmp_path: Path) -> None:
+    found = gguf_file.GGUFFile(save_gguf(tmp_path / "a.gguf", entries={"llama.kv": [1, 2], "llama.causal": True}))
+    assert (found.count("block_count"), found.count("missing", 5), found.count("llama.block_count")) == (2, 5, 2)
+    assert (found.counts("kv", 2), found.counts("block_count", 3), found.counts("no", 2, [7])) == ([1, 2], [2] * 3, [7])
+    assert (found.number("rope.freq_base"), found.number("block_count"), found.number("no", 0.5)) == (1e4, 2.0, 0.5)
+    assert (found.text("general.name"), found.text("no", "x"), found.flag("causal")) == ("stand-in", "x", True)
+    wrong: dict[str, Callable[[], Any]] = {
+        "a whole number from 1 to 134217728 in llama.no, found none": lambda: found.count("no"),
+        "a whole number from 1 to 1 in llama.block_count, found 2": lambda: found.count("block_count", most=1),
+        r"whole numbers from 2 to 134217728 in llama.kv, found \[1, 2\]": lambda: found.counts("kv", least=2),
+        "a number in general.name, found 'stand-in'": lambda: found.number("general.name"),
+        "a text in llama.block_count, found 2": lambda: found.text("block_count"),
+        "true or false in llama.block_count, found 2": lambda: found.flag("block_count"),
+    }
+    for message, read in wrong.items():
+        with pytest.raises(mmspec.UserError, match=rf"^cannot load model '.*a\.gguf': expected {message}$"):
+            read()
+
+
+def in_parts(file: Path, folder: Path, count: int = 3) -> list[Path]:
+    """The parts of a file, as llama-gguf-split writes them."""
+    whole = gguf_file.GGUFFile(file)
+    stored = package.GGUFReader(str(file)).tensors
+    paths = [folder / f"m-{number + 1:05}-of-{count:05}.gguf" for number in range(count)]
+    for number, path in enumerate(paths):
+        metadata = whole.metadata if number == 0 else {"general.architecture": "llama"}
+        metadata = {**metadata, "split.no": number, "split.count": count, "split.tensors.count": len(stored)}
+        write_gguf(path, metadata, {one.name: (one.data, one.tensor_type) for one in stored[number::count]})
+    return paths
+
+
+def test_any_part_of_a_model_opens_all(file: Path, cache: Path, tmp_path: Path) -> None:
+    paths, expected = in_parts(file, tmp_path), model_in(file, "float32").state_dict()
+    assert gguf_file.file_in(tmp_path) == paths[0]
+    for path in (*paths, tmp_path):
+        found = model_in(path, "float32").state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    ids = torch.arange(20)[None]
+    assert torch.equal(model_in(paths[1])(ids).logits, model_in(file)(ids).logits)
+    assert len(list(cache.glob("gguf/*/m-00001-of-00003"))) == 1
+
+
+WRONG_PARTS: dict[str, Callable[[list[Path], Path], Any]] = {
+    r"m-00002-of-00003\.gguf.*No such file": lambda paths, other: paths[1].unlink(),
+    r"m-00003-of-00003\.gguf is not a part of .*: expected part 3$": lambda paths, other: shutil.copy(
+        paths[1], paths[2]
+    ),
+    r"m-00002-of-00003\.gguf is not a part of .*: expected part 2$": lambda paths, other: shutil.copy(
+        in_parts(save_gguf(other / "a.gguf", block_count=1), other)[1], paths[1]
+    ),
+    r"m-00002-of-00003\.gguf is incomplete": lambda paths, other: os.truncate(paths[1], 4000),
+    r"expected a name that ends with -00001-of-00003\.gguf$": lambda paths, other: paths[0].rename(other / "m.gguf"),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_PARTS)
+def test_wrong_parts_are_named(message: str, file: Path, cache: Path, tmp_path: Path) -> None:
+    (other := tmp_path / "other").mkdir()
+    paths = in_parts(file, tmp_path)
+    WRONG_PARTS[message](paths, other)
+    with pytest.raises(mmspec.UserError, match=message):
+        load(paths[0] if paths[0].exists() else other / "m.gguf")
+
+
+def test_blobs_of_a_folder_are_told_apart_by_their_content(file: Path, cache: Path, tmp_path: Path) -> None:
+    shutil.copy(file, tmp_path / "sha256-1")
+    write_gguf(tmp_path / "sha256-2", {"general.architecture": "clip"}, {"v.weight": np.ones(32, np.float32)})
+    (tmp_path / "sha256-3").write_text("a template")
+    os.mkfifo(tmp_path / "sha256-4")
+    assert gguf_file.file_in(tmp_path) == tmp_path / "sha256-1"
+    assert gguf_file.projector_in(tmp_path) == tmp_path / "sha256-2"
+    found = model_in(Path(shutil.copy(file, tmp_path / "A.GGUF")))
+    assert torch.equal(found.lm_head.weight, model_in(tmp_path / "sha256-1").lm_head.weight)
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a pipe or a device"])
+def test_only_files_are_opened(kind: str, file: Path, tmp_path: Path) -> None:
+    """A pipe without a writer would block."""
+    path = tmp_path / "mmproj"
+    os.mkdir(path) if kind == "a folder" else os.mkfifo(path)
+    for wrong in [path] if kind == "a folder" else [path, Path("/dev/zero")]:
+        with pytest.raises(mmspec.UserError, match=rf"'{wrong}': expected a GGUF file, found {kind}$"):
+            mmspec.load(str(file), None, mmproj=wrong)
+
+
+TEMPLATES = {
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "got one that takes more time",
+    "{{ 'x' * 10**10 }}": "got one that takes more memory",
+    "{{ 'x'.ljust(10**10) }}": "got one that takes more memory",
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}": "takes more memory",
+    "{{ 'x' * 30000000 }}": "to at most 16777216 characters: got one that renders 30000000",
+    "{{ raise_exception('only pictures') }}": "does not accept the messages: only pictures",
+    "{% for %}": "does not accept the messages: Expected an expression",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_templates_are_rendered_within_limits(
+    template: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next ones are rendered."""
+    monkeypatch.setattr(templates, "_SECONDS", 5.0)
+    usual = load_processor(str(save_gguf(tmp_path / "b.gguf", entries={"tokenizer.chat_template": "{{ messages }}"})))
+    wrong = load_processor(str(save_gguf(tmp_path / "a.gguf", entries={"tokenizer.chat_template": template})))
+    with pytest.raises(mmspec.UserError, match=TEMPLATES[template]) as caught:
+        wrong.encode([{"prompt": "hello"}])
+    assert "\n" not in str(caught.value)
+    assert usual.encode([{"prompt": "hello"}]).input_ids.shape[1] > 0
 
 
 @pytest.mark.parametrize("at", [0, 5, 8, 16, 24, 33, 60, 200])
@@ -332,20 +507,55 @@ def test_a_file_may_be_replaced_while_it_is_read_and_later(mixed: Path, cache: P
         assert torch.equal(twin(torch.tensor([ids])).logits, model(torch.tensor([ids])).logits)
 
 
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    r"used\.gguf was cut while it was read": lambda file: os.truncate(file, 64),
+    r"used\.gguf was changed while it was in use: expected it as it was opened": lambda file: file.write_bytes(
+        bytes(byte ^ 1 for byte in file.read_bytes())
+    ),
+    r"used\.gguf was changed while it was in use": os.utime,
+}
+
+
 @needs_kernels
-def test_a_file_that_is_cut_in_use_fails_requests_and_not_the_process(mixed: Path, cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("message", CHANGES)
+def test_a_file_that_changes_in_use_fails_requests_and_not_the_process(
+    message: str, mixed: Path, cache: Path, tmp_path: Path
+) -> None:
+    """None is answered from other weights: files of the same content as before are not told apart from others."""
     copied = Path(shutil.copy(mixed, tmp_path / "used.gguf"))
     pipe = load(copied, drafter="ngram")
-    whole, size = copied.read_bytes(), copied.stat().st_size
-    expected = pipe.generate([70, 71, 72], max_new_tokens=8, ignore_eos=True).token_ids
-    os.truncate(copied, 64)
+    pipe.generate([70, 71, 72], max_new_tokens=8, ignore_eos=True)
+    CHANGES[message](copied)
     for _ in range(2):
-        with pytest.raises(mmspec.UserError, match=r"used\.gguf was cut while it was read"):
+        with pytest.raises(mmspec.UserError, match=message):
             pipe.generate([70, 71, 72], max_new_tokens=8)
-    with copied.open("r+b") as again:
-        again.write(whole)
-    assert copied.stat().st_size == size
-    assert pipe.generate([70, 71, 72], max_new_tokens=8, ignore_eos=True).token_ids == expected
+    copied.write_bytes(mixed.read_bytes())
+    with pytest.raises(mmspec.UserError, match=r"used\.gguf was changed while it was in use"):
+        pipe.generate([70, 71, 72], max_new_tokens=8)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["auto", "float32", "int8"])
+def test_a_file_that_changes_while_it_is_read_is_an_error(dtype: str, cache: Path, mixed: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copy(mixed, tmp_path / "read.gguf"))
+    source = source_of(copied)
+    copied.write_bytes(bytes(byte ^ 1 for byte in copied.read_bytes()))
+    with pytest.raises(mmspec.UserError, match=r"read\.gguf was changed while it was in use"):
+        pack_model(*source.model(AutoModelForCausalLM, source.config(), dtype, True))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json", "sums.json"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "zeros"])
+def test_damaged_files_of_the_cache_are_made_again(name: str, damage: str, file: Path, cache: Path) -> None:
+    expected = load_processor(str(file)).tokenizer("some text").input_ids
+    (index,) = cache.glob("gguf/*/*")
+    whole = {path.name: path.read_bytes() for path in index.iterdir()}
+    damages = {"cut": whole[name][: len(whole[name]) // 2], "zeros": bytes(len(whole[name]))}
+    (index / name).unlink()
+    if damage in damages:
+        (index / name).write_bytes(damages[damage])
+    assert load_processor(str(file)).tokenizer("some text").input_ids == expected
+    assert {path.name: path.read_bytes() for path in index.iterdir()} == whole
 
 
 @needs_kernels
@@ -369,8 +579,8 @@ def test_progress_is_shown_on_a_terminal_only(
 def test_files_of_a_folder_are_told_apart_by_their_names(tmp_path: Path) -> None:
     for name in ("a.gguf", "a-MMPROJ-f16.gguf"):
         (tmp_path / name).touch()
-    assert file_in(tmp_path) == tmp_path / "a.gguf"
-    assert projector_in(tmp_path) == tmp_path / "a-MMPROJ-f16.gguf"
+    assert gguf_file.file_in(tmp_path) == tmp_path / "a.gguf"
+    assert gguf_file.projector_in(tmp_path) == tmp_path / "a-MMPROJ-f16.gguf"
     save_text_model(tmp_path)  # a folder with a configuration is read by transformers
     assert type(sources.find(str(tmp_path))) is sources.Source
 
@@ -596,7 +806,7 @@ def test_rows_that_cannot_be_put_in_order_are_left_out(mixed: Path) -> None:
             changed = {"attn_q": weights[::-1], "attn_v": weights.T, "ffn_up": weights[:1], "ffn_down": weights * 2}
             return GGUFTensor(changed.get(name.split(".")[-2], weights), name, {})
 
-    file = GGUFFile(mixed)
+    file = gguf_file.GGUFFile(mixed)
     for name, tensor in file.tensors.items():
         weight = gguf.Weight(name, Reversed(), {})
         weight.tensors.append(tensor)
@@ -618,7 +828,7 @@ def test_the_package_reads_by_itself_again(
             raise AssertionError
 
     monkeypatch.setattr(package, "GGUFReader", Reader)
-    found = GGUFFile(file)
+    found = gguf_file.GGUFFile(file)
     if fails:
         del found.metadata["llama.block_count"]
         found.metadata["general.architecture"] = "lemma"
