@@ -311,7 +311,7 @@ def _package(file: str) -> Any:
     return gguf
 
 
-_FORMAT = 6  # of the folder
+_FORMAT = 7  # of the folder
 _TOKENIZER, _OPTIONS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _UNSUPPORTED = (ValueError, KeyError, NotImplementedError, TypeError, IndexError)
 _SAMPLING = {  # keys below general.sampling, and llama.cpp's defaults
@@ -322,6 +322,8 @@ _SAMPLING = {  # keys below general.sampling, and llama.cpp's defaults
     "repetition_penalty": ("penalty_repeat", 1.0),
 }
 _OWN_SCALING = ("gemma3", "gpt-oss", "gpt_oss")  # scaling that transformers implements itself
+_INFILL = {"prefix": "pre", "suffix": "suf", "middle": "mid"}  # earlier names of the first three
+_INFILL |= {f"fim_{part}": part for part in ("pre", "suf", "mid", "pad", "rep", "sep")}
 _TYPES = {str: 8, bool: 7, int: 10, float: 12}
 
 
@@ -476,7 +478,9 @@ def _tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
     ):
         architecture, arrays, options = get_gguf_tokenizer(str(file.path))
         made, more = convert_gguf_tokenizer(architecture, arrays)
-    return made, {**options, **more}
+    ids = {part: file.metadata.get(f"tokenizer.ggml.{name}_token_id", -1) for name, part in _INFILL.items()}
+    known = range(made.get_vocab_size())
+    return made, {**options, **more, "fim_token_ids": {part: one for part, one in ids.items() if one in known}}
 
 
 def _ends(file: GGUFFile, vocab: int) -> list[int]:
