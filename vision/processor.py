@@ -77,8 +77,7 @@ class VisionProcessor(Processor):
         if True in of_ids:
             return super().encode(requests)
         if not chat_template:
-            texts_only = all(isinstance(one["prompt"], str) for one in requests)
-            if not texts_only or any(one.get("images") or one.get("videos") for one in requests):
+            if any(not isinstance(one["prompt"], str) or one.get("images") or one.get("videos") for one in requests):
                 raise UserError("chat messages, images and videos need a chat template: got chat_template=False")
             return super().encode(requests, chat_template=False, parse_special=parse_special)
         options: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}

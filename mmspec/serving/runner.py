@@ -190,10 +190,10 @@ class JobBuilder:
         self.check_model(asked.model)
         self._check_characters([*asked.prompt, asked.suffix or ""], "prompt")
         if asked.suffix is not None:
-            job = self._raw(asked, [self._infill.encode(prompt, asked.suffix) for prompt in asked.prompt])
+            job = self._raw(asked, [self._infill.encode(one, asked.suffix) for one in asked.prompt], self._infill.ends)
         else:
             parsed = partial(self.pipe.io.text_ids, **asked.model_dump(include={"add_special_tokens", "parse_special"}))
-            job = self._raw(asked, [parsed(one) if one and isinstance(one, str) else one for one in asked.prompt], ())
+            job = self._raw(asked, [parsed(one) if one and isinstance(one, str) else one for one in asked.prompt])
         if job.choices > self.limits.max_running:
             most = self.limits.max_running
             raise APIError(400, f"a request may have at most {most} choices: got {job.choices}", "prompt")
@@ -205,15 +205,11 @@ class JobBuilder:
         self.check_model(asked.model)
         files, own = [(one.filename, one.text) for one in asked.input_extra], (asked.input_prefix, asked.input_suffix)
         self._check_characters([*own, asked.prompt, *chain(*files)], "input_prefix")
-        job = self._raw(asked, [self._infill.encode(*own, asked.prompt, files)])
+        job = self._raw(asked, [self._infill.encode(*own, asked.prompt, files)], self._infill.ends)
         return job, InfillFormat(*self._form(asked, job, [""]))
 
-    def _raw(
-        self, asked: GenerationRequest, prompts: Sequence[Any], ends: Sequence[int] | None = None
-    ) -> GenerationJob:
-        """Job of prompts without the chat template, which the tokens ``ends`` end; by default those of ``Infill``."""
-        keywords = {"chat_template": False, "stop_token_ids": self._infill.ends if ends is None else ends}
-        keywords |= asked.keywords | self._answers(asked.model)[1]
+    def _raw(self, asked: GenerationRequest, prompts: Sequence[Any], stops: Sequence[int] = ()) -> GenerationJob:
+        keywords = asked.keywords | {"chat_template": False, "stop_token_ids": stops} | self._answers(asked.model)[1]
         sampling = asked.sampling(self.limits, self.pipe.defaults.served)
         drafter = asked.drafter(self.limits, self.drafters)
         return GenerationJob(prompts, sampling, asked.constraint(), asked.n, (), keywords, drafter)
