@@ -192,8 +192,10 @@ class JobBuilder:
         if asked.suffix is not None:
             job = self._raw(asked, [self._infill.encode(one, asked.suffix) for one in asked.prompt], self._infill.ends)
         else:
-            parsed = partial(self.pipe.io.text_ids, **asked.model_dump(include={"add_special_tokens", "parse_special"}))
-            job = self._raw(asked, [parsed(one) if one and isinstance(one, str) else one for one in asked.prompt])
+            ids, special = self.pipe.io.text_ids, (asked.add_special_tokens, asked.parse_special)
+            job = self._raw(
+                asked, [ids(one, *special) if one and isinstance(one, str) else one for one in asked.prompt]
+            )
         if job.choices > self.limits.max_running:
             most = self.limits.max_running
             raise APIError(400, f"a request may have at most {most} choices: got {job.choices}", "prompt")
