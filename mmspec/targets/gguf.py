@@ -479,7 +479,7 @@ def _tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
         architecture, arrays, options = get_gguf_tokenizer(str(file.path))
         made, more = convert_gguf_tokenizer(architecture, arrays)
     ids = ((part, file.metadata.get(f"tokenizer.ggml.{name}_token_id")) for name, part in _INFILL.items())
-    known = range(made.get_vocab_size())
+    known = range(len(file.metadata["tokenizer.ggml.tokens"]))
     return made, {**options, **more, "fim_token_ids": {part: one for part, one in ids if one in known}}
 
 
