@@ -148,7 +148,8 @@ def first_difference(
     if at == shorter or params.do_sample:
         speculative_token, plain_token = (tokens[at] if at < len(tokens) else None for tokens in (speculative, plain))
         return Difference(at, speculative_token, plain_token, None)
-    inputs = {name: keywords[name] for name in pipe.processor.options if keywords.get(name) is not None}
+    names = ("chat_template", *pipe.processor.options)
+    inputs = {name: keywords[name] for name in names if keywords.get(name) is not None}
     prompt = replace(pipe.encode([request], **inputs), adapter=keywords.get("adapter"))
     scores = next_token_scores(pipe.target, prompt, plain[:at], pipe.defaults.processors(params, prompt.input_ids))
     if (grammar := pipe.grammar(params)) is not None:

@@ -297,8 +297,10 @@ class Pipeline:
         parser = self.processor.reasoning_parser(options.reasoning, prompt.input_ids[0])
         constraint = self.grammar(params, parser)
         assert params.max_new_tokens is not None
-        eos_token_ids = frozenset(() if params.ignore_eos else self.target.eos_token_ids)
-        read = self._answer_reader(params, parser, eos_token_ids, rendered and not request.inputs.get("answer_start"))
+        stops = frozenset(options.stop_token_ids)
+        eos_token_ids = stops.union(() if params.ignore_eos else self.target.eos_token_ids)
+        begins = rendered and not request.inputs.get("answer_start")
+        read = self._answer_reader(params, parser, eos_token_ids, stops, begins)
         stopper = Stopper(
             params.max_new_tokens,
             context_limit=limit,
@@ -320,13 +322,14 @@ class Pipeline:
         return decode, read(prompt.input_ids[0].tolist())
 
     def _answer_reader(
-        self, params: SamplingParams, parser: ReasoningParser | None, eos_token_ids: Set[int], rendered: bool
+        self, params: SamplingParams, parser: ReasoningParser | None, ends: Set[int], stops: Set[int], rendered: bool
     ) -> Callable[..., AnswerReader]:
         """Factory of output readers for a prompt; ``rendered``: by the chat template."""
-        vocabulary, trigger, hidden = self.processor.vocabulary, params.grammar_trigger, None
+        vocabulary, trigger = self.processor.vocabulary, params.grammar_trigger
+        hidden = vocabulary.special_ids | stops
         if constrained := params.constraint is not None:
             shown = None if trigger is None else self.processor.special_token(trigger)
-            hidden = (vocabulary.special_ids | eos_token_ids) - {shown}  # EOS may be text, except in grammars
+            hidden = (vocabulary.special_ids | ends) - {shown}  # EOS may be text, except in grammars
         begins = rendered and (not constrained or trigger is not None)
         prefix = self.processor.answer_prefix if begins else ""
         read = partial(AnswerReader, vocabulary, stop=params.stop_strings, parser=parser, prefix=prefix)

@@ -48,6 +48,7 @@ class VisionProcessor(Processor):
         frames: int | None = None,
         fps: float | None = None,
         video_backend: Backend = "pyav",
+        parse_special: bool = True,
         **unknown: Any,
     ) -> Prompt:
         """Encode requests as a left-padded batch, on the CPU.
@@ -57,7 +58,7 @@ class VisionProcessor(Processor):
                 several}`` each; in chat messages, ``{"type": "image"}`` and ``{"type": "video"}`` items refer to them
                 in order, or contain a source, like OpenAI's ``image_url`` and ``video_url``.
             chat_template: False uses text prompts without media unchanged.
-            tools, answer_start, chat_template_kwargs: see ``Processor.encode``.
+            tools, answer_start, chat_template_kwargs, parse_special: see ``Processor.encode``.
             frames: frames per video; None means 8, or a number according to ``fps``.
             fps: sample at this rate instead, with at most ``frames`` frames.
             video_backend: ``"pyav"`` or ``"decord"``.
@@ -75,6 +76,10 @@ class VisionProcessor(Processor):
             raise UserError("prompts of token ids cannot be encoded together with others")
         if True in of_ids:
             return super().encode(requests)
+        if not chat_template:
+            if any(not isinstance(one["prompt"], str) or one.get("images") or one.get("videos") for one in requests):
+                raise UserError("chat messages, images and videos need a chat template: got chat_template=False")
+            return super().encode(requests, chat_template=False, parse_special=parse_special)
         options: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}
         texts: list[str] = []
         images: list[list[Any]] = []
@@ -85,12 +90,6 @@ class VisionProcessor(Processor):
             messages = request["prompt"]
             if not messages:
                 raise UserError("the prompt must not be empty")
-            if not chat_template:
-                if not isinstance(messages, str) or pictures or clips:
-                    raise UserError("chat messages, images and videos need a chat template: got chat_template=False")
-                texts.append(self._user_text.mark(messages))
-                images.append([])
-                continue
             if isinstance(messages, str):
                 media = [{"type": "image"} for _ in pictures] + [{"type": "video"} for _ in clips]
                 messages = [{"role": "user", "content": [*media, {"type": "text", "text": messages}]}]

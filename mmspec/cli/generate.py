@@ -14,6 +14,7 @@ from mmspec.validation import is_text
 
 @click.command(cls=Command)
 @click.argument("text")
+@click.option("--chat-template/--no-chat-template", default=True, help="Continue TEXT without the model's template.")
 @generation_options
 def generate(text: str, **options: Any) -> None:
     """Answer TEXT; - reads it from standard input.

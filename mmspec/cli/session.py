@@ -90,7 +90,7 @@ def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     keywords = {name: options[name] for name in GENERATING} | {"stop": list(options["stop"]) or None}
     SamplingParams(**{name: keywords[name] for name in SamplingParams.__dataclass_fields__})
-    return keywords
+    return keywords | ({} if options.get("chat_template", True) else {"chat_template": False})
 
 
 def show_limits(notes: Console, model: str) -> None:

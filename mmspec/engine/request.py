@@ -72,6 +72,7 @@ class DecodeOptions:
             format; None makes reasoning a part of the answer.
         adapter: name of a LoRA adapter of ``mmspec.load(adapters=...)``; None for the model without one.
         context_limit: maximum length of prompt plus output if it is below the model's; None for the model's.
+        stop_token_ids: tokens that end the answer in addition to the model's, and are left out of its text.
     """
 
     num_draft_tokens: NonNegativeInt | None = None
@@ -84,6 +85,7 @@ class DecodeOptions:
     reasoning: ReasoningName | None = None
     adapter: Text | None = None
     context_limit: PositiveInt | None = None
+    stop_token_ids: Sequence[NonNegativeInt] = ()
 
 
 class GenerateKeywords(TypedDict, total=False):
@@ -121,9 +123,11 @@ class GenerateKeywords(TypedDict, total=False):
     reasoning: str | None
     adapter: str | None
     context_limit: int | None
+    stop_token_ids: Sequence[int]
     tools: Sequence[Mapping[str, Any]] | None
     answer_start: str
     chat_template_kwargs: Mapping[str, Any] | None
+    parse_special: bool
     frames: int | None
     fps: float | None
     video_backend: Literal["pyav", "decord"]

@@ -1,4 +1,4 @@
-"""The ASGI application: OpenAI's endpoints, and vLLM's token endpoints."""
+"""The ASGI application: OpenAI's endpoints, vLLM's token endpoints, and llama.cpp's ``/infill``."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from mmspec.serving.schemas import (
     DetokenizeRequest,
     F,
     GenerationRequest,
+    InfillRequest,
     TokenizeRequest,
     parse,
 )
@@ -160,6 +161,7 @@ def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, bo
     add("/v1/chat/completions", ChatCompletionRequest, builder.chat)
     add("/v1/completions", CompletionRequest, builder.completion)
     add("/v1/responses", ResponsesRequest, builder.response)
+    add("/infill", InfillRequest, builder.infill)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:

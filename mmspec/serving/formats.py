@@ -248,3 +248,24 @@ class TextFormat(WireFormat):
             text = spelt(self._io.token_bytes(token))
             found[f"token_id:{token}" if text in found else text] = max(logprob, _LEAST)
         return found
+
+
+class InfillFormat(TextFormat):
+    """llama.cpp's answer of ``/infill``; the chunks of a stream have its fields, too."""
+
+    prefix, whole_object, chunk_object, end = "infill-", "infill", "infill", b""
+
+    def whole(self) -> dict[str, Any]:
+        return self._answer(self.choices[0].text)
+
+    def chunks(self, index: int, piece: Piece) -> Iterable[dict[str, Any]]:
+        self.add(index, piece)
+        return [self._answer(piece.text)]
+
+    def _answer(self, text: str) -> dict[str, Any]:
+        figures, reason = self._figures(), self._finish_reason(0)
+        usage, kind = figures["usage"], {None: "none", "length": "limit"}.get(reason, "eos")
+        counts = {"tokens_predicted": usage["completion_tokens"], "tokens_evaluated": usage["prompt_tokens"]}
+        counts["tokens_cached"] = usage["prompt_tokens_details"]["cached_tokens"]
+        state = {"content": text, "stop": reason is not None, "stop_type": kind, "truncated": False}
+        return {**state, "model": self._head["model"], **counts, "metrics": figures["metrics"]}

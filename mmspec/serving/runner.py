@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from time import perf_counter as clock
 from typing import Any, Protocol, TypeVar
@@ -21,7 +22,7 @@ from mmspec.sampling.grammar import BeyondEndError
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.syntax import CheckedText, GrammarTrial
 from mmspec.serving.errors import APIError
-from mmspec.serving.formats import ChatFormat, TextFormat, WireFormat
+from mmspec.serving.formats import ChatFormat, InfillFormat, TextFormat, WireFormat
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.responses import ResponsesFormat, ResponsesRequest, StoredResponses, chat_messages
@@ -31,11 +32,13 @@ from mmspec.serving.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    InfillRequest,
     TokenizeRequest,
     conversation,
 )
 from mmspec.serving.settings import Limits
 from mmspec.serving.tools import ToolFormat, ToolPlan, plan_tools
+from mmspec.targets.infill import Infill
 from mmspec.workers import Cancellation
 
 Constraint = tuple[str, str]
@@ -185,16 +188,37 @@ class JobBuilder:
     def completion(self, asked: CompletionRequest) -> tuple[GenerationJob, WireFormat]:
         """Job and response format of a completion request."""
         self.check_model(asked.model)
-        self._check_characters(asked.prompt, "prompt")
-        keywords = asked.keywords | {"chat_template": False} | self._answers(asked.model)[1]
-        sampling = asked.sampling(self.limits, self.pipe.defaults.served)
-        drafter = asked.drafter(self.limits, self.drafters)
-        job = GenerationJob(asked.prompt, sampling, asked.constraint(), asked.n, (), keywords, drafter)
+        self._check_characters([*asked.prompt, asked.suffix or ""], "prompt")
+        if asked.suffix is not None:
+            job = self._raw(asked, [self._infill.encode(one, asked.suffix) for one in asked.prompt], self._infill.ends)
+        else:
+            ids, special = self.pipe.io.text_ids, (asked.add_special_tokens, asked.parse_special)
+            job = self._raw(
+                asked, [ids(one, *special) if one and isinstance(one, str) else one for one in asked.prompt]
+            )
         if job.choices > self.limits.max_running:
             most = self.limits.max_running
             raise APIError(400, f"a request may have at most {most} choices: got {job.choices}", "prompt")
-        before = [self._prompt_text(prompt) if asked.echo else "" for prompt in job.prompts for _ in range(job.n)]
+        before = [self._prompt_text(prompt) if asked.echo else "" for prompt in asked.prompt for _ in range(job.n)]
         return job, TextFormat(*self._form(asked, job, before))
+
+    def infill(self, asked: InfillRequest) -> tuple[GenerationJob, WireFormat]:
+        """Job and response format of an infill request."""
+        self.check_model(asked.model)
+        files, own = [(one.filename, one.text) for one in asked.input_extra], (asked.input_prefix, asked.input_suffix)
+        self._check_characters([*own, asked.prompt, *chain(*files)], "input_prefix")
+        job = self._raw(asked, [self._infill.encode(*own, asked.prompt, files)], self._infill.ends)
+        return job, InfillFormat(*self._form(asked, job, [""]))
+
+    def _raw(self, asked: GenerationRequest, prompts: Sequence[Any], stops: Sequence[int] = ()) -> GenerationJob:
+        keywords = asked.keywords | {"chat_template": False, "stop_token_ids": stops} | self._answers(asked.model)[1]
+        sampling = asked.sampling(self.limits, self.pipe.defaults.served)
+        drafter = asked.drafter(self.limits, self.drafters)
+        return GenerationJob(prompts, sampling, asked.constraint(), asked.n, (), keywords, drafter)
+
+    @cached_property
+    def _infill(self) -> Infill:
+        return Infill(self.pipe.processor)
 
     def _prompt_text(self, prompt: Any) -> str:
         if isinstance(prompt, str):
@@ -208,7 +232,8 @@ class JobBuilder:
         io = self.pipe.io
         if asked.messages is None:
             self._check_characters([asked.prompt or ""], "prompt")
-            tokens = io.text_ids(asked.prompt or "", add_special_tokens=asked.add_special_tokens is not False)
+            special = asked.add_special_tokens is not False, asked.parse_special is not False
+            tokens = io.text_ids(asked.prompt or "", *special)
         else:
             functions = [tool.declaration for tool in asked.tools]
             messages, media = self._conversation(asked.messages, functions)

@@ -442,7 +442,7 @@ class GenerationRequest(_Sampling):
     @property
     def alternatives(self) -> int | None:
         """Requested top log probabilities per token; None if no log probabilities are requested."""
-        raise NotImplementedError
+        return None
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -554,11 +554,11 @@ class CompletionRequest(GenerationRequest):
 
     ignored = IGNORED
     neutral: ClassVar = {**NEUTRAL, "best_of": (1,), "suffix": ("",)}
-    refused: ClassVar = {
-        "best_of": "choices are not ranked, n returns all of them",
-        "suffix": "texts are continued at their end only",
-    }
+    refused: ClassVar = {"best_of": "choices are not ranked, n returns all of them"}
     prompt: Annotated[list[Any], PlainValidator(_as_prompts)]
+    suffix: str | None = None
+    parse_special: bool = True
+    add_special_tokens: bool = True
     logprobs: Logprobs | None = None
     echo: bool = False
 
@@ -573,6 +573,26 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
 
+class ExtraFile(Fields):
+    ignored: ClassVar = ("time",)
+    text: str
+    filename: str = "tmp"
+
+
+class InfillRequest(GenerationRequest):
+    """``POST /infill`` of llama.cpp, with one choice."""
+
+    limit_name = "n_predict"
+    ignored = (*IGNORED, "n_indent", "response_fields", "samplers", "t_max_prompt_ms")
+    neutral: ClassVar = {**NEUTRAL, "n_predict": (-1,)}
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[ExtraFile] = Field([], max_length=MOST_ITEMS)
+    prompt: str = ""
+    n: int = Field(1, ge=1, le=1)
+    n_predict: MaxTokens | None = None
+
+
 class TokenizeRequest(Fields):
     """``POST /tokenize``: a text, or a conversation rendered by the chat template."""
 
@@ -583,14 +603,15 @@ class TokenizeRequest(Fields):
     tools: list[Tool] = Field([], max_length=MOST_ITEMS)
     chat_template_kwargs: dict[str, Any] = Field({})
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("expected either prompt or messages")
-        if self.messages is not None and self.add_special_tokens:
-            raise ValueError("add_special_tokens goes with prompt: a chat template has its own")
+        if self.messages is not None and (self.add_special_tokens or self.parse_special):
+            raise ValueError("add_special_tokens and parse_special go with prompt: a chat template has its own")
         return self
 
 

@@ -28,7 +28,7 @@ from mmspec.targets.gguf_file import GGUFFile
 from mmspec.targets.gguf_models import read_config
 from mmspec.targets.tree_layers import replaced
 
-_FORMAT = 6  # of the folder
+_FORMAT = 7  # of the folder
 _TOKENIZER, _OPTIONS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _SAMPLING = {  # keys below general.sampling, and llama.cpp's defaults
     "temperature": ("temp", 0.8),
@@ -37,6 +37,8 @@ _SAMPLING = {  # keys below general.sampling, and llama.cpp's defaults
     "min_p": ("min_p", 0.05),
     "repetition_penalty": ("penalty_repeat", 1.0),
 }
+_INFILL = {"prefix": "pre", "suffix": "suf", "middle": "mid"}  # earlier names of the first three
+_INFILL |= {f"fim_{part}": part for part in ("pre", "suf", "mid", "pad", "rep", "sep")}
 
 
 def index(file: GGUFFile) -> Path:
@@ -144,7 +146,9 @@ def _tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
     ):
         architecture, arrays, options = get_gguf_tokenizer(str(file.path))
         made, more = convert_gguf_tokenizer(architecture, arrays)
-    return made, {**options, **more}
+    ids = ((part, file.metadata.get(f"tokenizer.ggml.{name}_token_id")) for name, part in _INFILL.items())
+    known = range(len(file.metadata["tokenizer.ggml.tokens"]))
+    return made, {**options, **more, "fim_token_ids": {part: one for part, one in ids if one in known}}
 
 
 def _ends(file: GGUFFile, vocab: int) -> list[int]:

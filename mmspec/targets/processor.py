@@ -140,7 +140,7 @@ class Processor:
     """
 
     auto_class: ClassVar[Any] = AutoTokenizer
-    options: ClassVar[Sequence[str]] = ("tools", "answer_start", "chat_template_kwargs")
+    options: ClassVar[Sequence[str]] = ("tools", "answer_start", "chat_template_kwargs", "parse_special")
     reads_media: ClassVar[bool] = False
 
     def __init__(self, plain: Any = None) -> None:
@@ -163,6 +163,7 @@ class Processor:
         tools: Sequence[Mapping[str, Any]] | None = None,
         answer_start: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        parse_special: bool = True,
         **options: Any,
     ) -> Prompt:
         """Encode requests as a left-padded batch, on the CPU.
@@ -175,6 +176,8 @@ class Processor:
             answer_start: text appended to the rendered prompt, which the answer continues; special tokens in it are
                 encoded as special tokens.
             chat_template_kwargs: variables of the chat template, such as ``enable_thinking``.
+            parse_special: with ``chat_template=False``, encode names of special tokens as these tokens (llama.cpp's
+                name); False encodes them as text, like those in chat messages.
             **options: media options (none for text models).
 
         Raises:
@@ -184,7 +187,7 @@ class Processor:
             raise UserError(f"unknown option for a text model: got {', '.join(options)}")
         if any(request.get("images") or request.get("videos") for request in requests):
             raise UserError("the model reads text only: images or videos were given")
-        settings = (chat_template, tools, answer_start, chat_template_kwargs)
+        settings = (chat_template, tools, answer_start, chat_template_kwargs, parse_special)
         rows = [self._token_ids(request["prompt"], *settings) for request in requests]
         longest = max(map(len, rows))
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], dtype=torch.long)
@@ -216,15 +219,12 @@ class Processor:
         tools: Sequence[Mapping[str, Any]] | None = None,
         answer_start: str = "",
         variables: Mapping[str, Any] | None = None,
+        parse_special: bool = True,
     ) -> list[int]:
         tokenizer = self.tokenizer
         if is_token_ids(prompt):
             self.check_ids(prompt)
-            names = (getattr(self.plain, name, None) for name in _MEDIA_TOKENS)
-            media = {tokenizer.convert_tokens_to_ids(name) for name in names if name}
-            if found := media.intersection(prompt):
-                raise UserError(f"images and videos need chat messages: got their token {min(found)}")
-            return list(prompt)
+            return self._without_media(list(prompt))
         template = getattr(tokenizer, "chat_template", None) if chat_template else None
         if not prompt:
             raise UserError("the prompt must not be empty")
@@ -236,11 +236,18 @@ class Processor:
         if template:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(_of_text, prompt)
             text = render(tokenizer, self._user_text, list(messages), tools, variables) + answer_start
+            ids = self._encoded(text, add_special_tokens=False)
         else:
-            text = self._user_text.mark(prompt)
-        ids = self._encoded(text, add_special_tokens=not template)
+            ids = self._without_media(self.text_ids(prompt, parse_special=parse_special and not chat_template))
         if not ids:
             raise UserError("the prompt must not be empty")
+        return ids
+
+    def _without_media(self, ids: list[int]) -> list[int]:
+        names = (getattr(self.plain, name, None) for name in _MEDIA_TOKENS)
+        media = {self.tokenizer.convert_tokens_to_ids(name) for name in names if name}
+        if found := media.intersection(ids):
+            raise UserError(f"images and videos need chat messages: got their token {min(found)}")
         return ids
 
     def adds_special_tokens(self, rendered: str) -> bool:
@@ -289,9 +296,9 @@ class Processor:
         """The tokenizer's tokens as text."""
         return Vocabulary(self.tokenizer)
 
-    def text_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text with special tokens as plain text."""
-        return self._encoded(self._user_text.mark(text), add_special_tokens)
+    def text_ids(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
+        """Encode a text, with names of special tokens as plain text unless ``parse_special``."""
+        return self._encoded(text if parse_special else self._user_text.mark(text), add_special_tokens)
 
     def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._user_text.is_marked(text):

@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 import mmspec
 from mmspec import plugins
@@ -63,6 +63,19 @@ def test_a_full_disk_is_no_internal_error():
             [sys.executable, "-m", "mmspec", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")
+
+
+def test_a_text_is_continued_without_the_template(run, tmp_path):
+    folder = str(save_text_model(tmp_path / "chat"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "Question: {{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(folder)
+    expected = mmspec.load(folder, drafter=None).generate(tokenizer("a</s>b")["input_ids"], max_new_tokens=12)
+    args = ("generate", "a</s>b", "--model", folder, "--max-new-tokens", "12", "--json")
+    for option, same in (("--no-chat-template", True), ("--chat-template", False)):
+        found = json.loads(run(*args, option)[1])
+        assert (found["stats"]["num_prompt_tokens"] == expected.stats.num_prompt_tokens) is same
+        assert (found["token_ids"] == expected.token_ids) is same
 
 
 def test_answer_on_stdout_and_statistics_on_stderr(generate, model):

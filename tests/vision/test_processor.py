@@ -303,6 +303,21 @@ def test_a_typed_image_token_needs_no_image(loaded_llava):
     assert loaded_llava.generate("Describe <image> and </s>.", max_new_tokens=4).stats.num_generated_tokens
 
 
+def test_raw_prompts_have_special_tokens_but_no_images(processor):
+    media = [processor.plain.image_token, getattr(processor.plain, "video_token", None)]
+    for special in specials(processor):
+        prompt, number = f"What is {special} this?", processor.tokenizer.convert_tokens_to_ids(special)
+        text = processor.encode([{"prompt": prompt}], chat_template=False, parse_special=False).input_ids[0].tolist()
+        assert processor.tokenizer(prompt, split_special_tokens=True)["input_ids"] == text
+        if special in media:
+            with pytest.raises(UserError, match=f"images and videos need chat messages: got their token {number}"):
+                processor.encode([{"prompt": prompt}], chat_template=False)
+            continue
+        assert number in processor.encode([{"prompt": prompt}], chat_template=False).input_ids[0].tolist()
+    with pytest.raises(UserError, match="images and videos need a chat template: got chat_template=False"):
+        processor.encode([{"prompt": "a", "images": [IMAGE]}], chat_template=False)
+
+
 @pytest.fixture(params=[True, False], ids=["pad token", "no pad token"])
 def pads(request, processor):
     """Whether the tokenizer has a pad token."""

@@ -6,6 +6,7 @@ import httpx
 import pytest
 import torch
 from PIL import Image
+from tokenizers import AddedToken
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import mmspec
@@ -28,6 +29,7 @@ PROMPTS = ["A large red", "There is a", "Three"]
 SAMPLED = {"temperature": 1.5, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1}
 TEXT, TOKENS = "A large red", 6
 GREEDY = {"model": "tiny-llava", "temperature": 0, "max_tokens": 8}
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def png(folder, width, height):
@@ -376,12 +378,96 @@ def test_tokens(server, pipe):
         "tokens": ids,
         "token_strs": names,
     }
+    named = pipe.io.tokenizer("a</s>b")["input_ids"]
+    typed = pipe.io.tokenizer("a</s>b", split_special_tokens=True)["input_ids"]
+    for more, expected in (({}, named), ({"parse_special": True}, named), ({"parse_special": False}, typed)):
+        assert post("tokenize", {"prompt": "a</s>b", **more})["tokens"] == expected
     plain = pipe.io.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     assert post("tokenize", {"prompt": TEXT, "add_special_tokens": False})["tokens"] == plain
     messages = question()["messages"]
     chat = post("tokenize", {"messages": messages})
     assert chat["count"] == pipe.generate(messages, max_new_tokens=1).stats.num_prompt_tokens
+    error = post("tokenize", {"messages": messages, "parse_special": True})["error"]
+    assert "parse_special go with prompt" in error["message"]
     assert post("detokenize", {"tokens": plain}) == {"prompt": TEXT}
+
+
+@pytest.fixture(scope="module")
+def coder(one_thread):
+    """A random model whose tokenizer has <s> before prompts and tokens of fill-in-the-middle that are not special."""
+    tokenizer = _sentencepiece("legacy")
+    tokenizer.add_tokens([AddedToken(f"<|{name}|>", special=False) for name in ("fim_prefix", "fim_suffix")])
+    tokenizer.add_tokens([AddedToken(f"<|{name}|>", special=False) for name in ("fim_middle", "file_sep")])
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=2, **SIZES)).eval()
+    with served(Pipeline(TransformersTarget(model), Processor(tokenizer), name="m")) as running:
+        yield running
+
+
+def test_special_tokens_of_prompts(coder):
+    named, prompt = coder.pipe.io.tokenizer, "<s>the</s>a"
+    plain = {"add_special_tokens": False, "split_special_tokens": True}
+    for more, keywords in (
+        ({}, {}),
+        ({"add_special_tokens": False}, {"add_special_tokens": False}),
+        ({"parse_special": False}, {"split_special_tokens": True}),
+        ({"parse_special": False, "add_special_tokens": False}, plain),
+    ):
+        asked = {"temperature": 0, "max_tokens": 6, "prompt": [prompt, "a b"], "echo": True, **more}
+        answers = [
+            coder.pipe.generate(named(one, **keywords)["input_ids"], max_new_tokens=6) for one in asked["prompt"]
+        ]
+        found = coder.post(asked, "completions").json()
+        joined = [before + one.text for before, one in zip(asked["prompt"], answers, strict=True)]
+        assert [choice["text"] for choice in found["choices"]] == joined
+        assert found["usage"]["prompt_tokens"] == sum(one.stats.num_prompt_tokens for one in answers)
+    chat = {"messages": [{"role": "user", "content": prompt}]}
+    coder.pipe.io.tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    try:
+        tokens = httpx.post(f"{coder.url}/tokenize", json=chat, timeout=TIMEOUT).json()["tokens"]
+    finally:
+        coder.pipe.io.tokenizer.chat_template = None
+    assert not {1, 2} & {*tokens}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_middle_between_prompt_and_suffix(coder, stream):
+    io = coder.pipe.io
+    names = [f"<|{name}|>" for name in ("fim_prefix", "fim_suffix", "fim_middle", "file_sep")]
+    pre, suf, mid, sep = io.tokenizer.convert_tokens_to_ids(names)
+    the, b = (io.text_ids(text, add_special_tokens=False) for text in ("the</s>", "b"))
+    asked = {"temperature": 0, "max_tokens": 6, "stream": stream}
+    for end, reason in ((None, "length"), (sep, "stop")):
+        asked |= {"logit_bias": {end: 100}} if end else {}
+        bias = {"logit_bias": {end: 100.0}, "stop_token_ids": [end]} if end else {}
+        expected = coder.pipe.generate([1, pre, *the, suf, *b, mid], max_new_tokens=6, **bias)
+        response = coder.post({**asked, "prompt": "the</s>", "suffix": "b"}, "completions")
+        assert texts(response) == [expected.text]
+        assert (expected.finish_reason, expected.text == "") == (reason, end is not None)
+        body = {**asked, "n_predict": 6, "input_prefix": "the</s>", "input_suffix": "b", "prompt": "a</s>"}
+        body |= {"input_extra": [{"text": "b", "time": [1, 2]}], "n_indent": 4, "samplers": ["infill"]}
+        body.pop("max_tokens")
+        response = httpx.post(f"{coder.url}/infill", json=body, timeout=TIMEOUT)
+        assert response.status_code == 200, response.text
+        parts = response.text.removesuffix("\n\n").split("\n\n") if stream else [f"data: {response.text}"]
+        parts = [json.loads(part.removeprefix("data: ")) for part in parts]
+        files = [io.text_ids(text, add_special_tokens=False) for text in ("tmp\n", "b", "filename\n", "a")]
+        start = io.tokenizer("a</s>", add_special_tokens=False)["input_ids"]
+        ids = [1, sep, *files[0], *files[1], sep, *files[2], pre, *the, *start, suf, *b, mid]
+        expected = coder.pipe.generate(ids, max_new_tokens=6, **bias)
+        assert "".join(part["content"] for part in parts) == expected.text
+        assert [part["stop"] for part in parts] == [False] * (len(parts) - 1) + [True]
+        kept = {"stop_type": "eos" if end else "limit", "tokens_evaluated": len(ids), "model": "m", "truncated": False}
+        assert parts[-1].items() >= kept.items()
+        assert parts[-1]["tokens_predicted"] == len(expected.token_ids)
+
+
+def test_a_middle_needs_its_tokens(server):
+    bodies = {"v1/completions": {"prompt": "a", "suffix": "b"}, "infill": {"input_prefix": "a", "input_suffix": "b"}}
+    for path, body in bodies.items():
+        found = httpx.post(f"{server.url}/{path}", json=body, timeout=TIMEOUT)
+        message = "a suffix needs a model that fills in the middle: it has no token such as <|fim_middle|>"
+        assert (found.status_code, found.json()["error"]["message"]) == (400, message)
 
 
 def test_paths(server):
@@ -398,7 +484,6 @@ def test_paths(server):
 # ---------------------------------------------------------------------- characters of several tokens
 
 
-SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 WORD = "naïve 👩‍🚀 日本"
 ASKED = {
     "model": "tiny-hybrid",
@@ -460,8 +545,9 @@ def test_echoes_of_sentencepiece(one_thread, stream):
     prompts = [tokenizer("a b").input_ids, tokenizer("the", add_special_tokens=False).input_ids]
     body = {"model": "m", "echo": True, "temperature": 0, "max_tokens": 2, "logit_bias": {word: 100}, "stream": stream}
     with served(Pipeline(TransformersTarget(model), Processor(tokenizer), name="m")) as running:
-        for prompt in ("a b", " the", "<s> b"):  # typed, it is text
-            assert texts(running.post({**body, "prompt": prompt}, "completions")) == [f"{prompt} the the"]
+        for prompt in ("a b", " the", "<s> b"):
+            asked = {**body, "prompt": prompt, "parse_special": False}
+            assert texts(running.post(asked, "completions")) == [f"{prompt} the the"]
         found = texts(running.post({**body, "prompt": prompts, "n": 2}, "completions"))
     wholes = [tokenizer.decode([*prompt, word, word]) for prompt in prompts]
     assert wholes == ["<s> a b the the", "the the the"]

@@ -64,7 +64,9 @@ TABLE = {
         "logprobs": ([0, 5, 20, None], [-1, 21, True]),
         "echo": ([True, False, None], [1]),
         "best_of": ([1, None], [2]),
-        "suffix": (["", None], ["a"]),
+        "suffix": (["", None], ["a", 5]),  # tiny-llava has no tokens of a middle
+        "parse_special": ([True, False, None], ["no"]),
+        "add_special_tokens": ([True, False, None], ["no"]),
     },
     "responses": {
         **EVERYWHERE,

@@ -20,6 +20,7 @@ from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 import mmspec
 from mmspec import Pipeline, UserError
 from mmspec.targets.detokenizer import Detokenizer, Vocabulary
+from mmspec.targets.infill import Infill
 from mmspec.targets.processor import Processor, UserText, render
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.model_folders import tokenizer as byte_level
@@ -315,6 +316,64 @@ def test_without_a_template_as_the_tokenizer_splits_special_tokens(name):
     for special in _specials(tokenizer):
         for prompt in (special, f"a {special} b", f"the{special}the", f" {special} the\n{special}"):
             assert _ids(tokenizer, prompt) == tokenizer(prompt, split_special_tokens=True)["input_ids"]
+
+
+def test_special_tokens_of_raw_prompts_are_parsed(tokenizer):
+    io = Processor(tokenizer)
+    for special in _specials(tokenizer):
+        if special == getattr(tokenizer, "image_token", None):
+            continue
+        for prompt in (special, f"a {special} b", f"the{special}the"):
+            for parse, expected in ((True, tokenizer(prompt)), (False, tokenizer(prompt, split_special_tokens=True))):
+                found = io.encode([{"prompt": prompt}], chat_template=False, parse_special=parse).input_ids[0]
+                assert found.tolist() == io.text_ids(prompt, parse_special=parse) == expected["input_ids"]
+            asked = [{"role": "user", "content": prompt}]
+            assert io.encode([{"prompt": prompt}], parse_special=True).input_ids.tolist() == [_ids(tokenizer, prompt)]
+            if tokenizer.chat_template:
+                assert _ids(tokenizer, asked).count(tokenizer.convert_tokens_to_ids(special)) == _ids(
+                    tokenizer, "a"
+                ).count(tokenizer.convert_tokens_to_ids(special))
+
+
+_FAMILIES = {
+    "qwen": ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],
+    "starcoder": ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<fim_pad>", "<reponame>"],
+    "codellama": ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"],
+}
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_the_middle_is_filled_in_by_the_tokens_of_a_family(family):
+    made = _sentencepiece("first") if family == "codellama" else byte_level()
+    made.add_tokens([AddedToken(name, special=False) for name in _FAMILIES[family]])  # Qwen's are not special
+    pre, suf, mid, *others = made.convert_tokens_to_ids(_FAMILIES[family])
+    bos, infill, name = ([1] if family == "codellama" else []), Infill(Processor(made)), "</s>"
+
+    def plain(text):
+        return made(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    core = [pre, *plain(f"a{name}"), suf, *plain(f"{name}b"), mid]
+    assert infill.encode(f"a{name}", f"{name}b") == infill.encode(plain(f"a{name}"), f"{name}b") == [*bos, *core]
+    started = [pre, *plain("a"), *made(f"c{name}", add_special_tokens=False)["input_ids"], suf, *plain("b"), mid]
+    assert infill.encode("a", "b", f"c{name}") == [*bos, *started]
+    assert {pre, suf, mid, *others} <= {*infill.ends} <= {pre, suf, mid, *others, *made.all_special_ids}
+    before = {
+        "qwen": lambda: (
+            [others[1], *plain("myproject\n"), others[2], *plain("f\n"), *plain("x"), others[2], *plain("filename\n")]
+        ),
+        "starcoder": lambda: [others[1], *plain("myproject\n"), *plain("\n\n--- snippet ---\n\n"), *plain("x")],
+        "codellama": lambda: [*plain("\n\n--- snippet ---\n\n"), *plain("x")],
+    }[family]()
+    assert infill.encode(f"a{name}", f"{name}b", files=[("f", "x")]) == [*bos, *before, *core]
+
+
+def test_ids_of_a_file_come_before_names_and_other_models_have_no_middle():
+    made = byte_level()
+    with pytest.raises(UserError, match=r"has no token such as <\|fim_middle\|>"):
+        Infill(Processor(made))
+    made.init_kwargs["fim_token_ids"] = {"pre": 5, "suf": 6, "mid": 7}
+    made.add_tokens([AddedToken("<PRE>")])
+    assert Infill(Processor(made)).encode([9], "") == [5, 9, 6, 7]
 
 
 @pytest.mark.parametrize("name", ["chatml", "trimmed-first", "trimmed-legacy"])

@@ -29,6 +29,7 @@ from mmspec.loading import load_processor
 from mmspec.quantisation.blocks import BlockLinear, Int8Blocks
 from mmspec.quantisation.formats import StoredEmbedding
 from mmspec.targets import gguf, gguf_file, packing, sources, templates
+from mmspec.targets.infill import Infill
 from mmspec.targets.packing import drafter_kind, merge_layers, pack_drafter, pack_model, weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
@@ -159,6 +160,15 @@ def test_answers_end_at_the_ends_of_turns_and_messages_too(ends, expected, cache
     for end in expected:
         answer = pipe.generate([258, 5], max_new_tokens=4, logit_bias={end: 100.0})
         assert (answer.token_ids, answer.finish_reason) == ([end], "stop")
+
+
+def test_ids_of_fill_in_the_middle(cache: Path, tmp_path: Path) -> None:
+    """Under llama.cpp's present and earlier keys; ids beyond the vocabulary are as if left out."""
+    ends = {"prefix": 7, "fim_suf": 8, "middle": 6, "fim_mid": 9, "fim_pad": 260}
+    processor = load(save_gguf(tmp_path / "code.gguf", ends=ends), "float32").processor
+    assert processor.tokenizer.init_kwargs["fim_token_ids"] == {"pre": 7, "suf": 8, "mid": 9}
+    infill = Infill(processor)
+    assert (infill.encode([5], ""), infill.ends[:3]) == ([7, 5, 8, 9], [7, 8, 9])
 
 
 def test_the_index_is_that_of_a_header_and_nothing_else_stays(file: Path, cache: Path, tmp_path: Path) -> None:
