@@ -165,7 +165,7 @@ class LoadedModel:
 
     def __init__(self, loaded: Pipeline) -> None:
         self._loaded = loaded
-        self.target, self.processor, self.name = loaded.target, loaded.io, loaded.name
+        self.target, self.processor, self.name = loaded.target, loaded.processor, loaded.name
         self._pipelines = LRU[Pipeline](_PIPELINES)
 
     @property

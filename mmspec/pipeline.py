@@ -249,11 +249,6 @@ class Pipeline:
     def hf_processor(self) -> Any:
         return self.processor.plain
 
-    @property
-    def io(self) -> Processor:
-        """Deprecated name of ``processor``."""
-        return self.processor
-
     def encode(self, requests: abc.Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
         """Encode requests as one left-padded batch on the target's device; see ``Processor.encode``."""
         return self.processor.encode(requests, **options).to(self.target.device, self.target.dtype)

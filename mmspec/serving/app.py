@@ -86,12 +86,12 @@ def create_app(
     names = tuple(names) or (pipe.name,)
     counts = (lambda: slots.running, lambda: slots.waiting, lambda: pipe.engine.threads.count)
     metrics = Metrics(names[0], *counts, {*pipes, PLAIN})
-    media = MediaReader(pipe.io, limits, allow_urls=allow_urls)
+    media = MediaReader(pipe.processor, limits, allow_urls=allow_urls)
     runner = RequestRunner(pipes, media, GrammarChecker(), slots, metrics, limits.request_timeout)
     stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
-    tools = tool_format(pipe.io, tool_parser)
-    variables = template_variables(pipe.io.plain, chat_template_kwargs) if chat_template_kwargs else {}
-    form = reasoning_format(reasoning_parser, pipe.io.chat_template_text())
+    tools = tool_format(pipe.processor, tool_parser)
+    variables = template_variables(pipe.processor.plain, chat_template_kwargs) if chat_template_kwargs else {}
+    form = reasoning_format(reasoning_parser, pipe.processor.chat_template_text())
     reasoning = None if form is None else form.name
     builder = JobBuilder(pipe, limits, names, tools, media, stored, reasoning, variables, list(pipes))
 
