@@ -50,9 +50,6 @@ class RequestQueue:
     ``mmspec.serving.runner.Admission``. Thread-safe.
 
     Requests after an exclusive request start when the exclusive request has ended.
-
-    Attributes:
-        waiting: number of waiting choices.
     """
 
     def __init__(self) -> None:

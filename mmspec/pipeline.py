@@ -144,8 +144,6 @@ class Pipeline:
     Attributes:
         model, hf_processor: the plain transformers objects.
         target, processor, drafter, name, max_num_seqs, generation_config: as above.
-        engine: the target's engine.
-        defaults: defaults of sampling parameters.
         context_limit: maximum length of prompt plus output; None for no limit.
         policy: learned drafting policy of this drafter on this target.
         adaptation: adaptation of the drafter; None if it does not adapt. Copies of the pipeline do not adapt.

@@ -137,7 +137,6 @@ def init_low_rank_head(network: MSDNetwork, head: Tensor, guess: nn.Linear | Non
     """Initialise the output layer of ``MSDConfig.rank`` as the best low-rank approximation of the target's head.
 
     Args:
-        network: network to initialise.
         head: (draft tokens, hidden), weight of the target's head.
         guess: predicts the head's inputs from carried states; None is the identity.
     """
@@ -158,8 +157,6 @@ def fit_projection(network: MSDNetwork, batches: Iterable[Features], ridge: floa
     Fits the projection of token embedding and hidden state; attention and MLP are initialised to add nothing.
 
     Args:
-        network: network to initialise.
-        batches: features of conversations.
         ridge: weight of the penalty, relative to the mean square of the inputs.
     """
     width = network.config.hidden_size
@@ -265,7 +262,6 @@ class _Entries:
     """The drafter's input sequences and targets of a batch, (batch, entries, ...) each.
 
     Attributes:
-        embeds, hidden: inputs.
         truth: hidden states to predict.
         visual: mask of visual entries.
         wanted: mask of entries whose input token and predicted token both belong to an answer.

@@ -167,7 +167,6 @@ def prompt_attention(
 
     Args:
         target: has the prompts in its cache, without any answer tokens.
-        layer: a full-attention layer.
         output: the prefill's output, with the layer's input (feature ``layer``).
         first: cache row of the first prompt.
         queries: number of last tokens.
@@ -214,7 +213,6 @@ class _AttentionReachedError(Exception):
 
     Args:
         query: (batch, heads, tokens, head_dim).
-        scale, softcap: scale and soft cap of the scores.
         usual: whether the layer computes a plain softmax, without sinks or biases.
     """
 

@@ -36,7 +36,6 @@ class WireFormat(ABC):
 
     Args:
         processor: of the model, for the bytes of tokens.
-        asked: the request.
         before: text to prepend to each choice.
         drafter: drafter name in the statistics.
     """

@@ -257,7 +257,6 @@ class Slots:
     """FIFO semaphore of decoding slots. Used from one event loop only.
 
     Args:
-        size: number of slots.
         longest: maximum number of slots that are waited for; further requests are refused.
     """
 

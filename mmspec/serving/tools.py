@@ -399,7 +399,6 @@ def plan_tools(
     """Plan the tools of a request.
 
     Args:
-        form: the model's call format.
         functions: declarations of the tools; empty without tools.
         choice: OpenAI's ``tool_choice``.
         several: whether to allow several calls.

@@ -70,7 +70,6 @@ class Decoder:
 
     Attributes:
         config: configuration of the text model, with all layers.
-        attention: attention implementation of the passes.
         layers: plug-in for layers other than attention; None for attention-only models.
         takes_positions: whether the model's forward has ``position_ids``.
         has_position_axes: whether visual tokens have several positions each, computed by the model (Qwen-VL).

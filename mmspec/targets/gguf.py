@@ -95,8 +95,6 @@ class GGUFFile:
     """An open GGUF file. Replacing the file on disk does not affect later reads.
 
     Attributes:
-        metadata: values by key.
-        tensors: tensors by name.
         digest: hash of the header.
 
     Raises:

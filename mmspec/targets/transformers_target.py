@@ -46,10 +46,8 @@ class TransformersTarget:
 
     Attributes:
         auto_class: the class of transformers that loads these models.
-        processor_class: the ``Processor`` of these models.
         architecture: name of the model's class.
         model_config, config: configurations of the model and of its text model.
-        embedding: the layer of input embeddings.
         runner: runs the verify passes; replaced if the model moves to a device that requires another runner class.
         adapters: LoRA adapters in the model's layers.
 

@@ -124,11 +124,7 @@ class Optimisers:
 
 class OnlineLearner:
     """Trains a float32 copy of a drafter's network on features recorded during decoding, without target forward passes;
-    see ``mmspec.adaptation.adaptation.Learner``.
-
-    Args:
-        drafter: unattached drafter.
-    """
+    see ``mmspec.adaptation.adaptation.Learner``."""
 
     def __init__(self, objective: Objective, drafter: TrainedDrafter, target: Target) -> None:
         self._objective, self._target = objective, target
