@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.core.target import Target
 from mmspec.drafters.hidden_state import packing
 from mmspec.drafters.layer import Rotary, rotary_frequencies, take
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
-from mmspec.training.objectives import LossOutput, PassCache, TokenLosses
+from mmspec.training.objectives import LossInput, LossOutput, PassCache, TokenLosses
 from mmspec.training.options import HeadOptions, Passes, TreeOptions
 from mmspec.training.tasks import (
     DrafterTraining,
@@ -211,16 +210,9 @@ class HiddenStateObjective(SlotLosses):
 
     top_k: int = option(10, ge=1)
 
-    def __call__(
-        self,
-        network: MSDNetwork,
-        target: Target,
-        batch: Features,
-        draft_ids: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        progress: float = 1.0,
-    ) -> LossOutput:
-        """The losses, see ``mmspec.training.tasks.Objective``. Samples noise, first chain and glancing."""
+    def __call__(self, network: MSDNetwork, given: LossInput) -> LossOutput:
+        """The losses; samples noise, first chain and glancing."""
+        batch, generator = given.batch, given.generator
         slots = network.config.slots
         read = batch.hidden if batch.layers is None else torch.cat([batch.hidden, batch.layers], dim=-1)
         hidden = network.states(read[:, :-1])
@@ -229,10 +221,10 @@ class HiddenStateObjective(SlotLosses):
             hidden = hidden + (2 * self.noise * 512 / hidden.shape[1] * noise).to(hidden.dtype)
         entries = _entries(network, batch, hidden)
         weights = {"token": self.token_weight, "hidden": self.hidden_weight}
-        losses = TokenLosses(self.loss, target, entries.truth, entries.wanted, draft_ids, weights)
+        losses = TokenLosses(self.loss, given, entries.truth, entries.wanted, weights)
         if not losses.count:
             return losses.output
-        chains = _Chains(self, network, entries, losses, self.glancing * (1.0 - progress), generator)
+        chains = _Chains(self, network, entries, losses, self.glancing * (1.0 - given.progress), generator)
         rotary = Rotary(rotary_frequencies(network.config.head_dim, network.config.rope_theta))
         rotary.reserve(batch.hidden.shape[1], batch.embeds)
         cache = PassCache()
