@@ -111,7 +111,7 @@ def create_app(
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     _add_generation(app, runner, builder, limits.body_bytes)
     context_limit = limits.context_limit(pipe.context_limit)
-    _add_models(app, pipe, (*names, *pipe.adapters), builder.check_model, context_limit)
+    _add_models(app, (*names, *pipe.adapters), builder.check_model, context_limit)
     app.get("/v1/responses/{name}")(stored.get)
     app.delete("/v1/responses/{name}")(stored.delete)
 
@@ -170,9 +170,7 @@ def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, bo
         return await parsed(request, DetokenizeRequest, builder.text)
 
 
-def _add_models(
-    app: FastAPI, pipe: Pipeline, names: Sequence[str], check: Callable[[str], None], context_limit: int | None
-) -> None:
+def _add_models(app: FastAPI, names: Sequence[str], check: Callable[[str], None], context_limit: int | None) -> None:
     """Add the endpoints that describe the model and the server."""
     created = int(time.time())
 
