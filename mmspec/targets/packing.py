@@ -123,10 +123,7 @@ def head_kind(kind: str) -> str:
 
 
 def packed(
-    layer: nn.Linear,
-    kind: str,
-    memory: BlockMemory | None = None,
-    later: list[tuple[StoredRows, Tensor]] | None = None,
+    layer: nn.Linear, kind: str, memory: BlockMemory | None = None, later: list[tuple[StoredRows, Tensor]] | None = None
 ) -> nn.Module:
     """Pack a linear layer as ``kind``, or with its stored rows (see ``stored_layer``). Shapes that torch's kernels do
     not support are packed as bfloat16."""

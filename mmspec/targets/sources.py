@@ -109,11 +109,7 @@ class LazySource(Source):
     """
 
     def __init__(
-        self,
-        folder: str,
-        name: str,
-        state: Callable[[PreTrainedModel], Mapping[str, Any]],
-        language: gguf.GGUFFile,
+        self, folder: str, name: str, state: Callable[[PreTrainedModel], Mapping[str, Any]], language: gguf.GGUFFile
     ) -> None:
         super().__init__(folder, name)
         self._state, self._language, self.dtype = state, language, gguf.dtype_of(language)
