@@ -50,9 +50,6 @@ class RequestQueue:
     ``mmspec.serving.runner.Admission``. Thread-safe.
 
     Requests after an exclusive request start when the exclusive request has ended.
-
-    Attributes:
-        waiting: number of waiting choices.
     """
 
     def __init__(self) -> None:
@@ -165,7 +162,7 @@ class LoadedModel:
 
     def __init__(self, loaded: Pipeline) -> None:
         self._loaded = loaded
-        self.target, self.processor, self.name = loaded.target, loaded.io, loaded.name
+        self.target, self.processor, self.name = loaded.target, loaded.processor, loaded.name
         self._pipelines = LRU[Pipeline](_PIPELINES)
 
     @property

@@ -53,10 +53,14 @@ _ADD = (
 )
 
 
+def paths_of(value: Any) -> list[str]:
+    """Paths of uploads and previews in the value of ``Controls.media``."""
+    return [value] if isinstance(value, str) else [path for path, _ in value or ()]
+
+
 def uploads_of(value: Any) -> list[str]:
     """Paths of the uploads in the value of ``Controls.media``."""
-    paths = [value] if isinstance(value, str) else [path for path, _ in value or ()]
-    return [original_of(path) for path in paths]
+    return [original_of(path) for path in paths_of(value)]
 
 
 def html(value: str, **look: Any) -> gr.HTML:
@@ -203,19 +207,24 @@ class Tab:
 
     def uploaded(self, value: Any) -> Updates:
         """Start a new conversation about uploads; clears the selected example."""
-        uploads = uploads_of(value)
-        own = [path for path in uploads if Path(path).parent != self.folder]
-        return {**self.clear(), **({self.controls.media[0]: own} if own and len(own) < len(uploads) else {})}
+        own = self._own(value)
+        return {**self.clear(), **({self.controls.media[0]: own} if own != uploads_of(value) else {})}
 
     def preview(self, value: Any) -> Any:
-        """Show previews of uploads, as browsers cannot show all formats."""
-        shown = uploads_of(value)
+        """Show previews of uploads, as browsers cannot show all formats. Clears the example as ``uploaded`` does, which
+        may end before or after this."""
+        shown = self._own(value)
         for number, upload in enumerate(shown):
             with suppress(UserError):  # the request itself reports the error
                 shown[number] = self.service.preview(upload, self.kind) or upload
-        if shown == uploads_of(value):
+        if shown == paths_of(value):
             return gr.skip()
         return shown if self.kind == "image" else shown[0]
+
+    def _own(self, value: Any) -> list[str]:
+        """The visitor's own uploads; the selected example if there are none."""
+        uploads = uploads_of(value)
+        return [path for path in uploads if Path(path).parent != self.folder] or uploads
 
     def select(self, model: str, drafter: str, chosen: Sequence[str]) -> list[Any]:
         """Component updates (method picker, notes, examples) after a model was selected."""

@@ -108,7 +108,7 @@ def resolved(method: str, pipe: Pipeline) -> str:
 def stream_answer(pipe: Pipeline, method: str, request: Mapping[str, Any]) -> Iterator[StreamedAnswer]:
     """Answer a request, keywords of ``Pipeline.generate``; yields the same ``StreamedAnswer`` after every piece."""
     answer = StreamedAnswer(pipe.name, method, limit=request["max_new_tokens"])
-    reader = Detokenizer(pipe.io.vocabulary)
+    reader = Detokenizer(pipe.processor.vocabulary)
     start, preprocessing = clock(), None
     for piece in pipe.stream(**request, trace=pipe.drafter is not None):
         if preprocessing is None:

@@ -186,7 +186,6 @@ def run_server(
     """Serve the demo until the block ends; uploads are kept in a temporary folder.
 
     Args:
-        models: cache of loaded models.
         catalog: models and drafters that visitors may select.
         api: OpenAI's API; None serves only the page.
         upload_space: limit on the total size of uploads, in MiB.

@@ -11,8 +11,6 @@ import click
 from mmspec.cli.app import limit_spinning
 from mmspec.errors import missing_import, nearest
 
-_MERGED = ("batching", "busy", "hybrid", "real", "speed")
-
 
 class Studies(click.Group):
     """Modules of this package, imported only when called; ``main`` of each is its command."""
@@ -22,8 +20,6 @@ class Studies(click.Group):
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command:
         known = self.list_commands(ctx)
-        if name in _MERGED:
-            raise click.UsageError(f"{name} is a part of `python -m mmspec.eval bench` now (docs/evaluation.md)")
         if name not in known:
             raise click.UsageError(
                 f"unknown study: expected one of {', '.join(known)}, got {name!r}{nearest(name, known)}"

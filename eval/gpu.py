@@ -174,7 +174,6 @@ class SetAcceptance(Wrapper):
     Args:
         answers: plain decoding's new tokens, by prompt.
         rate: probability that a draft is right, after right drafts.
-        vocab: number of tokens.
     """
 
     drafter: CapturedDrafter

@@ -26,7 +26,6 @@ class Speed:
     Attributes:
         tokens_per_second: decoding throughput, without prefill and first token.
         seconds: duration of the whole call, with preprocessing of images and prefill.
-        seconds_per_token: ``seconds`` per new token.
     """
 
     tokens_per_second: float

@@ -207,8 +207,7 @@ def generate(
         inputs: (batch, length) int64, the prompt; also accepted as ``input_ids``.
         model: a transformers model, or a peft wrapper of one.
         generation_config: as for ``model.generate``.
-        drafter: as for ``decode``.
-        num_draft_tokens, nodes: as for ``decode``.
+        drafter, num_draft_tokens, nodes: as for ``decode``.
         tokenizer: tokenizer for ``stop_strings``.
         streamer: streamer of transformers; receives token by token (batch 1).
         **arguments: further arguments of ``model.generate``, including arguments of assisted generation.

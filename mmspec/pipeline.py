@@ -144,8 +144,6 @@ class Pipeline:
     Attributes:
         model, hf_processor: the plain transformers objects.
         target, processor, drafter, name, max_num_seqs, generation_config: as above.
-        engine: the target's engine.
-        defaults: defaults of sampling parameters.
         context_limit: maximum length of prompt plus output; None for no limit.
         policy: learned drafting policy of this drafter on this target.
         adaptation: adaptation of the drafter; None if it does not adapt. Copies of the pipeline do not adapt.
@@ -248,11 +246,6 @@ class Pipeline:
     @property
     def hf_processor(self) -> Any:
         return self.processor.plain
-
-    @property
-    def io(self) -> Processor:
-        """Deprecated name of ``processor``."""
-        return self.processor
 
     def encode(self, requests: abc.Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
         """Encode requests as one left-padded batch on the target's device; see ``Processor.encode``."""

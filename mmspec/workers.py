@@ -111,7 +111,6 @@ class Workers:
 
         Args:
             request: JSON.
-            body: bytes for the handler.
             seconds: wall-clock limit. Not enforced on Windows.
             read: converts the reply, and the bytes that follow it, to the result.
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.core.target import Target
 from mmspec.pipeline import Pipeline
 from mmspec.ssm.mamba import Mamba, MambaConfig, MambaNetwork
-from mmspec.training.features import Features
-from mmspec.training.objectives import LossOutput, TokenLoss, next_token_loss
+from mmspec.training.objectives import LossInput, LossOutput, TokenLoss, next_token_loss
 from mmspec.training.options import NextTokenLoss, TreeOptions
 from mmspec.training.tasks import DrafterTraining, TrainingTask
 from mmspec.validation import options, part, with_fields_of
@@ -31,19 +28,16 @@ def setup(options: MambaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> Tr
     return TrainingTask(network, partial(distillation_loss, options.loss), Mamba, draft_ids)
 
 
-def distillation_loss(
-    kind: TokenLoss, network: MambaNetwork, target: Target, batch: Features, draft_ids: Tensor | None = None, *_: Any
-) -> LossOutput:
-    """Loss against the target's next-token distributions. Arguments after ``kind``: see
-    ``mmspec.training.tasks.Objective``; deterministic."""
+def distillation_loss(kind: TokenLoss, network: MambaNetwork, given: LossInput) -> LossOutput:
+    """Loss against the target's next-token distributions; deterministic."""
 
     def states() -> Tensor:
-        return network(batch.tokens, batch.keep)[0]
+        return network(given.batch.tokens, given.batch.keep)[0]
 
     def head(hidden: Tensor) -> Tensor:
-        return F.linear(hidden, network.head_rows(draft_ids))
+        return F.linear(hidden, network.head_rows(given.draft_ids))
 
-    return next_token_loss(kind, target, batch, states, draft_ids, head)
+    return next_token_loss(kind, given, states, head)
 
 
 TRAINING = DrafterTraining(

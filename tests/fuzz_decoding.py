@@ -142,7 +142,7 @@ def _pipeline(model: str, drafter: str | None, dtype: str, prefix_cache: int) ->
 def _second_pipeline(model: str, second: str, *first: Any) -> mmspec.Pipeline:
     """A pipeline of another drafter over the target of ``_pipeline``, as in the server."""
     pipe, drafter = _pipeline(model, *first), make(second, plugins.model_path(model))
-    return mmspec.Pipeline(pipe.target, pipe.io, per_sequence(drafter), generation_config=pipe.generation_config)
+    return mmspec.Pipeline(pipe.target, pipe.processor, per_sequence(drafter), generation_config=pipe.generation_config)
 
 
 def _answer(pipe: mmspec.Pipeline, prompt: str, pieces: int, keywords: dict[str, Any]) -> tuple[list[int], bool]:

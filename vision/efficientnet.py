@@ -62,7 +62,6 @@ class EfficientNetLiteConfig(EfficientNetConfig):
 
     Args:
         image_size: side in pixels, a multiple of 64.
-        classes: number of classes of the classifier.
         label_size: channels that encode the class; see ``EfficientNetLite.said``.
 
     Attributes:

@@ -152,7 +152,6 @@ class _Family(ABC):
     """Converts the files of models with one type of projector to transformers.
 
     Attributes:
-        model_type: model type of the transformers configuration.
         layer: name of a layer in the model, with a placeholder for its number.
         layers: module names of a layer in the file, mapped to names in the model's layer.
         modules: all other module names, mapped to names in the model.

@@ -127,7 +127,7 @@ class VisionProcessor(Processor):
         queues: dict[str, list[Any]] = {"image": list(pictures), "video": list(clips)}
         read = {"image": load_image, "video": partial(_load_video, **video)}
         loaded: dict[str, list[Any]] = {"image": [], "video": []}
-        placed = []
+        placed, takes_videos = [], getattr(self.plain, "video_processor", None) is not None
         for message in messages:
             content, items = message["content"], []
             for item in [{"type": "text", "text": content}] if isinstance(content, str) else content:
@@ -136,7 +136,7 @@ class VisionProcessor(Processor):
                     items.append(item)
                     continue
                 media = [_take(item, kind, queues[kind], read[kind])]
-                if kind == "video" and not self._takes_videos:
+                if kind == "video" and not takes_videos:
                     kind, media = "image", media[0].frames
                 loaded[kind] += media
                 items += [{"type": kind} for _ in media]
@@ -152,10 +152,6 @@ class VisionProcessor(Processor):
         """False if the template already writes the first special token, as in ``apply_chat_template``."""
         start = self.tokenizer.bos_token
         return start is None or not rendered.startswith(start)
-
-    @property
-    def _takes_videos(self) -> bool:
-        return getattr(self.plain, "video_processor", None) is not None
 
     def _render(
         self,

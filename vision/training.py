@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.core.target import Target
 from mmspec.drafters.hidden_state import packing
 from mmspec.drafters.layer import Rotary, rotary_frequencies, take
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
-from mmspec.training.objectives import LossOutput, PassCache, TokenLosses
+from mmspec.training.objectives import LossInput, LossOutput, PassCache, TokenLosses
 from mmspec.training.options import HeadOptions, Passes, TreeOptions
 from mmspec.training.tasks import (
     DrafterTraining,
@@ -137,7 +136,6 @@ def init_low_rank_head(network: MSDNetwork, head: Tensor, guess: nn.Linear | Non
     """Initialise the output layer of ``MSDConfig.rank`` as the best low-rank approximation of the target's head.
 
     Args:
-        network: network to initialise.
         head: (draft tokens, hidden), weight of the target's head.
         guess: predicts the head's inputs from carried states; None is the identity.
     """
@@ -158,8 +156,6 @@ def fit_projection(network: MSDNetwork, batches: Iterable[Features], ridge: floa
     Fits the projection of token embedding and hidden state; attention and MLP are initialised to add nothing.
 
     Args:
-        network: network to initialise.
-        batches: features of conversations.
         ridge: weight of the penalty, relative to the mean square of the inputs.
     """
     width = network.config.hidden_size
@@ -214,16 +210,9 @@ class HiddenStateObjective(SlotLosses):
 
     top_k: int = option(10, ge=1)
 
-    def __call__(
-        self,
-        network: MSDNetwork,
-        target: Target,
-        batch: Features,
-        draft_ids: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        progress: float = 1.0,
-    ) -> LossOutput:
-        """The losses, see ``mmspec.training.tasks.Objective``. Samples noise, first chain and glancing."""
+    def __call__(self, network: MSDNetwork, given: LossInput) -> LossOutput:
+        """The losses; samples noise, first chain and glancing."""
+        batch, generator = given.batch, given.generator
         slots = network.config.slots
         read = batch.hidden if batch.layers is None else torch.cat([batch.hidden, batch.layers], dim=-1)
         hidden = network.states(read[:, :-1])
@@ -232,10 +221,10 @@ class HiddenStateObjective(SlotLosses):
             hidden = hidden + (2 * self.noise * 512 / hidden.shape[1] * noise).to(hidden.dtype)
         entries = _entries(network, batch, hidden)
         weights = {"token": self.token_weight, "hidden": self.hidden_weight}
-        losses = TokenLosses(self.loss, target, entries.truth, entries.wanted, draft_ids, weights)
+        losses = TokenLosses(self.loss, given, entries.truth, entries.wanted, weights)
         if not losses.count:
             return losses.output
-        chains = _Chains(self, network, entries, losses, self.glancing * (1.0 - progress), generator)
+        chains = _Chains(self, network, entries, losses, self.glancing * (1.0 - given.progress), generator)
         rotary = Rotary(rotary_frequencies(network.config.head_dim, network.config.rope_theta))
         rotary.reserve(batch.hidden.shape[1], batch.embeds)
         cache = PassCache()
@@ -265,7 +254,6 @@ class _Entries:
     """The drafter's input sequences and targets of a batch, (batch, entries, ...) each.
 
     Attributes:
-        embeds, hidden: inputs.
         truth: hidden states to predict.
         visual: mask of visual entries.
         wanted: mask of entries whose input token and predicted token both belong to an answer.

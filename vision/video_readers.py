@@ -254,7 +254,8 @@ class _FrameReader:
         Raises:
             UserError: the file is broken before the next frame, or the frame is corrupt.
         """
-        if self._seekable and target - self.time(self._current) > self._longest_gap:
+        seekable = self._container.format.name.startswith(SEEKABLE)
+        if seekable and target - self.time(self._current) > self._longest_gap:
             self._seek(target)
         while self._next_frame is not None and self.time(self._next_frame) <= target:
             self._current, self._next_frame = self._next_frame, self._decode_next()
@@ -288,10 +289,6 @@ class _FrameReader:
                     f"{self.name}: expected a video, received one that breaks after {float(self.end):.2f} s"
                 )
             self.declared = declared
-
-    @property
-    def _seekable(self) -> bool:
-        return self._container.format.name.startswith(SEEKABLE)
 
     def _restart(self) -> None:
         self.close()

@@ -1,6 +1,5 @@
 /* Images and videos: buttons, paste and drop, previews of what the browser cannot show. */
 
-const previewed = new Set(); // addresses whose preview was asked for
 const media = () => [...document.querySelectorAll(".mm-media")].find((one) => one.offsetParent); // of the visible tab
 
 /** Press a button of the page's tab that an element belongs to. */
@@ -26,12 +25,7 @@ addEventListener("click", ({ target }) => {
 }, true); // before gradio removes the button
 
 /** Show a preview made by the server instead of an upload that the browser cannot show. */
-function preview(shown) {
-  const address = shown.currentSrc || shown.src;
-  if (!shown.closest?.(".mm-media") || !address || previewed.has(address)) return;
-  previewed.add(address);
-  press(".mm-preview", shown);
-}
+const preview = (shown) => shown.closest?.(".mm-media") && press(".mm-preview", shown);
 
-addEventListener("error", (event) => preview(event.target), true);
+addEventListener("error", ({ target }) => preview(target), true);
 addEventListener("loadedmetadata", ({ target }) => target.videoWidth === 0 && preview(target), true); // only sound

@@ -121,7 +121,6 @@ class Method:
     """A decoding method.
 
     Attributes:
-        name: name in tables and results.
         drafter, nodes: the drafter and its draft tokens per step; None adapts their number.
         target: target for verification; None is the pipeline's target.
         max_num_seqs: batch size, unless another pipeline over this target has a larger batch size.

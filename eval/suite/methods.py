@@ -6,9 +6,8 @@
     none, SPEC[@SHAPE][~NATS]                   mmspec: SPEC is a drafter as for ``mmspec.load`` or new:NAME, SHAPE is
                                                 tree, a number of nodes, chain or chainN
 
-Any of them may be prefixed by ``LABEL=``; by default, a folder is labelled by its last part. Options of
-llama.cpp with commas are in double quotes. ``auto`` is all methods
-that need nothing but the target's folder.
+Any of them may be prefixed by ``LABEL=``; by default, a folder is labelled by its last part. Options of llama.cpp with
+commas are in double quotes. ``auto`` is all methods that need nothing but the target's folder.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ class Sample:
 
     Attributes:
         id: unique within its task.
-        conversation: questions and media.
         category: groups samples in Spec-Bench's results.
         references: accepted answers by turn, for at most as many turns as the conversation has.
         metadata: anything else that the scorer needs.

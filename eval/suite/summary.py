@@ -124,9 +124,7 @@ def acceptance_line(requests: Sequence[Stats]) -> str:
     return f"mmspec: {length:.2f} tokens per verify step over {len(requests)} requests"
 
 
-def acceptance_difference(
-    pairs: Sequence[tuple[Hashable, Stats, Stats]], resamples: int = 4000, seed: int = 0
-) -> dict[str, float]:
+def acceptance_difference(pairs: Sequence[tuple[Hashable, Stats, Stats]], resamples: int = 4000) -> dict[str, float]:
     """Paired difference of mean acceptance length, first minus second, on the same requests.
 
     Args:
@@ -146,7 +144,7 @@ def acceptance_difference(
     ]
     sums = np.stack([np.bincount(of_request, column, len(indices)) for column in columns], axis=1)  # (groups, 4)
     weights = np.full(len(indices), 1 / len(indices))
-    drawn = np.random.default_rng(seed).multinomial(len(indices), weights, resamples)  # (resamples, groups)
+    drawn = np.random.default_rng(0).multinomial(len(indices), weights, resamples)  # (resamples, groups)
     a_tokens, a_steps, b_tokens, b_steps = (drawn @ sums).T
     first, second = (Stats.combined(side).mean_acceptance_length for side in sides)
     spread = a_tokens / np.maximum(a_steps, 1) - b_tokens / np.maximum(b_steps, 1)

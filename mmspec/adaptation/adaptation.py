@@ -196,9 +196,6 @@ class HeadAdaptation:
     Args:
         drafter: unattached drafter with an unpacked network.
         store: store for the weights; None does not save them.
-
-    Attributes:
-        answers, replacements, rollbacks: numbers of learned answers, replacements and rollbacks.
     """
 
     def __init__(self, drafter: TrainedDrafter, target: Target, store: Store | None) -> None:

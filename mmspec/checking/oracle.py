@@ -24,7 +24,6 @@ class Oracle(Drafter):
     Args:
         references: new tokens of each sequence, in the order of joining; starts over when the batch is empty.
         vocab: decoys are drawn from ``range(vocab)``.
-        seed: seed of the random trees.
         nodes: maximum draft tokens per row and step.
         spoil: probability that one token of the true path is replaced.
     """

@@ -136,9 +136,7 @@ class LocalSide:
         size: draft tokens per step; None chooses adaptively.
 
     Attributes:
-        name: name of a reference in reports.
         limit: maximum tokens of prompt and answer; None if not known.
-        adapters: names of LoRA adapters.
     """
 
     name = "plain decoding"
@@ -256,10 +254,8 @@ class ServerSide:
     """A server with OpenAI's API, with the methods of ``LocalSide``.
 
     Args:
-        name: name in reports.
         url: address of the server, with or without ``/v1``.
         model: model name of requests; by default the first model that the server lists.
-        key: API key.
         scored: request log probabilities, to compute margins of differences.
 
     Attributes:

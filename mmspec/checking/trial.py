@@ -50,7 +50,6 @@ class Record:
         tokens: number of compared tokens, up to first differences.
         accepted: accepted draft tokens of the tested side; None if not known.
         rehearsed: further accepted draft tokens, from known answers.
-        notes: remarks for the report.
         sampling: p-value, level and tokens of a test of samples.
         power: detectable sampling deviations, with the probability of detection.
     """
@@ -75,13 +74,9 @@ class Trial:
     """Sends requests of cases to the tested side and the references, and records results.
 
     Args:
-        tested: the speculating side.
         references: reference sides, plain decoding first. Their greedy answers are cached.
         bound: maximum margin of a tie.
         images: data URIs of the user's images.
-
-    Attributes:
-        record: record of the running case.
     """
 
     def __init__(self, tested: Side, references: Sequence[Side], bound: float, images: Sequence[str] = ()) -> None:

@@ -368,10 +368,8 @@ class Secret:
 
     Attributes:
         name: name with article, for messages.
-        option: command-line option.
         form: metavar of the option.
         variable: environment variable used without the option.
-        text: help of the option.
     """
 
     name: str

@@ -243,9 +243,7 @@ def _ancestors(parents: list[int]) -> list[list[bool]]:
 
 
 def build_tree(
-    token: Tensor,
-    rows: Sequence[tuple[list[int], list[int]]],
-    path_probs: list[list[float]] | None = None,
+    token: Tensor, rows: Sequence[tuple[list[int], list[int]]], path_probs: list[list[float]] | None = None
 ) -> TokenTree:
     """Build a batched tree from ragged rows on the host.
 

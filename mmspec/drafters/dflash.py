@@ -512,12 +512,8 @@ class DFlash(HiddenStateDrafter):
 
     def _native_layers(self, kind: str | None) -> NativeLayers | None:
         config = self.network.config
-        alike = not config.sliding and len(config.causal) in (
-            0,
-            config.layers,
-        )  # the kernels accept one mask for all layers
-        alike = alike and not config.conv_kernel_size
-        return super()._native_layers(kind) if alike else None
+        alike = not config.sliding and len(config.causal) in (0, config.layers)  # the kernels accept a single mask
+        return super()._native_layers(kind) if alike and not config.conv_kernel_size else None
 
     def _fused_layers(self) -> FusedLayers | None:
         return None if self.network.config.conv_kernel_size else super()._fused_layers()

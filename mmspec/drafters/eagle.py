@@ -16,15 +16,7 @@ from torch.nn import functional as F
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.drafters.captured import AHEAD
 from mmspec.drafters.hidden_state import HiddenStateDrafter, counted_positions, following_embeds
-from mmspec.drafters.layer import (
-    Attend,
-    DecoderLayer,
-    NativeCell,
-    NodeInputs,
-    Norm,
-    Rotation,
-    TokenLinear,
-)
+from mmspec.drafters.layer import Attend, DecoderLayer, NativeCell, NodeInputs, Norm, Rotation, TokenLinear
 from mmspec.drafters.spec import DrafterSpec, LayerShape
 from mmspec.errors import UserError
 from mmspec.ops import kernels

@@ -85,13 +85,7 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self,
-        shape: LayerShape,
-        width: int,
-        *,
-        qkv_bias: bool = False,
-        input_norm: bool = False,
-        **before: nn.Module,
+        self, shape: LayerShape, width: int, *, qkv_bias: bool = False, input_norm: bool = False, **before: nn.Module
     ) -> None:
         super().__init__()
         self.shape = shape

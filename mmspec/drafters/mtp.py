@@ -40,13 +40,7 @@ from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import AHEAD, Counts, RowState, TreeDrafter, commit_chain, write_last
 from mmspec.drafters.checkpoint import load_weights, tensor_names, weight_files
 from mmspec.drafters.growth import Reach, grow_tree
-from mmspec.drafters.hidden_state import (
-    axis_positions,
-    causal,
-    counted_positions,
-    following_embeds,
-    take,
-)
+from mmspec.drafters.hidden_state import axis_positions, causal, counted_positions, following_embeds, take
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError, explained
 from mmspec.ops import kernels

@@ -19,7 +19,7 @@ from math import log
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -167,7 +167,6 @@ def prompt_attention(
 
     Args:
         target: has the prompts in its cache, without any answer tokens.
-        layer: a full-attention layer.
         output: the prefill's output, with the layer's input (feature ``layer``).
         first: cache row of the first prompt.
         queries: number of last tokens.
@@ -214,7 +213,6 @@ class _AttentionReachedError(Exception):
 
     Args:
         query: (batch, heads, tokens, head_dim).
-        scale, softcap: scale and soft cap of the scores.
         usual: whether the layer computes a plain softmax, without sinks or biases.
     """
 
@@ -223,16 +221,14 @@ class _AttentionReachedError(Exception):
 
 
 def _stop(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
+    *_: Any,
     scaling: float | None = None,
     softcap: float | None = None,
     **options: Any,
-) -> tuple[Tensor, None]:
-    """Attention function with the signature that transformers calls."""
+) -> None:
+    """Attention function that transformers calls."""
     usual = all(options.get(name) is None for name in ("position_bias", "s_aux"))
     raise _AttentionReachedError(query, query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, usual)
 

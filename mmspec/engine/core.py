@@ -67,7 +67,6 @@ class Scheduler:
         """Remove the next sequences to prefill together; none if none can join the running sequences.
 
         Args:
-            running: number of running sequences.
             key: batch key of the running sequences.
             tokens: maximum tokens of stacked prompts, padding included.
         """

@@ -119,7 +119,6 @@ class Orders:
     """Orders of rank 0 for one step.
 
     Attributes:
-        requests: new requests.
         cancelled: numbers of cancelled requests, counted in order of arrival.
         end: whether the other ranks stop instead of running a step.
     """

@@ -10,7 +10,7 @@ from collections import abc
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from time import perf_counter as clock
 from time import sleep
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -45,6 +45,16 @@ _FORKING = ExitStack()  # locks and pauses held while the process forks
 _FORK_SECONDS = 5.0  # maximum wait of a fork for running steps
 
 
+class IdleTask(Protocol):
+    """Work for an engine's worker thread while no sequence runs or waits: ``turn`` takes some milliseconds, and is
+    called while ``pending`` is true; ``close`` is called at the end of the process."""
+
+    @property
+    def pending(self) -> bool: ...
+    def turn(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class Engine:
     """Continuous-batching engine of one target.
 
@@ -55,8 +65,7 @@ class Engine:
 
     Attributes:
         core: runs the steps, in the worker thread.
-        idle: tasks for the worker thread while no sequence runs or waits; weak references. The worker calls ``turn``,
-            which works for some milliseconds, while ``pending`` is true, and ``close`` at the end of the process.
+        idle: idle tasks; weak references.
         threads: chooses the number of torch's threads.
     """
 
@@ -68,12 +77,12 @@ class Engine:
         self.core = self.core_class(target, max_num_seqs, chunk, self._changed)
         self._worker: threading.Thread | None = None  # while it runs steps
         self._last_worker: threading.Thread | None = None  # may still be exiting
-        self.idle: WeakSet[Any] = WeakSet()
+        self.idle: WeakSet[IdleTask] = WeakSet()
         self.threads = TorchThreads(adapts=target.device.type == "cpu")
         self._stepping = False
         self._closed: Exception | None = None  # the reason for rejecting new sequences
         self._pauses = self._drains = 0  # threads that wait for a step to end, and for the worker to end
-        self._task: Any = None  # idle task of this turn
+        self._task: IdleTask | None = None  # of this turn
         self._idle_from = 0.0  # earliest clock time of the next idle turn
         _ALL.add(self)
 
@@ -214,7 +223,7 @@ class Engine:
             self._stepping = True
             return True
 
-    def _idle_task(self) -> Any:
+    def _idle_task(self) -> IdleTask | None:
         """Wait for idleness, then return a task with pending work; None if sequences arrive or no work is pending."""
 
         def disturbed() -> bool:
@@ -277,7 +286,7 @@ class Engine:
         self.core.clear()
 
 
-def _run_idle(task: Any, work: abc.Callable[[], None]) -> bool:
+def _run_idle(task: IdleTask, work: abc.Callable[[], None]) -> bool:
     """Run a method of a task. Returns whether it succeeded; an error is logged and does not reach the engine."""
     try:
         work()

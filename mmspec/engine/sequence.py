@@ -69,7 +69,6 @@ class Delta:
     """New tokens and records of a sequence since the last call of its sink.
 
     Attributes:
-        trees, logprobs: records, as for ``Generation``.
         seconds: the engine's time for the sequence so far, including waiting and prefill.
         finish_reason: None before the end, and if the sequence failed.
         stats: None before the end.

@@ -168,7 +168,6 @@ class TreeRecord:
         guesses: the drafter's probability of each node given its parent; None if the drafter has no probabilities.
         texts: text of each node's token, with leading blanks; a part of a character is U+FFFD. Empty without a
             tokenizer.
-        bonus_text: text of the bonus token.
     """
 
     tokens: list[int]

@@ -11,12 +11,7 @@ from mmspec.ops import kernels
 
 @kernels.operation()
 def add_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    plus: float = 0.0,
-    after: Tensor | None = None,
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus: float = 0.0, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Add a sublayer's output to the residual stream, and compute the RMSNorm of the sum (arXiv 1910.07467).
 

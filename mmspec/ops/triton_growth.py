@@ -179,15 +179,7 @@ def _rank_kernel(logits, keys, peaks, sums, vocab, s_row, K: tl.constexpr, BLOCK
 
 @triton.jit(do_not_specialize=["parts"])
 def _top_kernel(
-    keys,
-    peaks,
-    sums,
-    tokens,
-    log_probs,
-    parts,
-    K: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
+    keys, peaks, sums, tokens, log_probs, parts, K: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_KEYS: tl.constexpr
 ):
     i_row, i_part, i_key = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_KEYS)
     b_peak = tl.load(peaks + i_row * parts + i_part, mask=i_part < parts, other=float("-inf"))

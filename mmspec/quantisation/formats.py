@@ -40,7 +40,6 @@ class StoredRows:
 
     Attributes:
         format: one of ``FORMATS``.
-        features: features per row.
         size: bytes per row.
         places: (rows,) int64, addresses in memory, or offsets in the file.
         kept: owners of the memory, or only the open file (``fileno``, ``name``, ``check``).

@@ -140,7 +140,6 @@ class Defaults:
         """All logits processors of a request, in the order of transformers' ``generate``.
 
         Args:
-            params: parameters from ``complete``.
             input_ids: (1, length) int64, the prompt.
         """
         return processors(params, custom, input_ids.shape[1], self._eos_token_ids)

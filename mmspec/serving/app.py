@@ -87,12 +87,12 @@ def create_app(
     names = tuple(names) or (pipe.name,)
     counts = (lambda: slots.running, lambda: slots.waiting, lambda: pipe.engine.threads.count)
     metrics = Metrics(names[0], *counts, {*pipes, PLAIN})
-    media = MediaReader(pipe.io, limits, allow_urls=allow_urls)
+    media = MediaReader(pipe.processor, limits, allow_urls=allow_urls)
     runner = RequestRunner(pipes, media, GrammarChecker(), slots, metrics, limits.request_timeout)
     stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
-    tools = tool_format(pipe.io, tool_parser)
-    variables = template_variables(pipe.io.plain, chat_template_kwargs) if chat_template_kwargs else {}
-    form = reasoning_format(reasoning_parser, pipe.io.chat_template_text())
+    tools = tool_format(pipe.processor, tool_parser)
+    variables = template_variables(pipe.processor.plain, chat_template_kwargs) if chat_template_kwargs else {}
+    form = reasoning_format(reasoning_parser, pipe.processor.chat_template_text())
     reasoning = None if form is None else form.name
     builder = JobBuilder(pipe, limits, names, tools, media, stored, reasoning, variables, list(pipes))
 
@@ -112,7 +112,7 @@ def create_app(
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     _add_generation(app, runner, builder, limits.body_bytes)
     context_limit = limits.context_limit(pipe.context_limit)
-    _add_models(app, pipe, (*names, *pipe.adapters), builder.check_model, context_limit)
+    _add_models(app, (*names, *pipe.adapters), builder.check_model, context_limit)
     app.get("/v1/responses/{name}")(stored.get)
     app.delete("/v1/responses/{name}")(stored.delete)
 
@@ -172,9 +172,7 @@ def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, bo
         return await parsed(request, DetokenizeRequest, builder.text)
 
 
-def _add_models(
-    app: FastAPI, pipe: Pipeline, names: Sequence[str], check: Callable[[str], None], context_limit: int | None
-) -> None:
+def _add_models(app: FastAPI, names: Sequence[str], check: Callable[[str], None], context_limit: int | None) -> None:
     """Add the endpoints that describe the model and the server."""
     created = int(time.time())
 

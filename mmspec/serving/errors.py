@@ -18,7 +18,6 @@ class APIError(Exception):
         message: one line: rule, expected, received.
         param: path of the field in the request, such as ``messages[0].content``.
         code: OpenAI's error code; None for errors without a code.
-        headers: additional response headers.
     """
 
     def __init__(

@@ -35,8 +35,7 @@ class WireFormat(ABC):
     """Builds the response of one request from the pieces of its choices.
 
     Args:
-        io: the model's processor, for the bytes of tokens.
-        asked: the request.
+        processor: of the model, for the bytes of tokens.
         before: text to prepend to each choice.
         drafter: drafter name in the statistics.
     """
@@ -48,9 +47,9 @@ class WireFormat(ABC):
     """What ends a stream."""
 
     def __init__(
-        self, model: str, io: Processor, asked: GenerationRequest, before: Sequence[str], drafter: str = PLAIN
+        self, model: str, processor: Processor, asked: GenerationRequest, before: Sequence[str], drafter: str = PLAIN
     ) -> None:
-        self._io, self._n, self._logprobs = io, asked.n, asked.alternatives is not None
+        self._processor, self._n, self._logprobs = processor, asked.n, asked.alternatives is not None
         self._include_usage, self._drafter = asked.include_usage, drafter
         self._head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._made, self._times = clock(), dict[str, float]()
@@ -209,7 +208,7 @@ class ChatFormat(WireFormat):
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        content = self._io.token_bytes(token)
+        content = self._processor.token_bytes(token)
         return {"token": spelt(content), "logprob": max(logprob, _LEAST), "bytes": list(content)}
 
 
@@ -232,7 +231,7 @@ class TextFormat(WireFormat):
     def _logprobs_of(self, tokens: Sequence[TokenLogprob], choice: Piece) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        contents = [self._io.token_bytes(one.token_id) for one in tokens]
+        contents = [self._processor.token_bytes(one.token_id) for one in tokens]
         return {
             "tokens": [spelt(content) for content in contents],
             "token_logprobs": [max(one.logprob, _LEAST) for one in tokens],
@@ -245,7 +244,7 @@ class TextFormat(WireFormat):
         """Log probabilities by token text; later tokens of equal text are named ``token_id:7``, as in vLLM."""
         found: dict[str, float] = {}
         for token, logprob in top:
-            text = spelt(self._io.token_bytes(token))
+            text = spelt(self._processor.token_bytes(token))
             found[f"token_id:{token}" if text in found else text] = max(logprob, _LEAST)
         return found
 

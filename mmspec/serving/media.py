@@ -42,13 +42,13 @@ class MediaReader:
     """Reads images and videos of untrusted requests.
 
     Args:
-        io: the model's processor, whose decoder reads the files.
+        processor: has the decoder that reads the files.
         allow_urls: whether files are downloaded from public addresses.
     """
 
-    def __init__(self, io: Processor, limits: Limits, *, allow_urls: bool = False) -> None:
+    def __init__(self, processor: Processor, limits: Limits, *, allow_urls: bool = False) -> None:
         self._limits, self._allow_urls = limits, allow_urls
-        self._decoder = io.media_decoder(seconds=_SECONDS, memory=_MEMORY)
+        self._decoder = processor.media_decoder(seconds=_SECONDS, memory=_MEMORY)
         # Downloads may take long and must not occupy the decoding threads.
         self._threads = ThreadPoolExecutor(limits.max_running, thread_name_prefix="media")
 

@@ -35,7 +35,6 @@ class Metrics:
     Args:
         model: label of all metrics.
         threads: returns the current number of threads for decode steps on a CPU.
-        drafters: names of the loaded drafters.
 
     Attributes:
         first_token: seconds from a request's arrival to a choice's first token.

@@ -156,11 +156,12 @@ class JobBuilder:
         sampling, constraint = asked.sampling(self.limits, self.pipe.defaults.served), asked.constraint()
         self.media.check(media)
         schema = None if constraint is None else constraint[1]
+        processor = self.pipe.processor
         plan = plan_tools(
-            self.pipe.io, self.tools, functions, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema
+            processor, self.tools, functions, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema
         )
         constraint = constraint if plan.grammar is None else ("grammar", plan.grammar)
-        variables = effort_variables(asked.reasoning_effort, self.pipe.io.chat_template_text())
+        variables = effort_variables(asked.reasoning_effort, processor.chat_template_text())
         variables |= asked.chat_template_kwargs
         keywords = {**asked.keywords, **plan.keywords, **self._answers(asked.model)[1], **self._rendering(variables)}
         if self.reasoning and "answer_start" not in keywords:  # a call starts at once there
@@ -171,7 +172,7 @@ class JobBuilder:
 
     def _form(self, asked: GenerationRequest, job: GenerationJob, texts: Sequence[str]) -> tuple[Any, ...]:
         """Constructor arguments of a ``WireFormat``."""
-        return self._answers(asked.model)[0], self.pipe.io, asked, texts, job.drafts
+        return self._answers(asked.model)[0], self.pipe.processor, asked, texts, job.drafts
 
     def _rendering(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Keywords for the chat template."""
@@ -183,7 +184,7 @@ class JobBuilder:
     ) -> tuple[list[dict[str, Any]], list[Medium]]:
         texts = [text for message in messages for text in message.texts]
         self._check_characters([*texts, *map(json.dumps, functions)], "messages")
-        return conversation(messages, self.pipe.io.reads_media)
+        return conversation(messages, self.pipe.processor.reads_media)
 
     def completion(self, asked: CompletionRequest) -> tuple[GenerationJob, WireFormat]:
         """Job and response format of a completion request."""
@@ -192,7 +193,7 @@ class JobBuilder:
         if asked.suffix is not None:
             job = self._raw(asked, [self._infill.encode(one, asked.suffix) for one in asked.prompt], self._infill.ends)
         else:
-            ids, special = self.pipe.io.text_ids, (asked.add_special_tokens, asked.parse_special)
+            ids, special = self.pipe.processor.text_ids, (asked.add_special_tokens, asked.parse_special)
             job = self._raw(
                 asked, [ids(one, *special) if one and isinstance(one, str) else one for one in asked.prompt]
             )
@@ -223,26 +224,26 @@ class JobBuilder:
     def _prompt_text(self, prompt: Any) -> str:
         if isinstance(prompt, str):
             return prompt
-        self.pipe.io.check_ids(prompt)
-        return self.pipe.io.decode(prompt, skip_special_tokens=False)
+        self.pipe.processor.check_ids(prompt)
+        return self.pipe.processor.decode(prompt, skip_special_tokens=False)
 
     def tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
         """The response to ``POST /tokenize``."""
         self.check_model(asked.model)
-        io = self.pipe.io
+        processor = self.pipe.processor
         if asked.messages is None:
             self._check_characters([asked.prompt or ""], "prompt")
             special = asked.add_special_tokens is not False, asked.parse_special is not False
-            tokens = io.text_ids(asked.prompt or "", *special)
+            tokens = processor.text_ids(asked.prompt or "", *special)
         else:
             functions = [tool.declaration for tool in asked.tools]
             messages, media = self._conversation(asked.messages, functions)
             if media:
                 raise APIError(400, f"tokens are those of texts: got {media[0].kind}_url", media[0].param)
-            plan = plan_tools(io, self.tools, functions, "auto")
+            plan = plan_tools(processor, self.tools, functions, "auto")
             keywords = {**plan.keywords, **self._rendering(asked.chat_template_kwargs)}
-            tokens = io.encode([{"prompt": plan.messages(messages)}], **keywords).input_ids[0].tolist()
-        names = io.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
+            tokens = processor.encode([{"prompt": plan.messages(messages)}], **keywords).input_ids[0].tolist()
+        names = processor.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
         limit = {"max_model_len": self.limits.context_limit(self.pipe.context_limit)}
         return {"count": len(tokens), **limit, "tokens": tokens, "token_strs": names}
 
@@ -281,7 +282,6 @@ class Slots:
     """FIFO semaphore of decoding slots. Used from one event loop only.
 
     Args:
-        size: number of slots.
         longest: maximum number of slots that are waited for; further requests are refused.
     """
 

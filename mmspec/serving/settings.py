@@ -133,7 +133,7 @@ class ServerSettings:
         drafters = [per_sequence(make_drafter(name, home, options["trust_remote_code"])) for name in self.others]
         pipe = self.pipeline()
         common: dict[str, Any] = {"max_num_seqs": pipe.max_num_seqs, "generation_config": pipe.generation_config}
-        pipes = [pipe, *(Pipeline(pipe.target, pipe.io, drafter, pipe.name, **common) for drafter in drafters)]
+        pipes = [pipe, *(Pipeline(pipe.target, pipe.processor, drafter, pipe.name, **common) for drafter in drafters)]
         for one in pipes[1:]:
             self._warm_up(one)
         names = [_label(*one) for one in zip((options["drafter"], *self.others), pipes, strict=True)]

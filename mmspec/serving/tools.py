@@ -128,7 +128,7 @@ To call one, write its name and arguments as a JSON object between <tool_call> a
 Results follow between <tool_response> and </tool_response>. Answer without a call where none is needed."""
 
 
-def tool_format(io: Processor, name: str = AUTO) -> ToolFormat:
+def tool_format(processor: Processor, name: str = AUTO) -> ToolFormat:
     """The format of a model's calls.
 
     Args:
@@ -137,7 +137,7 @@ def tool_format(io: Processor, name: str = AUTO) -> ToolFormat:
     Raises:
         UserError: the named format needs a chat template that renders tools, and the model has none.
     """
-    template = io.chat_template_text()
+    template = processor.chat_template_text()
     if name != AUTO:
         if name != GENERIC.name and "tools" not in template:
             raise UserError(f"the tool parser {name} needs a chat template with tools: the model has none")
@@ -388,7 +388,7 @@ class ToolPlan:
 
 
 def plan_tools(
-    io: Processor,
+    processor: Processor,
     form: ToolFormat,
     functions: Sequence[Mapping[str, Any]],
     choice: Any,
@@ -399,7 +399,6 @@ def plan_tools(
     """Plan the tools of a request.
 
     Args:
-        form: the model's call format.
         functions: declarations of the tools; empty without tools.
         choice: OpenAI's ``tool_choice``.
         several: whether to allow several calls.
@@ -408,7 +407,7 @@ def plan_tools(
     Raises:
         APIError: the choice does not match the tools, or the format does not support the schema.
     """
-    special = io.special_token(form.marker) is not None
+    special = processor.special_token(form.marker) is not None
     generic, named = form is GENERIC, named_function(choice)
     names = [one["name"] for one in functions]
     if len(set(names)) < len(names):

@@ -70,7 +70,6 @@ class Decoder:
 
     Attributes:
         config: configuration of the text model, with all layers.
-        attention: attention implementation of the passes.
         layers: plug-in for layers other than attention; None for attention-only models.
         takes_positions: whether the model's forward has ``position_ids``.
         has_position_axes: whether visual tokens have several positions each, computed by the model (Qwen-VL).
@@ -346,7 +345,11 @@ class _DecoderReachedError(Exception):
 
 class Head:
     """A model's output layer, with an optional module before it and its logit scaling: logits from hidden states, over
-    the whole vocabulary or some tokens."""
+    the whole vocabulary or some tokens.
+
+    Attributes:
+        checked: whether the head was compared with the model's logits, by a prefill in one pass.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._layer = output_layer(model)
@@ -358,7 +361,7 @@ class Head:
         self._candidates: list[Callable[[Tensor], Tensor]] = [_unchanged, *others]
         self._model: Any = model
         self._name = type(model).__name__
-        self._checked = False
+        self.checked = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self._scale(_by_rows(self._layer, self._before(hidden)))[..., : self._size]
@@ -380,7 +383,7 @@ class Head:
     def _with(self, layer: Callable[[Tensor], Tensor], before: Any, scale: Any) -> Head:
         head = copy.copy(self)
         head._layer, head._before, head._scale, head._size = layer, before, scale, None
-        head._model, head._candidates, head._checked = None, [], True  # a drafter's copy must not hold the model
+        head._model, head._candidates, head.checked = None, [], True  # a drafter's copy must not hold the model
         return head
 
     @property
@@ -398,7 +401,7 @@ class Head:
         Raises:
             UserError: the model transforms its logits in an unknown way, or they are NaN.
         """
-        if self._checked:
+        if self.checked:
             return
         # Some vision-language models do not scale logits as their text model does (Cohere).
         for before, scale in product(self._candidates, (self._scale, _unchanged)):
@@ -413,7 +416,7 @@ class Head:
                 f"{self._name} transforms its logits after the output layer in an unknown way: expected "
                 "head(hidden) to equal the model's logits"
             )
-        self._checked = True
+        self.checked = True
 
     def _gives(self, logits: Tensor, hidden: Tensor) -> bool:
         tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1

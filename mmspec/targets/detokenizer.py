@@ -227,7 +227,6 @@ class AnswerReader:
         **options: of ``Detokenizer``.
 
     Attributes:
-        answer: filter of the answer's text.
         num_reasoning_tokens: number of reasoning tokens so far, markers included.
     """
 

@@ -123,10 +123,7 @@ def head_kind(kind: str) -> str:
 
 
 def packed(
-    layer: nn.Linear,
-    kind: str,
-    memory: BlockMemory | None = None,
-    later: list[tuple[StoredRows, Tensor]] | None = None,
+    layer: nn.Linear, kind: str, memory: BlockMemory | None = None, later: list[tuple[StoredRows, Tensor]] | None = None
 ) -> nn.Module:
     """Pack a linear layer as ``kind``, or with its stored rows (see ``stored_layer``). Shapes that torch's kernels do
     not support are packed as bfloat16."""
@@ -154,7 +151,6 @@ def drafter_kind(target: Any, like: Tensor) -> str | None:
     The drafter of a quantised target is int8, as it spends most of its time reading weights.
 
     Args:
-        target: a ``Target`` with a model.
         like: tensor with the drafter's dtype and device.
     """
     if like.device.type != "cpu":
@@ -415,7 +411,6 @@ class Stack:
             tokens: (batch, nodes) int64.
             positions: (batch, nodes) int64.
             mask: (batch, 1, nodes, slots) bool or additive; None for single nodes that attend to all slots.
-            cache: a ``TreeCache``.
 
         Returns:
             (batch, nodes, hidden) each; None if the decoder's forward is needed.

@@ -203,7 +203,6 @@ class Processor:
 
         Args:
             context: preceding token ids, such as the prompt's. Without a context, some tokenizers drop a leading blank.
-            skip_special_tokens: leave out special tokens.
         """
         reader = Detokenizer(self.vocabulary, context, None if skip_special_tokens else frozenset())
         return reader.append(token_ids) + reader.finish()

@@ -62,7 +62,6 @@ class FusedLayer:
         out, gate_up, down: output product of attention, and products of the MLP.
         norms: "mlp", and if the layer has them: "attention", for the parts of its inputs, the last of which is the
             residual; "attention_after" and "mlp_after", for sublayer outputs; "query" and "key", for heads.
-        scale: softmax scale.
         gelu: see ``ops.act_and_mul``.
         normed_residual: whether the residual is the normed input.
     """

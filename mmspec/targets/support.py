@@ -144,10 +144,7 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
             f"{loops} keys and values of their own: expected recurrent_kv_cache_mode 'per_loop' in {name}, received "
             "'last_loop'",
         ),
-        (
-            recurrent < 0,
-            f"{loops} layers: expected at least 0 n_recurrent_layers in {name}, received {recurrent}",
-        ),
+        (recurrent < 0, f"{loops} layers: expected at least 0 n_recurrent_layers in {name}, received {recurrent}"),
     ):
         if wrong:
             raise UserError(message)

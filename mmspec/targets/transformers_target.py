@@ -46,10 +46,8 @@ class TransformersTarget:
 
     Attributes:
         auto_class: the class of transformers that loads these models.
-        processor_class: the ``Processor`` of these models.
         architecture: name of the model's class.
         model_config, config: configurations of the model and of its text model.
-        embedding: the layer of input embeddings.
         runner: runs the verify passes; replaced if the model moves to a device that requires another runner class.
         adapters: LoRA adapters in the model's layers.
 
@@ -168,7 +166,7 @@ class TransformersTarget:
         positions = self._positions(prompt, visual)
         tokens = {} if "inputs_embeds" in prompt.inputs else {"input_ids": ids}
         call = {**prompt.inputs, **tokens, "attention_mask": mask, "position_ids": positions}
-        splits = chunk is not None and batch == 1 and length > chunk and mask is None
+        splits = self._head.checked and chunk is not None and batch == 1 and length > chunk and mask is None
         inputs: dict[str, Any] | None = None
         if prompt.prefill_mask is not None:
             features, logits, inputs = self._prefill_kept(call, prompt.prefill_mask, reads, cache)
@@ -181,9 +179,7 @@ class TransformersTarget:
                 passes.append(decoder.prefill_chunk(inputs, slice(start, min(start + size, length)), cache, reads))
             features = {name: torch.cat([one[name] for one in passes], dim=1) for name in reads if passes}
             if passes:
-                last = passes[-1]["last"][:, -1:]
-                logits = self._head(last)
-                self._head.check(last, logits)
+                logits = self._head(passes[-1]["last"][:, -1:])
             else:  # all tokens are in the cache
                 assert state is not None
                 assert state.logits is not None

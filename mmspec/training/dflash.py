@@ -20,7 +20,7 @@ from mmspec.drafters.layouts.fields import published_names, shapes_of, stack
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
-from mmspec.training.objectives import LossOutput, TokenLosses, token_loss
+from mmspec.training.objectives import LossInput, LossOutput, TokenLosses, token_loss
 from mmspec.training.options import NetworkOptions, Passes, TreeOptions
 from mmspec.training.tasks import (
     DrafterTraining,
@@ -58,22 +58,15 @@ class DFlashObjective:
     gamma: float = option(4.0, "Slots have weights exp(-(k-1)/gamma).", gt=0)
     loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")
 
-    def __call__(
-        self,
-        network: DFlashNetwork,
-        target: Target,
-        batch: Features,
-        draft_ids: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        progress: float = 1.0,
-    ) -> LossOutput:
-        """The losses, see ``mmspec.training.tasks.Objective``; samples anchors."""
+    def __call__(self, network: DFlashNetwork, given: LossInput) -> LossOutput:
+        """The losses; samples anchors."""
+        batch = given.batch
         followed = batch.answer[:, :-1] & batch.answer[:, 1:]
-        losses = TokenLosses(self.loss, target, batch.hidden[:, :-1], followed, draft_ids, {"base": _BASE})
+        losses = TokenLosses(self.loss, given, batch.hidden[:, :-1], followed, {"base": _BASE})
         if not losses.count:
             return losses.output
-        anchors = _draw(followed, self.anchors, generator)
-        states = _states(network, target, batch, anchors)
+        anchors = _draw(followed, self.anchors, given.generator)
+        states = _states(network, given.target, batch, anchors)
         scoring = network.lm_head if network.config.head else losses.head
         alive = followed.gather(1, anchors)
         losses.count = int(alive.sum())  # blocks

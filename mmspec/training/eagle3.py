@@ -18,8 +18,7 @@ from mmspec.drafters.hidden_state import packing
 from mmspec.drafters.layer import rotary_of, take
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.training.features import Features
-from mmspec.training.objectives import LossOutput, PassCache, TokenLosses
+from mmspec.training.objectives import LossInput, LossOutput, PassCache, TokenLosses
 from mmspec.training.options import HeadOptions, Passes, TreeOptions
 from mmspec.training.tasks import (
     DrafterTraining,
@@ -54,19 +53,12 @@ class Eagle3Objective(Passes):
         1.0, "Share of the chains that each further pass keeps (conditional drop-token, arXiv 2602.01469).", ge=0, le=1
     )
 
-    def __call__(
-        self,
-        network: Eagle3Network,
-        target: Target,
-        batch: Features,
-        draft_ids: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        progress: float = 1.0,
-    ) -> LossOutput:
-        """The losses, see ``mmspec.training.tasks.Objective``; samples the chains to keep."""
+    def __call__(self, network: Eagle3Network, given: LossInput) -> LossOutput:
+        """The losses; samples the chains to keep."""
+        target, batch = given.target, given.batch
         answer = batch.answer[:, 1:]
         wanted = answer & F.pad(answer[:, 1:], (0, 1))
-        losses = TokenLosses(self.loss, target, batch.hidden[:, 1:], wanted, draft_ids)
+        losses = TokenLosses(self.loss, given, batch.hidden[:, 1:], wanted)
         if not losses.count:
             return losses.output
         assert batch.layers is not None, "the extractor reads the network's layers"
@@ -88,7 +80,7 @@ class Eagle3Objective(Passes):
         for number in range(self.passes):
             if number:
                 entry = (entry + 1).clamp(max=wanted.shape[1] - 1)
-                kept = torch.rand(valid.shape, dtype=torch.float32, generator=generator, device=valid.device)
+                kept = torch.rand(valid.shape, dtype=torch.float32, generator=given.generator, device=valid.device)
                 places, valid = packing((kept < self.keep) & valid & wanted.gather(1, entry), left=False)
                 if places.shape[1] == 0:
                     break

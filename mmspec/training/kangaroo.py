@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from mmspec.core.target import Target, output_of
+from mmspec.core.target import output_of
 from mmspec.drafters.early_exit import Kangaroo, KangarooConfig, KangarooNetwork, first_layers
 from mmspec.pipeline import Pipeline
-from mmspec.training.features import Features
-from mmspec.training.objectives import LossOutput, causal_pass, next_token_loss
+from mmspec.training.objectives import LossInput, LossOutput, causal_pass, next_token_loss
 from mmspec.training.options import NextTokenLoss, TreeOptions
 from mmspec.training.tasks import DrafterTraining, TrainingTask
 from mmspec.validation import inherited, options
@@ -24,16 +21,14 @@ class KangarooObjective(NextTokenLoss):
     One pass trains all levels of a tree, because the target's first layers also run over drafted tokens.
     """
 
-    def __call__(
-        self, network: KangarooNetwork, target: Target, batch: Features, draft_ids: Tensor | None = None, *_: Any
-    ) -> LossOutput:
-        """The loss, see ``mmspec.training.tasks.Objective``; ``batch.layers`` are states at the exit layer."""
+    def __call__(self, network: KangarooNetwork, given: LossInput) -> LossOutput:
+        """The loss; ``layers`` of the batch are states at the exit layer."""
 
         def states() -> Tensor:
-            assert batch.layers is not None, "the extractor reads the network's exit layer"
-            return causal_pass(network, network.config, batch.layers)
+            assert given.batch.layers is not None, "the extractor reads the network's exit layer"
+            return causal_pass(network, network.config, given.batch.layers)
 
-        return next_token_loss(self.loss, target, batch, states, draft_ids)
+        return next_token_loss(self.loss, given, states)
 
 
 @options(kw_only=True)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mmspec.core.target import Target
 from mmspec.drafters.medusa import Hydra, Medusa, MedusaConfig, MedusaNetwork
 from mmspec.drafters.spec import RotaryShape
 from mmspec.pipeline import Pipeline
-from mmspec.training.features import Features
-from mmspec.training.objectives import LossOutput, TokenLosses, causal_pass
+from mmspec.training.objectives import LossInput, LossOutput, TokenLosses, causal_pass
 from mmspec.training.options import Passes, TreeOptions
 from mmspec.training.tasks import DrafterTraining, OnlineLearner, TrainingTask, head_weight
 from mmspec.validation import inherited, option, options, part
@@ -33,12 +31,11 @@ class MedusaObjective:
     decay: float = inherited(Passes, "decay", "Weight of a head to the one before.")
     loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")
 
-    def __call__(
-        self, network: MedusaNetwork, target: Target, batch: Features, draft_ids: Tensor | None = None, *_: Any
-    ) -> LossOutput:
-        """The losses, see ``mmspec.training.tasks.Objective``; deterministic."""
+    def __call__(self, network: MedusaNetwork, given: LossInput) -> LossOutput:
+        """The losses; deterministic."""
+        batch = given.batch
         followed = batch.answer[:, 1:-1] & batch.answer[:, 2:]
-        losses = TokenLosses(self.loss, target, batch.hidden[:, 1:-1], followed, draft_ids)
+        losses = TokenLosses(self.loss, given, batch.hidden[:, 1:-1], followed)
         if not losses.count:
             return losses.output
         positions = torch.arange(followed.shape[1], device=followed.device).expand_as(followed)

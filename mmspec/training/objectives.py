@@ -25,6 +25,23 @@ _ENTROPY, _DISTANCE = 0.1, 0.9  # weights of the two terms of the TV loss in dee
 
 
 @dataclass(frozen=True)
+class LossInput:
+    """What an objective reads, besides the drafter's network.
+
+    Attributes:
+        draft_ids: (n,) int64, draft vocabulary that distributions are restricted to; None for all tokens.
+        generator: of noise and random choices.
+        progress: of the run, from 0 to 1.
+    """
+
+    target: Target
+    batch: Features
+    draft_ids: Tensor | None = None
+    generator: torch.Generator | None = None
+    progress: float = 1.0
+
+
+@dataclass(frozen=True)
 class LossOutput:
     """Loss of a batch.
 
@@ -74,13 +91,13 @@ class TokenLosses:
     def __init__(
         self,
         kind: TokenLoss,
-        target: Target,
+        given: LossInput,
         hidden: Tensor,
         wanted: Tensor,
-        draft_ids: Tensor | None = None,
         weights: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._kind, self._weights = kind, weights
+        target, draft_ids = given.target, given.draft_ids
         self.head: Any = target.head if draft_ids is None else target.narrow_head(draft_ids)
         self.count = int(wanted.sum())
         self.output = LossOutput(hidden.new_zeros((), dtype=torch.float32), {})
@@ -112,12 +129,7 @@ class TokenLosses:
 
 
 def next_token_loss(
-    kind: TokenLoss,
-    target: Target,
-    batch: Features,
-    states: Callable[[], Tensor],
-    draft_ids: Tensor | None = None,
-    output_layer: Any = None,
+    kind: TokenLoss, given: LossInput, states: Callable[[], Tensor], output_layer: Any = None
 ) -> LossOutput:
     """Loss against the target's next-token distributions at the same positions, over answer tokens followed by another
     answer token. Metrics: ``token_1`` and ``right_1``, loss and accuracy.
@@ -126,8 +138,9 @@ def next_token_loss(
         states: returns the drafter's last hidden states, (batch, length, hidden); only called if needed.
         output_layer: output layer of the drafter; by default the target's.
     """
+    batch = given.batch
     wanted = batch.answer[:, :-1] & batch.answer[:, 1:]
-    losses = TokenLosses(kind, target, batch.hidden[:, :-1], wanted, draft_ids)
+    losses = TokenLosses(kind, given, batch.hidden[:, :-1], wanted)
     if losses.count:
         scores = (output_layer or losses.head)(states()[:, :-1][wanted])
         losses.add(1, scores, losses.goals(wanted))

@@ -23,8 +23,7 @@ from mmspec.errors import UserError, explained
 from mmspec.files import settle, temporary
 from mmspec.pipeline import Pipeline
 from mmspec.targets.decoder import Head
-from mmspec.training.features import Features
-from mmspec.training.objectives import LossOutput, TokenLoss, next_token_loss
+from mmspec.training.objectives import LossInput, LossOutput, TokenLoss, next_token_loss
 from mmspec.training.options import NextTokenLoss, RunOptions
 from mmspec.training.tasks import DrafterTraining, TrainingTask, decoder_weights, head_weight
 from mmspec.validation import option, options
@@ -72,16 +71,17 @@ class DraftModel(Small):
                 os.replace(path, folder / path.name)
 
 
-def distillation_loss(kind: TokenLoss, network: Any, target: Target, batch: Features, *_: Any) -> LossOutput:
+def distillation_loss(kind: TokenLoss, network: Any, given: LossInput) -> LossOutput:
     """Loss of a language model against the target's next-token distributions, without images and videos, like
-    ``Small``. Arguments after ``kind``: see ``mmspec.training.tasks.Objective``; deterministic."""
+    ``Small``; deterministic."""
 
     def states() -> Tensor:
+        batch = given.batch
         read = (batch.keep & ~batch.visual).long()
         options = {"attention_mask": read, "position_ids": (read.cumsum(1) - 1).clamp(min=0), "use_cache": False}
         return network.get_decoder()(batch.tokens * read, **options).last_hidden_state
 
-    return next_token_loss(kind, target, batch, states, output_layer=Head(network))
+    return next_token_loss(kind, given, states, Head(network))
 
 
 def setup(options: SmallOptions, pipe: Pipeline, draft_ids: None) -> TrainingTask:

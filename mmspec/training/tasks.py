@@ -25,7 +25,7 @@ from mmspec.targets.packing import MergedLayer
 from mmspec.training import data
 from mmspec.training.data import Conversation, CurriculumSampler, ExampleIndex
 from mmspec.training.features import ConversationFeatures, Features, collate
-from mmspec.training.objectives import LossOutput
+from mmspec.training.objectives import LossInput, LossOutput
 from mmspec.training.options import RunOptions
 from mmspec.validation import part
 
@@ -44,10 +44,8 @@ _ONLINE_RATE = 1e-3
 _ONLINE_BATCH = 4  # answers per step
 
 
-Objective = Callable[..., LossOutput]
-"""Losses of a drafter's network on the answers of a batch, from ``(network, target, batch: Features, draft_ids,
-generator, progress)``: distributions are restricted to a draft vocabulary ``draft_ids``, (n,) int64, or None; noise
-comes from ``generator``; ``progress`` of the run is from 0 to 1."""
+Objective = Callable[[Any, LossInput], LossOutput]
+"""Losses of a drafter's network on the answers of a batch."""
 
 
 class TrainingTask(NamedTuple):
@@ -124,11 +122,7 @@ class Optimisers:
 
 class OnlineLearner:
     """Trains a float32 copy of a drafter's network on features recorded during decoding, without target forward passes;
-    see ``mmspec.adaptation.adaptation.Learner``.
-
-    Args:
-        drafter: unattached drafter.
-    """
+    see ``mmspec.adaptation.adaptation.Learner``."""
 
     def __init__(self, objective: Objective, drafter: TrainedDrafter, target: Target) -> None:
         self._objective, self._target = objective, target
@@ -152,7 +146,7 @@ class OnlineLearner:
         batch, parameters = collate([self._row(answer)], target), self._optimisers.parameters
         half = batch.hidden.dtype != torch.float32
         with torch.enable_grad(), torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=half):
-            loss = self._objective(self._network, target, batch, self._draft_ids, self._generator, 1.0).total
+            loss = self._objective(self._network, LossInput(target, batch, self._draft_ids, self._generator)).total
             if not loss.requires_grad:  # answers of one or two tokens
                 return
             # Only for these parameters: the target's weights may require gradients.
@@ -221,8 +215,9 @@ class DrafterTask:
         self, network: nn.Module, batch: Features, generator: torch.Generator | None, progress: float = 1.0
     ) -> LossOutput:
         """The objective's loss of a batch at a progress from 0 to 1."""
+        given = LossInput(self.pipe.target, batch, self.task.draft_ids, generator, progress)
         with torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=self._bfloat16):
-            return self.task.objective(network, self.pipe.target, batch, self.task.draft_ids, generator, progress)
+            return self.task.objective(network, given)
 
     def evaluate(self) -> dict[str, float]:
         """Mean loss and metrics on held-out conversations, and the mean acceptance length on their prompts."""

@@ -20,6 +20,7 @@ from PIL import Image
 import mmspec.demos
 from mmspec import plugins
 from mmspec.demos import service
+from mmspec.demos.page import Tab
 from mmspec.demos.racing import StreamedAnswer, Token
 from tests.demos.serving import demo_server, free_port, write_video
 from tests.testkit.served import SCENE
@@ -386,16 +387,26 @@ def test_several_pictures_in_one_question(visit, tiff):
     see(page, ".mm-out .mm-empty")
 
 
-def test_added_pictures_replace_the_example(visit, tmp_path):
+@pytest.mark.parametrize(("owner", "name"), [(Tab, "clear"), (service.Service, "preview")])
+def test_added_pictures_replace_the_example(visit, tmp_path, tiff, monkeypatch, owner, name):
+    """The example's removal and the preview of a picture end in any order."""
+    work = getattr(owner, name)
+
+    def late(*given):
+        time.sleep(1.0)
+        return work(*given)
+
     Image.new("RGB", (64, 48), "navy").save(tmp_path / "lake.png")
     page = visit()
+    monkeypatch.setattr(owner, name, late)
     with page.expect_file_chooser() as chooser:
         page.get_by_role("button", name="Add pictures").click()
     assert chooser.value.is_multiple()
-    chooser.value.set_files([str(tmp_path / "lake.png")])
+    chooser.value.set_files([tiff, str(tmp_path / "lake.png")])
     see(page, ".mm-out .mm-empty")
+    see(page, ".mm-media img[src$='scene.tiff.preview.png']")
     see(page, ".mm-media img[src*='lake.png']")
-    page.wait_for_function(PICTURES, arg=1)
+    page.wait_for_function(PICTURES, arg=2)
 
 
 def test_video_and_its_preview(visit, tmp_path):

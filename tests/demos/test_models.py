@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from itertools import permutations
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -122,6 +123,23 @@ def test_a_race_runs_alone_and_the_queue_has_an_end(models, monkeypatch):
         next(fourth)
     running.close()
     assert list(third) == ["a", "b"]
+
+
+def test_a_request_may_end_while_another_starts():
+    """As by garbage collection, in the same thread."""
+
+    def scenario():
+        turns = RequestQueue()
+        race, waiting, last = turns.join(alone=True), turns.join(), turns.join()
+        waiting[0].add_done_callback(lambda _: turns.leave(waiting))
+        turns.leave(race)
+        started.append(last[0].done())
+
+    started = []
+    thread = Thread(target=scenario, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert started == [True]
 
 
 def test_the_api_shares_the_queue_in_order(monkeypatch):
@@ -248,7 +266,7 @@ def test_seconds_are_those_of_preprocessing_and_of_the_engine(monkeypatch):
         yield Piece("A", [65], seconds=0.5)
         yield Piece("B", [66], "stop", Stats(), seconds=0.75)
 
-    pipe = SimpleNamespace(name="tiny", io=Processor(byte_tokenizer()), drafter=None, stream=stream)
+    pipe = SimpleNamespace(name="tiny", processor=Processor(byte_tokenizer()), drafter=None, stream=stream)
     for answer in stream_answer(pipe, "none", {"max_new_tokens": 9}):
         now[0] += 3600 * answer.limit
     assert (answer.seconds, answer.pass_ends, answer.limit) == (2.25, [2.0, 2.25], 9)

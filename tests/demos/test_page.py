@@ -262,7 +262,9 @@ def test_examples_and_methods_suit_the_model(tabs):
     (example,) = image.example(0, "tiny-llava")[image.controls.media[0]]
     uploads = [(path, None) for path in (example, "/tmp/a.png", "/tmp/b.png")]
     assert image.uploaded(uploads)[image.controls.media[0]] == ["/tmp/a.png", "/tmp/b.png"]
+    assert image.preview(uploads) == ["/tmp/a.png", "/tmp/b.png"]  # in either order
     assert image.controls.media[0] not in image.uploaded(uploads[1:])  # unchanged
+    assert image.preview(uploads[1:]) == gr.skip()
 
 
 def test_links(tabs):

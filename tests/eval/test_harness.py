@@ -26,7 +26,7 @@ from mmspec.eval.harness.output import (
     print_result,
 )
 from mmspec.eval.harness.prompts import Questions, held_out_requests, warm_up_requests
-from mmspec.eval.harness.timing import ProfiledDrafter
+from mmspec.eval.harness.timing import ProfiledDrafter, TimedBatch, results_of
 from mmspec.eval.suite import SIZES
 from mmspec.pipeline import Pipeline
 from mmspec.vision.drafters.msd import MSD
@@ -140,6 +140,12 @@ def test_held_out_sets_have_no_prompt_twice():
     assert len(set(texts)) == len(texts)
     repeated = warm_up_requests(11, visual=False)
     assert repeated[8:] == repeated[:3]
+
+
+def test_the_peak_of_memory_is_that_of_all_rounds():
+    rounds = [TimedBatch([[1]], [], {"total": 1.0, "decoding": 0.5}, memory) for memory in (None, 5, 7, 6)]
+    assert results_of(rounds)["memory"] == 7
+    assert results_of(rounds[:1])["memory"] is None
 
 
 @pytest.fixture(scope="module")

@@ -75,9 +75,9 @@ def test_visual_positions_and_what_was_fed_there(name):
 @pytest.mark.parametrize("name", ["llava", "llava_onevision", "qwen3_vl"])
 def test_prompts_with_images_are_prefilled_in_chunks(name):
     model = shared_model(name)
-    prompt = prompt_of(vision_inputs(name, 1))
-    *_, whole = plugins.target_class(model.config)(model).prefill([prompt], [8], ("last",))
-    *earlier, last = plugins.target_class(model.config)(model).prefill([prompt], [8], ("last",), 7)
+    target, prompt = plugins.target_class(model.config)(model), prompt_of(vision_inputs(name, 1))
+    *_, whole = target.prefill([prompt], [8], ("last",))
+    *earlier, last = target.prefill([prompt], [8], ("last",), 7)
     assert len(earlier) == -(-prompt.input_ids.shape[1] // 7) - 1
     torch.testing.assert_close(last.logits, whole.logits, atol=2e-4, rtol=2e-4)
     torch.testing.assert_close(last.features["last"], whole.features["last"], atol=2e-4, rtol=2e-4)
@@ -106,10 +106,9 @@ def test_images_with_attention_in_both_directions_are_prefilled_whole(caplog):
     inputs = {"pixel_values": pixels, "token_type_ids": (ids == IMAGE).long()}
     with torch.no_grad():
         expected = model(input_ids=ids, **inputs).logits[:, -1:]
+    target = plugins.target_class(model.config)(model)
     for chunk in (None, 7):
-        *earlier, last = plugins.target_class(model.config)(model).prefill(
-            [Prompt(ids, None, inputs)], [8], ("last",), chunk
-        )
+        *earlier, last = target.prefill([Prompt(ids, None, inputs)], [8], ("last",), chunk)
         assert not earlier
         torch.testing.assert_close(last.logits, expected, atol=2e-4, rtol=2e-4)
     draft = Small(model, share=0.5)

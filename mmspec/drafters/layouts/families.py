@@ -292,11 +292,7 @@ def _read_heads(source: Source, names: Names) -> Reading:
         "prefix": _prefix_layer(source, width) if names is _PREFIX_MLP else {},
     }
     return Reading(
-        network,
-        names,
-        vocab or network["head"] or None,
-        draft_ids=draft_ids,
-        copies=_SHARED if shares_head else (),
+        network, names, vocab or network["head"] or None, draft_ids=draft_ids, copies=_SHARED if shares_head else ()
     )
 
 

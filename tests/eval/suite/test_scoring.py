@@ -51,8 +51,9 @@ PARTS = (("red circle", "red disc"), ("blue star",))
         (scoring.anls, [(sample("kitten"), "sitting")], {"ANLS": 4 / 7}),
         (scoring.anls, [(sample("a b"), "A  B"), (sample("x"), "y")], {"ANLS": 0.5}),
         (scoring.rouge_l, [(sample("red big dog runs"), "a red dog runs fast")], {"ROUGE-L": 2 * 3 / 8}),
-        (scoring.last_number, [(sample("1,234"), "First 5, then 1234."), (sample("3"), "3 or 4")],
-         {"exact match": 0.5}),
+        *((scoring.last_number, [(sample(wanted), answer)], {"exact match": score})
+          for answer, wanted, score in (("First 5, then 1234.", "1,234", 1), ("3 or 4", "3", 0), ("None.", "3", 0),
+                                        ("7 less, so -2.50", "-2.5", 1), ("It is -3.", "3", 0))),
         (scoring.contained, [(sample("red"), "It is red."), (sample("red"), "reddish")], {"reference in answer": 0.5}),
         (scoring.pope, [(sample(truth), said) for truth, said in YES],  # yes is positive
          {"F1": 0.5, "accuracy": 0.5, "precision": 0.5, "recall": 0.5, "yes": 0.5}),

@@ -20,6 +20,7 @@ from mmspec.plugins import target_class
 from mmspec.sampling import defaults
 from mmspec.training import tasks
 from mmspec.training.features import ConversationFeatures, collate
+from mmspec.training.objectives import LossInput
 from tests.decoding import answered
 from tests.targets import prompt_of
 from tests.tiny import shared_model
@@ -150,7 +151,7 @@ def test_a_batch_of_answers_takes_the_step_of_their_mean_loss(kind):
         generated = torch.arange(len(answer.tokens)) >= answer.prompt
         states, shown = answer.features["last"].clone(), answer.shown
         batch = collate([ConversationFeatures(answer.tokens, states, shown, answer.visual, generated)], pipe.target)
-        losses.append(learner._objective(network, pipe.target, batch, learner._draft_ids, generator, 1.0).total)
+        losses.append(learner._objective(network, LossInput(pipe.target, batch, learner._draft_ids, generator)).total)
     parameters = list(network.parameters())
     gradients = torch.autograd.grad(torch.stack(losses).mean(), parameters, allow_unused=True)
     for parameter, gradient in zip(parameters, gradients, strict=True):

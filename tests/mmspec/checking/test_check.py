@@ -21,7 +21,7 @@ from tests.tiny import byte_tokenizer
 from tests.tiny.configs import HYBRID_CONFIGS, TEXT_CONFIGS, TINY_SIZES
 from tests.tiny.models import text_model
 
-FAST = "prose,copy,logprobs,stop-string"
+FAST = "prose,copy,logprobs,min-tokens,stop-string"
 
 
 @pytest.fixture

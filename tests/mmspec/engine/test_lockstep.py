@@ -54,7 +54,7 @@ def test_a_rank_that_fails_ends_the_requests(scenario: str, message: str, status
         other, _, _ = ended(processes[1])
     errors = json.loads(out)
     assert len(errors) == 2, "a request was answered"
-    assert all(re.search(message, error) for error in errors)
+    assert all(re.match(message, error) for error in errors)
     assert other == status
 
 

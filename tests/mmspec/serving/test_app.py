@@ -158,7 +158,7 @@ def test_logprobs(server, pipe):
     alone = pipe.generate(QUESTION, max_new_tokens=8, logprobs=3, temperature=2.0, seed=1)
     response = server.post(question(logprobs=True, top_logprobs=3, max_tokens=8, temperature=2.0, seed=1))
     found = response.json()["choices"][0]["logprobs"]["content"]
-    decode = pipe.io.tokenizer.decode
+    decode = pipe.processor.tokenizer.decode
     assert [one["token"] for one in found] == [decode([token]) for token in alone.token_ids]
     assert [bytes(one["bytes"]).decode() for one in found] == [one["token"] for one in found]
     # The seed gives the same tokens; their logits have the bits of the same trees only.
@@ -169,9 +169,9 @@ def test_logprobs(server, pipe):
 
 def test_completions_take_prompts_as_they_are(server, pipe):
     prompts = PROMPTS[:2]
-    ids = [pipe.io.tokenizer(text, return_tensors="pt") for text in prompts]
+    ids = [pipe.processor.tokenizer(text, return_tensors="pt") for text in prompts]
     out = [pipe.model.generate(**one, max_new_tokens=10, do_sample=False)[0, one.input_ids.shape[1] :] for one in ids]
-    expected = [pipe.io.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out]
+    expected = [pipe.processor.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out]
     body = {"model": "tiny-llava", "prompt": prompts, "max_tokens": 10, "temperature": 0, "logprobs": 2}
     found = server.post(body, "completions").json()
     assert found["object"] == "text_completion"
@@ -341,19 +341,19 @@ def completion(server, **fields):
 
 
 def test_prompts_of_token_ids_and_echo(server, pipe):
-    ids = pipe.io.tokenizer(TEXT)["input_ids"]
+    ids = pipe.processor.tokenizer(TEXT)["input_ids"]
     said = pipe.generate(TEXT, max_new_tokens=8, chat_template=False).text
     assert pipe.generate(ids, max_new_tokens=8).text == said
     for prompt in (ids, [ids]):
         assert completion(server, prompt=prompt) == [said]
-    given = pipe.io.tokenizer.decode(ids)
+    given = pipe.processor.tokenizer.decode(ids)
     for stream in (False, True):
         assert completion(server, prompt=[ids, ids[:2]], n=2, echo=True, stream=stream)[:2] == [given + said] * 2
         assert completion(server, prompt=TEXT, echo=True, stream=stream) == [TEXT + said]
 
 
 def test_an_images_token_needs_its_image(pipe):
-    token = pipe.io.tokenizer.convert_tokens_to_ids(pipe.hf_processor.image_token)
+    token = pipe.processor.tokenizer.convert_tokens_to_ids(pipe.hf_processor.image_token)
     with pytest.raises(UserError, match=f"images and videos need chat messages: got their token {token}"):
         pipe.generate([1, token])
 
@@ -369,8 +369,8 @@ def test_tokens(server, pipe):
         response = httpx.post(f"{server.url}/{path}", json=body, timeout=TIMEOUT)
         return response.json()
 
-    ids = pipe.io.tokenizer(TEXT)["input_ids"]
-    names = pipe.io.tokenizer.convert_ids_to_tokens(ids)
+    ids = pipe.processor.tokenizer(TEXT)["input_ids"]
+    names = pipe.processor.tokenizer.convert_ids_to_tokens(ids)
     limit = {"max_model_len": pipe.context_limit}
     assert post("tokenize", {"model": "tiny-llava", "prompt": TEXT, "return_token_strs": True}) == {
         **limit,
@@ -378,11 +378,11 @@ def test_tokens(server, pipe):
         "tokens": ids,
         "token_strs": names,
     }
-    named = pipe.io.tokenizer("a</s>b")["input_ids"]
-    typed = pipe.io.tokenizer("a</s>b", split_special_tokens=True)["input_ids"]
+    named = pipe.processor.tokenizer("a</s>b")["input_ids"]
+    typed = pipe.processor.tokenizer("a</s>b", split_special_tokens=True)["input_ids"]
     for more, expected in (({}, named), ({"parse_special": True}, named), ({"parse_special": False}, typed)):
         assert post("tokenize", {"prompt": "a</s>b", **more})["tokens"] == expected
-    plain = pipe.io.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    plain = pipe.processor.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     assert post("tokenize", {"prompt": TEXT, "add_special_tokens": False})["tokens"] == plain
     messages = question()["messages"]
     chat = post("tokenize", {"messages": messages})
@@ -405,7 +405,7 @@ def coder(one_thread):
 
 
 def test_special_tokens_of_prompts(coder):
-    named, prompt = coder.pipe.io.tokenizer, "<s>the</s>a"
+    named, prompt = coder.pipe.processor.tokenizer, "<s>the</s>a"
     plain = {"add_special_tokens": False, "split_special_tokens": True}
     for more, keywords in (
         ({}, {}),
@@ -422,20 +422,20 @@ def test_special_tokens_of_prompts(coder):
         assert [choice["text"] for choice in found["choices"]] == joined
         assert found["usage"]["prompt_tokens"] == sum(one.stats.num_prompt_tokens for one in answers)
     chat = {"messages": [{"role": "user", "content": prompt}]}
-    coder.pipe.io.tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    coder.pipe.processor.tokenizer.chat_template = "{{ messages[0]['content'] }}"
     try:
         tokens = httpx.post(f"{coder.url}/tokenize", json=chat, timeout=TIMEOUT).json()["tokens"]
     finally:
-        coder.pipe.io.tokenizer.chat_template = None
+        coder.pipe.processor.tokenizer.chat_template = None
     assert not {1, 2} & {*tokens}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_middle_between_prompt_and_suffix(coder, stream):
-    io = coder.pipe.io
+    processor = coder.pipe.processor
     names = [f"<|{name}|>" for name in ("fim_prefix", "fim_suffix", "fim_middle", "file_sep")]
-    pre, suf, mid, sep = io.tokenizer.convert_tokens_to_ids(names)
-    the, b = (io.text_ids(text, add_special_tokens=False) for text in ("the</s>", "b"))
+    pre, suf, mid, sep = processor.tokenizer.convert_tokens_to_ids(names)
+    the, b = (processor.text_ids(text, add_special_tokens=False) for text in ("the</s>", "b"))
     asked = {"temperature": 0, "max_tokens": 6, "stream": stream}
     for end, reason in ((None, "length"), (sep, "stop")):
         asked |= {"logit_bias": {end: 100}} if end else {}
@@ -451,8 +451,8 @@ def test_a_middle_between_prompt_and_suffix(coder, stream):
         assert response.status_code == 200, response.text
         parts = response.text.removesuffix("\n\n").split("\n\n") if stream else [f"data: {response.text}"]
         parts = [json.loads(part.removeprefix("data: ")) for part in parts]
-        files = [io.text_ids(text, add_special_tokens=False) for text in ("tmp\n", "b", "filename\n", "a")]
-        start = io.tokenizer("a</s>", add_special_tokens=False)["input_ids"]
+        files = [processor.text_ids(text, add_special_tokens=False) for text in ("tmp\n", "b", "filename\n", "a")]
+        start = processor.tokenizer("a</s>", add_special_tokens=False)["input_ids"]
         ids = [1, sep, *files[0], *files[1], sep, *files[2], pre, *the, *start, suf, *b, mid]
         expected = coder.pipe.generate(ids, max_new_tokens=6, **bias)
         assert "".join(part["content"] for part in parts) == expected.text
@@ -519,7 +519,8 @@ def test_offsets_are_characters_of_the_text(hybrid):
     body = {**ASKED, "prompt": "Say it.", "logprobs": 5}
     choice = hybrid.post(body, "completions").json()["choices"][0]
     text, found = choice["text"], choice["logprobs"]
-    spelt = [hybrid.pipe.io.token_bytes(token) for token in hybrid.pipe.io.text_ids(text, add_special_tokens=False)]
+    processor = hybrid.pipe.processor
+    spelt = [processor.token_bytes(token) for token in processor.text_ids(text, add_special_tokens=False)]
     # The offset of a token is its first character; the last token is the end of the sequence.
     before = [b"".join(spelt[:place]).decode(errors="ignore") for place in range(len(spelt) + 1)]
     assert found["text_offset"] == [len(one) for one in before]

@@ -154,7 +154,7 @@ def at_call(number, function):
 # The object that owns a stage's function, given the server; the function; the call that fails.
 STAGES = {
     "media": (lambda server: MediaReader, "read", 0),
-    "encoding": (lambda server: server.pipe.io, "encode", 0),
+    "encoding": (lambda server: server.pipe.processor, "encode", 0),
     "defaults": (lambda server: Defaults, "complete", 0),
     "stopping": (lambda server: Stopper, "limit", 0),
     "key of the batch": (lambda server: server.pipe.target, "batch_key", 0),

@@ -215,9 +215,10 @@ def test_names_of_drafters(pipes):
 def test_the_limit_of_the_context_is_that_of_every_drafter():
     """Not of the caller's own requests."""
     pipe = mmspec.load("tiny-llava", "flash", device="cpu", dtype="float32")
-    pipes = {"flash": pipe, "none": Pipeline(pipe.target, pipe.io, None, pipe.name)}
+    pipes = {"flash": pipe, "none": Pipeline(pipe.target, pipe.processor, None, pipe.name)}
     with served(pipe, Limits(max_model_len=60), drafters=pipes) as server:
         assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 60
+        assert httpx.post(f"{server.url}/tokenize", json={"prompt": "one"}).json()["max_model_len"] == 60
         for name in pipes:
             body = question("Describe the image.", data_uri(SCENE), max_tokens=200, speculative=name, ignore_eos=True)
             assert server.post(body).json()["usage"]["total_tokens"] == 60, name

@@ -221,8 +221,8 @@ def test_the_first_line_says_what_is_in_force(monkeypatch, capsys):
 
     monkeypatch.setattr("mmspec.serving.command.ServerSettings", Changed)
     monkeypatch.setattr("mmspec.serving.server.run", lambda *_: None)
-    main(["serve", "--model", "tiny-llava", "--port", "0", "--dtype", "bfloat16", "--max-tokens", "9"])
+    main(["serve", "--model", "tiny-llava", "--port", "0", "--dtype", "int8", "--max-tokens", "9"])
     line = capsys.readouterr().out
     shown = "temperature 0.5, top_p 0.5, top_k 50, max_tokens 9, SuppressTokensLogitsProcessor"
-    assert f"(model tiny-llava, drafter flash, bfloat16 on cpu; by default {shown}; Ctrl-C" in line
+    assert f"(model tiny-llava, drafter flash, int8 on cpu; by default {shown}; Ctrl-C" in line
     assert line.endswith("; Ctrl-C to stop)\n")

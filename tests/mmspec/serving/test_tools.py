@@ -77,7 +77,7 @@ def scripted(text, messages=USER, tools=(TOOL, CLOCK), pipe=None):
     """Bias the model towards a text after the prompt; returns the text's tokens."""
     pipe = pipe or pipeline("hermes")
     before, _, after = text.partition("[TOOL_CALLS]")
-    ids = pipe.io.text_ids(before) + ([MARKER, *pipe.io.text_ids(after)] if after else []) + [END]
+    ids = pipe.processor.text_ids(before) + ([MARKER, *pipe.processor.text_ids(after)] if after else []) + [END]
     prompt = pipe.encode([{"prompt": messages}], tools=list(tools)).input_ids[0].tolist()
     whole = prompt[-CONTEXT:] + ids
     bias = {tuple(whole[at : at + CONTEXT + 1]): 100.0 for at in range(len(ids))}

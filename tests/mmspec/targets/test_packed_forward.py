@@ -58,9 +58,9 @@ GEMMA3 = partial(
     Gemma3TextConfig,
     layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     sliding_window=8,
-    query_pre_attn_scalar=32,
+    query_pre_attn_scalar=12,
 )
-"""Windows that tests exceed, and two sets of rotary frequencies."""
+"""Windows that tests exceed, two sets of rotary frequencies, and a scale that is not that of the head's size."""
 
 
 def model_of(config_class: Any, **changes: Any) -> Any:

@@ -284,12 +284,13 @@ def test_loops_over_layers():
         TransformersTarget(model)
 
 
+@pytest.mark.parametrize("chunk", [None, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_head_that_does_more_than_is_known_is_refused(dtype):
+def test_a_head_that_does_more_than_is_known_is_refused(dtype, chunk):
     torch.manual_seed(0)
     model = random_model(small_config(BertConfig, is_decoder=True, initializer_range=0.5)).to(dtype)
     with pytest.raises(UserError, match="BertLMHeadModel transforms its logits after the output layer"):
-        prefilled(TransformersTarget(model.eval()), Prompt(torch.tensor([[5, 6]])), 4)
+        prefilled(TransformersTarget(model.eval()), Prompt(torch.tensor([[5, 6]])), 4, chunk=chunk)
 
     for name in ("llama", "gemma2"):  # whose heads are known
         prefilled(TransformersTarget(text_model(name).to(dtype)), Prompt(torch.tensor([[5, 6]])))

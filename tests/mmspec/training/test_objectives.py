@@ -26,6 +26,7 @@ from mmspec.training.dflash import DFlashObjective
 from mmspec.training.eagle3 import Eagle3Objective
 from mmspec.training.kangaroo import KangarooObjective
 from mmspec.training.medusa import MedusaObjective
+from mmspec.training.objectives import LossInput
 from mmspec.training.small import distillation_loss
 from mmspec.training.tasks import head_weight, mask_token
 from mmspec.vision.training import HiddenStateObjective
@@ -104,7 +105,7 @@ def eagle3_case(target, config, layout, folder):
 def test_passes_of_eagle3(config, layout, loss, target, tmp_path):
     tensors, network, draft_ids, batch = eagle3_case(target, config, layout, tmp_path)
     tensors = {k: v.requires_grad_() if v.is_floating_point() else v for k, v in tensors.items()}
-    output = Eagle3Objective(4, decay=0.5, loss=loss)(network, target, batch, draft_ids)
+    output = Eagle3Objective(4, decay=0.5, loss=loss)(network, LossInput(target, batch, draft_ids))
     losses = eagle3_chains(eagle3.PlainHead(config, tensors, target.embed), target, batch, 4, loss)
     total = assert_losses(output, {"token": losses}, partial(pow, 0.5))
     names = ["fc.weight", "norm.weight", "lm_head.weight"]
@@ -120,7 +121,7 @@ def test_chains_that_are_dropped_leave_the_losses_of_the_others(config, target, 
     layout = "B" if "transformer_layer_config" in config else "A"
     tensors, network, draft_ids, batch = eagle3_case(target, config, layout, tmp_path)
     generator = torch.Generator().manual_seed(3)
-    output = Eagle3Objective(3, decay=0.5, keep=0.6)(network, target, batch, draft_ids, generator)
+    output = Eagle3Objective(3, decay=0.5, keep=0.6)(network, LossInput(target, batch, draft_ids, generator))
     with torch.no_grad():
         plain = eagle3_chains(eagle3.PlainHead(config, tensors, target.embed), target, batch, 3, "kl")
     kept = [plain[0]]
@@ -130,7 +131,7 @@ def test_chains_that_are_dropped_leave_the_losses_of_the_others(config, target, 
         kept.append(next(some for some in subsets if float(sum(some)) / len(some) == pytest.approx(mean, rel=1e-5)))
     assert len(kept[1]) < len(plain[1])
     assert_losses(detached(output), {"token": kept}, partial(pow, 0.5))
-    none = Eagle3Objective(3, decay=0.5, keep=0.0)(network, target, batch, draft_ids)
+    none = Eagle3Objective(3, decay=0.5, keep=0.0)(network, LossInput(target, batch, draft_ids))
     assert_losses(detached(none), {"token": plain[:1]}, partial(pow, 0.5))
 
 
@@ -202,7 +203,7 @@ def dflash_case(folder, causal=False, **heads):
 def test_blocks_of_dflash(loss, heads, causal, target, tmp_path):
     tensors, network, batch = dflash_case(tmp_path, causal, **({"from_anchor": True} | heads if heads else {}))
     narrow = torch.arange(0, 101, 2) if loss == "lk" else None
-    output = DFlashObjective(anchors=99, gamma=2.0, loss=loss)(network, target, batch, narrow)
+    output = DFlashObjective(anchors=99, gamma=2.0, loss=loss)(network, LossInput(target, batch, narrow))
     own = {name: tensor for name, tensor in tensors.items() if "_head." in name}
     with torch.no_grad():
         ids, first = ALL if narrow is None else narrow, network.config.first
@@ -216,9 +217,9 @@ def test_blocks_of_dflash(loss, heads, causal, target, tmp_path):
 @pytest.mark.parametrize("kind", ["gated", "rnn"])
 def test_heads_of_dspark_in_bfloat16(kind, target, tmp_path):
     _, network, batch = dflash_case(tmp_path, kind=kind, from_anchor=False)
-    whole = DFlashObjective(anchors=99)(network, target, batch).total.detach()
+    whole = DFlashObjective(anchors=99)(network, LossInput(target, batch)).total.detach()
     with torch.autocast("cpu", torch.bfloat16):
-        half = DFlashObjective(anchors=99)(network, target, batch).total.detach()
+        half = DFlashObjective(anchors=99)(network, LossInput(target, batch)).total.detach()
     torch.testing.assert_close(half, whole, rtol=0.02, atol=0.0)
 
 
@@ -228,7 +229,7 @@ def test_anchors_are_drawn_from_the_answers_without_repetition(target, tmp_path)
 
     def drawn(anchors, seed):
         generator = torch.Generator().manual_seed(seed)
-        return float(DFlashObjective(anchors)(network, target, batch, generator=generator).total.detach())
+        return float(DFlashObjective(anchors)(network, LossInput(target, batch, generator=generator)).total.detach())
 
     assert drawn(1, 0) == drawn(1, 0) != drawn(1, 5)
     assert drawn(99, 0) == pytest.approx(drawn(99, 5), rel=1e-5)
@@ -268,7 +269,7 @@ def test_heads_of_medusa_and_hydra(layout, loss, target, tmp_path):
     if layout == "hydra-prefix":
         network.take_shape(Hydra.shape_of(medusa_network(target.model, prefix=True)))
     assert layout != "vllm-narrow" or torch.equal(ids, medusa.MAP)
-    output = MedusaObjective(decay=0.7, loss=loss)(network, target, batch, ids)
+    output = MedusaObjective(decay=0.7, loss=loss)(network, LossInput(target, batch, ids))
     expected = medusa_heads(layout, tensors, target, batch, loss, ALL if ids is None else ids)
     assert_losses(detached(output), {"token": expected}, partial(pow, 0.7))
     gradients = torch.autograd.grad(output.total, list(network.parameters()))
@@ -355,7 +356,7 @@ def check_chains(network, target, batch, passes, draft_ids=None, seed=0, loss="k
     objective = HiddenStateObjective(
         passes, decay=0.5, slot_decay=0.9, hidden_weight=0.7, token_weight=0.3, noise=0.0, loss=loss, top_k=3
     )
-    output = objective(network, target, batch, draft_ids, torch.Generator().manual_seed(seed))
+    output = objective(network, LossInput(target, batch, draft_ids, torch.Generator().manual_seed(seed)))
     slots = network.config.slots
     offset = int(torch.randint(slots, (), generator=torch.Generator().manual_seed(seed)))
     found = plain_chains(network, target, batch, passes, draft_ids, offset, loss)
@@ -415,7 +416,7 @@ def test_glancing_replaces_wrong_predictions_by_true_states(target):
 
     def run(glancing, progress):
         objective = HiddenStateObjective(passes=2, noise=0.0, glancing=glancing)
-        return objective(network, target, batch, None, torch.Generator().manual_seed(0), progress).metrics
+        return objective(network, LossInput(target, batch, None, torch.Generator().manual_seed(0), progress)).metrics
 
     assert run(0.0, 0.0) == run(1.0, 1.0)
     shown = run(1.0, 0.0)
@@ -437,7 +438,7 @@ def test_noise_is_uniform_with_its_amplitude_and_comes_from_the_generator(target
     combine = network.combine
     monkeypatch.setattr(network, "combine", lambda e, hidden, v: read.append(hidden) or combine(e, hidden, v))
     for size, seed in ((0.1, 0), (0.1, 0), (0.1, 1), (0.03, 0)):
-        HiddenStateObjective(noise=size)(network, target, batch, None, torch.Generator().manual_seed(seed))
+        HiddenStateObjective(noise=size)(network, LossInput(target, batch, None, torch.Generator().manual_seed(seed)))
     first, same, other, small = (states - batch.hidden[:, :-1] for states in read[:: HiddenStateObjective().passes])
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
@@ -507,7 +508,7 @@ def test_next_tokens(kind, loss, ids, target):
         goal = target.head(batch.hidden[row, at])[chosen].softmax(-1).detach()
         losses.append(plain_loss(loss, goal, logits))
         right += int(logits.argmax() == goal.argmax())
-    output = make(loss)(network, target, batch, ids)
+    output = make(loss)(network, LossInput(target, batch, ids))
     total = assert_losses(output, {"token": [losses]}, lambda depth: 1.0)
     assert output.metrics["right_1"] == pytest.approx(right / len(places))
     if kind == "kangaroo":  # the loop's weights are copies
@@ -535,7 +536,7 @@ def test_a_batch_without_answers_has_no_loss(kind, target):
     """Nor does one whose answers have one token each."""
     objective, network_of = SILENT[kind]
     network, batch = network_of(target.model), random_batch(([(2, 3)], []), (4, 4), layers=3)
-    output = objective(network, target, batch)
+    output = objective(network, LossInput(target, batch))
     assert float(output.total.detach()) == 0.0
     assert not any(output.metrics.values())
 

@@ -524,8 +524,8 @@ def test_held_out_losses_are_means_over_answer_tokens():
             row[1 : 2 + counts[one.id]] = True  # the first of an answer is not predicted
         return Features(answer.long(), answer[..., None].float(), None, None, answer, None)
 
-    def objective(network, target, batch, *_):
-        count = (batch.answer.sum(1) - 1).float()
+    def objective(_, given):
+        count = (given.batch.answer.sum(1) - 1).float()
         mean = (count * count).sum() / count.sum()  # of a token: the length of its answer
         return LossOutput(mean, {"long": 3.0} if float(count.max()) > 2 else {})
 
