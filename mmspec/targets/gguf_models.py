@@ -49,7 +49,7 @@ def read_config(file: GGUFFile) -> tuple[Any, Keys]:
         raise UserError(
             f"{where}expected keys of {name} models, found {name}.{key} = {value!r:.100}, which is not known"
         )
-    return CONFIG_MAPPING[row.model_type].from_dict(fields), keys
+    return CONFIG_MAPPING[fields.pop("model_type", row.model_type)].from_dict(fields), keys
 
 
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
@@ -82,6 +82,7 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
         UserError: a tensor has no place in the model.
     """
     row, empty = ARCHITECTURES[file.architecture()], model.state_dict().keys()
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
     places = list(row.outer) + list(row.names)
     parts: defaultdict[str, list[tuple[int, GGUFTensor, Change | None]]] = defaultdict(list)
     for name, tensor in file.tensors.items():
@@ -90,8 +91,11 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
         if found is None and name in _USED:
             continue
         place, change = found if isinstance(found, tuple) else (found, None)
-        full = place if block is None else f"{row.layers.format(block)}.{place}"
-        known = next((key for key in (f"{full}{end or ''}", full) if key in empty), None)
+        layer = "" if block is None else f"{row.layers.format(block)}."
+        full = [f"{layer}{one}{last}" for one in (place or "").split("|") for last in (end or "", "")]
+        known = next((key for key in full if key in empty), None)
+        if place is not None and any(re.search(pattern, key) for pattern in ignored for key in full):
+            continue
         if place is None or known is None:
             raise UserError(
                 f"cannot load model {str(file.path)!r}: expected tensors of a {file.architecture()} model, "
