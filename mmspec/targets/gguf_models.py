@@ -119,6 +119,7 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
         UserError: a tensor has no place in the model and is not ``set_aside``.
     """
     row, empty, unused = _row(file), model.state_dict(), {*_USED, *set_aside(file)}
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
     places = list(row.outer) + list(row.names)
     parts: defaultdict[str, list[tuple[int, GGUFTensor, Change | None]]] = defaultdict(list)
     for name, tensor in file.tensors.items():
@@ -130,8 +131,11 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
             module, end = whole, None
         found = names.get(module)
         place, change = found if isinstance(found, tuple) else (found, None)
-        full = place if block is None else f"{row.layers.format(block)}.{place}"
-        known = next((key for key in (f"{full}{end or '.weight'}", full) if key in empty), None)
+        layer = "" if block is None else f"{row.layers.format(block)}."
+        full = [f"{layer}{one}{last}" for one in (place or "").split("|") for last in (end or ".weight", "")]
+        known = next((key for key in full if key in empty), None)
+        if place is not None and any(re.search(pattern, key) for pattern in ignored for key in full):
+            continue
         if place is None or known is None:
             raise UserError(
                 f"cannot load model {str(file.path)!r}: expected tensors of a {file.architecture()} model, "

@@ -151,7 +151,8 @@ def test_a_follow_up_computes_its_own_tokens(pipe):
         then = server.post({**asked, "messages": turns, "n": 1}).json()
         known = then["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert first["usage"]["prompt_tokens"] - 4 < known < then["usage"]["prompt_tokens"]
-        assert figures(server)["vllm:prefix_cache_hits_total"] == first["usage"]["prompt_tokens"] + known
+        shared = figures(server)["vllm:prefix_cache_hits_total"] - known
+        assert shared in (first["usage"]["prompt_tokens"], first["usage"]["prompt_tokens"] - 1)  # together or later
 
 
 def test_logprobs(server, pipe):
