@@ -69,6 +69,14 @@ class Keys:
             )
         return value[0]
 
+    def expect(self, key: str, *values: Any) -> None:
+        """Refuse a file with another value of a key, which may be missing."""
+        if (value := self(key, values[0])) not in values:
+            raise UserError(
+                f"cannot load model {str(self._file.path)!r}: expected {self._prefix}{key} = "
+                f"{' or '.join(map(str, values))}, got {value!r:.100}"
+            )
+
     def unread(self) -> dict[str, Any]:
         """Keys that were not read and may matter, with their values."""
         keys = {key: value for key, value in self._file.metadata.items() if key.startswith(self._prefix)}
