@@ -68,9 +68,9 @@ def _gpt_oss(keys: Keys) -> dict[str, Any]:
 
 
 def _interleaved(config: Any, gate: Tensor, up: Tensor) -> Tensor:
-    """Joins gate and up rows, (experts, rows, ...), alternating; weights transposed: (experts, hidden, 2 * rows)."""
-    joined = torch.stack((gate, up), 2).flatten(1, 2)
-    return joined.mT.contiguous() if joined.ndim == 3 else joined
+    """Joins gate and up features, alternating: biases, (experts, 2 * features), and transposed weights, (experts,
+    hidden, 2 * features)."""
+    return torch.stack([part.mT if part.ndim == 3 else part for part in (gate, up)], -1).flatten(-2)
 
 
 _OSS: Names = {
@@ -178,8 +178,8 @@ _LATENT: Names = {
 
 def _ernie(keys: Keys) -> dict[str, Any]:
     keys("expert_shared_feed_forward_length", None)  # the width of an expert times their number
+    keys.expect("interleave_moe_layer_step", 1)
     return decoder(keys) | {
-        "moe_layer_interval": keys("interleave_moe_layer_step"),
         "moe_layer_start_index": keys("leading_dense_block_count", 0),
         "moe_num_shared_experts": keys("expert_shared_count", 0),
         "use_bias": "blk.0.attn_q.bias" in keys.tensors,

@@ -18,6 +18,7 @@ from mmspec.errors import UserError
 from mmspec.targets import sources
 from mmspec.targets.gguf_file import GGUFFile, GGUFTensor
 from mmspec.targets.gguf_models import read_config, set_aside
+from tests.compiled import needs_kernels
 from tests.model_folders import write_gguf
 
 package = pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -299,7 +300,7 @@ def test_experts_in_mxfp4_have_the_weights_of_the_package(tmp_path: Path) -> Non
         ("qwen3moe", {"expert_weights_scale": 2.0}, "qwen3moe.expert_weights_scale = 2.0, which is not known"),
         ("qwen3moe", {"expert_feed_forward_length": None}, "the key qwen3moe.expert_feed_forward_length, found none"),
         ("qwen3moe", {"block_count": 4}, "block_count = 4 blocks, found 3"),
-        ("qwen3moe", {"nextn_predict_layers": 1}, "weights of Qwen3MoeForCausalLM|blocks"),
+        ("ernie4_5-moe", {"interleave_moe_layer_step": 2}, "interleave_moe_layer_step = 1, got 2"),
         ("dots1", {"expert_gating_func": 1}, "dots1.expert_gating_func = 2, got 1"),
         ("minimax-m2", {"expert_gating_func": 4}, "minimax-m2.expert_gating_func = 2, got 4"),
         ("deepseek2 v3", {"expert_gating_func": 3}, "deepseek2.expert_gating_func = .*, got 3"),
@@ -362,3 +363,15 @@ def test_weights_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     source = sources.find(path)
     source.model(transformers.AutoModelForCausalLM, source.config(), torch.bfloat16, True)
     assert max(most) == 2  # gate and up projections
+
+
+@needs_kernels
+def test_experts_are_not_read_in_float32_beside_packed_layers(tmp_path: Path) -> None:
+    model = save("qwen3moe", tmp_path / "one.gguf")
+    source = sources.find(str(tmp_path / "one.gguf"))
+    found, kind = source.model(transformers.AutoModelForCausalLM, source.config(), "int8", True)
+    layer, expected = found.model.layers[0], model.model.layers[0]
+    assert kind == "int8"
+    assert layer.self_attn.q_proj.stored
+    assert torch.equal(layer.mlp.experts.down_proj, expected.mlp.experts.down_proj.bfloat16())
+    assert layer.mlp.gate.weight.dtype == torch.float32
