@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mmspec.targets.gguf_keys import (
     ATTENTION,
+    EXPERTS,
     HEAD_NORMS,
     MLP,
     ROTARY,
@@ -27,7 +28,7 @@ _SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's expert_gating_func
 _PHI_SCALE = 1.243163121016122  # short_mscale and long_mscale of Phi-3.5-MoE, which its files lack
 
 _BIAS: Names = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
-_SHARED: Names = {name: place.replace("_expert.", "_experts.") for name, place in SHARED.items() if type(place) is str}
+_SHARED: Names = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
 _NORMED: Names = {"post_attention_norm": "post_attention_layernorm"}
 
 
@@ -67,9 +68,9 @@ def _gpt_oss(keys: Keys) -> dict[str, Any]:
 
 
 def _interleaved(config: Any, gate: Tensor, up: Tensor) -> Tensor:
-    """Joins gate and up rows, (experts, rows, ...), alternating; weights transposed: (experts, hidden, 2 * rows)."""
-    joined = torch.stack((gate, up), 2).flatten(1, 2)
-    return joined.mT.contiguous() if joined.ndim == 3 else joined
+    """Joins gate and up features, alternating: biases, (experts, 2 * features), and transposed weights, (experts,
+    hidden, 2 * features)."""
+    return torch.stack([part.mT if part.ndim == 3 else part for part in (gate, up)], -1).flatten(-2)
 
 
 _OSS: Names = {
@@ -86,8 +87,7 @@ _OSS: Names = {
 
 
 def _granite(keys: Keys) -> dict[str, Any]:
-    if not keys("rope.scaling.finetuned", True):
-        raise ValueError("expected rotary positions, got rope.scaling.finetuned false, of a model without")
+    keys.expect("rope.scaling.finetuned", True)  # otherwise without rotary positions
     found = _moe(keys)
     return found | {
         "attention_multiplier": keys("attention.scale", 0.0) or found["head_dim"] ** -0.5,
@@ -110,14 +110,6 @@ _GRANITE: Names = {
 }
 
 
-def _gating(keys: Keys, default: int) -> int:
-    """llama.cpp's number of the function of router logits."""
-    gating: int = keys("expert_gating_func", 0) or default
-    if gating not in (_SOFTMAX, _SIGMOID):
-        raise ValueError(f"expected expert_gating_func {_SOFTMAX} or {_SIGMOID}, got {gating}")
-    return gating
-
-
 def _routing(keys: Keys) -> dict[str, Any]:
     """Fields of mixtures with leading dense layers, groups of experts and shared experts."""
     return {
@@ -132,20 +124,21 @@ def _routing(keys: Keys) -> dict[str, Any]:
 
 
 def _sigmoid(keys: Keys) -> dict[str, Any]:
-    if _gating(keys, _SIGMOID) != _SIGMOID:
-        raise ValueError(f"expected expert_gating_func {_SIGMOID}, the sigmoid, got {_SOFTMAX}")
+    keys.expect("expert_gating_func", _SIGMOID)
     norms = "blk.0.attn_q_norm.weight" in keys.tensors
     return _moe(keys) | _routing(keys) | {"use_qk_norm": norms, "sliding_window": None}
 
 
 def _minimax(keys: Keys) -> dict[str, Any]:
-    return {name: one for name, one in _sigmoid(keys).items() if name in ("head_dim", "rope_parameters")}
+    keys.expect("expert_gating_func", _SIGMOID)
+    return decoder(keys)
 
 
 def _deepseek(keys: Keys) -> dict[str, Any]:
     vocab, layers = keys.tensors["token_embd.weight"].shape[0], keys("block_count")
     glm = vocab == 154_880 and layers in (47, 48)  # GLM-4.7-Flash
-    sigmoid = _gating(keys, _SIGMOID if glm else _SOFTMAX) == _SIGMOID
+    keys.expect("expert_gating_func", default := _SIGMOID if glm else _SOFTMAX, _SIGMOID, _SOFTMAX, 0)
+    sigmoid = (keys("expert_gating_func", 0) or default) == _SIGMOID
     rotated, size = keys("rope.dimension_count"), keys("attention.key_length_mla", keys("attention.key_length"))
     found = _routing(keys) | {
         "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
@@ -156,8 +149,8 @@ def _deepseek(keys: Keys) -> dict[str, Any]:
         "v_head_dim": keys("attention.value_length_mla", keys("attention.value_length")),
         "rope_parameters": {name: one for name, one in rope(keys).items() if name != "partial_rotary_factor"},
     }
-    if not sigmoid and found["norm_topk_prob"]:
-        raise ValueError("expected expert_weights_norm false with the softmax of DeepSeek-V2, got true")
+    if not sigmoid:  # DeepSeek-V2
+        keys.expect("expert_weights_norm", False)
     if found["n_group"] > 1:
         found["topk_method"] = "group_limited_greedy"
     scale = keys("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
@@ -185,8 +178,8 @@ _LATENT: Names = {
 
 def _ernie(keys: Keys) -> dict[str, Any]:
     keys("expert_shared_feed_forward_length", None)  # the width of an expert times their number
+    keys.expect("interleave_moe_layer_step", 1)
     return decoder(keys) | {
-        "moe_layer_interval": keys("interleave_moe_layer_step"),
         "moe_layer_start_index": keys("leading_dense_block_count", 0),
         "moe_num_shared_experts": keys("expert_shared_count", 0),
         "use_bias": "blk.0.attn_q.bias" in keys.tensors,
@@ -194,9 +187,8 @@ def _ernie(keys: Keys) -> dict[str, Any]:
 
 
 def _hunyuan(keys: Keys) -> dict[str, Any]:
-    width, shared = keys.uniform("feed_forward_length"), keys("expert_shared_count", 1)
-    if keys("expert_shared_feed_forward_length", width) != width or shared != 1:
-        raise ValueError(f"expected one shared expert of the width of others, {width}, got {shared}, or another width")
+    keys.expect("expert_shared_count", 1)
+    keys.expect("expert_shared_feed_forward_length", keys.uniform("feed_forward_length"))
     return _moe(keys)
 
 
@@ -204,27 +196,22 @@ _HUNYUAN: Names = {
     "attn_q_norm": "self_attn.query_layernorm",
     "attn_k_norm": "self_attn.key_layernorm",
     "ffn_gate_inp": "mlp.gate.wg",
-    "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
-    "ffn_up_shexp": "mlp.shared_mlp.up_proj",
-    "ffn_down_shexp": "mlp.shared_mlp.down_proj",
+    **{f"ffn_{name}_shexp": f"mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
 
 
 def _phi(keys: Keys) -> dict[str, Any]:
-    found = _moe(keys) | {"lm_head_bias": "output.bias" in keys.tensors}
+    window = keys("attention.sliding_window", 0) or None
+    found = _moe(keys) | {"lm_head_bias": "output.bias" in keys.tensors, "sliding_window": window}
     if found["rope_parameters"]["rope_type"] == "longrope":
         found["rope_parameters"] |= {"short_mscale": _PHI_SCALE, "long_mscale": _PHI_SCALE}
     return found
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "qwen2moe": Architecture("qwen2_moe", SIZES | _experts("num_experts"), ATTENTION | ROUTED | SHARED, more=_qwen2),
-    "qwen3moe": Architecture(
-        "qwen3_moe", SIZES | _experts("num_experts"), ATTENTION | HEAD_NORMS | ROUTED, more=_normalised
-    ),
-    "qwen3vlmoe": Architecture(
-        "qwen3_moe", SIZES | _experts("num_experts"), ATTENTION | HEAD_NORMS | ROUTED, more=_qwen3vl
-    ),
+    "qwen2moe": Architecture("qwen2_moe", SIZES | EXPERTS, ATTENTION | ROUTED | SHARED, more=_qwen2),
+    "qwen3moe": Architecture("qwen3_moe", SIZES | EXPERTS, ATTENTION | HEAD_NORMS | ROUTED, more=_normalised),
+    "qwen3vlmoe": Architecture("qwen3_moe", SIZES | EXPERTS, ATTENTION | HEAD_NORMS | ROUTED, more=_qwen3vl),
     "gpt-oss": Architecture(
         "gpt_oss", SIZES | _experts("num_local_experts", "intermediate_size"), ATTENTION | _OSS, more=_gpt_oss
     ),
@@ -287,7 +274,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         more=_phi,
     ),
 }
-EXPERTS: dict[str, Architecture] = {
+WITH_EXPERTS: dict[str, Architecture] = {
     "llama": Architecture(
         "mixtral",
         SIZES | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
@@ -295,4 +282,4 @@ EXPERTS: dict[str, Architecture] = {
         more=_moe,
     ),
 }
-"""Rows in place of others for files with experts."""
+"""Rows of names that stand for a dense model in files without experts."""

@@ -55,9 +55,10 @@ def read_config(file: GGUFFile) -> tuple[Any, Keys]:
 
 
 def _row(file: GGUFFile) -> Architecture:
-    """The row of a file's architecture; with experts, the row of ``EXPERTS`` if the name stands for two models."""
-    name = file.architecture()
-    rows = gguf_mixtures.EXPERTS if file.get("expert_count", 0) and name in gguf_mixtures.EXPERTS else ARCHITECTURES
+    """The row of a file's architecture; names of a dense model stand for a mixture in files with experts."""
+    name, rows = file.architecture(), ARCHITECTURES
+    if file.get("expert_count", 0):
+        rows = rows | gguf_mixtures.WITH_EXPERTS
     if name not in rows:
         raise UserError(
             f"cannot load model {str(file.path)!r}: expected an architecture out of "
