@@ -25,13 +25,16 @@ from mmspec.targets.gguf_keys import (
 )
 
 _RMS = "attention.layer_norm_rms_epsilon"
-_NO_GATE: Names = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _LAST_NORMS: Names = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_POST_NORMED: Names = {**ATTENTION, **HEAD_NORMS, **MLP, **_LAST_NORMS}  # without norms of the layer's inputs
-del _POST_NORMED["attn_norm"], _POST_NORMED["ffn_norm"]
+_POST_NORMED: Names = {
+    **{name: place for name, place in ATTENTION.items() if name not in ("attn_norm", "ffn_norm")},
+    **HEAD_NORMS,
+    **MLP,
+    **_LAST_NORMS,
+}
 
 
 def _sizes(epsilon: str) -> dict[str, str]:
@@ -371,9 +374,10 @@ _PHI3: Names = {
 }
 _NEMOTRON: Names = {
     **ATTENTION,
-    **_NO_GATE,
     "attn_norm": ("input_layernorm", minus_one),
     "ffn_norm": ("post_attention_layernorm", minus_one),
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }
 _HUNYUAN: Names = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _GLM4: Names = {

@@ -248,7 +248,7 @@ CASES: dict[str, Case] = {
     "exaone4": Case(
         "exaone4",
         "Exaone4",
-        {"num_hidden_layers": 5, "sliding_window": 13, "sliding_window_pattern": "LLLG", "head_dim": 8},
+        {"num_hidden_layers": 5, "sliding_window": 13, "sliding_window_pattern": 4, "head_dim": 8},
         {
             **head(8),
             "block_count": 5,
