@@ -11,7 +11,6 @@ import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from copy import copy
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
@@ -41,7 +40,7 @@ class VisionSource(LazySource):
     """
 
     def __init__(self, path: str | Path, mmproj: str | Path) -> None:
-        language = _as_text(GGUFFile(path))
+        language = GGUFFile(path)
         self._family = _family(GGUFFile(mmproj), language)
         super().__init__(str(gguf.index(language)), f"{path} with {mmproj}", self._weights, language)
 
@@ -70,16 +69,6 @@ class VisionSource(LazySource):
         weights: dict[str, Any] = {re.sub(r"^model\.", prefix, name): weight for name, weight in language.items()}
         with self._family.explained():
             return weights | self._family.weights(model)
-
-
-def _as_text(file: GGUFFile) -> GGUFFile:
-    """Read a Qwen-VL language model, unsupported by transformers, as Qwen2: only image positions differ."""
-    if file.architecture() != "qwen2vl":
-        return file
-    same = copy(file)
-    same.metadata = {re.sub(r"^qwen2vl\.", "qwen2.", key): value for key, value in file.metadata.items()}
-    same.metadata["general.architecture"] = "qwen2"
-    return same
 
 
 def _family(file: GGUFFile, language: GGUFFile) -> _Family:

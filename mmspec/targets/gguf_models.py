@@ -107,7 +107,8 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
     Raises:
         UserError: a tensor has no place in the model and is not ``set_aside``.
     """
-    row, empty, unused = _row(file), model.state_dict().keys(), {*_USED, *set_aside(file)}
+    row, empty, unused = _row(file), model.state_dict().keys(), set(set_aside(file))
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
     places = list(row.outer) + list(row.names)
     parts: defaultdict[str, list[tuple[int, GGUFTensor, Change | None]]] = defaultdict(list)
     for name, tensor in file.tensors.items():
@@ -118,9 +119,14 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
         if (whole := f"{module}{end or ''}") in names:
             module, end = whole, None
         found = names.get(module)
+        if found is None and name in _USED:
+            continue
         place, change = found if isinstance(found, tuple) else (found, None)
-        full = place if block is None else f"{row.layers.format(block)}.{place}"
-        known = next((key for key in (f"{full}{end or ''}", full) if key in empty), None)
+        layer = "" if block is None else f"{row.layers.format(block)}."
+        full = [f"{layer}{one}{last}" for one in (place or "").split("|") for last in (end or "", "")]
+        known = next((key for key in full if key in empty), None)
+        if known is None and place is not None and any(re.search(one, key) for one in ignored for key in full):
+            continue
         if place is None or known is None:
             raise UserError(
                 f"cannot load model {str(file.path)!r}: expected tensors of a {file.architecture()} model, "
@@ -130,8 +136,8 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
             (places.index(module), tensor, change if end != ".bias" or isinstance(change, Rows) else None)
         )
     made = {}
-    for key, found in parts.items():
-        ordered = sorted(found, key=lambda part: part[0])
+    for key, pieces in parts.items():
+        ordered = sorted(pieces, key=lambda part: part[0])
         made[key] = Weight([tensor for _, tensor, _ in ordered], ordered[0][2], model.config)
     return made
 
