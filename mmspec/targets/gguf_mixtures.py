@@ -22,6 +22,7 @@ from mmspec.targets.gguf_keys import (
     decoder,
     joined_experts,
     rope,
+    sliding,
 )
 
 _SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's expert_gating_func
@@ -29,6 +30,9 @@ _PHI_SCALE = 1.243163121016122  # short_mscale and long_mscale of Phi-3.5-MoE, w
 
 _BIAS: Names = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 _SHARED: Names = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
+_ERNIE_BIAS: Names = {
+    "exp_probs_b.bias": ("mlp.gate.moe_statics.e_score_correction_bias", lambda config, bias: bias.view(1, -1))
+}
 _NORMED: Names = {"post_attention_norm": "post_attention_layernorm"}
 
 
@@ -58,11 +62,7 @@ def _qwen3vl(keys: Keys) -> dict[str, Any]:
 
 
 def _gpt_oss(keys: Keys) -> dict[str, Any]:
-    sliding = keys("attention.sliding_window_pattern", 2)  # by layer, or period of full attention
-    layers = range(keys("block_count"))
-    slides = sliding if isinstance(sliding, list) else [layer % sliding < sliding - 1 for layer in layers]
-    kinds = ["sliding_attention" if slides[layer] else "full_attention" for layer in layers]
-    found = _moe(keys) | {"sliding_window": keys("attention.sliding_window"), "layer_types": kinds}
+    found = _moe(keys) | sliding(keys, 2)
     found["rope_parameters"]["truncate"] = False
     return found
 
@@ -209,68 +209,64 @@ def _phi(keys: Keys) -> dict[str, Any]:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "qwen2moe": Architecture("qwen2_moe", SIZES | EXPERTS, ATTENTION | ROUTED | SHARED, more=_qwen2),
-    "qwen3moe": Architecture("qwen3_moe", SIZES | EXPERTS, ATTENTION | HEAD_NORMS | ROUTED, more=_normalised),
-    "qwen3vlmoe": Architecture("qwen3_moe", SIZES | EXPERTS, ATTENTION | HEAD_NORMS | ROUTED, more=_qwen3vl),
+    "qwen2moe": Architecture("qwen2_moe", SIZES | EXPERTS, {**ATTENTION, **ROUTED, **SHARED}, more=_qwen2),
+    "qwen3moe": Architecture("qwen3_moe", SIZES | EXPERTS, {**ATTENTION, **HEAD_NORMS, **ROUTED}, more=_normalised),
+    "qwen3vlmoe": Architecture("qwen3_moe", SIZES | EXPERTS, {**ATTENTION, **HEAD_NORMS, **ROUTED}, more=_qwen3vl),
     "gpt-oss": Architecture(
-        "gpt_oss", SIZES | _experts("num_local_experts", "intermediate_size"), ATTENTION | _OSS, more=_gpt_oss
+        "gpt_oss", SIZES | _experts("num_local_experts", "intermediate_size"), {**ATTENTION, **_OSS}, more=_gpt_oss
     ),
     "granitemoe": Architecture(
         "granitemoeshared",
         SIZES | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        ATTENTION | ROTARY | _GRANITE,
+        {**ATTENTION, **ROTARY, **_GRANITE},
         more=_granite,
     ),
     "deepseek2": Architecture(
         "deepseek_v3",
         SIZES | _experts("n_routed_experts") | {"attention.kv_lora_rank": "kv_lora_rank"},
-        ATTENTION | _LATENT | MLP | ROUTED | _SHARED | _BIAS,
+        {**ATTENTION, **_LATENT, **MLP, **ROUTED, **_SHARED, **_BIAS},
         more=_deepseek,
     ),
     "glm4moe": Architecture(
         "glm4_moe",
         SIZES | _experts("n_routed_experts"),
-        ATTENTION | _NORMED | HEAD_NORMS | MLP | ROUTED | _SHARED | _BIAS,
+        {**ATTENTION, **_NORMED, **HEAD_NORMS, **MLP, **ROUTED, **_SHARED, **_BIAS},
         more=_sigmoid,
     ),
     "minimax-m2": Architecture(
         "minimax_m2",
         SIZES | _experts("num_local_experts", "intermediate_size"),
-        ATTENTION | HEAD_NORMS | ROUTED | {"exp_probs_b.bias": "mlp.e_score_correction_bias"},
+        {**ATTENTION, **HEAD_NORMS, **ROUTED, "exp_probs_b.bias": "mlp.e_score_correction_bias"},
         more=_minimax,
     ),
     "olmoe": Architecture(
         "olmoe",
         SIZES | {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
-        ATTENTION | HEAD_NORMS | ROUTED,
+        {**ATTENTION, **HEAD_NORMS, **ROUTED},
         more=_moe,
     ),
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe",
         SIZES | _experts("moe_num_experts") | {"expert_used_count": "moe_k"},
-        ATTENTION
-        | MLP
-        | ROUTED
-        | _SHARED
-        | {"exp_probs_b.bias": ("mlp.gate.moe_statics.e_score_correction_bias", lambda config, bias: bias.view(1, -1))},
+        {**ATTENTION, **MLP, **ROUTED, **_SHARED, **_ERNIE_BIAS},
         more=_ernie,
     ),
     "dots1": Architecture(
         "dots1",
         SIZES | _experts("n_routed_experts"),
-        ATTENTION | HEAD_NORMS | MLP | ROUTED | _SHARED | _BIAS,
+        {**ATTENTION, **HEAD_NORMS, **MLP, **ROUTED, **_SHARED, **_BIAS},
         more=_sigmoid,
     ),
     "hunyuan-moe": Architecture(
         "hunyuan_v1_moe",
         SIZES | _experts("num_experts", "intermediate_size") | {"expert_used_count": "moe_topk"},
-        ATTENTION | ROUTED | _HUNYUAN,
+        {**ATTENTION, **ROUTED, **_HUNYUAN},
         more=_hunyuan,
     ),
     "phimoe": Architecture(
         "phimoe",
         SIZES | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        ATTENTION | ROUTED | {"ffn_gate_inp": "mlp.router"},
+        {**ATTENTION, **ROUTED, "ffn_gate_inp": "mlp.router"},
         more=_phi,
     ),
 }
@@ -278,7 +274,7 @@ WITH_EXPERTS: dict[str, Architecture] = {
     "llama": Architecture(
         "mixtral",
         SIZES | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        ATTENTION | ROTARY | ROUTED,
+        {**ATTENTION, **ROTARY, **ROUTED},
         more=_moe,
     ),
 }

@@ -119,7 +119,7 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
     Raises:
         UserError: a tensor has no place in the model and is not ``set_aside``.
     """
-    row, empty, unused = _row(file), model.state_dict(), {*_USED, *set_aside(file)}
+    row, empty, unused = _row(file), model.state_dict(), set(set_aside(file))
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     places = list(row.outer) + list(row.names)
     parts: defaultdict[str, list[tuple[int, GGUFTensor, Change | None]]] = defaultdict(list)
@@ -131,6 +131,8 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
         if (whole := f"{module}{end or ''}") in names:
             module, end = whole, None
         found = names.get(module)
+        if found is None and name in _USED:
+            continue
         place, change = found if isinstance(found, tuple) else (found, None)
         layer = "" if block is None else f"{row.layers.format(block)}."
         full = [f"{layer}{one}{last}" for one in (place or "").split("|") for last in (end or ".weight", "")]
