@@ -36,12 +36,12 @@ def read_config(file: GGUFFile) -> tuple[Any, Keys]:
     Raises:
         UserError: the architecture is unknown, or a key is missing, has a wrong value or is unknown.
     """
-    row, keys = _row(file), Keys(file)
+    row, keys, name = _row(file), Keys(file), file.architecture()
     with explained(f"cannot load model {str(file.path)!r}", ValueError, KeyError, TypeError, StrictDataclassError):
-        count, blocks = keys("block_count"), {block for name in file.tensors if (block := _block(name)) is not None}
+        count, blocks = keys("block_count"), {block for one in file.tensors if (block := _block(one)) is not None}
         layers = count - keys("nextn_predict_layers", 0)
         if not set(range(layers)) <= blocks <= set(range(count)):
-            raise ValueError(f"expected tensors of {count} blocks, as block_count says, found {len(blocks)}")
+            raise ValueError(f"expected tensors of {name}.block_count = {count} blocks, found {len(blocks)}")
         fields = {one: keys.uniform(key, field=one) for key, one in row.keys.items()}
         fields["num_hidden_layers"] = layers
         fields |= {one: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for one, key in _TOKENS.items()}
@@ -50,7 +50,7 @@ def read_config(file: GGUFFile) -> tuple[Any, Keys]:
             raise ValueError("expected the tensor token_embd.weight, found none")
         fields |= {"vocab_size": file.tensors["token_embd.weight"].shape[0], **row.more(keys)}
         for key, value in keys.unread().items():
-            raise ValueError(f"expected known keys of {file.architecture()} models, found {key} = {shown(value)}")
+            raise ValueError(f"expected keys of {name} models, found {name}.{key} = {shown(value)}, which is not known")
         return CONFIG_MAPPING[fields.pop("model_type", row.model_type)].from_dict(fields), keys
 
 
