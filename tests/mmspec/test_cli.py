@@ -415,6 +415,7 @@ def test_embedded_models_state_what_they_were_trained_on(run, model):
         status, out, err = run(*args, name)
         assert (status, err) == (0, f"note: {limits}\n")
         assert json.loads(out)["model"] == name
+        assert_user_error(run(*args, name, "--drafter", "small:./nowhere"), "cannot load drafter './nowhere'")
     assert plugins.limits(model) is None
     assert run(*args, model)[2] == ""
 
