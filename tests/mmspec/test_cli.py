@@ -286,6 +286,12 @@ def test_user_errors_about_model_and_drafter(generate, args, expected):
     assert_user_error(generate("A", *args), *expected)
 
 
+def test_a_missing_model_is_reported_before_its_drafter(run, monkeypatch):
+    monkeypatch.setattr("mmspec.targets.checkpoints._obstacle", lambda: "it is away")
+    missing = ("--model", "nobody/model", "--drafter", "nobody/drafter")
+    assert_user_error(run("generate", "A", *missing), "cannot load model 'nobody/model'")
+
+
 def test_drafter_of_another_vocabulary(generate, tmp_path):
     other = save_text_model(tmp_path / "other", vocab=400)
     answers = [generate("A", "--max-new-tokens", "8", "--drafter", drafter) for drafter in ("none", f"small:{other}")]
