@@ -272,6 +272,22 @@ def test_user_errors_found_without_a_model(run, args, expected):
 
 
 @pytest.mark.parametrize(
+    ("option", "given", "expected"),
+    [
+        ("--drafter", "psychic", ["unknown drafter", "'psychic'"]),
+        ("--drafter", "psychic@chain3", ["unknown drafter", "'psychic'"]),
+        ("--model", __file__, [f"cannot load model {__file__!r}: expected a GGUF file, found one that begins with"]),
+        ("--mmproj", __file__, [f"cannot load model {__file__!r}: expected a GGUF file, found one that begins with"]),
+        ("--device", "cuda:1", ["device must be auto or one that torch can use here (cpu): got 'cuda:1'"]),
+    ],
+)
+def test_user_errors_found_without_torch(run, option, given, expected, monkeypatch):
+    monkeypatch.setattr("mmspec.cli.options.version", lambda _: "2.13.0+cpu")
+    monkeypatch.setitem(sys.modules, "mmspec.cli.session", None)  # it imports torch
+    assert_user_error(run("generate", "A", option, given), *expected)
+
+
+@pytest.mark.parametrize(
     ("args", "expected"),
     [
         (["--device", "toaster"], ["device", "'toaster'"]),
