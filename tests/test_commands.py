@@ -72,7 +72,7 @@ def test_help_has_groups_and_two_examples(
     ("name", "option", "text"),
     [
         ("tune", "prompts", "at least 7, the first is the warm-up"),
-        ("serve", "max_tokens", "at most; requests that name none get the model's max_new_tokens, else 256"),
+        ("serve", "max_tokens", "at most; by default the model's or 256."),
         ("demo", "models", "Embedded name, local folder, GGUF file or hub id; repeatable"),
     ],
 )

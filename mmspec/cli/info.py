@@ -158,9 +158,8 @@ def _model(name: str, described: bool) -> dict[str, Any]:
             return {"name": name, "problem": f"expected a model in {folder}, found none"}
         facts |= {"folder": str(folder), "bytes": sum(file.stat().st_size for file in files)}
         facts["default"] = name == plugins.default_model()
-        lacking = filter(lambda package: not find_spec(package), getattr(found, "packages", ()))
-        if names := ", ".join(lacking):
-            facts["problem"] = f"not ready: run make real, which installs {names}"
+        if lacking := [package for package in getattr(found, "packages", ()) if not find_spec(package)]:
+            facts["problem"] = f"not ready: run make real, which installs {', '.join(lacking)}"
         facts["generation_config"] = _generation_config(folder)
         facts |= _description(folder) if described else {}
     except Exception as error:  # plug-ins may raise anything; still list the other models

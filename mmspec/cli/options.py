@@ -230,13 +230,7 @@ def _usable_device(_: click.Context, __: click.Parameter, given: str) -> str:
 json_option = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object instead.")
 
 device_options = stack(
-    click.option(
-        "--device",
-        default="auto",
-        show_default=True,
-        help="auto, cpu, cuda, cuda:1, ...",
-        callback=_usable_device,
-    ),
+    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda:1, ...", callback=_usable_device),
     click.option(
         "--dtype",
         type=click.Choice(["auto", "float32", "bfloat16", "float16", "int8", "int4"]),
