@@ -122,11 +122,13 @@ clean:
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "error: Python 3.11 or newer is needed: $(PYTHON) is $$($(PYTHON) --version 2>&1); set PYTHON=..." >&2; exit 2; }
+	@echo "making $(VENV): ten seconds"
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
 # The CPU build of pip's indexes, else the one that uv finds, else the usual build.
 $(VENV)/.torch: $(VENV)/.created
+	@echo "installing torch$(if $(CPU_ONLY), for CPUs): $(if $(CPU_ONLY),about 200 MB in a minute or more,gigabytes in several minutes)"
 ifneq ($(or $(TORCH),$(if $(CPU_ONLY),,torch)),)
 	$(PIP) install "$(or $(TORCH),torch)"
 else
@@ -141,6 +143,7 @@ endif
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	@echo "installing mmspec, transformers and PyAV: about 100 MB in half a minute"
 	$(PIP) install --quiet --editable .
 	@touch $@
 

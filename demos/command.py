@@ -16,6 +16,7 @@ from mmspec import plugins
 from mmspec.cli.commands import Command
 from mmspec.cli.options import (
     API_KEY,
+    MODEL_HELP,
     Secret,
     adapt_of,
     adapt_options,
@@ -40,8 +41,7 @@ LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login 
 @click.option(
     "--model",
     "models",
-    help="Embedded name, local folder or hub id; repeatable, the first model is shown first.  "
-    f"[default: ({plugins.DEFAULT_MODEL})]",
+    help=f"{MODEL_HELP}; repeatable, the first model is shown first.  [default: ({plugins.DEFAULT_MODEL})]",
     shell_complete=complete("models"),
     **_NAMES,
 )

@@ -27,7 +27,7 @@ from mmspec.ops import cpu, cpu_library
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import MODELS, Source
 from mmspec.targets import sources
-from mmspec.targets.checkpoints import bars_on_terminals, cache_if_offline
+from mmspec.targets.checkpoints import bars_on_terminals, cache_if_offline, is_on_hub
 from mmspec.targets.lora import add_adapters
 from mmspec.targets.packing import QUANTISED, pack_model, packs_bfloat16, quantise_on_cuda, start_packing
 from mmspec.targets.processor import Processor
@@ -131,6 +131,9 @@ def load(
             raise UserError(f"processor= goes with a model object: got the model {shown(model)}, which brings its own")
         name = model if isinstance(model, str) else os.path.join(os.curdir, fspath(model))  # not a registered name
         folder = plugins.model_path(name)
+        if is_on_hub(folder):  # else a drafter that is not there either is reported in place of the model
+            with _located(folder) as (source, hub_options):
+                source.config(**(options | hub_options))
         # Drafter first, to report a misspelt name before loading a large model.
         speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
         try:

@@ -299,9 +299,14 @@ def loaded(group: str) -> dict[str, Any]:
 
 def find(group: str, name: str) -> Any:
     """The object registered under a name; raises ``UserError`` with the known names if there is none."""
+    return find_entry(group, name).load()
+
+
+def find_entry(group: str, name: str) -> EntryPoint:
+    """The plug-in registered under a name, not imported; errors as for ``find``."""
     for entry in registered(group):
         if entry.name == name:
-            return entry.load()
+            return entry
     known = names(group)
     hint = nearest(str(name), known)
     raise UserError(f"unknown {group.rstrip('s')}: expected one of {', '.join(known)}, got {name!r}{hint}")

@@ -68,6 +68,19 @@ def test_help_has_groups_and_two_examples(
         command.make_context(names[-1], words[len(names) :])
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "text"),
+    [
+        ("tune", "prompts", "at least 7, the first is the warm-up"),
+        ("serve", "max_tokens", "at most; by default the model's or 256."),
+        ("demo", "models", "Embedded name, local folder, GGUF file or hub id; repeatable"),
+    ],
+)
+def test_help_of_options(name: str, option: str, text: str) -> None:
+    (found,) = (one for one in COMMANDS[name,].params if one.name == option)
+    assert text in getattr(found, "help", "")
+
+
 def test_commands_take_their_model_as_model() -> None:
     """It is required where the result is for one model."""
     options = {" ".join(names): {one.opts[0]: one for one in command.params} for names, command in COMMANDS.items()}

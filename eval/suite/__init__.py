@@ -18,6 +18,9 @@ from mmspec.validation import Many, inherited, option, options
 if TYPE_CHECKING:
     from mmspec.eval.suite.scoring import Sample
 
+MEASURED = 6
+"""Prompts that `mmspec tune` needs after the warm-up: the range of fewer contains the median less often than 95 %."""
+
 SIZES = Listed(click.IntRange(1))
 """Type of an option that lists whole numbers above 0."""
 

@@ -12,7 +12,7 @@ import click
 from mmspec.cli.commands import Command
 from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, derived, json_option, model_options, trust_option
 from mmspec.errors import UserError
-from mmspec.eval.suite import SIZES, SuiteSettings, llama_server_option
+from mmspec.eval.suite import MEASURED, SIZES, SuiteSettings, llama_server_option
 from mmspec.files import alone
 from mmspec.jobs import ENGINES
 from mmspec.sampling.params import SamplingParams
@@ -78,7 +78,8 @@ def evaluate(
     "--prompts",
     type=FILE,
     required=True,
-    help="Your own: text with a prompt per line, or JSON Lines with prompt, images, videos.",
+    help="Your own: text with a prompt per line, or JSON Lines with prompt, images, videos; at least "
+    f"{MEASURED + 1}, the first is the warm-up.",
 )
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), default=3.0, show_default=True, help="Time limit.")
 @click.option(
@@ -121,6 +122,9 @@ def tune(
     methods, unfit = race.fitting_methods(pipe, drafters, sizes)
     for line in unfit:
         notes.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+    if len(requests) <= MEASURED:
+        few = f"note: a 95 % interval takes {MEASURED + 1} prompts, the first is the warm-up: got {len(requests)}"
+        notes.print(few, markup=False, highlight=False, soft_wrap=True)
     seconds = max(start + 60 * minutes - clock(), 1e-6)
     with show_progress(notes, "measuring") as show:
         contenders = race.race(pipe, requests, methods, decoding, seconds, show)

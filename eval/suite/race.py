@@ -19,6 +19,7 @@ from mmspec.drafters.registry import drafters_for, make_drafter, split
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, make_table, wide_console
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, decode, rotated
+from mmspec.eval.suite import MEASURED
 from mmspec.eval.suite.methods import PLAIN
 from mmspec.eval.suite.summary import median_interval
 from mmspec.eval.suite.tasks import rows_of
@@ -50,7 +51,6 @@ _FEWEST = 4  # minimum prompts to detect a small difference
 _CLEARLY = 0.9  # speed relative to the fastest for which two prompts suffice
 _ENOUGH = 16  # maximum prompts for the last method
 _NOISE = 1.1  # ratio of speed to tokens per step beyond which a prompt's times are noise
-_FEWEST_OF_INTERVAL = 6  # prompts: the range of fewer prompts contains the median less often than 95 %
 _WARM_UP = 32  # tokens
 
 
@@ -85,8 +85,8 @@ class Contender:
     @property
     def doubt(self) -> str:
         """Reason why the interval is unreliable; empty if it is reliable."""
-        if (count := len(self.ratios)) < _FEWEST_OF_INTERVAL:
-            return f"{count} measured prompts are too few for a 95 % interval, which takes {_FEWEST_OF_INTERVAL}"
+        if (count := len(self.ratios)) < MEASURED:
+            return f"{count} measured prompts are too few for a 95 % interval, which takes {MEASURED}"
         seemed = f"times are noise: in {self.noisy} of {count} prompts, the speed was above the tokens per step"
         return seemed if 4 * self.noisy > count else ""
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import click
 
 from mmspec import plugins
-from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError, missing_import, nearest
 
 Groups = Mapping[str, tuple[str, ...]]
@@ -240,6 +239,8 @@ def _section(name: str) -> str:
 def _summary(entry: EntryPoint) -> str:
     """Help line of a plug-in command: the drafter that it trains, or the package that provides it."""
     if entry.name in plugins.names("drafters"):
+        from mmspec.drafters.spec import DrafterSpec  # imports pydantic
+
         return f"Drafter {DrafterSpec.of(entry.name, plugins.find('drafters', entry.name)).label} for a model."
     return f"From {entry.module}."
 

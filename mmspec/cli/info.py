@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +153,15 @@ def _model(name: str, described: bool) -> dict[str, Any]:
 
     facts: dict[str, Any] = {"name": name}
     try:
+        found = plugins.find("models", name) if name in plugins.names("models") else None
         folder = Path(plugins.model_path(name))
         files = [folder] if folder.is_file() else [file for file in folder.rglob("*") if file.is_file()]
         if not any(file == folder or file.name == "config.json" for file in files) and file_in(folder) is None:
             return {"name": name, "problem": f"expected a model in {folder}, found none"}
         facts |= {"folder": str(folder), "bytes": sum(file.stat().st_size for file in files)}
+        facts["default"] = name == plugins.default_model()
+        if lacking := [package for package in getattr(found, "packages", ()) if not find_spec(package)]:
+            facts["problem"] = f"not ready: run make real, which installs {', '.join(lacking)}"
         facts["generation_config"] = _generation_config(folder)
         facts |= _description(folder) if described else {}
     except Exception as error:  # plug-ins may raise anything; still list the other models
@@ -229,7 +234,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         if "generation_config" not in m:
             return f"{m['name']}: {m['problem']}"
         defaults = ", ".join(f"{name} {value}" for name, value in m["generation_config"].items())
-        size = f"{m['name']}: {m['bytes'] / 1e6:.1f} MB in {m['folder']}"
+        size = f"{m['name']}{' (default)' * m['default']}: {m['bytes'] / 1e6:.1f} MB in {m['folder']}"
         notes = [f"defaults of requests: {defaults}"] if defaults else []
         return "; ".join([size, *notes, *([m["problem"]] if "problem" in m else [])])
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
+from importlib.metadata import version
 from itertools import chain
 from math import isfinite
 from pathlib import Path
@@ -20,7 +22,7 @@ from pydantic.fields import FieldInfo
 
 from mmspec import plugins
 from mmspec.adaptation import AdaptOptions
-from mmspec.errors import UserError, shown
+from mmspec.errors import UserError, explained, shown
 from mmspec.sampling.params import SamplingParams
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -199,10 +201,36 @@ def complete(group: str) -> Callable[..., list[str]]:
     return lambda ctx, param, incomplete: [name for name in plugins.names(group) if name.startswith(incomplete)]
 
 
+def _only_gguf(_: click.Context, __: click.Parameter, given: Any) -> Any:
+    """Refuse a file of another format, before torch is imported."""
+    if given is not None and given not in plugins.names("models") and os.path.isfile(given):
+        expected = f"cannot load model {str(given)!r}: expected a GGUF file"
+        with explained(expected, OSError), open(given, "rb") as file:
+            if not b"GGUF".startswith(magic := file.read(4)):
+                raise UserError(f"{expected}, found one that begins with {magic!r}")
+    return given
+
+
+def _registered_drafters(_: click.Context, __: click.Parameter, given: Any) -> Any:
+    """Refuse an unknown name that is no folder either, before torch is imported."""
+    for text in (given,) if isinstance(given, str) else given:
+        name = re.sub(r"@(tree|chain\d*)$", "", text)
+        if re.fullmatch(r"[\w-]+", name) and name not in ("auto", "none") and not os.path.exists(text):
+            plugins.find_entry("drafters", name)
+    return given
+
+
+def _usable_device(_: click.Context, __: click.Parameter, given: str) -> str:
+    """Refuse a GPU with a build of torch that has no CUDA, before torch is imported."""
+    if given.startswith("cuda") and version("torch").endswith("+cpu"):
+        raise UserError(f"device must be auto or one that torch can use here (cpu): got {given!r}")
+    return given
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object instead.")
 
 device_options = stack(
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
+    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda:1, ...", callback=_usable_device),
     click.option(
         "--dtype",
         type=click.Choice(["auto", "float32", "bfloat16", "float16", "int8", "int4"]),
@@ -214,13 +242,16 @@ device_options = stack(
 )
 
 
+MODEL_HELP = "Embedded name, local folder, GGUF file or hub id"
+
 model_option = click.option(
     "--model",
     default=plugins.default_model,
     show_default=plugins.DEFAULT_MODEL,
-    help="Embedded name, local folder, GGUF file or hub id.",
+    help=f"{MODEL_HELP}.",
     metavar="NAME",
     shell_complete=complete("models"),
+    callback=_only_gguf,
 )
 model_options = stack(model_option, device_options)
 
@@ -228,6 +259,7 @@ mmproj_option = click.option(
     "--mmproj",
     type=FILE,
     help="Vision tower and projector of a language model in a GGUF file: llama.cpp's mmproj file.",
+    callback=_only_gguf,
 )
 
 device_map_option = click.option(
@@ -248,6 +280,7 @@ _DRAFTER_HELP = (
 )
 
 _DRAFTER: dict[str, Any] = {"show_default": True, "metavar": "NAME", "shell_complete": complete("drafters")}
+_DRAFTER["callback"] = _registered_drafters
 
 drafter_option = click.option("--drafter", default="auto", help=_DRAFTER_HELP, **_DRAFTER)
 

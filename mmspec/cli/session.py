@@ -46,8 +46,6 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     """
     keywords = generation_keywords(options)
     notes = Console(stderr=True)
-    if not sample:
-        show_limits(notes, options["model"])
     if options["compare"] and ranks() > 1:
         raise UserError(f"--compare decodes with one rank: got one of {ranks()} ranks of a job")
     plan = "auto" if ranks() > 1 else None
@@ -55,6 +53,8 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     pipe = open_pipeline(notes, **{name: options[name] for name in LOADING}, tp_plan=plan, warm_up=0)
     if pipe.follow():
         return
+    if not sample:
+        show_limits(notes, options["model"])
     keywords |= {name: value for name, value in pipe.defaults.served.items() if keywords[name] is None}
     with show_steps(notes):
         _log.info("reading the prompt")

@@ -212,21 +212,21 @@ _INSTEAD: Mapping[str, Sequence[str]] = {
 
 def _endpoints(app: FastAPI) -> list[str]:
     """Methods and paths of the endpoints."""
-    return [f"{min(route.methods or ())} {route.path}" for route in app.routes if isinstance(route, APIRoute)]
+    return [f"{min(route.methods or ())} {route.path_format}" for route in app.routes if isinstance(route, APIRoute)]
 
 
 async def _respond(request: Request, error: Exception) -> Response:
     """Error response of a failed request; for an unknown path, it suggests an endpoint."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
-    request.scope[LOG].error = error
     if isinstance(error, HTTPException) and error.status_code == 404:
         path = request.url.path
         known = (
             instead for instead, prefixes in _INSTEAD.items() for one in prefixes if f"{path}/".startswith(f"{one}/")
         )
         expected = next(known, f"expected one of {', '.join(_endpoints(request.app))}")
-        return APIError(404, f"there is no {path[:100]} here: {expected}").response()
+        error = APIError(404, f"there is no {path[:100]} here: {expected}")
+    request.scope[LOG].error = error
     return as_api_error(error).response()
 
 

@@ -67,7 +67,8 @@ class Fields(BaseModel):
             if name not in known:
                 reason = f", {cls.refused[name]}" if name in cls.refused else ""
                 hint = "" if reason else nearest(name, known)
-                about = f"{reason}: expected it to be left out, got {shown(value)}{hint}"
+                found = str(value).lower() if isinstance(value, bool) else shown(value)  # as in JSON
+                about = f"{reason}: expected it to be left out, got {found}{hint}"
                 raise PydanticCustomError("unsupported", "{field}{reason}", {"field": name, "reason": about})
             left[name] = value
         return left

@@ -32,7 +32,7 @@ class Limits:
     max_waiting: int = option(32, "Choices that wait for others; further requests get status 429.", ge=0)
     max_body: int = option(32, "MiB of a request's body and of a downloaded file.", ge=1)
     max_characters: int = option(500_000, "Characters of a request's prompts.", ge=1)
-    max_tokens: int = option(2048, "Generated tokens of a choice, at most and by default.", ge=1)
+    max_tokens: int = option(2048, "Generated tokens of a choice, at most; by default the model's or 256.", ge=1)
     max_draft_tokens: int = option(64, "Draft tokens per step that a request may ask for.", ge=0, le=512)
     fixed_speculation: bool = option(False, "Refuse the fields speculative and num_draft_tokens of requests.")
     max_model_len: int = option(0, "Tokens of prompt and output together; 0 is the model's limit.", ge=0)

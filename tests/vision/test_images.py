@@ -253,7 +253,7 @@ def test_invalid_arrays_raise():
     [
         *((url, "received a URL") for url in ("http://a.b/c.png", "HTTPS://a.b/c", "s3://b/c", "file:///etc/x")),
         ("data:image/png,abc", "a data URI must be data:TYPE;base64,CONTENT: got another form"),
-        ("data:image/png;base64,???", "a data URI must contain base64: got"),
+        ("data:image/png;base64,???", "a data URI must contain base64: got other content"),
         ("Data:image/png;base64,aGVsbG8=", "<data URI>: expected an image, received text"),
     ],
 )

@@ -131,8 +131,6 @@ def _caption_folder(
     def note(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    if path != samples().resolve():
-        show_limits(console, options["model"])
     with alone(out.with_name(f".{out.name}.lock"), out), show_progress(console, "captioning") as show:
 
         def show_batch(done: int, files: int, skipped: Any) -> None:
@@ -141,6 +139,8 @@ def _caption_folder(
             show(done, files)
 
         captions, skipped = caption_folder(settings, out, batch_size, engine, workers, show_batch)
+    if path != samples().resolve():
+        show_limits(console, options["model"])
     note(f"{captions} captions in {out}, {skipped} files skipped")
     return skipped
 

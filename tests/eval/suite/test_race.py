@@ -169,6 +169,8 @@ def test_the_options_it_prints_decode(run, tmp_path):
     options = "--drafters", "ngram,recycle", "--sizes", "3", *size
     status, out, err = run.tune(save_text_model(tmp_path / "text"), "abc abc abc\nDescribe\n", *options)
     assert status == 0
+    few, err = err.split("\n", 1)
+    assert few == "note: a 95 % interval takes 7 prompts, the first is the warm-up: got 2"
     assert re.fullmatch(r"measuring: 0 %, 4 methods, [\d:]+\nmeasuring: 100 %, [\d:]+\n", err)
     *table, fastest, command = out.splitlines()
     assert fastest.startswith(f"no winner: {FEW.replace('5 measured', '1 measured')}; ")

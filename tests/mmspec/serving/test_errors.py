@@ -40,6 +40,8 @@ BODIES = {
     "v1/responses": {"model": "tiny-llava", "input": "A", "max_output_tokens": 1},
 }
 Error = tuple[dict[str, Any], str | None, str]
+ENDPOINTS = "POST /v1/chat/completions, POST /v1/completions, POST /v1/responses, POST /tokenize, POST /detokenize, "
+ENDPOINTS += "GET /v1/models/{name}, GET /v1/models, GET /, "
 ERRORS = {
     "v1/chat/completions": [
         ({"messages": user([URL])}, "messages[0].content[0].image_url.url", "image_url must be a data URI"),
@@ -113,7 +115,7 @@ ERRORS = {
     "chat/completions": [({}, None, "there is no /chat/completions here: the base URL ends with /v1")],
     "v1/conversations/x": [({}, None, "there is no /v1/conversations/x here: use POST /v1/responses with previous_")],
     "v1/audio/speech": [({}, None, "there is no /v1/audio/speech here: the model reads no audio")],
-    "v2": [({}, None, "there is no /v2 here: expected one of POST /v1/chat/completions, ")],
+    "v2": [({}, None, "there is no /v2 here: expected one of " + ENDPOINTS)],
 }
 
 

@@ -240,6 +240,7 @@ def test_requests_that_fail_are_lines(server, lines, monkeypatch):
     assert (wrong["status"], wrong["finish"], wrong["level"]) == ("400", "error", "INFO")
     assert wrong["error"] == "top_p must be <= 1: got 2"
     assert (unknown["endpoint"], unknown["status"]) == ("GET /x%0A%22y", "404")
+    assert unknown["error"].startswith("there is no /x")
     assert (refused["endpoint"], refused["status"], refused["finish"]) == ("GET /v1/models", "403", "error")
     assert {"id", "prompt_tokens", "queue_s"}.isdisjoint(wrong)
 

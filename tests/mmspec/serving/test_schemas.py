@@ -49,7 +49,7 @@ CASES = [
     ),
     ({"messages": [5]}, "messages[0] must be an object: got 5"),
     ({"messages": [{"role": "user"}]}, "messages[0].content is required"),
-    ({"use_beam_search": True}, "use_beam_search is not supported: expected it to be left out, got True"),
+    ({"use_beam_search": True}, "use_beam_search is not supported: expected it to be left out, got true"),
     (
         {"response_format": {**FORMAT, "json_schema": {"schem": {}, **FORMAT["json_schema"]}}},
         "response_format.json_schema.schem is not supported: expected it to be left out, got {}; did you mean schema?",
