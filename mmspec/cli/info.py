@@ -177,17 +177,18 @@ def _description(path: Path) -> dict[str, Any]:
 
     from mmspec.loading import load_config, load_processor
     from mmspec.targets.gguf_file import GGUFFile, file_in
-    from mmspec.targets.gguf_models import set_aside
+    from mmspec.targets.gguf_models import read_config, set_aside
 
     config, template = load_config(str(path)), load_processor(str(path)).chat_template_text()
-    text, counts, sampling, unused = config.get_text_config(), Counter[str](), {}, list[str]()
+    text, counts, sampling = config.get_text_config(), Counter[str](), {}
+    unused, keys = list[str](), dict[str, str]()
     if (found := file_in(path)) is not None:
         file = GGUFFile(found)
         for tensor in file.tensors.values():
             counts[tensor.format] += prod(tensor.shape)
         named = file.metadata.items()
         sampling = {key.removeprefix(_SAMPLING): value for key, value in named if key.startswith(_SAMPLING)}
-        unused = set_aside(file)
+        unused, keys = set_aside(file), read_config(file)[1].report()
     for part in [] if found else path.glob("*.safetensors"):
         with safe_open(part, "pt") as weights:
             for weight in map(weights.get_slice, weights.keys()):
@@ -199,6 +200,7 @@ def _description(path: Path) -> dict[str, Any]:
         "weights": {kind: round(count / counts.total(), 4) for kind, count in counts.most_common()},
         "chat_template": next((kind for mark, kind in _TEMPLATES.items() if mark in template), template and "its own"),
         "sampling": sampling,
+        "keys": keys,
         "set_aside": unused,
     }
 
@@ -248,6 +250,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
             f"vocabulary: {m['vocabulary']} tokens",
             f"weights: {weights or 'in another format than safetensors or GGUF'}",
             f"chat template: {m['chat_template'] or 'none'}",
+            *([f"keys: {', '.join(f'{key}: {use}' for key, use in m['keys'].items())}"] if m["keys"] else []),
             *([f"sampling in the file, which is not applied: {sampling}"] if sampling else []),
             *([f"tensors set aside, of blocks after the model's: {set_aside}"] if set_aside else []),
         ]

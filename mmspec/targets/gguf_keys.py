@@ -47,7 +47,7 @@ class Keys:
             if default is _REQUIRED:
                 raise ValueError(f"expected the key {name}, found none")
             return default
-        self.fields[key] = field
+        self.fields[key] = field or self.fields.get(key)
         return self._file.number(name) if key.endswith(_NUMBERS) else self._file.metadata[name]
 
     def uniform(self, key: str, default: Any = _REQUIRED, field: str | None = None) -> Any:
@@ -80,6 +80,11 @@ class Keys:
         if isinstance(value, list) and len(value) != layers:
             raise ValueError(f"expected {layers} values as {self._prefix}{key}, got {len(value)}")
         return value if isinstance(value, list) else [value] * layers
+
+    def report(self) -> dict[str, str]:
+        """What each key was read as: fields of the configuration, "read" with others, or "changes nothing"."""
+        found = {key.removeprefix(self._prefix) for key in self._file.metadata if key.startswith(self._prefix)}
+        return {key: self.fields[key] or "read" if key in self.fields else "changes nothing" for key in sorted(found)}
 
     def unread(self) -> dict[str, Any]:
         """Keys that were not read and may matter, with their values."""

@@ -192,7 +192,7 @@ def test_what_cannot_be_removed_is_not_counted(run, tmp_path, monkeypatch):
 def test_info_shows_what_a_file_or_folder_contains(run, model, tmp_path):
     gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
     marked = {"tokenizer.chat_template": "<|im_start|>{{ messages }}", "general.sampling.top_k": 7}
-    file = save_gguf(tmp_path / "blob", entries={**marked, "llama.nextn_predict_layers": 1})
+    file = save_gguf(tmp_path / "blob", entries={**marked, "llama.nextn_predict_layers": 1, "llama.vocab_size": 259})
     sizes = {}
     for tensor in gguf.GGUFReader(file).tensors:
         sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
@@ -202,6 +202,8 @@ def test_info_shows_what_a_file_or_folder_contains(run, model, tmp_path):
     assert len(sizes) > 2
     last = [tensor.name for tensor in gguf.GGUFReader(file).tensors if tensor.name.startswith("blk.1.")]
     assert shown["set_aside"] == last
+    read = {"embedding_length": "hidden_size", "rope.freq_base": "read", "vocab_size": "changes nothing"}
+    assert {key: shown["keys"][key] for key in read} == read
     assert last
     config = mmspec.load(str(file), drafter=None).model.config
     for facts, own in ((shown, config), (_described(run, model), AutoConfig.from_pretrained(model))):
