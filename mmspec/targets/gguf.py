@@ -29,13 +29,7 @@ import transformers
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.integrations.gguf import (
-    GGUF_CONFIG_ARCHS,
-    convert_gguf_tokenizer,
-    get_gguf_config,
-    get_gguf_tokenizer,
-    reader,
-)
+from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
 from transformers.modeling_gguf_pytorch_utils import (
     TENSOR_PROCESSORS,
     TensorProcessor,
@@ -47,6 +41,7 @@ from mmspec.errors import UserError, explained, missing
 from mmspec.files import cache_folder, make_folder
 from mmspec.ops import cpu_library
 from mmspec.quantisation.formats import FORMATS, StoredRows
+from mmspec.targets import gguf_tokenizer
 from mmspec.targets.tree_layers import replaced
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
@@ -311,7 +306,7 @@ def _package(file: str) -> Any:
     return gguf
 
 
-_FORMAT = 6  # of the folder
+_FORMAT = 7  # of the folder
 _TOKENIZER, _OPTIONS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _UNSUPPORTED = (ValueError, KeyError, NotImplementedError, TypeError, IndexError)
 _SAMPLING = {  # keys below general.sampling, and llama.cpp's defaults
@@ -372,7 +367,7 @@ def read_tokenizer(folder: Path, **more: Any) -> Any:
 
 
 def generation_config(file: GGUFFile, config: Any) -> GenerationConfig:
-    """Generation config of a model, with the end-of-text, end-of-turn and end-of-message tokens as EOS.
+    """Generation config of a model, with the tokens that end an answer as EOS, and those that never occur in one.
 
     It also has ``gguf_format``, llama.cpp's name of the file's format, and ``gguf_sampling``, default sampling
     parameters for commands and servers: the file's, or else llama.cpp's.
@@ -382,6 +377,8 @@ def generation_config(file: GGUFFile, config: Any) -> GenerationConfig:
     made = GenerationConfig.from_model_config(config)
     if ends := _ends(file, config.vocab_size):
         made.eos_token_id = ends
+    if suppressed := file.metadata.get("tokenizer.ggml.suppress_tokens"):
+        made.suppress_tokens = [token for token in suppressed if 0 <= token < config.vocab_size]
     sampling = {
         name: type(usual)(max(0, round(file.metadata.get(f"general.sampling.{key}", usual), 6)))
         for name, (key, usual) in _SAMPLING.items()
@@ -469,20 +466,15 @@ def scale_frequencies(file: GGUFFile, model: Any) -> None:
 
 
 def _tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
-    """Tokenizer that transformers converts from the file's arrays, and options of its class."""
-    with (
-        explained(f"cannot load model {str(file.path)!r}: expected a vocabulary of a known kind", Exception),
-        replaced({(reader, "read_gguf_metadata"): _giving(file, (file.metadata, tuple(file.tensors)))}),
-    ):
-        architecture, arrays, options = get_gguf_tokenizer(str(file.path))
-        made, more = convert_gguf_tokenizer(architecture, arrays)
-    return made, {**options, **more}
+    """The file's tokenizer, and options of its class."""
+    with explained(f"cannot load model {str(file.path)!r}", Exception):
+        return gguf_tokenizer.build(file.metadata)
 
 
 def _ends(file: GGUFFile, vocab: int) -> list[int]:
-    """EOS tokens: end of text, of turn and of message. transformers reads only the first."""
-    ids = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return [token for token in dict.fromkeys(ids) if token is not None and 0 <= token < vocab]
+    """EOS tokens: end of text, of turn and of message, and others by their texts."""
+    with explained(f"cannot load model {str(file.path)!r}", Exception):
+        return [token for token in gguf_tokenizer.Vocabulary(file.metadata).ends if token < vocab]
 
 
 @contextmanager
