@@ -58,7 +58,8 @@ _NO_ENDS = {  # those that do not if the vocabulary has a token of each list too
 _CONTRACTION = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _START, _SIGNS, _BLANKS = r"[^\r\n\p{L}\p{N}]?", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _DIGIT, _DIGITS, _LINES = r"\p{N}", r"\p{N}{1,3}", r"[^\n]+|\n+"
-_THREES = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # digits in threes from the right, with the text before them
+# Digits in threes from the right, the first with the text before them. The time is linear in texts without digits.
+_THREES = r"\P{N}*+\p{N}{1,3}(?=(?:\p{N}{3})*+(?!\p{N}))|\P{N}++"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _QWEN2 = rf"{_CONTRACTION}|{_START}\p{{L}}+|{_DIGIT}|{_SIGNS}|{_BLANKS}"
 _QWEN35 = rf"{_CONTRACTION}|{_START}[\p{{L}}\p{{M}}]+|{_DIGIT}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}"
@@ -90,10 +91,8 @@ def _with_marks(digits: str) -> str:
 
 _HAN = r"\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2EBEF}\x{F900}-\x{FAFF}\x{2F800}-\x{2FA1F}"
 _KIMI = rf"[{_HAN}]+|{_START}[\p{{L}}&&[^{_HAN}]]+{_CONTRACTION}?|{_DIGITS}|{_SIGNS}|{_BLANKS}"
-_YOUTU = (
-    r"[가-힣ㄱ-ㆎ]+|[…“”—、-\x{303F}\x{FF01}\x{2018}\x{2019}\x{FF1A}\x{FF1B}\x{FF0C}\x{FE30}-\x{FE4F}]+|[ㄅ-ㄯ]+|"
-    rf"{_KANA}"
-)
+_WIDE_SIGNS = r"[…“”—、-\x{303F}\x{FF01}\x{2018}\x{2019}\x{FF1A}\x{FF1B}\x{FF0C}\x{FE30}-\x{FE4F}]+"
+_YOUTU = rf"[가-힣ㄱ-ㆎ]+|{_WIDE_SIGNS}|[ㄅ-ㄯ]+|{_KANA}"
 _AFMOE = (
     r"[一-\x{9FFF}㐀-\x{4DBF}\x{8C48}-\x{FAFF}\x{3040}-\x{30FF}･-ﾟ\x{2F00}-\x{2FDF}\x{0E40}-\x{0EFF}\x{1780}-\x{17FF}"
     r"\x{1000}-\x{109F}\x{AA60}-\x{AA7F}\x{A9E0}-\x{A9FF}\x{AC00}-\x{D7AF}\x{1100}-\x{11FF}]+"
