@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,14 @@ import transformers
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast
-from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer, reader
 
 from mmspec.errors import UserError, explained
 from mmspec.files import cache_folder, fill_folder
+from mmspec.targets import gguf_tokenizer
 from mmspec.targets.gguf_file import GGUFFile
 from mmspec.targets.gguf_models import read_config
-from mmspec.targets.tree_layers import replaced
 
-_FORMAT = 7  # of the folder
+_FORMAT = 8  # of the folder
 _TOKENIZER, _OPTIONS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _SAMPLING = {  # keys below general.sampling, and llama.cpp's defaults
     "temperature": ("temp", 0.8),
@@ -88,7 +87,7 @@ def read_tokenizer(folder: Path, **more: Any) -> Any:
 
 
 def generation_config(file: GGUFFile, config: Any) -> GenerationConfig:
-    """Generation config of a model, with the end-of-text, end-of-turn and end-of-message tokens as EOS.
+    """Generation config of a model, with the tokens that end an answer as EOS, and those that never occur in one.
 
     It also has ``gguf_format``, llama.cpp's name of the file's format, and ``gguf_sampling``, default sampling
     parameters for commands and servers: the file's, or else llama.cpp's.
@@ -98,6 +97,8 @@ def generation_config(file: GGUFFile, config: Any) -> GenerationConfig:
     made = GenerationConfig.from_model_config(config)
     if ends := _ends(file, config.vocab_size):
         made.eos_token_id = ends
+    if suppressed := file.metadata.get("tokenizer.ggml.suppress_tokens"):
+        made.suppress_tokens = [token for token in suppressed if 0 <= token < config.vocab_size]
     sampling = {
         name: type(usual)(max(0, round(file.number(f"general.sampling.{key}", usual), 6)))
         for name, (key, usual) in _SAMPLING.items()
@@ -149,32 +150,15 @@ def scale_frequencies(file: GGUFFile, model: Any) -> None:
 
 
 def _tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
-    """Tokenizer that transformers converts from the file's arrays, and options of its class."""
-    with (
-        explained(f"cannot load model {str(file.path)!r}: expected a vocabulary of a known kind", Exception),
-        replaced({(reader, "read_gguf_metadata"): _giving(file, (file.metadata, tuple(file.tensors)))}),
-    ):
-        architecture, arrays, options = get_gguf_tokenizer(str(file.path))
-        made, more = convert_gguf_tokenizer(architecture, arrays)
+    """The file's tokenizer, and options of its class."""
+    with explained(f"cannot load model {str(file.path)!r}", Exception):
+        made, options = gguf_tokenizer.build(file.metadata)
     ids = ((part, file.metadata.get(f"tokenizer.ggml.{name}_token_id")) for name, part in _INFILL.items())
     known = range(len(file.metadata["tokenizer.ggml.tokens"]))
-    return made, {**options, **more, "fim_token_ids": {part: one for part, one in ids if one in known}}
+    return made, {**options, "fim_token_ids": {part: one for part, one in ids if one in known}}
 
 
 def _ends(file: GGUFFile, vocab: int) -> list[int]:
-    """EOS tokens: end of text, of turn and of message. transformers reads only the first."""
-    ids = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return [token for token in dict.fromkeys(ids) if token is not None and 0 <= token < vocab]
-
-
-def _giving(file: GGUFFile, value: Any) -> Any:
-    """Replacement for ``replaced``: a reader that returns ``value`` for this file."""
-
-    def make(plain: Any) -> Any:
-        @wraps(plain, updated=())
-        def read(path: Any, *args: Any, **kwargs: Any) -> Any:
-            return value if str(path) == str(file.path) else plain(path, *args, **kwargs)
-
-        return read
-
-    return make
+    """EOS tokens: end of text, of turn and of message, and others by their texts."""
+    with explained(f"cannot load model {str(file.path)!r}", Exception):
+        return [token for token in gguf_tokenizer.Vocabulary(file.metadata).ends if token < vocab]
