@@ -159,6 +159,8 @@ def _tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def _ends(file: GGUFFile, vocab: int) -> list[int]:
-    """EOS tokens: end of text, of turn and of message, and others by their texts."""
+    """EOS tokens: end of text, of turn and of message, and others by their texts; none without a vocabulary."""
+    if "tokenizer.ggml.tokens" not in file.metadata:
+        return []
     with explained(f"cannot load model {str(file.path)!r}", Exception):
         return [token for token in gguf_tokenizer.Vocabulary(file.metadata).ends if token < vocab]
