@@ -354,10 +354,7 @@ CASES: dict[str, Case] = {
         {"rope_freqs.weight": torch.tensor([1.0, 1.0] + [1e30] * 6)},
     ),
     "glm4": Case(
-        "glm4",
-        "Glm4",
-        {"head_dim": 16, "attention_bias": True, **partly(0.5)},
-        {**head(16), "rope.dimension_count": 8},
+        "glm4", "Glm4", {"head_dim": 16, "attention_bias": True, **partly(0.5)}, {**head(16), "rope.dimension_count": 8}
     ),
     "gpt2": Case(
         "gpt2",
@@ -413,12 +410,7 @@ CASES: dict[str, Case] = {
             "head_dim": 16,
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.25},
         },
-        {
-            **head(16),
-            **YARN_KEYS,
-            "rope.scaling.yarn_log_multiplier": 0.5,
-            "attention.temperature_scale": 0.25,
-        },
+        {**head(16), **YARN_KEYS, "rope.scaling.yarn_log_multiplier": 0.5, "attention.temperature_scale": 0.25},
         paired,
     ),
     "mistral3 of one temperature": Case("mistral3", "Mistral", {"sliding_window": None}, {}, paired),
