@@ -260,7 +260,7 @@ CASES: dict[str, Case] = {
     "falcon": Case(
         "falcon",
         "Falcon",
-        {**GROUPS, "num_kv_heads": 1, "max_position_embeddings": 2048},
+        {**GROUPS, "num_kv_heads": 1},
         {**EPSILON, "feed_forward_length": 192, "attention.head_count_kv": 1, "tensor_data_layout": "jploski"},
         of_falcon,
     ),
@@ -532,7 +532,8 @@ def test_logits_are_those_of_the_model_that_was_written(name: str, tmp_path: Pat
         expected = model(ids).logits
         assert expected.std() > 0.3
         torch.testing.assert_close(found(ids).logits, expected, rtol=0, atol=1e-5)
-    assert found.config.max_position_embeddings == model.config.max_position_embeddings or case.kind == "Falcon"
+    if case.kind not in ("Bloom", "Falcon"):  # without one, and with one that is not in files
+        assert found.config.max_position_embeddings == model.config.max_position_embeddings
 
 
 def test_every_architecture_has_a_case() -> None:
