@@ -412,7 +412,7 @@ FACTORS = {"rope_factors_long": np.arange(1, 9), "rope_factors_short": np.ones(8
 @pytest.mark.parametrize(
     ("scaling", "factors", "expected"),
     [
-        ("linear", {}, {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 16}),
+        ("linear", {}, {"rope_type": "linear", "factor": 4.0}),
         ("yarn", {}, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}),
         ("none", {}, {"rope_type": "default"}),
         (

@@ -307,6 +307,20 @@ CASES: dict[str, Case] = {
         },
         plus_one,
     ),
+    "gemma3 of 62 layers, none with a window": Case(
+        "gemma3",
+        "Gemma3Text",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 8,
+            "num_hidden_layers": 62,
+            "initializer_range": 0.1,
+            "layer_types": [FULL] * 62,
+            "rope_parameters": {FULL: {"rope_type": "default", "rope_theta": BASE}},
+        },
+        {**head(16), "block_count": 62},
+        plus_one,
+    ),
     "gemma4": Case(
         "gemma4",
         "Gemma4Text",
