@@ -222,10 +222,10 @@ def test_a_file_given_takes_precedence_over_the_folders(tmp_path):
 
 
 def test_what_files_state_of_the_language_model(tmp_path):
-    metadata = {"attention.value_length": 16, "attention.key_length": 16, "rope.freq_base_swa": 5e3}
+    metadata = {"attention.value_length": 32, "attention.key_length": 32, "rope.freq_base_swa": 5e3}
     metadata = {f"gemma3.{name}": value for name, value in metadata.items()}
     text = opened("gemma3", tmp_path, metadata=metadata).config().text_config
-    assert (text.query_pre_attn_scalar, text.head_dim) == (16, 16)
+    assert (text.query_pre_attn_scalar, text.head_dim) == (32, 32)
     assert text.rope_parameters["sliding_attention"]["rope_theta"] == 5e3
 
 
