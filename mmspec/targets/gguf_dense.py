@@ -197,7 +197,9 @@ def _gemma3(keys: Keys) -> dict[str, Any]:
     found = _scaled(keys, 62) | {"final_logit_softcapping": keys("final_logit_softcapping", 0.0) or None}
     local = {"rope_type": "default", "rope_theta": keys("rope.freq_base_swa", 10_000.0)}
     found["rope_parameters"] = {"full_attention": found["rope_parameters"], "sliding_attention": local}
-    return found | sliding(keys, 6, 0)
+    kinds = sliding(keys, 6, 0)
+    kinds["sliding_window"] = kinds["sliding_window"] or keys("context_length")  # transformers makes a mask of it
+    return found | kinds
 
 
 _GEMMA4: Names = {
