@@ -221,6 +221,14 @@ def test_a_file_given_takes_precedence_over_the_folders(tmp_path):
     assert list(pipe.hf_processor.image_processor.image_mean) == [0.25] * 3
 
 
+def test_what_files_state_of_the_language_model(tmp_path):
+    metadata = {"attention.value_length": 32, "attention.key_length": 32, "rope.freq_base_swa": 5e3}
+    metadata = {f"gemma3.{name}": value for name, value in metadata.items()}
+    text = opened("gemma3", tmp_path, metadata=metadata).config().text_config
+    assert (text.query_pre_attn_scalar, text.head_dim) == (32, 32)
+    assert text.rope_parameters["sliding_attention"]["rope_theta"] == 5e3
+
+
 def test_what_files_state_of_images(tmp_path):
     """LLaVA's features of several layers, InternVL's numbers of tiles."""
     source = opened("llava", tmp_path, metadata={"clip.vision.feature_layer": [1, 2]})
