@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from mmspec import plugins
 from mmspec.cli import main
-from mmspec.cli.commands import train
+from mmspec.cli.commands import debug_option, train
 from mmspec.cli.options import Output
 from tests.commandline import assert_user_error, runner
 
@@ -46,6 +46,9 @@ def test_help_has_groups_and_two_examples(
     text = capfd.readouterr().out
     titles = re.findall(r"^([A-Z][a-z ]+):$", text, re.MULTILINE)
     assert [titles[0], titles[-1]] == ["Options", "Examples"]
+    assert debug_option in command.params
+    shown = getattr(plugins.find("train", names[1]), "text", "") if names[0] == "train" else ""
+    assert "".join(shown.split()) in "".join(text.split())
     options = text.partition("\nOptions:\n")[2]
     assert len(re.findall(r"^  -", options.partition("\n\n")[0], re.MULTILINE)) <= 10
     for option in command.params:

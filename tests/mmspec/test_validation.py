@@ -5,12 +5,13 @@ from __future__ import annotations
 from math import inf, nan
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 from pydantic import FilePath, NonNegativeInt
 
-from mmspec import UserError
+from mmspec import UserError, workers
 from mmspec.errors import explained, first_line, shown
 from mmspec.validation import Many, Text, check, inherited, option, options, part, read, with_fields_of
 
@@ -158,6 +159,20 @@ def test_first_line() -> None:
     assert first_line(ValueError("\none\ntwo")) == "one"
     assert first_line(ValueError()) == "ValueError"
     assert first_line(ValueError("a" * 900)) == "a" * 400 + " ..."
+
+
+@pytest.mark.parametrize(
+    ("error", "context", "reply"),
+    [
+        (UserError("no"), KeyError("a"), {"error": "no"}),
+        (UserError("no"), MemoryError(), {"cause": "memory", "error": ""}),
+        (MemoryError("no"), None, {"cause": "memory", "error": ""}),
+        (ValueError("no"), MemoryError(), {"cause": "exception", "error": "ValueError: no"}),
+    ],
+)
+def test_replies_of_a_worker_about_exceptions(error: Exception, context: Exception, reply: dict[str, str]) -> None:
+    error.__context__ = context
+    assert workers._handle(MagicMock(side_effect=error), None, b"") == (reply, ())
 
 
 def test_named_exceptions_become_one_line() -> None:

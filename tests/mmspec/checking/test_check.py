@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from mmspec.checking import cases
 from mmspec.checking.cases import CASES, OTHER, Case, Outcomes
 from mmspec.checking.sides import Answer, LocalSide, Question, SkippedError
 from mmspec.checking.statistics import ALPHA, against_logprobs, against_probabilities, two_samples
-from mmspec.checking.trial import Record
+from mmspec.checking.trial import Record, Trial
 from mmspec.drafters.ngram import Ngram
 from tests.checking import trial_of
 from tests.commandline import assert_user_error, runner
@@ -166,6 +167,21 @@ def test_the_list(check):
     assert [line.split()[0] for line in out.splitlines()] == list(CASES)
 
 
+def test_the_summary():
+    one = {"outcome": "equal", "tokens": 3, "accepted": None}
+    assert cases.summary([one]) == "1 equal: 3 tokens compared, an unknown number of accepted drafts"
+    more = [one, {**one, "outcome": "tie", "accepted": 2, "tokens": 4}, {**one, "accepted": 3}]
+    assert cases.summary(more) == "2 equal, 1 tie: 10 tokens compared, 5 accepted drafts"
+
+
+def test_sizes_of_trees(monkeypatch):
+    sizes, chains = [], []
+    monkeypatch.setattr(Ngram, "draft_chains", lambda self, length: chains.append(length))
+    monkeypatch.setattr(Trial, "same", lambda self, *questions, side: sizes.append(side.keywords(questions[0])))
+    CASES["tree-sizes"].run(trial_of(mmspec.load("tiny-hybrid", "ngram", device="cpu")))
+    assert ([one["num_draft_tokens"] for one in sizes], chains) == ([1, 3, 32, None, 7], [7])
+
+
 def test_mistakes(check, tmp_path):
     (tmp_path / "notes.txt").touch()
     assert_user_error(check("--url", "http://127.0.0.1:1"), "--url and --against go together")
@@ -182,7 +198,7 @@ def test_outcomes(margins, outcome):
     assert Record([{"margin": margin} for margin in margins]).outcome(1e-4) == outcome
 
 
-def test_probabilities_of_answers():
+def test_probabilities_of_answers(monkeypatch):
     """Against a pass of the model over each answer, without a cache."""
     pipe = mmspec.load("tiny-hybrid", None, device="cpu", dtype="float32")
     question = Question.user("List four.", max_tokens=3, temperature=1.5, top_k=2)
@@ -212,6 +228,12 @@ def test_probabilities_of_answers():
     assert merged.of((first, third, 5)) == (first, OTHER)
     assert outcomes.of((first, third, 5)) == (first, third, 5)
     assert (first, third, 5) not in found
+    monkeypatch.setattr(type(pipe.target), "eos_token_ids", [second])
+    ended = Outcomes(pipe, question, bound=0.0).probs
+    assert ended[second,] == pytest.approx(begun)
+    assert (
+        ended.items() >= {answer: probability for answer, probability in found.items() if second not in answer}.items()
+    )
 
 
 PROBS = {number: (number + 1) / 55 for number in range(10)}
@@ -306,12 +328,22 @@ def test_adapters(check, tmp_path, monkeypatch):
 @pytest.mark.parametrize("error", ["skipped", "failed"])
 def test_a_difference_counts_although_the_case_ends_early(error, monkeypatch):
     def wrong(trial):
-        trial.require(False, Question.user("Q"), "it is wrong")
+        found = [[Answer("", "stop", accepted=accepted)] for accepted in (None, 2, 3)]
+        trial.ask(Question.user("Q", n=2), *2 * [Question.user("R")], side=SimpleNamespace(ask=lambda *_: found))
         raise SkippedError("no more") if error == "skipped" else RuntimeError("no more")
 
     monkeypatch.setattr(cases, "CASES", {"wrong": Case("wrong", "", wrong)})
     found = cases.run_case(trial_of(mmspec.load("tiny-llava", "ngram", device="cpu", dtype="float32")), "wrong")
-    assert found["outcome"] == "different"
+    assert (found["outcome"], found["accepted"], found["rehearsed"]) == ("different", 5, 0)
+    (difference,) = found["differences"]
+    assert difference == {
+        "question": "Q",
+        "against": "the rule",
+        "position": None,
+        "found": "1 choices, 2 are expected",
+        "expected": "",
+        "margin": None,
+    }
     assert "no more" in found["reason"]
 
 
@@ -334,4 +366,4 @@ def test_cases_about_states_in_every_family(family, monkeypatch):
     trial = trial_of(pipe)
     found = {name: cases.run_case(trial, name) for name in STATES}
     assert [one for one in found.values() if one["outcome"] != "equal"] == []
-    assert found["rehearsed"]["rehearsed"] > 20
+    assert found["rehearsed"]["rehearsed"] > 20 > found["now-and-then"]["rehearsed"] == 0

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from mmspec.serving import app
 from mmspec.serving.errors import APIError
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.responses import StoredResponses
-from mmspec.serving.runner import Deadline, JobBuilder, Slots
+from mmspec.serving.runner import Deadline, JobBuilder, RequestRunner, Slots
 from mmspec.serving.schemas import ChatCompletionRequest, parse
 from mmspec.serving.settings import Limits
 from tests.testkit.served import LONG, eventually, question, served
@@ -152,6 +153,36 @@ def test_a_body_that_says_to_be_too_large_is_not_read():
         read([], b"%d" % (MOST + 1))  # receiving would raise IndexError
 
 
+@pytest.mark.parametrize(("error", "raised"), [(ConnectionResetError, ()), (ValueError, ValueError), (None, ())])
+def test_a_stream_that_ends_early_closes_its_events(error, raised):
+    """A send that fails, and a client that disconnects."""
+    seen = []
+
+    async def events():
+        try:
+            for _ in range(9):
+                yield b"data"
+                await asyncio.sleep(0 if error else 9)
+        finally:
+            seen.append("closed")
+
+    async def send(message):
+        seen.append(dict(message.get("headers", ())).get(b"cache-control"))
+        if error and message["type"] == "http.response.body":
+            raise error
+
+    async def receive():
+        await asyncio.sleep(9 if error else 0.01)
+        return {"type": "http.disconnect"}
+
+    async def scenario():
+        with pytest.raises(raised) if raised else nullcontext():
+            await app.EventStream(events())({"type": "http"}, receive, send)
+        return seen.copy()
+
+    assert asyncio.run(scenario()) == [b"no-cache", None, "closed"]
+
+
 _LONG = "x" * 100
 _CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
 
@@ -176,6 +207,13 @@ def test_all_texts_of_a_message_count(message):
     builder = JobBuilder(pipe, limits, ["tiny"], SimpleNamespace(), SimpleNamespace(), StoredResponses(1, 1))
     with pytest.raises(APIError, match=r"at most 99 characters: got 1\d\d"):
         builder.chat(asked)
+
+
+def test_closing_ends_all_workers():
+    closed = []
+    media, grammars = (SimpleNamespace(close=lambda name=name: closed.append(name)) for name in ("media", "grammars"))
+    RequestRunner({}, media, grammars, None, None, 1).close()
+    assert closed == ["media", "grammars"]
 
 
 def test_limits_reach_the_decoder():
