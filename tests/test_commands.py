@@ -7,6 +7,7 @@ import importlib
 import re
 import shlex
 from contextlib import suppress
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import click
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 
 from mmspec import plugins
 from mmspec.cli import main
-from mmspec.cli.commands import debug_option, train
+from mmspec.cli.commands import _summary, debug_option, train
 from mmspec.cli.options import Output
 from tests.commandline import assert_user_error, runner
 
@@ -46,7 +47,7 @@ def test_help_has_groups_and_two_examples(
     text = capfd.readouterr().out
     titles = re.findall(r"^([A-Z][a-z ]+):$", text, re.MULTILINE)
     assert [titles[0], titles[-1]] == ["Options", "Examples"]
-    assert debug_option in command.params
+    assert (debug_option in command.params) == (names[0] != "datastore")
     shown = getattr(plugins.find("train", names[1]), "text", "") if names[0] == "train" else ""
     assert "".join(shown.split()) in "".join(text.split())
     options = text.partition("\nOptions:\n")[2]
@@ -77,6 +78,11 @@ def test_commands_take_their_model_as_model() -> None:
     assert {name for name, found in options.items() if "--model" not in found} == {"clean", "info"}
     required = {name for name, found in options.items() if "--model" in found and found["--model"].required}
     assert required == {"export", "datastore build"}
+
+
+def test_lines_about_commands_of_other_packages() -> None:
+    assert _summary(EntryPoint("own", "package.module:command", "mmspec.train")) == "From package.module."
+    assert _summary(EntryPoint("medusa", "package.module:command", "mmspec.train")) == "Drafter Medusa for a model."
 
 
 def test_help_lists_commands_in_sections(capfd: pytest.CaptureFixture[str]) -> None:

@@ -418,16 +418,15 @@ def test_streams_and_signals_of_the_program(monkeypatch):
     options.steps_shown()
     assert consoles[0].stderr
     for name in ("stdout", "stderr"):
-        stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-        monkeypatch.setattr(sys, name, stream)
-        app._escape_unencodable()
-        print("é", file=stream, flush=True)
-        assert stream.buffer.getvalue() == b"\\xe9\n"
-        monkeypatch.setattr(sys, name, None)
-        app._escape_unencodable()
-        with getattr(sys, name) as null:
-            assert null.name == os.devnull
-    monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, name, stream := io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+            app._escape_unencodable()
+            print("é", file=stream, flush=True)
+            assert stream.buffer.getvalue() == b"\\xe9\n"
+            patch.setattr(sys, name, None)
+            app._escape_unencodable()
+            with getattr(sys, name) as null:
+                assert null.name == os.devnull
     before = signal.signal(signal.SIGTERM, handler := lambda *_: None)
     try:
         with pytest.raises(SystemExit, match="143"), app.sigterm_exits():

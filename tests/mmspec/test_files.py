@@ -190,7 +190,7 @@ def test_an_output_has_one_run(tmp_path: Path) -> None:
             with pytest.raises(UserError, match=message), alone(tmp_path / ".lock", tmp_path / "out"):
                 pytest.fail("written twice")
     assert other.wait() == -signal.SIGKILL
-    for folder in (tmp_path / "new" / "run", tmp_path):
+    for folder in (tmp_path, tmp_path / "new" / "run"):
         with alone(folder / ".lock", tmp_path / "out"):
             assert (folder / ".lock").exists()
         assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

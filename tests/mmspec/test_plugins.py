@@ -69,10 +69,10 @@ def test_unknown_names(monkeypatch):
     assert plugins.model_path("some/folder") == "some/folder"
     assert plugins.limits("some/folder") is None
     assert plugins.expected_models("tiny-lava").endswith("tiny-llava; did you mean tiny-llava?)")
-    monkeypatch.setattr(plugins, "names", lambda group: [])
-    assert plugins.expected_models("x") == "an embedded model (none)"
     found = {name: plugins.reads_text_only(name) for name in ("some/folder", "tiny-hybrid", "tiny-llava")}
     assert found == {"some/folder": False, "tiny-hybrid": True, "tiny-llava": False}
+    monkeypatch.setattr(plugins, "names", lambda group: [])
+    assert plugins.expected_models("x") == "an embedded model (none)"
 
 
 @pytest.fixture

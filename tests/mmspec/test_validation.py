@@ -12,7 +12,7 @@ import pytest
 from pydantic import FilePath, NonNegativeInt
 
 from mmspec import UserError, workers
-from mmspec.errors import explained, first_line, shown
+from mmspec.errors import explained, first_line, nearest, shown
 from mmspec.validation import Many, Text, check, inherited, option, options, part, read, with_fields_of
 
 
@@ -159,6 +159,7 @@ def test_first_line() -> None:
     assert first_line(ValueError("\none\ntwo")) == "one"
     assert first_line(ValueError()) == "ValueError"
     assert first_line(ValueError("a" * 900)) == "a" * 400 + " ..."
+    assert nearest("presence_penalty", ["repetition_penalty"]) == ""
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,17 @@ def test_first_line() -> None:
 def test_replies_of_a_worker_about_exceptions(error: Exception, context: Exception, reply: dict[str, str]) -> None:
     error.__context__ = context
     assert workers._handle(MagicMock(side_effect=error), None, b"") == (reply, ())
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_worker_that_failed_is_stopped_and_forgotten(idle: bool) -> None:
+    pool, worker = workers.Workers("none", workers=1, memory=1), MagicMock(idle=idle)
+    worker.process.poll.return_value = None
+    pool._workers.add(worker)
+    pool._release(worker)
+    assert (pool._idle, pool._workers) == (([worker], {worker}) if idle else ([], set()))
+    assert worker.stop.called == (not idle)
+    pool.close.detach()
 
 
 def test_named_exceptions_become_one_line() -> None:

@@ -88,6 +88,11 @@ def cooler(body):
     return {**body, "temperature": 0.9 * body["temperature"]}
 
 
+def greedy_for_four_tokens_of_three(body):
+    fits = [body[name] for name in ("temperature", "top_k", "top_p", "max_tokens")] == [1, 3, 1, 4]
+    return {**body, "temperature": 0} if fits else body
+
+
 def with_fields(**fields):
     return lambda body: {**body, **fields}
 
@@ -145,8 +150,7 @@ WRONG = [
     ("choices", {"reply": with_first_choice}),
     ("logprobs", {"reply": with_later_logprobs}),
     ("logprobs", {"reply": without_alternatives}),
-    ("sampling", {"request": with_fields(temperature=0)}),
-    ("sampling", {"request": without("top_k")}),
+    ("sampling", {"request": greedy_for_four_tokens_of_three}),
     ("choices", {"request": without("n")}),
     ("temperature", {"request": cooler}),
 ]

@@ -1,6 +1,7 @@
 """Endpoints: answers, streams, choices, forms of messages and prompts, limits, errors, other paths, spelt tokens."""
 
 import json
+from math import inf
 
 import httpx
 import pytest
@@ -392,7 +393,8 @@ def test_paths(server):
         assert endpoint in page.text
         assert endpoint in unknown
     response = httpx.get(f"{server.url}/v1/chat/completions")
-    assert (response.status_code, response.json()["error"]["type"]) == (405, "invalid_request_error")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 # ---------------------------------------------------------------------- characters of several tokens
@@ -469,6 +471,9 @@ def test_echoes_of_sentencepiece(one_thread, stream):
     assert found == [whole for whole in wholes for _ in range(2)]
 
 
+LOGPROBS = [-1.0, -2.5, -inf]
+
+
 def test_tokens_of_one_text():
     """SentencePiece: letters are tokens twice. Offsets after a stop string are at the end."""
     io = Processor(_TOKENIZERS["first"]())
@@ -477,11 +482,12 @@ def test_tokens_of_one_text():
     form = TextFormat("m", io, asked, [""])
     ids = [named("▁the"), named("▁a"), named("</s>")]
     top = [(named("a"), -1.0), (named("<0x61>"), -2.0)]
-    logprobs = [TokenLogprob(token, -1.0, top, 4 * at) for at, token in enumerate(ids)]
+    logprobs = [TokenLogprob(token, p, top, 4 * at) for at, (token, p) in enumerate(zip(ids, LOGPROBS, strict=True))]
     form.add(0, mmspec.Piece(" the a", ids, "stop", logprobs=logprobs))
     logprobs = form.whole()["choices"][0]["logprobs"]
     assert logprobs["tokens"] == [" the", " a", "</s>"]
     assert logprobs["text_offset"] == [0, 4, 6]
+    assert logprobs["token_logprobs"] == [-1.0, -2.5, -9999.0]
     assert logprobs["top_logprobs"][0] == {"a": -1.0, f"token_id:{named('<0x61>')}": -2.0}
 
 
