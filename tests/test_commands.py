@@ -72,6 +72,34 @@ def test_help_has_groups_and_two_examples(
         command.make_context(names[-1], words[len(names) :])
 
 
+SAMPLING = """temperature=[0,] top_p=[0,1] top_k=[0,] min_p=[0,1] repetition_penalty=[0,] max_new_tokens=[1,2147483648]
+    min_new_tokens=[0,2147483648] presence_penalty=0.0[-2,2] frequency_penalty=0.0[-2,2] lossy=0.0[0,]
+    num_draft_tokens=[0,512]"""
+NUMBERS = {
+    "generate": SAMPLING,
+    "caption": f"{SAMPLING} frames=[1,512] fps=[0,] batch_size=8[1,] workers=1[1,]",
+    "serve": """port=8000[0,65535] max_running=8[1,] max_waiting=32[0,] max_body=32[1,] max_characters=500000[1,]
+        max_tokens=2048[1,] max_draft_tokens=64[0,512] max_model_len=0[0,] max_images=8[0,] max_videos=2[0,]
+        max_pixels=16777216[1,] frames=8[1,512] max_video_seconds=300[1,] max_stored=256[0,] request_timeout=0[0,]
+        shutdown_timeout=3[0,] prefix_cache=512[0,] replicas=1[1,] replica_gpus=1[1,] adapt_space=256[1,]""",
+    "demo": "port=7860[0,65535] adapt_space=256[1,] upload_space=2048[64,]",
+    "check": "tie=[0,]",
+    "tune": "minutes=3.0[0,] max_new_tokens=128[1,2147483648] temperature=0.0[0,]",
+    "export": "tokens=3[1,64]",
+}
+"""Options with numbers: name, default, minimum and maximum."""
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_defaults_and_ranges(name: str) -> None:
+    command, found = COMMANDS[name,], set()
+    for one in command.params:
+        if isinstance(one.type, click.IntRange | click.FloatRange):
+            given = one.get_default(click.Context(command)), one.type.min, one.type.max
+            found.add("{}={}[{},{}]".format(one.name, *(n if isinstance(n, int | float) else "" for n in given)))
+    assert found == set(NUMBERS[name].split())
+
+
 def test_commands_take_their_model_as_model() -> None:
     """It is required where the result is for one model."""
     options = {" ".join(names): {one.opts[0]: one for one in command.params} for names, command in COMMANDS.items()}

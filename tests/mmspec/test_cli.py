@@ -19,7 +19,7 @@ from transformers import AutoConfig, GenerationConfig
 
 import mmspec
 from mmspec import plugins
-from mmspec.cli import app, options
+from mmspec.cli import app, options, session
 from tests.commandline import assert_user_error, runner
 from tests.model_folders import save_gguf, save_text_model
 
@@ -417,6 +417,7 @@ def test_streams_and_signals_of_the_program(monkeypatch):
     monkeypatch.setattr("mmspec.progress.show_steps", consoles.append)
     options.steps_shown()
     assert consoles[0].stderr
+    assert session.generation_keywords({**dict.fromkeys(session.GENERATING), "stop": ()})["stop"] is None
     for name in ("stdout", "stderr"):
         with monkeypatch.context() as patch:
             patch.setattr(sys, name, stream := io.TextIOWrapper(io.BytesIO(), encoding="ascii"))

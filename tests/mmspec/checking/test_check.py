@@ -12,7 +12,7 @@ import mmspec
 from mmspec.checking import cases
 from mmspec.checking.cases import CASES, OTHER, Case, Outcomes
 from mmspec.checking.sides import Answer, LocalSide, Question, SkippedError
-from mmspec.checking.statistics import ALPHA, against_logprobs, against_probabilities, two_samples
+from mmspec.checking.statistics import ALPHA, _root, against_logprobs, against_probabilities, two_samples
 from mmspec.checking.trial import Record, Trial
 from mmspec.drafters.ngram import Ngram
 from tests.checking import trial_of
@@ -298,6 +298,7 @@ def test_a_temperature_is_found_as_often_as_stated():
         assert 0 < sum(p < 0.05 for p in shares[1.0]) / 400 < 0.1
     assert power > 0.9
     assert against_logprobs([(0.0, [0.0, -torch.inf])] * 2) == (1.0, 0.0)
+    assert [_root(lambda x, at=at: x - at) for at in (1e-5, 9e3)] == [pytest.approx(at) for at in (1e-5, 9e3)]
 
 
 def test_two_samples():

@@ -290,16 +290,13 @@ def test_all_fields_of_questions():
     assert side.keywords(Question.user("")) == {**common, "logprobs": None, "adapter": None}
     second = FULL.then("Ho", Question.user("z" * 64, max_tokens=2))
     assert (second.max_tokens, second.text, second.n) == (2, "z" * 60 + " ...", 1)
-    said = ["Hi", "Ho", "z" * 64]
-    roles = ("user", "assistant", "user")
-    turns = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
-    assert json.loads(second.messages) == turns
-    assert side.request(second) == {"prompt": "\n".join(said)}
+    turns = [(one["role"], one["content"]) for one in json.loads(second.messages)]
+    assert turns == [("user", "Hi"), ("assistant", "Ho"), ("user", "z" * 64)]
+    assert side.request(second) == {"prompt": f"Hi\nHo\n{'z' * 64}"}
     with pytest.raises(SkippedError, match="images need a chat template"):
         side.request(Question.user("Hi", "data:"))
 
 
-LISTED = [{"id": "other", "max_model_len": 1}, {"id": "one"}, {"id": "two"}]
 COUNTED = "vllm:spec_decode_num_accepted_tokens_total"
 PARTS = f'{COUNTED}{{m="a"}} 3.0\n{COUNTED}{{m="b"}} 4.0\nvllm:spec_decode_num_draft_tokens_total 9.0'
 
@@ -322,7 +319,8 @@ def test_replies_and_requests_of_a_server(model, replies, limit, accepted, monke
     ]
     usage = {"prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens_details": {}, "prompt_tokens": 12}
     reply = {"choices": choices, "usage": usage, "timings": {"draft_n_accepted": 7}}
-    known = {"/v1/models": {"data": LISTED}, "/v1/chat/completions": reply, **replies}
+    listed = [{"id": "other", "max_model_len": 1}, {"id": "one"}, {"id": "two"}]
+    known = {"/v1/models": {"data": listed}, "/v1/chat/completions": reply, **replies}
     bodies = []
 
     def handle(request):

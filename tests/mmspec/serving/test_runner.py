@@ -6,6 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from starlette.requests import Request
@@ -158,29 +159,24 @@ def test_a_stream_that_ends_early_closes_its_events(error, raised):
     """A send that fails, and a client that disconnects."""
     seen = []
 
-    async def events():
-        try:
-            for _ in range(9):
-                yield b"data"
-                await asyncio.sleep(0 if error else 9)
-        finally:
-            seen.append("closed")
-
-    async def send(message):
-        seen.append(dict(message.get("headers", ())).get(b"cache-control"))
-        if error and message["type"] == "http.response.body":
-            raise error
-
     async def receive():
         await asyncio.sleep(9 if error else 0.01)
         return {"type": "http.disconnect"}
 
-    async def scenario():
-        with pytest.raises(raised) if raised else nullcontext():
-            await app.EventStream(events())({"type": "http"}, receive, send)
-        return seen.copy()
+    async def events():
+        try:
+            yield b"data"
+            await asyncio.sleep(9)
+        finally:
+            seen.append("closed")
 
-    assert asyncio.run(scenario()) == [b"no-cache", None, "closed"]
+    async def scenario():
+        stream = app.EventStream(events())
+        with pytest.raises(raised) if raised else nullcontext():
+            await stream({"type": "http"}, receive, AsyncMock(side_effect=[None, error]))
+        return stream.headers["cache-control"], seen.copy()
+
+    assert asyncio.run(scenario()) == ("no-cache", ["closed"])
 
 
 _LONG = "x" * 100
