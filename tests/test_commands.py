@@ -7,6 +7,7 @@ import importlib
 import re
 import shlex
 from contextlib import suppress
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import click
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 
 from mmspec import plugins
 from mmspec.cli import main
-from mmspec.cli.commands import train
+from mmspec.cli.commands import _summary, debug_option, train
 from mmspec.cli.options import Output
 from tests.commandline import assert_user_error, runner
 
@@ -46,6 +47,9 @@ def test_help_has_groups_and_two_examples(
     text = capfd.readouterr().out
     titles = re.findall(r"^([A-Z][a-z ]+):$", text, re.MULTILINE)
     assert [titles[0], titles[-1]] == ["Options", "Examples"]
+    assert (debug_option in command.params) == (names[0] != "datastore")
+    shown = getattr(plugins.find("train", names[1]), "text", "") if names[0] == "train" else ""
+    assert "".join(shown.split()) in "".join(text.split())
     options = text.partition("\nOptions:\n")[2]
     assert len(re.findall(r"^  -", options.partition("\n\n")[0], re.MULTILINE)) <= 10
     for option in command.params:
@@ -81,12 +85,45 @@ def test_help_of_options(name: str, option: str, text: str) -> None:
     assert text in getattr(found, "help", "")
 
 
+SAMPLING = """temperature=[0,] top_p=[0,1] top_k=[0,] min_p=[0,1] repetition_penalty=[0,] max_new_tokens=[1,2147483648]
+    min_new_tokens=[0,2147483648] presence_penalty=0.0[-2,2] frequency_penalty=0.0[-2,2] lossy=0.0[0,]
+    num_draft_tokens=[0,512]"""
+NUMBERS = {
+    "generate": SAMPLING,
+    "caption": f"{SAMPLING} frames=[1,512] fps=[0,] batch_size=8[1,] workers=1[1,]",
+    "serve": """port=8000[0,65535] max_running=8[1,] max_waiting=32[0,] max_body=32[1,] max_characters=500000[1,]
+        max_tokens=2048[1,] max_draft_tokens=64[0,512] max_model_len=0[0,] max_images=8[0,] max_videos=2[0,]
+        max_pixels=16777216[1,] frames=8[1,512] max_video_seconds=300[1,] max_stored=256[0,] request_timeout=0[0,]
+        shutdown_timeout=3[0,] prefix_cache=512[0,] replicas=1[1,] replica_gpus=1[1,] adapt_space=256[1,]""",
+    "demo": "port=7860[0,65535] adapt_space=256[1,] upload_space=2048[64,]",
+    "check": "tie=[0,]",
+    "tune": "minutes=3.0[0,] max_new_tokens=128[1,2147483648] temperature=0.0[0,]",
+    "export": "tokens=3[1,64]",
+}
+"""Options with numbers: name, default, minimum and maximum."""
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_defaults_and_ranges(name: str) -> None:
+    command, found = COMMANDS[name,], set()
+    for one in command.params:
+        if isinstance(one.type, click.IntRange | click.FloatRange):
+            given = one.get_default(click.Context(command)), one.type.min, one.type.max
+            found.add("{}={}[{},{}]".format(one.name, *(n if isinstance(n, int | float) else "" for n in given)))
+    assert found == set(NUMBERS[name].split())
+
+
 def test_commands_take_their_model_as_model() -> None:
     """It is required where the result is for one model."""
     options = {" ".join(names): {one.opts[0]: one for one in command.params} for names, command in COMMANDS.items()}
     assert {name for name, found in options.items() if "--model" not in found} == {"clean", "info"}
     required = {name for name, found in options.items() if "--model" in found and found["--model"].required}
     assert required == {"export", "datastore build"}
+
+
+def test_lines_about_commands_of_other_packages() -> None:
+    assert _summary(EntryPoint("own", "package.module:command", "mmspec.train")) == "From package.module."
+    assert _summary(EntryPoint("medusa", "package.module:command", "mmspec.train")) == "Drafter Medusa for a model."
 
 
 def test_help_lists_commands_in_sections(capfd: pytest.CaptureFixture[str]) -> None:

@@ -160,7 +160,8 @@ def test_the_api_shares_the_queue_in_order(monkeypatch):
         assert (order, turns.running, turns.waiting) == (["a"], 2, 3)
         with pytest.raises(APIError) as full:
             await turns.acquire(1)
-        assert (full.value.status, full.value.headers) == (429, {"Retry-After": "1"})
+        found = full.value.status, full.value.code, full.value.headers
+        assert found == (429, "rate_limit_exceeded", {"Retry-After": "1"})
         tasks[1].cancel()
         turns.leave(page)
         await asyncio.wait_for(tasks[2], 60)
@@ -270,6 +271,7 @@ def test_seconds_are_those_of_preprocessing_and_of_the_engine(monkeypatch):
     for answer in stream_answer(pipe, "none", {"max_new_tokens": 9}):
         now[0] += 3600 * answer.limit
     assert (answer.seconds, answer.pass_ends, answer.limit) == (2.25, [2.0, 2.25], 9)
+    assert StreamedAnswer("tiny", "none", text="abc", token_ids=[1, 2], seconds=4.0).speed == 0.5
 
 
 class Timed(Service):

@@ -252,7 +252,7 @@ def test_temporary_folders(tmp_path, monkeypatch):
         killed.wait()
         with temporary_folder(7860) as folder:
             found = [path.exists() for path in (stale, its, tmp_path / "mmspec-demo-elsewhere")]
-            assert found == [False, True, True]
+            assert (found, os.listdir(tmp_path / "elsewhere")) == ([False, True, True], [])
             (folder / "upload").touch()
             with temporary_folder(7860) as beside:
                 assert beside != folder

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 import mmspec
 from mmspec import plugins
+from mmspec.cli import app, options, session
 from tests.commandline import assert_user_error, runner
 from tests.model_folders import save_gguf, save_text_model
 
@@ -174,7 +176,8 @@ def test_what_earlier_versions_left_is_shown_and_removed(run, tmp_path, monkeypa
         assert {one["folder"]: one["bytes"] for one in shown} == {
             str(tmp_path.joinpath(*Path(name).parts[:3])): size for name, size in sizes.items() if size > 9
         }
-        assert "mmspec clean removes 7 MB" in " ".join(run("info")[1].split())
+        assert "mmspec clean removes 7 MB" in (listed := " ".join(run("info")[1].split()))
+        assert [part in listed for part in (": 3 MB", ": 2 MB", ": 1 MB")] == [True] * 3
         assert json.loads(run("clean", "--json")[1])["removed"] == shown
         assert run("info")[1].count("superseded") == 0
     assert {name for name in sizes if (tmp_path / name).exists()} == {name for name, size in sizes.items() if size == 9}
@@ -218,7 +221,8 @@ def test_info_shows_what_a_file_or_folder_contains(run, model, tmp_path):
     assert f"tensors set aside, of blocks after the model's: {last[0]}, " in " ".join(lines)
     assert "weights: 100.0 % F32" in run("info", model)[1]
     incomplete = shutil.copytree(model, tmp_path / "incomplete", ignore=shutil.ignore_patterns("token*"))
-    assert "MB in" in (line := " ".join(run("info", str(incomplete))[1].split()))
+    size = sum(file.stat().st_size for file in incomplete.iterdir())
+    assert f"{size / 1e6:.1f} MB in" in (line := " ".join(run("info", str(incomplete))[1].split()))
     assert "; cannot load model" in line
 
 
@@ -452,6 +456,32 @@ def test_interrupts_are_one_line():
     for code in (importing, reading):
         done = in_new_process(start + code)
         assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
+
+
+def test_streams_and_signals_of_the_program(monkeypatch):
+    """Characters outside of an encoding are escaped, steps are shown on standard error, SIGTERM exits."""
+    consoles = []
+    monkeypatch.setattr("mmspec.progress.show_steps", consoles.append)
+    options.steps_shown()
+    assert consoles[0].stderr
+    assert session.generation_keywords({**dict.fromkeys(session.GENERATING), "stop": ()})["stop"] is None
+    for name in ("stdout", "stderr"):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, name, stream := io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+            app._escape_unencodable()
+            print("é", file=stream, flush=True)
+            assert stream.buffer.getvalue() == b"\\xe9\n"
+            patch.setattr(sys, name, None)
+            app._escape_unencodable()
+            with getattr(sys, name) as null:
+                assert null.name == os.devnull
+    before = signal.signal(signal.SIGTERM, handler := lambda *_: None)
+    try:
+        with pytest.raises(SystemExit, match="143"), app.sigterm_exits():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_embedded_models_state_what_they_were_trained_on(run, model):

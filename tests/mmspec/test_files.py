@@ -164,6 +164,9 @@ def test_a_new_folder_has_one_writer(tmp_path: Path) -> None:
         pytest.raises(UserError, match="out: expected a new folder, received one that another process is writing"),
     ):
         make_folder(tmp_path / "out", lambda part: pytest.fail("written twice"), new=True)
+    make_folder(tmp_path / "out", lambda part: write_text(part / "inside", "whole"), new=True)  # the other was killed
+    with pytest.raises(UserError, match="inside: expected a new folder, received one that exists"):
+        make_folder(tmp_path / "out" / "inside", lambda part: pytest.fail("written"), new=True)
 
 
 def test_of_two_writers_of_a_folder_the_faster_makes_it(tmp_path: Path) -> None:
@@ -187,9 +190,10 @@ def test_an_output_has_one_run(tmp_path: Path) -> None:
             with pytest.raises(UserError, match=message), alone(tmp_path / ".lock", tmp_path / "out"):
                 pytest.fail("written twice")
     assert other.wait() == -signal.SIGKILL
-    with alone(tmp_path / ".lock", tmp_path / "out"):
-        pass
-    assert list(tmp_path.iterdir()) == []
+    for folder in (tmp_path, tmp_path / "new" / "run"):
+        with alone(folder / ".lock", tmp_path / "out"):
+            assert (folder / ".lock").exists()
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_a_full_disk_is_told_and_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,13 +63,16 @@ def test_entry_points_of_other_packages_are_found_and_displace_nothing(stranger)
     assert [entry.load() for entry in plugins.registered("drafters") if entry.name == "ngram"] == [SPEC]
 
 
-def test_unknown_names():
+def test_unknown_names(monkeypatch):
     with pytest.raises(UserError, match=r"^unknown drafter: expected one of .*ngram.*, got 'nothing'$"):
         plugins.find("drafters", "nothing")
     assert plugins.model_path("some/folder") == "some/folder"
     assert plugins.limits("some/folder") is None
+    assert plugins.expected_models("tiny-lava").endswith("tiny-llava; did you mean tiny-llava?)")
     found = {name: plugins.reads_text_only(name) for name in ("some/folder", "tiny-hybrid", "tiny-llava")}
     assert found == {"some/folder": False, "tiny-hybrid": True, "tiny-llava": False}
+    monkeypatch.setattr(plugins, "names", lambda group: [])
+    assert plugins.expected_models("x") == "an embedded model (none)"
 
 
 @pytest.fixture

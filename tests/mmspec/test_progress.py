@@ -55,9 +55,9 @@ def test_a_terminal_shows_a_bar_and_no_lines() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     with show_progress(console, "measuring") as show:
         show(0, 4)
-        show(4, 4, part="pope")
+        show(4, 4, "loss 0.5", "pope")
     shown = text_of(console)
-    assert all(part in shown for part in ("\x1b[", "4/4", "pope"))
+    assert all(part in shown for part in ("\x1b[", "4/4 pope loss 0.5"))
     assert "measuring:" not in shown
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from math import inf, nan
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 from pydantic import FilePath, NonNegativeInt
 
-from mmspec import UserError
-from mmspec.errors import explained, first_line, shown
+from mmspec import UserError, workers
+from mmspec.errors import explained, first_line, nearest, shown
 from mmspec.validation import Many, Text, check, inherited, option, options, part, read, with_fields_of
 
 
@@ -158,6 +159,37 @@ def test_first_line() -> None:
     assert first_line(ValueError("\none\ntwo")) == "one"
     assert first_line(ValueError()) == "ValueError"
     assert first_line(ValueError("a" * 900)) == "a" * 400 + " ..."
+    assert nearest("presence_penalty", ["repetition_penalty"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "context", "reply"),
+    [
+        (UserError("no"), KeyError("a"), {"error": "no"}),
+        (UserError("no"), MemoryError(), {"cause": "memory", "error": ""}),
+        (MemoryError("no"), None, {"cause": "memory", "error": ""}),
+        (ValueError("no"), MemoryError(), {"cause": "exception", "error": "ValueError: no"}),
+    ],
+)
+def test_replies_of_a_worker_about_exceptions(error: Exception, context: Exception, reply: dict[str, str]) -> None:
+    error.__context__ = context
+    assert workers._handle(MagicMock(side_effect=error), None, b"") == (reply, ())
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_worker_that_failed_is_stopped_and_forgotten(idle: bool) -> None:
+    pool, worker = workers.Workers("none", workers=1, memory=1), MagicMock(idle=idle)
+    worker.process.poll.return_value = None
+    pool._workers.add(worker)
+    pool._release(worker)
+    assert (pool._idle, pool._workers) == (([worker], {worker}) if idle else ([], set()))
+    assert worker.stop.called == (not idle)
+    cancel = workers.Cancellation()
+    cancel()
+    cancel.attach(None)
+    with pytest.raises(workers.WorkerError, match="stop"):
+        cancel.attach(worker)
+    pool.close.detach()
 
 
 def test_named_exceptions_become_one_line() -> None:

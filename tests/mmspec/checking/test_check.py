@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ import mmspec
 from mmspec.checking import cases
 from mmspec.checking.cases import CASES, OTHER, Case, Outcomes
 from mmspec.checking.sides import Answer, LocalSide, Question, SkippedError
-from mmspec.checking.statistics import ALPHA, against_logprobs, against_probabilities, two_samples
-from mmspec.checking.trial import Record
+from mmspec.checking.statistics import ALPHA, _root, against_logprobs, against_probabilities, two_samples
+from mmspec.checking.trial import Record, Trial
 from mmspec.drafters.ngram import Ngram
 from tests.checking import trial_of
 from tests.commandline import assert_user_error, runner
@@ -151,9 +152,12 @@ def test_a_difference_is_exit_status_1(check, monkeypatch):
     changed = {"name": "prose", "outcome": "different", "reason": "", "tokens": 3, "accepted": 0, "rehearsed": 0}
     changed |= {"seconds": 0.1, "differences": [difference], "notes": [], "power": {"variation 0.1": 0.954}}
     bounds = []
-    monkeypatch.setattr(cases, "run_case", lambda trial, name: bounds.append(trial.bound) or changed)
-    status, out, _ = check("tiny-llava", "--only", "prose", "--tie", "0")
-    assert (status, bounds) == (1, [0])
+    unknown = {**changed, "name": "list", "outcome": "equal", "accepted": None, "rehearsed": 4, "differences": []}
+    known = {"prose": changed, "list": {**unknown, "power": {}}}
+    monkeypatch.setattr(cases, "run_case", lambda trial, name: bounds.append(trial.bound) or known[name])
+    status, out, _ = check("tiny-llava", "--only", "prose,list", "--tie", "0")
+    assert (status, bounds) == (1, [0, 0])
+    assert [cell.strip() for cell in out.splitlines()[4].split("│")] == ["", "list", "equal", "3", "4", "0.1", "", ""]
     assert "prose: 'Q' differs from plain decoding at token 3, logit margin 2: 'a' against 'b'" in out
     heading, row = (out.splitlines()[line].replace("┃", "│").split("│") for line in (1, 3))
     assert (heading[-2].strip(), row[-2].strip()) == ("power", "variation 0.1: 95%")
@@ -164,6 +168,21 @@ def test_the_list(check):
     status, out, _ = check("--list")
     assert status == 0
     assert [line.split()[0] for line in out.splitlines()] == list(CASES)
+
+
+def test_the_summary():
+    one = {"outcome": "equal", "tokens": 3, "accepted": None}
+    assert cases.summary([one]) == "1 equal: 3 tokens compared, an unknown number of accepted drafts"
+    more = [one, {**one, "outcome": "tie", "accepted": 2, "tokens": 4}, {**one, "accepted": 3}]
+    assert cases.summary(more) == "2 equal, 1 tie: 10 tokens compared, 5 accepted drafts"
+
+
+def test_sizes_of_trees(monkeypatch):
+    sizes, chains = [], []
+    monkeypatch.setattr(Ngram, "draft_chains", lambda self, length: chains.append(length))
+    monkeypatch.setattr(Trial, "same", lambda self, *questions, side: sizes.append(side.keywords(questions[0])))
+    CASES["tree-sizes"].run(trial_of(mmspec.load("tiny-hybrid", "ngram", device="cpu")))
+    assert ([one["num_draft_tokens"] for one in sizes], chains) == ([1, 3, 32, None, 7], [7])
 
 
 def test_mistakes(check, tmp_path):
@@ -182,7 +201,7 @@ def test_outcomes(margins, outcome):
     assert Record([{"margin": margin} for margin in margins]).outcome(1e-4) == outcome
 
 
-def test_probabilities_of_answers():
+def test_probabilities_of_answers(monkeypatch):
     """Against a pass of the model over each answer, without a cache."""
     pipe = mmspec.load("tiny-hybrid", None, device="cpu", dtype="float32")
     question = Question.user("List four.", max_tokens=3, temperature=1.5, top_k=2)
@@ -212,6 +231,12 @@ def test_probabilities_of_answers():
     assert merged.of((first, third, 5)) == (first, OTHER)
     assert outcomes.of((first, third, 5)) == (first, third, 5)
     assert (first, third, 5) not in found
+    monkeypatch.setattr(type(pipe.target), "eos_token_ids", [second])
+    ended = Outcomes(pipe, question, bound=0.0).probs
+    assert ended[second,] == pytest.approx(begun)
+    assert (
+        ended.items() >= {answer: probability for answer, probability in found.items() if second not in answer}.items()
+    )
 
 
 PROBS = {number: (number + 1) / 55 for number in range(10)}
@@ -273,6 +298,7 @@ def test_a_temperature_is_found_as_often_as_stated():
         assert 0 < sum(p < 0.05 for p in shares[1.0]) / 400 < 0.1
     assert power > 0.9
     assert against_logprobs([(0.0, [0.0, -torch.inf])] * 2) == (1.0, 0.0)
+    assert [_root(lambda x, at=at: x - at) for at in (1e-5, 9e3)] == [pytest.approx(at) for at in (1e-5, 9e3)]
 
 
 def test_two_samples():
@@ -306,12 +332,15 @@ def test_adapters(check, tmp_path, monkeypatch):
 @pytest.mark.parametrize("error", ["skipped", "failed"])
 def test_a_difference_counts_although_the_case_ends_early(error, monkeypatch):
     def wrong(trial):
-        trial.require(False, Question.user("Q"), "it is wrong")
+        found = [[Answer("", "stop", accepted=accepted)] for accepted in (None, 2, 3)]
+        trial.ask(Question.user("Q", n=2), *2 * [Question.user("R")], side=SimpleNamespace(ask=lambda *_: found))
         raise SkippedError("no more") if error == "skipped" else RuntimeError("no more")
 
     monkeypatch.setattr(cases, "CASES", {"wrong": Case("wrong", "", wrong)})
     found = cases.run_case(trial_of(mmspec.load("tiny-llava", "ngram", device="cpu", dtype="float32")), "wrong")
-    assert found["outcome"] == "different"
+    assert (found["outcome"], found["accepted"], found["rehearsed"]) == ("different", 5, 0)
+    (difference,) = found["differences"]
+    assert list(difference.values()) == ["Q", "the rule", None, "1 choices, 2 are expected", "", None]
     assert "no more" in found["reason"]
 
 
@@ -334,4 +363,4 @@ def test_cases_about_states_in_every_family(family, monkeypatch):
     trial = trial_of(pipe)
     found = {name: cases.run_case(trial, name) for name in STATES}
     assert [one for one in found.values() if one["outcome"] != "equal"] == []
-    assert found["rehearsed"]["rehearsed"] > 20
+    assert found["rehearsed"]["rehearsed"] > 20 > found["now-and-then"]["rehearsed"] == 0

@@ -3,7 +3,9 @@
 import json
 from collections.abc import Callable
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from math import exp, log
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,11 +17,12 @@ pytest.importorskip("peft")
 import mmspec
 from mmspec.checking import cases, sides
 from mmspec.checking.cases import CASES, run_case
-from mmspec.checking.sides import Answer, Question, ServerSide
+from mmspec.checking.sides import Answer, LocalSide, Question, ServerSide, SkippedError
 from mmspec.checking.trial import Trial
 from mmspec.cli import main
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.sampling.params import SamplingParams
 from tests.mmspec.targets.test_lora import saved
 from tests.testkit.served import served
 
@@ -45,7 +48,9 @@ def result(url, against, name):
     """Of a case."""
     tested, other = ServerSide("tested", url, None, None), ServerSide("other", against, None, None, scored=True)
     with closing(Trial(tested, [other], 1e-4)) as trial:
-        return run_case(trial, name)
+        found = run_case(trial, name)
+    assert [side._client.is_closed for side in (tested, other)] == [True, True]
+    return found
 
 
 @contextmanager
@@ -81,6 +86,11 @@ def without_images(body):
 
 def cooler(body):
     return {**body, "temperature": 0.9 * body["temperature"]}
+
+
+def greedy_for_four_tokens_of_three(body):
+    fits = [body[name] for name in ("temperature", "top_k", "top_p", "max_tokens")] == [1, 3, 1, 4]
+    return {**body, "temperature": 0} if fits else body
 
 
 def with_fields(**fields):
@@ -140,7 +150,7 @@ WRONG = [
     ("choices", {"reply": with_first_choice}),
     ("logprobs", {"reply": with_later_logprobs}),
     ("logprobs", {"reply": without_alternatives}),
-    ("sampling", {"request": with_fields(temperature=0)}),
+    ("sampling", {"request": greedy_for_four_tokens_of_three}),
     ("choices", {"request": without("n")}),
     ("temperature", {"request": cooler}),
 ]
@@ -262,6 +272,85 @@ def test_the_command_between_servers(servers, capfd):
     assert [one["outcome"] for one in json.loads(capfd.readouterr().out)["cases"]] == ["equal", "different"]
     with served(servers[1].pipe, api_key="sesame") as one:  # both sides get the key
         assert main(["check", "--url", one.url, "--against", one.url, "--api-key", "sesame", "--only", "list"]) == 0
+
+
+FULL = Question.user(
+    "Hi", max_tokens=3, temperature=0.5, top_k=4, top_p=0.25, seed=6, stop="x", n=2, min_tokens=1, top_logprobs=7
+)
+NO_MODEL = SimpleNamespace(context_limit=9, adapters=(), processor=SimpleNamespace(chat_template_text=lambda: ""))
+
+
+def test_all_fields_of_questions():
+    full = replace(FULL, tools='[{"a": 1}]', adapter="b")
+    params = {"temperature": 0.5, "top_k": 4, "top_p": 0.25, "stop": "x", "max_new_tokens": 3, "min_new_tokens": 1}
+    assert full.params(2) == SamplingParams(**params, seed=8)
+    side = LocalSide(NO_MODEL, size=5).limited(8)
+    common = {"num_draft_tokens": 5, "context_limit": 8}
+    assert side.keywords(full) == {**common, "logprobs": 7, "adapter": "b", "tools": [{"a": 1}]}
+    assert side.keywords(Question.user("")) == {**common, "logprobs": None, "adapter": None}
+    second = FULL.then("Ho", Question.user("z" * 64, max_tokens=2))
+    assert (second.max_tokens, second.text, second.n) == (2, "z" * 60 + " ...", 1)
+    turns = [(one["role"], one["content"]) for one in json.loads(second.messages)]
+    assert turns == [("user", "Hi"), ("assistant", "Ho"), ("user", "z" * 64)]
+    assert side.request(second) == {"prompt": f"Hi\nHo\n{'z' * 64}"}
+    with pytest.raises(SkippedError, match="images need a chat template"):
+        side.request(Question.user("Hi", "data:"))
+
+
+COUNTED = "vllm:spec_decode_num_accepted_tokens_total"
+PARTS = f'{COUNTED}{{m="a"}} 3.0\n{COUNTED}{{m="b"}} 4.0\nvllm:spec_decode_num_draft_tokens_total 9.0'
+
+
+@pytest.mark.parametrize(
+    ("model", "replies", "limit", "accepted"),
+    [
+        ("other", {"/metrics": PARTS, "/props": {}}, 1, 7),
+        ("one", {"/metrics": "", "/props": {"default_generation_settings": {"n_ctx": 512}}}, 512, None),
+        ("one", {"/props": {}}, None, None),
+        ("one", {}, None, None),
+    ],
+)
+def test_replies_and_requests_of_a_server(model, replies, limit, accepted, monkeypatch):
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    first = {"token": "A", "logprob": -1.0, "top_logprobs": [{"token": "?", "bytes": [195], "logprob": -2.0}]}
+    choices = [
+        {"index": 1, "finish_reason": "stop", "message": {"reasoning": "R", "content": "B", "tool_calls": [call]}},
+        {"index": 0, "finish_reason": "length", "message": {"content": "A"}, "logprobs": {"content": [first]}},
+    ]
+    usage = {"prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens_details": {}, "prompt_tokens": 12}
+    reply = {"choices": choices, "usage": usage, "timings": {"draft_n_accepted": 7}}
+    listed = [{"id": "other", "max_model_len": 1}, {"id": "one"}, {"id": "two"}]
+    known = {"/v1/models": {"data": listed}, "/v1/chat/completions": reply, **replies}
+    bodies = []
+
+    def handle(request):
+        if request.content:
+            bodies.append(json.loads(request.content))
+        if request.url.path not in known:
+            raise httpx.ConnectError("closed")
+        found = known[request.url.path]
+        text = found if isinstance(found, str) else json.dumps(found)
+        return httpx.Response(200, text=text, headers={"server": "llama.cpp"})
+
+    transport = httpx.MockTransport(handle)
+    monkeypatch.setattr(sides, "open_client", lambda base, key: httpx.Client(base_url=base, transport=transport))
+    side = ServerSide("it", "http://it/v1/", model, None, scored=True)
+    others = [name for name in ("other", "one", "two") if name != model]
+    assert (side.adapters, side.limit, side.total_accepted()) == (others, limit, accepted)
+    assert side.version == "http://it (llama.cpp)"
+    steps = ((b"A", -1.0, ((b"\xc3", -2.0),)),)
+    assert side.ask(FULL) == [[Answer("A", "length", None, steps, 3, 4), Answer("RBf{}", "stop", None, (), 3, 4)]]
+    assert side.count(replace(FULL, tools='[{"a": 1}]', adapter="two")) == 12
+    side.ask(Question.user("Hi"))
+    messages = {"messages": [{"role": "user", "content": "Hi"}]}
+    full = {**messages, "max_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.25, "seed": 6, "stop": "x", "n": 2}
+    full |= {"min_tokens": 1, "model": model}
+    assert bodies == [
+        {**full, "logprobs": True, "top_logprobs": 7},
+        {**full, "max_tokens": 1, "tools": [{"a": 1}], "model": "two"},
+        {**messages, "model": model, "max_tokens": 48, "temperature": 0, "n": 1, "logprobs": True, "top_logprobs": 5},
+    ]
+    side.close()
 
 
 def test_what_is_no_server():

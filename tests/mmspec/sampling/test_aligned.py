@@ -186,5 +186,8 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="no output that logits processors and sampling parameters leave satisfies"):
         pipe.generate(PROMPT, params=params(top_k=2, logit_bias=never))
     monkeypatch.setattr(sampler, "_MOST_REJECTED", 2)
+    reject, accepted = sampler.Alignment.reject, []
+    monkeypatch.setattr(sampler.Alignment, "reject", lambda self: accepted.append(reject(self)))
     with pytest.raises(UserError, match="must satisfy the grammar with grammar_aligned: 2 did not, and of others"):
         pipe.generate(PROMPT, params=params(seed=0, logit_bias=None))
+    assert len(accepted) == 1  # the second raised

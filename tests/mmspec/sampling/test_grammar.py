@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -24,7 +25,7 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.sampling import grammar as module
 from mmspec.sampling.grammar import Grammars
 from mmspec.sampling.sampler import Matcher
-from mmspec.sampling.syntax import FORMATS, KINDS, LIMITS, CheckedText, GrammarTrial
+from mmspec.sampling.syntax import FORMATS, KINDS, LIMITS, CheckedText, GrammarTrial, shortened
 from mmspec.workers import Cancellation
 from tests.testkit.served import eventually
 from tests.tiny import byte_model, byte_tokenizer
@@ -222,6 +223,36 @@ def nested(depth):
     for _ in range(depth):
         schema = {"items": schema}
     return schema
+
+
+def test_states_of_a_trigger():
+    """Of tokens of several bytes: a long one, one whose rest the grammar rejects, and those after it."""
+
+    def advance(state, token):
+        if not chr(token).isdigit():
+            raise UserError("a digit is expected")
+        state.append(token)
+
+    digits = SimpleNamespace(kind="", only_ends=None, eos=(), start=lambda _: [], advance=advance)
+    texts = [b"a##" + b"1" * (module._LONGEST + 9), b"##x", b"##1", b"#", b"c"]
+    spelt = SimpleNamespace(decode_bytes=lambda ids: texts[ids[0]], tokenize_bytes=list)
+    triggered = module.TriggeredGrammar(digits, "##", None, spelt)
+    start = triggered.start([])
+    assert triggered.advance(start, 0).inner == list(texts[0][3:])
+    assert triggered.advance(triggered.advance(start, 3), 3).inner == []  # the trigger is in two tokens
+    over = triggered.advance(start, 1)
+    assert (over.over, over.inner, triggered.advance(over, 2)) == (True, None, over)
+    special = module.TriggeredGrammar(digits, "##", 4, spelt)
+    assert special.advance(start, 2) == special.read(start, b"##1") == start
+    assert special.advance(start, 4).inner == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "line"),
+    [("a\nerror: b\nc", "b"), (" \n c\nd", "c"), ("", "unknown error"), ("e" * 201, "e" * 200 + "...")],
+)
+def test_the_line_of_an_error(reason, line):
+    assert shortened(reason) == line
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Endpoints: answers, streams, choices, forms of messages and prompts, limits, errors, other paths, spelt tokens."""
 
 import json
+from math import inf
 
 import httpx
 import pytest
@@ -10,12 +11,12 @@ from tokenizers import AddedToken
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import mmspec
-from mmspec import Pipeline, UserError
-from mmspec.engine.stats import TokenLogprob
+from mmspec import Piece, Pipeline, UserError
+from mmspec.engine.stats import Stats, TokenLogprob
 from mmspec.sampling.defaults import Defaults
-from mmspec.serving.formats import TextFormat
+from mmspec.serving.formats import ChatFormat, TextFormat
 from mmspec.serving.metrics import _PER_REQUEST
-from mmspec.serving.schemas import CompletionRequest
+from mmspec.serving.schemas import ChatCompletionRequest, CompletionRequest
 from mmspec.serving.settings import Limits
 from mmspec.serving.tools import GENERIC, prompted
 from mmspec.targets.processor import Processor
@@ -479,7 +480,8 @@ def test_paths(server):
         assert endpoint in page.text
         assert endpoint in unknown
     response = httpx.get(f"{server.url}/v1/chat/completions")
-    assert (response.status_code, response.json()["error"]["type"]) == (405, "invalid_request_error")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 # ---------------------------------------------------------------------- characters of several tokens
@@ -556,6 +558,9 @@ def test_echoes_of_sentencepiece(one_thread, stream):
     assert found == [whole for whole in wholes for _ in range(2)]
 
 
+LOGPROBS = [-1.0, -2.5, -inf]
+
+
 def test_tokens_of_one_text():
     """SentencePiece: letters are tokens twice. Offsets after a stop string are at the end."""
     io = Processor(_TOKENIZERS["first"]())
@@ -564,9 +569,46 @@ def test_tokens_of_one_text():
     form = TextFormat("m", io, asked, [""])
     ids = [named("▁the"), named("▁a"), named("</s>")]
     top = [(named("a"), -1.0), (named("<0x61>"), -2.0)]
-    logprobs = [TokenLogprob(token, -1.0, top, 4 * at) for at, token in enumerate(ids)]
+    logprobs = [TokenLogprob(token, p, top, 4 * at) for at, (token, p) in enumerate(zip(ids, LOGPROBS, strict=True))]
     form.add(0, mmspec.Piece(" the a", ids, "stop", logprobs=logprobs))
     logprobs = form.whole()["choices"][0]["logprobs"]
     assert logprobs["tokens"] == [" the", " a", "</s>"]
     assert logprobs["text_offset"] == [0, 4, 6]
+    assert logprobs["token_logprobs"] == [-1.0, -2.5, -9999.0]
     assert logprobs["top_logprobs"][0] == {"a": -1.0, f"token_id:{named('<0x61>')}": -2.0}
+
+
+def test_chunks_of_reasoning_and_figures_of_two_choices():
+    """The prompt of the choices counts once."""
+    asked = ChatCompletionRequest(messages=USER, n=2, stream=True, stream_options={"include_usage": True})
+    form = ChatFormat("m", None, asked, ["", ""], "flash")
+    first, second = (Stats(num_prompt_tokens=11, num_cached_tokens=cached, num_generated_tokens=3) for cached in (5, 6))
+    first.record_step(4, 2, 1, 2)
+    second.record_step(6, 3, 2, 3)
+    form.reached("queue_s")
+    pieces = [(0, Piece("", [1], reasoning="Hm", num_reasoning_tokens=2)), (0, Piece("So", [2], reasoning="!"))]
+    pieces += [(1, Piece("", [3])), (0, Piece("A", [4], "stop", first)), (1, Piece("B", [5, 6], "length", second))]
+    chunks = [chunk for index, piece in pieces for chunk in form.chunks(index, piece)]
+    *deltas, last = chunks
+    thought = [{"reasoning": text, "reasoning_content": text} for text in ("Hm", "!")]
+    texts = [thought[0], {**thought[1], "content": "So"}, {"content": ""}, {"content": "A"}, {"content": "B"}]
+    common = {"logprobs": None}
+    assert [chunk["choices"] for chunk in deltas] == [
+        ({"index": index, "delta": delta, **common, "finish_reason": reason},)
+        for index, delta, reason in zip((0, 0, 1, 0, 1), texts, (None, None, None, "stop", "length"), strict=True)
+    ]
+    usage = {"prompt_tokens": 11, "completion_tokens": 11, "total_tokens": 22}
+    details = {"prompt_tokens_details": {"cached_tokens": 5}, "completion_tokens_details": {"reasoning_tokens": 2}}
+    figures = {"num_spec_steps": 2, "num_accepted_draft_tokens": 3, "num_draft_tokens": 10, "num_spec_tokens": 3}
+    figures |= {"mean_acceptance_length": 2.5, "draft_acceptance_rate": 0.3, "acceptance_histogram": [0, 1, 1]}
+    figures |= {"lossless": True, "num_rejected_outputs": 0, "drafter_error": "", "drafter": "flash"}
+    assert (last["choices"], last["usage"]) == ((), usage | details)
+    assert last["metrics"] == {"speculative_decoding": figures}
+    logged = form.logged()
+    assert float(logged.pop("queue_s")) < 5
+    assert logged.pop("id").startswith("chatcmpl-")
+    assert logged == {"finish": "stop,length", "prompt_tokens": 11, "generated_tokens": 6, "acceptance_length": 2.5}
+    messages = [choice["message"] for choice in form.whole()["choices"]]
+    said = {"role": "assistant", "refusal": None}
+    thoughts = {"reasoning": "Hm!", "reasoning_content": "Hm!"}
+    assert messages == [{**said, "content": "SoA", **thoughts}, {**said, "content": "B"}]
