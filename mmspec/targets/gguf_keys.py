@@ -113,6 +113,9 @@ _NUMBERS = (
 ANY: Any = object()
 HARMLESS: Mapping[str, Any] = {
     "vocab_size": ANY,  # rows of the embedding
+    "context_length": ANY,  # of models without positions
+    "feed_forward_length": 0,
+    "attention.head_count": 0,
     "tensor_data_layout": ANY,
     "rope.scaling.finetuned": ANY,
     "attention.causal": True,
@@ -216,6 +219,19 @@ EXPERTS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+
+
+def mlp(place: str) -> Names:
+    """Weights of a gated MLP."""
+    return {f"ffn_{name}": f"{place}.{name}_proj" for name in ("gate", "up", "down")}
+
+
+def experts(place: str) -> Names:
+    """Weights of routed experts, of which gate and up projections are one tensor in the model."""
+    joined: Names = {f"ffn_{name}_exps": (f"{place}.gate_up_proj", joined_experts) for name in ("gate", "up")}
+    return {**joined, "ffn_gate_up_exps": f"{place}.gate_up_proj", "ffn_down_exps": f"{place}.down_proj"}
+
+
 ATTENTION: Names = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -224,15 +240,9 @@ ATTENTION: Names = {
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
 }
-MLP: Names = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+MLP = mlp("mlp")
 HEAD_NORMS: Names = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-ROUTED: Names = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": ("mlp.experts.gate_up_proj", joined_experts),
-    "ffn_up_exps": ("mlp.experts.gate_up_proj", joined_experts),
-    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj",
-}
+ROUTED: Names = {"ffn_gate_inp": "mlp.gate", **experts("mlp.experts")}
 SHARED: Names = {
     "ffn_gate_inp_shexp": ("mlp.shared_expert_gate", lambda config, weight: weight.view(1, -1)),
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",

@@ -20,7 +20,7 @@ from mmspec.targets.gguf_keys import (
     Keys,
     Names,
     decoder,
-    joined_experts,
+    experts,
     rope,
     sliding,
 )
@@ -100,10 +100,7 @@ def _granite(keys: Keys) -> dict[str, Any]:
 
 _GRANITE: Names = {
     "ffn_gate_inp": "block_sparse_moe.router",
-    "ffn_gate_exps": ("block_sparse_moe.experts.gate_up_proj", joined_experts),
-    "ffn_up_exps": ("block_sparse_moe.experts.gate_up_proj", joined_experts),
-    "ffn_gate_up_exps": "block_sparse_moe.experts.gate_up_proj",
-    "ffn_down_exps": "block_sparse_moe.experts.down_proj",
+    **experts("block_sparse_moe.experts"),
     "ffn_gate_shexp": ("shared_mlp.input_linear", lambda config, *tensors: torch.cat(tensors)),
     "ffn_up_shexp": ("shared_mlp.input_linear", lambda config, *tensors: torch.cat(tensors)),
     "ffn_down_shexp": "shared_mlp.output_linear",

@@ -23,12 +23,13 @@ from mmspec.targets.gguf_keys import (
     Names,
     Rows,
     decoder,
+    experts,
     flat,
     head_size,
     heads,
-    joined_experts,
     log_of_negative,
     minus_one,
+    mlp,
     rope,
 )
 
@@ -36,13 +37,9 @@ from mmspec.targets.gguf_keys import (
 def _mamba2(place: str) -> Names:
     """Weights of a Mamba-2 mixer."""
     return {
-        "ssm_in": f"{place}.in_proj",
-        "ssm_conv1d": f"{place}.conv1d",
-        "ssm_dt": f"{place}.dt_bias",
-        "ssm_a": (f"{place}.A_log", log_of_negative),
-        "ssm_d": f"{place}.D",
-        "ssm_norm": (f"{place}.norm", flat),
-        "ssm_out": f"{place}.out_proj",
+        **{f"ssm_{name}": f"{place}.{name}_proj" for name in ("in", "out")},
+        **{"ssm_conv1d": f"{place}.conv1d", "ssm_dt": f"{place}.dt_bias", "ssm_d": f"{place}.D"},
+        **{"ssm_a": (f"{place}.A_log", log_of_negative), "ssm_norm": (f"{place}.norm", flat)},
     }
 
 
@@ -66,14 +63,12 @@ def _mamba2_sizes(keys: Keys) -> tuple[int, int]:
 
 def _mamba2_fields(keys: Keys) -> dict[str, Any]:
     count, size = _mamba2_sizes(keys)
-    _ = keys("context_length", None), keys("feed_forward_length", None), keys("attention.head_count", None)
     expand = keys("ssm.inner_size") // keys("embedding_length")
     bias = "blk.0.ssm_conv1d.bias" in keys.tensors
     return {"num_heads": count, "head_dim": size, "expand": expand, "use_conv_bias": bias}
 
 
 def _mamba_fields(keys: Keys) -> dict[str, Any]:
-    _ = keys("context_length", None), keys("feed_forward_length", None), keys("attention.head_count", None)
     fields = {"expand": keys("ssm.inner_size") // keys("embedding_length")}
     if not keys("ssm.dt_b_c_rms", False):
         return fields
@@ -230,16 +225,10 @@ def _grouped(config: Any, rows: int) -> Tensor:
     return torch.cat([part.view(groups, -1) for part in torch.arange(rows).split(sizes)], 1).flatten()
 
 
-_QKVZ = ("linear_attn.in_proj_qkvz", Rows(_grouped))
 _NEXT: Names = {
-    "attn_qkv": _QKVZ,
-    "attn_gate": _QKVZ,
+    **{name: ("linear_attn.in_proj_qkvz", Rows(_grouped)) for name in ("attn_qkv", "attn_gate")},
+    **{name: place for name, place in _mamba2("linear_attn").items() if name not in ("ssm_in", "ssm_d")},
     "ssm_ba": "linear_attn.in_proj_ba",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_dt": "linear_attn.dt_bias",
-    "ssm_a": ("linear_attn.A_log", log_of_negative),
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
 }
 
 _LFM: Names = {
@@ -285,6 +274,11 @@ _GRANITE_SCALES = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+_SSM = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups"}
+_MAMBA = {
+    **{"embedding_length": "hidden_size", "attention.layer_norm_rms_epsilon": "layer_norm_epsilon"},
+    **{"ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size"},
+}
 _MAMBA_OUTER: Names = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
 
 _NEMOTRON_EXPERTS = {
@@ -313,14 +307,11 @@ _NEMOTRON = Architecture(
         **_mamba2("mixer"),
         **{f"attn_{name}": f"mixer.{name}_proj" for name in "qkv"},
         "attn_output": "mixer.o_proj",
-        "ffn_up": "mixer.up_proj",
-        "ffn_down": "mixer.down_proj",
         "ffn_gate_inp": "mixer.gate",
         "exp_probs_b": "mixer.gate.e_score_correction_bias",
-        "ffn_up_exps": "mixer.experts.up_proj",
-        "ffn_down_exps": "mixer.experts.down_proj",
-        "ffn_up_shexp": "mixer.shared_experts.up_proj",
-        "ffn_down_shexp": "mixer.shared_experts.down_proj",
+        **{f"ffn_{name}": f"mixer.{name}_proj" for name in ("up", "down")},
+        **{f"ffn_{name}_exps": f"mixer.experts.{name}_proj" for name in ("up", "down")},
+        **{f"ffn_{name}_shexp": f"mixer.shared_experts.{name}_proj" for name in ("up", "down")},
     },
     {"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"},
     _nemotron_h,
@@ -329,13 +320,7 @@ _NEMOTRON = Architecture(
 ARCHITECTURES: dict[str, Architecture] = {
     "mamba": Architecture(
         "mamba",
-        {
-            "embedding_length": "hidden_size",
-            "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
-            "ssm.conv_kernel": "conv_kernel",
-            "ssm.state_size": "state_size",
-            "ssm.time_step_rank": "time_step_rank",
-        },
+        {**_MAMBA, "ssm.time_step_rank": "time_step_rank"},
         {"attn_norm": "norm", **_mamba("mixer")},
         _MAMBA_OUTER,
         _mamba_fields,
@@ -343,13 +328,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mamba2": Architecture(
         "mamba2",
-        {
-            "embedding_length": "hidden_size",
-            "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
-            "ssm.conv_kernel": "conv_kernel",
-            "ssm.state_size": "state_size",
-            "ssm.group_count": "n_groups",
-        },
+        {**_MAMBA, "ssm.group_count": "n_groups"},
         {"attn_norm": "norm", **_mamba2("mixer")},
         _MAMBA_OUTER,
         _mamba2_fields,
@@ -357,44 +336,22 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "granitehybrid": Architecture(
         "granitemoehybrid",
-        _HYBRID
-        | _GRANITE_SCALES
-        | {
-            "feed_forward_length": "intermediate_size",
-            "ssm.conv_kernel": "mamba_d_conv",
-            "ssm.state_size": "mamba_d_state",
-            "ssm.group_count": "mamba_n_groups",
-        },
+        _HYBRID | _GRANITE_SCALES | {"feed_forward_length": "intermediate_size", **_SSM},
         ATTENTION
         | ROTARY
         | _mamba2("mamba")
         | {
-            "ffn_gate": ("shared_mlp.input_linear", Rows()),
-            "ffn_up": ("shared_mlp.input_linear", Rows()),
-            "ffn_down": "shared_mlp.output_linear",
-            "ffn_gate_shexp": ("shared_mlp.input_linear", Rows()),
-            "ffn_up_shexp": ("shared_mlp.input_linear", Rows()),
-            "ffn_down_shexp": "shared_mlp.output_linear",
+            **{f"ffn_{name}": ("shared_mlp.input_linear", Rows()) for name in ("gate", "up", "gate_shexp", "up_shexp")},
+            **{f"ffn_{name}": "shared_mlp.output_linear" for name in ("down", "down_shexp")},
             "ffn_gate_inp": "block_sparse_moe.router",
-            "ffn_gate_exps": ("block_sparse_moe.experts.gate_up_proj", joined_experts),
-            "ffn_up_exps": ("block_sparse_moe.experts.gate_up_proj", joined_experts),
-            "ffn_down_exps": "block_sparse_moe.experts.down_proj",
+            **experts("block_sparse_moe.experts"),
         },
         more=_granite,
     ),
     "falcon-h1": Architecture(
         "falcon_h1",
-        SIZES
-        | {
-            "ssm.conv_kernel": "mamba_d_conv",
-            "ssm.state_size": "mamba_d_state",
-            "ssm.group_count": "mamba_n_groups",
-            "ssm.inner_size": "mamba_d_ssm",
-        },
-        ATTENTION
-        | _mamba2("mamba")
-        | {"ffn_norm": "pre_ff_layernorm"}
-        | {f"ffn_{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+        SIZES | {**_SSM, "ssm.inner_size": "mamba_d_ssm"},
+        ATTENTION | _mamba2("mamba") | {"ffn_norm": "pre_ff_layernorm"} | mlp("feed_forward"),
         OUTER | {"output_norm": "model.final_layernorm"},
         _falcon_h1,
     ),
@@ -421,9 +378,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {
             "ffn_gate_inp": "feed_forward.gate",
             "exp_probs_b": "feed_forward.expert_bias",
-            "ffn_gate_exps": ("feed_forward.experts.gate_up_proj", joined_experts),
-            "ffn_up_exps": ("feed_forward.experts.gate_up_proj", joined_experts),
-            "ffn_down_exps": "feed_forward.experts.down_proj",
+            **experts("feed_forward.experts"),
         },
         _LFM_OUTER,
         _lfm2moe,
@@ -445,11 +400,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         | _mamba("mamba")
         | {
             "ffn_norm": "pre_ff_layernorm",
-            **{f"ffn_{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+            **mlp("feed_forward"),
             "ffn_gate_inp": "feed_forward.router",
-            "ffn_gate_exps": ("feed_forward.experts.gate_up_proj", joined_experts),
-            "ffn_up_exps": ("feed_forward.experts.gate_up_proj", joined_experts),
-            "ffn_down_exps": "feed_forward.experts.down_proj",
+            **experts("feed_forward.experts"),
         },
         OUTER | {"output_norm": "model.final_layernorm"},
         _jamba,
