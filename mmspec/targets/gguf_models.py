@@ -100,6 +100,11 @@ class Weight:
             value = value.reshape(self.shape)
         return value[index]
 
+    @property
+    def changed(self) -> bool:
+        """Whether the weight has other values than rows in a format of the kernels."""
+        return not isinstance(self._change, Rows | None) and all(tensor.rows() for tensor in self.tensors)
+
     def rows(self) -> StoredRows | None:
         """The stored rows in the model's order; None if the weight has other values or the kernels lack its format."""
         several = [tensor.rows() if len(tensor.shape) == 2 else None for tensor in self.tensors]

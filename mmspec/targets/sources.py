@@ -264,14 +264,18 @@ def _quantised_rows(kind: str, name: str, weight: Any) -> StoredRows:
 
 
 def _rows(model: PreTrainedModel, state: Mapping[str, Any]) -> Takes:
-    """Take stored rows of linear layers and embeddings whose shapes match."""
+    """Take stored rows of linear layers and embeddings whose shapes match; rows of other values, such as reordered
+    columns, are quantised to int8, so that little of the file's precision is lost."""
     layers = {f"{name}.weight": layer for name, layer in model.named_modules()}
     takes: dict[str, Callable[[Any], StoredRows]] = {}
     for name in layers.keys() & state.keys():
-        layer, rows = layers[name], getattr(state[name], "rows", lambda: None)()
+        layer, weight = layers[name], state[name]
+        rows = getattr(weight, "rows", lambda: None)()
         keeps = type(layer) is nn.Linear or isinstance(layer, nn.Embedding)
         if keeps and rows is not None and (len(rows.places), rows.features) == layer.weight.shape:
             takes[name] = partial(lambda rows, weight: rows, rows)
+        elif type(layer) is nn.Linear and rows is None and getattr(weight, "changed", False):
+            takes[name] = partial(_quantised_rows, "int8", name)
     return takes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import pickle
 import shutil
@@ -27,7 +28,7 @@ from mmspec.drafters.small import Small
 from mmspec.loading import load_processor
 from mmspec.quantisation.blocks import BlockLinear, Int8Blocks
 from mmspec.quantisation.formats import StoredEmbedding
-from mmspec.targets import gguf, gguf_file, packing, sources, templates
+from mmspec.targets import gguf, gguf_file, gguf_models, packing, sources, templates
 from mmspec.targets.gguf_keys import Rows, minus_one
 from mmspec.targets.gguf_models import Weight
 from mmspec.targets.infill import Infill
@@ -825,6 +826,20 @@ def test_rows_that_cannot_be_put_in_order_are_left_out(mixed: Path) -> None:
         if kind == "attn_q":
             assert torch.equal(found.dense(), tensor[...].flip(0))
             assert torch.equal(weight[...], tensor[...].flip(0))
+
+
+def test_reordered_columns_keep_eight_bits(mixed: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights in 4 bits whose rows cannot stay as they are stored."""
+    row = gguf_models.ARCHITECTURES["llama"]
+    names = {**row.names, "ffn_down": ("mlp.down_proj", lambda config, weight: weight.flip(1))}
+    monkeypatch.setitem(gguf_models.ARCHITECTURES, "llama", dataclasses.replace(row, names=names))
+    source = source_of(mixed)
+    model, _ = source.model(AutoModelForCausalLM, source.config(), "auto", True)
+    for number, layer in enumerate(model.model.layers):
+        expected = gguf_file.GGUFFile(mixed).tensors[f"blk.{number}.ffn_down.weight"][...].flip(1)
+        (rows,) = layer.mlp.down_proj.stored
+        assert rows.format == "Q8_0"
+        assert (rows.dense() - expected).abs().max() < expected.abs().max() / 200
 
 
 @pytest.mark.parametrize("fails", [False, True])
