@@ -175,6 +175,7 @@ def _description(path: Path) -> dict[str, Any]:
 
     from safetensors import safe_open
 
+    from mmspec.drafters.mtp import has_mtp
     from mmspec.loading import load_config, load_processor
     from mmspec.targets.gguf_file import GGUFFile, file_in
     from mmspec.targets.gguf_models import set_aside
@@ -187,7 +188,7 @@ def _description(path: Path) -> dict[str, Any]:
             counts[tensor.format] += prod(tensor.shape)
         named = file.metadata.items()
         sampling = {key.removeprefix(_SAMPLING): value for key, value in named if key.startswith(_SAMPLING)}
-        unused = set_aside(file)
+        unused = [] if has_mtp(path) else set_aside(file)
     for part in [] if found else path.glob("*.safetensors"):
         with safe_open(part, "pt") as weights:
             for weight in map(weights.get_slice, weights.keys()):
@@ -199,6 +200,7 @@ def _description(path: Path) -> dict[str, Any]:
         "weights": {kind: round(count / counts.total(), 4) for kind, count in counts.most_common()},
         "chat_template": next((kind for mark, kind in _TEMPLATES.items() if mark in template), template and "its own"),
         "sampling": sampling,
+        "mtp": has_mtp(path),
         "set_aside": unused,
     }
 
@@ -249,6 +251,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
             f"weights: {weights or 'in another format than safetensors or GGUF'}",
             f"chat template: {m['chat_template'] or 'none'}",
             *([f"sampling in the file, which is not applied: {sampling}"] if sampling else []),
+            *(["multi-token prediction layers: drafted with by --drafter mtp"] if m["mtp"] else []),
             *([f"tensors set aside, of blocks after the model's: {set_aside}"] if set_aside else []),
         ]
 
