@@ -15,9 +15,12 @@ from torch import Tensor
 
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
+from mmspec.quantisation.blocks import BLOCKS
+from mmspec.quantisation.formats import FORMATS
 from mmspec.targets import sources
 from mmspec.targets.gguf_file import GGUFFile, GGUFTensor
 from mmspec.targets.gguf_models import read_config, set_aside
+from mmspec.targets.packing import pack_drafter
 from tests.compiled import needs_kernels
 from tests.gguf_mixtures import ROWS, blocks, build, load, package, save
 from tests.mmspec.drafters.test_drafters import check_paths
@@ -124,6 +127,24 @@ def test_blocks_that_predict_further_tokens_draft(row: str, layers: int, tmp_pat
     drafter.top_k, gain = 3, partial(gain_of, built, model)
     target = load(tmp_path / "one.gguf")
     check_paths(target, text_inputs(2, 9), drafter, gain, nodes=7, depth=layers, new=6)
+
+
+@needs_kernels
+def test_quantised_rows_of_such_blocks_are_kept(tmp_path: Path) -> None:
+    model = build("glm4moe")
+    model.config.num_mtp_layers = 1
+    also = appended(mtp_model(model), 3)
+    form = package.GGMLQuantizationType.Q4_0
+    data = package.quantize(also["model.layers.3.self_attn.o_proj.weight"].numpy(), form)
+    keys = {"block_count": 4, "nextn_predict_layers": 1}
+    save("glm4moe", tmp_path / "one.gguf", keys, {"blk.3.attn_output.weight": (data, form)}, also=also)
+    network = make_drafter("mtp", str(tmp_path / "one.gguf")).network  # type: ignore[union-attr]
+    attention = network.layers[0].mtp_block.self_attn
+    dense = torch.from_numpy(package.dequantize(data, form))
+    torch.testing.assert_close(attention.o_proj.weight, dense, rtol=0, atol=0)
+    pack_drafter(network, torch.zeros(1, dtype=torch.bfloat16), "int8")
+    assert isinstance(attention.o_proj, FORMATS["Q4_0"])
+    assert isinstance(attention.q_proj, BLOCKS["int8"])
 
 
 def test_weights_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
