@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -186,10 +187,9 @@ def adjacent(weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
-def tensors_of(kind: str, model: Any) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(kind: str, config: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Weights as llama.cpp's converter writes them, by names that the package knows."""
-    config = model.config
-    for name, weight in model.state_dict().items():
+    for name, weight in weights.items():
         for new, old in OLD.items():
             name = name if old in name else name.replace(new, old)
         if "gate_up_proj" in name or "input_linear" in name:
@@ -224,14 +224,21 @@ def build(row: str) -> Any:
     return model
 
 
-def save(row: str, path: Path, keys: Any = (), tensors: Any = (), without: str = "$^") -> Any:
+def save(
+    row: str,
+    path: Path,
+    keys: Any = (),
+    tensors: Any = (),
+    without: str = "$^",
+    also: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Any:
     """A model, and its file with further keys and tensors; a key of None and tensors that match ``without`` are left
-    out."""
+    out. Weights in ``also`` are converted as the model's."""
     kind, _, _, own = ROWS[row]
     model, architecture = build(row), row.partition(" ")[0]
-    names = package.get_tensor_name_map(package.MODEL_ARCH[kind], model.config.num_hidden_layers)
+    names = package.get_tensor_name_map(package.MODEL_ARCH[kind], model.config.num_hidden_layers + 2)
     found = {}
-    for name, weight in tensors_of(kind, model):
+    for name, weight in tensors_of(kind, model.config, {**model.state_dict(), **also}):
         known = names.get_name(name, try_suffixes=(".weight", ".bias")) or names.get_name(
             f"{name}.weight", (".weight",)
         )

@@ -168,6 +168,16 @@ def published_tensors(built: Any, first: int | None) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in found.items()}
 
 
+def appended(built: Any, first: int) -> dict[str, Tensor]:
+    """The tensors of MTP layers by names of layers after the model's ``first`` ones, with joined experts."""
+    layers = [layer.state_dict().items() for layer in built.layers]
+    return {
+        f"model.layers.{number}.{name.removeprefix('mtp_block.').replace('post_norm', 'shared_head.norm')}": value
+        for number, layer in enumerate(layers, first)
+        for name, value in layer
+    }
+
+
 @torch.no_grad()
 def gain_of(built: Any, model: PreTrainedModel, tokens: list[int], path: list[int]) -> float:
     """Probability of drafted tokens after a sequence, at most one per layer, by transformers' layers without a past."""

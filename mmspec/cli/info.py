@@ -175,6 +175,7 @@ def _description(path: Path) -> dict[str, Any]:
 
     from safetensors import safe_open
 
+    from mmspec.drafters.mtp import has_mtp
     from mmspec.loading import load_config, load_processor
     from mmspec.targets.gguf_file import GGUFFile, file_in
     from mmspec.targets.gguf_models import read_config, set_aside
@@ -188,7 +189,7 @@ def _description(path: Path) -> dict[str, Any]:
             counts[tensor.format] += prod(tensor.shape)
         named = file.metadata.items()
         sampling = {key.removeprefix(_SAMPLING): value for key, value in named if key.startswith(_SAMPLING)}
-        unused, keys = set_aside(file), read_config(file)[1].report()
+        unused, keys = [] if has_mtp(path) else set_aside(file), read_config(file)[1].report()
     for part in [] if found else path.glob("*.safetensors"):
         with safe_open(part, "pt") as weights:
             for weight in map(weights.get_slice, weights.keys()):
@@ -201,6 +202,7 @@ def _description(path: Path) -> dict[str, Any]:
         "chat_template": next((kind for mark, kind in _TEMPLATES.items() if mark in template), template and "its own"),
         "sampling": sampling,
         "keys": keys,
+        "mtp": has_mtp(path),
         "set_aside": unused,
     }
 
@@ -252,6 +254,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
             f"chat template: {m['chat_template'] or 'none'}",
             *([f"keys: {', '.join(f'{key}: {use}' for key, use in m['keys'].items())}"] if m["keys"] else []),
             *([f"sampling in the file, which is not applied: {sampling}"] if sampling else []),
+            *(["multi-token prediction layers: drafted with by --drafter mtp"] if m["mtp"] else []),
             *([f"tensors set aside, of blocks after the model's: {set_aside}"] if set_aside else []),
         ]
 

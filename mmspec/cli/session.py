@@ -63,7 +63,7 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     generation = _collect(chain([first], pieces), show=not options["as_json"])
     comparison = None
     if options["compare"]:
-        home = pipe.model.config.name_or_path
+        home = plugins.model_path(pipe.name)
         fresh = partial(make_drafter, options["drafter"], home, options["trust_remote_code"])
         done, total = count(1), 2 * (_ROUNDS + 1)
         with show_progress(notes, "comparing with plain decoding") as show:

@@ -10,7 +10,7 @@ The layers follow DeepSeek-V3 (arXiv 2412.19437, section 2.2), as built by trans
 token's embedding and the previous state, applies a decoder layer of the target's kind, and predicts the next token. The
 first layer reads the target's last hidden states, every other layer the outputs of the layer before it.
 
-Reading is strict, from the target's own checkpoint; transformers drops these tensors.
+Reading is strict, from the target's own checkpoint or GGUF file; transformers drops these tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import AHEAD, Counts, RowState, TreeDrafter, commit_chain, write_last
-from mmspec.drafters.checkpoint import load_weights, tensor_names, weight_files
+from mmspec.drafters.checkpoint import check_tensors, load_weights, tensor_names, weight_files
 from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.drafters.hidden_state import axis_positions, causal, counted_positions, following_embeds, take
 from mmspec.drafters.spec import DrafterSpec
@@ -46,6 +46,8 @@ from mmspec.errors import UserError, explained
 from mmspec.ops import kernels
 from mmspec.targets.attention import NAME, PASS, SLIDING, TreePass, set_attention, tail_mask, tree_mask, window_of
 from mmspec.targets.checkpoints import from_pretrained
+from mmspec.targets.gguf_file import GGUFFile, file_in
+from mmspec.targets.gguf_models import read_config, read_mtp_weights
 from mmspec.targets.packing import drafter_kind, pack_drafter
 
 _WITHOUT_CLASS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
@@ -147,13 +149,14 @@ _SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 
 
 def has_mtp(folder: Path) -> bool:
-    """Whether a checkpoint has tensors of native MTP layers."""
-    names = [name for file in weight_files(folder) for name in tensor_names(file)]
+    """Whether a checkpoint, a folder or a GGUF file, has tensors of native MTP layers."""
+    stored = file_in(folder)
+    names = GGUFFile(stored).tensors if stored else [one for file in weight_files(folder) for one in tensor_names(file)]
     return any(_OWN.match(name) or name.endswith(".eh_proj.weight") for name in names)
 
 
 def read_mtp(folder: Path) -> tuple[MTPNetwork, dict[str, Any]]:
-    """Read the MTP layers of a target's checkpoint; other tensors are not read.
+    """Read the MTP layers of a target's checkpoint, a folder or a GGUF file; other tensors are not read.
 
     Returns:
         The layers, in their original dtype, and the target, for ``checkpoint.check_verifier``.
@@ -163,13 +166,21 @@ def read_mtp(folder: Path) -> tuple[MTPNetwork, dict[str, Any]]:
     """
     if not has_mtp(folder):
         raise UserError(f"{folder}: expected the checkpoint of a target with native MTP layers, received none")
-    with explained(f"{folder}: expected the configuration of a model", OSError, ValueError):
-        decoder = from_pretrained(AutoConfig, folder).get_text_config()
+    stored = None if (path := file_in(folder)) is None else GGUFFile(path)
+    if stored is not None:
+        decoder, count = read_config(stored)[0], stored.count("nextn_predict_layers")
+        decoder.num_mtp_layers = decoder.mtp_num_hidden_layers = count
+    else:
+        with explained(f"{folder}: expected the configuration of a model", OSError, ValueError):
+            decoder = from_pretrained(AutoConfig, folder).get_text_config()
     config = layer_config(decoder, str(folder))
     errors = ValueError, TypeError, AttributeError, KeyError, IndexError
     with explained(f"{folder}: expected MTP layers that transformers builds", *errors), torch.device("meta"):
         built, model = build(config)
-    _load(built, model, _tensors(folder, decoder.num_hidden_layers), str(folder))
+    if stored is not None:
+        _load_stored(built, stored)
+    else:
+        _load(built, model, _tensors(folder, decoder.num_hidden_layers), str(folder))
     verifier = {
         "name_or_path": folder.name,
         "model_type": decoder.model_type,
@@ -226,6 +237,19 @@ def _load(built: Any, model: Any, tensors: dict[str, Tensor], source: str) -> No
     problems += [f"{name} that cannot be converted" for name in sorted(report.conversion_errors)]
     if problems:
         raise UserError(f"{source}: expected exactly the tensors of its MTP layers, received {'; '.join(problems[:3])}")
+
+
+def _load_stored(built: Any, file: GGUFFile) -> None:
+    """Load tensors of a GGUF file; linear layers also have their ``stored`` rows, for ``pack_drafter``."""
+    weights = read_mtp_weights(file, built)
+    tensors = {name: weight[...] for name, weight in weights.items()}
+    shapes = {name: tuple(x.shape) for name, x in built.state_dict().items() if name.startswith("layers")}
+    check_tensors(tensors, shapes, "its MTP layers", str(file.path))
+    built.load_state_dict(tensors, strict=False, assign=True)
+    for name, weight in weights.items():
+        layer = built.get_submodule(name.rpartition(".")[0])
+        if type(layer) is nn.Linear and (rows := weight.rows()) is not None:
+            layer.stored = [rows]
 
 
 class MTP(TreeDrafter):

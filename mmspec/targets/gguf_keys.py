@@ -178,7 +178,7 @@ def joined_experts(config: Any, *tensors: Tensor) -> Tensor:
     return torch.cat(tensors, 1)
 
 
-Names = dict[str, str | tuple[str, Change]]
+Names = dict[str, str | tuple[str, Change | None]]
 
 
 @dataclass(frozen=True)

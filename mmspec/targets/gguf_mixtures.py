@@ -28,15 +28,15 @@ from mmspec.targets.gguf_keys import (
 _SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's expert_gating_func
 _PHI_SCALE = 1.243163121016122  # short_mscale and long_mscale of Phi-3.5-MoE, which its files lack
 
-_BIAS: Names = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
-_SHARED: Names = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
+BIAS: Names = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+SHARED_EXPERTS: Names = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
 _ERNIE_BIAS: Names = {
     "exp_probs_b.bias": ("mlp.gate.moe_statics.e_score_correction_bias", lambda config, bias: bias.view(1, -1))
 }
 _NORMED: Names = {"post_attention_norm": "post_attention_layernorm"}
 
 
-def _experts(count: str, width: str = "moe_intermediate_size") -> dict[str, str]:
+def experts(count: str, width: str = "moe_intermediate_size") -> dict[str, str]:
     """Keys of routed experts by the configuration's fields for their count and width."""
     return {"expert_count": count, "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": width}
 
@@ -161,7 +161,7 @@ def _unabsorbed(config: Any, keys: Tensor, values: Tensor) -> Tensor:
     return torch.cat((keys.mT, values), 1).flatten(0, 1)
 
 
-_LATENT: Names = {
+LATENT: Names = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
@@ -210,7 +210,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3moe": Architecture("qwen3_moe", SIZES | EXPERTS, {**ATTENTION, **HEAD_NORMS, **ROUTED}, more=_normalised),
     "qwen3vlmoe": Architecture("qwen3_moe", SIZES | EXPERTS, {**ATTENTION, **HEAD_NORMS, **ROUTED}, more=_qwen3vl),
     "gpt-oss": Architecture(
-        "gpt_oss", SIZES | _experts("num_local_experts", "intermediate_size"), {**ATTENTION, **_OSS}, more=_gpt_oss
+        "gpt_oss", SIZES | experts("num_local_experts", "intermediate_size"), {**ATTENTION, **_OSS}, more=_gpt_oss
     ),
     "granitemoe": Architecture(
         "granitemoeshared",
@@ -220,19 +220,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "deepseek2": Architecture(
         "deepseek_v3",
-        SIZES | _experts("n_routed_experts") | {"attention.kv_lora_rank": "kv_lora_rank"},
-        {**ATTENTION, **_LATENT, **MLP, **ROUTED, **_SHARED, **_BIAS},
+        SIZES | experts("n_routed_experts") | {"attention.kv_lora_rank": "kv_lora_rank"},
+        {**ATTENTION, **LATENT, **MLP, **ROUTED, **SHARED_EXPERTS, **BIAS},
         more=_deepseek,
     ),
     "glm4moe": Architecture(
         "glm4_moe",
-        SIZES | _experts("n_routed_experts"),
-        {**ATTENTION, **_NORMED, **HEAD_NORMS, **MLP, **ROUTED, **_SHARED, **_BIAS},
+        SIZES | experts("n_routed_experts"),
+        {**ATTENTION, **_NORMED, **HEAD_NORMS, **MLP, **ROUTED, **SHARED_EXPERTS, **BIAS},
         more=_sigmoid,
     ),
     "minimax-m2": Architecture(
         "minimax_m2",
-        SIZES | _experts("num_local_experts", "intermediate_size"),
+        SIZES | experts("num_local_experts", "intermediate_size"),
         {**ATTENTION, **HEAD_NORMS, **ROUTED, "exp_probs_b.bias": "mlp.e_score_correction_bias"},
         more=_minimax,
     ),
@@ -244,19 +244,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe",
-        SIZES | _experts("moe_num_experts") | {"expert_used_count": "moe_k"},
-        {**ATTENTION, **MLP, **ROUTED, **_SHARED, **_ERNIE_BIAS},
+        SIZES | experts("moe_num_experts") | {"expert_used_count": "moe_k"},
+        {**ATTENTION, **MLP, **ROUTED, **SHARED_EXPERTS, **_ERNIE_BIAS},
         more=_ernie,
     ),
     "dots1": Architecture(
         "dots1",
-        SIZES | _experts("n_routed_experts"),
-        {**ATTENTION, **HEAD_NORMS, **MLP, **ROUTED, **_SHARED, **_BIAS},
+        SIZES | experts("n_routed_experts"),
+        {**ATTENTION, **HEAD_NORMS, **MLP, **ROUTED, **SHARED_EXPERTS, **BIAS},
         more=_sigmoid,
     ),
     "hunyuan-moe": Architecture(
         "hunyuan_v1_moe",
-        SIZES | _experts("num_experts", "intermediate_size") | {"expert_used_count": "moe_topk"},
+        SIZES | experts("num_experts", "intermediate_size") | {"expert_used_count": "moe_topk"},
         {**ATTENTION, **ROUTED, **_HUNYUAN},
         more=_hunyuan,
     ),

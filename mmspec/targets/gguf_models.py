@@ -20,7 +20,7 @@ from mmspec.errors import UserError, explained, shown
 from mmspec.quantisation.formats import StoredRows
 from mmspec.targets import gguf_dense, gguf_mixtures, gguf_recurrent
 from mmspec.targets.gguf_file import GGUFFile, GGUFTensor
-from mmspec.targets.gguf_keys import Architecture, Change, Keys, Rows
+from mmspec.targets.gguf_keys import Architecture, Change, Keys, Names, Rows
 
 ARCHITECTURES: dict[str, Architecture] = {
     **gguf_dense.ARCHITECTURES,
@@ -124,14 +124,39 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
     Raises:
         UserError: a tensor has no place in the model and is not ``set_aside``.
     """
-    row, empty, unused = _row(file), model.state_dict(), set(set_aside(file))
-    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    unused = set(set_aside(file))
+    return _weights(file, model, _row(file), [name for name in file.tensors if name not in unused])
+
+
+def read_mtp_weights(file: GGUFFile, built: PreTrainedModel) -> dict[str, Weight]:
+    """Weights of transformers' ``MtpModel`` by name, of the blocks that are ``set_aside``; errors as above.
+
+    Norms are stored as the layers' norms. Copies of the model's embedding and output layer are not read.
+    """
+    row, own = _row(file), [name for name in set_aside(file) if not re.search(_COPIES, name)]
+    norm = row.names["attn_norm"]
+    change = norm[1] if isinstance(norm, tuple) else None
+    names: Names = {"nextn.eh_proj": "eh_proj"} | {f"nextn.{name}": (place, change) for name, place in _NORMS.items()}
+    for name, found in row.names.items():
+        place, change = found if isinstance(found, tuple) else (found, None)
+        names[name] = "|".join(f"mtp_block.{one}" for one in place.split("|")), change
+    first = min((block for name in own if (block := _block(name)) is not None), default=0)
+    return _weights(file, built, replace(row, names=names, outer={}, layers="layers.{}"), own, first)
+
+
+_COPIES = r"nextn\.(embed_tokens|shared_head_head)\."
+_NORMS = {"enorm": "enorm", "hnorm": "hnorm", "shared_head_norm": "post_norm"}
+
+
+def _weights(
+    file: GGUFFile, model: PreTrainedModel, row: Architecture, own: Sequence[str], first: int = 0
+) -> dict[str, Weight]:
+    """The weights that are stored in the tensors ``own``; block ``first`` is the model's layer 0."""
+    empty, ignored = model.state_dict(), model._keys_to_ignore_on_load_unexpected or ()
     places = list(row.outer) + list(row.names)
     parts: defaultdict[str, list[tuple[int, GGUFTensor, Change | None]]] = defaultdict(list)
-    for name, tensor in file.tensors.items():
+    for name in own:
         block, module, end = re.fullmatch(r"(?:blk\.(\d+)\.)?(.*?)(\.weight|\.bias)?", name).groups()  # type: ignore[union-attr]
-        if name in unused:
-            continue
         names = row.outer if block is None else row.names
         if (whole := f"{module}{end or ''}") in names:
             module, end = whole, None
@@ -139,7 +164,7 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
         if found is None and name in _USED:
             continue
         place, change = found if isinstance(found, tuple) else (found, None)
-        layer = "" if block is None else f"{row.layers.format(block)}."
+        layer = "" if block is None else f"{row.layers.format(int(block) - first)}."
         full = [f"{layer}{one}{last}" for one in (place or "").split("|") for last in (end or ".weight", "")]
         known = next((key for key in full if key in empty), None)
         if known is None and place and any(re.search(pattern, key) for pattern in ignored for key in full):
@@ -150,7 +175,7 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
                 f"found {name}, which has no place in it"
             )
         parts[known].append(
-            (places.index(module), tensor, change if end != ".bias" or isinstance(change, Rows) else None)
+            (places.index(module), file.tensors[name], change if end != ".bias" or isinstance(change, Rows) else None)
         )
     made = {}
     for key, several in parts.items():

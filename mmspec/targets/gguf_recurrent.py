@@ -32,6 +32,7 @@ from mmspec.targets.gguf_keys import (
     mlp,
     rope,
 )
+from mmspec.targets.gguf_mixtures import BIAS, LATENT, SHARED_EXPERTS, experts
 
 
 def _mamba2(place: str) -> Names:
@@ -267,6 +268,39 @@ def _without(keys: dict[str, str], *names: str) -> dict[str, str]:
     return {key: field for key, field in keys.items() if key not in names}
 
 
+def _kimi(keys: Keys) -> dict[str, Any]:
+    for key in ("rope.freq_base", "attention.key_length", "attention.value_length"):
+        keys(key, None)  # its attention has no positions; sizes of keys and values in a cache of latents
+    keys.expect("expert_gating_func", _SIGMOID)
+    keys.expect("expert_weights_norm", True)
+    layers, dense = keys("block_count"), keys("leading_dense_block_count", 0)
+    rotated = keys("rope.dimension_count")
+    return {
+        "num_key_value_heads": keys("attention.head_count"),
+        "linear_num_heads": keys("attention.head_count"),
+        "layer_types": ["full_attention" if attends else "linear_attention" for attends in _attends(keys)],
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense),
+        "q_lora_rank": keys("attention.q_lora_rank", None),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": keys("attention.key_length_mla") - rotated,
+        "routed_scaling_factor": keys("expert_weights_scale", 0.0) or 1.0,
+    }
+
+
+_CONVOLUTIONS = (
+    "self_attn.conv1d",
+    lambda config, *tensors: torch.cat([tensor.flatten(0, -2) for tensor in tensors]),
+)
+_KIMI: Names = {
+    **{f"ssm_conv1d_{name}": _CONVOLUTIONS for name in "qkv"},
+    **{f"ssm_f_{name}": f"self_attn.forget_gate.f_{name}_proj" for name in "ab"},
+    **{f"ssm_g_{name}": f"self_attn.g_{name}_proj" for name in "ab"},
+    "ssm_dt": "self_attn.forget_gate.dt_bias",
+    "ssm_a": ("self_attn.forget_gate.A_log", log_of_negative),
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_norm": "self_attn.o_norm",
+}
+
 _SIGMOID = 2  # llama.cpp's expert_gating_func
 _HYBRID = _without(SIZES, "attention.head_count_kv", "feed_forward_length")
 _GRANITE_SCALES = {
@@ -406,5 +440,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         OUTER | {"output_norm": "model.final_layernorm"},
         _jamba,
+    ),
+    "kimi-linear": Architecture(
+        "kimi_linear",
+        _without(SIZES, "attention.head_count_kv")
+        | experts("num_local_experts")
+        | {
+            "expert_shared_count": "n_shared_experts",
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "attention.value_length_mla": "v_head_dim",
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+            "kda.head_dim": "linear_head_dim",
+        },
+        ATTENTION | LATENT | _KIMI | MLP | ROUTED | SHARED_EXPERTS | BIAS,
+        more=_kimi,
     ),
 }

@@ -219,6 +219,14 @@ def test_info_shows_what_a_file_or_folder_contains(run, model, tmp_path):
     for line in ("chat template: ChatML", "sampling in the file, which is not applied: top_k 7"):
         assert line in lines
     assert f"tensors set aside, of blocks after the model's: {last[0]}, " in " ".join(lines)
+    assert not facts["mtp"]
+    more = {"blk.1.nextn.eh_proj": [[1.0, 2.0]]}
+    drafts = save_gguf(tmp_path / "drafts", entries={"llama.nextn_predict_layers": 1}, factors=more)
+    (shown,) = json.loads(run("info", str(drafts), "--json")[1])["models"]
+    assert (shown["mtp"], shown["set_aside"]) == (True, [])
+    assert "multi-token prediction layers: drafted with by --drafter mtp" in " ".join(
+        run("info", str(drafts))[1].split()
+    )
     assert "weights: 100.0 % F32" in run("info", model)[1]
     incomplete = shutil.copytree(model, tmp_path / "incomplete", ignore=shutil.ignore_patterns("token*"))
     size = sum(file.stat().st_size for file in incomplete.iterdir())

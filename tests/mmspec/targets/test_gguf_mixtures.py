@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,19 @@ import torch
 import transformers
 from torch import Tensor
 
+from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
+from mmspec.quantisation.blocks import BLOCKS
+from mmspec.quantisation.formats import FORMATS
 from mmspec.targets import sources
 from mmspec.targets.gguf_file import GGUFFile, GGUFTensor
 from mmspec.targets.gguf_models import read_config, set_aside
+from mmspec.targets.packing import pack_drafter
 from tests.compiled import needs_kernels
 from tests.gguf_mixtures import ROWS, blocks, build, load, package, save
+from tests.mmspec.drafters.test_drafters import check_paths
+from tests.mtp import appended, gain_of, mtp_model
+from tests.tiny.models import text_inputs
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -103,6 +111,40 @@ def test_blocks_that_predict_further_tokens_are_set_aside(tmp_path: Path) -> Non
     save("glm4moe", tmp_path / "one.gguf", tensors=extra)
     with pytest.raises(UserError, match="block_count = 3 blocks, found 4"):
         load(tmp_path / "one.gguf")
+
+
+@pytest.mark.parametrize(("row", "layers"), [("glm4moe", 2), ("deepseek2 v3", 1)])
+def test_blocks_that_predict_further_tokens_draft(row: str, layers: int, tmp_path: Path) -> None:
+    """Trees have the probabilities of transformers' layers with the weights that were written."""
+    model, keys = build(row), {"block_count": 3 + layers, "nextn_predict_layers": layers}
+    model.config.num_mtp_layers = layers
+    built = mtp_model(model)
+    copies = {
+        f"blk.3.nextn.{name}.weight": np.ones((96, 32), np.float32) for name in ("embed_tokens", "shared_head_head")
+    }
+    save(row, tmp_path / "one.gguf", keys, copies, also=appended(built, 3))
+    drafter: Any = make_drafter("mtp", str(tmp_path / "one.gguf"))
+    drafter.top_k, gain = 3, partial(gain_of, built, model)
+    target = load(tmp_path / "one.gguf")
+    check_paths(target, text_inputs(2, 9), drafter, gain, nodes=7, depth=layers, new=6)
+
+
+@needs_kernels
+def test_quantised_rows_of_such_blocks_are_kept(tmp_path: Path) -> None:
+    model = build("glm4moe")
+    model.config.num_mtp_layers = 1
+    also = appended(mtp_model(model), 3)
+    form = package.GGMLQuantizationType.Q4_0
+    data = package.quantize(also["model.layers.3.self_attn.o_proj.weight"].numpy(), form)
+    keys = {"block_count": 4, "nextn_predict_layers": 1}
+    save("glm4moe", tmp_path / "one.gguf", keys, {"blk.3.attn_output.weight": (data, form)}, also=also)
+    network = make_drafter("mtp", str(tmp_path / "one.gguf")).network  # type: ignore[union-attr]
+    attention = network.layers[0].mtp_block.self_attn
+    dense = torch.from_numpy(package.dequantize(data, form))
+    torch.testing.assert_close(attention.o_proj.weight, dense, rtol=0, atol=0)
+    pack_drafter(network, torch.zeros(1, dtype=torch.bfloat16), "int8")
+    assert isinstance(attention.o_proj, FORMATS["Q4_0"])
+    assert isinstance(attention.q_proj, BLOCKS["int8"])
 
 
 def test_weights_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

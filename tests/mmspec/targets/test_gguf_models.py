@@ -10,7 +10,9 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -20,10 +22,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import mmspec
+from mmspec.drafters.registry import make_drafter
 from mmspec.targets import sources
 from mmspec.targets.gguf_models import ARCHITECTURES
 from tests import gguf_mixtures
+from tests.mmspec.drafters.test_drafters import check_paths
 from tests.model_folders import write_gguf
+from tests.mtp import appended, gain_of, mtp_model
+from tests.tiny.models import text_inputs
 
 package = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
@@ -141,13 +147,21 @@ class Case:
                 weight += 0.3 * torch.randn(weight.shape, generator=random)
         return made
 
-    def save(self, path: Path, model: Any, keys: Mapping[str, Any] | None = None, **tensors: Any) -> Path:
-        """Write the file, with other ``keys`` and ``tensors``, None leaves one out."""
+    def save(
+        self,
+        path: Path,
+        model: Any,
+        keys: Mapping[str, Any] | None = None,
+        also: Weights = MappingProxyType({}),
+        **tensors: Any,
+    ) -> Path:
+        """Write the file, with other ``keys`` and ``tensors``, None leaves one out. Weights in ``also`` are converted
+        as the model's."""
         kind = {name: one for one, name in package.MODEL_ARCH_NAMES.items()}[self.architecture]
-        names = package.get_tensor_name_map(kind, model.config.num_hidden_layers)
+        names = package.get_tensor_name_map(kind, model.config.num_hidden_layers + 1)
         written: dict[str, Any] = dict(self.more)
         tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-        for name, weight in model.state_dict().items():
+        for name, weight in {**model.state_dict(), **also}.items():
             if name not in tied and not name.endswith(self.without or "\0"):
                 for part, tensor in self.change(model.config, name, weight).items():
                     place = names.get_name(part, try_suffixes=(".weight", ".bias", ".scale"))
@@ -598,6 +612,20 @@ def of_qwen3next(config: Any, name: str, weight: Tensor) -> Weights:
     return of_qwen3moe(config, name, weight)
 
 
+def of_kimi(config: Any, name: str, weight: Tensor) -> Weights:
+    name, block = name.replace("forget_gate.", ""), name.partition("layers.")[2].partition(".")[0]
+    if "conv" in name:
+        parts = zip("qkv", weight.chunk(3), strict=True)
+        return {name.replace("conv1d", f"{part}_conv1d"): one[None, :, None] for part, one in parts}
+    if "kv_b_proj" in name:
+        sizes = [config.qk_nope_head_dim, config.v_head_dim]
+        keys, values = weight.view(config.num_attention_heads, -1, weight.shape[1]).split(sizes, 1)
+        return {f"blk.{block}.attn_k_b.weight": keys.mT, f"blk.{block}.attn_v_b.weight": values}
+    if name.endswith("e_score_correction_bias"):
+        return {f"blk.{block}.exp_probs_b.bias": weight}
+    return of_qwen3moe(config, name, weight)
+
+
 def of_jamba(config: Any, name: str, weight: Tensor) -> Weights:
     if "feed_forward.experts" in name:
         return of_qwen3moe(config, name.replace("feed_forward", "mlp"), weight)
@@ -727,6 +755,25 @@ CASES |= {
         | {"expert_count": 4, "expert_used_count": 2},
         recurrent(also=of_jamba),
     ),
+    "kimi-linear": Case(
+        "kimi-linear",
+        "KimiLinear",
+        {
+            **ROUTED,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 6,
+            "routed_scaling_factor": 1.5,
+            "n_shared_experts": 2,
+        }
+        | {"kv_lora_rank": 12, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8, "v_head_dim": 10, "layer_types": MIXERS}
+        | {"linear_head_dim": 8, "linear_num_heads": 6, "linear_conv_kernel_dim": 3}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+        {**ROUTED_KEYS, "block_count": 4, "attention.head_count_kv": [0, 1, 0, 0], "expert_shared_count": 2}
+        | {"leading_dense_block_count": 1, "expert_weights_scale": 1.5, "expert_gating_func": 2, "kda.head_dim": 8}
+        | {"attention.kv_lora_rank": 12, "attention.key_length": 18, "attention.key_length_mla": 14}
+        | {"attention.value_length_mla": 10, "rope.dimension_count": 6, "ssm.conv_kernel": 3},
+        recurrent(also=of_kimi),
+    ),
     "lfm2": Case(
         "lfm2",
         "Lfm2",
@@ -802,6 +849,37 @@ def test_logits_are_those_of_the_model_that_was_written(name: str, tmp_path: Pat
         assert expected.std() > 0.3
         torch.testing.assert_close(found(ids).logits, expected, rtol=0, atol=1e-5)
     assert getattr(found.config, "max_position_embeddings", None) in (128, None) or case.kind == "Falcon"
+
+
+@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "qwen3next"])
+def test_a_block_after_the_layers_drafts(name: str, tmp_path: Path) -> None:
+    """Trees have the probabilities of transformers' layer with the weights that were written."""
+    case = CASES[name]
+    model = case.model()
+    model.config.num_mtp_layers, model.config.mtp_layer_types = 1, [FULL]
+    built = mtp_model(model)
+    del model.config.num_mtp_layers, model.config.mtp_layer_types
+    recurrent = [*case.keys["attention.recurrent_layers"], False]
+    keys = {"block_count": 5, "nextn_predict_layers": 1, "attention.recurrent_layers": recurrent}
+    file = case.save(tmp_path / "a.gguf", model, keys, appended(built, 4))
+    drafter: Any = make_drafter("mtp", str(file))
+    expected, found = built.layers.state_dict(), drafter.network.layers.state_dict()
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6)
+    drafter.top_k = 3
+    check_paths(read(file), text_inputs(2, 9), drafter, partial(gain_of, built, model), nodes=7, depth=1, new=6)
+
+
+def test_a_block_that_lacks_a_tensor_does_not_draft(tmp_path: Path) -> None:
+    case = CASES["qwen35"]
+    ones = {"blk.4.nextn.eh_proj.weight": torch.ones(48, 96)}
+    keys = {"block_count": 5, "nextn_predict_layers": 1}
+    file = case.save(tmp_path / "a.gguf", case.model(), keys, **ones)
+    with pytest.raises(mmspec.UserError, match=r"a\.gguf: expected exactly .* MTP layers, .*missing layers\.0\.enorm"):
+        make_drafter("mtp", str(file))
+    with pytest.raises(mmspec.UserError, match=r"native MTP layers, received none"):
+        make_drafter("mtp", str(case.save(tmp_path / "b.gguf", case.model())))
 
 
 def test_every_architecture_has_a_case() -> None:
