@@ -36,7 +36,7 @@ _ERNIE_BIAS: Names = {
 _NORMED: Names = {"post_attention_norm": "post_attention_layernorm"}
 
 
-def experts(count: str, width: str = "moe_intermediate_size") -> dict[str, str]:
+def expert_keys(count: str, width: str = "moe_intermediate_size") -> dict[str, str]:
     """Keys of routed experts by the configuration's fields for their count and width."""
     return {"expert_count": count, "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": width}
 
@@ -210,7 +210,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3moe": Architecture("qwen3_moe", SIZES | EXPERTS, {**ATTENTION, **HEAD_NORMS, **ROUTED}, more=_normalised),
     "qwen3vlmoe": Architecture("qwen3_moe", SIZES | EXPERTS, {**ATTENTION, **HEAD_NORMS, **ROUTED}, more=_qwen3vl),
     "gpt-oss": Architecture(
-        "gpt_oss", SIZES | experts("num_local_experts", "intermediate_size"), {**ATTENTION, **_OSS}, more=_gpt_oss
+        "gpt_oss", SIZES | expert_keys("num_local_experts", "intermediate_size"), {**ATTENTION, **_OSS}, more=_gpt_oss
     ),
     "granitemoe": Architecture(
         "granitemoeshared",
@@ -220,19 +220,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "deepseek2": Architecture(
         "deepseek_v3",
-        SIZES | experts("n_routed_experts") | {"attention.kv_lora_rank": "kv_lora_rank"},
+        SIZES | expert_keys("n_routed_experts") | {"attention.kv_lora_rank": "kv_lora_rank"},
         {**ATTENTION, **LATENT, **MLP, **ROUTED, **SHARED_EXPERTS, **BIAS},
         more=_deepseek,
     ),
     "glm4moe": Architecture(
         "glm4_moe",
-        SIZES | experts("n_routed_experts"),
+        SIZES | expert_keys("n_routed_experts"),
         {**ATTENTION, **_NORMED, **HEAD_NORMS, **MLP, **ROUTED, **SHARED_EXPERTS, **BIAS},
         more=_sigmoid,
     ),
     "minimax-m2": Architecture(
         "minimax_m2",
-        SIZES | experts("num_local_experts", "intermediate_size"),
+        SIZES | expert_keys("num_local_experts", "intermediate_size"),
         {**ATTENTION, **HEAD_NORMS, **ROUTED, "exp_probs_b.bias": "mlp.e_score_correction_bias"},
         more=_minimax,
     ),
@@ -244,19 +244,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe",
-        SIZES | experts("moe_num_experts") | {"expert_used_count": "moe_k"},
+        SIZES | expert_keys("moe_num_experts") | {"expert_used_count": "moe_k"},
         {**ATTENTION, **MLP, **ROUTED, **SHARED_EXPERTS, **_ERNIE_BIAS},
         more=_ernie,
     ),
     "dots1": Architecture(
         "dots1",
-        SIZES | experts("n_routed_experts"),
+        SIZES | expert_keys("n_routed_experts"),
         {**ATTENTION, **HEAD_NORMS, **MLP, **ROUTED, **SHARED_EXPERTS, **BIAS},
         more=_sigmoid,
     ),
     "hunyuan-moe": Architecture(
         "hunyuan_v1_moe",
-        SIZES | experts("num_experts", "intermediate_size") | {"expert_used_count": "moe_topk"},
+        SIZES | expert_keys("num_experts", "intermediate_size") | {"expert_used_count": "moe_topk"},
         {**ATTENTION, **ROUTED, **_HUNYUAN},
         more=_hunyuan,
     ),

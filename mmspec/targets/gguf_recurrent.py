@@ -32,7 +32,7 @@ from mmspec.targets.gguf_keys import (
     mlp,
     rope,
 )
-from mmspec.targets.gguf_mixtures import BIAS, LATENT, SHARED_EXPERTS, experts
+from mmspec.targets.gguf_mixtures import BIAS, LATENT, SHARED_EXPERTS, expert_keys
 
 
 def _mamba2(place: str) -> Names:
@@ -444,7 +444,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "kimi-linear": Architecture(
         "kimi_linear",
         _without(SIZES, "attention.head_count_kv")
-        | experts("num_local_experts")
+        | expert_keys("num_local_experts")
         | {
             "expert_shared_count": "n_shared_experts",
             "attention.kv_lora_rank": "kv_lora_rank",
