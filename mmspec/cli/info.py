@@ -181,14 +181,15 @@ def _description(path: Path) -> dict[str, Any]:
     from mmspec.targets.gguf_models import set_aside
 
     config, template = load_config(str(path)), load_processor(str(path)).chat_template_text()
-    text, counts, sampling, unused = config.get_text_config(), Counter[str](), {}, list[str]()
+    text, counts, sampling, unused, mtp = config.get_text_config(), Counter[str](), {}, list[str](), False
     if (found := file_in(path)) is not None:
         file = GGUFFile(found)
         for tensor in file.tensors.values():
             counts[tensor.format] += prod(tensor.shape)
         named = file.metadata.items()
         sampling = {key.removeprefix(_SAMPLING): value for key, value in named if key.startswith(_SAMPLING)}
-        unused = [] if has_mtp(path) else set_aside(file)
+        mtp = has_mtp(found)
+        unused = [] if mtp else set_aside(file)
     for part in [] if found else path.glob("*.safetensors"):
         with safe_open(part, "pt") as weights:
             for weight in map(weights.get_slice, weights.keys()):
@@ -200,7 +201,7 @@ def _description(path: Path) -> dict[str, Any]:
         "weights": {kind: round(count / counts.total(), 4) for kind, count in counts.most_common()},
         "chat_template": next((kind for mark, kind in _TEMPLATES.items() if mark in template), template and "its own"),
         "sampling": sampling,
-        "mtp": has_mtp(path),
+        "mtp": mtp,
         "set_aside": unused,
     }
 
