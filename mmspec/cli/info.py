@@ -183,13 +183,15 @@ def _description(path: Path) -> dict[str, Any]:
     config, template = load_config(str(path)), load_processor(str(path)).chat_template_text()
     text, counts, sampling = config.get_text_config(), Counter[str](), {}
     unused, keys = list[str](), dict[str, str]()
+    mtp = False
     if (found := file_in(path)) is not None:
         file = GGUFFile(found)
         for tensor in file.tensors.values():
             counts[tensor.format] += prod(tensor.shape)
         named = file.metadata.items()
         sampling = {key.removeprefix(_SAMPLING): value for key, value in named if key.startswith(_SAMPLING)}
-        unused, keys = [] if has_mtp(path) else set_aside(file), read_config(file)[1].report()
+        keys, mtp = read_config(file)[1].report(), has_mtp(found)
+        unused = [] if mtp else set_aside(file)
     for part in [] if found else path.glob("*.safetensors"):
         with safe_open(part, "pt") as weights:
             for weight in map(weights.get_slice, weights.keys()):
@@ -202,7 +204,7 @@ def _description(path: Path) -> dict[str, Any]:
         "chat_template": next((kind for mark, kind in _TEMPLATES.items() if mark in template), template and "its own"),
         "sampling": sampling,
         "keys": keys,
-        "mtp": has_mtp(path),
+        "mtp": mtp,
         "set_aside": unused,
     }
 

@@ -249,7 +249,7 @@ def _load_stored(built: Any, file: GGUFFile) -> None:
     for name, weight in weights.items():
         layer = built.get_submodule(name.rpartition(".")[0])
         if type(layer) is nn.Linear and (rows := weight.rows()) is not None:
-            layer.stored = [rows]
+            layer.stored = [rows]  # type: ignore[assignment]
 
 
 class MTP(TreeDrafter):

@@ -52,7 +52,7 @@ from mmspec.drafters.checkpoint import (
     weight_files,
 )
 from mmspec.drafters.layer import rotary_of
-from mmspec.drafters.layouts import families
+from mmspec.drafters.layouts import families, gguf
 from mmspec.drafters.layouts.fields import (
     EMBEDDING,
     Reading,
@@ -69,6 +69,7 @@ from mmspec.drafters.layouts.fields import (
 from mmspec.drafters.spec import LayerShape
 from mmspec.errors import UserError
 from mmspec.files import atomic, read_json, write_text
+from mmspec.targets.gguf_file import GGUFFile, file_in
 from mmspec.validation import read as read_options
 
 Published = tuple[Any, dict[str, Tensor], Tensor | None, dict[str, Any]]
@@ -161,10 +162,14 @@ def recognise(folder: Path) -> str | None:
 
 
 def read(folder: Path, drafter: Any) -> Published:
-    """Read a published drafter of class ``drafter``, see ``convert``."""
-    config, tensors, row = read_json(folder / "config.json"), dict[str, Tensor](), LAYOUTS[drafter.name]
-    for file in weight_files(folder):
-        tensors |= load_weights(file, row.copies)
+    """Read a published drafter of class ``drafter``, see ``convert``; ``folder`` may be a GGUF file."""
+    row = LAYOUTS[drafter.name]
+    if stored := file_in(folder):
+        config, tensors = gguf.read_eagle3(GGUFFile(stored))
+    else:
+        config, tensors = read_json(folder / "config.json"), {}
+        for file in weight_files(folder):
+            tensors |= load_weights(file, row.copies)
     found = layout_of(config, set(tensors))
     if found in REFUSED:
         raise UserError(f"{folder}: expected {row.title}, received {REFUSED[found]}: {_USE_INSTEAD}")
