@@ -16,7 +16,7 @@ import torch
 import transformers as t
 from torch import Tensor
 
-from mmspec.vision.gguf import InternVLImages, Qwen2VLImages
+from mmspec.vision.gguf import images_alone
 from tests.model_folders import tokenizer
 from tests.model_folders import write_gguf as _write
 
@@ -80,7 +80,7 @@ def processor(family: str) -> Any:
         return t.Idefics3Processor(t.Idefics3ImageProcessorPil(**edges, **_COLOURS), words, image_seq_len=4)
     if family.startswith("qwen"):
         words._set_model_specific_special_tokens({f"{name}_token": f"<|{name}_pad|>" for name in ("image", "video")})
-        return Qwen2VLImages(t.Qwen2VLImageProcessorPil(**_COLOURS), words)
+        return images_alone(t.Qwen2VLProcessor)(t.Qwen2VLImageProcessorPil(**_COLOURS), words)
     if family == "gemma3":
         names = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"}
         words._set_model_specific_special_tokens({f"{name}_token": token for name, token in names.items()})
@@ -88,7 +88,7 @@ def processor(family: str) -> Any:
     names = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>", "video": "<video>"}
     words._set_model_specific_special_tokens({f"{name}_token": token for name, token in names.items()})
     images = t.GotOcr2ImageProcessorPil(crop_to_patches=True, min_patches=1, max_patches=12, **square)
-    return InternVLImages(images, words, image_seq_length=4)
+    return images_alone(t.InternVLProcessor)(images, words, image_seq_length=4)
 
 
 def save(

@@ -77,14 +77,15 @@ class Keys:
                 f"{' or '.join(map(str, values))}, got {value!r:.100}"
             )
 
-    def unread(self) -> dict[str, Any]:
-        """Keys that were not read and may matter, with their values."""
+    def unread(self, harmless: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Keys that were not read and may matter, with their values; ``HARMLESS`` ones may not."""
+        harmless = HARMLESS if harmless is None else harmless
         keys = {key: value for key, value in self._file.metadata.items() if key.startswith(self._prefix)}
         below = {key.removeprefix(self._prefix): value for key, value in keys.items()}
         return {
             key: value
             for key, value in below.items()
-            if key not in self.fields and not (key in HARMLESS and HARMLESS[key] in (ANY, value))
+            if key not in self.fields and not (key in harmless and harmless[key] in (ANY, value))
         }
 
 
@@ -196,6 +197,7 @@ class Architecture:
         outer: the same for tensors outside of blocks.
         more: further fields of the configuration.
         layers: name of a layer in the model.
+        blocks: pattern of names in blocks, before the number.
     """
 
     model_type: str
@@ -204,6 +206,7 @@ class Architecture:
     outer: Names = field(default_factory=lambda: OUTER)
     more: Callable[[Keys], Mapping[str, Any]] = lambda keys: {}
     layers: str = "model.layers.{}"
+    blocks: str = r"blk\."
 
 
 OUTER: Names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

@@ -87,17 +87,17 @@ class Weight:
         return rows.ordered(order(self._config, len(rows.places))) if order else rows
 
 
-def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
-    """Weights of a text model by name, read on access; ``model`` may be on the meta device.
+def read_weights(file: GGUFFile, model: PreTrainedModel, row: Architecture | None = None) -> dict[str, Weight]:
+    """Weights of a model by name, read on access; ``model`` may be on the meta device, ``row`` is its architecture's.
 
     Raises:
         UserError: a tensor has no place in the model.
     """
-    row, empty = ARCHITECTURES[file.architecture()], model.state_dict()
+    row, empty = row or ARCHITECTURES[file.architecture()], model.state_dict()
     places = list(row.outer) + list(row.names)
     parts: defaultdict[str, list[tuple[int, GGUFTensor, Change | None]]] = defaultdict(list)
     for name, tensor in file.tensors.items():
-        block, module, end = re.fullmatch(r"(?:blk\.(\d+)\.)?(.*?)(\.weight|\.bias)?", name).groups()  # type: ignore[union-attr]
+        block, module, end = re.fullmatch(rf"(?:{row.blocks}(\d+)\.)?(.*?)(\.weight|\.bias)?", name).groups()  # type: ignore[union-attr]
         found = (row.outer if block is None else row.names).get(module)
         if found is None and name in _USED:
             continue
@@ -119,5 +119,5 @@ def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
     return made
 
 
-_USED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors read by others: factors of rotary frequencies."""
+_USED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", "v.token_embd.img_break")
+"""Tensors read by others, factors of rotary frequencies, or copied from others: a row of the embedding."""
