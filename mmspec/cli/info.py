@@ -170,15 +170,17 @@ def _description(path: Path) -> dict[str, Any]:
 
     from mmspec.loading import load_config, load_processor
     from mmspec.targets.gguf_file import GGUFFile, file_in
+    from mmspec.targets.gguf_models import set_aside
 
     config, template = load_config(str(path)), load_processor(str(path)).chat_template_text()
-    text, counts, sampling = config.get_text_config(), Counter[str](), {}
+    text, counts, sampling, unused = config.get_text_config(), Counter[str](), {}, list[str]()
     if (found := file_in(path)) is not None:
         file = GGUFFile(found)
         for tensor in file.tensors.values():
             counts[tensor.format] += prod(tensor.shape)
         named = file.metadata.items()
         sampling = {key.removeprefix(_SAMPLING): value for key, value in named if key.startswith(_SAMPLING)}
+        unused = set_aside(file)
     for part in [] if found else path.glob("*.safetensors"):
         with safe_open(part, "pt") as weights:
             for weight in map(weights.get_slice, weights.keys()):
@@ -190,6 +192,7 @@ def _description(path: Path) -> dict[str, Any]:
         "weights": {kind: round(count / counts.total(), 4) for kind, count in counts.most_common()},
         "chat_template": next((kind for mark, kind in _TEMPLATES.items() if mark in template), template and "its own"),
         "sampling": sampling,
+        "set_aside": unused,
     }
 
 
@@ -231,6 +234,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
     def description(m: dict[str, Any]) -> list[str]:
         weights = ", ".join(f"{100 * share:.1f} % {kind}" for kind, share in m["weights"].items())
         sampling = ", ".join(f"{name} {value}" for name, value in m["sampling"].items())
+        set_aside = ", ".join(m["set_aside"])
         return [
             f"architecture: {m['architecture']}",
             f"context: {m['context_length'] or 'any number of'} tokens",
@@ -238,6 +242,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
             f"weights: {weights or 'in another format than safetensors or GGUF'}",
             f"chat template: {m['chat_template'] or 'none'}",
             *([f"sampling in the file, which is not applied: {sampling}"] if sampling else []),
+            *([f"tensors set aside, of blocks after the model's: {set_aside}"] if set_aside else []),
         ]
 
     def drafter(d: dict[str, Any]) -> str:

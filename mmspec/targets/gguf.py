@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer, reader
 
-from mmspec.errors import explained
+from mmspec.errors import UserError, explained
 from mmspec.files import cache_folder, make_folder
 from mmspec.targets.gguf_file import GGUFFile
 from mmspec.targets.gguf_models import read_config
@@ -125,14 +125,24 @@ def config(file: GGUFFile) -> Any:
 
 
 def scale_frequencies(file: GGUFFile, model: Any) -> None:
-    """Divide a decoder's rotary frequencies by the file's factors (Llama 3's long-context scaling)."""
-    if (tensor := file.tensors.get("rope_freqs.weight")) is None:
-        return
-    factors = tensor[...]
+    """Divide a decoder's rotary frequencies by the file's factors (Llama 3's long-context scaling).
+
+    Raises:
+        UserError: the model turns another number of features than the file says.
+    """
+    tensor, turned = file.tensors.get("rope_freqs.weight"), file.get("rope.dimension_count")
+    factors = None if tensor is None else tensor[...]
     for part in model.get_decoder().modules():
         for name in ("inv_freq", "original_inv_freq"):
             frequencies = getattr(part, name, None)
-            if isinstance(frequencies, Tensor) and frequencies.shape == factors.shape:
+            if not isinstance(frequencies, Tensor):
+                continue
+            if turned not in (None, count := 2 * frequencies.numel()):
+                raise UserError(
+                    f"cannot load model {str(file.path)!r}: expected {file.architecture()}.rope.dimension_count = "
+                    f"{count}, of {model.config.model_type} models of this size, got {turned}"
+                )
+            if factors is not None and frequencies.shape == factors.shape:
                 setattr(part, name, frequencies / factors)
 
 

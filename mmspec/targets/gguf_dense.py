@@ -4,16 +4,443 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmspec.targets.gguf_keys import ATTENTION, HEAD_NORMS, MLP, ROTARY, SIZES, Architecture, Keys, decoder
+import torch
+from torch import Tensor
+
+from mmspec.errors import UserError
+from mmspec.targets.gguf_keys import (
+    ATTENTION,
+    HEAD_NORMS,
+    MLP,
+    OUTER,
+    ROTARY,
+    SIZES,
+    Architecture,
+    Keys,
+    Names,
+    Rows,
+    decoder,
+    minus_one,
+    rope,
+    sliding,
+)
+
+_RMS = "attention.layer_norm_rms_epsilon"
+_NO_GATE: Names = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_LAST_NORMS: Names = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_POST_NORMED: Names = {**ATTENTION, **HEAD_NORMS, **MLP, **_LAST_NORMS}  # without norms of the layer's inputs
+del _POST_NORMED["attn_norm"], _POST_NORMED["ffn_norm"]  # type: ignore[attr-defined]
+
+
+def _sizes(epsilon: str) -> dict[str, str]:
+    """``SIZES`` of models with layer norms; ``epsilon`` is their field."""
+    return {key: name for key, name in SIZES.items() if key != _RMS} | {"attention.layer_norm_epsilon": epsilon}
+
+
+def _has(keys: Keys, **tensors: str) -> dict[str, bool]:
+    """Whether the first block has a tensor, by field of the configuration."""
+    return {name: f"blk.0.{tensor}" in keys.tensors for name, tensor in tensors.items()}
+
+
+def _biased(keys: Keys) -> dict[str, Any]:
+    return decoder(keys) | _has(keys, attention_bias="attn_q.bias")
 
 
 def _llama(keys: Keys) -> dict[str, Any]:
-    biases = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_down.bias"}
-    return decoder(keys) | {name: tensor in keys.tensors for name, tensor in biases.items()}
+    return _biased(keys) | _has(keys, mlp_bias="ffn_down.bias")
 
+
+def _with_images(keys: Keys) -> dict[str, Any]:
+    """Text of a vision-language model: the axes of images have the same positions."""
+    for key in ("rope.dimension_sections", "n_deepstack_layers"):
+        keys(key, None)
+    return decoder(keys)
+
+
+def _partly_rotary(keys: Keys) -> dict[str, Any]:
+    """Fields of decoders whose configuration has another default than whole heads."""
+    found = _biased(keys)
+    found["rope_parameters"] = {"partial_rotary_factor": 1.0, **found["rope_parameters"]}
+    return found
+
+
+def _mistral(keys: Keys) -> dict[str, Any]:
+    found, scale = decoder(keys) | {"sliding_window": None}, keys("attention.temperature_scale", 0.0)
+    if over := keys("rope.scaling.yarn_log_multiplier", 0.0):
+        found["rope_parameters"] |= {"mscale": 1.0, "mscale_all_dim": over}
+    if not scale:
+        return found | {"model_type": "mistral"}
+    found["rope_parameters"].setdefault("original_max_position_embeddings", keys("context_length"))
+    found["rope_parameters"]["llama_4_scaling_beta"] = scale
+    return found
+
+
+def _olmo(keys: Keys) -> dict[str, Any]:
+    if not 0.99e-5 < keys("attention.layer_norm_epsilon") < 1.01e-5:
+        raise UserError("expected attention.layer_norm_epsilon 1e-5 of OLMo models")
+    return _biased(keys) | {"clip_qkv": keys("attention.clamp_kqv", 0.0) or None}
+
+
+def _olmo2(keys: Keys) -> dict[str, Any]:
+    found = _biased(keys)
+    if not keys("attention.sliding_window", 0):
+        return found
+    local = {"rope_type": "default", "rope_theta": keys("rope.freq_base_swa", found["rope_parameters"]["rope_theta"])}
+    found["rope_parameters"] = {"full_attention": found["rope_parameters"], "sliding_attention": local}
+    return found | sliding(keys, 4) | {"model_type": "olmo3"}
+
+
+def _granite(keys: Keys) -> dict[str, Any]:
+    keys.expect("rope.scaling.finetuned", True)  # else, without positions
+    found = _llama(keys)
+    return found | {
+        "attention_multiplier": keys("attention.scale", 0.0) or found["head_dim"] ** -0.5,
+        "embedding_multiplier": keys("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": keys("residual_scale", 0.0) or 1.0,
+        "logits_scaling": keys("logit_scale"),
+    }
+
+
+def _minicpm(keys: Keys) -> dict[str, Any]:
+    found, width = _llama(keys), keys("embedding_length")
+    return found | {
+        "attention_multiplier": found["head_dim"] ** -0.5,
+        "embedding_multiplier": keys("embedding_scale", 12.0),
+        "residual_multiplier": keys("residual_scale", 1.4 * keys("block_count") ** -0.5),
+        "logits_scaling": keys("logit_scale", width / 256),
+    }
+
+
+def _exaone(keys: Keys) -> dict[str, Any]:
+    """Only models of 64 layers have windows by default."""
+    layers = keys("block_count")
+    if "attention.sliding_window" in keys or layers == 64:
+        return decoder(keys) | sliding(keys, 4, 4096)
+    return decoder(keys) | {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+
+
+def _cohere(keys: Keys) -> dict[str, Any]:
+    """Without a scale, logits are not scaled."""
+    norms = _has(keys, use_qk_norm="attn_q_norm.weight")
+    return _biased(keys) | norms | {"logit_scale": keys("logit_scale", 0.0) or 1.0}
+
+
+def _cohere2(keys: Keys) -> dict[str, Any]:
+    return _biased(keys) | sliding(keys, 4) | {"logit_scale": keys("logit_scale")}
+
+
+def _phi3(keys: Keys) -> dict[str, Any]:
+    found = decoder(keys) | {"sliding_window": keys("attention.sliding_window", 0) or None}
+    original = found["rope_parameters"].get("original_max_position_embeddings", keys("context_length"))
+    return found | {"original_max_position_embeddings": original}
+
+
+def _starcoder(keys: Keys) -> dict[str, Any]:
+    return decoder(keys) | _has(keys, use_bias="attn_output.bias") | {"sliding_window": None}
+
+
+def _stablelm(keys: Keys) -> dict[str, Any]:
+    parallel = not _has(keys, norm="ffn_norm.weight")["norm"]
+    return _partly_rotary(keys) | {"use_parallel_residual": parallel} | _has(keys, use_qkv_bias="attn_q.bias")
+
+
+def _nemotron(keys: Keys) -> dict[str, Any]:
+    keys(_RMS, None)  # some converters write it too
+    return _partly_rotary(keys) | _has(keys, mlp_bias="ffn_down.bias")
+
+
+def _seed(keys: Keys) -> dict[str, Any]:
+    return _llama(keys) | _has(keys, attention_out_bias="attn_output.bias")
+
+
+def _ernie(keys: Keys) -> dict[str, Any]:
+    return decoder(keys) | _has(keys, use_bias="attn_q.bias")
+
+
+# Gemma: norms are stored plus one, the scale of attention is not stored.
+
+_GEMMA: Names = {
+    **ATTENTION,
+    **MLP,
+    "attn_norm": ("input_layernorm", minus_one),
+    "ffn_norm": ("post_attention_layernorm", minus_one),
+}
+_GEMMA_OUTER: Names = {**OUTER, "output_norm": ("model.norm", minus_one)}
+_GEMMA2: Names = {
+    **_GEMMA,
+    "post_attention_norm": ("post_attention_layernorm", minus_one),
+    "ffn_norm": ("pre_feedforward_layernorm", minus_one),
+    "post_ffw_norm": ("post_feedforward_layernorm", minus_one),
+}
+_GEMMA3: Names = {
+    **_GEMMA2,
+    "attn_q_norm": ("self_attn.q_norm", minus_one),
+    "attn_k_norm": ("self_attn.k_norm", minus_one),
+}
+
+
+def _scaled(keys: Keys, largest: int) -> dict[str, Any]:
+    """``decoder`` with the scale of attention; the largest model, by its layers, has another."""
+    found, width = decoder(keys), keys("embedding_length") // keys.uniform("attention.head_count")
+    return found | {"query_pre_attn_scalar": width if keys("block_count") == largest else found["head_dim"]}
+
+
+def _gemma2(keys: Keys) -> dict[str, Any]:
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    return _scaled(keys, 46) | sliding(keys, 2, 4096) | {name: keys(name, usual) for name, usual in caps.items()}
+
+
+def _gemma3(keys: Keys) -> dict[str, Any]:
+    found = _scaled(keys, 62) | {"final_logit_softcapping": keys("final_logit_softcapping", 0.0) or None}
+    local = {"rope_type": "default", "rope_theta": keys("rope.freq_base_swa", 10_000.0)}
+    found["rope_parameters"] = {"full_attention": found["rope_parameters"], "sliding_attention": local}
+    return found | sliding(keys, 6, 0)
+
+
+_GEMMA4: Names = {
+    **ATTENTION,
+    **HEAD_NORMS,
+    **MLP,
+    **_LAST_NORMS,
+    "ffn_norm": "pre_feedforward_layernorm",
+    "layer_output_scale": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+_GEMMA4_OUTER: Names = {
+    **OUTER,
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+
+
+def _gemma4(keys: Keys) -> dict[str, Any]:
+    found = sliding(keys)
+    kinds, layers, width = found["layer_types"], keys("block_count"), keys("attention.key_length")
+    shared = keys("attention.shared_kv_layers", 0)
+    inner, heads = keys.by_layer("feed_forward_length"), keys.by_layer("attention.head_count_kv")
+    of_kind = {kind: {count for count, one in zip(heads, kinds, strict=True) if one == kind} for kind in kinds}
+    wide = inner != inner[:1] * layers
+    if any(len(counts) > 1 for counts in of_kind.values()) or (
+        wide and inner != [inner[0]] * (layers - shared) + [2 * inner[0]] * shared
+    ):
+        raise UserError("expected one number of key heads for each kind of layer, and one or twice one width")
+    keys.expect("attention.value_length", width)
+    keys.expect("attention.value_length_swa", local := keys("attention.key_length_swa"))
+    keys.expect("rope.dimension_count", width)
+    keys.expect("rope.dimension_count_swa", local)
+    factors = keys.tensors["rope_freqs.weight"][...]
+    turned = int((factors == 1).sum())
+    if not ((factors[:turned] == 1).all() and (factors[turned:] > 1e20).all()):
+        raise UserError("expected rope_freqs.weight of ones and, for features that do not turn, infinity")
+    full = {"rope_type": "proportional", "partial_rotary_factor": turned / len(factors)}
+    full["rope_theta"] = keys("rope.freq_base", 10_000.0)
+    by_layer = keys("embedding_length_per_layer_input", 0)
+    global_layers = [layer for layer in range(layers - shared) if kinds[layer] == "full_attention"]
+    return found | {
+        "head_dim": local,
+        "global_head_dim": width,
+        "num_key_value_heads": min(of_kind.get("sliding_attention", of_kind.get("full_attention", {0}))),
+        "num_global_key_value_heads": min(of_kind.get("full_attention", {0})),
+        "attention_k_eq_v": any(f"blk.{layer}.attn_v.weight" not in keys.tensors for layer in global_layers),
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": keys("rope.freq_base_swa", 10_000.0)},
+        },
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": wide,
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": by_layer,
+        "vocab_size_per_layer_input": keys.tensors["per_layer_token_embd.weight"].shape[0] if by_layer else 1,
+        "final_logit_softcapping": keys("final_logit_softcapping", 0.0) or None,
+    }
+
+
+# Older models, whose layers have names of their own.
+
+
+def _transposed(config: Any, weight: Tensor) -> Tensor:
+    return weight.t()
+
+
+def _grouped(config: Any, rows: int) -> Tensor:
+    """Falcon: rows of queries, key and value by key head; in files, all queries, all keys, all values."""
+    groups, size = (config.num_kv_heads, config.head_dim) if config.new_decoder_architecture else (1, config.head_dim)
+    number = torch.arange(rows)
+    queries, keys, values = number.split([rows - 2 * groups * size, groups * size, groups * size])
+    return torch.cat([part.view(groups, -1) for part in (queries, keys, values)], 1).flatten()
+
+
+def _by_head(config: Any, rows: int) -> Tensor:
+    """BLOOM: rows of query, key and value by head; in files, all queries, all keys, all values."""
+    return torch.arange(rows).view(3, config.n_head, -1).transpose(0, 1).flatten()
+
+
+def _falcon(keys: Keys) -> dict[str, Any]:
+    two, groups = "blk.0.attn_norm_2.weight" in keys.tensors, keys.uniform("attention.head_count_kv")
+    return {
+        "rope_parameters": rope(keys),
+        "new_decoder_architecture": two or groups > 1,
+        "num_ln_in_parallel_attn": 2 if two else 1,
+        "multi_query": True,
+        "parallel_attn": True,
+    }
+
+
+def _bloom(keys: Keys) -> dict[str, Any]:
+    keys.expect("feed_forward_length", 4 * keys("embedding_length"))
+    keys.expect("attention.head_count_kv", keys("attention.head_count"))
+    return {}
+
+
+def _gpt2(keys: Keys) -> dict[str, Any]:
+    keys.expect("attention.head_count_kv", keys("attention.head_count"))
+    return {}
+
+
+_OLD_OUTER: Names = {
+    "token_embd": "transformer.word_embeddings",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+_OLD_MLP: Names = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
+_BLOOM: Names = {
+    "attn_norm": "input_layernorm",
+    "attn_qkv": ("self_attention.query_key_value", Rows(_by_head)),
+    "attn_output": "self_attention.dense",
+    "ffn_norm": "post_attention_layernorm",
+    **_OLD_MLP,
+}
+_FALCON: Names = {
+    "attn_norm": "input_layernorm|ln_mlp",
+    "attn_norm_2": "ln_attn",
+    "attn_qkv": ("self_attention.query_key_value", Rows(_grouped)),
+    "attn_output": "self_attention.dense",
+    **_OLD_MLP,
+}
+_GPT2: Names = {
+    "attn_norm": "ln_1",
+    "attn_qkv": ("attn.c_attn", _transposed),
+    "attn_output": ("attn.c_proj", _transposed),
+    "ffn_norm": "ln_2",
+    "ffn_up": ("mlp.c_fc", _transposed),
+    "ffn_down": ("mlp.c_proj", _transposed),
+}
+_GPT2_OUTER: Names = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+_GPT2_KEYS = {
+    "context_length": "n_positions",
+    "embedding_length": "n_embd",
+    "block_count": "n_layer",
+    "feed_forward_length": "n_inner",
+    "attention.head_count": "n_head",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+}
+_BLOOM_KEYS = {
+    "context_length": "seq_length",
+    "embedding_length": "hidden_size",
+    "block_count": "n_layer",
+    "attention.head_count": "n_head",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+}
+_FALCON_KEYS = _sizes("layer_norm_epsilon") | {
+    "feed_forward_length": "ffn_hidden_size",
+    "attention.head_count_kv": "num_kv_heads",
+}
+_PHI2: Names = {
+    **ATTENTION,
+    "attn_output": "self_attn.dense",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+_PHI3: Names = {
+    "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NEMOTRON: Names = {
+    **ATTENTION,
+    **_NO_GATE,
+    "attn_norm": ("input_layernorm", minus_one),
+    "ffn_norm": ("post_attention_layernorm", minus_one),
+}
+_HUNYUAN: Names = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_GLM4: Names = {
+    **ATTENTION,
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
+_PLAIN: Names = {**ATTENTION, **MLP}
+_TURNED: Names = {**ATTENTION, **ROTARY, **MLP}
+_GEMMA4_KEYS = {
+    key: name for key, name in SIZES.items() if key not in ("feed_forward_length", "attention.head_count_kv")
+}
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", SIZES, ATTENTION | ROTARY | MLP, more=_llama),
-    "qwen2": Architecture("qwen2", SIZES, ATTENTION | MLP, more=decoder),
-    "qwen3": Architecture("qwen3", SIZES, ATTENTION | HEAD_NORMS | MLP, more=decoder),
+    "bloom": Architecture(
+        "bloom",
+        _BLOOM_KEYS,
+        _BLOOM,
+        {**_OLD_OUTER, "token_embd_norm": "transformer.word_embeddings_layernorm"},
+        _bloom,
+        "transformer.h.{}",
+    ),
+    "cohere2": Architecture("cohere2", _sizes("layer_norm_eps"), _PLAIN, more=_cohere2),
+    "command-r": Architecture("cohere", _sizes("layer_norm_eps"), {**_PLAIN, **HEAD_NORMS}, more=_cohere),
+    "deci": Architecture("llama", SIZES, _TURNED, more=_llama),
+    "ernie4_5": Architecture("ernie4_5", SIZES, _PLAIN, more=_ernie),
+    "exaone4": Architecture("exaone4", SIZES, _POST_NORMED, more=_exaone),
+    "falcon": Architecture("falcon", _FALCON_KEYS, _FALCON, _OLD_OUTER, _falcon, "transformer.h.{}"),
+    "gemma": Architecture("gemma", SIZES, _GEMMA, _GEMMA_OUTER, decoder),
+    "gemma2": Architecture("gemma2", SIZES, _GEMMA2, _GEMMA_OUTER, _gemma2),
+    "gemma3": Architecture("gemma3_text", SIZES, _GEMMA3, _GEMMA_OUTER, _gemma3),
+    "gemma4": Architecture("gemma4_text", _GEMMA4_KEYS, _GEMMA4, _GEMMA4_OUTER, _gemma4),
+    "glm4": Architecture("glm4", SIZES, _GLM4, more=_partly_rotary),
+    "gpt2": Architecture("gpt2", _GPT2_KEYS, _GPT2, _GPT2_OUTER, _gpt2, "transformer.h.{}"),
+    "granite": Architecture("granite", SIZES, _TURNED, more=_granite),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", SIZES, {**_PLAIN, **_HUNYUAN}, more=_biased),
+    "internlm2": Architecture("llama", SIZES, _TURNED, more=_llama),
+    "llama": Architecture("llama", SIZES, _TURNED, more=_llama),
+    "minicpm": Architecture("granite", SIZES, _TURNED, more=_minicpm),
+    "mistral3": Architecture("ministral3", SIZES, _TURNED, more=_mistral),
+    "nemotron": Architecture("nemotron", _sizes("norm_eps"), _NEMOTRON, _GEMMA_OUTER, _nemotron),
+    "olmo": Architecture("olmo", {key: name for key, name in SIZES.items() if key != _RMS}, _TURNED, more=_olmo),
+    "olmo2": Architecture("olmo2", SIZES, _POST_NORMED, more=_olmo2),
+    "phi2": Architecture(
+        "phi",
+        _sizes("layer_norm_eps"),
+        _PHI2,
+        {**OUTER, "output_norm": "model.final_layernorm"},
+        _partly_rotary,
+    ),
+    "phi3": Architecture("phi3", SIZES, _PHI3, more=_phi3),
+    "qwen2": Architecture("qwen2", SIZES, _PLAIN, more=decoder),
+    "qwen2vl": Architecture("qwen2", SIZES, _PLAIN, more=_with_images),
+    "qwen3": Architecture("qwen3", SIZES, {**_PLAIN, **HEAD_NORMS}, more=_biased),
+    "qwen3vl": Architecture("qwen3", SIZES, {**_PLAIN, **HEAD_NORMS}, more=_with_images),
+    "seed_oss": Architecture(
+        "seed_oss", SIZES, {**_PLAIN, "post_attention_norm": "post_attention_layernorm"}, more=_seed
+    ),
+    "smollm3": Architecture("smollm3", SIZES, _TURNED, more=_llama),
+    "stablelm": Architecture("stablelm", _sizes("layer_norm_eps"), _PLAIN, more=_stablelm),
+    "starcoder2": Architecture(
+        "starcoder2",
+        _sizes("norm_epsilon"),
+        {**ATTENTION, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        more=_starcoder,
+    ),
 }

@@ -58,7 +58,12 @@ class Keys:
         return value
 
     def uniform(self, key: str, default: Any = _REQUIRED, field: str | None = None) -> Any:
-        """The value of a key that has the same value in all layers; files may repeat it by layer."""
+        """The value of a key that has the same value in all layers; files may repeat it by layer.
+
+        Without a number of key heads, it is that of query heads.
+        """
+        if key == "attention.head_count_kv" and key not in self:
+            key = "attention.head_count"
         value = self(key, default, field)
         if not isinstance(value, list):
             return value
@@ -68,6 +73,20 @@ class Keys:
                 f"{self._prefix}{key}, got {value!r:.100}"
             )
         return value[0]
+
+    def by_layer(self, key: str, default: Any = _REQUIRED, field: str | None = None) -> list[Any]:
+        """The values of a key in all layers; files may have one for all.
+
+        Raises:
+            UserError: as for a key, or a list has another length than layers.
+        """
+        value, layers = self(key, default, field), self("block_count")
+        if isinstance(value, list) and len(value) != layers:
+            raise UserError(
+                f"cannot load model {str(self._file.path)!r}: expected {layers} values as {self._prefix}{key}, "
+                f"got {len(value)}"
+            )
+        return value if isinstance(value, list) else [value] * layers
 
     def expect(self, key: str, *values: Any) -> None:
         """Refuse a file with another value of a key, which may be missing."""
@@ -115,6 +134,7 @@ _KINDS = {
         "sections",
     ): _COUNT,
     ("_epsilon", "freq_base", "freq_base_swa", "factor", "scale", "softcapping"): _NUMBER,
+    ("_multiplier", "beta_fast", "beta_slow", "clamp_kqv"): _NUMBER,
 }
 
 ANY: Any = object()
@@ -192,10 +212,11 @@ class Architecture:
     Attributes:
         model_type: model type of transformers' configuration.
         keys: configuration fields by key.
-        names: weight names in a layer by tensor names in a block, without ``weight`` and ``bias``, or with a change.
-            Tensors of one weight are given to its change in the order of the table.
+        names: weight names in a layer by tensor names in a block, without ``weight`` and ``bias``, or with a change of
+            the weight. Tensors of one weight are given to its change in the order of the table. A tensor name with its
+            ending takes precedence. Of weight names separated by ``|``, the model has one.
         outer: the same for tensors outside of blocks.
-        more: further fields of the configuration.
+        more: further fields of the configuration; ``model_type`` in place of the row's.
         layers: name of a layer in the model.
         blocks: pattern of names in blocks, before the number.
     """
@@ -238,6 +259,7 @@ ROUTED: Names = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": ("mlp.experts.gate_up_proj", joined_experts),
     "ffn_up_exps": ("mlp.experts.gate_up_proj", joined_experts),
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
 SHARED: Names = {
@@ -271,12 +293,12 @@ def rope(keys: Keys, base: float = 10_000.0) -> dict[str, Any]:
     size, rotated = head_size(keys), keys("rope.dimension_count", head_size(keys))
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": keys("rope.freq_base", base)}
     if rotated != size:
-        found["partial_rotary_factor"] = rotated / size
+        found["partial_rotary_factor"] = _fraction(rotated, size)
     factor = keys("rope.scaling.factor", keys("rope.scale_linear", 0)) or 1.0
     kind = keys("rope.scaling.type", "linear")
     length = keys("rope.scaling.original_context_length", None)
     factors = {f"{name}_factor": keys.tensors.get(f"rope_factors_{name}.weight") for name in ("long", "short")}
-    attention = keys("rope.scaling.attn_factor", None)
+    attention = keys("rope.scaling.attn_factor", keys("rope.scaling.yarn_attn_factor", None))
     if None not in factors.values():
         found |= {"rope_type": "longrope"} | {name: one[...].tolist() for name, one in factors.items() if one}
     elif kind == "yarn":
@@ -292,6 +314,29 @@ def rope(keys: Keys, base: float = 10_000.0) -> dict[str, Any]:
     if attention is not None and found["rope_type"] in ("longrope", "yarn"):
         found["attention_factor"] = attention
     return found
+
+
+def _fraction(part: int, whole: int) -> float:
+    """A number whose product with ``whole``, rounded down, is ``part``."""
+    exact = part / whole
+    return exact if int(whole * exact) == part else math.nextafter(exact, math.inf)
+
+
+def sliding(keys: Keys, every: int = 1, window: Any = _REQUIRED) -> dict[str, Any]:
+    """``sliding_window`` and ``layer_types``.
+
+    Args:
+        every: one layer of so many has full attention, the last; unless the file says which.
+        window: tokens, unless the file says how many; 0 is full attention in all layers.
+    """
+    size, pattern = keys("attention.sliding_window", window), keys("attention.sliding_window_pattern", every)
+    layers = range(keys("block_count"))
+    if isinstance(pattern, list):
+        local = [bool(one) for one in keys.by_layer("attention.sliding_window_pattern")]
+    else:
+        local = [pattern == 0 or layer % pattern < pattern - 1 for layer in layers]
+    kinds = ["sliding_attention" if size and slides else "full_attention" for slides in local]
+    return {"sliding_window": size or None, "layer_types": kinds}
 
 
 def decoder(keys: Keys) -> dict[str, Any]:

@@ -36,13 +36,13 @@ def read_config(file: GGUFFile) -> tuple[Any, Keys]:
         UserError: the architecture is unknown, or a key is missing, has a wrong value or is unknown.
     """
     where = f"cannot load model {str(file.path)!r}: "
-    if (row := ARCHITECTURES.get(name := file.architecture())) is None:
-        raise UserError(f"{where}expected an architecture out of {', '.join(sorted(ARCHITECTURES))}, found {name!r}")
-    keys = Keys(file)
-    blocks = {int(found[1]) for tensor in file.tensors if (found := re.match(r"blk\.(\d+)\.", tensor))}
-    if (count := keys("block_count")) != len(blocks):
+    row, name, keys = _row(file), file.architecture(), Keys(file)
+    count, blocks = keys("block_count"), {block for tensor in file.tensors if (block := _block(tensor)) is not None}
+    layers = count - keys("nextn_predict_layers", 0)
+    if not set(range(layers)) <= blocks <= set(range(count)):
         raise UserError(f"{where}expected tensors of {name}.block_count = {count} blocks, found {len(blocks)}")
     fields = {one: keys.uniform(key, field=one) for key, one in row.keys.items()}
+    fields["num_hidden_layers"] = layers
     fields |= {one: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for one, key in _TOKENS.items()}
     fields |= {"vocab_size": file.tensors["token_embd.weight"].shape[0], **row.more(keys)}
     fields["tie_word_embeddings"] = "output.weight" not in file.tensors
@@ -52,6 +52,32 @@ def read_config(file: GGUFFile) -> tuple[Any, Keys]:
             f"{where}expected keys of {name} models, found {name}.{key} = {value!r:.100}, which is not known"
         )
     return CONFIG_MAPPING[fields.pop("model_type", row.model_type)].from_dict(fields), keys
+
+
+def _row(file: GGUFFile) -> Architecture:
+    """The row of a file's architecture; names of a dense model stand for a mixture in files with experts."""
+    name, rows = file.architecture(), ARCHITECTURES
+    if file.get("expert_count", 0):
+        rows = rows | gguf_mixtures.WITH_EXPERTS
+    if name not in rows:
+        raise UserError(
+            f"cannot load model {str(file.path)!r}: expected an architecture out of "
+            f"{', '.join(sorted(ARCHITECTURES))}, found {name!r}"
+        )
+    return rows[name]
+
+
+def _block(tensor: str) -> int | None:
+    """Number of the block that a tensor belongs to by its name."""
+    found = re.match(r"blk\.(\d+)\.", tensor)
+    return int(found[1]) if found else None
+
+
+def set_aside(file: GGUFFile) -> list[str]:
+    """Names of the tensors that no module of the model holds: blocks that predict further tokens (MTP), which follow
+    the model's layers."""
+    layers = file.get("block_count", 0) - file.get("nextn_predict_layers", 0)
+    return [name for name in file.tensors if (block := _block(name)) is not None and block >= layers]
 
 
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
@@ -91,19 +117,28 @@ def read_weights(file: GGUFFile, model: PreTrainedModel, row: Architecture | Non
     """Weights of a model by name, read on access; ``model`` may be on the meta device, ``row`` is its architecture's.
 
     Raises:
-        UserError: a tensor has no place in the model.
+        UserError: a tensor has no place in the model and is not ``set_aside``.
     """
-    row, empty = row or ARCHITECTURES[file.architecture()], model.state_dict()
+    row, empty, unused = row or _row(file), model.state_dict(), set(set_aside(file))
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
     places = list(row.outer) + list(row.names)
     parts: defaultdict[str, list[tuple[int, GGUFTensor, Change | None]]] = defaultdict(list)
     for name, tensor in file.tensors.items():
         block, module, end = re.fullmatch(rf"(?:{row.blocks}(\d+)\.)?(.*?)(\.weight|\.bias)?", name).groups()  # type: ignore[union-attr]
-        found = (row.outer if block is None else row.names).get(module)
+        if name in unused:
+            continue
+        names = row.outer if block is None else row.names
+        if (whole := f"{module}{end or ''}") in names:
+            module, end = whole, None
+        found = names.get(module)
         if found is None and name in _USED:
             continue
         place, change = found if isinstance(found, tuple) else (found, None)
-        full = place if block is None else f"{row.layers.format(block)}.{place}"
-        known = next((key for key in (f"{full}{end or '.weight'}", full) if key in empty), None)
+        layer = "" if block is None else f"{row.layers.format(block)}."
+        full = [f"{layer}{one}{last}" for one in (place or "").split("|") for last in (end or ".weight", "")]
+        known = next((key for key in full if key in empty), None)
+        if known is None and place is not None and any(re.search(one, key) for one in ignored for key in full):
+            continue
         if place is None or known is None:
             raise UserError(
                 f"cannot load model {str(file.path)!r}: expected tensors of a {file.architecture()} model, "
@@ -113,8 +148,8 @@ def read_weights(file: GGUFFile, model: PreTrainedModel, row: Architecture | Non
             (places.index(module), tensor, change if end != ".bias" or isinstance(change, Rows) else None)
         )
     made = {}
-    for key, found in parts.items():
-        ordered = sorted(found, key=lambda part: part[0])
+    for key, pieces in parts.items():
+        ordered = sorted(pieces, key=lambda part: part[0])
         made[key] = Weight([tensor for _, tensor, _ in ordered], ordered[0][2], model.config, empty[key].shape)
     return made
 

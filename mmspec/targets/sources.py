@@ -277,7 +277,9 @@ def _rows(model: PreTrainedModel, state: Mapping[str, Any]) -> Takes:
 
 
 def _fill(model: Any, state: Mapping[str, Any], takes: Takes, dtype: torch.dtype, name: str) -> None:
-    """Read a model's weights; layers selected by ``takes`` keep only rows."""
+    """Read a model's weights; layers selected by ``takes`` keep only rows, and experts are bfloat16 beside them, as
+    after packing."""
+    experts = torch.bfloat16 if takes else dtype
     empty = dict(model.named_parameters()) | dict(model.named_buffers())
     shapes = {}
     for key in state.keys() & empty.keys():
@@ -290,7 +292,7 @@ def _fill(model: Any, state: Mapping[str, Any], takes: Takes, dtype: torch.dtype
         shapes[key] = value.shape
         if value.shape == empty[key].shape:
             place, leaf = _layer(model, key), key.rpartition(".")[2]
-            value = value.to(dtype) if value.is_floating_point() else value
+            value = value.to(experts if value.ndim > 2 else dtype) if value.is_floating_point() else value
             is_buffer = leaf in place._buffers
             setattr(place, leaf, value if is_buffer else nn.Parameter(value, requires_grad=False))
     tied = model.all_tied_weights_keys

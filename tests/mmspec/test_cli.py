@@ -174,7 +174,7 @@ def test_what_cannot_be_removed_is_not_counted(run, tmp_path, monkeypatch):
 def test_info_shows_what_a_file_or_folder_contains(run, model, tmp_path):
     gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
     marked = {"tokenizer.chat_template": "<|im_start|>{{ messages }}", "general.sampling.top_k": 7}
-    file = save_gguf(tmp_path / "blob", entries=marked)
+    file = save_gguf(tmp_path / "blob", entries={**marked, "llama.nextn_predict_layers": 1})
     sizes = {}
     for tensor in gguf.GGUFReader(file).tensors:
         sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
@@ -182,15 +182,20 @@ def test_info_shows_what_a_file_or_folder_contains(run, model, tmp_path):
     assert (shown["bytes"], shown.get("problem")) == (file.stat().st_size, None)
     assert shown["weights"] == {kind: pytest.approx(n / sum(sizes.values()), abs=1e-4) for kind, n in sizes.items()}
     assert len(sizes) > 2
+    last = [tensor.name for tensor in gguf.GGUFReader(file).tensors if tensor.name.startswith("blk.1.")]
+    assert shown["set_aside"] == last
+    assert last
     config = mmspec.load(str(file), drafter=None).model.config
     for facts, own in ((shown, config), (_described(run, model), AutoConfig.from_pretrained(model))):
         assert facts["architecture"] == (own.architectures or [own.model_type])[0]
         assert (facts["context_length"], facts["vocabulary"]) == (own.max_position_embeddings, own.vocab_size)
     assert (shown["chat_template"], shown["sampling"]) == ("ChatML", {"top_k": 7})
     assert (facts["weights"], facts["chat_template"], facts["sampling"]) == ({"F32": 1.0}, "", {})
+    assert not facts["set_aside"]
     lines = [" ".join(line.split()) for line in run("info", str(file))[1].splitlines()]
     for line in ("chat template: ChatML", "sampling in the file, which is not applied: top_k 7"):
         assert line in lines
+    assert any(line.startswith("tensors set aside, of blocks after the model's: blk.1.") for line in lines)
     assert "weights: 100.0 % F32" in run("info", model)[1]
     incomplete = shutil.copytree(model, tmp_path / "incomplete", ignore=shutil.ignore_patterns("token*"))
     assert "MB in" in (line := " ".join(run("info", str(incomplete))[1].split()))

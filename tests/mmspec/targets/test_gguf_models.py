@@ -1,0 +1,601 @@
+"""Every architecture of llama.cpp that is read: files written by hand have the logits of the model that they are of.
+
+Tensors are named by the package gguf's own table; keys, and the order and values of weights, as by llama.cpp's
+converters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import mmspec
+from mmspec.targets import sources
+from mmspec.targets.gguf_models import ARCHITECTURES
+from tests import gguf_mixtures
+from tests.model_folders import write_gguf
+
+package = pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+Weights = Mapping[str, Tensor]
+BASE = 5e4
+LENGTH = 40  # of the prompt: beyond all windows and original contexts
+FULL, LOCAL = "full_attention", "sliding_attention"
+FIELDS = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 2.0**-9,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": BASE},
+}
+KEYS = {
+    "context_length": 128,
+    "embedding_length": 48,
+    "feed_forward_length": 80,
+    "block_count": 3,
+    "attention.head_count": 6,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 2.0**-9,
+    "rope.freq_base": BASE,
+}
+EPSILON = {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 2.0**-9}
+
+
+def as_it_is(config: Any, name: str, weight: Tensor) -> Weights:
+    return {name: weight}
+
+
+def paired(config: Any, name: str, weight: Tensor) -> Weights:
+    """The rows of a pair that turns together are adjacent."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+    if heads is None:
+        return {name: weight}
+    return {name: weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)}
+
+
+def plus_one(config: Any, name: str, weight: Tensor) -> Weights:
+    return {name: weight + 1 if name.endswith("norm.weight") else weight}
+
+
+def of_falcon(config: Any, name: str, weight: Tensor) -> Weights:
+    if "query_key_value" not in name:
+        return {name: weight}
+    groups = config.num_kv_heads if config.new_decoder_architecture else 1
+    parts = weight.view(groups, config.num_attention_heads // groups + 2, config.head_dim, -1)
+    return {name: torch.cat([parts[:, :-2].flatten(0, 2), parts[:, -2].flatten(0, 1), parts[:, -1].flatten(0, 1)])}
+
+
+def of_bloom(config: Any, name: str, weight: Tensor) -> Weights:
+    name = name.removeprefix("transformer.")
+    if "query_key_value" not in name:
+        return {name: weight}
+    parts = weight.view(config.n_head, 3, -1, *weight.shape[1:])
+    return {name: torch.cat([parts[:, part].flatten(0, 1) for part in range(3)])}
+
+
+def of_gpt2(config: Any, name: str, weight: Tensor) -> Weights:
+    return {name: weight.t() if weight.ndim > 1 and ".h." in name else weight}
+
+
+def of_gemma4(config: Any, name: str, weight: Tensor) -> Weights:
+    return {f"{name}.weight" if name.endswith("layer_scalar") else name: weight}
+
+
+def of_qwen3moe(config: Any, name: str, weight: Tensor) -> Weights:
+    place = name.rpartition(".")[0]
+    if name.endswith("experts.gate_up_proj"):
+        return {
+            f"{place}.{part}_proj.weight": one for part, one in zip(("gate", "up"), weight.chunk(2, 1), strict=True)
+        }
+    return {f"{name}.weight" if name.endswith("experts.down_proj") else name: weight}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small model and how llama.cpp's converter writes it.
+
+    Attributes:
+        architecture: llama.cpp's name.
+        kind: prefix of transformers' configuration class.
+        fields: of the configuration, in place of ``FIELDS``.
+        keys: metadata below the architecture's name, in place of ``KEYS``; None leaves a key out.
+        change: (configuration, name, weight) -> the tensors written of a weight, by names as in a checkpoint.
+        more: further tensors of the file.
+        without: weights that are not written.
+    """
+
+    architecture: str
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    change: Callable[[Any, str, Tensor], Weights] = as_it_is
+    more: Weights = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+
+    def config(self) -> Any:
+        return getattr(transformers, f"{self.kind}Config")(**{**FIELDS, **self.fields})
+
+    def model(self) -> Any:
+        """With norms and biases that matter."""
+        torch.manual_seed(0)
+        made = AutoModelForCausalLM.from_config(self.config()).float().eval()
+        random = torch.Generator().manual_seed(1)
+        for weight in made.state_dict().values():
+            if weight.ndim == 1:
+                weight += 0.3 * torch.randn(weight.shape, generator=random)
+        return made
+
+    def save(self, path: Path, model: Any, keys: Mapping[str, Any] | None = None, **tensors: Any) -> Path:
+        """Write the file, with other ``keys`` and ``tensors``, None leaves one out."""
+        kind = {name: one for one, name in package.MODEL_ARCH_NAMES.items()}[self.architecture]
+        names = package.get_tensor_name_map(kind, model.config.num_hidden_layers)
+        written: dict[str, Any] = dict(self.more)
+        tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+        for name, weight in model.state_dict().items():
+            if name not in tied and not name.endswith(self.without or "\0"):
+                for part, tensor in self.change(model.config, name, weight).items():
+                    place = names.get_name(part, try_suffixes=(".weight", ".bias", ".scale"))
+                    assert place is not None, part
+                    written[place] = tensor
+        written = {name: one.contiguous().numpy() for name, one in written.items() if name not in tensors}
+        written |= {name: one.numpy() for name, one in tensors.items() if one is not None}
+        given = {**KEYS, **self.keys, **(keys or {})}
+        metadata = {f"{self.architecture}.{name}": value for name, value in given.items()}
+        write_gguf(path, {"general.architecture": self.architecture, **metadata}, written)
+        return path
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": BASE,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+YARN_KEYS = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 16,
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": BASE, "factor": 4.0}
+GROUPS = {"multi_query": True, "num_ln_in_parallel_attn": None, "layer_norm_epsilon": 2.0**-9}
+SCALES = {
+    "embedding_multiplier": 2.5,
+    "logits_scaling": 3.0,
+    "residual_multiplier": 0.25,
+    "attention_multiplier": 0.125,
+}
+SCALE_KEYS = {"embedding_scale": 2.5, "logit_scale": 3.0, "residual_scale": 0.25, "attention.scale": 0.125}
+GEMMA2 = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 13}
+GEMMA2_KEYS = {"attention.key_length": 16, "attention.value_length": 16, "attention.sliding_window": 13}
+OLD = {"layer_norm_epsilon": 2.0**-9}
+
+
+def partly(part: float, base: float = BASE) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": part}}
+
+
+def factors(step: float, count: int) -> list[float]:
+    return [1 + step * number for number in range(count)]
+
+
+def by_kind(full: Mapping[str, Any], local: float) -> dict[str, Any]:
+    return {"rope_parameters": {FULL: dict(full), LOCAL: {"rope_type": "default", "rope_theta": local}}}
+
+
+def head(size: int) -> dict[str, int]:
+    return {"attention.key_length": size, "attention.value_length": size}
+
+
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": BASE, "partial_rotary_factor": 0.25}
+GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 13, "vocab_size_per_layer_input": 96}
+GEMMA4_KEYS = {
+    **head(16),
+    "attention.key_length_swa": 8,
+    "attention.value_length_swa": 8,
+    "attention.sliding_window": 13,
+    "rope.freq_base_swa": 1000.0,
+    "rope.dimension_count": 16,
+    "rope.dimension_count_swa": 8,
+}
+
+CASES: dict[str, Case] = {
+    "bloom": Case(
+        "bloom",
+        "Bloom",
+        {"n_layer": 3, "n_head": 6, **OLD},
+        {**EPSILON, "feed_forward_length": 192, "attention.head_count_kv": 6, "rope.freq_base": None},
+        of_bloom,
+    ),
+    "cohere2": Case(
+        "cohere2",
+        "Cohere2",
+        {"num_hidden_layers": 5, "layer_norm_eps": 2.0**-9, "logit_scale": 0.25, "sliding_window": 13},
+        {
+            **EPSILON,
+            "block_count": 5,
+            "logit_scale": 0.25,
+            "attention.sliding_window": 13,
+            "rope.scaling.type": "none",
+            "rope.dimension_count": 8,
+        },
+    ),
+    "command-r": Case(
+        "command-r",
+        "Cohere",
+        {"layer_norm_eps": 2.0**-9, "logit_scale": 0.25, "use_qk_norm": True},
+        {**EPSILON, "logit_scale": 0.25, "rope.scaling.type": "none"},
+    ),
+    "deci": Case("deci", "Llama", {}, {"rope.dimension_count": 8, "attention.head_count": [6, 6, 6]}, paired),
+    "ernie4_5": Case("ernie4_5", "Ernie4_5", {"head_dim": 16}, head(16)),
+    "exaone4": Case(
+        "exaone4",
+        "Exaone4",
+        {"num_hidden_layers": 5, "sliding_window": 13, "sliding_window_pattern": "LLLG", "head_dim": 8},
+        {
+            **head(8),
+            "block_count": 5,
+            "attention.sliding_window": 13,
+            "attention.sliding_window_pattern": [True, True, True, False, True],
+        },
+    ),
+    "exaone4 without windows": Case("exaone4", "Exaone4", {"sliding_window": None, "layer_types": [FULL] * 3}),
+    "falcon": Case(
+        "falcon",
+        "Falcon",
+        {**GROUPS, "num_kv_heads": 1, "max_position_embeddings": 2048},
+        {**EPSILON, "feed_forward_length": 192, "attention.head_count_kv": 1, "tensor_data_layout": "jploski"},
+        of_falcon,
+    ),
+    "falcon of two norms": Case(
+        "falcon",
+        "Falcon",
+        {**GROUPS, "num_kv_heads": 2, "new_decoder_architecture": True, "tie_word_embeddings": False},
+        {**EPSILON, "feed_forward_length": 192},
+        of_falcon,
+    ),
+    "falcon of one norm": Case(
+        "falcon",
+        "Falcon",
+        {**GROUPS, "num_kv_heads": 2, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+        {**EPSILON, "feed_forward_length": 192},
+        of_falcon,
+    ),
+    "gemma": Case("gemma", "Gemma", {"head_dim": 16}, head(16), plus_one),
+    "gemma2": Case(
+        "gemma2",
+        "Gemma2",
+        {**GEMMA2, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+        {**GEMMA2_KEYS, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+        plus_one,
+    ),
+    "gemma2 of 46 layers": Case(
+        "gemma2",
+        "Gemma2",
+        {**GEMMA2, "query_pre_attn_scalar": 8, "num_hidden_layers": 46, "initializer_range": 0.1},
+        {**GEMMA2_KEYS, "block_count": 46},
+        plus_one,
+    ),
+    "gemma3": Case(
+        "gemma3",
+        "Gemma3Text",
+        {**GEMMA2, "num_hidden_layers": 8, "final_logit_softcapping": 5.0, **by_kind(LINEAR, 1000.0)},
+        {
+            **GEMMA2_KEYS,
+            "block_count": 8,
+            "final_logit_softcapping": 5.0,
+            "rope.freq_base_swa": 1000.0,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 4.0,
+        },
+        plus_one,
+    ),
+    "gemma4": Case(
+        "gemma4",
+        "Gemma4Text",
+        {
+            **GEMMA4,
+            **by_kind(PROPORTIONAL, 1000.0),
+            "num_hidden_layers": 6,
+            "layer_types": [LOCAL, FULL, LOCAL, FULL, LOCAL, FULL],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "final_logit_softcapping": 5.0,
+        },
+        {
+            **GEMMA4_KEYS,
+            "block_count": 6,
+            "feed_forward_length": [80] * 4 + [160] * 2,
+            "attention.sliding_window_pattern": [True, False] * 3,
+            "attention.shared_kv_layers": 2,
+            "embedding_length_per_layer_input": 8,
+            "final_logit_softcapping": 5.0,
+        },
+        of_gemma4,
+        {"rope_freqs.weight": torch.tensor([1.0, 1.0] + [1e30] * 6), "blk.5.attn_k.weight": torch.ones(32, 48)},
+    ),
+    "gemma4 with keys as values": Case(
+        "gemma4",
+        "Gemma4Text",
+        {
+            **GEMMA4,
+            **by_kind(PROPORTIONAL, 1000.0),
+            "layer_types": [LOCAL, LOCAL, FULL],
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+        },
+        {
+            **GEMMA4_KEYS,
+            "attention.head_count_kv": [2, 2, 1],
+            "attention.sliding_window_pattern": [True, True, False],
+            "attention.shared_kv_layers": 0,
+            "embedding_length_per_layer_input": 0,
+        },
+        of_gemma4,
+        {"rope_freqs.weight": torch.tensor([1.0, 1.0] + [1e30] * 6)},
+    ),
+    "glm4": Case(
+        "glm4",
+        "Glm4",
+        {"head_dim": 16, "attention_bias": True, **partly(0.5)},
+        {**head(16), "rope.dimension_count": 8},
+    ),
+    "gpt2": Case(
+        "gpt2",
+        "GPT2",
+        {"n_positions": 128, "n_embd": 48, "n_layer": 3, "n_head": 6, **OLD},
+        {**EPSILON, "feed_forward_length": 192, "attention.head_count_kv": None, "rope.freq_base": None},
+        of_gpt2,
+    ),
+    "granite": Case(
+        "granite",
+        "Granite",
+        {**SCALES, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        {**SCALE_KEYS, "rope.dimension_count": 8, "rope.scaling.finetuned": True},
+        paired,
+    ),
+    "hunyuan-dense": Case(
+        "hunyuan-dense",
+        "HunYuanDenseV1",
+        {"head_dim": 16},
+        {**head(16), "rope.scaling.type": "none", "rope.scaling.factor": 1.0, "expert_count": 0},
+    ),
+    "internlm2": Case("internlm2", "Llama", {"rope_parameters": LINEAR}, {"rope.scale_linear": 4.0}, paired),
+    "llama": Case(
+        "llama",
+        "Llama",
+        {"head_dim": 16, "attention_bias": True, "mlp_bias": True},
+        {**head(16), "rope.dimension_count": 16},
+        paired,
+    ),
+    "llama of as many key heads": Case(
+        "llama",
+        "Llama",
+        {"num_key_value_heads": 6, "rope_parameters": LINEAR},
+        {"attention.head_count_kv": None, "rope.scaling.factor": 4.0},
+        paired,
+    ),
+    "minicpm": Case(
+        "minicpm",
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 48 / 256,
+            "residual_multiplier": 1.4 / math.sqrt(3),
+            "attention_multiplier": 8**-0.5,
+        },
+        {},
+        paired,
+    ),
+    "mistral3": Case(
+        "mistral3",
+        "Ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.25},
+        },
+        {
+            **head(16),
+            **YARN_KEYS,
+            "rope.scaling.yarn_log_multiplier": 0.5,
+            "attention.temperature_scale": 0.25,
+        },
+        paired,
+    ),
+    "mistral3 of one temperature": Case("mistral3", "Mistral", {"sliding_window": None}, {}, paired),
+    "nemotron": Case(
+        "nemotron",
+        "Nemotron",
+        {"norm_eps": 2.0**-9, "attention_bias": True, "mlp_bias": True, **partly(0.5)},
+        {"attention.layer_norm_epsilon": 2.0**-9, "rope.dimension_count": 4, "rope.scaling.type": "none"},
+        plus_one,
+    ),
+    "olmo": Case(
+        "olmo",
+        "Olmo",
+        {"clip_qkv": 0.75},
+        {**EPSILON, "attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": 0.75},
+        paired,
+    ),
+    "olmo2": Case("olmo2", "Olmo2"),
+    "olmo2 with windows": Case(
+        "olmo2",
+        "Olmo3",
+        {"num_hidden_layers": 5, "sliding_window": 13, **by_kind(YARN, BASE)},
+        {**YARN_KEYS, "block_count": 5, "attention.sliding_window": 13},
+    ),
+    "phi2": Case(
+        "phi2",
+        "Phi",
+        {"layer_norm_eps": 2.0**-9, "num_key_value_heads": 6, **partly(0.5, 10_000.0)},
+        {**EPSILON, "attention.head_count_kv": 6, "rope.dimension_count": 4, "rope.freq_base": None},
+    ),
+    "phi3": Case(
+        "phi3",
+        "Phi3",
+        {"sliding_window": 13, **partly(0.5)},
+        {"attention.sliding_window": 13, "rope.dimension_count": 4, "rope.scaling.original_context_length": 128},
+    ),
+    "phi3 of longer contexts": Case(
+        "phi3",
+        "Phi3",
+        {
+            "hidden_size": 96,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": BASE,
+                "partial_rotary_factor": 0.75,
+                "short_factor": factors(0.125, 6),
+                "long_factor": factors(0.5, 6),
+                "original_max_position_embeddings": 32,
+                "attention_factor": 1.25,
+            },
+        },
+        {
+            "embedding_length": 96,
+            "attention.sliding_window": 0,
+            "rope.dimension_count": 12,
+            "rope.scaling.original_context_length": 32,
+            "rope.scaling.attn_factor": 1.25,
+        },
+        more={
+            "rope_factors_short.weight": torch.tensor(factors(0.125, 6)),
+            "rope_factors_long.weight": torch.tensor(factors(0.5, 6)),
+        },
+    ),
+    "qwen2": Case("qwen2", "Qwen2", {"rope_parameters": YARN}, YARN_KEYS),
+    "qwen2vl": Case("qwen2vl", "Qwen2", {}, {"rope.dimension_sections": [1, 1, 2, 0]}),
+    "qwen3": Case("qwen3", "Qwen3", {"head_dim": 16}, head(16)),
+    "qwen3moe": Case(
+        "qwen3moe",
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+        {**head(16), "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 24},
+        of_qwen3moe,
+    ),
+    "qwen3vl": Case(
+        "qwen3vl",
+        "Qwen3",
+        {"head_dim": 16},
+        {**head(16), "rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 3},
+    ),
+    "seed_oss": Case("seed_oss", "SeedOss", {"head_dim": 16, "attention_out_bias": True}, head(16)),
+    "smollm3": Case("smollm3", "SmolLM3", {"num_hidden_layers": 5}, {"block_count": 5}, paired),
+    "stablelm": Case(
+        "stablelm",
+        "StableLm",
+        {"layer_norm_eps": 2.0**-9, "use_qkv_bias": True, **partly(0.25)},
+        {**EPSILON, "rope.dimension_count": 2, "use_parallel_residual": True},
+    ),
+    "stablelm of parallel residuals": Case(
+        "stablelm",
+        "StableLm",
+        {"layer_norm_eps": 2.0**-9, "use_parallel_residual": True, **partly(1.0)},
+        {**EPSILON, "rope.dimension_count": 8, "use_parallel_residual": True},
+    ),
+    "starcoder2": Case("starcoder2", "Starcoder2", {"norm_epsilon": 2.0**-9}, EPSILON),
+}
+"""A row of the table of architectures has a case of its name, and further cases with more of its keys."""
+
+
+def read(file: Path) -> Any:
+    source = sources.find(str(file))
+    made, _ = source.model(AutoModelForCausalLM, source.config(), torch.float32, True)
+    return made.eval()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_the_model_that_was_written(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    model = case.model()
+    found = read(case.save(tmp_path / "a.gguf", model))
+    ids = torch.arange(3, 3 + LENGTH)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert expected.std() > 0.3
+        torch.testing.assert_close(found(ids).logits, expected, rtol=0, atol=1e-5)
+    assert found.config.max_position_embeddings == model.config.max_position_embeddings or case.kind == "Falcon"
+
+
+def test_every_architecture_has_a_case() -> None:
+    mixtures = {row.partition(" ")[0] for row in gguf_mixtures.ROWS}
+    assert {case.architecture for case in CASES.values()} | mixtures == set(ARCHITECTURES)
+
+
+REFUSED: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
+    r"found llama\.attention\.novel = 3, which is not known": ("llama", {"attention.novel": 3}, {}),
+    r"found blk\.1\.ffn_novel\.weight, which has no place": ("llama", {}, {"blk.1.ffn_novel.weight": torch.ones(8)}),
+    r"layers\.1\.mlp\.down_proj\.weight": ("llama", {}, {"blk.1.ffn_down.weight": None}),
+    r"expected the key llama\.embedding_length, found none": ("llama", {"embedding_length": None}, {}),
+    r"a count below 2\*\*31 as llama\.attention\.head_count, got 'six'": ("llama", {"attention.head_count": "six"}, {}),
+    r"one value for all layers as deci\.attention\.head_count, got \[6, 6, 0\]": (
+        "deci",
+        {"attention.head_count": [6, 6, 0]},
+        {},
+    ),
+    r"5 values as exaone4\.attention\.sliding_window_pattern, got 2": (
+        "exaone4",
+        {"attention.sliding_window_pattern": [True, False]},
+        {},
+    ),
+    r"llama\.rope\.dimension_count = 16, of llama models of this size, got 8": (
+        "llama",
+        {"rope.dimension_count": 8},
+        {},
+    ),
+    r"expected granite\.rope\.scaling\.finetuned = True, got False": ("granite", {"rope.scaling.finetuned": False}, {}),
+    r"expected attention\.layer_norm_epsilon 1e-5": ("olmo", {"attention.layer_norm_epsilon": 1e-6}, {}),
+    r"found glm4\.rope\.dimension_sections": ("glm4", {"rope.dimension_sections": [4, 4, 8, 0]}, {}),
+    r"expected gemma4\.attention\.value_length = 16, got 8": ("gemma4", {"attention.value_length": 8}, {}),
+    r"one number of key heads for each kind of layer": ("gemma4", {"attention.head_count_kv": [2, 2, 1, 2, 2, 2]}, {}),
+    r"expected rope_freqs\.weight of ones": ("gemma4", {}, {"rope_freqs.weight": torch.full((8,), 2.0)}),
+    r"expected rope\.scaling\.type linear, yarn, longrope or none, got 'novel'": (
+        "qwen2",
+        {"rope.scaling.type": "novel"},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_not_read_is_refused_by_its_name(message: str, tmp_path: Path) -> None:
+    name, keys, tensors = REFUSED[message]
+    file = CASES[name].save(tmp_path / "a.gguf", CASES[name].model(), keys, **tensors)
+    with pytest.raises(mmspec.UserError, match=message):
+        read(file)
+
+
+@pytest.mark.parametrize(("part", "whole"), [(2, 98), (122, 448), (96, 128)])
+def test_parts_of_heads_turn_at_every_size(part: int, whole: int, tmp_path: Path) -> None:
+    """The configuration has a fraction, whose product with the size is rounded down."""
+    sizes = {"hidden_size": 2 * whole, "num_attention_heads": 2, "num_key_value_heads": 2}
+    keys = {"embedding_length": 2 * whole, "attention.head_count": 2, "rope.dimension_count": part}
+    case = Case("phi3", "Phi3", sizes, keys)
+    assert 2 * read(case.save(tmp_path / "a.gguf", case.model())).model.rotary_emb.inv_freq.numel() == part
