@@ -61,12 +61,12 @@ class VisionSource(LazySource):
     def _weights(self, model: PreTrainedModel) -> dict[str, Any]:
         with torch.device("meta"):
             text = AutoModelForCausalLM.from_config(self._text)
-        language, prefix = (
-            gguf_models.read_weights(self._language, text),
-            f"model.{self._projector.row.language_model}.",
-        )
-        weights: dict[str, Any] = {re.sub(r"^model\.", prefix, name): weight for name, weight in language.items()}
-        return weights | self._projector.weights(model)
+        prefix = f"model.{self._projector.row.language_model}."
+        weights = gguf_models.read_weights(self._language, text)
+        return {
+            **{re.sub(r"^model\.", prefix, name): weight for name, weight in weights.items()},
+            **self._projector.weights(model),
+        }
 
 
 class Projector(Keys):
@@ -98,7 +98,7 @@ class Projector(Keys):
             name: tensor for name, tensor in file.tensors.items() if not name.startswith(_SOUNDS)
         }
         if row.models and language.architecture() not in row.models:
-            raise self._not_its(f"a file of {' or '.join(row.models)}, found one of {language.architecture()}")
+            raise self._refused(f"a file of {' or '.join(row.models)}, found one of {language.architecture()}")
         self.model_type = row.models.get(language.architecture(), row.model_type)
         with self.explained():
             if (width := self.width()) != (expected := language.get("embedding_length")):
@@ -199,17 +199,13 @@ class Projector(Keys):
         """Intermediate size of an MLP, from its weight; metadata of Qwen-VL have a different number or 0."""
         return prod(self.tensors["v.blk.0.ffn_up.weight"].shape) // int(self("vision.embedding_length"))
 
-    def scale(self) -> int:
-        """Number of patches per side that are merged into one token."""
-        return int(self("vision.projector.scale_factor", self.row.scale))
-
     def merge(self) -> int:
-        """The same by the key of models for images of any size."""
-        return int(self("vision.spatial_merge_size", self.row.scale))
+        """Number of patches per side that are merged into one token, by either of llama.cpp's keys."""
+        return int(self("vision.projector.scale_factor", self("vision.spatial_merge_size", self.row.merge)))
 
     def length(self) -> int:
         """Number of tokens per image or tile."""
-        return int(self("vision.image_size") // self("vision.patch_size") // self.scale()) ** 2
+        return int(self("vision.image_size") // self("vision.patch_size") // self.merge()) ** 2
 
     def square(self) -> dict[str, int]:
         return {"height": self("vision.image_size"), "width": self("vision.image_size")}
@@ -223,9 +219,9 @@ class Projector(Keys):
         tokens: list[str] = self.language.metadata.get("tokenizer.ggml.tokens", [])
         if found := [name for name in names if name in tokens]:
             return tokens.index(found[0])
-        raise self._not_its(f"the token {' or '.join(names)} in its vocabulary, found none")
+        raise self._refused(f"the token {' or '.join(names)} in its vocabulary, found none")
 
-    def _not_its(self, expected: str) -> UserError:
+    def _refused(self, expected: str) -> UserError:
         return UserError(
             f"{str(self.language.path)!r} is not the language model of a {self.kind} projector: expected {expected}"
         )

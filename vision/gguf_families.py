@@ -67,7 +67,7 @@ class Family(Architecture):
         placed: image token and surrounding text, for text-only templates.
         language_model: name of the language model in the model.
         gelu: activation that llama.cpp calls "gelu".
-        scale: patches per side that are merged into one token, if the file does not say.
+        merge: patches per side that are merged into one token, if the file does not say.
         unused: weights that do not affect outputs and are not in the file.
     """
 
@@ -86,7 +86,7 @@ class Family(Architecture):
     placed: str = "{}"
     language_model: str = "language_model"
     gelu: str = "gelu_pytorch_tanh"
-    scale: int = 2
+    merge: int = 2
     unused: tuple[str, ...] = ()
 
 
@@ -237,7 +237,7 @@ def _qwen3_vision(of: Any) -> dict[str, Any]:
 
 def _lfm2(of: Any) -> dict[str, Any]:
     has = {"projector_bias": "mm.1.bias", "projector_use_layernorm": "mm.input_norm.weight"}
-    sizes = {"downsample_factor": of.scale(), "projector_hidden_size": of.tensors["mm.1.weight"].shape[0]}
+    sizes = {"downsample_factor": of.merge(), "projector_hidden_size": of.tensors["mm.1.weight"].shape[0]}
     return sizes | {name: tensor in of.tensors for name, tensor in has.items()}
 
 
@@ -289,7 +289,7 @@ def _gemma4_vision(of: Any) -> dict[str, Any]:
     return {
         "head_dim": size,
         "num_key_value_heads": of.tensors["v.blk.0.attn_k.weight"].shape[0] // size,
-        "pooling_kernel_size": of.scale(),
+        "pooling_kernel_size": of.merge(),
         "position_embedding_size": of.tensors["v.position_embd.weight"].shape[1],
         "use_clipped_linears": any(name.endswith(".input_max") for name in of.tensors),
         "standardize": "v.std_bias" in of.tensors,
@@ -297,7 +297,7 @@ def _gemma4_vision(of: Any) -> dict[str, Any]:
 
 
 def _gemma4_media(of: Any) -> Any:
-    options = {"patch_size": of("vision.patch_size"), "pooling_kernel_size": of.scale()}
+    options = {"patch_size": of("vision.patch_size"), "pooling_kernel_size": of.merge()}
     return "Gemma4Processor", {}, {"Gemma4ImageProcessor": options}
 
 
@@ -361,7 +361,7 @@ FAMILIES: dict[str, Family] = {
         layers="model.vision_model.encoder.layers.{}",
         outer=_clip_outer("model.vision_model") | {"mm.model.fc": "model.connector.modality_projection.proj"},
         output=("mm.model.fc.weight", 0),
-        more=lambda of: {"scale_factor": of.scale()},
+        more=lambda of: {"scale_factor": of.merge()},
         tokens={"image_token_id": ("<image>",)},
         media=_idefics3_media,
         template=(
@@ -400,7 +400,7 @@ FAMILIES: dict[str, Family] = {
         ),
         image=("<start_of_image>",),
         template=_GEMMA3_TEMPLATE,
-        scale=4,
+        merge=4,
     ),
     "internvl": Family(
         model_type="internvl",
@@ -427,7 +427,7 @@ FAMILIES: dict[str, Family] = {
         },
         output=("mm.model.mlp.3.weight", 0),
         vision=_internvl_vision,
-        more=lambda of: {"downsample_ratio": 1 / of.scale(), "image_seq_length": of.length()},
+        more=lambda of: {"downsample_ratio": 1 / of.merge(), "image_seq_length": of.length()},
         tokens={"image_token_id": ("<IMG_CONTEXT>",)},
         special={f"{name}_token": (token,) for name, token in _INTERNVL_TOKENS.items()},
         media=_internvl_media,
@@ -473,7 +473,7 @@ FAMILIES: dict[str, Family] = {
         media=lambda of: (
             "Lfm2VlProcessor",
             {},
-            {"Lfm2VlImageProcessor": {"encoder_patch_size": of("vision.patch_size"), "downsample_factor": of.scale()}},
+            {"Lfm2VlImageProcessor": {"encoder_patch_size": of("vision.patch_size"), "downsample_factor": of.merge()}},
         ),
     ),
     "pixtral": Family(  # and Mistral 3, which merges patches
@@ -506,11 +506,11 @@ FAMILIES: dict[str, Family] = {
             "{{ message['content'] + eos_token }}{% else %}[INST]{{ message['content'] }}[/INST]{% endif %}{% endfor %}"
         ),
         gelu="gelu",
-        scale=1,
+        merge=1,
     ),
     "glm4v": Family(
         model_type="glm4v",
-        models={"glm4": "glm4v", "glm4moe": "glm4v_moe"},
+        models={"glm4": "glm4v"},
         keys=_QWEN_KEYS | {"vision.attention.layer_norm_epsilon": "rms_norm_eps"},
         names=_QWEN | _GATED,
         layers=f"{_VISUAL}.blocks.{{}}",
@@ -575,7 +575,7 @@ FAMILIES: dict[str, Family] = {
         media=_gemma4_media,
         image=("<|image|>",),
         template=_GEMMA3_TEMPLATE.replace("<start_of_turn>", "<|turn>").replace("<end_of_turn>", "<turn|>"),
-        scale=3,
+        merge=3,
     ),
 }
 """Family by projector type, ``clip.projector_type``."""
