@@ -97,6 +97,7 @@ def processor(family: str) -> Any:
         words._set_model_specific_special_tokens({f"{name}_token": token for name, token in names.items()})
         return t.Gemma3Processor(t.Gemma3ImageProcessorPil(**square), words, image_seq_length=4)
     if family == "glm4v":
+        words._set_model_specific_special_tokens({f"{kind}_token": f"<|{kind}|>" for kind in ("image", "video")})
         return images_alone(t.Glm4vProcessor)(t.Glm4vImageProcessorPil(patch_size=8, **_COLOURS), words)
     if family == "gemma4":
         sides = {"image": "<|image|>", "boi": "<|image>", "eoi": "<image|>"}

@@ -174,11 +174,11 @@ class Projector(Keys):
                 for kind, given in parts.items()
                 if not (slow and "Video" in kind)
             }
+            if lacking := set(cls.get_attributes()) - {*media, "tokenizer"}:
+                cls, options = images_alone(cls), {**dict.fromkeys(lacking), **options}
+            made = cls(**media, tokenizer=tokenizer, **options)
         except ImportError as error:
             raise missing(f"reading images with {self._file.path}", "torchvision") from error
-        if lacking := set(cls.get_attributes()) - {*media, "tokenizer"}:
-            cls, options = images_alone(cls), {**dict.fromkeys(lacking), **options}
-        made = cls(**media, tokenizer=tokenizer, **options)
         made.chat_template = tokenizer.chat_template = template
         return made
 
@@ -236,10 +236,22 @@ _SOUNDS = ("a.", "mm.a.")
 """Tensors of models that hear, which images do not need."""
 
 
+class _ImagesAlone(transformers.ProcessorMixin):  # type: ignore[misc]
+    """Drops processors of other media, which need further packages: torchvision for videos."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        known = (*self.get_attributes(), "chat_template")
+        super().__init__(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
+
+
 @cache
 def images_alone(cls: Any) -> Any:
-    """A class of transformers' processors for images and texts alone: videos need torchvision."""
-    return type(cls.__name__, (cls,), {"get_attributes": classmethod(lambda cls: ["image_processor", "tokenizer"])})
+    """A class of transformers' processors for images and texts alone."""
+    return type(cls.__name__, (cls, _ImagesAlone), {})
 
 
 _WITH_IMAGES = """\
