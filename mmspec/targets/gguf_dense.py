@@ -26,13 +26,13 @@ from mmspec.targets.gguf_keys import (
 )
 
 _RMS = "attention.layer_norm_rms_epsilon"
-_NO_GATE: Names = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-_LAST_NORMS: Names = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
+_LAST_NORMS: Names = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_POST_NORMED: Names = {
+    **{name: place for name, place in ATTENTION.items() if name not in ("attn_norm", "ffn_norm")},
+    **HEAD_NORMS,
+    **MLP,
+    **_LAST_NORMS,
 }
-_POST_NORMED: Names = {**ATTENTION, **HEAD_NORMS, **MLP, **_LAST_NORMS}  # without norms of the layer's inputs
-del _POST_NORMED["attn_norm"], _POST_NORMED["ffn_norm"]  # type: ignore[attr-defined]
 
 
 def _sizes(epsilon: str) -> dict[str, str]:
@@ -218,7 +218,9 @@ def _gemma3(keys: Keys) -> dict[str, Any]:
     found = _scaled(keys, 62) | {"final_logit_softcapping": keys("final_logit_softcapping", 0.0) or None}
     local = {"rope_type": "default", "rope_theta": keys("rope.freq_base_swa", 10_000.0)}
     found["rope_parameters"] = {"full_attention": found["rope_parameters"], "sliding_attention": local}
-    return found | sliding(keys, 6, 0)
+    kinds = sliding(keys, 6, 0)
+    kinds["sliding_window"] = kinds["sliding_window"] or keys("context_length")  # transformers makes a mask of it
+    return found | kinds
 
 
 _GEMMA4: Names = {
@@ -377,12 +379,7 @@ _FALCON_KEYS = _sizes("layer_norm_epsilon") | {
     "feed_forward_length": "ffn_hidden_size",
     "attention.head_count_kv": "num_kv_heads",
 }
-_PHI2: Names = {
-    **ATTENTION,
-    "attn_output": "self_attn.dense",
-    "ffn_up": "mlp.fc1",
-    "ffn_down": "mlp.fc2",
-}
+_PHI2: Names = {**ATTENTION, "attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
 _PHI3: Names = {
     "attn_norm": "input_layernorm",
     "attn_qkv": "self_attn.qkv_proj",
@@ -393,9 +390,10 @@ _PHI3: Names = {
 }
 _NEMOTRON: Names = {
     **ATTENTION,
-    **_NO_GATE,
     "attn_norm": ("input_layernorm", minus_one),
     "ffn_norm": ("post_attention_layernorm", minus_one),
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }
 _HUNYUAN: Names = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _GLM4: Names = {
@@ -444,11 +442,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo": Architecture("olmo", {key: name for key, name in SIZES.items() if key != _RMS}, _TURNED, more=_olmo),
     "olmo2": Architecture("olmo2", SIZES, _POST_NORMED, more=_olmo2),
     "phi2": Architecture(
-        "phi",
-        _sizes("layer_norm_eps"),
-        _PHI2,
-        {**OUTER, "output_norm": "model.final_layernorm"},
-        _partly_rotary,
+        "phi", _sizes("layer_norm_eps"), _PHI2, {**OUTER, "output_norm": "model.final_layernorm"}, _partly_rotary
     ),
     "phi3": Architecture("phi3", SIZES, _PHI3, more=_phi3),
     "qwen2": Architecture("qwen2", SIZES, _PLAIN, more=decoder),

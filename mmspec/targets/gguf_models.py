@@ -137,7 +137,7 @@ def read_weights(file: GGUFFile, model: PreTrainedModel, row: Architecture | Non
         layer = "" if block is None else f"{row.layers.format(block)}."
         full = [f"{layer}{one}{last}" for one in (place or "").split("|") for last in (end or ".weight", "")]
         known = next((key for key in full if key in empty), None)
-        if known is None and place is not None and any(re.search(one, key) for one in ignored for key in full):
+        if known is None and place and any(re.search(pattern, key) for pattern in ignored for key in full):
             continue
         if place is None or known is None:
             raise UserError(
