@@ -216,6 +216,10 @@ def _projector_tensors(family: str, made: Any) -> Iterator[tuple[str, Tensor]]:
     numbers = {"multi_modal_projector.layer_norm": "mlp1.0", "multi_modal_projector.linear_1": "mlp1.1"}
     numbers["multi_modal_projector.linear_2"] = "mlp1.3"
     merger = {"visual.merger.norm": "v.post_ln", "visual.merger.linear_fc1": "mm.0", "visual.merger.linear_fc2": "mm.2"}
+    if family == "gemma4":
+        yield "a.blk.0.ln1.weight", torch.ones(4)  # of sounds
+    if family == "mistral3":
+        yield "v.token_embd.img_break", made.get_input_embeddings().weight[_TOKENS.index("[IMG_BREAK]")].detach()
     tower = made.config.vision_config
     last = getattr(tower, "num_hidden_layers", 0) - 1
     for name, value in made.state_dict().items():
