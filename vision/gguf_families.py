@@ -90,7 +90,9 @@ class Family(Architecture):
     unused: tuple[str, ...] = ()
 
 
-_CLIP: Names = {f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"} | {
+_ATTENTION = {f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"} | {"attn_out": "self_attn.o_proj"}
+_CLIP: Names = {
+    **_ATTENTION,
     "attn_out": "self_attn.out_proj",
     "ln1": "layer_norm1",
     "ln2": "layer_norm2",
@@ -254,11 +256,6 @@ def _pixtral_media(of: Any) -> Any:
     return "PixtralProcessor", {"patch_size": patch, "spatial_merge_size": merge}, {"PixtralImageProcessor": images}
 
 
-def _of_tower(rows: Rows) -> Rows:
-    order = rows.order
-    return Rows(order and (lambda config, count: order(config.vision_config, count)))
-
-
 def _glm4v_vision(of: Any) -> dict[str, Any]:
     inner = of.tensors["mm.up.weight"].shape[0]  # of the merger; blocks have the merger's output size
     return {"intermediate_size": inner, "out_hidden_size": of.width(), "spatial_merge_size": of.merge()}
@@ -269,19 +266,9 @@ def _glm4v_media(of: Any) -> Any:
     return "Glm4vProcessor", {}, {"Glm4vImageProcessor": options, "Glm4vVideoProcessor": options}
 
 
-_GEMMA4_LINEAR = {f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"} | {"attn_out": "self_attn.o_proj"}
-_GEMMA4_LINEAR |= {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
-_GEMMA4_TOKENS = {
-    f"{name}_token": (token,)
-    for name, token in {
-        "image": "<|image|>",
-        "boi": "<|image>",
-        "eoi": "<image|>",
-        "audio": "<|audio|>",
-        "boa": "<|audio>",
-        "eoa": "<audio|>",
-    }.items()
-}
+_GEMMA4_PARTS = ("image", "boi", "eoi", "audio", "boa", "eoa")
+_GEMMA4_TEXTS = ("<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>")
+_GEMMA4_TOKENS = {f"{part}_token": (token,) for part, token in zip(_GEMMA4_PARTS, _GEMMA4_TEXTS, strict=True)}
 
 
 def _gemma4_vision(of: Any) -> dict[str, Any]:
@@ -294,11 +281,6 @@ def _gemma4_vision(of: Any) -> dict[str, Any]:
         "use_clipped_linears": any(name.endswith(".input_max") for name in of.tensors),
         "standardize": "v.std_bias" in of.tensors,
     }
-
-
-def _gemma4_media(of: Any) -> Any:
-    options = {"patch_size": of("vision.patch_size"), "pooling_kernel_size": of.merge()}
-    return "Gemma4Processor", {}, {"Gemma4ImageProcessor": options}
 
 
 _PIXELS, _PIXELS3 = (4 * 28**2, 16384 * 28**2), (64 * 32**2, 16384 * 32**2)
@@ -478,9 +460,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "pixtral": Family(  # and Mistral 3, which merges patches
         model_type="llava",
-        names={f"ffn_{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")}
-        | {f"attn_{name}": (f"attention.{name}_proj", _of_tower(rotary("num_attention_heads"))) for name in "qk"}
-        | {
+        names={
+            **{f"ffn_{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+            **{
+                f"attn_{name}": (f"attention.{name}_proj", rotary("vision_config.num_attention_heads")) for name in "qk"
+            },
             "attn_v": "attention.v_proj",
             "attn_out": "attention.o_proj",
             "ln1": "attention_norm",
@@ -501,10 +485,6 @@ FAMILIES: dict[str, Family] = {
         tokens={"image_token_index": ("[IMG]",)},
         media=_pixtral_media,
         image=("[IMG]",),
-        template=(
-            "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
-            "{{ message['content'] + eos_token }}{% else %}[INST]{{ message['content'] }}[/INST]{% endif %}{% endfor %}"
-        ),
         gelu="gelu",
         merge=1,
     ),
@@ -534,10 +514,6 @@ FAMILIES: dict[str, Family] = {
         },
         media=_glm4v_media,
         image=("<|image|>",),
-        template=(
-            "[gMASK]<sop>{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}{% endfor %}"
-            "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-        ),
         placed="<|begin_of_image|>{}<|end_of_image|>",
         gelu="gelu",
     ),
@@ -545,12 +521,7 @@ FAMILIES: dict[str, Family] = {
         model_type="gemma4",
         keys=_SIZES | {"vision.attention.layer_norm_epsilon": "rms_norm_eps"},
         names={
-            **{name: f"{module}.linear" for name, module in _GEMMA4_LINEAR.items()},
-            **{
-                f"{name}.{end}": f"{module}.{end}"
-                for name, module in _GEMMA4_LINEAR.items()
-                for end in ("input_min", "input_max", "output_min", "output_max")
-            },
+            **{name: f"{module}.linear|{module}" for name, module in {**_ATTENTION, **_GATED}.items()},
             "attn_q_norm": "self_attn.q_norm",
             "attn_k_norm": "self_attn.k_norm",
             "ln1": "input_layernorm",
@@ -572,9 +543,12 @@ FAMILIES: dict[str, Family] = {
         text=lambda of, text: {"use_bidirectional_attention": None if of.width() in (1536, 2560) else "vision"},
         tokens={f"{name}_id": tokens for name, tokens in _GEMMA4_TOKENS.items() if name != "eoa_token"},
         special=_GEMMA4_TOKENS,
-        media=_gemma4_media,
+        media=lambda of: (
+            "Gemma4Processor",
+            {},
+            {"Gemma4ImageProcessor": {"patch_size": of("vision.patch_size"), "pooling_kernel_size": of.merge()}},
+        ),
         image=("<|image|>",),
-        template=_GEMMA3_TEMPLATE.replace("<start_of_turn>", "<|turn>").replace("<end_of_turn>", "<turn|>"),
         merge=3,
     ),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -179,7 +180,7 @@ def rotary(heads: str) -> Rows:
     """Undoes llama.cpp's order of query and key rows: a pair's rows are adjacent there, half a head apart here."""
 
     def order(config: Any, rows: int) -> Tensor:
-        return torch.arange(rows).view(getattr(config, heads), -1, 2).transpose(1, 2).flatten()
+        return torch.arange(rows).view(attrgetter(heads)(config), -1, 2).transpose(1, 2).flatten()
 
     return Rows(order)
 

@@ -124,7 +124,7 @@ def read_weights(file: GGUFFile, model: PreTrainedModel, row: Architecture | Non
     places = list(row.outer) + list(row.names)
     parts: defaultdict[str, list[tuple[int, GGUFTensor, Change | None]]] = defaultdict(list)
     for name, tensor in file.tensors.items():
-        block, module, end = re.fullmatch(rf"(?:{row.blocks}(\d+)\.)?(.*?)(\.weight|\.bias)?", name).groups()  # type: ignore[union-attr]
+        block, module, end = re.fullmatch(rf"(?:{row.blocks}(\d+)\.)?(.*?)({_ENDS})?", name).groups()  # type: ignore[union-attr]
         if name in unused:
             continue
         names = row.outer if block is None else row.names
@@ -153,6 +153,8 @@ def read_weights(file: GGUFFile, model: PreTrainedModel, row: Architecture | Non
         made[key] = Weight([tensor for _, tensor, _ in ordered], ordered[0][2], model.config, empty[key].shape)
     return made
 
+
+_ENDS = r"\.weight|\.bias|\.(?:in|out)put_(?:min|max)"
 
 _USED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", "v.token_embd.img_break")
 """Tensors read by others, factors of rotary frequencies, or copied from others: a row of the embedding."""
