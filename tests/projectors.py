@@ -16,7 +16,7 @@ import torch
 import transformers as t
 from torch import Tensor
 
-from mmspec.vision.gguf import InternVLImages, Qwen2VLImages
+from mmspec.vision.gguf import images_alone
 from tests.model_folders import tokenizer
 from tests.model_folders import write_gguf as _write
 
@@ -25,6 +25,9 @@ _TOKENS += ["<end_of_utterance>", "<|im_start|>", "<|im_end|>", "<start_of_turn>
 _TOKENS += [f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")]
 _TOKENS += ["<start_of_image>", "<end_of_image>", "<image_soft_token>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
 _TOKENS += [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
+_TOKENS += ["<|image_start|>", "<|image_end|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|image|>", "<|video|>"]
+_TOKENS += [f"<|{end}_of_{kind}|>" for end in ("begin", "end") for kind in ("image", "video")]
+_TOKENS += ["<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"]
 _VOCAB = 352
 
 _COLOURS: dict[str, Any] = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.25]}
@@ -33,6 +36,9 @@ _HALF = {"llava": ("patch_embedding", "linear_"), "gemma3": ("mm_input_projectio
 _HALF["llava_next"] = _HALF["llava"]
 """Weights that converters write in float16 always."""
 
+
+WITH_TORCHVISION = ("lfm2_vl", "mistral3", "pixtral")
+"""Families whose images transformers reads with torchvision alone."""
 
 FAMILIES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("projector_configs.json").read_text())
 """Of each family, its configuration with sizes cut, and metadata of the files of the language model and the projector.
@@ -80,15 +86,42 @@ def processor(family: str) -> Any:
         return t.Idefics3Processor(t.Idefics3ImageProcessorPil(**edges, **_COLOURS), words, image_seq_len=4)
     if family.startswith("qwen"):
         words._set_model_specific_special_tokens({f"{name}_token": f"<|{name}_pad|>" for name in ("image", "video")})
-        return Qwen2VLImages(t.Qwen2VLImageProcessorPil(**_COLOURS), words)
+        if family == "qwen3_vl":
+            size = {"shortest_edge": 64 * 32**2, "longest_edge": 16384 * 32**2}
+            return images_alone(t.Qwen3VLProcessor)(
+                t.Qwen2VLImageProcessorPil(patch_size=8, size=size, **_COLOURS), words
+            )
+        return images_alone(t.Qwen2VLProcessor)(t.Qwen2VLImageProcessorPil(**_COLOURS), words)
     if family == "gemma3":
         names = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"}
         words._set_model_specific_special_tokens({f"{name}_token": token for name, token in names.items()})
         return t.Gemma3Processor(t.Gemma3ImageProcessorPil(**square), words, image_seq_length=4)
+    if family == "glm4v":
+        words._set_model_specific_special_tokens({f"{kind}_token": f"<|{kind}|>" for kind in ("image", "video")})
+        return images_alone(t.Glm4vProcessor)(t.Glm4vImageProcessorPil(patch_size=8, **_COLOURS), words)
+    if family == "gemma4":
+        sides = {"image": "<|image|>", "boi": "<|image>", "eoi": "<image|>"}
+        sides |= {"audio": "<|audio|>", "boa": "<|audio>", "eoa": "<audio|>"}
+        words._set_model_specific_special_tokens({f"{name}_token": token for name, token in sides.items()})
+        images = t.Gemma4ImageProcessorPil(patch_size=8, **_COLOURS)
+        return images_alone(t.Gemma4Processor)(None, images, words, None)
     names = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>", "video": "<video>"}
     words._set_model_specific_special_tokens({f"{name}_token": token for name, token in names.items()})
     images = t.GotOcr2ImageProcessorPil(crop_to_patches=True, min_patches=1, max_patches=12, **square)
-    return InternVLImages(images, words, image_seq_length=4)
+    return images_alone(t.InternVLProcessor)(images, words, image_seq_length=4)
+
+
+def pixels(family: str) -> dict[str, Tensor]:
+    """A prompt with an image of 4 by 4 patches, for families whose images need torchvision."""
+    random = torch.Generator().manual_seed(2)
+    count = 16 if family == "pixtral" else 4
+    ids = torch.tensor([[1, 300, *[_TOKENS.index("<image>" if family == "lfm2_vl" else "[IMG]")] * count, 301, 302]])
+    if family == "lfm2_vl":
+        values = torch.randn(1, 16, 192, generator=random)
+        sizes = {"spatial_shapes": torch.tensor([[4, 4]]), "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long)}
+        return {"input_ids": ids, "pixel_values": values, **sizes}
+    values = torch.randn(1, 3, 32, 32, generator=random)
+    return {"input_ids": ids, "pixel_values": values, "image_sizes": torch.tensor([[32, 32]])}
 
 
 def save(
@@ -136,22 +169,38 @@ def _language_tensors(architecture: str, made: Any, quantise: str) -> dict[str, 
     tensors: dict[str, Any] = {}
     for name, value in made.state_dict().items():
         name = re.sub(r"^model\.(language|text)_model\.", "model.", name)
-        if "vision" in name or not name.startswith(("model.embed", "model.layers", "model.norm", "lm_head")):
+        if "vision" in name or not name.startswith(_LANGUAGE):
             continue
         if name.startswith("lm_head") and made.all_tied_weights_keys:
             continue
         heads = {"q_proj.weight": text.num_attention_heads, "k_proj.weight": text.num_key_value_heads}
-        for end, count in heads.items() if architecture == "llama" else ():
-            if name.endswith(end):
-                value = value.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
+        for end, count in heads.items():
+            if architecture == "llama" and name.endswith(end):
+                value = _turned(value, count)
+            if architecture == "glm4" and re.search(rf"{end[:-7]}\.(weight|bias)$", name):  # half of a head is turned
+                turned, rest = value.unflatten(0, (count, -1)).chunk(2, 1)
+                value = torch.cat([turned[:, ::2], turned[:, 1::2], rest], 1).flatten(0, 1)
         if architecture == "gemma3" and name.endswith("norm.weight"):
             value = value + 1
+        value = value.squeeze(1) if name.endswith("conv.conv.weight") else value
         place = table.get_name(name, (".weight", ".bias"))
         kind = getattr(package.GGMLQuantizationType, quantise, None)
         data = value.contiguous().numpy()
         is_matrix = kind is not None and value.ndim == 2
         tensors[place] = (package.quantize(data, kind), kind) if is_matrix else value.contiguous()
+    if architecture == "gemma4":
+        factors = torch.full((text.per_layer_config[1].head_dim // 2,), 1e30)
+        factors[: len(factors) // 4] = 1
+        tensors["rope_freqs.weight"] = factors
     return tensors
+
+
+_LANGUAGE = ("model.embed", "model.layers", "model.norm", "lm_head")
+
+
+def _turned(rows: Tensor, heads: int) -> Tensor:
+    """Rows of queries or keys with pairs that are turned together side by side."""
+    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def _projector_tensors(family: str, made: Any) -> Iterator[tuple[str, Tensor]]:
@@ -160,19 +209,40 @@ def _projector_tensors(family: str, made: Any) -> Iterator[tuple[str, Tensor]]:
 
     table = package.get_tensor_name_map(package.MODEL_ARCH.MMPROJ, 8)
     published = {"model.visual.": "visual.", "model.multi_modal_projector.": "multi_modal_projector."}
-    if family != "internvl":
-        published["model.vision_tower."] = "vision_tower.vision_model."
+    towers = {"internvl": "model.vision_tower.", "mistral3": "vision_tower.", "pixtral": "vision_tower."}
+    published["model.vision_tower."] = towers.get(family, "vision_tower.vision_model.")
+    if family == "gemma4":
+        published = {"model.vision_tower.encoder.": "vision_model.model."}
     numbers = {"multi_modal_projector.layer_norm": "mlp1.0", "multi_modal_projector.linear_1": "mlp1.1"}
     numbers["multi_modal_projector.linear_2"] = "mlp1.3"
-    last = getattr(made.config.vision_config, "num_hidden_layers", 0) - 1
+    merger = {"visual.merger.norm": "v.post_ln", "visual.merger.linear_fc1": "mm.0", "visual.merger.linear_fc2": "mm.2"}
+    if family == "gemma4":
+        yield "a.blk.0.ln1.weight", torch.ones(4)  # of sounds
+    if family == "mistral3":
+        yield "v.token_embd.img_break", made.get_input_embeddings().weight[_TOKENS.index("[IMG_BREAK]")].detach()
+    tower = made.config.vision_config
+    last = getattr(tower, "num_hidden_layers", 0) - 1
     for name, value in made.state_dict().items():
         if re.match(r"model\.(language|text)_model|lm_head", name):
             continue
         for old, new in published.items():
             name = name.replace(old, new) if name.startswith(old) else name
         module, _, end = name.rpartition(".")
-        module, end = (module, f".{end}") if end in ("weight", "bias") else (name.removesuffix("_weight"), ".weight")
-        end = "" if module.endswith(("class_embedding", "cls_token")) else end
+        ends = ("weight", "bias", "input_min", "input_max", "output_min", "output_max")
+        module, end = (module, f".{end}") if end in ends else (name.removesuffix("_weight"), ".weight")
+        end = "" if module.endswith(("class_embedding", "cls_token", "std_bias", "std_scale")) else end
+        module, value = module.removesuffix(".linear"), value.view(1) if value.ndim == 0 else value
+        if module.endswith(("input_proj", "patch_embedding")) and value.ndim == 2:
+            value = value.unflatten(1, (tower.patch_size, tower.patch_size, 3)).permute(0, 3, 1, 2).contiguous()
+        if family in ("mistral3", "pixtral") and module.endswith(("q_proj", "k_proj")):
+            value = _turned(value, tower.num_attention_heads)
+        if deep := re.fullmatch(r"visual\.deepstack_merger_list\.(\d)\.(\w+)", module):
+            layer = tower.deepstack_visual_indexes[int(deep[1])]
+            yield f"v.deepstack.{layer}.{deep[2].removeprefix('linear_')}{end}", value
+            continue
+        if family == "qwen3_vl" and module in merger:
+            yield merger[module] + end, value
+            continue
         value = value.half() if any(part in name for part in _HALF.get(family, ())) and value.ndim > 1 else value
         if family == "internvl":
             module = numbers.get(module, module)

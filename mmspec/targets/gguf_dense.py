@@ -66,6 +66,27 @@ def _partly_rotary(keys: Keys) -> dict[str, Any]:
     return found
 
 
+def _glm4(keys: Keys) -> dict[str, Any]:
+    found, sections = _partly_rotary(keys), keys("rope.dimension_sections", None)
+    if sections is not None:  # of a model for images
+        found["rope_parameters"]["mrope_section"] = [size for size in sections if size]
+    return found
+
+
+def _interleaved(heads: str) -> Rows:
+    """Undoes llama.cpp's order of rows in models for images: a pair's rows are half the turned rows apart there."""
+
+    def order(config: Any, rows: int) -> Tensor:
+        size = rows // getattr(config, heads)
+        turned = int(size * config.rope_parameters["partial_rotary_factor"])
+        pairs = torch.arange(turned)
+        if "mrope_section" in config.rope_parameters:
+            pairs = pairs.view(2, -1).t().flatten()
+        return (torch.arange(0, rows, size)[:, None] + torch.cat([pairs, torch.arange(turned, size)])).flatten()
+
+    return Rows(order)
+
+
 def _mistral(keys: Keys) -> dict[str, Any]:
     found, scale = decoder(keys) | {"sliding_window": None}, keys("attention.temperature_scale", 0.0)
     if over := keys("rope.scaling.yarn_log_multiplier", 0.0):
@@ -376,6 +397,8 @@ _NEMOTRON: Names = {
 _HUNYUAN: Names = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _GLM4: Names = {
     **ATTENTION,
+    "attn_q": ("self_attn.q_proj", _interleaved("num_attention_heads")),
+    "attn_k": ("self_attn.k_proj", _interleaved("num_key_value_heads")),
     "post_attention_norm": "post_self_attn_layernorm",
     "ffn_up": "mlp.gate_up_proj",
     "ffn_down": "mlp.down_proj",
@@ -406,7 +429,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": Architecture("gemma2", SIZES, _GEMMA2, _GEMMA_OUTER, _gemma2),
     "gemma3": Architecture("gemma3_text", SIZES, _GEMMA3, _GEMMA_OUTER, _gemma3),
     "gemma4": Architecture("gemma4_text", _GEMMA4_KEYS, _GEMMA4, _GEMMA4_OUTER, _gemma4),
-    "glm4": Architecture("glm4", SIZES, _GLM4, more=_partly_rotary),
+    "glm4": Architecture("glm4", SIZES, _GLM4, more=_glm4),
     "gpt2": Architecture("gpt2", _GPT2_KEYS, _GPT2, _GPT2_OUTER, _gpt2, "transformer.h.{}"),
     "granite": Architecture("granite", SIZES, _TURNED, more=_granite),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", SIZES, {**_PLAIN, **_HUNYUAN}, more=_biased),

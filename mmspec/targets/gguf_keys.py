@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -86,14 +87,15 @@ class Keys:
         found = {key.removeprefix(self._prefix) for key in self._file.metadata if key.startswith(self._prefix)}
         return {key: self.fields[key] or "read" if key in self.fields else "changes nothing" for key in sorted(found)}
 
-    def unread(self) -> dict[str, Any]:
-        """Keys that were not read and may matter, with their values."""
+    def unread(self, harmless: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Keys that were not read and may matter, with their values; ``HARMLESS`` ones may not."""
+        harmless = HARMLESS if harmless is None else harmless
         keys = {key: value for key, value in self._file.metadata.items() if key.startswith(self._prefix)}
         below = {key.removeprefix(self._prefix): value for key, value in keys.items()}
         return {
             key: value
             for key, value in below.items()
-            if key not in self.fields and not (key in HARMLESS and HARMLESS[key] in (ANY, value))
+            if key not in self.fields and not (key in harmless and harmless[key] in (ANY, value))
         }
 
 
@@ -155,7 +157,7 @@ def rotary(heads: str) -> Rows:
     """Undoes llama.cpp's order of query and key rows: a pair's rows are adjacent there, half a head apart here."""
 
     def order(config: Any, rows: int) -> Tensor:
-        return torch.arange(rows).view(getattr(config, heads), -1, 2).transpose(1, 2).flatten()
+        return torch.arange(rows).view(attrgetter(heads)(config), -1, 2).transpose(1, 2).flatten()
 
     return Rows(order)
 
@@ -194,6 +196,7 @@ class Architecture:
         outer: the same for tensors outside of blocks.
         more: further fields of the configuration; ``model_type`` in place of the row's.
         layers: name of a layer in the model.
+        blocks: pattern of names in blocks, before the number.
     """
 
     model_type: str
@@ -202,6 +205,7 @@ class Architecture:
     outer: Names = field(default_factory=lambda: OUTER)
     more: Callable[[Keys], Mapping[str, Any]] = lambda keys: {}
     layers: str = "model.layers.{}"
+    blocks: str = r"blk\."
 
 
 OUTER: Names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

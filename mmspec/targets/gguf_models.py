@@ -118,14 +118,14 @@ class Weight:
         return rows.ordered(order(self._config, len(rows.places))) if order else rows
 
 
-def read_weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
-    """Weights of a text model by name, read on access; ``model`` may be on the meta device.
+def read_weights(file: GGUFFile, model: PreTrainedModel, row: Architecture | None = None) -> dict[str, Weight]:
+    """Weights of a model by name, read on access; ``model`` may be on the meta device, ``row`` is its architecture's.
 
     Raises:
         UserError: a tensor has no place in the model and is not ``set_aside``.
     """
     unused = set(set_aside(file))
-    return _weights(file, model, _row(file), [name for name in file.tensors if name not in unused])
+    return _weights(file, model, row or _row(file), [name for name in file.tensors if name not in unused])
 
 
 def read_mtp_weights(file: GGUFFile, built: PreTrainedModel) -> dict[str, Weight]:
@@ -156,7 +156,7 @@ def _weights(
     places = list(row.outer) + list(row.names)
     parts: defaultdict[str, list[tuple[int, GGUFTensor, Change | None]]] = defaultdict(list)
     for name in own:
-        block, module, end = re.fullmatch(r"(?:blk\.(\d+)\.)?(.*?)(\.weight|\.bias)?", name).groups()  # type: ignore[union-attr]
+        block, module, end = re.fullmatch(rf"(?:{row.blocks}(\d+)\.)?(.*?)({_ENDS})?", name).groups()  # type: ignore[union-attr]
         names = row.outer if block is None else row.names
         if (whole := f"{module}{end or ''}") in names:
             module, end = whole, None
@@ -184,5 +184,7 @@ def _weights(
     return made
 
 
-_USED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors read by others: factors of rotary frequencies."""
+_ENDS = r"\.weight|\.bias|\.(?:in|out)put_(?:min|max)"
+
+_USED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", "v.token_embd.img_break")
+"""Tensors read by others, factors of rotary frequencies, or copied from others: a row of the embedding."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
+from transformers.utils import is_torchvision_available
 
 import mmspec
 from mmspec import plugins
@@ -58,17 +59,22 @@ def inputs(processor):
 @pytest.mark.parametrize("family", projectors.FAMILIES)
 def test_logits_and_inputs_are_those_of_the_model_that_was_converted(family, tmp_path):
     source, original = opened(family, tmp_path), projectors.model(family)
-    processor = source.processor(VisionProcessor)
-    found = inputs(processor)
-    text = processor._render(ASKED)
-    options = {} if processor.adds_special_tokens(text) else {"add_special_tokens": False}
-    expected = projectors.processor(family)(text=[text], images=[PICTURE], return_tensors="pt", **options)
-    assert set(found) == set(expected) - {"attention_mask"}
-    for name, value in found.items():
-        assert torch.equal(value, expected[name]), name
+    if family in projectors.WITH_TORCHVISION and not is_torchvision_available():
+        found = projectors.pixels(family)
+        with pytest.raises(mmspec.UserError, match=r"reading images with .*needs the package torchvision"):
+            source.processor(VisionProcessor)
+    else:
+        processor = source.processor(VisionProcessor)
+        found = inputs(processor)
+        text = processor._render(ASKED)
+        options = {} if processor.adds_special_tokens(text) else {"add_special_tokens": False}
+        expected = projectors.processor(family)(text=[text], images=[PICTURE], return_tensors="pt", **options)
+        assert set(found) == set(expected) - {"attention_mask"}
+        for name, value in found.items():
+            assert torch.equal(value, expected[name]), name
     built, weights = model_of(source), original.state_dict()
     for name, value in built.state_dict().items():
-        if "vision_tower.post_layernorm" not in name or family == "gemma3":  # LLaVA has no use for it
+        if "vision_tower.post_layernorm" not in name or not family.startswith("llava"):  # which has no use for it
             torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
     ours, theirs = logits(built, found), logits(original, found)
     assert theirs.std() > 1
@@ -164,8 +170,13 @@ def test_files_of_older_converters_and_other_tools(family, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("metadata", "expected"),
     [
-        ({"clip.projector_type": "ldp"}, r"projector of type mlp, idefics3, .*internvl, found type ldp$"),
-        ({"clip.vision.image_mean": None}, r"metadata and tensors of a internvl projector: 'clip\.vision\.image_mean'"),
+        ({"clip.projector_type": "ldp"}, r"projector of type mlp, idefics3, .*internvl, .*found type ldp$"),
+        ({"clip.vision.image_mean": None}, r"expected the key clip\.vision\.image_mean, found none"),
+        (
+            {"clip.vision.sink_count": 5},
+            r"keys of a internvl projector, found clip\.vision\.sink_count = 5, which is not",
+        ),
+        ({"clip.has_vision_encoder": False}, r"keys of a internvl projector, found clip\.has_vision_encoder = False"),
         ({"clip.vision.block_count": 5}, "layer.4.* is missing"),
         ({"clip.projector_type": "mlp"}, r"metadata and tensors of a mlp projector: 'mm\.2\.weight'"),
         ({"tokenizer.ggml.tokens": ["<s>"] * 352}, "expected the token <IMG_CONTEXT> in its vocabulary, found none"),
@@ -188,7 +199,7 @@ def test_a_projector_of_another_language_model_is_named(tmp_path):
         VisionSource(save_gguf(tmp_path / "wide.gguf", embedding_length=128), projector)
     other, _ = projectors.save("idefics3", tmp_path)
     (tmp_path / "mmproj-other.gguf").write_bytes(projector.read_bytes().replace(b"v.pre_ln", b"v.pro_ln"))
-    with pytest.raises(mmspec.UserError, match=r"expected the tensors of a mlp projector, found v\.pro_ln\.weight$"):
+    with pytest.raises(mmspec.UserError, match=r"expected tensors of a clip model, found v\.pro_ln\.weight, which has"):
         model_of(VisionSource(other, tmp_path / "mmproj-other.gguf"))
 
 
@@ -244,7 +255,7 @@ def test_tokens_of_an_image_without_the_files_scale(family, expected, tmp_path):
     metadata = {f"clip.vision.{name}": None for name in ("projector.scale_factor", "preproc_image_size")}
     metadata |= {"clip.vision.image_size": 64}
     source = opened(family, tmp_path, metadata=metadata)
-    assert source._family._length() == expected
+    assert source._projector.length() == expected
     if family == "idefics3":
         images = source.processor(VisionProcessor).plain.image_processor
         assert (images.size["longest_edge"], images.max_image_size["longest_edge"]) == (256, 64)
@@ -267,9 +278,9 @@ def test_the_large_internvit_has_norms_of_its_own(tmp_path, monkeypatch):
     assert norms
     assert all(torch.equal(built[name], weights[name]) for name in norms)
     large = {"clip.vision.embedding_length": 3200, "clip.vision.block_count": 45}
-    assert source._family.vision()["norm_type"] == "layer_norm"
-    source._family._file.metadata.update(large)
-    assert source._family.vision()["norm_type"] == "rms_norm"
+    assert source._projector.row.vision(source._projector)["norm_type"] == "layer_norm"
+    source._projector._file.metadata.update(large)
+    assert source._projector.row.vision(source._projector)["norm_type"] == "rms_norm"
 
 
 def _processor(language, projector):

@@ -20,7 +20,7 @@ import av
 import mmspec
 from mmspec import Pipeline
 from mmspec.errors import UserError
-from mmspec.vision.gguf import Qwen2VLImages
+from mmspec.vision.gguf import images_alone
 from mmspec.vision.processor import VisionProcessor, VisionTarget
 from mmspec.vision.video import Video, load_video
 from tests.mmspec.targets.test_detokenizer import chatml
@@ -248,7 +248,9 @@ def processor(request, loaded_llava):
         return loaded_llava.processor
     tokenizer = chatml()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
-    plain = Qwen2VLImages(t.Qwen2VLImageProcessorPil(), tokenizer, chat_template=tokenizer.chat_template)
+    plain = images_alone(t.Qwen2VLProcessor)(
+        t.Qwen2VLImageProcessorPil(), tokenizer, chat_template=tokenizer.chat_template
+    )
     for kind in ("image", "video"):
         setattr(plain, f"{kind}_token", f"<|{kind}_pad|>")
         setattr(plain, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>"))
