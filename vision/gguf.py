@@ -132,7 +132,7 @@ class Projector(Keys):
             **{field: self.token(*names) for field, names in row.tokens.items()},
             **row.more(self),
         }
-        _ = self._colours(), row.media(self)
+        self._media()
         for key, value in self.unread(HARMLESS).items():
             if key.startswith("audio."):
                 continue
@@ -156,7 +156,7 @@ class Projector(Keys):
         Raises:
             UserError: images need torchvision, which is not installed.
         """
-        name, options, parts = self.row.media(self)
+        name, options, parts = self._media()
         names = {key: self.text(*tokens) for key, tokens in self.row.special.items()}
         tokenizer = read(extra_special_tokens=names)
         if tokenizer.pad_token in names.values():
@@ -168,12 +168,12 @@ class Projector(Keys):
             template = _WITH_IMAGES.replace("IMAGE", json.dumps(self.row.placed.format(image))) + template
         slow = not is_torchvision_available()
         try:
-            cls = getattr(transformers, name)
-            media = {
-                "video_processor" if "Video" in kind else "image_processor": self._media(kind, slow, given)
-                for kind, given in parts.items()
-                if not (slow and "Video" in kind)
-            }
+            cls, media = getattr(transformers, name), {}
+            for kind, given in parts.items():
+                pil = f"{kind}Pil" if slow and hasattr(transformers, f"{kind}Pil") else kind
+                if not (slow and "Video" in kind):
+                    part = "video_processor" if "Video" in kind else "image_processor"
+                    media[part] = getattr(transformers, pil)(**given)
             if lacking := set(cls.get_attributes()) - {*media, "tokenizer"}:
                 cls, options = images_alone(cls), {**dict.fromkeys(lacking), **options}
             made = cls(**media, tokenizer=tokenizer, **options)
@@ -182,13 +182,11 @@ class Projector(Keys):
         made.chat_template = tokenizer.chat_template = template
         return made
 
-    def _media(self, kind: str, slow: bool, options: dict[str, Any]) -> Any:
-        """A processor of transformers for images or videos, such as ``CLIPImageProcessor``."""
-        kind = f"{kind}Pil" if slow and hasattr(transformers, f"{kind}Pil") else kind
-        return getattr(transformers, kind)(**self._colours(), **options)
-
-    def _colours(self) -> dict[str, Any]:
-        return {name: self(f"vision.{name}") for name in ("image_mean", "image_std")}
+    def _media(self) -> tuple[str, dict[str, Any], dict[str, dict[str, Any]]]:
+        """As of the row; parts have the means and deviations of colours."""
+        name, options, parts = self.row.media(self)
+        colours = {name: self(f"vision.{name}") for name in ("image_mean", "image_std")}
+        return name, options, {kind: {**colours, **given} for kind, given in parts.items()}
 
     def width(self) -> int:
         """Output size of the projector."""
@@ -228,8 +226,7 @@ class Projector(Keys):
 
     def text(self, *names: str) -> str:
         """Text of the first of these tokens that is in the vocabulary."""
-        tokens: list[str] = self.language.metadata["tokenizer.ggml.tokens"]
-        return tokens[self.token(*names)]
+        return str(self.language.metadata["tokenizer.ggml.tokens"][self.token(*names)])
 
 
 _SOUNDS = ("a.", "mm.a.")

@@ -15,20 +15,12 @@ from torch import Tensor
 
 from mmspec.targets.gguf_keys import ANY, Architecture, Names, Rows, minus_one, rotary
 
+_UNREAD = ("projector_type", "vision.projector_type", "has_llava_projector", "has_audio_encoder")
+_SIZED = ("vision.projection_dim", "vision.feed_forward_length")  # tensors have them
+_OLD = tuple(f"vision.{name}" for name in ("mm_projector_type", "image_aspect_ratio", "image_crop_resolution"))
 HARMLESS: Mapping[str, Any] = {
-    "projector_type": ANY,
-    "vision.projector_type": ANY,
-    "has_vision_encoder": True,
-    "has_text_encoder": False,
-    "has_audio_encoder": ANY,
-    "has_llava_projector": ANY,
-    "vision.projection_dim": ANY,  # sizes are those of the tensors
-    "vision.feed_forward_length": ANY,
-    "vision.mm_projector_type": ANY,  # of LLaVA's older converter, as the next; llama.cpp does not read them
-    "vision.image_aspect_ratio": ANY,
-    "vision.image_crop_resolution": ANY,
-    "vision.image_split_resolution": ANY,
-    "minicpmv_version": 0,
+    **dict.fromkeys((*_UNREAD, *_SIZED, *_OLD, "vision.image_split_resolution"), ANY),
+    **{"has_vision_encoder": True, "has_text_encoder": False, "minicpmv_version": 0},
 }
 """Keys that change nothing, at any value or at the given value."""
 
@@ -92,14 +84,9 @@ class Family(Architecture):
 
 
 _ATTENTION = {f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"} | {"attn_out": "self_attn.o_proj"}
-_CLIP: Names = {
-    **_ATTENTION,
-    "attn_out": "self_attn.out_proj",
-    "ln1": "layer_norm1",
-    "ln2": "layer_norm2",
-    "ffn_up": "mlp.fc1",
-    "ffn_down": "mlp.fc2",
-}
+_MLP = {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+_GATED = {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+_CLIP: Names = _ATTENTION | _MLP | {"attn_out": "self_attn.out_proj", "ln1": "layer_norm1", "ln2": "layer_norm2"}
 
 
 def _clip_outer(tower: str) -> Names:
@@ -174,11 +161,7 @@ def _internvl_media(of: Any) -> Any:
 _QWEN_KEYS = _SIZES | {"vision.block_count": "depth", "vision.attention.head_count": "num_heads"}
 _QWEN: Names = {
     **{f"attn_{name}": ("attn.qkv", Rows()) for name in ("q", "k", "v", "qkv")},
-    "attn_out": "attn.proj",
-    "ln1": "norm1",
-    "ln2": "norm2",
-    "ffn_up": "mlp.fc1",
-    "ffn_down": "mlp.fc2",
+    **{"attn_out": "attn.proj", "ln1": "norm1", "ln2": "norm2", **_MLP},
 }
 
 
@@ -188,7 +171,6 @@ def _two_frames(config: Any, *frames: Tensor) -> Tensor:
 
 
 _FRAMES: Names = dict.fromkeys(("v.patch_embd", "v.patch_embd.weight.1"), (f"{_VISUAL}.patch_embed.proj", _two_frames))
-_GATED: Names = {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 
 
 def _mrope(of: Any, text: Any) -> dict[str, Any]:
@@ -390,24 +372,19 @@ FAMILIES: dict[str, Family] = {
         model_type="internvl",
         names={
             **{f"attn_{name}": f"attention.{name}_proj" for name in "qkv"},
-            "attn_q_norm": "attention.q_norm",
-            "attn_k_norm": "attention.k_norm",
-            "attn_out": "attention.projection_layer",
-            "ln1": "layernorm_before",
-            "ln2": "layernorm_after",
-            "ls1": "lambda_1",
-            "ls2": "lambda_2",
-            "ffn_up": "mlp.fc1",
-            "ffn_down": "mlp.fc2",
+            **{f"attn_{name}_norm": f"attention.{name}_norm" for name in "qk"},
+            **{"ls1": "lambda_1", "ls2": "lambda_2", "ln1": "layernorm_before", "ln2": "layernorm_after"},
+            **{"attn_out": "attention.projection_layer", **_MLP},
         },
         layers=f"{_TOWER}.encoder.layer.{{}}",
         outer={
             "v.class_embd": f"{_TOWER}.embeddings.cls_token",
             "v.patch_embd": f"{_TOWER}.embeddings.patch_embeddings.projection",
             "v.position_embd": f"{_TOWER}.embeddings.position_embeddings",
-            "mm.model.mlp.0": f"{_PROJECTOR}.layer_norm",
-            "mm.model.mlp.1": f"{_PROJECTOR}.linear_1",
-            "mm.model.mlp.3": f"{_PROJECTOR}.linear_2",
+            **{
+                f"mm.model.mlp.{n}": f"{_PROJECTOR}.{name}"
+                for n, name in ((0, "layer_norm"), (1, "linear_1"), (3, "linear_2"))
+            },
         },
         output=("mm.model.mlp.3.weight", 0),
         vision=_internvl_vision,
