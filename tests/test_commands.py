@@ -87,11 +87,11 @@ NUMBERS = {
     "tune": "minutes=3.0[0,] max_new_tokens=128[1,2147483648] temperature=0.0[0,]",
     "export": "tokens=3[1,64]",
 }
-"""Options with numbers: name, default, minimum and maximum."""
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_defaults_and_ranges(name: str) -> None:
+    """Default, minimum and maximum of each option with a number."""
     command, found = COMMANDS[name,], set()
     for one in command.params:
         if isinstance(one.type, click.IntRange | click.FloatRange):
@@ -108,11 +108,6 @@ def test_commands_take_their_model_as_model() -> None:
     assert required == {"export", "datastore build"}
 
 
-def test_lines_about_commands_of_other_packages() -> None:
-    assert _summary(EntryPoint("own", "package.module:command", "mmspec.train")) == "From package.module."
-    assert _summary(EntryPoint("medusa", "package.module:command", "mmspec.train")) == "Drafter Medusa for a model."
-
-
 def test_help_lists_commands_in_sections(capfd: pytest.CaptureFixture[str]) -> None:
     for group, names in (([], plugins.names("commands")), (["train"], plugins.names("train"))):
         assert main([*group, "--help"]) == 0
@@ -125,6 +120,8 @@ def test_help_lists_commands_in_sections(capfd: pytest.CaptureFixture[str]) -> N
             titles = [line.removesuffix(":") for line in lines if re.fullmatch(r"[A-Z][a-z ]+:", line)]
             assert titles == ["Decode", "Serve", "Train", "Evaluate", "Inspect"]
             assert lines[lines.index("Serve:") + 1].split()[0] == "serve"
+    others = [_summary(EntryPoint(name, "package.module:command", "mmspec.train")) for name in ("own", "medusa")]
+    assert others == ["From package.module.", "Drafter Medusa for a model."]
 
 
 @pytest.mark.parametrize(

@@ -205,13 +205,6 @@ def test_all_texts_of_a_message_count(message):
         builder.chat(asked)
 
 
-def test_closing_ends_all_workers():
-    closed = []
-    media, grammars = (SimpleNamespace(close=lambda name=name: closed.append(name)) for name in ("media", "grammars"))
-    RequestRunner({}, media, grammars, None, None, 1).close()
-    assert closed == ["media", "grammars"]
-
-
 def test_limits_reach_the_decoder():
     """20 s and 2 GiB per file; frames and duration of videos."""
     asked = []
@@ -224,3 +217,7 @@ def test_limits_reach_the_decoder():
     reader.close()
     limits = {"frames": 3, "max_duration": 7}
     assert asked == [{"seconds": 20, "memory": 2 << 30}, {"name": "a"}, {"name": "b", **limits}]
+    closed = []
+    media, grammars = (SimpleNamespace(close=lambda name=name: closed.append(name)) for name in ("media", "grammars"))
+    RequestRunner({}, media, grammars, None, None).close()
+    assert closed == ["media", "grammars"]
