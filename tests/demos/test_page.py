@@ -135,13 +135,6 @@ def test_a_question_starts_a_conversation_unless_it_is_a_follow_up(send, service
     assert ("The model&#39;s own answer, sooner" in first.claim) == (button == "ask")
 
 
-def test_ranges_of_the_settings(tabs):
-    """Minimum, maximum and default."""
-    settings = {name: one for name, one in tabs["video"].controls.settings.items() if hasattr(one, "maximum")}
-    ranges = {"temperature": (0, 2, 0), "seed": (0, None, 0), "max_new_tokens": (1, 512, 256), "frames": (1, 32, 8)}
-    assert {name: (one.minimum, one.maximum, one.value) for name, one in settings.items()} == ranges
-
-
 @pytest.mark.parametrize("button", ["ask", "race"])
 def test_notes_on_inputs(send, service, tmp_path, button):
     """On limits of embedded models for inputs other than examples, and on several images for some models."""

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -20,8 +19,7 @@ from transformers import AutoConfig, GenerationConfig
 
 import mmspec
 from mmspec import plugins
-from mmspec.cli import app, options, session
-from mmspec.cli.info import _devices
+from mmspec.cli import app, options
 from tests.commandline import assert_user_error, runner
 from tests.model_folders import save_gguf, save_text_model
 
@@ -135,13 +133,6 @@ def test_info_lists_registered_plug_ins(run):
     status, out, _ = run("info")
     assert status == 0
     assert facts["packages"]["torch"] in out
-
-
-def test_facts_about_devices(monkeypatch):
-    found = SimpleNamespace(name="H200", total_memory=5, major=9, minor=1)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
-    assert _devices()[1] == {"name": "cuda:0", "kind": "H200", "memory_bytes": 5, "capability": "9.1"}
 
 
 def test_what_earlier_versions_left_is_shown_and_removed(run, tmp_path, monkeypatch):
@@ -426,8 +417,6 @@ def test_streams_and_signals_of_the_program(monkeypatch):
     monkeypatch.setattr("mmspec.progress.show_steps", consoles.append)
     options.steps_shown()
     assert consoles[0].stderr
-    given = dict.fromkeys(session.GENERATING) | vars(mmspec.SamplingParams())
-    assert session.generation_keywords({**given, "stop": ()})["stop"] is None
     for name in ("stdout", "stderr"):
         with monkeypatch.context() as patch:
             patch.setattr(sys, name, stream := io.TextIOWrapper(io.BytesIO(), encoding="ascii"))

@@ -1,9 +1,7 @@
 """The front door: answers, batches, streams and mistakes, with a model of bytes that emits a script."""
 
 import threading
-from contextlib import nullcontext
 from copy import deepcopy
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from mmspec.checking.oracle import Oracle
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.engine.policy import AdaptivePolicy
-from mmspec.loading import load_config, load_processor, pick_device
+from mmspec.loading import pick_device
 from mmspec.targets.packing import pack_model
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
@@ -136,15 +134,6 @@ def test_the_context_is_filled_and_not_overrun():
         message = f"^the prompt must be shorter than the model's context of {length} tokens: got {length}$"
         with pytest.raises(UserError, match=message):
             pipe.generate("x" * length, **options)
-
-
-def test_options_of_the_hub_reach_the_config_and_the_processor(monkeypatch):
-    source, hub_options = MagicMock(), {"revision": "r"}
-    monkeypatch.setattr("mmspec.loading._located", lambda path: nullcontext((source, hub_options)))
-    monkeypatch.setattr("mmspec.plugins.target_class", MagicMock())
-    assert (load_config("a"), load_processor("a")) == (source.config(), source.processor())
-    first, second, _ = source.config.call_args_list
-    assert first.kwargs == second.kwargs == source.processor.call_args_list[0].kwargs == hub_options
 
 
 def test_a_checkpoint_folder(tmp_path):

@@ -183,12 +183,6 @@ def test_a_worker_that_failed_is_stopped_and_forgotten(idle: bool) -> None:
     pool._release(worker)
     assert (pool._idle, pool._workers) == (([worker], {worker}) if idle else ([], set()))
     assert worker.stop.called == (not idle)
-    cancel = workers.Cancellation()
-    cancel()
-    cancel.attach(None)
-    with pytest.raises(workers.WorkerError, match="stop"):
-        cancel.attach(worker)
-    pool.close.detach()
 
 
 def test_named_exceptions_become_one_line() -> None:
