@@ -7,7 +7,6 @@ import importlib
 import re
 import shlex
 from contextlib import suppress
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import click
@@ -16,7 +15,7 @@ from click.testing import CliRunner
 
 from mmspec import plugins
 from mmspec.cli import main
-from mmspec.cli.commands import _summary, debug_option, train
+from mmspec.cli.commands import debug_option, train
 from mmspec.cli.options import Output
 from tests.commandline import assert_user_error, runner
 
@@ -96,15 +95,12 @@ NUMBERS = {
         max_pixels=16777216[1,] frames=8[1,512] max_video_seconds=300[1,] max_stored=256[0,] request_timeout=0[0,]
         shutdown_timeout=3[0,] prefix_cache=512[0,] replicas=1[1,] replica_gpus=1[1,] adapt_space=256[1,]""",
     "demo": "port=7860[0,65535] adapt_space=256[1,] upload_space=2048[64,]",
-    "check": "tie=[0,]",
-    "tune": "minutes=3.0[0,] max_new_tokens=128[1,2147483648] temperature=0.0[0,]",
-    "export": "tokens=3[1,64]",
 }
-"""Options with numbers: name, default, minimum and maximum."""
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_defaults_and_ranges(name: str) -> None:
+    """Default, minimum and maximum of each option with a number."""
     command, found = COMMANDS[name,], set()
     for one in command.params:
         if isinstance(one.type, click.IntRange | click.FloatRange):
@@ -119,11 +115,6 @@ def test_commands_take_their_model_as_model() -> None:
     assert {name for name, found in options.items() if "--model" not in found} == {"clean", "info"}
     required = {name for name, found in options.items() if "--model" in found and found["--model"].required}
     assert required == {"export", "datastore build"}
-
-
-def test_lines_about_commands_of_other_packages() -> None:
-    assert _summary(EntryPoint("own", "package.module:command", "mmspec.train")) == "From package.module."
-    assert _summary(EntryPoint("medusa", "package.module:command", "mmspec.train")) == "Drafter Medusa for a model."
 
 
 def test_help_lists_commands_in_sections(capfd: pytest.CaptureFixture[str]) -> None:

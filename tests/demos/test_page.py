@@ -135,20 +135,6 @@ def test_a_question_starts_a_conversation_unless_it_is_a_follow_up(send, service
     assert ("The model&#39;s own answer, sooner" in first.claim) == (button == "ask")
 
 
-def test_own_uploads_clear_the_example(tabs, tmp_path):
-    tab = tabs["image"]
-    example, own = str(tab.folder / "a.png"), str(tmp_path / "b.png")
-    for given, kept in (([example], [example]), ([example, own], [own]), ([own], [own]), ([], [])):
-        assert tab._own([(path, None) for path in given]) == kept
-
-
-def test_ranges_of_the_settings(tabs):
-    """Minimum, maximum and default."""
-    settings = {name: one for name, one in tabs["video"].controls.settings.items() if hasattr(one, "maximum")}
-    ranges = {"temperature": (0, 2, 0), "seed": (0, None, 0), "max_new_tokens": (1, 512, 256), "frames": (1, 32, 8)}
-    assert {name: (one.minimum, one.maximum, one.value) for name, one in settings.items()} == ranges
-
-
 @pytest.mark.parametrize("button", ["ask", "race"])
 def test_notes_on_inputs(send, service, tmp_path, button):
     """On limits of embedded models for inputs other than examples, and on several images for some models."""
@@ -278,19 +264,19 @@ def test_examples_and_methods_suit_the_model(tabs):
     assert image.uploaded(uploads)[image.controls.media[0]] == ["/tmp/a.png", "/tmp/b.png"]
     assert image.preview(uploads) == ["/tmp/a.png", "/tmp/b.png"]  # in either order
     assert image.controls.media[0] not in image.uploaded(uploads[1:])  # unchanged
-    assert image.preview(uploads[1:]) == gr.skip()
+    assert image.preview(uploads[1:]) == image.preview(uploads[:1]) == gr.skip()
 
 
 def test_links(tabs):
     selected = gr.Tabs()
     tab, query = tabs["image"], {"kind": "image", "prompt": "What?", "model": "tiny-llava", "temperature": "0.5"}
-    query |= {"max_new_tokens": "64", "seed": "5", "methods": "none,flash%40chain", "example": "scene.png"}
+    query |= {"max_new_tokens": "64", "seed": "5", "methods": "none,flash%40chain,a,b,c", "example": "scene.png"}
     updates, settings = linked(tabs, selected, query), tab.controls.settings
     expected = {"model": "tiny-llava", "drafter": "auto", "temperature": 0.5, "seed": 5, "max_new_tokens": 64}
     expected |= {"frames": 8}
     assert {name: updates[component] for name, component in settings.items()} == expected
     assert (updates[tab.controls.prompt], updates[selected].selected) == ("What?", "image")
-    assert updates[tab.controls.methods].value == ["none", "flash@chain"]
+    assert updates[tab.controls.methods].value == ["none", "flash@chain", "a", "b"]  # at most four
     assert [Path(path).name for path in updates[tab.controls.media[0]]] == ["scene.png"]
     assert "those of the link" in updates[tab.controls.result]
     alone = linked(tabs, selected, {"kind": "text", "methods": "ngram"})

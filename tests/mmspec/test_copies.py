@@ -6,7 +6,6 @@ import copy
 import pickle
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -122,26 +121,3 @@ def test_a_model_that_has_returned_hidden_states() -> None:
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
     assert pipe.model(input_ids=ids, output_hidden_states=True).hidden_states is not None
-
-
-@pytest.mark.long
-def test_while_other_threads_decode() -> None:
-    pipe = mmspec.load("tiny-llava", "flash+recycle", device="cpu")
-    expected = answer(pipe)[0]
-    ended, found = threading.Event(), []
-
-    def decode() -> None:
-        while not ended.is_set():
-            found.append(answer(pipe)[0])
-
-    threads = [threading.Thread(target=decode) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        copies = [way(pipe) for _ in range(3) for way in WAYS.values()]
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
-    assert [answer(one)[0] for one in copies] == [expected] * 6
-    assert all(tokens == expected for tokens in found)

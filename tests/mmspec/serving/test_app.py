@@ -558,9 +558,6 @@ def test_echoes_of_sentencepiece(one_thread, stream):
     assert found == [whole for whole in wholes for _ in range(2)]
 
 
-LOGPROBS = [-1.0, -2.5, -inf]
-
-
 def test_tokens_of_one_text():
     """SentencePiece: letters are tokens twice. Offsets after a stop string are at the end."""
     io = Processor(_TOKENIZERS["first"]())
@@ -569,7 +566,7 @@ def test_tokens_of_one_text():
     form = TextFormat("m", io, asked, [""])
     ids = [named("▁the"), named("▁a"), named("</s>")]
     top = [(named("a"), -1.0), (named("<0x61>"), -2.0)]
-    logprobs = [TokenLogprob(token, p, top, 4 * at) for at, (token, p) in enumerate(zip(ids, LOGPROBS, strict=True))]
+    logprobs = [TokenLogprob(*one, top, 4 * at) for at, one in enumerate(zip(ids, (-1.0, -2.5, -inf), strict=True))]
     form.add(0, mmspec.Piece(" the a", ids, "stop", logprobs=logprobs))
     logprobs = form.whole()["choices"][0]["logprobs"]
     assert logprobs["tokens"] == [" the", " a", "</s>"]
@@ -588,13 +585,11 @@ def test_chunks_of_reasoning_and_figures_of_two_choices():
     form.reached("queue_s")
     pieces = [(0, Piece("", [1], reasoning="Hm", num_reasoning_tokens=2)), (0, Piece("So", [2], reasoning="!"))]
     pieces += [(1, Piece("", [3])), (0, Piece("A", [4], "stop", first)), (1, Piece("B", [5, 6], "length", second))]
-    chunks = [chunk for index, piece in pieces for chunk in form.chunks(index, piece)]
-    *deltas, last = chunks
+    *deltas, last = (chunk for index, piece in pieces for chunk in form.chunks(index, piece))
     thought = [{"reasoning": text, "reasoning_content": text} for text in ("Hm", "!")]
     texts = [thought[0], {**thought[1], "content": "So"}, {"content": ""}, {"content": "A"}, {"content": "B"}]
-    common = {"logprobs": None}
     assert [chunk["choices"] for chunk in deltas] == [
-        ({"index": index, "delta": delta, **common, "finish_reason": reason},)
+        ({"index": index, "delta": delta, "logprobs": None, "finish_reason": reason},)
         for index, delta, reason in zip((0, 0, 1, 0, 1), texts, (None, None, None, "stop", "length"), strict=True)
     ]
     usage = {"prompt_tokens": 11, "completion_tokens": 11, "total_tokens": 22}
@@ -608,7 +603,6 @@ def test_chunks_of_reasoning_and_figures_of_two_choices():
     assert float(logged.pop("queue_s")) < 5
     assert logged.pop("id").startswith("chatcmpl-")
     assert logged == {"finish": "stop,length", "prompt_tokens": 11, "generated_tokens": 6, "acceptance_length": 2.5}
-    messages = [choice["message"] for choice in form.whole()["choices"]]
-    said = {"role": "assistant", "refusal": None}
-    thoughts = {"reasoning": "Hm!", "reasoning_content": "Hm!"}
-    assert messages == [{**said, "content": "SoA", **thoughts}, {**said, "content": "B"}]
+    messages, said = [one["message"] for one in form.whole()["choices"]], {"role": "assistant", "refusal": None}
+    assert messages[0] == {**said, "content": "SoA", "reasoning": "Hm!", "reasoning_content": "Hm!"}
+    assert messages[1] == {**said, "content": "B"}

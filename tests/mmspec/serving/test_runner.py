@@ -15,7 +15,7 @@ from mmspec.serving import app
 from mmspec.serving.errors import APIError
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.responses import StoredResponses
-from mmspec.serving.runner import Deadline, JobBuilder, RequestRunner, Slots
+from mmspec.serving.runner import Deadline, JobBuilder, Slots
 from mmspec.serving.schemas import ChatCompletionRequest, parse
 from mmspec.serving.settings import Limits
 from tests.testkit.served import LONG, eventually, question, served
@@ -156,7 +156,6 @@ def test_a_body_that_says_to_be_too_large_is_not_read():
 
 @pytest.mark.parametrize(("error", "raised"), [(ConnectionResetError, ()), (ValueError, ValueError), (None, ())])
 def test_a_stream_that_ends_early_closes_its_events(error, raised):
-    """A send that fails, and a client that disconnects."""
     seen = []
 
     async def receive():
@@ -203,13 +202,6 @@ def test_all_texts_of_a_message_count(message):
     builder = JobBuilder(pipe, limits, ["tiny"], SimpleNamespace(), SimpleNamespace(), StoredResponses(1, 1))
     with pytest.raises(APIError, match=r"at most 99 characters: got 1\d\d"):
         builder.chat(asked)
-
-
-def test_closing_ends_all_workers():
-    closed = []
-    media, grammars = (SimpleNamespace(close=lambda name=name: closed.append(name)) for name in ("media", "grammars"))
-    RequestRunner({}, media, grammars, None, None, 1).close()
-    assert closed == ["media", "grammars"]
 
 
 def test_limits_reach_the_decoder():

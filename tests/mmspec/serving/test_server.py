@@ -138,6 +138,7 @@ def metrics(url):
         (["--drafter", "a", "--drafter", "b", "--adapt"], "--adapt goes with one --drafter: got 2"),
         (["--adapter", "one"], "must be NAME=FOLDER: got 'one'"),
         (["--max-running", "0"], "0 is not in the range x>=1"),
+        (["--chat-template-kwargs", "[1]"], "a JSON object"),
         (["--frames", "513"], "513 is not in the range 1<=x<=512"),
         (["--model", "nobody/nothing", "--port", "0"], "cannot load model 'nobody/nothing'"),
     ],
