@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.targets.gguf_keys import ANY, Architecture, Names, Rows, minus_one, rotary
+from mmspec.targets.gguf_keys import ANY, Architecture, Names, Rows, minus_one, mlp, rotary
 
 _UNREAD = ("projector_type", "vision.projector_type", "has_llava_projector", "has_audio_encoder")
 _SIZED = ("vision.projection_dim", "vision.feed_forward_length")  # tensors have them
@@ -83,9 +83,9 @@ class Family(Architecture):
     unused: tuple[str, ...] = ()
 
 
-_ATTENTION = {f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"} | {"attn_out": "self_attn.o_proj"}
-_MLP = {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
-_GATED = {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+_ATTENTION: Names = {**{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"}, "attn_out": "self_attn.o_proj"}
+_MLP: Names = {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+_GATED = mlp("mlp")
 _CLIP: Names = _ATTENTION | _MLP | {"attn_out": "self_attn.out_proj", "ln1": "layer_norm1", "ln2": "layer_norm2"}
 
 
