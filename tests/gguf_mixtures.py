@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmspec.targets import sources
 from tests.model_folders import write_gguf
+from tests.mtp import nextn_name
 
 package = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
@@ -239,8 +240,10 @@ def save(
     names = package.get_tensor_name_map(package.MODEL_ARCH[kind], model.config.num_hidden_layers + 2)
     found = {}
     for name, weight in tensors_of(kind, model.config, {**model.state_dict(), **also}):
-        known = names.get_name(name, try_suffixes=(".weight", ".bias")) or names.get_name(
-            f"{name}.weight", (".weight",)
+        known = (
+            nextn_name(name)
+            or names.get_name(name, try_suffixes=(".weight", ".bias"))
+            or names.get_name(f"{name}.weight", (".weight",))
         )
         assert known is not None, name
         ending = "" if known.endswith((".weight", ".bias")) else ".weight"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from typing import Any
 
@@ -176,6 +177,12 @@ def appended(built: Any, first: int) -> dict[str, Tensor]:
         for number, layer in enumerate(layers, first)
         for name, value in layer
     }
+
+
+def nextn_name(name: str) -> str | None:
+    """llama.cpp's name of a tensor of ``appended`` outside of its decoder layer; None for others."""
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(eh_proj|enorm|hnorm|shared_head\.norm)\.weight", name)
+    return found and f"blk.{found[1]}.nextn.{found[2].replace('.', '_')}.weight"
 
 
 @torch.no_grad()

@@ -403,7 +403,7 @@ def test_a_whole_draft_vocabulary_needs_no_numbers(tmp_path):
 def test_a_head_in_a_file_of_llama_cpp_is_the_published_head(tmp_path):
     """Its converter makes the features of a rotated pair adjacent, and writes tokens for their offsets."""
     reads, base = [1, 2, 3], 5e5
-    config = {**cut(LLAMA3, reads), "rope_scaling": None, "rope_theta": base}
+    config = {**cut(LLAMA3, reads), "rope_scaling": None, "rope_theta": base, "rms_norm_eps": 2.0**-17}
     tensors = head_tensors(config)
     hub = Eagle3.from_checkpoint(write(tmp_path, config, tensors))
     names = {"fc": "fc", "norm": "output_norm", "lm_head": "output"} | {

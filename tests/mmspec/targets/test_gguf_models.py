@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +28,7 @@ from mmspec.targets.gguf_models import ARCHITECTURES
 from tests import gguf_mixtures
 from tests.mmspec.drafters.test_drafters import check_paths
 from tests.model_folders import write_gguf
-from tests.mtp import appended, gain_of, mtp_model
+from tests.mtp import appended, gain_of, mtp_model, nextn_name
 from tests.tiny.models import text_inputs
 
 package = pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -164,10 +164,7 @@ class Case:
         for name, weight in {**model.state_dict(), **also}.items():
             if name not in tied and not name.endswith(self.without or "\0"):
                 for part, tensor in self.change(model.config, name, weight).items():
-                    part = re.sub(r"^model\.layers\.(\d+)\.(eh_proj|enorm|hnorm)\.", r"blk.\1.nextn.\2.", part)
-                    part = re.sub(r"^model\.layers\.(\d+)\.shared_head\.norm", r"blk.\1.nextn.shared_head_norm", part)
-                    own = part if ".nextn." in part else None  # the package has these for other architectures only
-                    place = own or names.get_name(part, try_suffixes=(".weight", ".bias", ".scale"))
+                    place = nextn_name(part) or names.get_name(part, try_suffixes=(".weight", ".bias", ".scale"))
                     assert place is not None, part
                     written[place] = tensor
         written = {name: one.contiguous().numpy() for name, one in written.items() if name not in tensors}
@@ -857,12 +854,13 @@ def test_logits_are_those_of_the_model_that_was_written(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "qwen3next"])
 def test_a_block_after_the_layers_drafts(name: str, tmp_path: Path) -> None:
     """Trees have the probabilities of transformers' layer with the weights that were written."""
-    case = CASES[name]
+    kinds = ["linear_attention", "linear_attention", "linear_attention", FULL]
+    case = replace(CASES[name], fields={**CASES[name].fields, "layer_types": kinds})
     model = case.model()
     model.config.num_mtp_layers, model.config.mtp_layer_types = 1, [FULL]
     built = mtp_model(model)
     del model.config.num_mtp_layers, model.config.mtp_layer_types
-    recurrent = [*case.keys["attention.recurrent_layers"], False]
+    recurrent = [*(kind != FULL for kind in kinds), False]
     keys = {"block_count": 5, "nextn_predict_layers": 1, "attention.recurrent_layers": recurrent}
     file = case.save(tmp_path / "a.gguf", model, keys, appended(built, 4))
     drafter: Any = make_drafter("mtp", str(file))
