@@ -106,10 +106,10 @@ class Projector(Keys):
                     f"{str(file.path)!r} does not fit {str(language.path)!r}: expected a projector to the language "
                     f"model's {expected} features, found one to {width}"
                 )
-            names = row.names
+            layer = row.names
             if self.tensors["v.blk.0.ffn_down.weight"].shape[0] != self("vision.embedding_length"):
-                names = {**names, "ffn_up": names["ffn_down"], "ffn_down": names["ffn_up"]}  # of older converters
-            self.row = replace(row, names=names, outer={**row.outer, **row.listed(self)})
+                layer = {**layer, "ffn_up": layer["ffn_down"], "ffn_down": layer["ffn_up"]}  # of older converters
+            self.row = replace(row, names=layer, outer={**row.outer, **row.listed(self)})
 
     def explained(self) -> Any:
         """Context that converts errors of incomplete files to one-line messages."""
@@ -233,7 +233,7 @@ _SOUNDS = ("a.", "mm.a.")
 """Tensors of models that hear, which images do not need."""
 
 
-class _ImagesAlone(transformers.ProcessorMixin):  # type: ignore[misc]
+class _ImagesAlone(transformers.ProcessorMixin):
     """Drops processors of other media, which need further packages: torchvision for videos."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

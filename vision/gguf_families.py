@@ -68,6 +68,7 @@ class Family(Architecture):
     listed: Callable[[Any], Names] = lambda of: {}
     output: tuple[str, int]
     vision: Callable[[Any], Mapping[str, Any]] = lambda of: {}
+    more: Callable[[Any], Mapping[str, Any]] = lambda of: {}
     text: Callable[[Any, Any], Mapping[str, Any]] = lambda of, text: {}
     models: Mapping[str, str] = field(default_factory=dict)
     tokens: Mapping[str, tuple[str, ...]]
@@ -82,10 +83,12 @@ class Family(Architecture):
     unused: tuple[str, ...] = ()
 
 
-_ATTENTION = {f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"} | {"attn_out": "self_attn.o_proj"}
+_ATTENTION: dict[str, str] = {f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"} | {
+    "attn_out": "self_attn.o_proj"
+}
 _MLP = {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
 _GATED = {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
-_CLIP: Names = _ATTENTION | _MLP | {"attn_out": "self_attn.out_proj", "ln1": "layer_norm1", "ln2": "layer_norm2"}
+_CLIP: Names = {**_ATTENTION, **_MLP, "attn_out": "self_attn.out_proj", "ln1": "layer_norm1", "ln2": "layer_norm2"}
 
 
 def _clip_outer(tower: str) -> Names:
@@ -324,7 +327,7 @@ FAMILIES: dict[str, Family] = {
         model_type="idefics3",
         names=_CLIP,
         layers="model.vision_model.encoder.layers.{}",
-        outer=_clip_outer("model.vision_model") | {"mm.model.fc": "model.connector.modality_projection.proj"},
+        outer={**_clip_outer("model.vision_model"), "mm.model.fc": "model.connector.modality_projection.proj"},
         output=("mm.model.fc.weight", 0),
         more=lambda of: {"scale_factor": of.merge()},
         tokens={"image_token_id": ("<image>",)},
@@ -340,7 +343,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2.5vl_merger": replace(
         _QWEN2,
         model_type="qwen2_5_vl",
-        names=_QWEN | _GATED,
+        names={**_QWEN, **_GATED},
         vision=_qwen25_vision,
         media=lambda of: _qwen_media("Qwen2_5_VL", _PIXELS, of),
     ),
@@ -399,7 +402,7 @@ FAMILIES: dict[str, Family] = {
         _QWEN2,
         model_type="qwen3_vl",
         models={"qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"},
-        names=_QWEN | {"ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
+        names={**_QWEN, "ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
         outer={
             **_FRAMES,
             "v.position_embd": f"{_VISUAL}.pos_embed",
@@ -470,7 +473,7 @@ FAMILIES: dict[str, Family] = {
         model_type="glm4v",
         models={"glm4": "glm4v"},
         keys=_QWEN_KEYS | {"vision.attention.layer_norm_epsilon": "rms_norm_eps"},
-        names=_QWEN | _GATED,
+        names={**_QWEN, **_GATED},
         layers=f"{_VISUAL}.blocks.{{}}",
         outer={
             **_FRAMES,
