@@ -61,12 +61,11 @@ class VisionSource(LazySource):
     def _weights(self, model: PreTrainedModel) -> dict[str, Any]:
         with torch.device("meta"):
             text = AutoModelForCausalLM.from_config(self._text)
-        prefix = f"model.{self._projector.row.language_model}."
-        weights = gguf_models.read_weights(self._language, text)
-        return {
-            **{re.sub(r"^model\.", prefix, name): weight for name, weight in weights.items()},
-            **self._projector.weights(model),
-        }
+        prefix, found = f"model.{self._projector.row.language_model}.", self._projector.weights(model)
+        for name, weight in gguf_models.read_weights(self._language, text).items():
+            transposed = self._projector.model_type == "qwen3_vl_moe" and ".mlp.experts." in name
+            found[re.sub(r"^model\.", prefix, name)] = weight.transposed() if transposed else weight
+        return found
 
 
 class Projector(Keys):
