@@ -61,12 +61,11 @@ class VisionSource(LazySource):
     def _weights(self, model: PreTrainedModel) -> dict[str, Any]:
         with torch.device("meta"):
             text = AutoModelForCausalLM.from_config(self._text)
-        prefix = f"model.{self._projector.row.language_model}."
-        weights = gguf_models.read_weights(self._language, text)
-        return {
-            **{re.sub(r"^model\.", prefix, name): weight for name, weight in weights.items()},
-            **self._projector.weights(model),
-        }
+        prefix, found = f"model.{self._projector.row.language_model}.", self._projector.weights(model)
+        for name, weight in gguf_models.read_weights(self._language, text).items():
+            transposed = self._projector.model_type == "qwen3_vl_moe" and ".mlp.experts." in name
+            found[re.sub(r"^model\.", prefix, name)] = weight.transposed() if transposed else weight
+        return found
 
 
 class Projector(Keys):
@@ -106,10 +105,10 @@ class Projector(Keys):
                     f"{str(file.path)!r} does not fit {str(language.path)!r}: expected a projector to the language "
                     f"model's {expected} features, found one to {width}"
                 )
-            names = row.names
+            layer = row.names
             if self.tensors["v.blk.0.ffn_down.weight"].shape[0] != self("vision.embedding_length"):
-                names = {**names, "ffn_up": names["ffn_down"], "ffn_down": names["ffn_up"]}  # of older converters
-            self.row = replace(row, names=names, outer={**row.outer, **row.listed(self)})
+                layer = {**layer, "ffn_up": layer["ffn_down"], "ffn_down": layer["ffn_up"]}  # of older converters
+            self.row = replace(row, names=layer, outer={**row.outer, **row.listed(self)})
 
     def explained(self) -> Any:
         """Context that converts errors of incomplete files to one-line messages."""

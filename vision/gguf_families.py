@@ -64,11 +64,11 @@ class Family(Architecture):
     """
 
     keys: Mapping[str, str] = field(default_factory=lambda: _SIZES)
-    more: Callable[[Any], Mapping[str, Any]] = lambda of: {}
     blocks: str = r"v\.blk\."
     listed: Callable[[Any], Names] = lambda of: {}
     output: tuple[str, int]
     vision: Callable[[Any], Mapping[str, Any]] = lambda of: {}
+    more: Callable[[Any], Mapping[str, Any]] = lambda of: {}
     text: Callable[[Any, Any], Mapping[str, Any]] = lambda of, text: {}
     models: Mapping[str, str] = field(default_factory=dict)
     tokens: Mapping[str, tuple[str, ...]]
@@ -325,7 +325,7 @@ FAMILIES: dict[str, Family] = {
         model_type="idefics3",
         names=_CLIP,
         layers="model.vision_model.encoder.layers.{}",
-        outer=_clip_outer("model.vision_model") | {"mm.model.fc": "model.connector.modality_projection.proj"},
+        outer={**_clip_outer("model.vision_model"), "mm.model.fc": "model.connector.modality_projection.proj"},
         output=("mm.model.fc.weight", 0),
         more=lambda of: {"scale_factor": of.merge()},
         tokens={"image_token_id": ("<image>",)},
@@ -341,7 +341,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2.5vl_merger": replace(
         _QWEN2,
         model_type="qwen2_5_vl",
-        names=_QWEN | _GATED,
+        names={**_QWEN, **_GATED},
         vision=_qwen25_vision,
         media=lambda of: _qwen_media("Qwen2_5_VL", _PIXELS, of),
     ),
@@ -400,7 +400,7 @@ FAMILIES: dict[str, Family] = {
         _QWEN2,
         model_type="qwen3_vl",
         models={"qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"},
-        names=_QWEN | {"ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
+        names={**_QWEN, "ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
         outer={
             **_FRAMES,
             "v.position_embd": f"{_VISUAL}.pos_embed",
@@ -471,7 +471,7 @@ FAMILIES: dict[str, Family] = {
         model_type="glm4v",
         models={"glm4": "glm4v"},
         keys=_QWEN_KEYS | {"vision.attention.layer_norm_epsilon": "rms_norm_eps"},
-        names=_QWEN | _GATED,
+        names={**_QWEN, **_GATED},
         layers=f"{_VISUAL}.blocks.{{}}",
         outer={
             **_FRAMES,

@@ -105,6 +105,12 @@ class Weight:
         """Whether the weight has other values than rows in a format of the kernels."""
         return not isinstance(self._change, Rows | None) and all(tensor.rows() for tensor in self.tensors)
 
+    def transposed(self) -> Weight:
+        """The weight with its last two axes exchanged."""
+        change = self._change or (lambda config, value: value)
+        shape = torch.Size([*self.shape[:-2], self.shape[-1], self.shape[-2]])
+        return Weight(self.tensors, lambda config, *read: change(config, *read).mT, self._config, shape)
+
     def rows(self) -> StoredRows | None:
         """The stored rows in the model's order; None if the weight has other values or the kernels lack its format."""
         several = [tensor.rows() if len(tensor.shape) == 2 else None for tensor in self.tensors]
