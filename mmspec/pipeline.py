@@ -139,7 +139,7 @@ class Pipeline:
         prefix_cache: see ``mmspec.load``; for targets that keep states (``KeepsStates``).
         generation_config: see ``mmspec.load``; targets without their own defaults use the library's.
         adapt: see ``mmspec.load``; None does not adapt.
-        policy: drafting policy with the learned state of another pipeline; None starts anew.
+        policy: drafting policy with the learned state of another pipeline; None starts without history.
 
     Attributes:
         model, hf_processor: the plain transformers objects.

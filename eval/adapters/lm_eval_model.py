@@ -33,7 +33,7 @@ class MmspecLM(HFLM):
         **options: of the harness's ``HFLM``.
 
     Attributes:
-        stats: of each request so far.
+        stats: statistics by request.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class MmspecLMM(lmms):
         max_batch_size: always passed by lmms-eval; ignored.
 
     Attributes:
-        stats: of each request so far.
+        stats: statistics by request.
     """
 
     is_simple = False

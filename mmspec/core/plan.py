@@ -1,4 +1,4 @@
-"""Draft plan of one decode step, the step's times, and what the search for a better choice may cost."""
+"""Draft plan of one decode step, the step's times, and the cost of searching for a better choice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a drafter drafts in one step, chosen before the draft.
+    """Shape of the draft of one step, chosen before drafting.
 
     Attributes:
         nodes: maximum drafted nodes per row; 0 is a plain decode step.

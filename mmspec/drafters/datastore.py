@@ -1,4 +1,4 @@
-"""Datastore drafter: looks up continuations of the last tokens in a suffix array of texts on disk.
+"""Datastore drafter: lookup of continuations of the last tokens in a suffix array of texts on disk.
 
 REST (arXiv 2311.08252) uses the longest context that occurs; here, its counts are mixed with counts after a shorter
 context. The continuations of all occurrences are merged into one tree.

@@ -230,7 +230,7 @@ class AdaptivePolicy(DraftPolicy):
 
     Times are in plain steps of the batch, tokens per row. The best arm has the highest recent rate; plain decoding has
     the rate 1. Other arms whose rate may be higher are explored within the limit of ``Exploration``, and so are plain
-    steps, from which the unit of time is learned. What was learned persists between requests.
+    steps, from which the unit of time is learned. The learned state persists between requests.
 
     Without static shapes, the plans limit trees and chains, which ``prune`` cuts to the size with the most expected
     tokens less the time at the recent rate. With static shapes, each plan is an arm of its own, as the host does not
@@ -377,7 +377,7 @@ class Speculation:
 
     Args:
         drafter: the drafter; None decodes plainly.
-        adaptive: policy with the learned state of an earlier speculation; None starts anew.
+        adaptive: policy with the learned state of an earlier speculation; None starts without history.
 
     Attributes:
         guard: wraps the drafter in decode steps, so that its errors do not end sequences.

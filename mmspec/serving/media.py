@@ -130,7 +130,7 @@ class _PublicOnly(httpx.HTTPTransport):
         addresses = list(dict.fromkeys(str(address[4][0]) for address in found))
         if not all(map(is_public, addresses)):
             raise UserError(f"URLs must lead to public addresses: {host!r} does not")
-        # The Host header and the name in the certificate remain those of the URL.
+        # The Host header and the name in the certificate remain the URL's.
         extensions = {**request.extensions, "sni_hostname": host}
         target = url.copy_with(host=addresses[0])
         return super().handle_request(httpx.Request("GET", target, headers=request.headers, extensions=extensions))

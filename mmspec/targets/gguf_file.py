@@ -49,7 +49,7 @@ def file_in(name: str | Path) -> Path | None:
 
 
 def projector_in(name: str | Path) -> Path | None:
-    """The ``mmproj`` file in such a folder, with vision tower and projector; None and errors as for ``file_in``."""
+    """The ``mmproj`` file in such a folder, with vision tower and projector; returns and raises like ``file_in``."""
     return _only(Path(name), "mmproj file", projector=True)
 
 
@@ -76,7 +76,7 @@ def _has_projector(path: Path) -> bool | None:
 
 
 def _part_name(name: str, number: int) -> str:
-    """Name of another part of a model; the same name if it is not that of a part."""
+    """Name of another part of a model; the name itself if it names no part."""
     return _PART.sub(lambda match: f"{match[1]}{number:05}{match[3]}", name)
 
 

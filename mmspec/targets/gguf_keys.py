@@ -54,7 +54,7 @@ class Keys:
     def uniform(self, key: str, default: Any = _REQUIRED, field: str | None = None) -> Any:
         """The value of a key that has the same value in all layers; files may repeat it by layer.
 
-        Without a number of key heads, it is that of query heads.
+        The number of key heads defaults to the number of query heads.
         """
         if key == "attention.head_count_kv" and key not in self:
             key = "attention.head_count"
@@ -88,7 +88,7 @@ class Keys:
         return {key: self.fields[key] or "read" if key in self.fields else "changes nothing" for key in sorted(found)}
 
     def unread(self, harmless: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Keys that were not read and may matter, with their values; ``HARMLESS`` ones may not."""
+        """Keys that were not read and may matter, with their values, without keys in ``HARMLESS``."""
         harmless = HARMLESS if harmless is None else harmless
         keys = {key: value for key, value in self._file.metadata.items() if key.startswith(self._prefix)}
         below = {key.removeprefix(self._prefix): value for key, value in keys.items()}
@@ -311,7 +311,7 @@ def sliding(keys: Keys, every: int = 1, window: Any = _REQUIRED) -> dict[str, An
     """``sliding_window`` and ``layer_types``.
 
     Args:
-        every: one layer of so many has full attention, the last; unless the file says which.
+        every: period of layers with full attention, the last of each period, unless the file lists them.
         window: tokens, unless the file says how many; 0 is full attention in all layers.
     """
     size, pattern = keys("attention.sliding_window", window), keys("attention.sliding_window_pattern", every)

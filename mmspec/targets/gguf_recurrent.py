@@ -153,7 +153,7 @@ def _value_heads(rows: bool, offset: Callable[[Any], int] = lambda config: 0) ->
 
     Args:
         rows: whether a head has ``linear_value_head_dim`` rows, not one.
-        offset: rows before those of the value heads.
+        offset: rows before the rows of value heads.
     """
 
     def order(config: Any, count: int) -> Tensor:

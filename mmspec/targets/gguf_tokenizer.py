@@ -53,8 +53,8 @@ _NO_ENDS = {  # those that do not if the vocabulary has a token of each list too
     "</s>": ("<|tool_response>",),
 }
 
-# Regular expressions that split a text into words, one after the other, each within the words of the one before. Where
-# llama.cpp's expression only approximates that of the original tokenizer, this is llama.cpp's.
+# Regular expressions that split a text into words, one after the other, each within the previous words. Where
+# llama.cpp only approximates the original tokenizer's expression, the table has llama.cpp's.
 _CONTRACTION = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _START, _SIGNS, _BLANKS = r"[^\r\n\p{L}\p{N}]?", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _DIGIT, _DIGITS, _LINES = r"\p{N}", r"\p{N}{1,3}", r"[^\n]+|\n+"
@@ -108,7 +108,7 @@ class _Kind(NamedTuple):
     Attributes:
         splits: regular expressions, see above.
         ignores_merges: words in the vocabulary are one token, whatever the merges.
-        adds_bos: whether a text begins with the beginning-of-text token, unless the file says otherwise.
+        adds_bos: whether a text begins with the beginning-of-text token, if the file has no flag.
         always_adds_bos: even if the file says otherwise.
         escapes: blanks are written as U+2581 and other characters as they are, not as bytes.
     """
@@ -176,11 +176,11 @@ class Vocabulary:
     """Tokens of a file, with types and roles by keys, texts and llama.cpp's defaults.
 
     Args:
-        metadata: of the file.
+        metadata: the file's values by key.
 
     Attributes:
         entries: values by key, without ``tokenizer.ggml.``.
-        texts, types: of each token.
+        texts, types: text and type of each token.
         ids: tokens by text.
         ends: tokens that end an answer: of text, turn and message, then others by text.
 
@@ -299,7 +299,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """A SentencePiece tokenizer, and whether it adds the beginning-of-text token.
 
     Pairs are merged by the score of the token that they become. Other special tokens than bytes have been matched
-    before and are no pairs, which would let a text spell a control token.
+    before and are not pairs, which would let a text spell a control token.
     """
     ids, scores = vocabulary.ids, vocabulary.listed("scores", len(vocabulary.texts), 0.0)
     merged = {

@@ -83,7 +83,7 @@ def reproducible(decoder: nn.Module, run: Callable[[Any, Tensor, Rotation], Tens
 
 
 def _kind(layer: Any) -> Hashable:
-    """Key of layers that compute the same: their class, and switches such as SmolLM3's rotary switch."""
+    """Key of layers with equal computations: their class, and switches such as SmolLM3's rotary switch."""
     known = vars(layer.self_attn).items()
     switches = [(name, one) for name, one in known if isinstance(one, bool | int | float | str) and name != "layer_idx"]
     return type(layer), *sorted(switches)

@@ -280,8 +280,8 @@ def _rows(model: PreTrainedModel, state: Mapping[str, Any]) -> Takes:
 
 
 def _fill(model: Any, state: Mapping[str, Any], takes: Takes, dtype: torch.dtype, name: str) -> None:
-    """Read a model's weights; layers selected by ``takes`` keep only rows, and experts are bfloat16 beside them, as
-    after packing."""
+    """Read a model's weights; layers selected by ``takes`` keep only rows, and other experts are bfloat16, as after
+    packing."""
     experts = torch.bfloat16 if takes else dtype
     empty = dict(model.named_parameters()) | dict(model.named_buffers())
     shapes = {}

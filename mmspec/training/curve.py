@@ -42,6 +42,6 @@ def _line(axes: Axes, rows: list[dict[str, Any]], event: str, name: str, **style
 
 
 def write_figure(figure: Figure, out: Path) -> None:
-    """Write a figure as SVG, atomically. Without a date and with fixed ids, the file is reproducible."""
+    """Write a plot as SVG, atomically. Without a date and with fixed ids, the file is reproducible."""
     with explained(f"cannot write {out}", OSError), rc_context({"svg.hashsalt": "mmspec"}), atomic(out) as part:
         figure.savefig(part, format="svg", metadata={"Date": None})

@@ -26,7 +26,7 @@ _ENTROPY, _DISTANCE = 0.1, 0.9  # weights of the two terms of the TV loss in dee
 
 @dataclass(frozen=True)
 class LossInput:
-    """What an objective reads, besides the drafter's network.
+    """Inputs of an objective, besides the drafter's network.
 
     Attributes:
         draft_ids: (n,) int64, draft vocabulary that distributions are restricted to; None for all tokens.

@@ -92,7 +92,7 @@ def tree_selective(
         b, c: (batch, nodes, groups, state); groups divide channels, consecutive channels share a group.
         d: (channels,) or None.
         state: (batch, channels, state) float32, before the root; not modified.
-        levels: of the tree.
+        levels: levels of the tree, as in ``Tree.levels``.
 
     Returns:
         (batch, nodes, channels) float32.
@@ -178,7 +178,7 @@ def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
         x: (batch, nodes, channels), after the input gate and its scaling.
         a: (batch, nodes, channels), decays from 0 to 1.
         state: (batch, channels) float32, before the root; not modified.
-        levels: of the tree.
+        levels: levels of the tree, as in ``Tree.levels``.
 
     Returns:
         (batch, nodes, channels) float32.
