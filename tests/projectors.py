@@ -91,7 +91,8 @@ def processor(family: str) -> Any:
             return images_alone(t.Qwen3VLProcessor)(
                 t.Qwen2VLImageProcessorPil(patch_size=8, size=size, **_COLOURS), words
             )
-        return images_alone(t.Qwen2VLProcessor)(t.Qwen2VLImageProcessorPil(**_COLOURS), words)
+        kind = t.Qwen2VLProcessor if family == "qwen2_vl" else t.Qwen2_5_VLProcessor
+        return images_alone(kind)(t.Qwen2VLImageProcessorPil(**_COLOURS), words)
     if family == "gemma3":
         names = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"}
         words._set_model_specific_special_tokens({f"{name}_token": token for name, token in names.items()})

@@ -68,7 +68,9 @@ def test_logits_and_inputs_are_those_of_the_model_that_was_converted(family, tmp
         found = inputs(processor)
         text = processor._render(ASKED)
         options = {} if processor.adds_special_tokens(text) else {"add_special_tokens": False}
-        expected = projectors.processor(family)(text=[text], images=[PICTURE], return_tensors="pt", **options)
+        plain = projectors.processor(family)
+        assert type(processor.plain).__name__ == type(plain).__name__
+        expected = plain(text=[text], images=[PICTURE], return_tensors="pt", **options)
         assert set(found) == set(expected) - {"attention_mask"}
         for name, value in found.items():
             assert torch.equal(value, expected[name]), name

@@ -184,6 +184,9 @@ def test_the_index_is_that_of_a_header_and_nothing_else_stays(file: Path, cache:
     load_processor(str(copied))
     assert len(list(cache.glob("gguf/*/*"))) == 2
     assert index.stat().st_mtime_ns == stamp
+    save_gguf(copied, factors={"rope_freqs": [1.0] * 8})  # the same metadata, another tensor
+    load_processor(str(copied))
+    assert len(list(cache.glob("gguf/*/*"))) == 3
     names = ["config.json", "generation_config.json", "sums.json", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in index.iterdir()) == names
 
@@ -209,15 +212,23 @@ def test_a_file_that_was_cut_short_is_named_so(file: Path, cache: Path, tmp_path
     assert not list((cache / "gguf").glob("*/*"))
 
 
-def test_headers_longer_than_the_first_read_are_read_whole(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def facts() -> tuple[Any, ...]:
-        found = gguf_file.GGUFFile(file)
+def test_headers_longer_than_the_first_read_are_read_whole(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of files without tensors, which end with their header, too."""
+
+    def facts(path: Path) -> tuple[Any, ...]:
+        found = gguf_file.GGUFFile(path)
         return found.metadata, found.digest, {name: (one.place, one.size) for name, one in found.tensors.items()}
 
-    whole = facts()
-    for first in (1, 4, 20, 1000):
-        monkeypatch.setattr(gguf_file, "_FIRST", first)
-        assert facts() == whole
+    alone = tmp_path / "alone.gguf"
+    write_gguf(alone, {"general.architecture": "llama", "general.name": "x"}, {})
+    alone.write_bytes(alone.read_bytes().rstrip(b"\0"))  # padding
+    whole = {path: facts(path) for path in (file, alone)}
+    for path, expected in whole.items():
+        for first in (1, 4, 20, 1000, path.stat().st_size - 1):
+            monkeypatch.setattr(gguf_file, "_FIRST", first)
+            assert facts(path) == expected
 
 
 def test_metadata_and_tensors_are_those_of_the_package(mixed: Path) -> None:

@@ -411,7 +411,7 @@ CASES: dict[str, Case] = {
         "llama",
         "Llama",
         {"head_dim": 16, "attention_bias": True, "mlp_bias": True},
-        {**head(16), "rope.dimension_count": 16},
+        {**head(16), "rope.dimension_count": 16, "expert_count": 0, "expert_used_count": 0},
         paired,
     ),
     "llama of as many key heads": Case(
