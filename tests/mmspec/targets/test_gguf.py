@@ -184,9 +184,9 @@ def test_the_index_is_that_of_a_header_and_nothing_else_stays(file: Path, cache:
     load_processor(str(copied))
     assert len(list(cache.glob("gguf/*/*"))) == 2
     assert index.stat().st_mtime_ns == stamp
-    save_gguf(copied, factors={"rope_freqs": [1.0] * 8})  # the same metadata, another tensor
-    load_processor(str(copied))
-    assert len(list(cache.glob("gguf/*/*"))) == 3
+    for found in (3, 4):  # equal metadata and numbers of tensors
+        load_processor(str(save_gguf(copied, factors={"rope_freqs": [1.0] * found})))
+        assert len(list(cache.glob("gguf/*/*"))) == found
     names = ["config.json", "generation_config.json", "sums.json", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in index.iterdir()) == names
 
