@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +72,23 @@ def test_streamed_weights_are_those_of_a_model_that_is_packed(name: str, kind: s
     assert not any(parameter.is_meta for parameter in found.parameters())
     assert not hasattr(found.config, "quantization_config")
     assert modeling_utils.safe_open is plain  # which maps files to memory
+
+
+def test_stored_rows_stay_in_plain_linear_layers_and_embeddings_of_their_shape() -> None:
+    model: Any = torch.nn.ModuleDict(
+        {
+            **{name: torch.nn.Linear(4, 3) for name in ("linear", "dense", "absent")},
+            "own": type("Scaled", (torch.nn.Linear,), {})(4, 3),
+            "words": type("ScaledWords", (torch.nn.Embedding,), {})(3, 4),
+            "shorter": torch.nn.Linear(4, 2),
+            "narrower": torch.nn.Linear(2, 3),
+        }
+    )
+    rows = SimpleNamespace(places=[5, 6, 7], features=4)
+    state = {f"{name}.weight": SimpleNamespace(rows=lambda: rows) for name in model if name != "absent"}
+    takes = sources._rows(model, {**state, "dense.weight": torch.ones(3, 4)})
+    assert takes.keys() == {"linear.weight", "words.weight"}
+    assert takes["words.weight"](None) is rows
 
 
 @needs_kernels
