@@ -75,15 +75,10 @@ def test_streamed_weights_are_those_of_a_model_that_is_packed(name: str, kind: s
 
 
 def test_stored_rows_stay_in_plain_linear_layers_and_embeddings_of_their_shape() -> None:
-    model: Any = torch.nn.ModuleDict(
-        {
-            **{name: torch.nn.Linear(4, 3) for name in ("linear", "dense", "absent")},
-            "own": type("Scaled", (torch.nn.Linear,), {})(4, 3),
-            "words": type("ScaledWords", (torch.nn.Embedding,), {})(3, 4),
-            "shorter": torch.nn.Linear(4, 2),
-            "narrower": torch.nn.Linear(2, 3),
-        }
-    )
+    plain, own = torch.nn.Linear, type("Own", (torch.nn.Linear,), {})
+    model: Any = torch.nn.ModuleDict({"own": own(4, 3), "shorter": plain(4, 2), "narrower": plain(2, 3)})
+    model.update({name: plain(4, 3) for name in ("linear", "dense", "absent")})
+    model.update({"words": type("OwnWords", (torch.nn.Embedding,), {})(3, 4)})
     rows = SimpleNamespace(places=[5, 6, 7], features=4)
     state = {f"{name}.weight": SimpleNamespace(rows=lambda: rows) for name in model if name != "absent"}
     takes = sources._rows(model, {**state, "dense.weight": torch.ones(3, 4)})
