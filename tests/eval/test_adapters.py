@@ -4,16 +4,19 @@ import importlib.util
 import json
 import sys
 import tomllib
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
 import mmspec
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
+from mmspec.eval import lm_eval_model
 from mmspec.eval.adapters import manifest
 from tests.model_folders import save_llava, save_text_model
 
@@ -87,6 +90,17 @@ def test_answers_equal_plain_decoding_up_to_the_stop_text(folder, monkeypatch):
 def test_the_harness_finds_the_adapter_by_its_entry_point():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["lm_eval.models"] == {"mmspec": "mmspec.eval.adapters.lm_eval_model:MmspecLM"}
+
+
+def test_the_command_registers_the_adapter_and_hands_the_arguments_on(monkeypatch):
+    made, run = {}, []
+    registry = SimpleNamespace(register_model=lambda name: partial(made.__setitem__, name))
+    monkeypatch.setitem(sys.modules, "lm_eval.api.registry", registry)
+    monkeypatch.setitem(sys.modules, "lm_eval.__main__", SimpleNamespace(cli_evaluate=lambda: run.append(sys.argv)))
+    monkeypatch.setattr(sys, "argv", ["python", "lm_eval_model", "--help"])
+    adapter(monkeypatch, Base)
+    assert CliRunner().invoke(lm_eval_model.main, ["run", "--model", "mmspec"]).exit_code == 0
+    assert (run, made["mmspec"].__name__) == ([["python", "run", "--model", "mmspec"]], "MmspecLM")
 
 
 needs_lm_eval = pytest.mark.skipif(

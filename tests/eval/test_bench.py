@@ -22,6 +22,7 @@ from transformers import LlamaConfig
 import mmspec
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.recycle import Recycle
+from mmspec.errors import UserError
 from mmspec.eval import bench
 from mmspec.eval.bench import busy_programs, conditions_of, load_requests, measure, rows_of
 from mmspec.eval.harness import timing
@@ -229,6 +230,15 @@ def test_requests_of_held_out_sets():
     assert len(first) == 9
     assert [sorted(request) for request in measured] == [["images", "prompt"]] * 2 + [["prompt", "videos"], ["prompt"]]
     assert len(measured[2]["videos"][0].frames) == 8
+
+
+def test_requests_of_models_of_texts_and_of_images_by_default(folder, monkeypatch):
+    def read(*given):
+        raise UserError(f"read {given}")
+
+    monkeypatch.setattr(bench, "load_requests", read)
+    assert "read ('prompts:16', 4, False)" in run("--model", folder, "--methods", "none", status=2)
+    assert "read ('images:24,clips:8', 4, True)" in run("--methods", "none", status=2)  # of tiny-llava
 
 
 # ------------------------------------------------------------------ busy programs and interleaving

@@ -22,6 +22,7 @@ from mmspec.eval.harness.output import (
     benchmark,
     git_commit,
     make_table,
+    mebibytes,
     milliseconds,
     print_result,
 )
@@ -35,15 +36,17 @@ from tests.tiny.models import msd_network
 
 
 def test_cells_are_format_strings_or_functions_and_sections_end_where_a_field_changes():
-    rows = [{"a": 1.234, "b": 0.5, "s": "x"}, {"a": None, "b": 0.25, "s": "x"}, {"b": 1.0, "s": "y"}]
-    table = make_table([("A", "{a:.1f}"), ("B", milliseconds("b", 0))], rows, sections=("s",))
+    rows = [{"a": 0.0, "b": 0.5, "c": [7.1], "s": "x"}, {"a": None, "b": 0.25, "c": [None], "s": "x"}]
+    rows = [{**row, "d": 3 << 20} for row in rows] + [{"b": 1.23456, "d": None, "s": "y"}]
+    cells = ("{a:.1f}", milliseconds("b", 0), milliseconds("b"), "{c[0]:.0f}", mebibytes("d"))
+    table = make_table(list(zip("ABCDE", cells, strict=True)), rows, sections=("s",))
     console = Console(file=io.StringIO(), width=200)
     console.print(table)
     lines = [line for line in console.file.getvalue().splitlines() if line.startswith("│")]
     assert [[cell.strip() for cell in line.strip("│").split("│")] for line in lines] == [
-        ["1.2", "500"],
-        ["", "250"],
-        ["", "1000"],
+        ["0.0", "500", "500.00", "7", "3"],
+        ["", "250", "250.00", "", "3"],
+        ["", "1235", "1234.56", "", ""],
     ]
     assert [row.end_section for row in table.rows] == [False, True, False]
 

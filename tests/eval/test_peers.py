@@ -42,7 +42,7 @@ def log(program: str) -> list[dict[str, object]]:
 
 
 def test_requests_are_greedy_and_use_no_cache(program: str, model: str) -> None:
-    server = LlamaServer(program, model, 3, DRAFTED)
+    server = LlamaServer(program, str(Path(model).parent), 3, DRAFTED)  # the only GGUF file of the folder
     answer = server.complete([5, 6, 7], 4)
     assert answer.tokens == [8, 9, 10, 11]
     assert (answer.seconds, answer.prompt_seconds) == (pytest.approx(3 * STEP), pytest.approx(PROMPT_STEP * 3))

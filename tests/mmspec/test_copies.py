@@ -73,6 +73,12 @@ def test_embedded_models(model: str, drafter: str, options: dict[str, Any]) -> N
         assert (copied.limit, len(copied)) == (2**26, 0)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_copy_of_a_target_checks_as_much(exact: bool) -> None:
+    for way in (*WAYS.values(), TransformersTarget.fork):
+        assert way(TransformersTarget(shared_model("llama"), exact))._exact == exact
+
+
 OF_BYTES = {
     "mamba": {"vocab": 259},
     **{key: {"target_layer_ids": [0]} for key in ("dflash", "dflash2", "dspark", "xpress")},

@@ -85,7 +85,7 @@ def test_cider_gets_all_references_as_words(monkeypatch):
             return 0.5, None
 
     monkeypatch.setitem(sys.modules, "pycocoevalcap.cider.cider", SimpleNamespace(Cider=Cider))
-    answered = [(sample("A dog's running, on grass!", "one dog"), ["A dog runs."]), (sample("a cat"), ["Cat"])]
+    answered = [(sample("A dog's running, on grass!", "one dog"), ["A dog runs."]), (sample("a cat"), ["Cat", "no"])]
     assert scoring.cider(answered) == {"CIDEr": 0.5}
     monkeypatch.setitem(sys.modules, "pycocoevalcap.cider.cider", None)
     with pytest.raises(UserError, match=r"CIDEr needs the package pycocoevalcap"):

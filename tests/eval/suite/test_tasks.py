@@ -31,15 +31,15 @@ ROWS = {
     "coco": {"image": "a.png", "answer": ["A dog.", "One dog."], "id": 7},
     "flickr30k": {"image": "a.png", "caption": ["A dog."], "img_id": 3},
     "nocaps": {"image": "a", "annotations_captions": ["A dog."], "image_id": 3},
-    "vqav2": {"image": "a.png", "question": "Why?", "answers": [{"answer": "yes"}, {"answer": "no"}], "question_id": 5},
+    "vqav2": {"image": "a.png", "question": "Why?", "answers": ["yes", "no"], "question_id": 5, "question_type": "how"},
     "gqa": {"image": "a.png", "question": "Why?", "answer": "tree"},
     "textvqa": {"image": "a.png", "question": "Why?", "answers": ["x", "y"]},
     "vizwiz": {"image": "a.png", "question": "Why?", "answers": ["x"], "category": "other"},
     "chartqa": {"image": "a.png", "question": "Why?", "answer": "12", "type": "human"},
-    "docvqa": {"image": "a.png", "question": "Why?", "answers": ["x"]},
-    "activitynet-qa": {"video_name": "clip", "question": "who runs", "answer": "man", "type": 3},
+    "docvqa": {"image": "a.png", "question": "Why?", "answers": [{"answer": "x"}, {"answer": "y"}]},
+    "activitynet-qa": {"video_name": "clip", "question": "who runs", "answer": "man", "type": 0},
     "msvd-qa": {"video": "clip.mp4", "question": "who runs", "answer": "man"},
-    "ai2d": {"image": "a.png", "question": "Which?", "options": ["sun", "moon"], "answer": "1"},
+    "ai2d": {"image": "a.png", "question": "Which?", "options": ["sun", "moon"], "answer": "1", "subject": 0},
     "scienceqa": {"image": None, "question": "Which?", "choices": ["sun", "moon"], "answer": 0, "hint": "Look."},
     "mmmu": {"image_1": "a.png", "image_2": "a.png", "question": "Which?", "options": "['sun', 'moon']", "answer": "B"},
     "pope": {"image": "a.png", "question": "Is it?", "answer": "yes", "category": "popular"},
@@ -53,6 +53,40 @@ ROWS = {
     "humaneval": {"task_id": "H/0", "prompt": "def f():"},
     "spec-bench": {"question_id": 81, "category": "writing", "turns": ["One?", "Two?"]},
     "speed-bench": {"question_id": "q1", "category": "rag", "turns": ["One?", "Two?"], "source": "s"},
+}
+
+
+SHORT = "\nAnswer the question using a single word or phrase."
+WHY, RUNS, DOG = f"Why?{SHORT}", f"Who runs?{SHORT}", ("A dog.",)
+CAPTION = "Provide a one-sentence caption for the provided image."
+WHICH = "Which?\nA. sun\nB. moon\nAnswer with the option's letter from the given choices directly."
+FOUR = "How many?\nThink step by step and end with the number that answers the question."
+READ = {  # limit of tokens, id of the first row, its questions, references, category and metadata
+    "coco": (64, "0:7", [CAPTION], ("A dog.", "One dog."), "", None),
+    "flickr30k": (64, "0:3", [CAPTION], DOG, "", None),
+    "nocaps": (64, "0:3", [CAPTION], DOG, "", None),
+    "vqav2": (32, "0:5", [WHY], ("yes", "no"), "how", None),
+    "gqa": (32, "0", [WHY], ("tree",), "", None),
+    "textvqa": (32, "0", [WHY], ("x", "y"), "", None),
+    "vizwiz": (32, "0", [WHY], ("x",), "other", None),
+    "chartqa": (32, "0", [WHY], ("12",), "human", None),
+    "docvqa": (32, "0", [WHY], ("x", "y"), "", None),
+    "activitynet-qa": (32, "0", [RUNS], ("man",), "0", None),
+    "msvd-qa": (32, "0", [RUNS], ("man",), "", None),
+    "ai2d": (16, "0", [WHICH], ("B",), "0", ["sun", "moon"]),
+    "scienceqa": (16, "0", [f"Context: Look.\n{WHICH}"], ("A",), "", ["sun", "moon"]),
+    "mmmu": (32, "0", [WHICH], ("B",), "", ["sun", "moon"]),
+    "pope": (16, "0", [f"Is it?{SHORT}"], ("yes",), "popular", None),
+    "mme": (16, "0", [f"Is it?{SHORT}"], ("Yes",), "count", "0"),
+    "mm-vet": (256, "0", ["Which?"], ("sun<OR>moon",), "ocr", None),
+    "llava-bench": (512, "0", ["Which?"], ("The sun.",), "conv", None),
+    "video-detail": (512, "0", ["Describe."], ("A man.",), "", None),
+    "mmspec-benchmark": (512, "0:g1", ["One?", "Two?"], None, "x", None),  # its topic
+    "mt-bench": (512, "0:3", ["One?", "Two?"], None, "math", None),
+    "gsm8k": (320, "0", [FOUR], ("1,234",), "math", None),
+    "humaneval": (384, "0:H/0", ["Complete this Python function.\n\ndef f():"], None, "coding", None),
+    "spec-bench": (512, "0:81", ["One?", "Two?"], None, "writing", None),
+    "speed-bench": (512, "0:q1", ["One?", "Two?"], None, "rag", None),
 }
 
 
@@ -73,17 +107,17 @@ def test_every_benchmark_has_a_row_here():
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_benchmark_is_read_from_its_own_fields(data, name):
-    task = TASKS[name]
+    task, (limit, title, questions, references, category, metadata) = TASKS[name], READ[name]
     samples = task.samples(data, None)
-    assert len(samples) == 2
-    assert samples[0].id != samples[1].id
-    conversation = samples[0].conversation
-    assert all(conversation.questions)
-    turns = ROWS[name].get("turns", ROWS[name].get("prompt", [0]))
-    assert len(conversation.questions) == len(turns) or name == "humaneval"
+    one, conversation = samples[0], samples[0].conversation
+    assert (task.max_new_tokens, one.id, one.category, one.metadata) == (limit, title, category, metadata)
+    assert (list(conversation.questions), one.references) == (questions, (references,) if references else ())
+    assert (len(samples), samples[1].id) == (2, "1" + title[1:] if ":" in title else "1")
+    assert task.samples(data, 1)[0].id == title.removeprefix("0:")  # rows of one id are numbered
     seen = [*conversation.images, *conversation.videos]
     assert bool(seen) == (task.visual and name != "scienceqa")
     assert all(str(data / name) in path for path in seen)
+    assert len(seen) == (2 if name == "mmmu" else len(set(seen)))
     if task.score is None or name in ("coco", "flickr30k", "nocaps"):
         return
     right = [(sample, [sample.references[0][0]]) for sample in samples]
@@ -91,18 +125,6 @@ def test_a_benchmark_is_read_from_its_own_fields(data, name):
     assert score in (1.0, 200.0, pytest.approx(1.0)) or name in ("vqav2", "textvqa")
     wrong = [(sample, ["something else entirely"]) for sample in samples]
     assert next(iter(task.score(wrong).values())) == 0
-
-
-def test_prompts_and_references(data):
-    assert TASKS["vqav2"].samples(data, 1)[0].references == (("yes", "no"),)
-    (first, _) = TASKS["ai2d"].samples(data, None)
-    assert first.conversation.questions[0].startswith("Which?\nA. sun\nB. moon\n")
-    assert first.references == (("B",),)
-    assert TASKS["mmmu"].samples(data, 1)[0].conversation.images[0].endswith("mmmu/images/a.png")
-    assert TASKS["activitynet-qa"].samples(data, 1)[0].conversation.questions[0].startswith("Who runs?\n")
-    assert TASKS["gsm8k"].samples(data, 1)[0].references == (("1,234",),)
-    assert "Please" not in TASKS["mme"].samples(data, 1)[0].conversation.questions[0]
-    assert TASKS["mmspec-benchmark"].samples(data, 1)[0].category == "x"  # its topic
 
 
 def test_pages_of_a_folder(tmp_path):
@@ -186,6 +208,7 @@ def test_embedded_tasks_are_whole(name):
         shown = [*conversation.images, *(frame for video in conversation.videos for frame in video.frames)]
         assert {image.size for image in shown} <= {(96, 96)}
         assert not shown or any(len(image.getcolors(10_000)) > 1 for image in shown)
+    assert name != "scenes-charts" or all(len(one.metadata) == 8 for one in samples)  # options
     if samples[0].references:
         right = [(one, [(accepted or ("",))[0] for accepted in one.references]) for one in samples]
     else:

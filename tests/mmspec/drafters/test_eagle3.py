@@ -171,7 +171,10 @@ def test_layers_may_be_given_with_the_folder(tmp_path):
     drafter, tensors = head(tmp_path / "a", config, "C", at="@2,0,1")
     check_head(model, text_inputs(2), drafter, config, tensors, [2, 0, 1], new=6)
     assert drafter.features == (output_of(1), 0, 1)
-    assert drafter.checks.endswith("and the layers output 1, 0, 1 that it reads: try eagle3:FOLDER@LAYERS")
+    assert drafter.checks == (
+        "the target that it was trained for, the number of training steps (too few?), chat template, rotary positions, "
+        "positions after images, and the layers output 1, 0, 1 that it reads: try eagle3:FOLDER@LAYERS"
+    )
     drafter, tensors = head(tmp_path / "b", config, "C", at="@outputs:0,1,0")
     check_head(model, vision_inputs("qwen3_vl", 2), drafter, config, tensors, [0, 1, 0], outputs=True, new=6)
     assert drafter.features == (output_of(0), output_of(1), output_of(0))

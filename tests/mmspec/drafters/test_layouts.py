@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -12,6 +13,7 @@ from contextlib import nullcontext
 from functools import cache
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -26,6 +28,7 @@ from mmspec.drafters.eagle import Eagle, EagleConfig
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config
 from mmspec.drafters.early_exit import Kangaroo
 from mmspec.drafters.layouts import LAYOUTS
+from mmspec.drafters.layouts.fields import pair_halves, written_layer
 from mmspec.drafters.medusa import Hydra, Medusa, MedusaConfig
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import drafter_specs, make_drafter
@@ -389,6 +392,19 @@ def test_networks_that_a_format_does_not_describe(name, changes, said):
         layouts.FORMATS[layout][form](network, shared_model("llama").config, 3)
 
 
+@pytest.mark.parametrize(("positions", "layers"), [({"max_position_embeddings": 77}, 3), ({}, 1)])
+def test_fields_of_a_written_layer(positions, layers):
+    """ALiBi has no limit of positions; EAGLE's layer is single."""
+    network = dataclasses.replace(BASES["dflash" if layers > 1 else "eagle"], norm_eps=1e-3)
+    decoder = SimpleNamespace(vocab_size=101, **positions)
+    assert written_layer(network, SimpleNamespace(get_text_config=lambda: decoder), "qwen3") == {
+        **{"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12},
+        **{"intermediate_size": 64, "rms_norm_eps": 1e-3, "num_hidden_layers": layers, "vocab_size": 101},
+        **{"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "model_type": "qwen3"},
+        **positions,
+    }
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -571,6 +587,25 @@ def test_names_of_drafters_that_have_no_checkpoint(saved, tmp_path, name):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"mmspec_drafter": name}))
     assert len(_refused(folder).splitlines()) == 1
+
+
+def test_features_of_adjacent_pairs_are_moved_to_halves():
+    """Of queries, keys, their biases and norms; two heads of four features."""
+    rows, halves = torch.arange(8.0), [0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0]
+    moved = [f"0.self_attn.{part}" for part in ("q_proj.weight", "k_proj.bias", "q_norm.weight")]
+    kept = ["0.self_attn.v_proj.weight", "0.self_attn.o_proj.bias", "0.q_proj.weight"]
+    found = pair_halves(dict.fromkeys((*moved, *kept), rows) | {"0.self_attn.k_proj.weight": rows[:6]}, 4)
+    assert all(found[name].tolist() == halves for name in moved)
+    assert all(found[name].tolist() == rows.tolist() for name in kept)
+    assert len(found["0.self_attn.k_proj.weight"]) == 6  # of heads of another size
+
+
+@pytest.mark.parametrize("name", sorted(NETWORKS.keys() - {"gemma4", "hydra", "mamba", "medusa", "mtp"}))
+def test_every_norm_has_the_targets_epsilon(name):
+    config = copy.deepcopy(shared_model("llama").config)
+    config.rms_norm_eps = 0.25
+    parts = NETWORKS[name](SimpleNamespace(config=config)).modules()
+    assert {part.eps for part in parts if isinstance(part, torch.nn.RMSNorm | torch.nn.LayerNorm)} == {0.25}
 
 
 EAGLE3 = {**SHAPE, "layers": 3, "head": 40, "states": 2, "reads": [0, 5]}

@@ -1,6 +1,7 @@
 """Draft trees fitted to grammars, against paths of a list of words; and tokens after them as a distribution."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +130,15 @@ def test_trees_that_are_left_alone():
     assert constrain([row(constrained=False)], tree, StepPlan()) is tree
     drawn = TokenTree(tree.tokens, tree.parents, draft_probs=torch.full((1, 3, VOCAB), 1 / VOCAB))
     assert constrain([row()], drawn, StepPlan()) is drawn
+
+
+def test_a_drafter_proposes_again_where_all_drafts_were_cut_and_not_at_leaves():
+    (c, x), asked = ids_of("cx"), []
+    again = SimpleNamespace(continuations=lambda row, path: asked.append((row, path)) or {c: 0.5, x: 0.1}.items())
+    tree = build_tree(torch.tensor([9, 9]), [([c], [0]), ([x], [0])], [[0.4], [0.4]])
+    result = constrain([row(), row()], tree, StepPlan(nodes=64, depth=12), again)
+    assert [paths_of(result, place) for place in (0, 1)] == [{(c,): pytest.approx(p)} for p in (0.4, 0.5 / 0.9)]
+    assert asked == [(1, ()), (1, (c,))]
 
 
 def test_rows_without_a_grammar_keep_their_drafts():

@@ -53,6 +53,16 @@ def test_a_child_decodes_after_its_parent(pipe, grammar):
     assert [pipe.generate(prompt, **keywords).token_ids for prompt in PROMPTS] == expected
 
 
+def test_a_child_has_none_of_its_parents_waiting_threads(pipe):
+    def check():
+        engine = pipe.engine
+        assert (engine._pauses, engine._drains, engine._worker, engine._last_worker) == (0, 0, None, None)
+
+    pipe.generate(PROMPTS[0], **KEYWORDS)
+    with pipe.engine.drained(), pipe.engine.paused():
+        in_child(check)
+
+
 def test_a_child_decodes_while_its_parent_does(pipe):
     """Again and again, at any place of a step; the parent loses nothing, and its streams are not the child's."""
     expected = {prompt: pipe.generate(prompt, **KEYWORDS).token_ids for prompt in PROMPTS}

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import mmspec
 from mmspec.ops import cpu_library
-from mmspec.quantisation.linear import GROUP, quantise_int4
+from mmspec.quantisation.linear import GROUP, PackedLinear, quantise_int4
+from mmspec.targets import packing
 from mmspec.targets.packing import KINDS, drafter_kind, pack_drafter, packed
 
 SHAPES = [(192, 576), (576, 1536), (48, 64)]
@@ -101,6 +102,24 @@ def test_a_drafters_network_follows_its_target():
         pack_drafter(network, like, drafter_kind(SimpleNamespace(model=nn.Module()), like))
         assert network(torch.zeros(2, 32, dtype=dtype)).dtype == dtype
         assert torch.equal(network[0].weight.bfloat16(), expected)
+
+
+def test_which_layers_of_a_drafter_are_packed_and_how(kernels, monkeypatch):
+    """As int8 for a quantised target, as bfloat16 where that is faster, never on a GPU."""
+    network = nn.Sequential(nn.Linear(32, 48), type("Doubled", (nn.Linear,), {})(48, 32))
+    pack_drafter(network, torch.zeros(1), "int8")
+    assert isinstance(network[0], PackedLinear)
+    assert type(network[1]).__name__ == "Doubled"
+    int8 = "int8" if cpu_library.available() else None
+    for fast, kind, like, expected in (
+        (True, "int4", torch.zeros(1), int8),
+        (True, "bfloat16", torch.zeros(1), None),
+        *((fast, "bfloat16", torch.zeros(1).bfloat16(), "bfloat16" if fast else None) for fast in (False, True)),
+        (True, "int8", torch.zeros(1, dtype=torch.bfloat16, device="meta"), None),
+    ):
+        monkeypatch.setattr(packing, "packs_bfloat16", lambda fast=fast: fast)
+        model = nn.Sequential(packed(nn.Linear(32, 48), kind))
+        assert drafter_kind(SimpleNamespace(model=model), like) == expected
 
 
 @pytest.mark.parametrize(

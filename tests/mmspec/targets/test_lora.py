@@ -17,6 +17,7 @@ import mmspec
 from mmspec.core.tree import TokenTree
 from mmspec.errors import UserError
 from mmspec.targets.lora import add_adapters
+from mmspec.targets.support import base_model
 from tests.device import record_captures
 from tests.targets import prefilled
 from tests.tiny import byte_tokenizer
@@ -148,6 +149,14 @@ def test_a_wrapper_whose_owner_changes_it(tmp_path: Path) -> None:
     wrapped.load_adapter(two, "other")
     wrapped.merge_adapter(["other"])  # in place of the one that is chosen
     assert answers() == second
+
+
+def test_wrappers_are_taken_off_where_adapters_are_in_the_layers() -> None:
+    model, virtual = text_model("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    assert base_model(model) is model
+    with pytest.raises(UserError, match=r"^adapters of peft must be .* like LoRA: got learned prompts, PROMPT_TUNING$"):
+        base_model(peft.get_peft_model(model, virtual))
+    assert base_model(peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))) is model
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +35,7 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.ops import cpu, kernels
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from mmspec.quantisation.linear import HalfLinear
-from mmspec.targets import packing, static_forward
+from mmspec.targets import packing, recognise, static_forward
 from mmspec.targets.packing import (
     KINDS,
     QUANTISED,
@@ -147,6 +149,27 @@ def test_layers_with_other_parts_stay(config_class):
     kind = type(model.get_decoder().layers[0])
     merge_layers(model.get_decoder())
     assert {type(layer) for layer in model.get_decoder().layers} == {kind}
+
+
+def test_only_hooks_of_transformers_and_no_others_leave_a_layer_plain():
+    capture = lambda *args: None  # noqa: E731
+    capture.__module__ = "transformers.utils.output_capturing"
+    for kind, (hook, hooked) in product(("forward", "forward_pre"), ((capture, False), (print, True))):
+        layer = nn.Linear(2, 2)
+        assert not recognise.is_hooked(layer)
+        getattr(layer, f"register_{kind}_hook")(hook)
+        assert recognise.is_hooked(layer) == hooked
+    layer = nn.Linear(2, 2)
+    layer.forward = layer.forward  # accelerate's
+    assert recognise.is_hooked(layer)
+
+
+def test_layers_with_other_switches_are_of_another_kind():
+    def layer(**switches):
+        return SimpleNamespace(self_attn=SimpleNamespace(**{"layer_idx": 1, "window": 3, "turns": True} | switches))
+
+    kinds = [recognise._kind(layer(**one)) for one in ({}, {"layer_idx": 2}, {"turns": False}, {"window": 4})]
+    assert [kind == kinds[0] for kind in kinds] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(("kind", "more"), [(LlamaRMSNorm, 0.0), (Gemma3RMSNorm, 1.0)])

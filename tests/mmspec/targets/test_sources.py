@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,6 +73,18 @@ def test_streamed_weights_are_those_of_a_model_that_is_packed(name: str, kind: s
     assert not any(parameter.is_meta for parameter in found.parameters())
     assert not hasattr(found.config, "quantization_config")
     assert modeling_utils.safe_open is plain  # which maps files to memory
+
+
+def test_stored_rows_stay_in_plain_linear_layers_and_embeddings_of_their_shape() -> None:
+    plain, own = torch.nn.Linear, type("Own", (torch.nn.Linear,), {})
+    model: Any = torch.nn.ModuleDict({"own": own(4, 3), "shorter": plain(4, 2), "narrower": plain(2, 3)})
+    model.update({name: plain(4, 3) for name in ("linear", "dense", "absent")})
+    model.update({"words": type("OwnWords", (torch.nn.Embedding,), {})(3, 4)})
+    rows = SimpleNamespace(places=[5, 6, 7], features=4)
+    state = {f"{name}.weight": SimpleNamespace(rows=lambda: rows) for name in model if name != "absent"}
+    takes = sources._rows(model, {**state, "dense.weight": torch.ones(3, 4)})
+    assert takes.keys() == {"linear.weight", "words.weight"}
+    assert takes["words.weight"](None) is rows
 
 
 @needs_kernels

@@ -123,6 +123,7 @@ def test_unanswered_questions_and_token_ids(tmp_path):
         ({"conversations": ["hi"]}, 'expected turns with `from` and a text `value`, received "hi"'),
         ({"conversations": [{"from": ["dog"], "value": "wau"}]}, r'expected turns from human.*received \["dog"\]'),
         ({"conversations": [{"from": "dog", "value": "wau"}]}, 'expected turns from human.*received "dog"'),
+        ({"conversations": ["long" * 20]}, f'received "{"long" * 14}lon$'),  # 60 characters
         (turns("<image><image>", "a", image="x"), "as many files in `image` as there are <image> placeholders"),
         (turns("<video>", "a", image="x"), "as many files in `video`"),
         (turns("q", "a", image=3), "expected `image` as a path or a list of paths, received 3"),

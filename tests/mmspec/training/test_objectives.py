@@ -267,7 +267,8 @@ def test_heads_of_medusa_and_hydra(layout, loss, target, tmp_path):
     shape, ours, ids, _ = (Hydra if layout.startswith("hydra") else Medusa).convert(config, tensors, str(tmp_path))
     network = load_network(MedusaNetwork, shape, ours, tmp_path)
     if layout == "hydra-prefix":
-        network.take_shape(Hydra.shape_of(medusa_network(target.model, prefix=True)))
+        network.take_shape(taken := Hydra.shape_of(medusa_network(target.model, prefix=True)))
+        assert network.config.layer == network.layers[0].shape == taken
     assert layout != "vllm-narrow" or torch.equal(ids, medusa.MAP)
     output = MedusaObjective(decay=0.7, loss=loss)(network, LossInput(target, batch, ids))
     expected = medusa_heads(layout, tensors, target, batch, loss, ALL if ids is None else ids)

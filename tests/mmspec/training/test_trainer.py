@@ -189,6 +189,15 @@ def test_stopped_and_killed_runs_equal_an_uninterrupted_one_when_resumed(tmp_pat
     assert (tmp_path / "parts" / CHECKPOINT).read_bytes() == finished
 
 
+def test_a_log_of_few_rows_has_them_at_the_same_steps_when_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr("mmspec.training.trainer.LOG_ROWS", 3)
+    monkeypatch.setattr("mmspec.training.trainer.draw", lambda log, out: None)
+    for stop in (12, 5):
+        trainer(tmp_path / str(stop), steps=12).train(stop=after(stop))
+        trainer(tmp_path / str(stop), steps=12).train()
+        assert [row["step"] for row in rows(tmp_path / str(stop)) if row["event"] == "train"] == [1, 4, 8, 12]
+
+
 def test_a_torn_checkpoint_never_replaces_a_whole_one(tmp_path, monkeypatch):
     run = trainer(tmp_path, steps=3)
     run.train()
