@@ -234,10 +234,9 @@ class Vocabulary:
                 number = known[0]
                 self.types[number] = _CONTROL
             found += [number] if roles in _FILL_IN_ENDS else []
-        for text in _ENDS.split():
-            if (number := self.ids.get(text)) is not None:
-                self.types[number] = _CONTROL
-                found.append(number)
+        for number in sorted(self.ids[text] for text in _ENDS.split() if text in self.ids):
+            self.types[number] = _CONTROL
+            found.append(number)
         for text, lists in _NO_ENDS.items():
             if text in self.ids and all(any(other in self.ids for other in one.split()) for one in lists):
                 found = [number for number in found if number != self.ids[text]]
