@@ -18,10 +18,9 @@ _KEY, _BLANK = "tokenizer.ggml.", "\u2581"
 _MODELS = ("gpt2", "gemma4", "llama")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens that matter here
 
-_IDS = ("bos", "eos", "eot", "eom", "unknown", "padding", "mask", "prefix", "suffix", "middle")
-_IDS += ("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
+_IDS = "bos eos eot eom unknown padding mask prefix suffix middle fim_pre fim_suf fim_mid fim_pad fim_rep fim_sep"
 _READ = {"model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token"}
-_READ |= {"add_space_prefix", "suppress_tokens", "eos_token_ids", *(f"{name}_token_id" for name in _IDS)}
+_READ |= {"add_space_prefix", "suppress_tokens", "eos_token_ids", *(f"{name}_token_id" for name in _IDS.split())}
 _IGNORED = {  # keys of tokenizers of encoders, and of Ollama
     *("token_type_count", "seperator_token_id", "cls_token_id", "add_sep_token", "add_cls_token", "add_mask_token"),
     *("remove_extra_whitespaces", "precompiled_charsmap", "normalizer.lowercase", "normalizer.strip_accents"),
