@@ -18,10 +18,9 @@ _KEY, _BLANK = "tokenizer.ggml.", "\u2581"
 _MODELS = ("gpt2", "gemma4", "llama")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens that matter here
 
-_IDS: tuple[str, ...] = ("bos", "eos", "eot", "eom", "unknown", "padding", "mask", "prefix", "suffix", "middle")
-_IDS += ("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
+_IDS = "bos eos eot eom unknown padding mask prefix suffix middle fim_pre fim_suf fim_mid fim_pad fim_rep fim_sep"
 _READ = {"model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token"}
-_READ |= {"add_space_prefix", "suppress_tokens", "eos_token_ids", *(f"{name}_token_id" for name in _IDS)}
+_READ |= {"add_space_prefix", "suppress_tokens", "eos_token_ids", *(f"{name}_token_id" for name in _IDS.split())}
 _IGNORED = {  # keys of tokenizers of encoders, and of Ollama
     *("token_type_count", "seperator_token_id", "cls_token_id", "add_sep_token", "add_cls_token", "add_mask_token"),
     *("remove_extra_whitespaces", "precompiled_charsmap", "normalizer.lowercase", "normalizer.strip_accents"),
@@ -234,10 +233,9 @@ class Vocabulary:
                 number = known[0]
                 self.types[number] = _CONTROL
             found += [number] if roles in _FILL_IN_ENDS else []
-        for text in _ENDS.split():
-            if (number := self.ids.get(text)) is not None:
-                self.types[number] = _CONTROL
-                found.append(number)
+        for number in sorted(self.ids[text] for text in _ENDS.split() if text in self.ids):
+            self.types[number] = _CONTROL
+            found.append(number)
         for text, lists in _NO_ENDS.items():
             if text in self.ids and all(any(other in self.ids for other in one.split()) for one in lists):
                 found = [number for number in found if number != self.ids[text]]
