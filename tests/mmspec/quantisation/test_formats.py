@@ -18,6 +18,7 @@ from mmspec.errors import UserError
 from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear, JoinedLinear
 from mmspec.quantisation.formats import FORMATS, StoredRows, concatenated, stored_layer
+from mmspec.targets.gguf_file import _OpenFile
 from tests.compiled import needs_kernels
 from tests.gguf_rows import dequantised, random_rows, stored
 
@@ -54,15 +55,15 @@ def test_weights_are_those_of_the_package(form: str, rows: int) -> None:
 def test_rows_of_a_file_are_read_whole_or_not_at_all(tmp_path: Path) -> None:
     path, memory = tmp_path / "rows.gguf", stored("Q8_0", 3, 32)[0]
     path.write_bytes(bytes(range(102)))
-    with path.open("rb") as file, path.open("rb") as other:
-        rows = StoredRows("Q8_0", 32, 34, torch.tensor([0, 34, 68]), (file,), in_file=True)
-        assert rows.ordered(torch.tensor([2, 0, 1])).data()[:, 0].tolist() == [68, 0, 34]
-        joined = (rows, replace(rows, format="Q4_0"), replace(rows, kept=(other,)), memory)
-        assert [rows.follows(one) for one in joined] == [True, False, False, False]
-        assert memory.follows(stored("Q8_0", 5, 32)[0])
-        os.truncate(path, 101)
-        with pytest.raises(UserError, match=r"rows\.gguf was cut while it was read: expected all of its tensors$"):
-            rows.data()
+    file, other = _OpenFile(path), _OpenFile(path)
+    rows = StoredRows("Q8_0", 32, 34, torch.tensor([0, 34, 68]), (file,), in_file=True)
+    assert rows.ordered(torch.tensor([2, 0, 1])).data()[:, 0].tolist() == [68, 0, 34]
+    joined = (rows, replace(rows, format="Q4_0"), replace(rows, kept=(other,)), memory)
+    assert [rows.follows(one) for one in joined] == [True, False, False, False]
+    assert memory.follows(stored("Q8_0", 5, 32)[0])
+    os.truncate(path, 101)
+    with pytest.raises(UserError, match=r"rows\.gguf was cut while it was read: expected all of its tensors$"):
+        rows.data()
 
 
 def test_blocks_are_about_as_large_as_in_the_file() -> None:
