@@ -144,7 +144,7 @@ class Projector(Keys):
     def weights(self, model: PreTrainedModel) -> dict[str, Any]:
         """Weights of vision tower and projector by name in the model; errors as for ``read_weights``."""
         empty = model.state_dict()
-        unused = {name: torch.zeros(empty[name].shape) for name in self.row.unused}
+        unused = {name: torch.zeros(empty[name].shape, dtype=torch.float32) for name in self.row.unused}
         return unused | gguf_models.read_weights(self._file, model, self.row)
 
     def processor(self, read: Callable[..., Any]) -> Any:
