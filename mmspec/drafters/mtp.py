@@ -46,7 +46,7 @@ from mmspec.errors import UserError, explained
 from mmspec.ops import kernels
 from mmspec.targets.attention import NAME, PASS, SLIDING, TreePass, set_attention, tail_mask, tree_mask, window_of
 from mmspec.targets.checkpoints import from_pretrained
-from mmspec.targets.gguf_file import GGUFFile, file_in
+from mmspec.targets.gguf_file import GGUFFile, file_in, is_gguf
 from mmspec.targets.gguf_models import read_config, read_mtp_weights
 from mmspec.targets.packing import drafter_kind, pack_drafter
 
@@ -150,6 +150,8 @@ _SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 
 def has_mtp(folder: Path) -> bool:
     """Whether a checkpoint, a folder or a GGUF file, has tensors of native MTP layers."""
+    if folder.is_file() and not is_gguf(folder):
+        return False
     stored = file_in(folder)
     names = GGUFFile(stored).tensors if stored else [one for file in weight_files(folder) for one in tensor_names(file)]
     return any(_OWN.match(name) or name.endswith(".eh_proj.weight") for name in names)

@@ -63,6 +63,11 @@ def _only(folder: Path, what: str, projector: bool) -> Path | None:
     return next(iter(found.values()), None)
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a file has the suffix or the magic number of GGUF files."""
+    return _has_projector(path) is not None
+
+
 def _has_projector(path: Path) -> bool | None:
     """Whether a GGUF file has a projector, by its name or content, as Ollama's blobs have no names; None for other
     files."""

@@ -51,6 +51,7 @@ CHANGES: dict[str, Any] = {
     "logprobs": 2,
     "chat_template": False,
     "context_limit": len(PROMPT) + 11,
+    "stop_token_ids": list(range(60, 120)),
 }
 
 
