@@ -131,7 +131,7 @@ def load(
             raise UserError(f"processor= goes with a model object: got the model {shown(model)}, which brings its own")
         name = model if isinstance(model, str) else os.path.join(os.curdir, fspath(model))  # not a registered name
         folder = plugins.model_path(name)
-        if is_on_hub(folder):  # else a drafter that is not there either is reported in place of the model
+        if is_on_hub(folder):  # report a missing target before a missing drafter
             with _located(folder) as (source, hub_options):
                 source.config(**(options | hub_options))
         # Drafter first, to report a misspelt name before loading a large model.

@@ -27,7 +27,7 @@ from mmspec.targets import gguf_tokenizer
 from mmspec.targets.gguf_file import GGUFFile
 from mmspec.targets.gguf_models import read_config
 
-_FORMAT = 8  # of the folder
+_FORMAT = 9  # of the folder
 _TOKENIZER, _OPTIONS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _SAMPLING = {  # keys below general.sampling, and llama.cpp's defaults
     "temperature": ("temp", 0.8),
@@ -36,8 +36,6 @@ _SAMPLING = {  # keys below general.sampling, and llama.cpp's defaults
     "min_p": ("min_p", 0.05),
     "repetition_penalty": ("penalty_repeat", 1.0),
 }
-_INFILL = {"prefix": "pre", "suffix": "suf", "middle": "mid"}  # earlier names of the first three
-_INFILL |= {f"fim_{part}": part for part in ("pre", "suf", "mid", "pad", "rep", "sep")}
 
 
 def index(file: GGUFFile) -> Path:
@@ -152,10 +150,7 @@ def scale_frequencies(file: GGUFFile, model: Any) -> None:
 def _tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
     """The file's tokenizer, and options of its class."""
     with explained(f"cannot load model {str(file.path)!r}", Exception):
-        made, options = gguf_tokenizer.build(file.metadata)
-    ids = ((part, file.metadata.get(f"tokenizer.ggml.{name}_token_id")) for name, part in _INFILL.items())
-    known = range(len(file.metadata["tokenizer.ggml.tokens"]))
-    return made, {**options, "fim_token_ids": {part: one for part, one in ids if one in known}}
+        return gguf_tokenizer.build(file.metadata)
 
 
 def _ends(file: GGUFFile, vocab: int) -> list[int]:

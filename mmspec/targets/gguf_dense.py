@@ -19,6 +19,7 @@ from mmspec.targets.gguf_keys import (
     Names,
     Rows,
     decoder,
+    granite_scales,
     minus_one,
     rope,
     sliding,
@@ -116,12 +117,7 @@ def _olmo2(keys: Keys) -> dict[str, Any]:
 def _granite(keys: Keys) -> dict[str, Any]:
     keys.expect("rope.scaling.finetuned", True)  # else, without positions
     found = _llama(keys)
-    return found | {
-        "attention_multiplier": keys("attention.scale", 0.0) or found["head_dim"] ** -0.5,
-        "embedding_multiplier": keys("embedding_scale", 0.0) or 1.0,
-        "residual_multiplier": keys("residual_scale", 0.0) or 1.0,
-        "logits_scaling": keys("logit_scale"),
-    }
+    return found | granite_scales(keys, found["head_dim"])
 
 
 def _minicpm(keys: Keys) -> dict[str, Any]:

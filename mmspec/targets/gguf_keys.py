@@ -327,3 +327,13 @@ def sliding(keys: Keys, every: int = 1, window: Any = _REQUIRED) -> dict[str, An
 def decoder(keys: Keys) -> dict[str, Any]:
     """Fields of most decoders beyond their sizes."""
     return {**heads(keys), "rope_parameters": rope(keys)}
+
+
+def granite_scales(keys: Keys, size: int) -> dict[str, Any]:
+    """Granite's factors of embeddings, residuals, scores and logits; ``size`` is the number of features of a head."""
+    return {
+        "attention_multiplier": keys("attention.scale", 0.0) or size**-0.5,
+        "embedding_multiplier": keys("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": keys("residual_scale", 0.0) or 1.0,
+        "logits_scaling": keys("logit_scale"),
+    }

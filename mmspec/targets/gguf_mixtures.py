@@ -21,6 +21,7 @@ from mmspec.targets.gguf_keys import (
     Names,
     decoder,
     experts,
+    granite_scales,
     rope,
     sliding,
 )
@@ -89,13 +90,8 @@ _OSS: Names = {
 def _granite(keys: Keys) -> dict[str, Any]:
     keys.expect("rope.scaling.finetuned", True)  # otherwise without rotary positions
     found = _moe(keys)
-    return found | {
-        "attention_multiplier": keys("attention.scale", 0.0) or found["head_dim"] ** -0.5,
-        "embedding_multiplier": keys("embedding_scale", 0.0) or 1.0,
-        "residual_multiplier": keys("residual_scale", 0.0) or 1.0,
-        "logits_scaling": keys("logit_scale"),
-        "shared_intermediate_size": keys("expert_shared_feed_forward_length", 0),
-    }
+    shared = keys("expert_shared_feed_forward_length", 0)
+    return found | granite_scales(keys, found["head_dim"]) | {"shared_intermediate_size": shared}
 
 
 _GRANITE: Names = {

@@ -25,6 +25,7 @@ from mmspec.targets.gguf_keys import (
     decoder,
     experts,
     flat,
+    granite_scales,
     head_size,
     heads,
     log_of_negative,
@@ -94,7 +95,7 @@ def _granite(keys: Keys) -> dict[str, Any]:
         "shared_intermediate_size": width,
         "position_embedding_type": "rope" if positions else None,
         "rope_parameters": rope(keys),
-        "attention_multiplier": keys("attention.scale", head_size(keys) ** -0.5),
+        **granite_scales(keys, head_size(keys)),
     }
 
 
@@ -303,11 +304,6 @@ _KIMI: Names = {
 
 _SIGMOID = 2  # llama.cpp's expert_gating_func
 _HYBRID = _without(SIZES, "attention.head_count_kv", "feed_forward_length")
-_GRANITE_SCALES = {
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-}
 _SSM = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups"}
 _MAMBA = {
     **{"embedding_length": "hidden_size", "attention.layer_norm_rms_epsilon": "layer_norm_epsilon"},
@@ -370,7 +366,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "granitehybrid": Architecture(
         "granitemoehybrid",
-        _HYBRID | _GRANITE_SCALES | {"feed_forward_length": "intermediate_size", **_SSM},
+        _HYBRID | {"feed_forward_length": "intermediate_size", **_SSM},
         ATTENTION
         | ROTARY
         | _mamba2("mamba")

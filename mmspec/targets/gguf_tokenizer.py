@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from mmspec.errors import nearest, shown
+from mmspec.targets.infill import NAMES
 
 _KEY, _BLANK = "tokenizer.ggml.", "\u2581"
 _MODELS = ("gpt2", "gemma4", "llama")
@@ -29,19 +30,9 @@ _IGNORED = {  # keys of tokenizers of encoders, and of Ollama
 
 _SENTENCEPIECE, _FALCON = {"bos": 1, "eos": 2, "unknown": 0}, {"bos": 11, "eos": 11}  # default ids
 _NO_STRIP = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's special tokens
-# Texts of tokens for filling in the middle, for files without the key of any of the roles.
-_FILL_IN = {
-    "fim_pre prefix": "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim▁begin\uff5c> <PRE> ▁<PRE> <|code_prefix|> "
-    "<|prefix|>",
-    "fim_suf suffix": "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim▁hole\uff5c> <SUF> ▁<SUF> <|code_suffix|> "
-    "<|suffix|>",
-    "fim_mid middle": "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim▁end\uff5c> <MID> ▁<MID> <|code_middle|> "
-    "<|middle|>",
-    "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
-    "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
-    "fim_sep": "<|file_sep|>",
-}
-_FILL_IN_ENDS = ("fim_pad", "fim_rep", "fim_sep")
+_FILL_IN = {"pre": "fim_pre prefix", "suf": "fim_suf suffix", "mid": "fim_mid middle"}  # roles by part of a prompt
+_FILL_IN |= {part: f"fim_{part}" for part in ("pad", "rep", "sep")}
+_FILL_IN_ENDS = ("pad", "rep", "sep")
 _ENDS = (  # texts of tokens that end an answer in every file
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
     "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> "
@@ -181,6 +172,7 @@ class Vocabulary:
         entries: values by key, without ``tokenizer.ggml.``.
         texts, types: text and type of each token.
         ids: tokens by text.
+        fill_in: tokens for filling in the middle by part of a prompt, see ``mmspec.targets.infill``.
         ends: tokens that end an answer: of text, turn and message, then others by text.
 
     Raises:
@@ -201,6 +193,7 @@ class Vocabulary:
             twice = next(text for number, text in enumerate(self.texts) if self.ids[text] != number)
             raise ValueError(f"expected each token once in {_KEY}tokens, got {shown(twice)} twice")
         self.types = self.listed("token_type", len(self.texts), _NORMAL)
+        self.fill_in: dict[str, int] = {}
         self.ends = self._ends()
 
     def listed(self, key: str, count: int = 0, default: Any = None) -> list[Any]:
@@ -227,12 +220,14 @@ class Vocabulary:
 
     def _ends(self) -> list[int]:
         found = [self.token("eos"), *self.entries.get("eos_token_ids", ()), self.token("eot"), self.token("eom")]
-        for roles, texts in _FILL_IN.items():
+        for part, roles in _FILL_IN.items():
             number = next((token for role in roles.split() if (token := self.token(role)) is not None), None)
-            if number is None and (known := [self.ids[text] for text in texts.split() if text in self.ids]):
+            if number is None and (known := [self.ids[text] for text in NAMES[part].split() if text in self.ids]):
                 number = known[0]
                 self.types[number] = _CONTROL
-            found += [number] if roles in _FILL_IN_ENDS else []
+            if number is not None:
+                self.fill_in[part] = number
+        found += [self.fill_in.get(part) for part in _FILL_IN_ENDS]
         for number in sorted(self.ids[text] for text in _ENDS.split() if text in self.ids):
             self.types[number] = _CONTROL
             found.append(number)
@@ -267,6 +262,7 @@ def build(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     options["add_bos_token"] = adds_bos and options["bos_token"] is not None
     options["add_eos_token"] = bool(vocabulary.entries.get("add_eos_token", False)) and options["eos_token"] is not None
     options["clean_up_tokenization_spaces"] = False
+    options["fim_token_ids"] = vocabulary.fill_in
     options["chat_template"] = metadata.get("tokenizer.chat_template")
     return made, options
 

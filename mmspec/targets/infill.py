@@ -9,11 +9,11 @@ from typing import Any
 from mmspec.errors import UserError
 from mmspec.targets.processor import Processor, is_token_ids
 
-_NAMES = {  # before prefix, suffix and middle; padding; before a repository's and a file's name; end of text
+NAMES = {  # before prefix, suffix and middle; padding; before a repository's and a file's name; end of text
     "pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>",  # noqa: RUF001
     "suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>",  # noqa: RUF001
     "mid": "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>",  # noqa: RUF001
-    "pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD>",
+    "pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
     "rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
     "sep": "<|file_sep|>",
     "end": "<EOT> ▁<EOT> <|end_of_text|> <|endoftext|>",
@@ -26,10 +26,10 @@ class Infill:
 
     def __init__(self, io: Processor) -> None:
         self._io, known = io, io.tokenizer.get_vocab()
-        found = {part: known[name] for part, names in _NAMES.items() for name in names.split() if name in known}
+        found = {part: known[name] for part, names in NAMES.items() for name in names.split() if name in known}
         self._ids: dict[str, int] = found | getattr(io.tokenizer, "init_kwargs", {}).get("fim_token_ids", {})
         if missing := {"pre", "suf", "mid"} - self._ids.keys():
-            expected = _NAMES[min(missing)].split()[0]
+            expected = NAMES[min(missing)].split()[0]
             raise UserError(f"a suffix needs a model that fills in the middle: it has no token such as {expected}")
         self.ends = sorted(self._ids.values())
 
