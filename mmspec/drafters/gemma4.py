@@ -33,8 +33,8 @@ from mmspec.drafters.layer import take
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError, explained
 from mmspec.ops import kernels
-from mmspec.targets.attention import set_attention
 from mmspec.targets import gguf_models
+from mmspec.targets.attention import set_attention
 from mmspec.targets.checkpoints import read_whole
 from mmspec.targets.gguf_file import GGUFFile, opened
 from mmspec.targets.gguf_keys import Keys
@@ -266,7 +266,12 @@ def read_stored(file: GGUFFile) -> PreTrainedModel:
     def more(keys: Keys) -> dict[str, Any]:
         found, widths = of_target.more(keys), {"vocab_size_per_layer_input": 0}
         heads = {found["num_key_value_heads"], found["num_global_key_value_heads"]}
-        return {**found, **widths, "attention_k_eq_v": len(heads) > 1, "backbone_hidden_size": keys("embedding_length_out")}
+        return {
+            **found,
+            **widths,
+            "attention_k_eq_v": len(heads) > 1,
+            "backbone_hidden_size": keys("embedding_length_out"),
+        }
 
     names = {f"nextn.{name}_projection": f"{name}_projection" for name in ("pre", "post")}
     row = replace(of_target, more=more, outer={**of_target.outer, **names})

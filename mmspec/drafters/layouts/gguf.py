@@ -1,5 +1,4 @@
-"""Drafters in GGUF files of llama.cpp's converter (architectures ``eagle3`` and ``dflash``), as published configurations
-and tensors of the layouts of the same names."""
+"""Drafters in GGUF files of llama.cpp's converter, as configurations and tensors of the layouts of the same names."""
 
 from __future__ import annotations
 
@@ -53,7 +52,9 @@ def read(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Tensor]]:
         sizes = {field: keys.uniform(key) for key, field in SIZES.items() if key != "context_length" or key in keys}
         config = {**sizes, **decoder(keys), **(_eagle3(keys) if name == "eagle3" else _dflash(keys, file))}
         for key, value in keys.unread().items():
-            raise ValueError(f"expected keys of {name} drafters, found {name}.{key} = {shown(value)}, which is not known")
+            raise ValueError(
+                f"expected keys of {name} drafters, found {name}.{key} = {shown(value)}, which is not known"
+            )
         places = {**_OUTER, "enc.output_norm": ARCHITECTURES[name]}
         for layer in range(config["num_hidden_layers"]):
             places |= {f"blk.{layer}.{one}": f"layers.{layer}.{place}" for one, place in _LAYER.items()}
