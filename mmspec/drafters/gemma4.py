@@ -261,20 +261,18 @@ def read_stored(file: GGUFFile) -> PreTrainedModel:
     """
     if (name := file.architecture()) != _STORED:
         raise UserError(f"cannot load drafter {str(file.path)!r}: expected the architecture {_STORED}, found {name!r}")
-    of_target = gguf_models.ARCHITECTURES["gemma4"]
+    target = gguf_models.ARCHITECTURES["gemma4"]
 
     def more(keys: Keys) -> dict[str, Any]:
-        found, widths = of_target.more(keys), {"vocab_size_per_layer_input": 0}
-        heads = {found["num_key_value_heads"], found["num_global_key_value_heads"]}
-        return {
-            **found,
-            **widths,
-            "attention_k_eq_v": len(heads) > 1,
+        found = {
+            **target.more(keys),
+            "vocab_size_per_layer_input": 0,
             "backbone_hidden_size": keys("embedding_length_out"),
         }
+        return {**found, "attention_k_eq_v": found["num_key_value_heads"] != found["num_global_key_value_heads"]}
 
     names = {f"nextn.{name}_projection": f"{name}_projection" for name in ("pre", "post")}
-    row = replace(of_target, more=more, outer={**of_target.outer, **names})
+    row = replace(target, more=more, outer={**target.outer, **names})
     text = gguf_models.read_config(file, row)[0]
     own = {name: getattr(text, name) for name in ("backbone_hidden_size", "tie_word_embeddings")}
     with explained(f"cannot load drafter {str(file.path)!r}", ValueError), no_init_weights():
@@ -295,9 +293,8 @@ def _shape(config: Any, layer: int) -> tuple[int, int]:
 
 def recognises(folder: Path) -> bool:
     """Whether a folder or GGUF file has an assistant."""
-    if stored := opened(folder):
-        return stored.architecture() == _STORED
-    return (read_config(folder) or {}).get("model_type") in MODEL_TYPES
+    stored = opened(folder)
+    return stored.architecture() == _STORED if stored else (read_config(folder) or {}).get("model_type") in MODEL_TYPES
 
 
 SPEC = DrafterSpec(

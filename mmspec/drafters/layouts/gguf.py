@@ -14,28 +14,13 @@ from mmspec.targets.gguf_keys import ATTENTION, HEAD_NORMS, MLP, OUTER, SIZES, K
 ARCHITECTURES = {"dflash": "hidden_norm", "eagle3": "input_norm"}
 """Names of the architectures and of the norm of their inputs."""
 
-_SWITCHES = ("norm_before_residual", "norm_before_fc")
-_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_SELECTOR = "candidate_selector."
-_LAYER = {
-    **ATTENTION,
-    **HEAD_NORMS,
-    **MLP,
-    "attn_norm_2": "hidden_norm",
-    "attn_conv_proj": "attention_conv.kernel_projection",
-    "ffn_conv_proj": "mlp_conv.kernel_projection",
-    "attn_conv_base": "attention_conv.base_kernel",
-    "ffn_conv_base": "mlp_conv.base_kernel",
-}
-_OUTER = {name: str(place).removeprefix("model.") for name, place in OUTER.items()} | {
-    "fc": "fc",
-    "markov_w1": "markov_head.markov_w1",
-    "markov_w2": "markov_head.markov_w2",
-    "conf_proj": "confidence_head.proj",
-    "selector_hidden": f"{_SELECTOR}hidden_projection",
-    "selector_predecessor.weight": f"{_SELECTOR}predecessor_codebook",
-    "selector_successor.weight": f"{_SELECTOR}successor_codebook",
-}
+_LAYER = ATTENTION | HEAD_NORMS | MLP | {"attn_norm_2": "hidden_norm"}
+_OUTER = {name: str(place).removeprefix("model.") for name, place in OUTER.items()} | {"fc": "fc"}
+_OUTER |= {f"markov_{one}": f"markov_head.markov_{one}" for one in ("w1", "w2")} | {"conf_proj": "confidence_head.proj"}
+_OUTER["selector_hidden"] = "candidate_selector.hidden_projection"
+_OUTER |= {f"selector_{one}.weight": f"candidate_selector.{one}_codebook" for one in ("predecessor", "successor")}
+for _theirs, _ours in (("attn_conv", "attention_conv"), ("ffn_conv", "mlp_conv")):
+    _LAYER |= {f"{_theirs}_base": f"{_ours}.base_kernel", f"{_theirs}_proj": f"{_ours}.kernel_projection"}
 
 
 def read(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -75,36 +60,32 @@ def read(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _eagle3(keys: Keys) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "rope_is_neox_style": False,
-        "eagle_aux_hidden_state_layer_ids": keys("target_layers"),
-        **{name: keys(name) for name in ("vocab_size", "target_hidden_size")},
-        **{switch: keys(switch, False) for switch in _SWITCHES},
-    }
+    config = {name: keys(name) for name in ("vocab_size", "target_hidden_size")}
+    config |= {name: keys(name, False) for name in ("norm_before_residual", "norm_before_fc")}
+    config["eagle_aux_hidden_state_layer_ids"] = keys("target_layers")
+    return config | {"architectures": ["LlamaForCausalLMEagle3"], "rope_is_neox_style": False}
 
 
 def _dflash(keys: Keys, file: GGUFFile) -> dict[str, Any]:
-    """Whether layers with a window are causal inside a block is in some files only; others are read as the layout."""
+    """If a file does not say whether layers with a window are causal inside a block, its class decides."""
+    width = keys("embedding_length")
+    markov, confidence, table = (file.tensors.get(f"{one}.weight") for one in ("markov_w1", "conf_proj", "token_embd"))
     keys.expect("hidden_act", "silu")
     keys.expect("rope.dimension_sections", [head_size(keys) // 2, 0, 0, 0])  # positions have one axis
-    # Of Gemma, whose embedding is the target's, scaled there.
-    scales = () if "token_embd.weight" in file.tensors else (float(torch.tensor(keys("embedding_length")).sqrt()),)
-    keys.expect("embedding_scale", 1.0, *scales)
-    markov, confidence = (file.tensors.get(f"{name}.weight") for name in ("markov_w1", "conf_proj"))
-    return {
-        "architectures": ["DSparkDraftModel" if "sample_from_anchor" in keys else "DFlashDraftModel"],
-        "dflash_config": {
-            "mask_token_id": file.count("tokenizer.ggml.mask_token_id", least=0),
-            "target_layer_ids": [layer - 1 for layer in keys("target_layers")],
-        },
+    # Gemma's embedding, which the target applies, is scaled.
+    scaled = () if table else (torch.tensor(width, dtype=torch.float32).sqrt().item(),)
+    keys.expect("embedding_scale", 1.0, *scaled)
+    own = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    return {name: keys(name) for name in own if name in keys} | {
         **sliding(keys, window=0),
-        "is_causal": keys("attention.causal", None),
+        "architectures": ["DSparkDraftModel" if "sample_from_anchor" in keys else "DFlashDraftModel"],
         "block_size": keys("block_size"),
-        "vocab_size": len(file.metadata.get("tokenizer.ggml.tokens", ())) or None,
-        "sample_from_anchor": keys("sample_from_anchor", False),
-        "markov_rank": markov.shape[-1] if markov else 0,
+        "confidence_head_with_markov": bool(confidence and confidence.shape[-1] > width),
+        "dflash_config": {"target_layer_ids": [layer - 1 for layer in keys("target_layers")]},
         "enable_confidence_head": keys("has_confidence_head", False),
-        "confidence_head_with_markov": bool(confidence and confidence.shape[-1] > keys("embedding_length")),
-        **{name: keys(name) for name in _DFLASH2 if name in keys},
+        "is_causal": keys("attention.causal", None),
+        "markov_rank": markov.shape[-1] if markov else 0,
+        "mask_token_id": file.count("tokenizer.ggml.mask_token_id", least=0),
+        "sample_from_anchor": keys("sample_from_anchor", False),
+        "vocab_size": len(file.metadata.get("tokenizer.ggml.tokens", ())) or None,
     }

@@ -19,30 +19,28 @@ from tests.model_folders import write_gguf
 from tests.published import write
 from tests.tiny.models import text_inputs
 
-EPS, BASE = 2.0**-17, 5000.0
+EPS, BASE, CONVOLUTION = 2.0**-17, 5000.0, {"attention": "attn", "mlp": "ffn", "base": "base", "kernel": "proj"}
 NAMES = {
     r"model\.": "",
-    r"(midlayer|layers\.0)\.": "blk.0.",
-    r"layers\.1\.": "blk.1.",
+    r"midlayer": "layers.0",
     r"hidden_norm\.weight": "enc.output_norm.weight",
+    r"norm\.": "output_norm.",
+    r"layers\.": "blk.",
     r"(.*)\.hidden_norm": r"\1.attn_norm_2",
     r"(.*)input_layernorm": r"\1attn_norm",
     r"(.*)self_attn\.o_proj": r"\1attn_output",
-    r"(.*)self_attn\.([qkv])_(proj|norm)": lambda found: f"{found[1]}attn_{found[2]}{'_norm' * (found[3] == 'norm')}",
+    r"(.*)self_attn\.(._norm)": r"\1attn_\2",
+    r"(.*)self_attn\.([qkv])_proj": r"\1attn_\2",
     r"(.*)mlp\.(gate|up|down)_proj": r"\1ffn_\2",
     r"(.*)(attention|mlp)_conv\.(base|kernel)_(kernel|projection)": lambda found: (
-        f"{found[1]}{'attn' if found[2] == 'attention' else 'ffn'}_conv_{'base' if found[3] == 'base' else 'proj'}"
+        f"{found[1]}{CONVOLUTION[found[2]]}_conv_{CONVOLUTION[found[3]]}"
     ),
-    r"norm\.": "output_norm.",
-    r"lm_head\.": "output.",
-    r"embed_tokens\.": "token_embd.",
-    r"markov_head\.markov": "markov",
+    r"lm_head": "output",
+    r"embed_tokens": "token_embd",
+    r"markov_head\.": "",
     r"confidence_head\.proj": "conf_proj",
     r"candidate_selector\.(\w+)_codebook": r"selector_\1.weight",
     r"candidate_selector\.hidden_projection": "selector_hidden",
-}
-OF_GEMMA4 = {
-    r"(.*)post_attention_layernorm": r"\1post_attention_norm",
     r"(.*)pre_feedforward_layernorm": r"\1ffn_norm",
     r"(.*)post_feedforward_layernorm": r"\1post_ffw_norm",
     r"(.*)layer_scalar": r"\1layer_output_scale.weight",
@@ -51,39 +49,27 @@ OF_GEMMA4 = {
 """Beginnings of published names, and of those in files."""
 
 
-def renamed(name: str, more: dict[str, Any]) -> str:
-    for begin, other in {**NAMES, **more}.items():
+def renamed(name: str, of_gemma4: bool) -> str:
+    for begin, other in NAMES.items():
         name = re.sub(f"^{begin}", other, name)
-    return name
+    return name.replace("post_attention_layernorm", "post_attention_norm" if of_gemma4 else "ffn_norm")
 
 
 def keys_of(config: dict[str, Any]) -> dict[str, Any]:
     """Keys of sizes, of heads of 16 features."""
-    return {
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "block_count": config["num_hidden_layers"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": 16,
-        "attention.value_length": 16,
-        "attention.layer_norm_rms_epsilon": EPS,
-        "rope.freq_base": BASE,
-    }
+    keys = {"embedding_length": config["hidden_size"], "feed_forward_length": config["intermediate_size"]}
+    keys |= {"block_count": config["num_hidden_layers"], "attention.head_count": config["num_attention_heads"]}
+    keys |= {"attention.head_count_kv": config["num_key_value_heads"], "rope.freq_base": BASE}
+    keys |= {"attention.key_length": 16, "attention.value_length": 16, "attention.layer_norm_rms_epsilon": EPS}
+    return keys
 
 
-def save(
-    path: Any,
-    architecture: str,
-    keys: dict[str, Any],
-    tensors: dict[str, Any],
-    names: Any = None,
-    keep: tuple[str, ...] = (),
-) -> str:
-    names = {r"(.*)post_attention_layernorm": r"\1ffn_norm"} if names is None else names
-    written = {name if name in keep else renamed(name, names): value.numpy() for name, value in tensors.items()}
+def save(path: Any, architecture: str, keys: dict[str, Any], tensors: dict[str, Any], **more: Any) -> str:
+    """``more`` tensors have their names in the file."""
+    stored = {renamed(name, architecture.startswith("gemma4")): value for name, value in tensors.items()} | more
     metadata = {name if name.startswith("tokenizer.") else f"{architecture}.{name}": one for name, one in keys.items()}
-    write_gguf(path, {"general.architecture": architecture, **metadata}, written)
+    arrays = {name: value.numpy() for name, value in stored.items()}
+    write_gguf(path, {"general.architecture": architecture, **metadata}, arrays)
     return str(path)
 
 
@@ -187,27 +173,13 @@ def gemma4(full: int = 2) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     assistant = assistant_of(target_model(), rms_norm_eps=EPS, **split)
     for layer in assistant.model.layers:
         layer.layer_scalar.fill_(0.7)
-    keys = {
-        "block_count": 2,
-        "nextn_predict_layers": 2,
-        "context_length": 131072,
-        "embedding_length": 32,
-        "embedding_length_out": 48,
-        "embedding_length_per_layer_input": 0,
-        "feed_forward_length": 40,
-        "attention.head_count": 4,
-        "attention.head_count_kv": 2 if full == 2 else [2, full],
-        "attention.shared_kv_layers": 2,
-        "attention.layer_norm_rms_epsilon": EPS,
-        "attention.sliding_window": WINDOW,
-        "attention.sliding_window_pattern": [True, False],
-        **{f"attention.{one}_length": 24 for one in ("key", "value")},
-        **{f"attention.{one}_length_swa": 12 for one in ("key", "value")},
-        "rope.dimension_count": 24,
-        "rope.dimension_count_swa": 12,
-        "rope.freq_base": 1e6,
-        "rope.freq_base_swa": 1e4,
-    }
+    keys = {"block_count": 2, "nextn_predict_layers": 2, "context_length": 131072, "embedding_length": 32}
+    keys |= {"embedding_length_out": 48, "embedding_length_per_layer_input": 0, "feed_forward_length": 40}
+    keys |= {"attention.head_count": 4, "attention.shared_kv_layers": 2, "attention.layer_norm_rms_epsilon": EPS}
+    keys |= {"attention.head_count_kv": 2 if full == 2 else [2, full], "attention.sliding_window": WINDOW}
+    keys |= {"attention.sliding_window_pattern": [True, False], "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4}
+    heads = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    keys |= dict.fromkeys(heads, 24) | {f"{name}_swa": 12 for name in heads}
     tensors = {name: value for name, value in assistant.state_dict().items() if name != "lm_head.weight"}
     return assistant, keys, {**tensors, "rope_freqs.weight": torch.tensor([1.0] * 3 + [1e30] * 9)}
 
@@ -216,7 +188,7 @@ def gemma4(full: int = 2) -> tuple[Any, dict[str, Any], dict[str, Any]]:
 def test_files_have_the_published_assistants(full: int, tmp_path: Any) -> None:
     """All layers are prediction layers."""
     assistant, keys, tensors = gemma4(full)
-    file = save(tmp_path / "a.gguf", "gemma4-assistant", keys, tensors, OF_GEMMA4)
+    file = save(tmp_path / "a.gguf", "gemma4-assistant", keys, tensors)
     for spec in (file, f"gemma4:{file}"):
         found: Any = make_drafter(spec)
         assert registered_name(found) == "gemma4"
@@ -230,50 +202,31 @@ def test_files_have_the_published_assistants(full: int, tmp_path: Any) -> None:
         assert_equal(target_model(), found, text_inputs(2, 9), num_draft_tokens=8)
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "another architecture": ("llama", {}, {}, r"expected the architecture dflash or eagle3, found 'llama'"),
-    "a layout of another name": ("eagle3", {}, {}, r"received an EAGLE-3 head: use eagle3:"),
-    "scaled frequencies": (
-        "eagle3",
-        {},
-        {"rope_freqs.weight": torch.ones(8)},
-        r"found rope_freqs\.weight, which has no place",
-    ),
-    "an activation": ("dflash", {"hidden_act": "gelu"}, {}, r"expected dflash\.hidden_act = silu, got 'gelu'"),
-    "a key": ("dflash", {"final_logit_softcapping": 5.0}, {}, r"dflash\.final_logit_softcapping = 5\.0, which is not"),
-    "sinks": ("dflash", {}, {"blk.0.attn_sinks.weight": torch.ones(4)}, r"found blk\.0\.attn_sinks\.weight"),
-    "a scaled table": (
-        "dflash",
-        {"embedding_scale": 48**0.5},
-        {"token_embd.weight": torch.ones(VOCAB, 48)},
-        r"expected dflash\.embedding_scale = 1\.0, got 6\.9",
-    ),
-    "sections": ("dflash", {"rope.dimension_sections": [3, 3, 2, 0]}, {}, r"dimension_sections = \[8, 0, 0, 0\], got"),
-    "centroids": (
+ONES, KINDS = torch.ones(VOCAB, 48), "attention.sliding_window_pattern"
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    r"expected the architecture dflash or eagle3, found 'llama'": ("llama", {}, {}),
+    r"received an EAGLE-3 head: use eagle3:": ("eagle3", {}, {}),
+    r"found rope_freqs\.weight, which has no place": ("eagle3", {}, {"rope_freqs.weight": ONES}),
+    r"expected dflash\.hidden_act = silu, got 'gelu'": ("dflash", {"hidden_act": "gelu"}, {}),
+    r"found dflash\.final_logit_softcapping = 5\.0, which": ("dflash", {"final_logit_softcapping": 5.0}, {}),
+    r"found blk\.0\.attn_sinks\.weight, which": ("dflash", {}, {"blk.0.attn_sinks.weight": ONES}),
+    r"_scale = 1\.0, got 6\.9": ("dflash", {"embedding_scale": 48**0.5}, {"token_embd.weight": ONES}),
+    r"sections = \[8, 0, 0, 0\], got": ("dflash", {"rope.dimension_sections": [3, 3, 2, 0]}, {}),
+    r"found masked_embd_centroids\.weight, which": ("gemma4-assistant", {}, {"masked_embd_centroids.weight": ONES}),
+    r"expected the architecture gemma4-assistant, found 'gemma4'": ("gemma4", {}, {}),
+    r"block_count = 3 blocks, found 2": (
         "gemma4-assistant",
+        {"block_count": 3, "nextn_predict_layers": 3, KINDS: [True, False, False]},
         {},
-        {"masked_embd_centroids.weight": torch.ones(2, 32)},
-        r"found masked_embd_centroids\.weight, which has no place",
-    ),
-    "an assistant of another architecture": ("gemma4", {}, {}, r"the architecture gemma4-assistant, found 'gemma4'"),
-    "an assistant without a layer": (
-        "gemma4-assistant",
-        {"block_count": 3, "nextn_predict_layers": 3, "attention.sliding_window_pattern": [True, False, False]},
-        {},
-        r"block_count = 3 blocks, found 2",
     ),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_files_are_one_line(name: str, tmp_path: Any) -> None:
-    kind, keys, tensors, message = REFUSED[name]
-    if kind.startswith("gemma4"):
-        _, own, stored = gemma4()
-        written = save(tmp_path / "a.gguf", kind, {**own, **keys}, {**stored, **tensors}, OF_GEMMA4, (*tensors,))
-    else:
-        _, _, own, stored = eagle3() if kind == "eagle3" else dflash()
-        written = save(tmp_path / "a.gguf", kind, {**own, **keys}, {**stored, **tensors}, keep=(*tensors,))
+@pytest.mark.parametrize("message", REFUSED)
+def test_other_files_are_one_line(message: str, tmp_path: Any) -> None:
+    kind, keys, tensors = REFUSED[message]
+    *_, own, stored = gemma4() if kind.startswith("gemma4") else eagle3() if kind == "eagle3" else dflash()
+    written = save(tmp_path / "a.gguf", kind, {**own, **keys}, stored, **tensors)
     with pytest.raises(UserError, match=message) as caught:
         make_drafter(f"{'gemma4' if kind.startswith('gemma4') else 'dflash'}:{written}")
     assert "\n" not in str(caught.value)
