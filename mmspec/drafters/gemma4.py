@@ -264,12 +264,9 @@ def read_stored(file: GGUFFile) -> PreTrainedModel:
     target = gguf_models.ARCHITECTURES["gemma4"]
 
     def more(keys: Keys) -> dict[str, Any]:
-        found = {
-            **target.more(keys),
-            "vocab_size_per_layer_input": 0,
-            "backbone_hidden_size": keys("embedding_length_out"),
-        }
-        return {**found, "attention_k_eq_v": found["num_key_value_heads"] != found["num_global_key_value_heads"]}
+        found = {**target.more(keys), "vocab_size_per_layer_input": 0}
+        found["attention_k_eq_v"] = found["num_key_value_heads"] != found["num_global_key_value_heads"]
+        return {**found, "backbone_hidden_size": keys("embedding_length_out")}
 
     names = {f"nextn.{name}_projection": f"{name}_projection" for name in ("pre", "post")}
     row = replace(target, more=more, outer={**target.outer, **names})
