@@ -165,21 +165,6 @@ def test_chat_messages():
         processor.encode([{"prompt": [{**user, "content": [*items, {"type": "image_url"}]}]}])
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"prompt": []}, "^the prompt must not be empty$"),
-        ({"prompt": [{"role": "user", "content": "hi"}]}, "chat messages need a chat template: the tokenizer has none"),
-        ({"frames": 3}, "unknown option for this model: got frames$"),
-        ({"stop_strings": ["a"]}, "unknown option for this model: got stop_strings; write stop instead$"),
-        ({"streamer": None}, "unknown option for this model: got streamer; write Pipeline.stream instead$"),
-    ],
-)
-def test_mistakes_are_named(keywords, message):
-    with pytest.raises(UserError, match=message):
-        pipeline(Ngram()).generate(**{"prompt": PROMPT, **keywords})
-
-
 def test_accelerators_are_named(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
@@ -205,14 +190,6 @@ def test_a_pipeline_shows_what_it_is():
 def test_dir_has_public_names_only():
     assert [name for name in dir(mmspec) if name not in mmspec.__all__] == ["__version__"]
     assert set(mmspec.__all__) <= set(dir(mmspec))
-
-
-def test_a_model_of_ones_own():
-    model, options = byte_model(), {"max_new_tokens": 10, "nodes": 4}
-    pipe = mmspec.load(model, drafter="ngram", processor=byte_tokenizer())
-    assert (pipe.model, pipe.hf_processor) == (model, byte_tokenizer())
-    assert pipe.generate(PROMPT, **options).token_ids == pipeline().generate(PROMPT, **options).token_ids
-    assert model.config._attn_implementation == "sdpa"
 
 
 DTYPE = "dtype must be auto, float32, .*, int4: got "
