@@ -268,11 +268,8 @@ class Pipeline:
         return self.engine.follow(self._speculation, lambda one: self.submit(self._prepared(one)[0], lambda _: None))
 
     def _prepared(self, request: Request, streams: bool = False) -> tuple[DecodeRequest, AnswerReader]:
-        """Encode a request, and return it in the engine's terms with the reader of its output.
-
-        Raises:
-            UserError: the input cannot be read, or is longer than the context limit.
-        """
+        """Encode a request, and return it in the engine's terms with the reader of its output. Raises ``UserError``:
+        the input cannot be read, or is longer than the context limit."""
         request = self.engine.admit(request)
         params, options = self.defaults.complete(request.params), request.options
         rendered = options.chat_template and not is_token_ids(request.content["prompt"])

@@ -271,11 +271,8 @@ def _by_path(step: _Step, logits: Tensor) -> Tensor:
 
 
 def _path_scores(step: _Step, row: SamplingState, history: list[int], scores: Tensor) -> Tensor:
-    """Scores, (1, vocab), after the grammar, and after all processors except warpers, called one by one.
-
-    Raises:
-        UserError: a processor left no token to choose.
-    """
+    """Scores, (1, vocab), after the grammar, and after all processors except warpers, called one by one. Raises
+    ``UserError``: a processor left no token to choose."""
     ids, sampler, culprit = on_device([history], scores.device), step.sampler, None
     if row.constraint is not None and row.alignment is None:
         scores = row.constraint(ids, scores)

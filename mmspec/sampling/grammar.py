@@ -87,10 +87,8 @@ class Grammars:
     def compile(self, kind: str, text: str) -> Grammar:
         """Compile a grammar for this tokenizer, or return it from the LRU cache of ``_KEPT`` grammars.
 
-        Concurrent calls for one grammar compile it once.
-
-        Raises:
-            UserError: as for ``check_grammar``; or no output satisfies the grammar with this vocabulary.
+        Concurrent calls for one grammar compile it once. Raises ``UserError``: as for ``check_grammar``; or no output
+        satisfies the grammar with this vocabulary.
         """
         key = (kind, str(text))
         with self._lock:
@@ -227,10 +225,8 @@ class Grammar:
     def _tried(self, state: _State, call: Callable[[Any], Result | None], otherwise: UserError | None) -> Result:
         """Call a function of the matcher and return its result.
 
-        A matcher that has reached a limit stays in the error state and is replaced in the state.
-
-        Raises:
-            UserError: the call failed, if possible also with a new lexer; ``otherwise`` if the matcher gives no reason.
+        A matcher that has reached a limit stays in the error state and is replaced in the state. Raises ``UserError``:
+        the call failed, if possible also with a new lexer; ``otherwise`` if the matcher gives no reason.
         """
         for again in (True, False):
             result = call(state.matcher)
