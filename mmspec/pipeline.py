@@ -88,11 +88,8 @@ class Generation(Piece):
 
 
 class _PieceReader:
-    """Converts the deltas of a sequence to pieces of text, in the client's thread.
-
-    Attributes:
-        ended: whether the last piece was returned.
-    """
+    """Converts the deltas of a sequence to pieces of text, in the client's thread. ``ended``: whether the last piece
+    was returned."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self._reader, self.ended = reader, False

@@ -100,10 +100,7 @@ def open_video(
 
 def display_size(width: int, height: int, pixel_aspect: Fraction | None) -> tuple[int, int]:
     """Width and height of a frame after conversion to square pixels: one side grows, the other side stays.
-
-    Args:
-        pixel_aspect: width / height of a pixel; None or 0 if unknown.
-    """
+    ``pixel_aspect``: width / height of a pixel; None or 0 if unknown."""
     aspect = pixel_aspect or Fraction(1)
     return round(width * max(aspect, Fraction(1))), round(height / min(aspect, Fraction(1)))
 

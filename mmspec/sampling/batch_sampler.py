@@ -302,11 +302,8 @@ def _empty_error(processors: Sequence[Any]) -> UserError:
 
 
 def _stars(tree: TokenTree, at: Tensor) -> TokenTree:
-    """For each given node, a tree of the node as root and its children, with their indices in ``tree``.
-
-    Args:
-        at: (some,) int64, indices into (batch * nodes).
-    """
+    """For each given node, a tree of the node as root and its children, with their indices in ``tree``. ``at``: (some,)
+    int64, indices into (batch * nodes)."""
     row, node = at // tree.nodes, at % tree.nodes
     root = torch.arange(tree.nodes, device=at.device) == 0
     children = (tree.parents[row] == node[:, None]) & tree.alive[row]

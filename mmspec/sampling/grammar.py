@@ -125,10 +125,8 @@ class _Spelt:
     """Tokenizer interface for llguidance that turns some special tokens into ordinary tokens.
 
     llguidance treats every added token like ``<tool_call>`` as special, and text in a grammar never matches special
-    tokens. Qwen's models emit ``<tool_call>`` as this token and could not call tools.
-
-    Args:
-        text: tokens to treat as ordinary text.
+    tokens. Qwen's models emit ``<tool_call>`` as this token and could not call tools. ``text``: tokens to treat as
+    ordinary text.
     """
 
     bos_token_id = None
@@ -260,11 +258,8 @@ class Grammar:
 
 
 class _Deferred:
-    """A ``TreeProcessor`` whose grammar starts within the output.
-
-    Args:
-        grammar: the grammar. Its state is ``inner`` of this processor's states, None before the grammar starts.
-    """
+    """A ``TreeProcessor`` whose grammar starts within the output. ``grammar``: the grammar. Its state is ``inner`` of
+    this processor's states, None before the grammar starts."""
 
     def __init__(self, grammar: Any) -> None:
         self._grammar = grammar

@@ -216,11 +216,8 @@ def copy_for_row(processor: Any, index: int) -> Any:
 
 
 class Warper:
-    """An ``OnTrees`` that ignores histories and may be applied to the scores of a subset of nodes.
-
-    Attributes:
-        sorts: whether it sorts scores, which takes most of the sampling time on a GPU.
-    """
+    """An ``OnTrees`` that ignores histories and may be applied to the scores of a subset of nodes. ``sorts``: whether
+    it sorts scores, which takes most of the sampling time on a GPU."""
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self._processor = processor

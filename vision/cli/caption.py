@@ -146,12 +146,9 @@ def _caption_folder(
 
 
 class Captioner:
-    """Captions batches of files with one model; a worker of ``mmspec.jobs.run_jobs``.
-
-    Args:
-        settings: ``folder``; ``prompt`` (None: ``PROMPTS``); ``loading``, options of the model; ``video``, options of
-            ``load_video``; and ``keywords`` of ``Pipeline.generate``.
-    """
+    """Captions batches of files with one model; a worker of ``mmspec.jobs.run_jobs``. ``settings``: ``folder``;
+    ``prompt`` (None: ``PROMPTS``); ``loading``, options of the model; ``video``, options of ``load_video``; and
+    ``keywords`` of ``Pipeline.generate``."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from rich.console import Console
