@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mmspec.cache.rows import batch_bucket
+from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.drafter import Drafter
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Feature, Prompt, Target
@@ -113,9 +114,7 @@ def _reservation(target: TransformersTarget, rows: int, tokens: int | None) -> t
     limit = tokens or _TOKENS
     limit = min(limit, target.context_limit or limit)
     list(target.prefill([placeholder(1, _PROMPT, target)], [1]))
-    kv = target.runner.cache.kv
-    size = sum(tensor.nbytes for tensor in kv.tensors)
-    token_bytes = size // (kv.rows * kv.capacity) if size else 0
+    token_bytes, kv = _token_bytes(target.runner.cache), target.runner.cache.kv
     target.keep([])
     if not token_bytes:
         return rows, limit
@@ -123,6 +122,12 @@ def _reservation(target: TransformersTarget, rows: int, tokens: int | None) -> t
     while rows > 1 and fitting // batch_bucket(rows) < min(limit, _LEAST_TOKENS):
         rows = batch_bucket(rows) // 2
     return rows, min(limit, fitting // batch_bucket(rows))
+
+
+def _token_bytes(cache: TreeCache) -> int:
+    """KV-cache bytes per token."""
+    size = sum(tensor.nbytes for tensor in cache.kv.tensors)
+    return size // (cache.kv.rows * cache.kv.capacity) if size else 0
 
 
 def _free_bytes(device: torch.device) -> int:
