@@ -279,8 +279,11 @@ class Admission(Protocol):
 
 
 class Slots:
-    """FIFO semaphore of decoding slots. Used from one event loop only. ``longest``: maximum number of slots that are
-    waited for; further requests are refused."""
+    """FIFO semaphore of decoding slots. Used from one event loop only.
+
+    Args:
+        longest: maximum number of slots that are waited for; further requests are refused.
+    """
 
     def __init__(self, size: int, longest: int) -> None:
         self.size, self.longest = size, longest
