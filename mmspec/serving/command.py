@@ -145,7 +145,7 @@ def _here(settings: ServerSettings, host: str, port: int) -> None:
 def _follow(settings: ServerSettings) -> None:
     """Execute rank 0's steps until it shuts down; only rank 0 receives requests."""
     with steps_shown():
-        pipe = settings.pipeline()
+        (pipe,) = settings.pipelines().values()
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.SIG_IGN)  # all ranks receive the signal; rank 0 notifies the others at its end
     pipe.follow()
