@@ -23,6 +23,7 @@ from torch import Tensor
 from mmspec.cache.rows import RowTensor, row_index
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.errors import UserError
+from mmspec.ops import cpu
 from mmspec.ssm.ops import DepthIndex, commit_conv, conv_window, tree_conv
 from mmspec.ssm.recurrences import Recurrence
 
@@ -246,7 +247,8 @@ class StateCache(TreeCache):
         self._scans = Scans(recurrence(units) if recurrence is not None else None, units, scans, static_shapes)
         self._conv = Convolutions(static_shapes)
         self._tree: DepthIndex | None = None  # of the current verify pass
-        self._window = torch.empty(0, dtype=torch.long)  # (batch, nodes, width), see conv_window
+        self._known_window: Tensor | None = None
+        self._native: tuple[Any, Any] | None = None  # of a pass in the kernels: sublayers, and buffers with its records
         self._current: Key = 0, 0  # current layer and convolution, which are not passed to convolutions and scans
 
     @property
@@ -293,19 +295,38 @@ class StateCache(TreeCache):
         return self._tree is not None
 
     def arguments(self, reach: Tensor) -> dict[str, Any]:
-        batch, nodes, slots = reach.shape
+        _, nodes, slots = reach.shape
         if slots != nodes:
             raise UserError(
                 "recurrent layers require the whole tree in one pass: "
                 f"got {nodes} nodes after {slots - nodes} uncommitted ones"
             )
-        self._tree, width = DepthIndex(reach), self._conv.width
-        if nodes == 1:
-            self._window = torch.arange(width, device=reach.device).expand(batch, 1, -1)
-        else:
-            self._window = conv_window(self._tree.parents, width)
+        self._native = None
+        self._tree, self._known_window = DepthIndex(reach), None
         self._conv.calls = self._scans.calls = 0
         return {STATES: self}
+
+    @property
+    def _window(self) -> Tensor:
+        """(batch, nodes, width), see ``conv_window``."""
+        if self._known_window is None:
+            assert self._tree is not None
+            self._known_window = conv_window(self._tree.parents, self._conv.width)
+        return self._known_window
+
+    def recurrent(self, weights: Any) -> tuple[Tensor, Any]:
+        assert self._tree is not None
+        nodes = self._tree.ancestors.shape[1]
+        states = self._conv.state, self._scans.state
+        for state in states:
+            state.write(state.data.float())
+        conv, scans = (state.data for state in states)
+        buffers = cpu.recurrent_buffers(weights, conv, scans if len(self._scans) else conv[:, :0, 0], nodes)
+        self._native = weights, buffers
+        return self._tree.ancestors.contiguous(), buffers
+
+    def discard_pass(self) -> None:
+        self._native = None
 
     def conv(
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None, **options: Any
@@ -394,11 +415,14 @@ class StateCache(TreeCache):
         super().commit(path, rows)
         if longest := max(map(len, rows)):
             self._advance_states(path[:, :longest])
-        self._tree = None
+        self._tree, self._native = None, None
         self._conv.calls = self._scans.calls = 0
 
     def _advance_states(self, path: Tensor) -> None:
         """Update the states along each row's path, (batch, depth) padded with -1."""
+        if self._native is not None:
+            cpu.advance_states(*self._native, path.contiguous())
+            return
         expected, received = len(self._conv) + len(self._scans), self._conv.calls + self._scans.calls
         if received != expected:
             # A mixer that bypasses the replaced functions treats the tree as a sequence: wrong logits.

@@ -28,6 +28,7 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
+from mmspec.quantisation.blocks import BlockLinear
 from mmspec.quantisation.linear import PackedLinear
 from mmspec.targets.attention import (
     NAME,
@@ -43,6 +44,7 @@ from mmspec.targets.attention import (
 )
 from mmspec.targets.packing import first_layers, linear_of
 from mmspec.targets.static_forward import FusedDecoder
+from mmspec.targets.sublayers import SublayerStack
 from mmspec.targets.support import (
     cached_layers,
     computing_devices,
@@ -160,18 +162,36 @@ class Decoder:
         if states is not None and static not in self._direct:
             # Checked once: some decoders scale their embeddings, or do more after the last layer.
             whole, computed = self._run(inputs, cache).float(), states[1].float()
-            tolerance = _TOLERANCE.get(states[1].dtype, _HALF_TOLERANCE) if static else 0.0
+            same = not static and self._sublayers is None
+            tolerance = 0.0 if same else _TOLERANCE.get(states[1].dtype, _HALF_TOLERANCE)
             self._direct[static] = bool((computed - whole).norm() <= tolerance * whole.norm())
+            if not self._direct[static]:
+                cache.discard_pass()
         return states if self._direct.get(static) else None
 
     def _stack_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
         """States from ``Stack.states``."""
         stack = getattr(self._first, "stack", None)
-        if stack is None or inputs.keys() != {"input_ids", "position_ids", "attention_mask"}:
+        if stack is None:
+            others = inputs.keys() - {"input_ids", "inputs_embeds", "position_ids", "attention_mask"}
+            usual = all(inputs[name] is cache for name in others)
+            return self._sublayers.states(inputs, cache) if usual and self._sublayers is not None else None
+        if inputs.keys() != {"input_ids", "position_ids", "attention_mask"}:
             return None
         nodes = inputs["input_ids"], inputs["position_ids"], inputs["attention_mask"]
         states: list[Tensor] | None = stack.states(self._module, *nodes, cache)
         return None if states is None else (states, self._module.norm(states[-1]))
+
+    @cached_property
+    def _sublayers(self) -> SublayerStack | None:
+        """The layers for the C++ kernels; None if the kernels do not support them."""
+        packed = any(isinstance(layer, BlockLinear) for layer in self._module.modules())
+        if not packed or is_split(self._model):
+            return None
+        try:
+            return SublayerStack(self._module, () if self.layers is None else self.layers.mixers)
+        except ValueError:
+            return None
 
     def _fused_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
         """States from ``FusedDecoder.states``."""

@@ -1,0 +1,509 @@
+// Decoders of residual sublayers, x += scale * f(RMSNorm(x)): attention, recurrent mixers, short convolutions and MLPs.
+//
+// A recurrent mixer has a state S per head and computes, at each node of a tree, S = decay * S' + key (x) update, where
+// S' is the state after the node's parent. Nodes are visited depth first: a node's result is computed by the same
+// operations, in the same order, as in plain decoding of its path. A pass does not change the states before the tree; it
+// records keys, updates and decays, from which ``advance`` computes the states after an accepted path.
+
+#pragma once
+
+#include "attention.h"
+#include "products.h"
+
+extern "C" {
+
+// Null pointers and zeros for parts that a kind does not have.
+struct Sublayer {
+  const Linear* inputs;  // projections of the normed input, with adjacent outputs
+  Linear out;
+  const float* norm;
+  const float* inner_norm;  // attention: (heads + groups, head_dim); mixers: gain of the gated norm
+  const float *taps, *tap_bias;            // convolution: (width, channels), (channels)
+  const float *decay, *step_bias, *skip;   // (heads)
+  float epsilon, inner_epsilon, scale, attention_scale;
+  int64_t kind, projections;
+  int64_t ends_layer;                            // whether the output is a layer's
+  int64_t heads, groups, head_dim, key_dim;      // groups: heads of keys
+  int64_t rotated, gated;                        // attention: rotated features of a head; whether outputs have gates
+  int64_t width, channels, first_channel;        // convolution: taps; channels, and the first among all layers'
+  int64_t place;                                 // index among layers with keys and values, or with states
+  int64_t activation, norm_groups;               // of an MLP; groups of features of a mixer's norm
+};
+
+// Buffers of a decoder's recurrent states and of a pass's nodes. All strides are in elements.
+struct Recurrent {
+  float *conv_state, *state;    // (rows, channels, width - 1), (rows, units, heads, ...)
+  float *inputs, *record;       // (rows, nodes, channels), (rows, nodes, units, recorded)
+  int64_t channels, width, state_row, unit, recorded, units, nodes;
+};
+
+struct TreePass {
+  const Sublayer* sublayers;
+  int64_t count, hidden, start;
+  const float *x, *rotation;  // rotation: (batch * nodes, 2, rotated / 2), cosines and sines
+  float* states;              // (layers, batch * nodes, hidden)
+  const uint8_t* ancestors;   // (batch, nodes, nodes)
+  uint16_t* cache;            // as in ``Pass``
+  int64_t cache_part;
+  Attention attention;
+  Recurrent recurrent;
+};
+
+}  // extern "C"
+
+namespace {
+
+enum Mixing : int64_t { ATTENTION, GATED_DELTA, MAMBA2, SHORT_CONV, MLP };
+enum Activation : int64_t { SILU, GELU, SQUARED_RELU };
+
+constexpr int64_t WINDOW = 8;  // maximum taps of a convolution
+
+// A node of a row in depth-first order. States are in slots: ``from`` the parent's (-1: the state before the tree),
+// ``to`` the node's own (-1: no child needs it).
+struct Visit {
+  int64_t node, from, to;
+};
+
+// Order of a row's nodes, and the inputs of each node's convolution: nodes, or entries of the state minus (width - 1).
+struct Order {
+  std::vector<Visit> visits;
+  std::vector<int64_t> window;  // (nodes, taps), oldest first
+  int64_t slots = 0;
+
+  void shape(const uint8_t* ancestors, int64_t nodes, int64_t width) {
+    std::vector<int64_t> parent(nodes), child(nodes + 1, -1), next(nodes, -1), slot(nodes, -1);
+    for (int64_t node = nodes - 1; node >= 0; node--) {
+      int64_t above = node - 1;
+      while (above >= 0 && !ancestors[node * nodes + above]) above--;
+      parent[node] = above;
+      int64_t& first = child[above < 0 ? nodes : above];
+      next[node] = first, first = node;
+    }
+    visits.clear(), slots = 0;
+    for (int64_t node = child[nodes]; node >= 0;) {
+      int64_t above = parent[node], from = above < 0 ? -1 : slot[above];
+      if (child[node] >= 0) slot[node] = from < 0 ? 0 : from + (next[node] >= 0);
+      slots = std::max(slots, slot[node] + 1);
+      visits.push_back({node, from, slot[node]});
+      if (child[node] >= 0) {
+        node = child[node];
+        continue;
+      }
+      while (node >= 0 && next[node] < 0) node = parent[node];
+      if (node >= 0) node = next[node];
+    }
+    window.resize(nodes * width);
+    for (int64_t node = 0; node < nodes; node++)
+      for (int64_t tap = width - 1, at = node; tap >= 0; tap--) {
+        window[node * width + tap] = at;
+        at = at < 0 ? at - 1 : parent[at];
+      }
+  }
+};
+
+// Convolutions' outputs of one node for channels of a layer, from ``first`` on, after SiLU if ``activated``.
+// input(node, channel): pointer to the inputs of channels.
+template <class Input>
+inline void convolve(const Sublayer& layer, const Recurrent& r, int64_t row, const int64_t* window, int64_t first,
+                     int64_t count, bool activated, const Input& input, float* out) {
+  int64_t width = layer.width, before = width - 1;
+  const float* state = r.conv_state + (row * r.channels + layer.first_channel + first) * before;
+  for (int64_t c = 0; c < count; c += LANES) {
+    floats sum = layer.tap_bias ? load<floats>(layer.tap_bias + first + c) : floats{};
+    for (int64_t tap = 0; tap < width; tap++) {
+      floats x;
+      if (window[tap] >= 0)
+        x = input(window[tap], first + c);
+      else
+        for (int64_t i = 0; i < LANES; i++) x[i] = state[(c + i) * before + before + window[tap]];
+      sum = fma(x, load<floats>(layer.taps + tap * layer.channels + first + c), sum);
+    }
+    store(out + c, activated ? silu(sum) : sum);
+  }
+}
+
+inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
+inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
+
+inline float dot_of(const float* a, const float* b, int64_t count) {
+  floats total{};
+  for (int64_t i = 0; i < count; i += LANES) total = fma(load<floats>(a + i), load<floats>(b + i), total);
+  return sum(total);
+}
+
+// Divides by the L2 norm, times ``factor``.
+inline void normalise(float* x, int64_t count, float factor) {
+  floats inverse = splat(factor / std::sqrt(dot_of(x, x, count) + 1e-6f));
+  for (int64_t i = 0; i < count; i += LANES) store(x + i, load<floats>(x + i) * inverse);
+}
+
+// left (keys) and right (values): S = decay * S + left (x) right, (count, width).
+inline void update_state(const float* from, float* to, float decay, const float* left, const float* right,
+                         int64_t count, int64_t width) {
+  floats factor = splat(decay);
+  for (int64_t i = 0; i < count; i++, from += width, to += width) {
+    floats scaled = splat(left[i]);
+    for (int64_t j = 0; j < width; j += LANES)
+      store(to + j, fma(scaled, load<floats>(right + j), factor * load<floats>(from + j)));
+  }
+}
+
+// Products of a state (count, width) with two rows of ``count`` factors, for ``wide`` vectors of its columns.
+template <int wide>
+inline void read_columns(const float* state, int64_t width, const float* key, const float* query, int64_t count,
+                         float* of_key, float* of_query) {
+  floats keys[wide] = {}, queries[wide] = {};
+  for (int64_t i = 0; i < count; i++, state += width) {
+    floats k = splat(key[i]), q = splat(query[i]);
+#pragma GCC unroll 4
+    for (int j = 0; j < wide; j++) {
+      floats s = load<floats>(state + j * LANES);
+      keys[j] = fma(k, s, keys[j]), queries[j] = fma(q, s, queries[j]);
+    }
+  }
+  for (int j = 0; j < wide; j++) store(of_key + j * LANES, keys[j]), store(of_query + j * LANES, queries[j]);
+}
+
+// Per-thread buffers of a head.
+struct HeadBuffers {
+  Lines<float> slots;
+  std::vector<float> mixed, read;
+};
+
+// The scan of one head of a row: projected (rows, stride) -> y (rows, heads * head_dim).
+struct Scan {
+  const Sublayer& layer;
+  const Recurrent& r;
+  const Order& order;
+  const float* projected;
+  int64_t row, stride;
+  float* y;
+
+  const float* state(int64_t head) const {
+    return r.state + row * r.state_row + layer.place * r.unit + head * layer.head_dim * layer.key_dim;
+  }
+  // Recorded keys (groups, key_dim), updates (heads, head_dim) and decays (heads) of a node.
+  float* record(int64_t node) const { return r.record + ((row * r.nodes + node) * r.units + layer.place) * r.recorded; }
+  floats input(int64_t node, int64_t channel) const {
+    return load<floats>(projected + (row * r.nodes + node) * stride + channel);
+  }
+
+  // Gated DeltaNet (arXiv 2412.06464): update = rate * (value - decay * S' key).
+  void delta(int64_t head, HeadBuffers& buffers) const {
+    int64_t keys = layer.key_dim, values = layer.head_dim, group = head / (layer.heads / layer.groups);
+    int64_t all_keys = layer.groups * keys, all_values = layer.heads * values, size = keys * values;
+    buffers.slots.reserve(order.slots * size), buffers.mixed.resize(2 * keys + values), buffers.read.resize(2 * values);
+    float *query = buffers.mixed.data(), *key = query + keys, *value = key + keys;
+    float *of_key = buffers.read.data(), *of_query = of_key + values;
+    auto input = [&](int64_t node, int64_t channel) { return this->input(node, channel); };
+    for (const Visit& visit : order.visits) {
+      const int64_t* window = order.window.data() + visit.node * layer.width;
+      convolve(layer, r, row, window, group * keys, keys, true, input, query);
+      convolve(layer, r, row, window, all_keys + group * keys, keys, true, input, key);
+      convolve(layer, r, row, window, 2 * all_keys + head * values, values, true, input, value);
+      normalise(query, keys, 1 / std::sqrt(float(keys))), normalise(key, keys, 1);
+      const float* gates = projected + (row * r.nodes + visit.node) * stride + 2 * all_keys + 2 * all_values;
+      float rate = sigmoid(gates[head]);
+      float decay = std::exp(layer.decay[head] * softplus(gates[layer.heads + head] + layer.step_bias[head]));
+      const float* before = visit.from < 0 ? state(head) : &buffers.slots[visit.from * size];
+      constexpr int wide = 4;
+      int64_t at = 0;
+      for (; at + wide * LANES <= values; at += wide * LANES)
+        read_columns<wide>(before + at, values, key, query, keys, of_key + at, of_query + at);
+      for (; at < values; at += LANES)
+        read_columns<1>(before + at, values, key, query, keys, of_key + at, of_query + at);
+      float* recorded = record(visit.node);
+      float* update = recorded + all_keys + head * values;
+      float overlap = dot_of(key, query, keys);
+      float* out = y + ((row * r.nodes + visit.node) * layer.heads + head) * values;
+      for (int64_t i = 0; i < values; i += LANES) {
+        floats change = splat(rate) * (load<floats>(value + i) - splat(decay) * load<floats>(of_key + i));
+        store(update + i, change);
+        store(out + i, fma(splat(overlap), change, splat(decay) * load<floats>(of_query + i)));
+      }
+      if (head % (layer.heads / layer.groups) == 0) std::memcpy(recorded + group * keys, key, keys * sizeof(float));
+      recorded[all_keys + all_values + head] = decay;
+      if (visit.to >= 0) update_state(before, &buffers.slots[visit.to * size], decay, key, update, keys, values);
+      const float* gate = projected + (row * r.nodes + visit.node) * stride + 2 * all_keys + all_values + head * values;
+      norm_row(out, values, layer.inner_norm, layer.inner_epsilon, out);
+      for (int64_t i = 0; i < values; i += LANES) store(out + i, load<floats>(out + i) * silu(load<floats>(gate + i)));
+    }
+  }
+
+  // Mamba-2 (arXiv 2405.21060): update = step * x, key = B, query = C, output + D x.
+  void mamba(int64_t head, HeadBuffers& buffers) const {
+    int64_t keys = layer.key_dim, values = layer.head_dim, group = head / (layer.heads / layer.groups);
+    int64_t all_keys = layer.groups * keys, all_values = layer.heads * values, size = keys * values;
+    buffers.slots.reserve(order.slots * size), buffers.mixed.resize(2 * keys + values);
+    float *key = buffers.mixed.data(), *query = key + keys, *x = query + keys;
+    auto input = [&](int64_t node, int64_t channel) { return this->input(node, all_values + channel); };
+    for (const Visit& visit : order.visits) {
+      const int64_t* window = order.window.data() + visit.node * layer.width;
+      convolve(layer, r, row, window, head * values, values, true, input, x);
+      convolve(layer, r, row, window, all_values + group * keys, keys, true, input, key);
+      convolve(layer, r, row, window, all_values + all_keys + group * keys, keys, true, input, query);
+      const float* from = projected + (row * r.nodes + visit.node) * stride;
+      float step = softplus(from[2 * all_values + 2 * all_keys + head] + layer.step_bias[head]);
+      float decay = std::exp(layer.decay[head] * step), overlap = dot_of(key, query, keys);
+      const float* before = visit.from < 0 ? state(head) : &buffers.slots[visit.from * size];
+      float* recorded = record(visit.node);
+      float* update = recorded + all_keys + head * values;
+      float* out = y + ((row * r.nodes + visit.node) * layer.heads + head) * values;
+      for (int64_t i = 0; i < values; i += LANES) {
+        floats parts[LANES] = {};
+        for (int64_t j = 0; j < keys; j += LANES) {
+          floats q = load<floats>(query + j);
+#pragma GCC unroll 16
+          for (int64_t l = 0; l < LANES; l++) parts[l] = fma(q, load<floats>(before + (i + l) * keys + j), parts[l]);
+        }
+        floats input = load<floats>(x + i), change = splat(step) * input;
+        store(update + i, change);
+        store(out + i, fma(splat(layer.skip[head]), input, fma(splat(overlap), change, splat(decay) * sums(parts))));
+      }
+      if (head % (layer.heads / layer.groups) == 0) std::memcpy(recorded + group * keys, key, keys * sizeof(float));
+      recorded[all_keys + all_values + head] = decay;
+      if (visit.to >= 0) update_state(before, &buffers.slots[visit.to * size], decay, update, key, values, keys);
+      for (int64_t i = 0; i < values; i += LANES)
+        store(out + i, load<floats>(out + i) * silu(load<floats>(from + head * values + i)));
+    }
+  }
+};
+
+// Inputs and buffers of one pass.
+struct TreeDecoder {
+  const TreePass& pass;
+  int64_t batch, nodes, rows;
+  std::vector<Order> orders;
+  std::vector<float> projected, mixed, added;
+
+  explicit TreeDecoder(const TreePass& of)
+      : pass(of), batch(of.attention.batch), nodes(of.attention.nodes), rows(batch * nodes), orders(batch) {
+    int64_t widest = 0, inner = 0;
+    for (const Sublayer* layer = pass.sublayers; layer < pass.sublayers + pass.count; layer++) {
+      widest = std::max(widest, stride_of(*layer)), inner = std::max(inner, layer->out.in);
+    }
+    projected.resize(rows * widest), mixed.resize(rows * inner), added.resize(rows * pass.hidden);
+    for (int64_t row = 0; pass.ancestors && row < batch; row++)
+      orders[row].shape(pass.ancestors + row * nodes * nodes, nodes, std::max<int64_t>(pass.recurrent.width, 1));
+  }
+
+  // Features between rows of projections; powers of two would map rows to the same cache lines.
+  static int64_t stride_of(const Sublayer& layer) {
+    int64_t total = LANES;
+    for (int64_t i = 0; i < layer.projections; i++) total += (layer.inputs[i].out + LANES - 1) / LANES * LANES;
+    return total;
+  }
+
+  static bool same_inputs(const Linear& a, const Linear& b) {
+    auto form = [](const Linear& of) { return of.kind == FLOAT32 ? 2 : of.kind == BFLOAT16 ? 1 : 0; };
+    return form(a) == form(b);
+  }
+
+  // RMSNorm and projections of all rows.
+  void project(const Sublayer& layer, const float* x, Rows& operand) {
+    int64_t stride = stride_of(layer);
+    for (int64_t first = 0; first < rows; first += CHUNK) {
+      int64_t count = std::min(CHUNK, rows - first), column = 0;
+      for (int64_t i = 0; i < layer.projections; i++) {
+        const Linear& linear = layer.inputs[i];
+        if (i == 0 || !same_inputs(layer.inputs[i - 1], linear))
+          take_normed(linear, operand, x + first * pass.hidden, count, layer.norm, layer.epsilon);
+        product(linear, operand, count, projected.data() + first * stride + column, nullptr, stride);
+        column += linear.out;
+      }
+    }
+  }
+
+  // to = x + scale * out(from)
+  void add_outputs(const Sublayer& layer, const float* from, const float* x, float* to, Rows& operand) {
+    for (int64_t first = 0; first < rows; first += CHUNK) {
+      int64_t count = std::min(CHUNK, rows - first);
+      take(layer.out, operand, from + first * layer.out.in, count);
+      add_product(layer, operand, first, count, x, to);
+    }
+  }
+
+  void add_product(const Sublayer& layer, const Rows& operand, int64_t first, int64_t count, const float* x, float* to) {
+    int64_t at = first * pass.hidden, end = (first + count) * pass.hidden;
+    if (layer.scale == 1) return product(layer.out, operand, count, to + at, x + at);
+    product(layer.out, operand, count, added.data() + at);
+    for (int64_t i = at; i < end; i++) to[i] = x[i] + layer.scale * added[i];
+  }
+
+  void attend(const Sublayer& layer, float* read) {
+    int64_t stride = stride_of(layer), head_dim = layer.head_dim, half = layer.rotated / 2;
+    int64_t queries = layer.heads * head_dim, keys = layer.groups * head_dim, each_query = head_dim << layer.gated;
+    uint16_t* cached = pass.cache + 2 * layer.place * pass.cache_part;
+    Attention a = pass.attention;
+    a.heads = layer.heads, a.kv_heads = layer.groups, a.head_dim = head_dim, a.scale = layer.attention_scale;
+    each(rows, stride, [&](int64_t row) {
+      float *from = projected.data() + row * stride, *key = from + (queries << layer.gated);
+      const float *cosine = pass.rotation + row * 2 * half, *sine = cosine + half;
+      auto turn = [&](float* head, const float* norm) {
+        if (norm) norm_row(head, head_dim, norm, layer.inner_epsilon, head);
+        for (int64_t i = 0; i < half; i++) {
+          float x = head[i], y = head[i + half];
+          head[i] = x * cosine[i] - y * sine[i], head[i + half] = y * cosine[i] + x * sine[i];
+        }
+      };
+      for (int64_t head = 0; head < layer.heads + layer.groups; head++) {
+        bool is_key = head >= layer.heads;
+        turn(is_key ? key + (head - layer.heads) * head_dim : from + head * each_query,
+             layer.inner_norm ? layer.inner_norm + head * head_dim : nullptr);
+      }
+      for (int part = 0; part < 2; part++)
+        for (int64_t head = 0; head < layer.groups; head++)
+          store_rounded(cached + part * pass.cache_part + row / nodes * a.key_row + head * a.key_head +
+                            (pass.start + row % nodes) * a.key_slot,
+                        key + part * keys + head * head_dim, head_dim);
+      if (layer.gated)
+        for (int64_t head = 0; head < layer.heads; head++)
+          std::memcpy(mixed.data() + row * queries + head * head_dim, from + head * each_query,
+                      head_dim * sizeof(float));
+    });
+    int64_t query_stride = layer.gated ? queries : stride;
+    a.query = layer.gated ? mixed.data() : projected.data();
+    a.query_row = nodes * query_stride, a.query_node = query_stride;
+    a.key = cached, a.value = cached + pass.cache_part, a.read = read;
+    attend_all(a);
+    if (layer.gated)
+      each(rows, queries, [&](int64_t row) {
+        for (int64_t head = 0; head < layer.heads; head++) {
+          const float* gate = projected.data() + row * stride + head * each_query + head_dim;
+          float* out = read + row * queries + head * head_dim;
+          for (int64_t i = 0; i < head_dim; i += LANES)
+            store(out + i, times_sigmoid(load<floats>(out + i), load<floats>(gate + i)));
+        }
+      });
+  }
+
+  // Stores the convolution's inputs of all nodes.
+  void keep_inputs(const Sublayer& layer, int64_t row, const float* from) {
+    float* to = pass.recurrent.inputs + row * pass.recurrent.channels + layer.first_channel;
+    std::memcpy(to, from, layer.channels * sizeof(float));
+  }
+
+  void scan(const Sublayer& layer) {
+    int64_t stride = stride_of(layer), values = layer.heads * layer.head_dim;
+    bool delta = layer.kind == GATED_DELTA;
+    for (int64_t row = 0; row < rows; row++) keep_inputs(layer, row, projected.data() + row * stride + (delta ? 0 : values));
+    parts_of(batch * layer.heads, 1, [&](int64_t begin, int64_t end) {
+      thread_local HeadBuffers buffers;
+      for (int64_t at = begin; at < end; at++) {
+        int64_t row = at / layer.heads;
+        Scan one{layer, pass.recurrent, orders[row], projected.data(), row, stride, mixed.data()};
+        delta ? one.delta(at % layer.heads, buffers) : one.mamba(at % layer.heads, buffers);
+      }
+    });
+    if (delta || !layer.inner_norm) return;
+    int64_t grouped = values / layer.norm_groups;
+    each(rows * layer.norm_groups, grouped, [&](int64_t at) {
+      norm_row(mixed.data() + at * grouped, grouped, layer.inner_norm + at % layer.norm_groups * grouped,
+               layer.inner_epsilon, mixed.data() + at * grouped);
+    });
+  }
+
+  // Gated short convolution (LFM2): C * conv(B * x), from projections B, C, x.
+  void short_conv(const Sublayer& layer) {
+    int64_t stride = stride_of(layer), channels = layer.channels;
+    each(rows, channels, [&](int64_t at) {
+      int64_t row = at / nodes, node = at % nodes;
+      const float *from = projected.data() + row * nodes * stride, *gate = from + node * stride + channels;
+      auto input = [&](int64_t of, int64_t channel) {
+        const float* x = from + of * stride + channel;
+        return load<floats>(x) * load<floats>(x + 2 * channels);
+      };
+      float *kept = pass.recurrent.inputs + at * pass.recurrent.channels + layer.first_channel;
+      for (int64_t c = 0; c < channels; c += LANES) store(kept + c, input(node, c));
+      float* out = mixed.data() + at * channels;
+      convolve(layer, pass.recurrent, row, orders[row].window.data() + node * layer.width, 0, channels, false, input, out);
+      for (int64_t c = 0; c < channels; c += LANES) store(out + c, load<floats>(out + c) * load<floats>(gate + c));
+    });
+  }
+
+  void mlp(const Sublayer& layer, const float* x, float* to, Rows& operand) {
+    int64_t stride = stride_of(layer);
+    for (int64_t first = 0; first < rows; first += CHUNK) {
+      int64_t count = std::min(CHUNK, rows - first);
+      float* from = projected.data() + first * stride;
+      if (layer.activation != SQUARED_RELU) {
+        take_gated(layer.out, operand, from, stride, count, layer.activation == GELU);
+      } else {
+        each(count, layer.out.in, [&](int64_t row) {
+          for (int64_t i = 0; i < layer.out.in; i += LANES) {
+            floats z = load<floats>(from + row * stride + i), positive = z > 0 ? z : floats{};
+            store(mixed.data() + row * layer.out.in + i, positive * positive);
+          }
+        });
+        take(layer.out, operand, mixed.data(), count);
+      }
+      add_product(layer, operand, first, count, x, to);
+    }
+  }
+
+  void run(Rows& operand) {
+    const float* x = pass.x;
+    float* to = pass.states;
+    for (const Sublayer* layer = pass.sublayers; layer < pass.sublayers + pass.count; layer++) {
+      project(*layer, x, operand);
+      if (layer->kind == MLP) {
+        mlp(*layer, x, to, operand);
+      } else {
+        if (layer->kind == ATTENTION) {
+          std::vector<float> read(rows * layer->out.in);
+          attend(*layer, read.data());
+          add_outputs(*layer, read.data(), x, to, operand);
+        } else {
+          layer->kind == SHORT_CONV ? short_conv(*layer) : scan(*layer);
+          add_outputs(*layer, mixed.data(), x, to, operand);
+        }
+      }
+      x = to;
+      if (layer->ends_layer) to += rows * pass.hidden;
+    }
+  }
+};
+
+// Advances the states of all recurrent layers along a path of each row.
+void advance_rows(const Sublayer* sublayers, int64_t count, const Recurrent& r, const int64_t* path, int64_t batch,
+                  int64_t depth) {
+  struct Task {
+    const Sublayer* layer;
+    int64_t row, head;
+  };
+  std::vector<Task> tasks;
+  for (const Sublayer* layer = sublayers; layer < sublayers + count; layer++)
+    for (int64_t row = 0; row < batch; row++) {
+      const int64_t* nodes = path + row * depth;
+      int64_t length = std::find(nodes, nodes + depth, -1) - nodes, before = layer->width - 1;
+      if (!layer->channels || !length) continue;
+      float* state = r.conv_state + (row * r.channels + layer->first_channel) * before;
+      for (int64_t c = 0; c < layer->channels; c++)
+        for (int64_t tap = 0; tap < before; tap++) {
+          int64_t at = length - before + tap;
+          state[c * before + tap] = at < 0 ? state[c * before + tap + length]
+                                           : r.inputs[(row * r.nodes + nodes[at]) * r.channels + layer->first_channel + c];
+        }
+      if (layer->kind != SHORT_CONV)
+        for (int64_t head = 0; head < layer->heads; head++) tasks.push_back({layer, row, head});
+    }
+  parts_of(int64_t(tasks.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; at++) {
+      auto [layer, row, head] = tasks[at];
+      int64_t keys = layer->key_dim, values = layer->head_dim, group = head / (layer->heads / layer->groups);
+      int64_t all_keys = layer->groups * keys, all_values = layer->heads * values;
+      float* state = r.state + row * r.state_row + layer->place * r.unit + head * keys * values;
+      for (const int64_t* node = path + row * depth; node < path + (row + 1) * depth && *node >= 0; node++) {
+        const float* record = r.record + ((row * r.nodes + *node) * r.units + layer->place) * r.recorded;
+        const float *key = record + group * keys, *update = record + all_keys + head * values;
+        float decay = record[all_keys + all_values + head];
+        if (layer->kind == GATED_DELTA)
+          update_state(state, state, decay, key, update, keys, values);
+        else
+          update_state(state, state, decay, update, key, values, keys);
+      }
+    }
+  });
+}
+
+}  // namespace
