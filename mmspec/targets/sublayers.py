@@ -25,8 +25,13 @@ Part = dict[str, Any]
 Describe = Callable[[Any], Part | None]
 """Description of a module, without norm and places; None for modules of other kinds."""
 
-_MLPS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("input_linear", "output_linear")
-_FINAL_NORMS = "norm", "embedding_norm", "norm_f"
+_MLPS = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("input_linear", "output_linear"),
+    ("up_proj", "down_proj"),
+)
+_FINAL_NORMS = "norm", "embedding_norm", "final_layernorm", "norm_f"
 _TOLERANCE = 0.02  # of a layer's update, relative: mixers round their convolutions' inputs and outputs to bfloat16
 _MAX_ROWS = 1024  # tokens of a pass, whose outputs of all layers are kept
 
@@ -76,7 +81,9 @@ class SublayerStack:
             return None
         x = (self._embed(tokens) if embeds is None else embeds) * self._scale
         batch, nodes, _ = x.shape
-        if batch * nodes > _MAX_ROWS or cache.static_shapes or self._decoder.config._attn_implementation not in (NAME, "sdpa"):
+        attention = getattr(self._decoder.config, "_attn_implementation", None)
+        supported = self._keys is None or attention in (NAME, "sdpa")
+        if batch * nodes > _MAX_ROWS or cache.static_shapes or not supported:
             return None
         start, keys = cache.get_seq_length(), None
         if self._keys is not None:
@@ -210,7 +217,13 @@ def _mlp(module: Any) -> Part | None:
         return None
     *inputs, out = (getattr(module, name) for name in names)
     functions = (getattr(module, name, None) for name in ("act_fn", "activation"))
-    gate = gate_of(next(filter(None, functions), nn.functional.silu))  # LFM2 has no attribute
-    if gate is None:
-        raise ValueError(f"the activation must be SiLU or GELU: got {type(module).__name__}")
-    return dict(kind="mlp", inputs=inputs, out=out, activation=gate)
+    function = next(filter(None, functions), nn.functional.silu)  # LFM2 has no attribute
+    kind = gate_of(function) if names[0] != "up_proj" else "squared_relu" if _squares(function) else None
+    if kind is None:
+        raise ValueError(f"expected SiLU, GELU or, without a gate, squared ReLU: got {type(module).__name__}")
+    return dict(kind="mlp", inputs=inputs, out=out, activation=kind)
+
+
+def _squares(function: Any) -> bool:
+    x = torch.linspace(-3, 3, 7, dtype=torch.float32)
+    return torch.equal(function(x), x.relu().square())

@@ -2,8 +2,9 @@
 //
 // A recurrent mixer has a state S per head and computes, at each node of a tree, S = decay * S' + key (x) update, where
 // S' is the state after the node's parent. Nodes are visited depth first: a node's result is computed by the same
-// operations, in the same order, as in plain decoding of its path. A pass does not change the states before the tree; it
-// records keys, updates and decays, from which ``advance`` computes the states after an accepted path.
+// operations, in the same order, as in plain decoding of its path. A pass over a tree does not change the states before
+// it; it records keys, updates and decays, from which ``advance_rows`` computes the states after an accepted path. A
+// pass over a prompt, a chain of which all nodes are accepted, advances the states itself.
 
 #pragma once
 
@@ -33,7 +34,7 @@ struct Sublayer {
 // Buffers of a decoder's recurrent states and of a pass's nodes. All strides are in elements.
 struct Recurrent {
   float *conv_state, *state;    // (rows, channels, width - 1), (rows, units, heads, ...)
-  float *inputs, *record;       // (rows, nodes, channels), (rows, nodes, units, recorded)
+  float *inputs, *record;       // (rows, nodes, channels), (rows, nodes, units, recorded); null for a prompt
   int64_t channels, width, state_row, unit, recorded, units, nodes;
 };
 
@@ -70,6 +71,15 @@ struct Order {
   std::vector<int64_t> window;  // (nodes, taps), oldest first
   int64_t slots = 0;
 
+  void shape_prompt(int64_t nodes, int64_t width) {
+    std::vector<int64_t> parent(nodes);
+    for (int64_t node = 0; node < nodes; node++) {
+      visits.push_back({node, node ? 0 : -1, 0});
+      parent[node] = node - 1;
+    }
+    slots = 1, find_windows(parent, width);
+  }
+
   void shape(const uint8_t* ancestors, int64_t nodes, int64_t width) {
     std::vector<int64_t> parent(nodes), child(nodes + 1, -1), next(nodes, -1), slot(nodes, -1);
     for (int64_t node = nodes - 1; node >= 0; node--) {
@@ -79,7 +89,6 @@ struct Order {
       int64_t& first = child[above < 0 ? nodes : above];
       next[node] = first, first = node;
     }
-    visits.clear(), slots = 0;
     for (int64_t node = child[nodes]; node >= 0;) {
       int64_t above = parent[node], from = above < 0 ? -1 : slot[above];
       if (child[node] >= 0) slot[node] = from < 0 ? 0 : from + (next[node] >= 0);
@@ -92,35 +101,19 @@ struct Order {
       while (node >= 0 && next[node] < 0) node = parent[node];
       if (node >= 0) node = next[node];
     }
-    window.resize(nodes * width);
-    for (int64_t node = 0; node < nodes; node++)
+    find_windows(parent, width);
+  }
+
+ private:
+  void find_windows(const std::vector<int64_t>& parent, int64_t width) {
+    window.resize(parent.size() * width);
+    for (int64_t node = 0; node < int64_t(parent.size()); node++)
       for (int64_t tap = width - 1, at = node; tap >= 0; tap--) {
         window[node * width + tap] = at;
         at = at < 0 ? at - 1 : parent[at];
       }
   }
 };
-
-// Convolutions' outputs of one node for channels of a layer, from ``first`` on, after SiLU if ``activated``.
-// input(node, channel): pointer to the inputs of channels.
-template <class Input>
-inline void convolve(const Sublayer& layer, const Recurrent& r, int64_t row, const int64_t* window, int64_t first,
-                     int64_t count, bool activated, const Input& input, float* out) {
-  int64_t width = layer.width, before = width - 1;
-  const float* state = r.conv_state + (row * r.channels + layer.first_channel + first) * before;
-  for (int64_t c = 0; c < count; c += LANES) {
-    floats sum = layer.tap_bias ? load<floats>(layer.tap_bias + first + c) : floats{};
-    for (int64_t tap = 0; tap < width; tap++) {
-      floats x;
-      if (window[tap] >= 0)
-        x = input(window[tap], first + c);
-      else
-        for (int64_t i = 0; i < LANES; i++) x[i] = state[(c + i) * before + before + window[tap]];
-      sum = fma(x, load<floats>(layer.taps + tap * layer.channels + first + c), sum);
-    }
-    store(out + c, activated ? silu(sum) : sum);
-  }
-}
 
 inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
@@ -131,10 +124,10 @@ inline float dot_of(const float* a, const float* b, int64_t count) {
   return sum(total);
 }
 
-// Divides by the L2 norm, times ``factor``.
-inline void normalise(float* x, int64_t count, float factor) {
+// out = factor * x / |x|
+inline void normalise(const float* x, int64_t count, float factor, float* out) {
   floats inverse = splat(factor / std::sqrt(dot_of(x, x, count) + 1e-6f));
-  for (int64_t i = 0; i < count; i += LANES) store(x + i, load<floats>(x + i) * inverse);
+  for (int64_t i = 0; i < count; i += LANES) store(out + i, load<floats>(x + i) * inverse);
 }
 
 // left (keys) and right (values): S = decay * S + left (x) right, (count, width).
@@ -167,88 +160,82 @@ inline void read_columns(const float* state, int64_t width, const float* key, co
 // Per-thread buffers of a head.
 struct HeadBuffers {
   Lines<float> slots;
-  std::vector<float> mixed, read;
+  std::vector<float> normed, read, record;
 };
 
-// The scan of one head of a row: projected (rows, stride) -> y (rows, heads * head_dim).
+// The scan of one head of a row: projected (rows, stride) and convolved (rows, channels) -> y (rows, heads * head_dim).
 struct Scan {
   const Sublayer& layer;
   const Recurrent& r;
   const Order& order;
-  const float* projected;
-  int64_t row, stride;
+  const float *projected, *convolved;
+  int64_t row, head, stride;
   float* y;
+  HeadBuffers& buffers;
+  int64_t keys = layer.key_dim, values = layer.head_dim, size = keys * values;
+  int64_t all_keys = layer.groups * keys, all_values = layer.heads * values;
+  int64_t group = head / (layer.heads / layer.groups);
+  float* state = r.state + row * r.state_row + layer.place * r.unit + head * size;
 
-  const float* state(int64_t head) const {
-    return r.state + row * r.state_row + layer.place * r.unit + head * layer.head_dim * layer.key_dim;
+  // Stores a node's key, update and decay, (groups, key_dim), (heads, head_dim) and (heads,); returns the update.
+  float* record(int64_t node, const float* key, float decay) const {
+    if (!r.record) return buffers.record.data();
+    float* to = r.record + ((row * r.nodes + node) * r.units + layer.place) * r.recorded;
+    if (head % (layer.heads / layer.groups) == 0) std::memcpy(to + group * keys, key, keys * sizeof(float));
+    to[all_keys + all_values + head] = decay;
+    return to + all_keys + head * values;
   }
-  // Recorded keys (groups, key_dim), updates (heads, head_dim) and decays (heads) of a node.
-  float* record(int64_t node) const { return r.record + ((row * r.nodes + node) * r.units + layer.place) * r.recorded; }
-  floats input(int64_t node, int64_t channel) const {
-    return load<floats>(projected + (row * r.nodes + node) * stride + channel);
+
+  // Calls node(before, index of the row, to) for all nodes; ``to``: the state after it, null if not needed.
+  template <class Node>
+  void visit(const Node& node) const {
+    buffers.slots.reserve(order.slots * size), buffers.record.resize(values);
+    for (const Visit& visit : order.visits) {
+      const float* before = visit.from < 0 ? state : &buffers.slots[visit.from * size];
+      node(visit.node, row * r.nodes + visit.node, before, visit.to < 0 ? nullptr : &buffers.slots[visit.to * size]);
+    }
+    if (!r.record) std::memcpy(state, &buffers.slots[0], size * sizeof(float));
   }
 
   // Gated DeltaNet (arXiv 2412.06464): update = rate * (value - decay * S' key).
-  void delta(int64_t head, HeadBuffers& buffers) const {
-    int64_t keys = layer.key_dim, values = layer.head_dim, group = head / (layer.heads / layer.groups);
-    int64_t all_keys = layer.groups * keys, all_values = layer.heads * values, size = keys * values;
-    buffers.slots.reserve(order.slots * size), buffers.mixed.resize(2 * keys + values), buffers.read.resize(2 * values);
-    float *query = buffers.mixed.data(), *key = query + keys, *value = key + keys;
-    float *of_key = buffers.read.data(), *of_query = of_key + values;
-    auto input = [&](int64_t node, int64_t channel) { return this->input(node, channel); };
-    for (const Visit& visit : order.visits) {
-      const int64_t* window = order.window.data() + visit.node * layer.width;
-      convolve(layer, r, row, window, group * keys, keys, true, input, query);
-      convolve(layer, r, row, window, all_keys + group * keys, keys, true, input, key);
-      convolve(layer, r, row, window, 2 * all_keys + head * values, values, true, input, value);
-      normalise(query, keys, 1 / std::sqrt(float(keys))), normalise(key, keys, 1);
-      const float* gates = projected + (row * r.nodes + visit.node) * stride + 2 * all_keys + 2 * all_values;
+  void delta() const {
+    buffers.normed.resize(2 * keys), buffers.read.resize(2 * values);
+    float *query = buffers.normed.data(), *key = query + keys, *of_key = buffers.read.data(), *of_query = of_key + values;
+    visit([&](int64_t node, int64_t at, const float* before, float* to) {
+      const float *mixed = convolved + at * layer.channels, *value = mixed + 2 * all_keys + head * values;
+      normalise(mixed + group * keys, keys, 1 / std::sqrt(float(keys)), query);
+      normalise(mixed + all_keys + group * keys, keys, 1, key);
+      const float* gates = projected + at * stride + 2 * all_keys + 2 * all_values;
       float rate = sigmoid(gates[head]);
       float decay = std::exp(layer.decay[head] * softplus(gates[layer.heads + head] + layer.step_bias[head]));
-      const float* before = visit.from < 0 ? state(head) : &buffers.slots[visit.from * size];
       constexpr int wide = 4;
-      int64_t at = 0;
-      for (; at + wide * LANES <= values; at += wide * LANES)
-        read_columns<wide>(before + at, values, key, query, keys, of_key + at, of_query + at);
-      for (; at < values; at += LANES)
-        read_columns<1>(before + at, values, key, query, keys, of_key + at, of_query + at);
-      float* recorded = record(visit.node);
-      float* update = recorded + all_keys + head * values;
+      int64_t column = 0;
+      for (; column + wide * LANES <= values; column += wide * LANES)
+        read_columns<wide>(before + column, values, key, query, keys, of_key + column, of_query + column);
+      for (; column < values; column += LANES)
+        read_columns<1>(before + column, values, key, query, keys, of_key + column, of_query + column);
+      float *update = record(node, key, decay), *out = y + (at * layer.heads + head) * values;
       float overlap = dot_of(key, query, keys);
-      float* out = y + ((row * r.nodes + visit.node) * layer.heads + head) * values;
       for (int64_t i = 0; i < values; i += LANES) {
         floats change = splat(rate) * (load<floats>(value + i) - splat(decay) * load<floats>(of_key + i));
         store(update + i, change);
         store(out + i, fma(splat(overlap), change, splat(decay) * load<floats>(of_query + i)));
       }
-      if (head % (layer.heads / layer.groups) == 0) std::memcpy(recorded + group * keys, key, keys * sizeof(float));
-      recorded[all_keys + all_values + head] = decay;
-      if (visit.to >= 0) update_state(before, &buffers.slots[visit.to * size], decay, key, update, keys, values);
-      const float* gate = projected + (row * r.nodes + visit.node) * stride + 2 * all_keys + all_values + head * values;
+      if (to) update_state(before, to, decay, key, update, keys, values);
+      const float* gate = projected + at * stride + 2 * all_keys + all_values + head * values;
       norm_row(out, values, layer.inner_norm, layer.inner_epsilon, out);
       for (int64_t i = 0; i < values; i += LANES) store(out + i, load<floats>(out + i) * silu(load<floats>(gate + i)));
-    }
+    });
   }
 
   // Mamba-2 (arXiv 2405.21060): update = step * x, key = B, query = C, output + D x.
-  void mamba(int64_t head, HeadBuffers& buffers) const {
-    int64_t keys = layer.key_dim, values = layer.head_dim, group = head / (layer.heads / layer.groups);
-    int64_t all_keys = layer.groups * keys, all_values = layer.heads * values, size = keys * values;
-    buffers.slots.reserve(order.slots * size), buffers.mixed.resize(2 * keys + values);
-    float *key = buffers.mixed.data(), *query = key + keys, *x = query + keys;
-    auto input = [&](int64_t node, int64_t channel) { return this->input(node, all_values + channel); };
-    for (const Visit& visit : order.visits) {
-      const int64_t* window = order.window.data() + visit.node * layer.width;
-      convolve(layer, r, row, window, head * values, values, true, input, x);
-      convolve(layer, r, row, window, all_values + group * keys, keys, true, input, key);
-      convolve(layer, r, row, window, all_values + all_keys + group * keys, keys, true, input, query);
-      const float* from = projected + (row * r.nodes + visit.node) * stride;
+  void mamba() const {
+    visit([&](int64_t node, int64_t at, const float* before, float* to) {
+      const float *x = convolved + at * layer.channels + head * values, *from = projected + at * stride;
+      const float *key = convolved + at * layer.channels + all_values + group * keys, *query = key + all_keys;
       float step = softplus(from[2 * all_values + 2 * all_keys + head] + layer.step_bias[head]);
       float decay = std::exp(layer.decay[head] * step), overlap = dot_of(key, query, keys);
-      const float* before = visit.from < 0 ? state(head) : &buffers.slots[visit.from * size];
-      float* recorded = record(visit.node);
-      float* update = recorded + all_keys + head * values;
-      float* out = y + ((row * r.nodes + visit.node) * layer.heads + head) * values;
+      float *update = record(node, key, decay), *out = y + (at * layer.heads + head) * values;
       for (int64_t i = 0; i < values; i += LANES) {
         floats parts[LANES] = {};
         for (int64_t j = 0; j < keys; j += LANES) {
@@ -258,14 +245,12 @@ struct Scan {
         }
         floats input = load<floats>(x + i), change = splat(step) * input;
         store(update + i, change);
-        store(out + i, fma(splat(layer.skip[head]), input, fma(splat(overlap), change, splat(decay) * sums(parts))));
+        floats read = fma(splat(overlap), change, splat(decay) * sums(parts));
+        read = fma(splat(layer.skip[head]), input, read);
+        store(out + i, read * silu(load<floats>(from + head * values + i)));
       }
-      if (head % (layer.heads / layer.groups) == 0) std::memcpy(recorded + group * keys, key, keys * sizeof(float));
-      recorded[all_keys + all_values + head] = decay;
-      if (visit.to >= 0) update_state(before, &buffers.slots[visit.to * size], decay, update, key, values, keys);
-      for (int64_t i = 0; i < values; i += LANES)
-        store(out + i, load<floats>(out + i) * silu(load<floats>(from + head * values + i)));
-    }
+      if (to) update_state(before, to, decay, update, key, values, keys);
+    });
   }
 };
 
@@ -274,17 +259,19 @@ struct TreeDecoder {
   const TreePass& pass;
   int64_t batch, nodes, rows;
   std::vector<Order> orders;
-  std::vector<float> projected, mixed, added;
+  std::vector<float> projected, convolved, mixed, added;
 
   explicit TreeDecoder(const TreePass& of)
       : pass(of), batch(of.attention.batch), nodes(of.attention.nodes), rows(batch * nodes), orders(batch) {
-    int64_t widest = 0, inner = 0;
+    int64_t widest = 0, inner = 0, channels = 0;
     for (const Sublayer* layer = pass.sublayers; layer < pass.sublayers + pass.count; layer++) {
       widest = std::max(widest, stride_of(*layer)), inner = std::max(inner, layer->out.in);
+      channels = std::max(channels, layer->channels);
     }
-    projected.resize(rows * widest), mixed.resize(rows * inner), added.resize(rows * pass.hidden);
-    for (int64_t row = 0; pass.ancestors && row < batch; row++)
-      orders[row].shape(pass.ancestors + row * nodes * nodes, nodes, std::max<int64_t>(pass.recurrent.width, 1));
+    projected.resize(rows * widest), convolved.resize(rows * channels), mixed.resize(rows * inner), added.resize(rows * pass.hidden);
+    for (int64_t row = 0; channels && row < batch; row++)
+      pass.ancestors ? orders[row].shape(pass.ancestors + row * nodes * nodes, nodes, pass.recurrent.width)
+                     : orders[row].shape_prompt(nodes, pass.recurrent.width);
   }
 
   // Features between rows of projections; powers of two would map rows to the same cache lines.
@@ -377,25 +364,51 @@ struct TreeDecoder {
       });
   }
 
-  // Stores the convolution's inputs of all nodes.
-  void keep_inputs(const Sublayer& layer, int64_t row, const float* from) {
-    float* to = pass.recurrent.inputs + row * pass.recurrent.channels + layer.first_channel;
-    std::memcpy(to, from, layer.channels * sizeof(float));
+  // Convolutions of all nodes, then SiLU if ``activated``; input(row, channel): the inputs of LANES channels.
+  template <class Input>
+  void convolve(const Sublayer& layer, bool activated, const Input& input) {
+    const Recurrent& r = pass.recurrent;
+    int64_t width = layer.width, before = width - 1, channels = layer.channels;
+    each(batch * channels / LANES, 8 * nodes * width * LANES, [&](int64_t at) {
+      int64_t row = at / (channels / LANES), channel = at % (channels / LANES) * LANES;
+      float* state = r.conv_state + (row * r.channels + layer.first_channel + channel) * before;
+      floats entries[WINDOW], taps[WINDOW];
+      for (int64_t tap = 0; tap < width; tap++) taps[tap] = load<floats>(layer.taps + tap * channels + channel);
+      for (int64_t entry = 0; entry < before; entry++)
+        for (int64_t i = 0; i < LANES; i++) entries[entry][i] = state[i * before + entry];
+      for (int64_t node = 0; node < nodes; node++) {
+        const int64_t* window = orders[row].window.data() + node * width;
+        floats sum = layer.tap_bias ? load<floats>(layer.tap_bias + channel) : floats{}, x{};
+        for (int64_t tap = 0; tap < width; tap++) {
+          x = window[tap] < 0 ? entries[before + window[tap]] : input(row * nodes + window[tap], channel);
+          sum = fma(x, taps[tap], sum);
+        }
+        if (r.inputs) store(r.inputs + (row * nodes + node) * r.channels + layer.first_channel + channel, x);
+        store(convolved.data() + (row * nodes + node) * channels + channel, activated ? silu(sum) : sum);
+      }
+      for (int64_t entry = 0; !r.inputs && entry < before; entry++) {
+        int64_t from = nodes - before + entry;
+        floats x = from < 0 ? entries[before + from] : input(row * nodes + from, channel);
+        for (int64_t i = 0; i < LANES; i++) state[i * before + entry] = x[i];
+      }
+    });
   }
 
   void scan(const Sublayer& layer) {
     int64_t stride = stride_of(layer), values = layer.heads * layer.head_dim;
     bool delta = layer.kind == GATED_DELTA;
-    for (int64_t row = 0; row < rows; row++) keep_inputs(layer, row, projected.data() + row * stride + (delta ? 0 : values));
+    const float* first = projected.data() + (delta ? 0 : values);
+    convolve(layer, true, [&](int64_t row, int64_t channel) { return load<floats>(first + row * stride + channel); });
     parts_of(batch * layer.heads, 1, [&](int64_t begin, int64_t end) {
       thread_local HeadBuffers buffers;
       for (int64_t at = begin; at < end; at++) {
-        int64_t row = at / layer.heads;
-        Scan one{layer, pass.recurrent, orders[row], projected.data(), row, stride, mixed.data()};
-        delta ? one.delta(at % layer.heads, buffers) : one.mamba(at % layer.heads, buffers);
+        int64_t row = at / layer.heads, head = at % layer.heads;
+        Scan one{layer, pass.recurrent, orders[row], projected.data(), convolved.data(),
+                 row,   head,           stride,      mixed.data(),     buffers};
+        delta ? one.delta() : one.mamba();
       }
     });
-    if (delta || !layer.inner_norm) return;
+    if (delta) return;
     int64_t grouped = values / layer.norm_groups;
     each(rows * layer.norm_groups, grouped, [&](int64_t at) {
       norm_row(mixed.data() + at * grouped, grouped, layer.inner_norm + at % layer.norm_groups * grouped,
@@ -406,18 +419,14 @@ struct TreeDecoder {
   // Gated short convolution (LFM2): C * conv(B * x), from projections B, C, x.
   void short_conv(const Sublayer& layer) {
     int64_t stride = stride_of(layer), channels = layer.channels;
-    each(rows, channels, [&](int64_t at) {
-      int64_t row = at / nodes, node = at % nodes;
-      const float *from = projected.data() + row * nodes * stride, *gate = from + node * stride + channels;
-      auto input = [&](int64_t of, int64_t channel) {
-        const float* x = from + of * stride + channel;
-        return load<floats>(x) * load<floats>(x + 2 * channels);
-      };
-      float *kept = pass.recurrent.inputs + at * pass.recurrent.channels + layer.first_channel;
-      for (int64_t c = 0; c < channels; c += LANES) store(kept + c, input(node, c));
-      float* out = mixed.data() + at * channels;
-      convolve(layer, pass.recurrent, row, orders[row].window.data() + node * layer.width, 0, channels, false, input, out);
-      for (int64_t c = 0; c < channels; c += LANES) store(out + c, load<floats>(out + c) * load<floats>(gate + c));
+    convolve(layer, false, [&](int64_t row, int64_t channel) {
+      const float* x = projected.data() + row * stride + channel;
+      return load<floats>(x) * load<floats>(x + 2 * channels);
+    });
+    each(rows, channels, [&](int64_t row) {
+      const float *gate = projected.data() + row * stride + channels, *from = convolved.data() + row * channels;
+      for (int64_t c = 0; c < channels; c += LANES)
+        store(mixed.data() + row * channels + c, load<floats>(from + c) * load<floats>(gate + c));
     });
   }
 
