@@ -26,6 +26,7 @@ from mmspec.errors import UserError
 from mmspec.ops import cpu
 from mmspec.ssm.ops import DepthIndex, commit_conv, conv_window, tree_conv
 from mmspec.ssm.recurrences import Recurrence
+from mmspec.targets.sublayers import zero_states
 
 STATES = "tree_states"
 """Keyword argument of a decoder's forward that passes a ``StateCache`` to its mixers, and attribute of convolution
@@ -314,19 +315,17 @@ class StateCache(TreeCache):
             self._known_window = conv_window(self._tree.parents, self._conv.width)
         return self._known_window
 
-    def recurrent(self, weights: Any) -> tuple[Tensor, Any]:
-        assert self._tree is not None
-        nodes = self._tree.ancestors.shape[1]
-        states = self._conv.state, self._scans.state
-        for state in states:
-            state.write(state.data.float())
-        conv, scans = (state.data for state in states)
-        buffers = cpu.recurrent_buffers(weights, conv, scans if len(self._scans) else conv[:, :0, 0], nodes)
-        self._native = weights, buffers
-        return self._tree.ancestors.contiguous(), buffers
-
-    def discard_pass(self) -> None:
-        self._native = None
+    def recurrent(self, weights: Any, prompt: int = 0) -> tuple[Tensor | None, Any]:
+        tree, states = self._tree, (self._conv.state, self._scans.state)
+        if prompt and not self._conv.state.rows:
+            for part, zeros in zip(states, zero_states(weights, prompt), strict=True):
+                part.append(zeros)
+        for part in states:
+            part.write(part.data.float())
+        nodes = None if tree is None or prompt else tree.ancestors.shape[1]
+        buffers = cpu.recurrent_buffers(weights, *(part.data for part in states), nodes)
+        self._native = weights, None if prompt else buffers
+        return None if tree is None or prompt else tree.ancestors.contiguous(), buffers
 
     def conv(
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None, **options: Any
@@ -379,7 +378,9 @@ class StateCache(TreeCache):
         return torch.cat(outputs)
 
     def commit_prompt(self, tokens: int, attention_mask: Tensor | None, batch: int) -> None:
-        self._conv.commit_prompt(self._scans.state.data.new_zeros(batch, 0, 0))
+        if self._native is None:
+            self._conv.commit_prompt(self._scans.state.data.new_zeros(batch, 0, 0))
+        self._native = None
         super().commit_prompt(tokens, attention_mask, batch)
 
     def append(self, prompt: TreeCache, reserve: int = 0, chosen: Sequence[int] | None = None) -> None:
@@ -421,7 +422,9 @@ class StateCache(TreeCache):
     def _advance_states(self, path: Tensor) -> None:
         """Update the states along each row's path, (batch, depth) padded with -1."""
         if self._native is not None:
-            cpu.advance_states(*self._native, path.contiguous())
+            weights, buffers = self._native
+            if buffers is not None:  # a prompt has advanced the states
+                cpu.advance_states(weights, buffers, path.contiguous())
             return
         expected, received = len(self._conv) + len(self._scans), self._conv.calls + self._scans.calls
         if received != expected:

@@ -516,6 +516,7 @@ def decode_sublayers(
     start: int,
     ancestors: Tensor | None = None,
     recurrent: Recurrent | None = None,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Run a decoder of residual sublayers over a tree.
 
@@ -526,8 +527,10 @@ def decode_sublayers(
             i + rotated / 2.
         mask, start: as for ``decode``.
         cache: as for ``decode``, of layers with attention; None without any.
-        ancestors: (batch, nodes, nodes) bool, contiguous; [i, j] is True if j is i or an ancestor of i. Required with
-            recurrent layers, like ``recurrent``, a result of ``recurrent_buffers``.
+        ancestors: (batch, nodes, nodes) bool, contiguous; [i, j] is True if j is i or an ancestor of i. None for tokens
+            of a prompt, whose pass advances the states of recurrent layers.
+        recurrent: result of ``recurrent_buffers``; None without recurrent layers.
+        first: (batch,) int64, first token of each row of a prompt, after padding; None is 0.
 
     Returns:
         (layers, batch, nodes, hidden), each layer's output.
@@ -543,6 +546,7 @@ def decode_sublayers(
         rotation=pointer(rotation, torch.float32, (batch, nodes, 2, rotation.shape[-1])),
         states=states.data_ptr(),
         ancestors=None if ancestors is None else pointer(ancestors, torch.bool, (batch, nodes, nodes)),
+        first=None if first is None else pointer(first, torch.int64, (batch,)),
         recurrent=Recurrent() if recurrent is None else recurrent,
         attention=Attention(batch=batch, nodes=nodes),
     )
@@ -559,8 +563,9 @@ SCANS = MIXING.index("delta"), MIXING.index("mamba")
 """Kinds of sublayers with states besides those of convolutions."""
 
 
-def recurrent_buffers(weights: Any, conv_state: Tensor, state: Tensor, nodes: int) -> Recurrent:
-    """Descriptor of recurrent states, and of new buffers for a pass's records.
+def recurrent_buffers(weights: Any, conv_state: Tensor, state: Tensor, nodes: int | None) -> Recurrent:
+    """Descriptor of recurrent states, and of new buffers for the records of a pass over ``nodes`` nodes; None for a
+    prompt, which needs no records.
 
     Args:
         weights: result of ``sublayers``.
@@ -571,20 +576,20 @@ def recurrent_buffers(weights: Any, conv_state: Tensor, state: Tensor, nodes: in
     rows, channels, before = conv_state.shape
     scans = [part for part in weights if part.kind in SCANS]
     recorded = max((part.groups * part.key_dim + part.heads * (part.head_dim + 1) for part in scans), default=0)
-    inputs = conv_state.new_empty(rows, nodes, channels)
-    record = conv_state.new_empty(rows, nodes, len(scans), recorded)
+    records = [] if nodes is None else [(rows, nodes, channels), (rows, nodes, len(scans), recorded)]
+    inputs, record = [conv_state.new_empty(shape) for shape in records] or (None, None)
     made = Recurrent(
         conv_state=pointer(conv_state, torch.float32, (rows, channels, before)),
         state=pointer(state, torch.float32, (rows, len(scans), *state.shape[2:])),
-        inputs=inputs.data_ptr(),
-        record=record.data_ptr(),
+        inputs=None if inputs is None else inputs.data_ptr(),
+        record=None if record is None else record.data_ptr(),
         channels=channels,
         width=before + 1,
         state_row=state.stride(0),
         unit=state.stride(1),
         recorded=recorded,
         units=len(scans),
-        nodes=nodes,
+        nodes=nodes or 0,
     )
     made.kept = conv_state, state, inputs, record
     return made

@@ -111,7 +111,7 @@ class TreePass(ctypes.Structure):
     _fields_ = [
         ("sublayers", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("count", "hidden", "start")),
-        *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "ancestors", "cache")),
+        *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "ancestors", "first", "cache")),
         ("cache_part", ctypes.c_int64),
         ("attention", Attention),
         ("recurrent", Recurrent),

@@ -141,13 +141,17 @@ class Decoder:
         slots, mask = self._slots, inputs.get("attention_mask")
         with self._applied(), nullcontext() if slots is None else slot_positions_applied(slots, mask):
             if (direct := self._direct_states(inputs, cache)) is not None:
-                states, last = direct
-                layers = {name: layer_of(name) for name in names}
-                features = {name: states[layer[0] + layer[1]] for name, layer in layers.items() if layer is not None}
-                return {name: self._in_dtype(state) for name, state in {**features, "last": last}.items()}
+                return self._named(direct, names)
             with self._reading(names) as features:
                 features["last"] = self._in_dtype(self._run(inputs, cache))
         return features
+
+    def _named(self, computed: tuple[list[Tensor], Tensor], names: Sequence[Feature]) -> dict[Feature, Tensor]:
+        """The named features and ``"last"``, from layer inputs with the last layer's output, and the normed output."""
+        states, last = computed
+        layers = {name: layer_of(name) for name in names}
+        features = {name: states[layer[0] + layer[1]] for name, layer in layers.items() if layer is not None}
+        return {name: self._in_dtype(state) for name, state in {**features, "last": last}.items()}
 
     def _run(self, inputs: dict[str, Any], cache: TreeCache) -> Tensor:
         return self._module(use_cache=True, **{self._cache_argument: cache}, **inputs)[0]
@@ -159,15 +163,12 @@ class Decoder:
         if not self._direct.get(static, True):
             return None
         states = self._fused_states(inputs, cache) if static else self._stack_states(inputs, cache)
-        if states is not None and static not in self._direct:
+        if states is not None and static not in self._direct and (static or self._sublayers is None):
             # Checked once: some decoders scale their embeddings, or do more after the last layer.
             whole, computed = self._run(inputs, cache).float(), states[1].float()
-            same = not static and self._sublayers is None
-            tolerance = 0.0 if same else _TOLERANCE.get(states[1].dtype, _HALF_TOLERANCE)
+            tolerance = _TOLERANCE.get(states[1].dtype, _HALF_TOLERANCE) if static else 0.0
             self._direct[static] = bool((computed - whole).norm() <= tolerance * whole.norm())
-            if not self._direct[static]:
-                cache.discard_pass()
-        return states if self._direct.get(static) else None
+        return states if self._direct.get(static, True) else None
 
     def _stack_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
         """States from ``Stack.states``."""
@@ -186,12 +187,20 @@ class Decoder:
     def _sublayers(self) -> SublayerStack | None:
         """The layers for the C++ kernels; None if the kernels do not support them."""
         packed = any(isinstance(layer, BlockLinear) for layer in self._module.modules())
-        if not packed or is_split(self._model):
+        if not packed or is_split(self._model) or not isinstance(getattr(self._module, "layers", None), nn.ModuleList):
             return None
         try:
-            return SublayerStack(self._module, () if self.layers is None else self.layers.mixers)
+            stack = SublayerStack(self._module, () if self.layers is None else self.layers.mixers)
         except ValueError:
             return None
+        # Some decoders scale their embeddings, or do more after the last layer.
+        inputs: dict[str, Any] = {"input_ids": torch.arange(1, 5)[None]}
+        if self.takes_positions:
+            inputs["position_ids"] = torch.arange(4)[None]
+        with torch.inference_mode(), self._applied():
+            whole = self._run(inputs, self.new_cache(4, False)).float()
+            computed = stack.prompt(inputs, None, self.new_cache(4, False))[1].float()
+        return stack if (computed - whole).norm() <= _HALF_TOLERANCE * whole.norm() else None
 
     def _fused_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
         """States from ``FusedDecoder.states``."""
@@ -259,7 +268,7 @@ class Decoder:
         self, given: dict[str, Any], part: slice, cache: TreeCache, names: Sequence[Feature]
     ) -> dict[Feature, Tensor]:
         """Prefill one chunk of a prompt with the inputs of ``chunk_inputs``, and return its features. Later chunks run
-        as chains of accepted nodes."""
+        as chains of accepted nodes. Only a prompt in one chunk may have padding."""
         inputs = {name: given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None}
         inputs = {name: value[:, part] for name, value in inputs.items()}
         if self.takes_positions:
@@ -270,17 +279,30 @@ class Decoder:
             inputs["deepstack_visual_embeds"] = [
                 embeds[first : first + count] for embeds in given["deepstack_visual_embeds"]
             ]
+        mask, nodes, device = given.get("attention_mask"), part.stop - part.start, input_device(self._model)
+        if mask is not None and bool(mask.all()):
+            mask = None
+        rows = len(next(iter(inputs.values())))
+        native = visual is None and self.prompts_natively(cache)
+        if native:
+            assert self._sublayers is not None
+            with self._applied():
+                features = self._named(self._sublayers.prompt(inputs, mask, cache), names)
         if part.start == 0:
-            features = self.forward(inputs, cache, names)
-            cache.commit_prompt(part.stop, None, 1)
+            features = features if native else self.forward(inputs, cache, names)
+            cache.commit_prompt(part.stop, mask, rows)
             return features
-        nodes, device = part.stop - part.start, input_device(self._model)
-        reach = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
-        depth = torch.arange(nodes, device=device)[None]
-        inputs["attention_mask"] = self.mask(cache, depth, None, reach)
-        features = self.forward({**inputs, **cache.arguments(reach)}, cache, names)
-        cache.commit(depth, [list(range(nodes))])
+        depth = torch.arange(nodes, device=device).expand(rows, -1)
+        if not native:
+            reach = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
+            inputs["attention_mask"] = self.mask(cache, depth, None, reach)
+            features = self.forward({**inputs, **cache.arguments(reach)}, cache, names)
+        cache.commit(depth, [list(range(nodes))] * rows)
         return features
+
+    def prompts_natively(self, cache: TreeCache) -> bool:
+        """Whether prompts run in the C++ kernels of ``SublayerStack``, in which tokens have the bits of decoding."""
+        return self._sublayers is not None and self._sublayers.runs(cache)
 
     def run_layer(self, layer: int, inputs: dict[str, Any], attention: str) -> None:
         """Run one layer on a prompt with a separate cache, for the side effects of its hooks or attention function.

@@ -33,7 +33,7 @@ _MLPS = (
 )
 _FINAL_NORMS = "norm", "embedding_norm", "final_layernorm", "norm_f"
 _TOLERANCE = 0.02  # of a layer's update, relative: mixers round their convolutions' inputs and outputs to bfloat16
-_MAX_ROWS = 1024  # tokens of a pass, whose outputs of all layers are kept
+MAX_ROWS = 1024  # tokens of a pass, whose outputs of all layers are kept
 
 
 class SublayerStack:
@@ -64,6 +64,7 @@ class SublayerStack:
             self._check(layer, parts)
         self.weights = _weights(layers)
         attending = (part for part in chain(*layers) if part["kind"] == "attention")
+        self._recurrent = any(part.channels for part in self.weights)
         self._keys = next((torch.empty(part["groups"], 0, part["head_dim"]).bfloat16() for part in attending), None)
 
     def states(self, inputs: dict[str, Any], cache: Any) -> tuple[list[Tensor], Tensor] | None:
@@ -76,23 +77,52 @@ class SublayerStack:
         Returns:
             (batch, nodes, hidden) each; None if the decoder's forward is needed.
         """
-        tokens, embeds, mask = (inputs.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
-        if any(map(is_hooked, self._decoder.layers)) or isinstance(mask, dict):
+        mask = inputs.get("attention_mask")
+        verifies = not self._recurrent or cache.verifying
+        if isinstance(mask, dict) or not verifies or not self.runs(cache):
             return None
-        x = (self._embed(tokens) if embeds is None else embeds) * self._scale
-        batch, nodes, _ = x.shape
+        x = self._embedded(inputs)
+        if x.shape[0] * x.shape[1] > MAX_ROWS:
+            return None
+        allowed = None if mask is None else allowed_slots(mask, len(x))
+        return self._states(x, inputs, allowed, cache, *cache.recurrent(self.weights))
+
+    def prompt(
+        self, inputs: dict[str, Any], mask: Tensor | None, cache: Any
+    ) -> tuple[list[Tensor], Tensor]:
+        """As ``states``, of tokens of a prompt after those in the cache; advances the states of recurrent layers.
+
+        Args:
+            mask: (batch, tokens), 0 at padding on the left; None without. Padding requires an empty cache.
+        """
+        x = self._embedded(inputs)
+        batch, tokens, _ = x.shape
+        first, allowed = None, None
+        if mask is not None:
+            first = tokens - mask.long().sum(1)
+            allowed = mask[:, None, None, :].bool() & torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        states = cache.recurrent(self.weights, batch)
+        return self._states(x, inputs, allowed, cache, *(states or (None, None)), first)
+
+    def runs(self, cache: Any) -> bool:
+        """Whether passes over a cache run in the kernels."""
         attention = getattr(self._decoder.config, "_attn_implementation", None)
         supported = self._keys is None or attention in (NAME, "sdpa")
-        if batch * nodes > _MAX_ROWS or cache.static_shapes or not supported:
-            return None
-        start, keys = cache.get_seq_length(), None
+        return supported and not cache.static_shapes and not any(map(is_hooked, self._decoder.layers))
+
+    def _embedded(self, inputs: dict[str, Any]) -> Tensor:
+        embeds = inputs.get("inputs_embeds")
+        return (self._embed(inputs["input_ids"]) if embeds is None else embeds) * self._scale
+
+    def _states(
+        self, x: Tensor, inputs: dict[str, Any], allowed: Tensor | None, cache: Any, *recurrent: Any
+    ) -> tuple[list[Tensor], Tensor]:
+        (batch, nodes, _), start, keys = x.shape, cache.get_seq_length(), None
         if self._keys is not None:
             keys = cache.kv.shared(cache.attending, batch, nodes, self._keys, start)
-        allowed = None if mask is None else allowed_slots(mask, batch)
         rotation = self._rotation(inputs.get("position_ids"), (batch, nodes)).contiguous()
-        outputs = cpu.decode_sublayers(
-            self.weights, x.float().contiguous(), rotation, allowed, keys, start, *cache.recurrent(self.weights)
-        )
+        task = self.weights, x.float().contiguous(), rotation, allowed, keys, start
+        outputs = cpu.decode_sublayers(*task, *recurrent)
         return [x, *outputs], self._norm(outputs[-1].to(x.dtype))
 
     def _rotation(self, positions: Tensor | None, shape: tuple[int, int]) -> Tensor:
@@ -125,10 +155,9 @@ class SublayerStack:
         expected = layer(x, attention_mask=None, **options)
         expected = expected[0] if isinstance(expected, tuple) else expected
         keys = torch.zeros(2, batch, parts[0].get("groups", 1), nodes, parts[0].get("head_dim", 16)).bfloat16()
-        chain_of = torch.ones(batch, nodes, nodes, dtype=torch.bool).tril()
-        states = cpu.recurrent_buffers(weights, *zero_states(weights, batch), nodes)
+        states = cpu.recurrent_buffers(weights, *zero_states(weights, batch), None)
         rotation = self._rotation(positions, (batch, nodes)).contiguous()
-        computed = cpu.decode_sublayers(weights, x, rotation, None, keys, 0, chain_of, states)[-1]
+        computed = cpu.decode_sublayers(weights, x, rotation, None, keys, 0, None, states)[-1]
         if (computed - expected).norm() > _TOLERANCE * (expected - x).norm():
             raise ValueError(f"the kernels do not reproduce {type(layer).__name__}")
 

@@ -43,7 +43,8 @@ struct TreePass {
   int64_t count, hidden, start;
   const float *x, *rotation;  // rotation: (batch * nodes, 2, rotated / 2), cosines and sines
   float* states;              // (layers, batch * nodes, hidden)
-  const uint8_t* ancestors;   // (batch, nodes, nodes)
+  const uint8_t* ancestors;   // (batch, nodes, nodes); null for a prompt
+  const int64_t* first;       // (batch): first token of each row of a prompt, after padding; null: 0
   uint16_t* cache;            // as in ``Pass``
   int64_t cache_part;
   Attention attention;
@@ -69,13 +70,14 @@ struct Visit {
 struct Order {
   std::vector<Visit> visits;
   std::vector<int64_t> window;  // (nodes, taps), oldest first
-  int64_t slots = 0;
+  int64_t slots = 0, first = 0;
 
-  void shape_prompt(int64_t nodes, int64_t width) {
-    std::vector<int64_t> parent(nodes);
-    for (int64_t node = 0; node < nodes; node++) {
-      visits.push_back({node, node ? 0 : -1, 0});
-      parent[node] = node - 1;
+  void shape_prompt(int64_t nodes, int64_t width, int64_t first_token) {
+    std::vector<int64_t> parent(nodes, -1);
+    first = first_token;
+    for (int64_t node = first; node < nodes; node++) {
+      visits.push_back({node, node > first ? 0 : -1, 0});
+      if (node > first) parent[node] = node - 1;
     }
     slots = 1, find_windows(parent, width);
   }
@@ -169,7 +171,7 @@ struct Scan {
   const Recurrent& r;
   const Order& order;
   const float *projected, *convolved;
-  int64_t row, head, stride;
+  int64_t row, head, nodes, stride;
   float* y;
   HeadBuffers& buffers;
   int64_t keys = layer.key_dim, values = layer.head_dim, size = keys * values;
@@ -192,7 +194,7 @@ struct Scan {
     buffers.slots.reserve(order.slots * size), buffers.record.resize(values);
     for (const Visit& visit : order.visits) {
       const float* before = visit.from < 0 ? state : &buffers.slots[visit.from * size];
-      node(visit.node, row * r.nodes + visit.node, before, visit.to < 0 ? nullptr : &buffers.slots[visit.to * size]);
+      node(visit.node, row * nodes + visit.node, before, visit.to < 0 ? nullptr : &buffers.slots[visit.to * size]);
     }
     if (!r.record) std::memcpy(state, &buffers.slots[0], size * sizeof(float));
   }
@@ -271,7 +273,7 @@ struct TreeDecoder {
     projected.resize(rows * widest), convolved.resize(rows * channels), mixed.resize(rows * inner), added.resize(rows * pass.hidden);
     for (int64_t row = 0; channels && row < batch; row++)
       pass.ancestors ? orders[row].shape(pass.ancestors + row * nodes * nodes, nodes, pass.recurrent.width)
-                     : orders[row].shape_prompt(nodes, pass.recurrent.width);
+                     : orders[row].shape_prompt(nodes, pass.recurrent.width, pass.first ? pass.first[row] : 0);
   }
 
   // Features between rows of projections; powers of two would map rows to the same cache lines.
@@ -387,8 +389,8 @@ struct TreeDecoder {
         store(convolved.data() + (row * nodes + node) * channels + channel, activated ? silu(sum) : sum);
       }
       for (int64_t entry = 0; !r.inputs && entry < before; entry++) {
-        int64_t from = nodes - before + entry;
-        floats x = from < 0 ? entries[before + from] : input(row * nodes + from, channel);
+        int64_t from = nodes - before + entry, first = orders[row].first;
+        floats x = from < first ? entries[before + from - first] : input(row * nodes + from, channel);
         for (int64_t i = 0; i < LANES; i++) state[i * before + entry] = x[i];
       }
     });
@@ -404,7 +406,7 @@ struct TreeDecoder {
       for (int64_t at = begin; at < end; at++) {
         int64_t row = at / layer.heads, head = at % layer.heads;
         Scan one{layer, pass.recurrent, orders[row], projected.data(), convolved.data(),
-                 row,   head,           stride,      mixed.data(),     buffers};
+                 row,   head,           nodes,       stride,           mixed.data(), buffers};
         delta ? one.delta() : one.mamba();
       }
     });
