@@ -378,7 +378,7 @@ class StateCache(TreeCache):
         return torch.cat(outputs)
 
     def commit_prompt(self, tokens: int, attention_mask: Tensor | None, batch: int) -> None:
-        if self._native is None:
+        if not self._conv.state.rows:
             self._conv.commit_prompt(self._scans.state.data.new_zeros(batch, 0, 0))
         self._native = None
         super().commit_prompt(tokens, attention_mask, batch)

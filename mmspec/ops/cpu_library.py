@@ -196,7 +196,15 @@ def compiled(flags: Sequence[str]) -> ctypes.CDLL | str:
     loaded.read_bytes.argtypes, loaded.read_bytes.restype = [pointer, count, threads], count
     loaded.multiply_add.argtypes, loaded.multiply_add.restype = [count, count, threads], count
     loaded.dense_rows.argtypes = [count, pointer, count, count, threads, pointer, threads]
-    without_result = "linear", "attention_inputs", "layer_outputs", "decode", "write_keys_values", "attention", "decode_sublayers"
+    without_result = (
+        "linear",
+        "attention_inputs",
+        "layer_outputs",
+        "decode",
+        "write_keys_values",
+        "attention",
+        "decode_sublayers",
+    )
     for name in (*without_result, "advance_states", "greatest_of_rows", "quantiles_of_rows", "draft_slots"):
         getattr(loaded, name).restype = None
     return loaded

@@ -261,7 +261,7 @@ class Decoder:
         self, given: dict[str, Any], part: slice, cache: TreeCache, names: Sequence[Feature]
     ) -> dict[Feature, Tensor]:
         """Prefill one chunk of a prompt with the inputs of ``chunk_inputs``, and return its features. Later chunks run
-        as chains of accepted nodes. Only a prompt in one chunk may have padding."""
+        as chains of accepted nodes. Padding on the left requires ``prompts_natively``."""
         inputs = {name: given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None}
         inputs = {name: value[:, part] for name, value in inputs.items()}
         if self.takes_positions:
@@ -280,17 +280,20 @@ class Decoder:
         if native:
             assert self._sublayers is not None
             with self._applied():
-                features = self._named(self._sublayers.prompt(inputs, mask, cache), names)
+                known = None if mask is None else mask[:, : part.stop]
+                features = self._named(self._sublayers.prompt(inputs, known, cache), names)
         if part.start == 0:
             features = features if native else self.forward(inputs, cache, names)
-            cache.commit_prompt(part.stop, mask, rows)
-            return features
-        depth = torch.arange(nodes, device=device).expand(rows, -1)
-        if not native:
-            reach = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
-            inputs["attention_mask"] = self.mask(cache, depth, None, reach)
-            features = self.forward({**inputs, **cache.arguments(reach)}, cache, names)
-        cache.commit(depth, [list(range(nodes))] * rows)
+            cache.commit_prompt(part.stop, None, rows)
+        else:
+            depth = torch.arange(nodes, device=device).expand(rows, -1)
+            if not native:
+                reach = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
+                inputs["attention_mask"] = self.mask(cache, depth, None, reach)
+                features = self.forward({**inputs, **cache.arguments(reach)}, cache, names)
+            cache.commit(depth, [list(range(nodes))] * rows)
+        if mask is not None and part.stop == mask.shape[1]:
+            cache.commit_prompt(part.stop, mask, rows)  # remove padding
         return features
 
     def prompts_natively(self, cache: TreeCache) -> bool:

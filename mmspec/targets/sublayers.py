@@ -34,7 +34,8 @@ _MLPS = (
 )
 _FINAL_NORMS = "norm", "embedding_norm", "final_layernorm", "norm_f"
 _TOLERANCE = 0.03  # of a layer's update, relative: inputs rounded to 8 bits, and keys and values to bfloat16
-MAX_ROWS = 1024  # tokens of a pass, whose outputs of all layers are kept
+MAX_ROWS = 1024
+"""Maximum tokens of a pass, which keeps the outputs of all layers."""
 
 
 class SublayerStack:
@@ -89,22 +90,22 @@ class SublayerStack:
         allowed = None if mask is None else allowed_slots(mask, len(x))
         return self._states(x, inputs, allowed, cache, *cache.recurrent(self.weights))
 
-    def prompt(
-        self, inputs: dict[str, Any], mask: Tensor | None, cache: Any
-    ) -> tuple[list[Tensor], Tensor]:
+    def prompt(self, inputs: dict[str, Any], mask: Tensor | None, cache: Any) -> tuple[list[Tensor], Tensor]:
         """As ``states``, of tokens of a prompt after those in the cache; advances the states of recurrent layers.
 
         Args:
-            mask: (batch, tokens), 0 at padding on the left; None without. Padding requires an empty cache.
+            mask: (batch, slots), 0 at padding on the left, up to the last of these tokens; None without padding.
         """
         x = self._embedded(inputs)
         batch, tokens, _ = x.shape
         first, allowed = None, None
         if mask is not None:
-            first = tokens - mask.long().sum(1)
-            allowed = mask[:, None, None, :].bool() & torch.ones(tokens, tokens, dtype=torch.bool).tril()
-        states = cache.recurrent(self.weights, batch)
-        return self._states(x, inputs, allowed, cache, *(states or (None, None)), first)
+            start = mask.shape[1] - tokens
+            first = ((mask == 0).sum(1) - start).clamp(0, tokens)
+            causal = torch.ones(tokens, mask.shape[1], dtype=torch.bool).tril(start)
+            allowed = mask[:, None, None, :].bool() & causal
+        recurrent = cache.recurrent(self.weights, batch) or (None, None)
+        return self._states(x, inputs, allowed, cache, *recurrent, first)
 
     def runs(self, cache: Any) -> bool:
         """Whether passes over a cache run in the kernels."""
@@ -206,17 +207,23 @@ def _sublayers(layer: Any, known: Sequence[Describe], rotated: int) -> Iterator[
     """Descriptions of a layer's sublayers, with norms."""
     children = [part for part in layer.children() if not isinstance(part, nn.Identity)]
     found = [(part, next(filter(None, (describe(part) for describe in known)), None)) for part in children]
-    norms = [part for part, described in found if described is None and hasattr(part, "weight") and not list(part.children())]
+    norms = [part for part, described in found if described is None and [*dict(part.named_parameters())] == ["weight"]]
     parts = [described for _, described in found if described is not None]
     if len(norms) != len(parts) or len(norms) + len(parts) != len(children):
-        raise ValueError(f"expected a norm for each known part of a layer: got {[type(part).__name__ for part in children]}")
+        raise ValueError(
+            f"expected a norm for each known part of a layer: got {[type(part).__name__ for part in children]}"
+        )
     if len(parts) > 1 and parts[0]["kind"] == "mlp":  # declared before the mixer
         parts.reverse()
     scale = float(getattr(layer, "residual_multiplier", 1.0))
     for index, (norm, part) in enumerate(zip(norms, parts, strict=True)):
         extra = {"rotated": rotated} if part["kind"] == "attention" else {}
         yield {
-            **part, **extra, "norm": (gain_of(norm), epsilon_of(norm)), "scale": scale, "ends_layer": index == len(parts) - 1
+            **part,
+            **extra,
+            "norm": (gain_of(norm), epsilon_of(norm)),
+            "scale": scale,
+            "ends_layer": index == len(parts) - 1,
         }
 
 

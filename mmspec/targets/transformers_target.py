@@ -168,7 +168,6 @@ class TransformersTarget:
         tokens = {} if "inputs_embeds" in prompt.inputs else {"input_ids": ids}
         call = {**prompt.inputs, **tokens, "attention_mask": mask, "position_ids": positions}
         native = prompt.prefill_mask is None and decoder.prompts_natively(cache)
-        native = native and (mask is None or ids.numel() <= MAX_ROWS)
         if native and not self._head.checked:
             few = {"input_ids": torch.arange(1, 5)[None], "attention_mask": None, "position_ids": torch.arange(4)[None]}
             few_logits, _, last = decoder.prefill(few, decoder.new_cache(4, False), ())
@@ -181,7 +180,7 @@ class TransformersTarget:
             passes: list[dict[Feature, Tensor]] = []
             first, size = 0 if state is None else state.length, chunk or length
             if native:
-                size = length if mask is not None else min(size, MAX_ROWS // batch or 1)
+                size = min(size, MAX_ROWS // batch or 1)
             for start in range(first, length, size):
                 if passes:
                     yield

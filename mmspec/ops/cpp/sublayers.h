@@ -196,7 +196,7 @@ struct Scan {
       const float* before = visit.from < 0 ? state : &buffers.slots[visit.from * size];
       node(visit.node, row * nodes + visit.node, before, visit.to < 0 ? nullptr : &buffers.slots[visit.to * size]);
     }
-    if (!r.record) std::memcpy(state, &buffers.slots[0], size * sizeof(float));
+    if (!r.record && !order.visits.empty()) std::memcpy(state, &buffers.slots[0], size * sizeof(float));
   }
 
   // Gated DeltaNet (arXiv 2412.06464): update = rate * (value - decay * S' key).
