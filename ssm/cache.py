@@ -323,7 +323,7 @@ class StateCache(TreeCache):
         for part in states:
             part.write(part.data.float())
         nodes = None if tree is None or prompt else tree.ancestors.shape[1]
-        buffers = cpu.recurrent_buffers(weights, *(part.data for part in states), nodes)
+        buffers = cpu.recurrent_buffers(weights, self._conv.state.data, self._scans.state.data, nodes)
         self._native = weights, None if prompt else buffers
         return None if tree is None or prompt else tree.ancestors.contiguous(), buffers
 

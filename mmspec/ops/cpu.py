@@ -502,7 +502,7 @@ def sublayer_weights(
 
 def sublayers(parts: Sequence[Sublayer]) -> Any:
     """Array of sublayer descriptors, for ``decode_sublayers``."""
-    array = (Sublayer * len(parts))(*parts)
+    array: Any = (Sublayer * len(parts))(*parts)
     array.kept = list(parts)
     return array
 
@@ -564,14 +564,14 @@ SCANS = MIXING.index("delta"), MIXING.index("mamba")
 
 
 def recurrent_buffers(weights: Any, conv_state: Tensor, state: Tensor, nodes: int | None) -> Recurrent:
-    """Descriptor of recurrent states, and of new buffers for the records of a pass over ``nodes`` nodes; None for a
-    prompt, which needs no records.
+    """Descriptor of recurrent states, and of new buffers for a pass's records.
 
     Args:
         weights: result of ``sublayers``.
         conv_state: (rows, channels, width - 1) float32, inputs before the tree of all layers' convolutions; must
             outlive the result, like ``state``.
-        state: (rows, units, heads, ...) float32, of all layers' scans; (rows, 0) without scans.
+        state: (rows, units, heads, ...) float32, of all layers' scans; empty without scans.
+        nodes: number of nodes of a tree; None for a prompt, which needs no records.
     """
     rows, channels, before = conv_state.shape
     scans = [part for part in weights if part.kind in SCANS]
@@ -580,13 +580,13 @@ def recurrent_buffers(weights: Any, conv_state: Tensor, state: Tensor, nodes: in
     inputs, record = [conv_state.new_empty(shape) for shape in records] or (None, None)
     made = Recurrent(
         conv_state=pointer(conv_state, torch.float32, (rows, channels, before)),
-        state=pointer(state, torch.float32, (rows, len(scans), *state.shape[2:])),
+        state=pointer(state, torch.float32, (rows, len(scans), *state.shape[2:]) if scans else tuple(state.shape)),
         inputs=None if inputs is None else inputs.data_ptr(),
         record=None if record is None else record.data_ptr(),
         channels=channels,
         width=before + 1,
-        state_row=state.stride(0),
-        unit=state.stride(1),
+        state_row=state.stride(0) if scans else 0,
+        unit=state.stride(1) if scans else 0,
         recorded=recorded,
         units=len(scans),
         nodes=nodes or 0,

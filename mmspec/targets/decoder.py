@@ -36,6 +36,7 @@ from mmspec.targets.attention import (
     PassAttention,
     TreePass,
     slot_attention,
+    slot_limit,
     slot_positions,
     slot_positions_applied,
     tail_mask,
@@ -187,12 +188,13 @@ class Decoder:
     def _sublayers(self) -> SublayerStack | None:
         """The layers for the C++ kernels; None if the kernels do not support them."""
         packed = any(isinstance(layer, BlockLinear) for layer in self._module.modules())
-        if not packed or is_split(self._model) or not isinstance(getattr(self._module, "layers", None), nn.ModuleList):
+        merged = getattr(self._first, "stack", None) is not None
+        if not packed or merged or self._slots is not None or slot_limit(self.config) or is_split(self._model):
             return None
         try:
             with self._applied():
                 return SublayerStack(self._module, () if self.layers is None else self.layers.mixers)
-        except ValueError:
+        except (AttributeError, TypeError, RuntimeError, ValueError):
             return None
 
     def _fused_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:

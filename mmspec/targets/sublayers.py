@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.ops import cpu, cpu_library
+from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BlockLinear, JoinedLinear
 from mmspec.targets.attention import NAME
 from mmspec.targets.packing import allowed_slots
@@ -68,7 +68,9 @@ class SublayerStack:
         self.weights = _weights(layers)
         attending = (part for part in chain(*layers) if part["kind"] == "attention")
         self._recurrent = any(part.channels for part in self.weights)
-        self._keys = next((torch.empty(part["groups"], 0, part["head_dim"]).bfloat16() for part in attending), None)
+        self._keys = next(
+            (torch.empty(part["groups"], 0, part["head_dim"], dtype=torch.bfloat16) for part in attending), None
+        )
 
     def states(self, inputs: dict[str, Any], cache: Any) -> tuple[list[Tensor], Tensor] | None:
         """Inputs of all layers and the last layer's output, and the normed output, of a verify pass.
@@ -154,14 +156,18 @@ class SublayerStack:
                 for name, parameter in list(module.named_parameters(recurse=False)):
                     setattr(module, name, nn.Parameter(parameter.detach().float(), requires_grad=False))
         batch, nodes = 2, 5
-        x = torch.randn(batch, nodes, parts[0]["out"].out_features, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(
+            batch, nodes, parts[0]["out"].out_features, generator=torch.Generator().manual_seed(0), dtype=torch.float32
+        )
         positions = torch.tensor([[0, 1, 2, 3, 4], [3, 4, 5, 6, 7]], dtype=torch.long)
         options: dict[str, Any] = {}
         if self._rotary is not None:
             options["position_embeddings"] = self._rotary(x, position_ids=positions)
         expected = layer(x, attention_mask=None, **options)
         expected = expected[0] if isinstance(expected, tuple) else expected
-        keys = torch.zeros(2, batch, parts[0].get("groups", 1), nodes, parts[0].get("head_dim", 16)).bfloat16()
+        keys = torch.zeros(
+            2, batch, parts[0].get("groups", 1), nodes, parts[0].get("head_dim", 16), dtype=torch.bfloat16
+        )
         states = cpu.recurrent_buffers(weights, *zero_states(weights, batch), None)
         rotation = self._rotation(positions, (batch, nodes)).contiguous()
         computed = cpu.decode_sublayers(weights, x, rotation, None, keys, 0, None, states)[-1]
@@ -250,6 +256,8 @@ def _native(linear: Any) -> Any:
 def _attention(module: Any) -> Part | None:
     if not all(hasattr(module, name) for name in (*PROJECTIONS, "head_dim", "scaling")):
         return None
+    if getattr(module, "attn_logit_softcapping", None) or list(module.parameters(recurse=False)):
+        raise ValueError(f"attention has no cap of scores and no weights of its own: got {type(module).__name__}")
     query, key, value = (getattr(module, name) for name in PROJECTIONS)
     out, head_dim = getattr(module, "o_proj", None) or module.out_proj, module.head_dim
     heads, groups = out.in_features // head_dim, key.out_features // head_dim

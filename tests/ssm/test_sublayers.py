@@ -1,6 +1,7 @@
-"""Hybrids in packed weights: one native call per pass, with the bits of plain decoding in trees, batches and prompts."""
+"""Hybrids in packed weights: trees, batches and prompts have the bits of plain decoding."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ def test_trees_batches_and_prompts_have_the_bits_of_plain_decoding(family, kind,
         choices = torch.full_like(tree.tokens, -1)
         for row, target in enumerate(alone):
             kept = root_path(tree, row, valid_nodes(tree, row)[-1])
-            for parent, child in zip(kept, kept[1:]):
+            for parent, child in pairwise(kept):
                 choices[row, parent] = tree.tokens[row, child]
             for node in kept:
                 assert torch.equal(step(target, [int(tree.tokens[row, node])])[0], logits[row, node]), (shape, node)
