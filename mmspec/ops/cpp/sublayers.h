@@ -58,7 +58,8 @@ namespace {
 enum Mixing : int64_t { ATTENTION, GATED_DELTA, MAMBA2, SHORT_CONV, MLP };
 enum Activation : int64_t { SILU, GELU, SQUARED_RELU };
 
-constexpr int64_t WINDOW = 8;  // maximum taps of a convolution
+constexpr int64_t WINDOW = 8;    // maximum taps of a convolution
+constexpr int64_t COLUMNS = 32;  // values of a head computed together at all nodes, so that their state stays in L1
 
 // A node of a row in depth-first order. States are in slots: ``from`` the parent's (-1: the state before the tree),
 // ``to`` the node's own (-1: no child needs it).
@@ -132,37 +133,43 @@ inline void normalise(const float* x, int64_t count, float factor, float* out) {
   for (int64_t i = 0; i < count; i += LANES) store(out + i, load<floats>(x + i) * inverse);
 }
 
-// left (keys) and right (values): S = decay * S + left (x) right, (count, width).
-inline void update_state(const float* from, float* to, float decay, const float* left, const float* right,
-                         int64_t count, int64_t width) {
+// S = decay * S' + left (x) right, for ``width`` columns of a state with rows ``stride`` apart.
+inline void update_state(const float* from, int64_t from_stride, float* to, int64_t to_stride, float decay,
+                         const float* left, const float* right, int64_t count, int64_t width) {
   floats factor = splat(decay);
-  for (int64_t i = 0; i < count; i++, from += width, to += width) {
+  for (int64_t i = 0; i < count; i++, from += from_stride, to += to_stride) {
     floats scaled = splat(left[i]);
     for (int64_t j = 0; j < width; j += LANES)
       store(to + j, fma(scaled, load<floats>(right + j), factor * load<floats>(from + j)));
   }
 }
 
-// Products of a state (count, width) with two rows of ``count`` factors, for ``wide`` vectors of its columns.
-template <int wide>
-inline void read_columns(const float* state, int64_t width, const float* key, const float* query, int64_t count,
-                         float* of_key, float* of_query) {
-  floats keys[wide] = {}, queries[wide] = {};
-  for (int64_t i = 0; i < count; i++, state += width) {
-    floats k = splat(key[i]), q = splat(query[i]);
+// Products of COLUMNS columns of a state with two rows of ``count`` factors, an even number.
+inline void read_columns(const float* state, int64_t stride, const float* key, const float* query, int64_t count,
+                         floats* of_key, floats* of_query) {
+  constexpr int wide = COLUMNS / LANES;
+  floats keys[2][wide] = {}, queries[2][wide] = {};
+  for (int64_t i = 0; i < count; i += 2)
+#pragma GCC unroll 2
+    for (int part = 0; part < 2; part++, state += stride) {
+      floats k = splat(key[i + part]), q = splat(query[i + part]);
 #pragma GCC unroll 4
-    for (int j = 0; j < wide; j++) {
-      floats s = load<floats>(state + j * LANES);
-      keys[j] = fma(k, s, keys[j]), queries[j] = fma(q, s, queries[j]);
+      for (int j = 0; j < wide; j++) {
+        floats s = load<floats>(state + j * LANES);
+        keys[part][j] = fma(k, s, keys[part][j]), queries[part][j] = fma(q, s, queries[part][j]);
+      }
     }
-  }
-  for (int j = 0; j < wide; j++) store(of_key + j * LANES, keys[j]), store(of_query + j * LANES, queries[j]);
+  for (int j = 0; j < wide; j++) of_key[j] = keys[0][j] + keys[1][j], of_query[j] = queries[0][j] + queries[1][j];
 }
 
 // Per-thread buffers of a head.
 struct HeadBuffers {
   Lines<float> slots;
-  std::vector<float> normed, read, record;
+  std::vector<float> normed, update;
+  struct Gates {
+    float rate, decay, overlap;
+  };
+  std::vector<Gates> gates;
 };
 
 // The scan of one head of a row: projected (rows, stride) and convolved (rows, channels) -> y (rows, heads * head_dim).
@@ -179,80 +186,105 @@ struct Scan {
   int64_t group = head / (layer.heads / layer.groups);
   float* state = r.state + row * r.state_row + layer.place * r.unit + head * size;
 
-  // Stores a node's key, update and decay, (groups, key_dim), (heads, head_dim) and (heads,); returns the update.
-  float* record(int64_t node, const float* key, float decay) const {
-    if (!r.record) return buffers.record.data();
-    float* to = r.record + ((row * r.nodes + node) * r.units + layer.place) * r.recorded;
+  // Stores a node's key and decay among (groups, key_dim), (heads, head_dim) and (heads,) values.
+  void record(int64_t node, const float* key, float decay) const {
+    if (!r.record) return;
+    float* to = recorded(node);
     if (head % (layer.heads / layer.groups) == 0) std::memcpy(to + group * keys, key, keys * sizeof(float));
     to[all_keys + all_values + head] = decay;
-    return to + all_keys + head * values;
   }
 
-  // Calls node(before, index of the row, to) for all nodes; ``to``: the state after it, null if not needed.
+  float* recorded(int64_t node) const {
+    return r.record + ((row * r.nodes + node) * r.units + layer.place) * r.recorded;
+  }
+
+  // Calls node(index, row, before, stride, update, after) for all nodes; ``before`` and ``after`` are parts of ``size``
+  // values of states, at ``first`` with rows ``stride`` apart before the tree, else contiguous. ``update`` is recorded;
+  // ``after`` is null if no child needs it.
   template <class Node>
-  void visit(const Node& node) const {
-    buffers.slots.reserve(order.slots * size), buffers.record.resize(values);
+  void visit(int64_t first, int64_t part, int64_t stride, int64_t size, int64_t width, const Node& node) const {
+    float* last = nullptr;
     for (const Visit& visit : order.visits) {
-      const float* before = visit.from < 0 ? state : &buffers.slots[visit.from * size];
-      node(visit.node, row * nodes + visit.node, before, visit.to < 0 ? nullptr : &buffers.slots[visit.to * size]);
+      const float* before = visit.from < 0 ? state + first : &buffers.slots[visit.from * size];
+      float* update = r.record ? recorded(visit.node) + all_keys + head * values + part : buffers.update.data();
+      last = visit.to < 0 ? nullptr : &buffers.slots[visit.to * size];
+      node(visit.node, row * nodes + visit.node, before, visit.from < 0 ? stride : width, update, last);
     }
-    if (!r.record && !order.visits.empty()) std::memcpy(state, &buffers.slots[0], size * sizeof(float));
+    if (!r.record && last)
+      for (int64_t i = 0; i < size / width; i++)
+        std::memcpy(state + first + i * stride, last + i * width, width * sizeof(float));
   }
 
   // Gated DeltaNet (arXiv 2412.06464): update = rate * (value - decay * S' key).
   void delta() const {
-    buffers.normed.resize(2 * keys), buffers.read.resize(2 * values);
-    float *query = buffers.normed.data(), *key = query + keys, *of_key = buffers.read.data(), *of_query = of_key + values;
-    visit([&](int64_t node, int64_t at, const float* before, float* to) {
-      const float *mixed = convolved + at * layer.channels, *value = mixed + 2 * all_keys + head * values;
+    buffers.normed.resize(nodes * 2 * keys), buffers.gates.resize(nodes);
+    buffers.update.resize(COLUMNS), buffers.slots.reserve(order.slots * keys * COLUMNS);
+    for (const Visit& visit : order.visits) {
+      int64_t at = row * nodes + visit.node;
+      const float *mixed = convolved + at * layer.channels, *gates = projected + at * stride + 2 * all_keys + 2 * all_values;
+      float *query = buffers.normed.data() + visit.node * 2 * keys, *key = query + keys;
       normalise(mixed + group * keys, keys, 1 / std::sqrt(float(keys)), query);
       normalise(mixed + all_keys + group * keys, keys, 1, key);
-      const float* gates = projected + at * stride + 2 * all_keys + 2 * all_values;
-      float rate = sigmoid(gates[head]);
-      float decay = std::exp(layer.decay[head] * softplus(gates[layer.heads + head] + layer.step_bias[head]));
-      constexpr int wide = 4;
-      int64_t column = 0;
-      for (; column + wide * LANES <= values; column += wide * LANES)
-        read_columns<wide>(before + column, values, key, query, keys, of_key + column, of_query + column);
-      for (; column < values; column += LANES)
-        read_columns<1>(before + column, values, key, query, keys, of_key + column, of_query + column);
-      float *update = record(node, key, decay), *out = y + (at * layer.heads + head) * values;
-      float overlap = dot_of(key, query, keys);
-      for (int64_t i = 0; i < values; i += LANES) {
-        floats change = splat(rate) * (load<floats>(value + i) - splat(decay) * load<floats>(of_key + i));
-        store(update + i, change);
-        store(out + i, fma(splat(overlap), change, splat(decay) * load<floats>(of_query + i)));
-      }
-      if (to) update_state(before, to, decay, key, update, keys, values);
+      float step = softplus(gates[layer.heads + head] + layer.step_bias[head]);
+      buffers.gates[visit.node] = {sigmoid(gates[head]), std::exp(layer.decay[head] * step), dot_of(key, query, keys)};
+      record(visit.node, key, buffers.gates[visit.node].decay);
+    }
+    for (int64_t column = 0; column < values; column += COLUMNS)
+      visit(column, column, values, keys * COLUMNS, COLUMNS,
+            [&](int64_t node, int64_t at, const float* before, int64_t stride, float* update, float* after) {
+              const float *query = buffers.normed.data() + node * 2 * keys, *key = query + keys;
+              auto [rate, decay, overlap] = buffers.gates[node];
+              floats of_key[COLUMNS / LANES], of_query[COLUMNS / LANES];
+              read_columns(before, stride, key, query, keys, of_key, of_query);
+              const float* value = convolved + at * layer.channels + 2 * all_keys + head * values + column;
+              float* out = y + (at * layer.heads + head) * values + column;
+              for (int64_t j = 0; j < COLUMNS / LANES; j++) {
+                floats change = splat(rate) * (load<floats>(value + j * LANES) - splat(decay) * of_key[j]);
+                store(update + j * LANES, change);
+                store(out + j * LANES, fma(splat(overlap), change, splat(decay) * of_query[j]));
+              }
+              if (after) update_state(before, stride, after, COLUMNS, decay, key, update, keys, COLUMNS);
+            });
+    for (const Visit& visit : order.visits) {
+      int64_t at = row * nodes + visit.node;
       const float* gate = projected + at * stride + 2 * all_keys + all_values + head * values;
+      float* out = y + (at * layer.heads + head) * values;
       norm_row(out, values, layer.inner_norm, layer.inner_epsilon, out);
       for (int64_t i = 0; i < values; i += LANES) store(out + i, load<floats>(out + i) * silu(load<floats>(gate + i)));
-    });
+    }
   }
 
   // Mamba-2 (arXiv 2405.21060): update = step * x, key = B, query = C, output + D x.
   void mamba() const {
-    visit([&](int64_t node, int64_t at, const float* before, float* to) {
-      const float *x = convolved + at * layer.channels + head * values, *from = projected + at * stride;
-      const float *key = convolved + at * layer.channels + all_values + group * keys, *query = key + all_keys;
-      float step = softplus(from[2 * all_values + 2 * all_keys + head] + layer.step_bias[head]);
-      float decay = std::exp(layer.decay[head] * step), overlap = dot_of(key, query, keys);
-      float *update = record(node, key, decay), *out = y + (at * layer.heads + head) * values;
-      for (int64_t i = 0; i < values; i += LANES) {
-        floats parts[LANES] = {};
-        for (int64_t j = 0; j < keys; j += LANES) {
-          floats q = load<floats>(query + j);
+    buffers.gates.resize(nodes), buffers.update.resize(LANES), buffers.slots.reserve(order.slots * keys * LANES);
+    auto key_of = [&](int64_t at) { return convolved + at * layer.channels + all_values + group * keys; };
+    for (const Visit& visit : order.visits) {
+      int64_t at = row * nodes + visit.node;
+      float raw = projected[at * stride + 2 * all_values + 2 * all_keys + head] + layer.step_bias[head];
+      float step = softplus(raw), decay = std::exp(layer.decay[head] * step);
+      buffers.gates[visit.node] = {step, decay, dot_of(key_of(at), key_of(at) + all_keys, keys)};
+      record(visit.node, key_of(at), decay);
+    }
+    for (int64_t value = 0; value < values; value += LANES)
+      visit(value * keys, value, keys, LANES * keys, keys,
+            [&](int64_t node, int64_t at, const float* before, int64_t, float* update, float* after) {
+              const float *key = key_of(at), *query = key + all_keys;
+              auto [step, decay, overlap] = buffers.gates[node];
+              floats parts[LANES] = {};
+              for (int64_t j = 0; j < keys; j += LANES) {
+                floats q = load<floats>(query + j);
 #pragma GCC unroll 16
-          for (int64_t l = 0; l < LANES; l++) parts[l] = fma(q, load<floats>(before + (i + l) * keys + j), parts[l]);
-        }
-        floats input = load<floats>(x + i), change = splat(step) * input;
-        store(update + i, change);
-        floats read = fma(splat(overlap), change, splat(decay) * sums(parts));
-        read = fma(splat(layer.skip[head]), input, read);
-        store(out + i, read * silu(load<floats>(from + head * values + i)));
-      }
-      if (to) update_state(before, to, decay, update, key, values, keys);
-    });
+                for (int64_t l = 0; l < LANES; l++) parts[l] = fma(q, load<floats>(before + l * keys + j), parts[l]);
+              }
+              floats input = load<floats>(convolved + at * layer.channels + head * values + value);
+              floats change = splat(step) * input;
+              store(update, change);
+              floats read = fma(splat(overlap), change, splat(decay) * sums(parts));
+              floats gate = load<floats>(projected + at * stride + head * values + value);
+              store(y + (at * layer.heads + head) * values + value,
+                    fma(splat(layer.skip[head]), input, read) * silu(gate));
+              if (after) update_state(before, keys, after, keys, decay, update, key, LANES, keys);
+            });
   }
 };
 
@@ -509,9 +541,9 @@ void advance_rows(const Sublayer* sublayers, int64_t count, const Recurrent& r, 
         const float *key = record + group * keys, *update = record + all_keys + head * values;
         float decay = record[all_keys + all_values + head];
         if (layer->kind == GATED_DELTA)
-          update_state(state, state, decay, key, update, keys, values);
+          update_state(state, values, state, values, decay, key, update, keys, values);
         else
-          update_state(state, state, decay, update, key, values, keys);
+          update_state(state, keys, state, keys, decay, update, key, values, keys);
       }
     }
   });
