@@ -30,6 +30,7 @@ from typing import Any
 import click
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import mmspec
 from mmspec.cli.options import Listed
@@ -38,6 +39,7 @@ from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, describe, make_table, wide_console
 from mmspec.eval.harness.peers import LLAMA, LlamaServer, engines
 from mmspec.eval.harness.prompts import held_out_requests, warm_up_requests
+from mmspec.eval.harness.small_configs import number_processor
 from mmspec.eval.harness.timing import (
     PHASES,
     READ,
@@ -56,6 +58,7 @@ from mmspec.eval.suite.race import read_requests
 from mmspec.eval.suite.report import equal_of_compared
 from mmspec.eval.suite.summary import OVERALL, Record, by_request, figures, throughput
 from mmspec.pipeline import Pipeline
+from mmspec.targets.packing import pack_model, packs_bfloat16
 
 _LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**5))"  # until its parent exits
 
@@ -301,8 +304,27 @@ def load_requests(source: str, warm_up: int, visual: bool) -> tuple[list[dict[st
     return warm_up_requests(warm_up, visual), measured
 
 
+def open_model(name: str, dtype: str) -> Pipeline:
+    """A model for plain decoding; random weights in the shape of a ``config.json``."""
+    if not name.endswith(".json"):
+        return mmspec.load(name, drafter=None, dtype=dtype)
+    config = AutoConfig.from_pretrained(name).get_text_config()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    if dtype not in ("auto", "bfloat16") or packs_bfloat16():
+        pack_model(model, "bfloat16" if dtype == "auto" else dtype)
+    return mmspec.load(model, drafter=None, processor=number_processor(config.vocab_size))
+
+
 @benchmark
-@click.option("--model", default="tiny-llava", show_default=True)
+@click.option(
+    "--models",
+    "--model",
+    type=Listed(click.STRING),
+    default="tiny-llava",
+    show_default=True,
+    help="Models, as for mmspec.load, or config.json files of text models, which get random weights.",
+)
 @click.option("--dtypes", type=Listed(click.STRING), default="auto", show_default=True, help="Forms of weights.")
 @click.option("--threads", type=SIZES, help="CPU threads; torch's default if not given.")
 @click.option("--busy", type=Listed(click.IntRange(0)), default="0", show_default=True, help="Busy programs beside it.")
@@ -318,7 +340,7 @@ def load_requests(source: str, warm_up: int, visual: bool) -> tuple[list[dict[st
 @click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True)
 @llama_server_option
 def main(
-    model: str,
+    models: Sequence[str],
     dtypes: Sequence[str],
     threads: Sequence[int] | None,
     busy: Sequence[int],
@@ -335,15 +357,20 @@ def main(
     llama_server: str | None,
 ) -> dict[str, Any]:
     """Measure verify passes or, with --methods, answers: tables, then one JSON line."""
-    before = torch.get_num_threads()
+    before, model = torch.get_num_threads(), models[0]
+    if len(models) > 1 and (llama_server or divergence):
+        raise UserError(f"--llama-server and --divergence need one model: got {len(models)}")
     threads = threads or (before,)
 
     @cache
     def peers(count: int) -> dict[str, Any]:
         return {name: cache(start) for name, start in engines(model, count, llama_server).items()}
 
-    pipes = {dtype: mmspec.load(model, drafter=None, dtype=dtype) for dtype in dtypes}
-    about = {"model": model, **describe(next(iter(pipes.values())).target), "rounds": rounds}
+    pipes = {
+        dtype if len(models) == 1 else f"{Path(name).stem} {dtype}": open_model(name, dtype)
+        for name, dtype in product(models, dtypes)
+    }
+    about = {"model": ", ".join(models), **describe(next(iter(pipes.values())).target), "rounds": rounds}
     wait_for_huge_pages()
     try:
         if methods is None:
