@@ -59,7 +59,7 @@ enum Mixing : int64_t { ATTENTION, GATED_DELTA, MAMBA2, SHORT_CONV, MLP };
 enum Activation : int64_t { SILU, GELU, SQUARED_RELU };
 
 constexpr int64_t WINDOW = 8;    // maximum taps of a convolution
-constexpr int64_t COLUMNS = 32;  // values of a head computed together at all nodes, so that their state stays in L1
+constexpr int64_t COLUMNS = 32;  // values of a head computed together at all nodes: their state stays in L1
 
 // A node of a row in depth-first order. States are in slots: ``from`` the parent's (-1: the state before the tree),
 // ``to`` the node's own (-1: no child needs it).
@@ -144,10 +144,10 @@ inline void update_state(const float* from, int64_t from_stride, float* to, int6
   }
 }
 
-// Products of COLUMNS columns of a state with two rows of ``count`` factors, an even number.
+// Products of ``wide`` vectors of columns of a state with two rows of ``count`` factors, an even number.
+template <int wide>
 inline void read_columns(const float* state, int64_t stride, const float* key, const float* query, int64_t count,
                          floats* of_key, floats* of_query) {
-  constexpr int wide = COLUMNS / LANES;
   floats keys[2][wide] = {}, queries[2][wide] = {};
   for (int64_t i = 0; i < count; i += 2)
 #pragma GCC unroll 2
@@ -229,22 +229,9 @@ struct Scan {
       buffers.gates[visit.node] = {sigmoid(gates[head]), std::exp(layer.decay[head] * step), dot_of(key, query, keys)};
       record(visit.node, key, buffers.gates[visit.node].decay);
     }
-    for (int64_t column = 0; column < values; column += COLUMNS)
-      visit(column, column, values, keys * COLUMNS, COLUMNS,
-            [&](int64_t node, int64_t at, const float* before, int64_t stride, float* update, float* after) {
-              const float *query = buffers.normed.data() + node * 2 * keys, *key = query + keys;
-              auto [rate, decay, overlap] = buffers.gates[node];
-              floats of_key[COLUMNS / LANES], of_query[COLUMNS / LANES];
-              read_columns(before, stride, key, query, keys, of_key, of_query);
-              const float* value = convolved + at * layer.channels + 2 * all_keys + head * values + column;
-              float* out = y + (at * layer.heads + head) * values + column;
-              for (int64_t j = 0; j < COLUMNS / LANES; j++) {
-                floats change = splat(rate) * (load<floats>(value + j * LANES) - splat(decay) * of_key[j]);
-                store(update + j * LANES, change);
-                store(out + j * LANES, fma(splat(overlap), change, splat(decay) * of_query[j]));
-              }
-              if (after) update_state(before, stride, after, COLUMNS, decay, key, update, keys, COLUMNS);
-            });
+    int64_t column = 0;
+    for (; column + COLUMNS <= values; column += COLUMNS) delta_columns<COLUMNS / LANES>(column);
+    for (; column < values; column += LANES) delta_columns<1>(column);
     for (const Visit& visit : order.visits) {
       int64_t at = row * nodes + visit.node;
       const float* gate = projected + at * stride + 2 * all_keys + all_values + head * values;
@@ -252,6 +239,27 @@ struct Scan {
       norm_row(out, values, layer.inner_norm, layer.inner_epsilon, out);
       for (int64_t i = 0; i < values; i += LANES) store(out + i, load<floats>(out + i) * silu(load<floats>(gate + i)));
     }
+  }
+
+  // ``wide`` vectors of columns of the states at all nodes.
+  template <int wide>
+  void delta_columns(int64_t column) const {
+    constexpr int64_t columns = wide * LANES;
+    visit(column, column, values, keys * columns, columns,
+          [&](int64_t node, int64_t at, const float* before, int64_t stride, float* update, float* after) {
+            const float *query = buffers.normed.data() + node * 2 * keys, *key = query + keys;
+            auto [rate, decay, overlap] = buffers.gates[node];
+            floats of_key[wide], of_query[wide];
+            read_columns<wide>(before, stride, key, query, keys, of_key, of_query);
+            const float* value = convolved + at * layer.channels + 2 * all_keys + head * values + column;
+            float* out = y + (at * layer.heads + head) * values + column;
+            for (int64_t j = 0; j < wide; j++) {
+              floats change = splat(rate) * (load<floats>(value + j * LANES) - splat(decay) * of_key[j]);
+              store(update + j * LANES, change);
+              store(out + j * LANES, fma(splat(overlap), change, splat(decay) * of_query[j]));
+            }
+            if (after) update_state(before, stride, after, columns, decay, key, update, keys, columns);
+          });
   }
 
   // Mamba-2 (arXiv 2405.21060): update = step * x, key = B, query = C, output + D x.
