@@ -570,7 +570,7 @@ def recurrent_buffers(weights: Any, conv_state: Tensor, state: Tensor, nodes: in
         weights: result of ``sublayers``.
         conv_state: (rows, channels, width - 1) float32, inputs before the tree of all layers' convolutions; must
             outlive the result, like ``state``.
-        state: (rows, units, heads, ...) float32, of all layers' scans; empty without scans.
+        state: (rows, units, heads, ...) float32, of these layers' scans and later ones; empty without scans.
         nodes: number of nodes of a tree; None for a prompt, which needs no records.
     """
     rows, channels, before = conv_state.shape
@@ -578,9 +578,10 @@ def recurrent_buffers(weights: Any, conv_state: Tensor, state: Tensor, nodes: in
     recorded = max((part.groups * part.key_dim + part.heads * (part.head_dim + 1) for part in scans), default=0)
     records = [] if nodes is None else [(rows, nodes, channels), (rows, nodes, len(scans), recorded)]
     inputs, record = [conv_state.new_empty(shape) for shape in records] or (None, None)
+    shape = (rows, max(len(scans), state.shape[1]), *state.shape[2:]) if scans else tuple(state.shape)
     made = Recurrent(
         conv_state=pointer(conv_state, torch.float32, (rows, channels, before)),
-        state=pointer(state, torch.float32, (rows, len(scans), *state.shape[2:]) if scans else tuple(state.shape)),
+        state=pointer(state, torch.float32, shape),
         inputs=None if inputs is None else inputs.data_ptr(),
         record=None if record is None else record.data_ptr(),
         channels=channels,

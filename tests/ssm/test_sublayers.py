@@ -153,7 +153,7 @@ def test_answers_are_equal_with_drafts_and_in_later_turns(family):
     model = model_of(family)
     prompts = ["hello hello hello hello", "abc abc abd " * 50, "x"]
     answers = []
-    for drafter in (None, "recycle"):
+    for drafter in (None, "recycle", "early-exit:1"):
         pipeline = mmspec.load(model, drafter=drafter, processor=byte_tokenizer(), prefix_cache=1 << 26)
         options = dict(max_new_tokens=24, ignore_eos=True)
         batch = pipeline.generate_batch([{"prompt": prompt} for prompt in prompts], **options)
@@ -162,8 +162,9 @@ def test_answers_are_equal_with_drafts_and_in_later_turns(family):
         again = pipeline.generate(prompts[1], **options)
         assert again.stats.num_cached_tokens >= 500
         assert again.token_ids == single[1].token_ids
+        assert drafter is None or (single[0].stats.num_draft_tokens and not single[0].stats.drafter_error)
         answers.append([one.token_ids for one in single])
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
 
 
 def doubled(model):
