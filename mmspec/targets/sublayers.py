@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.ops import cpu
-from mmspec.quantisation.blocks import BlockLinear, JoinedLinear
+from mmspec.ops import cpu, cpu_library
+from mmspec.quantisation.blocks import BLOCKS, BlockLinear, JoinedLinear
+from mmspec.quantisation.experts import PackedExperts
 from mmspec.targets.attention import NAME
 from mmspec.targets.packing import allowed_slots
 from mmspec.targets.recognise import PROJECTIONS, epsilon_of, gain_of, gate_of, is_hooked
@@ -59,7 +60,7 @@ class SublayerStack:
         self._fixed = not any(name in kind for name in ("dynamic", "longrope"))
         self._rotations = self._turns(torch.zeros(1, 1, dtype=torch.long))[0]  # by position
         rotated = 2 * self._rotations.shape[-1]
-        known = (_attention, _mlp, *describe)
+        known = (_attention, _experts, _mlp, *describe)
         layers = [list(_sublayers(layer, known, rotated)) for layer in decoder.layers]
         kinds = {_kind(layer, parts): (layer, parts) for layer, parts in zip(decoder.layers, layers, strict=True)}
         for layer, parts in kinds.values():
@@ -215,12 +216,16 @@ def _sublayers(layer: Any, known: Sequence[Describe], rotated: int) -> Iterator[
     found = [(part, next(filter(None, (describe(part) for describe in known)), None)) for part in children]
     norms = [part for part, described in found if described is None and [*dict(part.named_parameters())] == ["weight"]]
     parts = [described for _, described in found if described is not None]
-    if len(norms) != len(parts) or len(norms) + len(parts) != len(children):
-        raise ValueError(
-            f"expected a norm for each known part of a layer: got {[type(part).__name__ for part in children]}"
-        )
-    if len(parts) > 1 and parts[0]["kind"] == "mlp":  # declared before the mixer
-        parts.reverse()
+    if len(norms) + len(parts) != len(children):
+        raise ValueError(f"expected norms and known parts of a layer: got {[type(part).__name__ for part in children]}")
+    mixers = [part for part in parts if part["kind"] not in ("mlp", "experts")]
+    routed, mlps = ([part for part in parts if part["kind"] == kind] for kind in ("experts", "mlp"))
+    if routed and mlps:  # a shared MLP beside the experts
+        [first], [second] = routed, mlps
+        routed, mlps = [{**second, **first, "inputs": first["inputs"] + second["inputs"], "out": second["out"]}], []
+    parts = [*mixers, *routed, *mlps]  # which may be declared before the mixer
+    if len(norms) != len(parts):
+        raise ValueError(f"expected a norm for each of {len(parts)} parts of a layer: got {len(norms)}")
     scale = float(getattr(layer, "residual_multiplier", 1.0))
     for index, (norm, part) in enumerate(zip(norms, parts, strict=True)):
         extra = {"rotated": rotated} if part["kind"] == "attention" else {}
@@ -238,12 +243,14 @@ def _weights(layers: Sequence[Sequence[Part]]) -> Any:
     made, channels, places = [], 0, {"attention": 0, "recurrent": 0}
     for part in chain(*layers):
         sizes = {"first_channel": channels}
-        if part["kind"] != "mlp":
+        if part["kind"] not in ("mlp", "experts"):
             name = "attention" if part["kind"] == "attention" else "recurrent"
             sizes["place"], places[name] = places[name], places[name] + 1
         channels += part.get("channels", 0)
-        linears = {"inputs": [_native(linear) for linear in part["inputs"]], "out": _native(part["out"])}
+        out = cpu_library.Linear() if part["out"] is None else _native(part["out"])
+        linears = {"inputs": [_native(linear) for linear in part["inputs"]], "out": out}
         made.append(cpu.sublayer_weights(**{**part, **linears, **sizes}))
+        made[-1].kept = made[-1].kept, part
     return cpu.sublayers(made)
 
 
@@ -292,6 +299,26 @@ def _mlp(module: Any) -> Part | None:
     if kind is None:
         raise ValueError(f"expected SiLU, GELU or, without a gate, squared ReLU: got {type(module).__name__}")
     return dict(kind="mlp", inputs=inputs, out=out, activation=kind)
+
+
+def _experts(module: Any) -> Part | None:
+    """A mixture of experts: a router, experts and maybe a shared MLP with a gate."""
+    experts = next((part for part in module.children() if isinstance(part, PackedExperts)), None)
+    if experts is None:
+        return None
+    router: Any = getattr(module, "gate", getattr(module, "router", None))
+    shared = getattr(module, "shared_expert", None)
+    if not hasattr(router, "top_k") or not hasattr(router, "weight"):
+        return None
+    used, normalised = router.top_k, getattr(router, "norm_topk_prob", True)
+    routing = BLOCKS["float32"](router.weight.float(), getattr(router, "bias", None))
+    part = dict(kind="experts", inputs=[routing], out=None, experts=experts.native(used=used, normalised=normalised))
+    if shared is None:
+        return part
+    mlp = _mlp(shared)
+    assert mlp is not None
+    inputs = [routing, *mlp["inputs"], module.shared_expert_gate]
+    return {**mlp, **part, "inputs": inputs, "out": mlp["out"], "gated": 1}
 
 
 def _squares(function: Any) -> bool:

@@ -1,4 +1,5 @@
-// Decoders of residual sublayers, x += scale * f(RMSNorm(x)): attention, recurrent mixers, short convolutions and MLPs.
+// Decoders of residual sublayers, x += scale * f(RMSNorm(x)): attention, recurrent mixers, short convolutions, MLPs and
+// mixtures of experts.
 //
 // A recurrent mixer has a state S per head and computes, at each node of a tree, S = decay * S' + key (x) update, where
 // S' is the state after the node's parent. Nodes are visited depth first: a node's result is computed by the same
@@ -9,7 +10,7 @@
 #pragma once
 
 #include "attention.h"
-#include "products.h"
+#include "experts.h"
 
 extern "C" {
 
@@ -29,6 +30,7 @@ struct Sublayer {
   int64_t width, channels, first_channel;        // convolution: taps; channels, and the first among all layers'
   int64_t place;                                 // index among layers with keys and values, or with states
   int64_t activation, norm_groups;               // of an MLP; groups of features of a mixer's norm
+  const Experts* experts;  // inputs: router, shared MLP, its gate if ``gated``; out: of the shared MLP, if any
 };
 
 // Buffers of a decoder's recurrent states and of a pass's nodes. All strides are in elements.
@@ -55,7 +57,7 @@ struct TreePass {
 
 namespace {
 
-enum Mixing : int64_t { ATTENTION, GATED_DELTA, MAMBA2, SHORT_CONV, MLP };
+enum Mixing : int64_t { ATTENTION, GATED_DELTA, MAMBA2, SHORT_CONV, MLP, EXPERTS };
 enum Activation : int64_t { SILU, GELU, SQUARED_RELU };
 
 constexpr int64_t WINDOW = 8;    // maximum taps of a convolution
@@ -478,7 +480,7 @@ struct TreeDecoder {
       int64_t count = std::min(CHUNK, rows - first);
       float* from = projected.data() + first * stride;
       if (layer.activation != SQUARED_RELU) {
-        take_gated(layer.out, operand, from, stride, count, layer.activation == GELU);
+        take_gated(layer.out, operand, from, stride, count, {layer.activation == GELU});
       } else {
         each(count, layer.out.in, [&](int64_t row) {
           for (int64_t i = 0; i < layer.out.in; i += LANES) {
@@ -492,6 +494,33 @@ struct TreeDecoder {
     }
   }
 
+  // added = outputs of the shared MLP, times the sigmoid of its gate.
+  void add_shared(const Sublayer& layer, Rows& operand) {
+    int64_t stride = stride_of(layer), column = layer.experts->count, hidden = pass.hidden;
+    if (!layer.out.in) return std::fill(added.begin(), added.end(), 0.0f);
+    for (int64_t first = 0; first < rows; first += CHUNK) {
+      int64_t count = std::min(CHUNK, rows - first);
+      const float* from = projected.data() + first * stride + column;
+      take_gated(layer.out, operand, from, stride, count, {layer.activation == GELU});
+      product(layer.out, operand, count, added.data() + first * hidden);
+    }
+    for (int64_t row = 0; layer.gated && row < rows; row++) {
+      float gate = sigmoid(projected[row * stride + column + 2 * layer.out.in]);
+      for (int64_t i = row * hidden; i < (row + 1) * hidden; i++) added[i] *= gate;
+    }
+  }
+
+  void mixture(const Sublayer& layer, const float* x, float* to, Rows& operand) {
+    int64_t used = layer.experts->used, stride = stride_of(layer);
+    std::vector<int64_t> chosen(rows * used);
+    std::vector<float> weights(rows * used);
+    for (int64_t row = 0; row < rows; row++)
+      choose_experts(*layer.experts, projected.data() + row * stride, &chosen[row * used], &weights[row * used]);
+    add_shared(layer, operand);
+    add_experts(*layer.experts, {x, layer.norm, layer.epsilon}, rows, chosen.data(), weights.data(), added.data());
+    for (int64_t i = 0; i < rows * pass.hidden; i++) to[i] = x[i] + layer.scale * added[i];
+  }
+
   void run(Rows& operand) {
     const float* x = pass.x;
     float* to = pass.states;
@@ -499,6 +528,8 @@ struct TreeDecoder {
       project(*layer, x, operand);
       if (layer->kind == MLP) {
         mlp(*layer, x, to, operand);
+      } else if (layer->kind == EXPERTS) {
+        mixture(*layer, x, to, operand);
       } else {
         if (layer->kind == ATTENTION) {
           std::vector<float> read(rows * layer->out.in);
