@@ -100,9 +100,15 @@ class Sublayer(ctypes.Structure):
     _fields_ = [
         ("inputs", ctypes.c_void_p),
         ("out", Linear),
-        *((name, ctypes.c_void_p) for name in ("norm", "inner_norm", "taps", "tap_bias", "decay", "step_bias", "skip")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("norm", "inner_norm", "output_scale", "taps", "tap_bias", "decay", "step_bias", "skip")
+        ),
         *((name, ctypes.c_float) for name in ("epsilon", "inner_epsilon", "scale", "attention_scale")),
-        *((name, ctypes.c_int64) for name in ("kind", "projections", "ends_layer", "heads", "groups", "head_dim")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("kind", "projections", "ends_layer", "beside", "heads", "groups", "head_dim")
+        ),
         *((name, ctypes.c_int64) for name in ("key_dim", "rotated", "gated", "width", "channels", "first_channel")),
         *((name, ctypes.c_int64) for name in ("place", "activation", "norm_groups")),
         ("experts", ctypes.POINTER(Experts)),

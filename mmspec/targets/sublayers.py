@@ -33,6 +33,12 @@ _MLPS = (
     ("input_linear", "output_linear"),
     ("up_proj", "down_proj"),
 )
+_MULTIPLIERS = {
+    "attention": ("attention_in_multiplier", "attn_out_multiplier"),
+    "mamba": ("", "ssm_out_multiplier"),
+}
+"""A layer's multipliers of a sublayer's input and output (Falcon-H1)."""
+
 _FINAL_NORMS = "norm", "embedding_norm", "final_layernorm", "norm_f"
 _TOLERANCE = 0.03  # of a layer's update, relative: inputs rounded to 8 bits, and keys and values to bfloat16
 MAX_ROWS = 1024
@@ -223,17 +229,19 @@ def _sublayers(layer: Any, known: Sequence[Describe], rotated: int) -> Iterator[
     if routed and mlps:  # a shared MLP beside the experts
         [first], [second] = routed, mlps
         routed, mlps = [{**second, **first, "inputs": first["inputs"] + second["inputs"], "out": second["out"]}], []
+    if len(mixers) == 2 and len(norms) == 1 + len(routed + mlps):  # of the same input (Falcon-H1)
+        norms, mixers[1]["beside"] = [norms[0], *norms], 1
     parts = [*mixers, *routed, *mlps]  # which may be declared before the mixer
     if len(norms) != len(parts):
         raise ValueError(f"expected a norm for each of {len(parts)} parts of a layer: got {len(norms)}")
     scale = float(getattr(layer, "residual_multiplier", 1.0))
     for index, (norm, part) in enumerate(zip(norms, parts, strict=True)):
-        extra = {"rotated": rotated} if part["kind"] == "attention" else {}
+        before, after = (float(getattr(layer, name, 1.0)) for name in _MULTIPLIERS.get(part["kind"], ("", "")))
         yield {
-            **part,
-            **extra,
-            "norm": (gain_of(norm), epsilon_of(norm)),
-            "scale": scale,
+            **{name: value for name, value in part.items() if name != "input_scale"},
+            **({"rotated": rotated} if part["kind"] == "attention" else {}),
+            "norm": (gain_of(norm) * before * part.get("input_scale", 1.0), epsilon_of(norm)),
+            "scale": scale * after * part.get("scale", 1.0),
             "ends_layer": index == len(parts) - 1,
         }
 
@@ -275,7 +283,11 @@ def _attention(module: Any) -> Part | None:
     if norms[0] is not None:
         gains = [gain_of(norm).expand(count, -1) for norm, count in zip(norms, (heads, groups), strict=True)]
         inner = torch.cat(gains), epsilon_of(norms[0])
+    factor = torch.ones(heads + 2 * groups, head_dim, dtype=torch.float32)
+    factor[heads : heads + groups] = getattr(module, "key_multiplier", 1.0)
+    scaled = {} if bool((factor == 1).all()) else {"tensors": {"output_scale": factor.flatten()}}
     return dict(
+        **scaled,
         kind="attention",
         inputs=[query, key, value],
         out=out,
@@ -298,7 +310,12 @@ def _mlp(module: Any) -> Part | None:
     kind = gate_of(function) if names[0] != "up_proj" else "squared_relu" if _squares(function) else None
     if kind is None:
         raise ValueError(f"expected SiLU, GELU or, without a gate, squared ReLU: got {type(module).__name__}")
-    return dict(kind="mlp", inputs=inputs, out=out, activation=kind)
+    part: Part = dict(kind="mlp", inputs=inputs, out=out, activation=kind)
+    if hasattr(module, "gate_multiplier"):
+        factor = torch.tensor([module.gate_multiplier, 1.0], dtype=torch.float32)
+        part["tensors"] = {"output_scale": factor.repeat_interleave(out.in_features)}
+        part["scale"] = module.down_multiplier
+    return part
 
 
 def _experts(module: Any) -> Part | None:

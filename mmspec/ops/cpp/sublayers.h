@@ -20,11 +20,13 @@ struct Sublayer {
   Linear out;
   const float* norm;
   const float* inner_norm;  // attention: (heads + groups, head_dim); mixers: gain of the gated norm
+  const float* output_scale;               // of the projections' outputs, (outputs)
   const float *taps, *tap_bias;            // convolution: (width, channels), (channels)
   const float *decay, *step_bias, *skip;   // (heads)
   float epsilon, inner_epsilon, scale, attention_scale;
   int64_t kind, projections;
-  int64_t ends_layer;                            // whether the output is a layer's
+  int64_t ends_layer, beside;                    // whether the output is a layer's; whether the input is that of the
+                                                 // sublayer before it
   int64_t heads, groups, head_dim, key_dim;      // groups: heads of keys
   int64_t rotated, gated;                        // attention: rotated features of a head; whether outputs have gates
   int64_t width, channels, first_channel;        // convolution: taps; channels, and the first among all layers'
@@ -342,6 +344,10 @@ struct TreeDecoder {
         product(linear, operand, count, projected.data() + first * stride + column, nullptr, stride);
         column += linear.out;
       }
+      if (layer.output_scale)
+        each(count, column, [&](int64_t row) {
+          for (int64_t i = 0; i < column; i++) projected[(first + row) * stride + i] *= layer.output_scale[i];
+        });
     }
   }
 
@@ -452,7 +458,7 @@ struct TreeDecoder {
         delta ? one.delta() : one.mamba();
       }
     });
-    if (delta) return;
+    if (delta || !layer.inner_norm) return;
     int64_t grouped = values / layer.norm_groups;
     each(rows * layer.norm_groups, grouped, [&](int64_t at) {
       norm_row(mixed.data() + at * grouped, grouped, layer.inner_norm + at % layer.norm_groups * grouped,
@@ -522,10 +528,11 @@ struct TreeDecoder {
   }
 
   void run(Rows& operand) {
-    const float* x = pass.x;
+    const float *x = pass.x, *input = x;
     float* to = pass.states;
     for (const Sublayer* layer = pass.sublayers; layer < pass.sublayers + pass.count; layer++) {
-      project(*layer, x, operand);
+      if (!layer->beside) input = x;
+      project(*layer, input, operand);
       if (layer->kind == MLP) {
         mlp(*layer, x, to, operand);
       } else if (layer->kind == EXPERTS) {
