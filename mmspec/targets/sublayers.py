@@ -172,9 +172,9 @@ class SublayerStack:
             options["position_embeddings"] = self._rotary(x, position_ids=positions)
         expected = layer(x, attention_mask=None, **options)
         expected = expected[0] if isinstance(expected, tuple) else expected
-        keys = torch.zeros(
-            2, batch, parts[0].get("groups", 1), nodes, parts[0].get("head_dim", 16), dtype=torch.bfloat16
-        )
+        attending = [part for part in parts if part["kind"] == "attention"]
+        shapes = [(2, batch, part["groups"], nodes, part["head_dim"]) for part in attending]
+        keys = torch.zeros(shapes[0], dtype=torch.bfloat16) if shapes else None
         states = cpu.recurrent_buffers(weights, *zero_states(weights, batch), None)
         rotation = self._rotation(positions, (batch, nodes)).contiguous()
         computed = cpu.decode_sublayers(weights, x, rotation, None, keys, 0, None, states)[-1]
