@@ -61,11 +61,8 @@ class ChatRequest:
     frames: int = option(8, f"frames sampled from the video, 1 to {MAX_FRAMES}", ge=1, le=MAX_FRAMES)
 
     def pipeline_request(self) -> dict[str, Any]:
-        """Keywords of ``Pipeline.generate``, with media decoded.
-
-        Raises:
-            UserError: the prompt or the upload is missing, a limit is exceeded, or the file cannot be decoded.
-        """
+        """Keywords of ``Pipeline.generate``, with media decoded. Raises ``UserError``: the prompt or the upload is
+        missing, a limit is exceeded, or the file cannot be decoded."""
         if not self.prompt:
             raise UserError("the prompt must not be empty: type a question")
         if len(self.history) >= MAX_TURNS:

@@ -102,11 +102,7 @@ class RequestQueue:
         return len(self._choices)
 
     async def acquire(self, count: int) -> None:
-        """Wait until ``count`` choices may start.
-
-        Raises:
-            APIError: status 429, the queue is full.
-        """
+        """Wait until ``count`` choices may start. Raises ``APIError``: status 429, the queue is full."""
         try:
             joined = self.join(count)
         except UserError as error:
@@ -171,11 +167,8 @@ class LoadedModel:
         return self.target.model.config.model_type in ("llava", "llava_next")
 
     def pipeline(self, method: str, *, keep: bool = False) -> Pipeline:
-        """The cached or new pipeline of a method.
-
-        Raises:
-            UserError: the drafter is unknown, made for another model, or does not draft chains.
-        """
+        """The cached or new pipeline of a method. Raises ``UserError``: the drafter is unknown, made for another model,
+        or does not draft chains."""
         return self._pipelines.get(method, self.open, keep=keep)
 
     def open(self, method: str, adapt: AdaptOptions | None = None) -> Pipeline:

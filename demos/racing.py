@@ -210,10 +210,7 @@ def race(loaded: LoadedModel, methods: Sequence[str], request: Mapping[str, Any]
 
     Runs are interleaved: each method answers alone, once per run, so that methods do not slow each other down and load
     on the machine affects all. The caller must prevent other decoding. All methods are warmed up first, and the first
-    run is streamed.
-
-    Raises:
-        UserError: two methods are the same drafter, or one cannot be made for this model.
+    run is streamed. Raises ``UserError``: two methods are the same drafter, or one cannot be made for this model.
     """
     pipes = warmed_up(loaded, methods, request)
     result = Race([StreamedAnswer(loaded.name, name) for name in pipes])

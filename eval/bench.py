@@ -283,10 +283,7 @@ def pass_rows(found: Mapping[tuple[Any, ...], Sequence[float]], nodes: Sequence[
 
 def load_requests(source: str, warm_up: int, visual: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Requests that warm up and requests to measure: of a file, or of held-out sets, ``SET:COUNT`` separated by commas.
-
-    Raises:
-        UserError: an unreadable file, an unknown set, or too few requests.
-    """
+    Raises ``UserError``: an unreadable file, an unknown set, or too few requests."""
     if Path(source).is_file():
         requests = read_requests(Path(source))
         if len(requests) <= warm_up:

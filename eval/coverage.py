@@ -87,11 +87,7 @@ class Model:
         return published_config(Path(self.name)) if self.kind == PUBLISHED else small_config(CONFIG_MAPPING[self.name])
 
     def build(self) -> PreTrainedModel:
-        """A random model.
-
-        Raises:
-            ValueError: it would be too large.
-        """
+        """A random model. Raises ``ValueError``: it would be too large."""
         config = self.config()
         vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         auto = _AUTO[VISION if self.kind == VISION or (self.kind == PUBLISHED and vision) else TEXT]

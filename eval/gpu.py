@@ -251,12 +251,9 @@ def call_seconds(calls: list[Callable[[], Any]], device: torch.device) -> float:
 
 
 def measure(kernel: Kernel, plan: Plan) -> Row:
-    """Compare a kernel with its torch reference in float32, and time it.
-
-    Raises:
-        AssertionError: floats differ by more than the tolerance (norm of the difference over the reference's), or more
-            than this share of tokens: where sums decide, their order may.
-    """
+    """Compare a kernel with its torch reference in float32, and time it. Raises ``AssertionError``: floats differ by
+    more than the tolerance (norm of the difference over the reference's), or more than this share of tokens: where sums
+    decide, their order may."""
     name, call, sizes, num_bytes, tolerance = kernel
     device, dtype = plan.device, plan.dtype
 

@@ -50,11 +50,8 @@ class RunningServer:
 
 @contextmanager
 def serving(**options: Any) -> Iterator[RunningServer]:
-    """Run ``mmspec serve`` on a free port with options; None omits an option, a tuple repeats it.
-
-    Raises:
-        UserError: the server does not start; contains the server's message.
-    """
+    """Run ``mmspec serve`` on a free port with options; None omits an option, a tuple repeats it. Raises ``UserError``:
+    the server does not start; contains the server's message."""
     program = [sys.executable, "-m", "mmspec", "serve", "--port=0"]
     for name, value in options.items():
         values = value if isinstance(value, tuple) else (value,)

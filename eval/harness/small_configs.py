@@ -93,11 +93,8 @@ _INCONSISTENT: dict[str, dict[str, Any]] = {
 
 
 def small_config(config_class: type[PreTrainedConfig], **changes: Any) -> PreTrainedConfig:
-    """A class's default configuration with sizes cut, and with ``changes`` of further fields.
-
-    Raises:
-        TypeError: the class has no such field.
-    """
+    """A class's default configuration with sizes cut, and with ``changes`` of further fields. Raises ``TypeError``: the
+    class has no such field."""
     default = config_class()
     if unknown := sorted(changes.keys() - vars(default).keys()):
         raise TypeError(f"{config_class.__name__} has no {', '.join(unknown)}")
@@ -105,11 +102,8 @@ def small_config(config_class: type[PreTrainedConfig], **changes: Any) -> PreTra
 
 
 def published_config(file: Path) -> PreTrainedConfig:
-    """A published configuration, with layers, experts and vocabulary cut and without quantisation.
-
-    Raises:
-        ValueError: transformers has no class for it.
-    """
+    """A published configuration, with layers, experts and vocabulary cut and without quantisation. Raises
+    ``ValueError``: transformers has no class for it."""
     data = json.loads(file.read_text())
     data.pop("quantization_config", None)
     data.pop("auto_map", None)

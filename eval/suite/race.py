@@ -30,11 +30,8 @@ from mmspec.progress import Show
 
 def read_requests(path: Path) -> list[dict[str, Any]]:
     """Requests of a file: a text file has a prompt per line; a ``.jsonl`` file an object per line, with ``prompt`` (or
-    the first of ``turns``), and optionally ``images`` and ``videos``, file names relative to it.
-
-    Raises:
-        UserError: an unreadable file or row, or none at all.
-    """
+    the first of ``turns``), and optionally ``images`` and ``videos``, file names relative to it. Raises ``UserError``:
+    an unreadable file or row, or none at all."""
     if path.suffix == ".jsonl":
         requests = []
         for row in rows_of(path):

@@ -194,11 +194,8 @@ def job_key(job: Job) -> tuple[Any, ...]:
 
 
 def read_records(folder: Path, settings: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The records of a run by ``job_key``. A new run's folder gets its ``settings.json``.
-
-    Raises:
-        UserError: the folder holds a run with other settings, or a damaged record.
-    """
+    """The records of a run by ``job_key``. A new run's folder gets its ``settings.json``. Raises ``UserError``: the
+    folder holds a run with other settings, or a damaged record."""
     settings_file, path, records = folder / "settings.json", folder / _RECORDS, {}
     if settings_file.exists():
         check_settings(folder, read_json(settings_file), settings)

@@ -263,10 +263,8 @@ def cider(answered: Sequence[Answered]) -> dict[str, float]:
     """CIDEr, computed by pycocoevalcap.
 
     Words are lower-case runs of letters and digits, instead of the original's Java tokeniser. Document frequencies come
-    from the given references, so a subset of a benchmark scores differently from the whole.
-
-    Raises:
-        UserError: pycocoevalcap is not installed.
+    from the given references, so a subset of a benchmark scores differently from the whole. Raises ``UserError``:
+    pycocoevalcap is not installed.
     """
     try:
         from pycocoevalcap.cider.cider import Cider

@@ -466,11 +466,7 @@ FAILING = ("different", "failed")
 
 
 def chosen(names: str | None) -> list[str]:
-    """Parse a comma-separated list of case names; None selects all cases.
-
-    Raises:
-        UserError: a case is unknown.
-    """
+    """Parse a comma-separated list of case names; None selects all cases. Raises ``UserError``: a case is unknown."""
     asked = list(CASES) if names is None else [name.strip() for name in names.split(",") if name.strip()]
     if unknown := [name for name in asked if name not in CASES]:
         raise UserError(f"cases must be of {', '.join(CASES)}: got {unknown[0]}")

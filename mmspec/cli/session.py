@@ -83,11 +83,8 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
 
 
 def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of ``Pipeline.generate`` from the options of ``generation_options``.
-
-    Raises:
-        UserError: an option is out of range.
-    """
+    """Keywords of ``Pipeline.generate`` from the options of ``generation_options``. Raises ``UserError``: an option is
+    out of range."""
     keywords = {name: options[name] for name in GENERATING} | {"stop": list(options["stop"]) or None}
     SamplingParams(**{name: keywords[name] for name in SamplingParams.__dataclass_fields__})
     return keywords | ({} if options.get("chat_template", True) else {"chat_template": False})

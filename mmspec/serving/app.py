@@ -264,11 +264,7 @@ async def _events(runner: RequestRunner, job: GenerationJob, form: WireFormat, l
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """Read a request body of at most ``most`` bytes.
-
-    Raises:
-        APIError: status 413, the body is too large.
-    """
+    """Read a request body of at most ``most`` bytes. Raises ``APIError``: status 413, the body is too large."""
     error = APIError(413, f"a request's body must have at most {most} bytes: got more")
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length) > most:
@@ -282,11 +278,8 @@ async def read_body(request: Request, most: int) -> bytes:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``, and cancel it when the client of the request, whose body has been read, disconnects.
-
-    Raises:
-        ClientDisconnect: the client has disconnected.
-    """
+    """Await ``work``, and cancel it when the client of the request, whose body has been read, disconnects. Raises
+    ``ClientDisconnect``: the client has disconnected."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

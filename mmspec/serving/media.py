@@ -58,11 +58,8 @@ class MediaReader:
             self._decoder.close()
 
     def check(self, media: Sequence[Medium]) -> None:
-        """Check the number of files and their URL schemes before reading any file.
-
-        Raises:
-            APIError: a limit is exceeded, the model reads text only, or a URL is not supported.
-        """
+        """Check the number of files and their URL schemes before reading any file. Raises ``APIError``: a limit is
+        exceeded, the model reads text only, or a URL is not supported."""
         for kind, most in (("image", self._limits.max_images), ("video", self._limits.max_videos)):
             found = [medium for medium in media if medium.kind == kind]
             if len(found) > most:
@@ -79,11 +76,8 @@ class MediaReader:
                 raise APIError(400, f"{medium.kind}_url must be {expected}: got {medium.url[:40]!r}", medium.param)
 
     async def read(self, media: Sequence[Medium]) -> dict[str, list[Any]]:
-        """Decode files: ``images`` and ``videos`` in their order.
-
-        Raises:
-            APIError: a file cannot be read, or exceeds a limit.
-        """
+        """Decode files: ``images`` and ``videos`` in their order. Raises ``APIError``: a file cannot be read, or
+        exceeds a limit."""
         loop = asyncio.get_running_loop()
         found: dict[str, list[Any]] = {"images": [], "videos": []}
         for medium in media:

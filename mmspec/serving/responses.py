@@ -110,10 +110,8 @@ ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 def chat_messages(items: Sequence[Item], instructions: str | None = None) -> list[ChatMessage]:
     """Convert validated items to chat messages.
 
-    Calls join the preceding assistant message, reasoning joins the following one.
-
-    Raises:
-        APIError: too many messages.
+    Calls join the preceding assistant message, reasoning joins the following one. Raises ``APIError``: too many
+    messages.
     """
     message = ChatMessage.model_construct
     system = [TextPart.model_construct(type="text", text=instructions)]
@@ -439,31 +437,21 @@ class StoredResponses:
             self._trim()
 
     def items(self, name: str | None) -> Sequence[Item]:
-        """The conversation up to and including a response; empty if ``name`` is None.
-
-        Raises:
-            APIError: status 400, the response is not stored.
-        """
+        """The conversation up to and including a response; empty if ``name`` is None. Raises ``APIError``: status 400,
+        the response is not stored."""
         if name is None:
             return ()
         message = f"previous_response_id must be that of a response which the server keeps: got {name[:80]!r}"
         return self._find(name, APIError(400, message, "previous_response_id", "previous_response_not_found")).items
 
     def get(self, name: str) -> dict[str, Any]:
-        """Return a stored response.
-
-        Raises:
-            APIError: status 404, the response is not stored.
-        """
+        """Return a stored response. Raises ``APIError``: status 404, the response is not stored."""
         error = APIError(404, f"no response of this id is kept: got {name[:80]!r}", "response_id")
         return self._find(name, error).response
 
     def delete(self, name: str) -> dict[str, Any]:
-        """Delete a response; returns OpenAI's deletion object.
-
-        Raises:
-            APIError: status 404, the response is not stored.
-        """
+        """Delete a response; returns OpenAI's deletion object. Raises ``APIError``: status 404, the response is not
+        stored."""
         self.get(name)
         with self._lock:
             self._kept.pop(name, None)

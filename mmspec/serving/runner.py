@@ -292,11 +292,7 @@ class Slots:
         self._released = asyncio.Event()
 
     async def acquire(self, count: int) -> None:
-        """Wait for ``count`` slots.
-
-        Raises:
-            APIError: status 429, the queue is full.
-        """
+        """Wait for ``count`` slots. Raises ``APIError``: status 429, the queue is full."""
         if (self.waiting or self.running + count > self.size) and self.waiting + count > self.longest:
             message = f"the server is busy: at most {self.longest} choices may wait, and {self.waiting} do; try again"
             raise APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
@@ -333,11 +329,8 @@ class GrammarChecker:
         self._trial.close()
 
     async def check(self, constraint: Constraint) -> CheckedText:
-        """Check a grammar. When no request waits for the result, terminates the worker and waits for its exit.
-
-        Raises:
-            UserError: see ``GrammarTrial.check``.
-        """
+        """Check a grammar. When no request waits for the result, terminates the worker and waits for its exit. Raises
+        ``UserError``: see ``GrammarTrial.check``."""
         if (check := self._checks.pop(constraint, None)) is None:
             stop = Cancellation()
             check = _Check(self._threads.submit(self._trial.check, *constraint, stop=stop), stop)
@@ -502,11 +495,8 @@ class Deadline:
         self._end = asyncio.get_running_loop().time() + seconds if seconds else None
 
     async def wait(self, work: Awaitable[T]) -> T:
-        """Await ``work``, and cancel it at the deadline.
-
-        Raises:
-            APIError: status 504, the deadline has passed. Clients should not retry automatically.
-        """
+        """Await ``work``, and cancel it at the deadline. Raises ``APIError``: status 504, the deadline has passed.
+        Clients should not retry automatically."""
         try:
             async with asyncio.timeout_at(self._end) as limit:
                 return await work

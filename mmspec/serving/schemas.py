@@ -91,12 +91,9 @@ F = TypeVar("F", bound=Fields)
 
 
 def parse(kind: type[F], body: bytes, ignored: Callable[[str], object] = str) -> F:
-    """Parse a request body, and call ``ignored`` with the names of ignored fields. Takes long for large bodies.
-
-    Raises:
-        APIError: the body is not JSON, or a field is missing, unknown, of another type or out of range (the message
-            names the first such field), or the body has too many values: parsing millions blocks all threads.
-    """
+    """Parse a request body, and call ``ignored`` with the names of ignored fields. Takes long for large bodies. Raises
+    ``APIError``: the body is not JSON, or a field is missing, unknown, of another type or out of range (the message
+    names the first such field), or the body has too many values: parsing millions blocks all threads."""
     if (found := sum(body.count(mark) for mark in (b",", b"[", b"{"))) > _MOST_VALUES:
         raise APIError(400, f"a request's body must have at most {_MOST_VALUES} values: got about {found}")
     try:
@@ -368,11 +365,8 @@ class ResponseFormat(Fields):
 
 
 def grammar_of_format(kind: str, schema: dict[str, Any] | None) -> tuple[str, str] | None:
-    """Kind and unchecked text of a response format's grammar; None for plain text.
-
-    Raises:
-        UserError: the schema is not JSON.
-    """
+    """Kind and unchecked text of a response format's grammar; None for plain text. Raises ``UserError``: the schema is
+    not JSON."""
     if kind == "text":
         return None
     return "json_schema", check("json_schema", SchemaText, {"type": "object"} if schema is None else schema)

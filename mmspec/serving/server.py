@@ -27,11 +27,7 @@ _IDLE_CONNECTIONS = 256  # without a request, which clients keep for their next 
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket; port 0 selects a free port.
-
-    Raises:
-        UserError: the address cannot be bound.
-    """
+    """Open a listening socket; port 0 selects a free port. Raises ``UserError``: the address cannot be bound."""
     name = host.strip("[]")
     found = socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET)
     try:
@@ -86,10 +82,8 @@ class Server(uvicorn.Server):
 def run(app: FastAPI, limits: Limits, listening: socket.socket, engine: Engine) -> NoReturn:
     """Serve until SIGTERM or SIGINT; running requests then have ``limits.shutdown_timeout`` seconds to finish.
 
-    SIGTERM closes the engine and exits the process directly: the interpreter's finalization takes seconds.
-
-    Raises:
-        KeyboardInterrupt: after SIGINT.
+    SIGTERM closes the engine and exits the process directly: the interpreter's finalization takes seconds. Raises
+    ``KeyboardInterrupt``: after SIGINT.
     """
     log_to_stderr(limits.log_level)
     # uvicorn raises the signal again after shutdown, which would change the exit status.
@@ -102,11 +96,7 @@ def run(app: FastAPI, limits: Limits, listening: socket.socket, engine: Engine) 
 
 
 def wait_for_sigterm() -> None:
-    """Wait until the process receives SIGTERM.
-
-    Raises:
-        KeyboardInterrupt: SIGINT arrived first.
-    """
+    """Wait until the process receives SIGTERM. Raises ``KeyboardInterrupt``: SIGINT arrived first."""
     received = Event()
     with _on_sigterm(received.set):
         received.wait()

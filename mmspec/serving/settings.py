@@ -118,11 +118,8 @@ class ServerSettings:
     others: Sequence[str] = ()
 
     def pipelines(self) -> dict[str, Pipeline]:
-        """Load one pipeline per drafter, by drafter name; all share one target.
-
-        Raises:
-            UserError: as for ``pipeline``, or two drafters have the same name.
-        """
+        """Load one pipeline per drafter, by drafter name; all share one target. Raises ``UserError``: as for
+        ``pipeline``, or two drafters have the same name."""
         from mmspec import plugins
         from mmspec.drafters.registry import make_drafter
         from mmspec.drafters.union import per_sequence
@@ -142,11 +139,7 @@ class ServerSettings:
         return dict(zip(names, pipes, strict=True))
 
     def pipeline(self) -> Pipeline:
-        """Load the model and reserve memory for its sequences.
-
-        Raises:
-            UserError: see ``mmspec.load``.
-        """
+        """Load the model and reserve memory for its sequences. Raises ``UserError``: see ``mmspec.load``."""
         from rich.console import Console
 
         from mmspec import plugins

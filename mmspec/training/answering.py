@@ -155,11 +155,8 @@ def prompt_id(number: int) -> str:
 
 
 def user_opening(tokenizer: Any) -> list[int]:
-    """The chat template's tokens before the content of the first user message.
-
-    Raises:
-        UserError: there is no chat template, or it does not render a user message verbatim.
-    """
+    """The chat template's tokens before the content of the first user message. Raises ``UserError``: there is no chat
+    template, or it does not render a user message verbatim."""
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("a model that writes its own prompts needs a chat template: its tokenizer has none")
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)

@@ -145,11 +145,8 @@ def text_of(content: Any) -> str:
 
 
 def as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with strings as content, the format of text models' chat templates.
-
-    Raises:
-        UserError: a message contains images or videos.
-    """
+    """Messages with strings as content, the format of text models' chat templates. Raises ``UserError``: a message
+    contains images or videos."""
     if any(item["type"] in MEDIA for m in messages if not isinstance(m["content"], str) for item in m["content"]):
         raise UserError("a text model reads text only: received a conversation with images or videos")
     return [{**message, "content": text_of(message["content"])} for message in messages]

@@ -145,10 +145,7 @@ def _network_config(options: DFlashOptions, pipe: Pipeline, start: DFlash | None
 def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
     """Initialise the layers and the last norm from the target's last layers and norm, whose inputs include the last
     states that the drafter reads. Query and key norms without a counterpart in the target keep their initial values.
-
-    Raises:
-        UserError: the target's layers have another architecture or shape.
-    """
+    Raises ``UserError``: the target's layers have another architecture or shape."""
     last = range(target.config.num_hidden_layers)[-network.config.layers :]
     theirs, own = decoder_weights(target, last), network.state_dict()
     parts = {

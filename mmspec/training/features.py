@@ -139,9 +139,8 @@ class Encoder:
         """Encode a conversation without trailing turns beyond the maximum length.
 
         If the first turn does not fit, its answer is truncated. Returns None if fewer than two of its tokens fit.
-
-        Raises:
-            UserError: a file cannot be read, or the processor adds other tokens around media than the chat template.
+        Raises ``UserError``: a file cannot be read, or the processor adds other tokens around media than the chat
+        template.
         """
         encoded = self._encode(conversation)
         if encoded is None or self.max_length is None or len(encoded.tokens) <= self.max_length:
@@ -350,10 +349,8 @@ class StoredFeatures:
 
     Keys are ``HASH/FIELD``, with a hash of a conversation's messages and answers, and a field of
     ``ConversationFeatures``. Floating point features are in the target's dtype. The metadata has the reasons for which
-    conversations were skipped.
-
-    Raises:
-        UserError: a file is damaged, or has features of a target of another hidden size.
+    conversations were skipped. Raises ``UserError``: a file is damaged, or has features of a target of another hidden
+    size.
     """
 
     def __init__(self, folders: Sequence[Path], target: TransformersTarget) -> None:
@@ -384,11 +381,7 @@ class StoredFeatures:
         return name in self._places or name in self._reasons
 
     def __call__(self, conversations: Sequence[Conversation]) -> Features:
-        """The features of a batch.
-
-        Raises:
-            UserError: a conversation has no features, or a file is damaged.
-        """
+        """The features of a batch. Raises ``UserError``: a conversation has no features, or a file is damaged."""
         rows = [self._row(conversation) for conversation in conversations]
         return collate([row for row in rows if row is not None], self.target)
 
@@ -426,11 +419,7 @@ def _opened(path: Path) -> Any:
 
 
 def recorded_features(folders: Sequence[Path], target: TransformersTarget) -> StoredFeatures:
-    """Features that ``Recorder`` wrote.
-
-    Raises:
-        UserError: there are none.
-    """
+    """Features that ``Recorder`` wrote. Raises ``UserError``: there are none."""
     if not any(path for folder in folders for path in folder.glob("*.safetensors")):
         raise UserError(f"expected features of make-data --record in {', '.join(map(str, folders))}, received none")
     return StoredFeatures(folders, target)
