@@ -14,7 +14,7 @@ import re
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -83,14 +83,12 @@ class Model:
         """Model type, or the published configuration's name."""
         return Path(self.name).stem if self.kind == PUBLISHED else self.name
 
-    def config(self) -> PreTrainedConfig:
-        return published_config(Path(self.name)) if self.kind == PUBLISHED else small_config(CONFIG_MAPPING[self.name])
-
     def build(self) -> PreTrainedModel:
         """A random model. Raises ``ValueError``: it would be too large."""
-        config = self.config()
+        published = self.kind == PUBLISHED
+        config = published_config(Path(self.name)) if published else small_config(CONFIG_MAPPING[self.name])
         vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        auto = _AUTO[VISION if self.kind == VISION or (self.kind == PUBLISHED and vision) else TEXT]
+        auto = _AUTO[VISION if self.kind == VISION or (published and vision) else TEXT]
         with torch.device("meta"):
             size = 4 * sum(weight.numel() for weight in auto.from_config(config).parameters())
         if size > _MOST_BYTES:
@@ -149,7 +147,7 @@ def check(model: Model, progress: Callable[[str], None] = lambda phase: None) ->
     except Exception as error:
         return Outcome(NOT_BUILT, _one_line(error))
     name, compared, missing = type(network).__name__, list[str](), list[str]()
-    makers: dict[str, Any] = {label: partial(_text_inputs, lengths) for label, lengths in _PROMPTS.items()}
+    makers: dict[str, Any] = {label: partial(_prompts, lengths) for label, lengths in _PROMPTS.items()}
     if type(network.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         makers |= {label: partial(image_inputs, network, lengths) for label, lengths in _IMAGE_PROMPTS.items()}
     outcome, reason = EQUAL, ""
@@ -172,13 +170,6 @@ def check(model: Model, progress: Callable[[str], None] = lambda phase: None) ->
     if not compared:
         return Outcome(NOT_GENERATED, missing[0], name)
     return Outcome(outcome, reason, name, tuple(compared), "; ".join(missing))
-
-
-def _text_inputs(lengths: list[int]) -> dict[str, Tensor]:
-    generator, longest = torch.Generator().manual_seed(len(lengths)), max(lengths)
-    ids = torch.randint(5, WORDS, (len(lengths), longest), generator=generator)
-    padding = torch.arange(longest) < longest - torch.tensor(lengths, dtype=torch.long)[:, None]
-    return {"input_ids": ids.masked_fill(padding, 0), "attention_mask": (~padding).long()}
 
 
 def _options(network: PreTrainedModel) -> dict[str, Any]:
@@ -250,7 +241,9 @@ def image_inputs(network: PreTrainedModel, lengths: list[int]) -> dict[str, Tens
     return {**_prompts(lengths, media, token, known), **pixels}
 
 
-def _prompts(lengths: list[int], media: list[int], token: int | None, known: Mapping[str, Any]) -> dict[str, Tensor]:
+def _prompts(
+    lengths: list[int], media: Sequence[int] = (), token: int | None = None, known: Collection[str] = ()
+) -> dict[str, Tensor]:
     generator, longest = torch.Generator().manual_seed(0), max(lengths)
     rows, masks = [], []
     for length in lengths:

@@ -17,6 +17,7 @@ import click
 from mmspec import __version__
 from mmspec.cli.commands import CLOSED_PIPE, Commands
 from mmspec.errors import CutWarning, SlowWarning, UserError
+from mmspec.workers import on_signals
 
 INTERNAL_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 128 + 2
 _SPINNING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}  # GCC's OpenMP; LLVM's and Intel's, in milliseconds
@@ -72,11 +73,8 @@ def sigterm_exits() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
+    with on_signals(lambda number, _: sys.exit(128 + number), signal.SIGTERM):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def limit_spinning() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from threading import Event
 from typing import Any
 
 import click
@@ -31,6 +32,7 @@ from mmspec.errors import UserError
 from mmspec.jobs import rank, ranks
 from mmspec.sampling.reasoning import AUTO, FORMATS, NAMES
 from mmspec.serving.settings import Limits, ServeOptions, ServerSettings, host_names, is_loopback, server_url
+from mmspec.workers import on_signals
 
 _log = logging.getLogger("mmspec.serve")
 
@@ -153,7 +155,7 @@ def _follow(settings: ServerSettings) -> None:
 
 def _on_ray(settings: ServerSettings, replicas: int, gpus: int, host: str, port: int) -> None:
     from mmspec.serving.on_ray import deployed
-    from mmspec.serving.server import listen, wait_for_sigterm
+    from mmspec.serving.server import listen
 
     with listen(host, port) as free:
         port = free.getsockname()[1]
@@ -161,7 +163,9 @@ def _on_ray(settings: ServerSettings, replicas: int, gpus: int, host: str, port:
         _log.info("starting %d replicas of %s on Ray", replicas, settings.loading["model"])
     with deployed(settings, replicas, gpus, host, port):
         _announce(host, port, f"model {settings.loading['model']}, {replicas} replicas on Ray")
-        wait_for_sigterm()
+        ended = Event()
+        with on_signals(lambda *_: ended.set(), signal.SIGTERM):
+            ended.wait()
 
 
 def _announce(host: str, port: int, what: str) -> None:

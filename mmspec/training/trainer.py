@@ -11,8 +11,8 @@ import math
 import signal
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from mmspec.progress import Show, show_progress
 from mmspec.training.curve import draw
 from mmspec.training.options import Schedule
 from mmspec.training.tasks import DrafterTask
+from mmspec.workers import on_signals
 
 CHECKPOINT, SETTINGS, LOG, CURVE = "checkpoint.pt", "settings.json", "log.jsonl", "curve.svg"
 DRAFTER = "drafter"
@@ -241,25 +242,14 @@ def train_with_progress(trainer: Trainer, console: Console) -> bool:
 
     SIGINT and SIGTERM stop the run after the current step and its checkpoint.
     """
-    with show_progress(console, "training") as bar, _stop_signals() as stopped:
+    received = list[int]()
+    stop = on_signals(lambda number, _: received.append(number), signal.SIGINT, signal.SIGTERM)
+    with show_progress(console, "training") as bar, stop:
         trainer.notify = partial(_show, bar, {})
-        trainer.train(stopped)
+        trainer.train(lambda: bool(received))
     if not trainer.done:
         console.print(f"training stopped at step {trainer.step}; run the same command again to resume", markup=False)
     return trainer.done
-
-
-@contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether SIGINT or SIGTERM was received."""
-    received: list[int] = []
-    stops = signal.SIGINT, signal.SIGTERM
-    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in stops}
-    try:
-        yield lambda: bool(received)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _show(bar: Show, shown: dict[str, str], row: dict[str, Any]) -> None:
