@@ -163,11 +163,7 @@ class Example(NamedTuple):
 
 
 class Examples:
-    """Examples of a tab; their number is the same for all models.
-
-    Args:
-        folder: destination of copies of the package's samples.
-    """
+    """Examples of a tab, as many for all models; the package's samples are copied to ``folder``."""
 
     def __init__(self, kind: Kind, folder: Path) -> None:
         self.kind = kind

@@ -83,12 +83,14 @@ class Model:
         """Model type, or the published configuration's name."""
         return Path(self.name).stem if self.kind == PUBLISHED else self.name
 
+    def config(self) -> PreTrainedConfig:
+        return published_config(Path(self.name)) if self.kind == PUBLISHED else small_config(CONFIG_MAPPING[self.name])
+
     def build(self) -> PreTrainedModel:
         """A random model. Raises ``ValueError``: it would be too large."""
-        published = self.kind == PUBLISHED
-        config = published_config(Path(self.name)) if published else small_config(CONFIG_MAPPING[self.name])
+        config = self.config()
         vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        auto = _AUTO[VISION if self.kind == VISION or (published and vision) else TEXT]
+        auto = _AUTO[VISION if self.kind == VISION or (self.kind == PUBLISHED and vision) else TEXT]
         with torch.device("meta"):
             size = 4 * sum(weight.numel() for weight in auto.from_config(config).parameters())
         if size > _MOST_BYTES:
@@ -136,11 +138,7 @@ class Outcome:
 
 
 def check(model: Model, progress: Callable[[str], None] = lambda phase: None) -> Outcome:
-    """Build a class and compare its tokens.
-
-    Args:
-        progress: called with the outcome to record if the time limit is hit from now on.
-    """
+    """Build a class and compare its tokens; ``progress`` gets the outcome of a time limit that is hit from then on."""
     progress(NOT_BUILT)
     try:
         network: Any = model.build()

@@ -90,10 +90,7 @@ def send(url: str, bodies: Sequence[Any], clients: int) -> int:
 
 def compare_settled(rows: Sequence[dict[str, Any]], settled: float) -> float:
     """Add ``over_settled`` to the rows of loads: ratio of resident memory to the first load after ``settled`` minutes.
-
-    Returns:
-        The maximum of ``over_settled``.
-    """
+    Returns its maximum."""
     level = next((row for row in rows if row["minutes"] >= settled), rows[-1])
     for row in rows:
         row["over_settled"] = row["resident"] / level["resident"]

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @contextmanager
 def on_signals(handle: Callable[[int, Any], object], *numbers: int) -> Iterator[None]:
-    """Handle signals by ``handle`` during the block; only in the main thread."""
+    """Handle signals during the block, in the main thread."""
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield

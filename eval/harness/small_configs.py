@@ -138,11 +138,8 @@ def _merged(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _changes(config: PreTrainedConfig, *, widths: bool, tokens: dict[int, int]) -> dict[str, Any]:
-    """Changed fields of a cut configuration; sub-configurations are dictionaries.
-
-    Args:
-        tokens: remapped token ids so far, old to new.
-    """
+    """Changed fields of a cut configuration; sub-configurations are dictionaries. ``tokens`` maps the token ids that
+    were moved so far, old to new."""
     fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     changes = _layer_changes(config, fields)
     equal = {"head_dim": 8, "num_key_value_heads": 4} if "qk_rope_head_dim" in fields else {}  # by definition of MLA

@@ -146,11 +146,7 @@ class Method:
 
 
 class ProfiledDrafter(Wrapper):
-    """A drafter wrapper that counts and times ``propose``.
-
-    Attributes:
-        proposals, seconds: drafted trees and the time they took, ``begin`` left out.
-    """
+    """A drafter wrapper that counts drafted trees (``proposals``) and times them (``seconds``), without ``begin``."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter

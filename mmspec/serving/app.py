@@ -28,9 +28,18 @@ from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.formats import WireFormat
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
-from mmspec.serving.middleware import CLIENT_GONE, LOG, PROBES, AccessGuard, RequestLimit, RequestLog, Watched
+from mmspec.serving.middleware import (
+    CLIENT_GONE,
+    LOG,
+    PROBES,
+    AccessGuard,
+    RequestLimit,
+    RequestLog,
+    RequestQueue,
+    Watched,
+)
 from mmspec.serving.responses import ResponsesRequest, StoredResponses
-from mmspec.serving.runner import Admission, GenerationJob, GrammarChecker, JobBuilder, RequestRunner, Slots
+from mmspec.serving.runner import GenerationJob, GrammarChecker, JobBuilder, RequestRunner
 from mmspec.serving.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -64,7 +73,7 @@ def create_app(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     allow_urls: bool = False,
     scrape: Callable[[], Awaitable[Collector]] | None = None,
-    slots: Admission | None = None,
+    slots: RequestQueue | None = None,
 ) -> FastAPI:
     """Create the application.
 
@@ -80,10 +89,10 @@ def create_app(
         chat_template_kwargs: default variables of the chat template.
         allow_urls: whether images and videos are downloaded from public addresses.
         scrape: collects the metrics for ``GET /metrics``; None for this application's own.
-        slots: admission of requests; None creates slots.
+        slots: queue that the application shares with others; None creates one.
     """
     pipe = next(iter(pipes.values()))
-    slots = slots or Slots(limits.max_running, limits.max_waiting)
+    slots = slots or RequestQueue(limits.max_running, limits.max_waiting)
     names = tuple(names) or (pipe.name,)
     counts = (lambda: slots.running, lambda: slots.waiting, lambda: pipe.engine.threads.count)
     metrics = Metrics(names[0], *counts, {*pipes, PLAIN})

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from time import perf_counter as clock
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from mmspec.drafters.registry import PLAIN
 from mmspec.errors import UserError
@@ -25,6 +25,7 @@ from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat, InfillFormat, TextFormat, WireFormat
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.metrics import Metrics
+from mmspec.serving.middleware import RequestQueue
 from mmspec.serving.responses import ResponsesFormat, ResponsesRequest, StoredResponses, chat_messages
 from mmspec.serving.schemas import (
     ChatCompletionRequest,
@@ -267,51 +268,6 @@ def effort_variables(effort: str | None, template: str) -> dict[str, Any]:
     return {"reasoning_effort": effort} if reads else {}
 
 
-class Admission(Protocol):
-    """Admission of choices: the server's own ``Slots``, or slots that are shared with other users."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    async def acquire(self, count: int) -> None: ...
-    def release(self, count: int = 1) -> None: ...
-
-
-class Slots:
-    """FIFO semaphore of decoding slots. Used from one event loop only.
-
-    Args:
-        longest: maximum number of slots that are waited for; further requests are refused.
-    """
-
-    def __init__(self, size: int, longest: int) -> None:
-        self.size, self.longest = size, longest
-        self.running = self.waiting = 0
-        self._turn = asyncio.Lock()  # held by the first request of the queue
-        self._released = asyncio.Event()
-
-    async def acquire(self, count: int) -> None:
-        """Wait for ``count`` slots. Raises ``APIError``: status 429, the queue is full."""
-        if (self.waiting or self.running + count > self.size) and self.waiting + count > self.longest:
-            message = f"the server is busy: at most {self.longest} choices may wait, and {self.waiting} do; try again"
-            raise APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
-        self.waiting += count
-        try:
-            async with self._turn:
-                while self.running + count > self.size:
-                    self._released.clear()
-                    await self._released.wait()
-                self.running += count
-        finally:
-            self.waiting -= count
-
-    def release(self, count: int = 1) -> None:
-        """Give slots back."""
-        self.running -= count
-        self._released.set()
-
-
 _WORKERS = 2
 _KEPT = 64  # results, of at most 128 KiB each
 
@@ -382,7 +338,7 @@ class RequestRunner:
     pipes: Mapping[str, Pipeline]
     media: MediaReader
     grammars: GrammarChecker
-    slots: Admission
+    slots: RequestQueue
     metrics: Metrics
     seconds: float = 0
 

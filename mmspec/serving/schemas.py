@@ -246,11 +246,8 @@ class ChatMessage(Fields):
 
 
 def conversation(given: Sequence[ChatMessage], reads_media: bool) -> tuple[list[dict[str, Any]], list[Medium]]:
-    """Convert messages to transformers' format; also returns their images and videos in order.
-
-    Args:
-        reads_media: whether the model's template takes lists of parts; templates of text models expect a string.
-    """
+    """Convert messages to transformers' format; also returns their images and videos in order. Only templates of models
+    with ``reads_media`` take lists of parts."""
     messages, media = [], []
     names: dict[str, str] = {}  # function names by call id
     for place, message in enumerate(given):
@@ -384,13 +381,9 @@ _Sampling: Any = create_model("_Sampling", __base__=Fields, **_SAMPLING)
 
 
 class GenerationRequest(_Sampling):
-    """Fields of all generation endpoints: ``SamplingParams`` and further fields.
+    """Fields of all generation endpoints: ``SamplingParams`` and further fields."""
 
-    Attributes:
-        limit_name: the endpoint's own name of ``max_tokens``.
-    """
-
-    limit_name: ClassVar[str] = "max_tokens"
+    limit_name: ClassVar[str] = "max_tokens"  # the endpoint's own name of it
     model: str | None = None
     n: int = Field(1, ge=1)
     max_tokens: MaxTokens | None = None

@@ -132,7 +132,7 @@ class ServerSettings:
         common: dict[str, Any] = {"max_num_seqs": pipe.max_num_seqs, "generation_config": pipe.generation_config}
         pipes = [pipe, *(Pipeline(pipe.target, pipe.processor, drafter, pipe.name, **common) for drafter in drafters)]
         for one in pipes[1:]:
-            self._warm_up(one)
+            one.warm_up(self.limits.max_running, self.limits.max_model_len or None)
         names = [_label(*one) for one in zip((options["drafter"], *self.others), pipes, strict=True)]
         if len(set(names)) < len(names):
             raise UserError(f"drafters must have different names: got {', '.join(names)}")
@@ -155,11 +155,8 @@ class ServerSettings:
         options |= {"tp_plan": "auto" if ranks() > 1 else None, "adapt": self.adapt or False, "warm_up": 0}
         options |= {"max_num_seqs": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
         pipe = open_pipeline(Console(stderr=True), **options)
-        self._warm_up(pipe)
-        return pipe
-
-    def _warm_up(self, pipe: Pipeline) -> None:
         pipe.warm_up(self.limits.max_running, self.limits.max_model_len or None)
+        return pipe
 
     def defaults(self, pipe: Pipeline) -> str:
         """Default sampling parameters in one line, neutral values left out."""

@@ -24,11 +24,7 @@ _GROUP = 2  # batches per yield; a finished sequence frees its slot for the next
 
 @dataclass
 class PendingConversation:
-    """A conversation whose answers are being generated.
-
-    Attributes:
-        expected: estimated length of each answer, in characters.
-    """
+    """A conversation whose answers, of ``expected`` lengths in characters, are being generated."""
 
     id: str
     questions: list[list[dict[str, Any]]]
@@ -133,11 +129,8 @@ _MARK = "mmspec-user-turn"
 def draw_prompts(
     pipe: Pipeline, numbers: Sequence[int], done: Collection[str], params: SamplingParams, *, chunk: int = 256
 ) -> Iterator[PendingConversation]:
-    """Sample prompts and yield them as conversations to answer, without duplicates and unusable prompts.
-
-    Args:
-        numbers: numbers of the prompts; a number and ``params`` determine the prompt.
-    """
+    """Sample prompts and yield them as conversations to answer, without duplicates and unusable prompts. A number and
+    ``params`` determine a prompt."""
     opening = user_opening(pipe.processor.tokenizer)
     seen: set[str] = set()
     left = [number for number in numbers if prompt_id(number) not in done]

@@ -125,11 +125,7 @@ def to_record(conversation: Conversation, root: Path) -> dict[str, Any]:
 
 
 def split(conversations: Sequence[Conversation], share: float) -> tuple[list[Conversation], list[Conversation]]:
-    """Split into training and held-out conversations by a hash of their ids, deterministic across runs.
-
-    Args:
-        share: of held-out conversations; at least one if it is above 0.
-    """
+    """Split into training conversations and a held-out ``share``, at least one if above 0, by a hash of their ids."""
 
     def rank(conversation: Conversation) -> bytes:
         return hashlib.sha256(conversation.id.encode()).digest()

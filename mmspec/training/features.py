@@ -530,11 +530,8 @@ def _fingerprint(conversation: Conversation) -> str:
 
 
 class Recorder(Drafter):
-    """Records the target's last hidden states of whole text sequences; drafts no tokens.
-
-    Attributes:
-        finished: hidden states, (length - 1, hidden), of finished sequences by tokens of prompt and answer.
-    """
+    """Records the target's last hidden states of whole text sequences; drafts no tokens. ``finished`` has the states of
+    finished sequences, (length - 1, hidden), by tokens of prompt and answer."""
 
     learns: ClassVar[bool] = False
     features: ClassVar[tuple[Feature, ...]] = ("last",)

@@ -43,11 +43,7 @@ class LossInput:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Loss of a batch.
-
-    Attributes:
-        total: scalar to minimise, a mean over the batch's loss positions.
-    """
+    """Loss of a batch: ``total``, a scalar to minimise, is a mean over the batch's loss positions."""
 
     total: Tensor
     metrics: dict[str, float] = field(default_factory=dict)

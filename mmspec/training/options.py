@@ -76,16 +76,22 @@ class TreeOptions(RunOptions):
 
 
 @options
-class Passes:
-    """Settings of an objective over several passes."""
+class NextTokenLoss:
+    """Settings of a next-token objective."""
 
-    passes: int = option(3, "Forward passes over a batch, each fed with the previous predictions.", ge=1)
-    decay: float = option(0.8, "Weight of a pass to the one before.", gt=0)
     loss: Literal["kl", "lk", "tv"] = option(
         "kl",
         "Token loss: cross-entropy, or mixed with the expected acceptance (LK, arXiv 2602.23881) or the total "
         "variation (DSpark, arXiv 2607.05147).",
     )
+
+
+@options
+class Passes(NextTokenLoss):
+    """Settings of an objective over several passes."""
+
+    passes: int = option(3, "Forward passes over a batch, each fed with the previous predictions.", ge=1)
+    decay: float = option(0.8, "Weight of a pass to the one before.", gt=0)
 
 
 @options(kw_only=True)
@@ -101,10 +107,3 @@ class NetworkOptions(TreeOptions):
 @options(kw_only=True)
 class HeadOptions(Passes, NetworkOptions):
     """Options of drafters that are trained over several passes."""
-
-
-@options
-class NextTokenLoss:
-    """Settings of a next-token objective."""
-
-    loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")

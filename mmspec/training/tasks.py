@@ -66,11 +66,8 @@ class TrainingTask(NamedTuple):
 
 
 class DrafterTraining(NamedTuple):
-    """Plug-in of the group ``train``: a command that trains one kind of drafter.
-
-    Attributes:
-        setup: creates the task from options, pipeline and draft vocabulary.
-    """
+    """Plug-in of the group ``train``: a command that trains one kind of drafter. ``setup`` creates the task from
+    options, pipeline and draft vocabulary."""
 
     options: type[RunOptions]
     setup: Callable[..., TrainingTask]

@@ -18,13 +18,15 @@ from mmspec.demos import models as models_module
 from mmspec.demos import racing
 from mmspec.demos.catalog import Catalog
 from mmspec.demos.chat_request import ChatRequest
-from mmspec.demos.models import LoadedModel, ModelCache, RequestQueue
+from mmspec.demos.models import LoadedModel, ModelCache
 from mmspec.demos.racing import Race, StreamedAnswer, race, resolved, stream_answer
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder
 from mmspec.engine.stats import Stats
 from mmspec.pipeline import Piece
+from mmspec.serving import middleware
 from mmspec.serving.errors import APIError
+from mmspec.serving.middleware import RequestQueue
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
@@ -49,7 +51,7 @@ def models(monkeypatch):
         return opened(model)
 
     monkeypatch.setattr(models_module, "open_pipeline", open_pipeline)
-    monkeypatch.setattr(models_module, "_POLL", 0.01)
+    monkeypatch.setattr(middleware, "_POLL", 0.01)
     made = ModelCache(capacity=2)
     made.loaded = loaded
     return made
@@ -97,7 +99,7 @@ def test_requests_do_not_share_learned_drafts():
         loaded.pipeline("nonsense")
 
 
-def test_a_race_runs_alone_and_the_queue_has_an_end(models, monkeypatch):
+def test_a_race_runs_alone_and_the_queue_has_an_end(models):
     """It waits for earlier requests, and later requests wait for it."""
     started = {
         name: models.turns.run(iter("xy"), lambda ahead: ahead, alone=name == "race")
@@ -115,9 +117,8 @@ def test_a_race_runs_alone_and_the_queue_has_an_end(models, monkeypatch):
     requests[1].close()  # it has been cancelled
     assert list(requests[2]) == ["a", "b"]
     requests[0].close()
-    monkeypatch.setattr(models_module, "RUNNING", 2)
-    monkeypatch.setattr(models_module, "WAITING", 1)
-    running, other, third, fourth = (models.turns.run(iter("ab"), lambda ahead: ahead) for _ in range(4))
+    turns = RequestQueue(2, 1)
+    running, other, third, fourth = (turns.run(iter("ab"), lambda ahead: ahead) for _ in range(4))
     assert [next(running), next(other), next(third)] == ["a", "a", 2]
     with pytest.raises(UserError, match=r"busy with 3 requests: try again"):
         next(fourth)
@@ -129,7 +130,7 @@ def test_a_request_may_end_while_another_starts():
     """As by garbage collection, in the same thread."""
 
     def scenario():
-        turns = RequestQueue()
+        turns = RequestQueue(2, 3)
         race, waiting, last = turns.join(alone=True), turns.join(), turns.join()
         waiting[0].add_done_callback(lambda _: turns.leave(waiting))
         turns.leave(race)
@@ -142,12 +143,9 @@ def test_a_request_may_end_while_another_starts():
     assert started == [True]
 
 
-def test_the_api_shares_the_queue_in_order(monkeypatch):
-    monkeypatch.setattr(models_module, "RUNNING", 3)
-    monkeypatch.setattr(models_module, "WAITING", 3)
-
+def test_the_api_shares_the_queue_in_order():
     async def scenario():
-        turns, order = RequestQueue(), []
+        turns, order = RequestQueue(3, 3), []
 
         async def ask(name, count):
             await turns.acquire(count)
@@ -278,7 +276,7 @@ class Timed(Service):
     """Races of two lanes whose speedups are given."""
 
     def __init__(self, folder, speedups):
-        queue = SimpleNamespace(turns=RequestQueue())
+        queue = SimpleNamespace(turns=RequestQueue(2, 2))
         super().__init__(queue, Catalog.of(["tiny-llava"]), UploadFolder(folder, 2**20))
         self.speedups = iter([*speedups, 2.0])
 

@@ -134,7 +134,7 @@ def test_requests_beyond_the_queue_are_refused(narrow, slow):
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["type"] == "rate_limit_error"
-        assert "at most 1 choices may wait, and 1 do" in refused.json()["error"]["message"]
+        assert "busy with 2 requests: try again" in refused.json()["error"]["message"]
         # Requests that need no slot are answered.
         assert httpx.get(f"{narrow.url}/health").status_code == 200
         metrics = httpx.get(f"{narrow.url}/metrics").text
