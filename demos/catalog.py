@@ -56,7 +56,6 @@ class Catalog:
     """Models and drafters that visitors may select.
 
     Attributes:
-        models, drafters: names listed on the page.
         default: the first model: the default for texts if it reads text only, else for images and videos.
         open: whether other hub ids and folders are allowed.
         text_only: models that are known to take neither images nor videos.

@@ -128,7 +128,6 @@ class Turn:
 
     Attributes:
         tokens: tokens of the answer; tokens of one pass and origin are joined.
-        stopped: whether the visitor stopped the answer.
     """
 
     prompt: str
@@ -151,7 +150,6 @@ class ChatState:
     """State of a visitor's conversation. Stored in the page, so it survives a restart of the server.
 
     Attributes:
-        turns: oldest first.
         seed: sampling seed of all turns; 0 until the first.
         running: id of the running request; empty if none runs.
         opened: whether the tab has been used, or has shown its opening race.

@@ -97,12 +97,8 @@ class ModelCache:
     """LRU cache of loaded models, and their request queue.
 
     Args:
-        capacity: maximum number of models in memory.
         mmproj: as for ``mmspec.load``, for GGUF models.
         options: ``device``, ``dtype`` and ``generation_config`` of ``mmspec.load``.
-
-    Attributes:
-        turns: request queue.
     """
 
     def __init__(self, capacity: int = 2, mmproj: Path | None = None, **options: str) -> None:

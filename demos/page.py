@@ -70,11 +70,7 @@ def html(value: str, **look: Any) -> gr.HTML:
 class Controls:
     """The components of a tab.
 
-    Args:
-        folder: destination of the copied examples.
-
     Attributes:
-        claim: the tab's headline.
         settings: components of a request's settings, by the fields of ``ChatRequest``.
         media: list with the upload component; empty for texts.
     """

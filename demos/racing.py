@@ -37,8 +37,6 @@ class StreamedAnswer:
     Attributes:
         drafter: the decoding method, see ``resolved``.
         seconds: time of image preprocessing and engine steps so far, without time spent in the consumer.
-        limit: maximum number of tokens.
-        steps: the verified draft trees so far.
         pass_ends: ``seconds`` at the end of the prefill and of every pass so far.
         stats, finish_reason: set when the answer is complete.
     """

@@ -173,7 +173,6 @@ class SetAcceptance(Wrapper):
 
     Args:
         answers: plain decoding's new tokens, by prompt.
-        rate: probability that a draft is right, after right drafts.
     """
 
     drafter: CapturedDrafter

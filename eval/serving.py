@@ -75,10 +75,8 @@ class StreamedRequest:
     """Client-side measurements of one request.
 
     Attributes:
-        tokens: number of generated tokens.
         first, seconds: until the first text and until the end.
         gaps: seconds between later chunks of text; a chunk has the tokens of a decode step.
-        metrics: the server's speculative decoding metrics.
     """
 
     text: str = ""

@@ -55,7 +55,6 @@ def load_bodies(
     Args:
         number: of the load; it starts the texts.
         words: prompt lengths; all kinds of requests are sent for each length, and a request for each drafter.
-        tokens: maximum tokens of an answer.
         images: of further requests, one each.
     """
     bodies = []

@@ -27,9 +27,6 @@ class MmspecLMM(lmms):
         frames: per video; None takes the default number.
         batch_size: requests decoded at once.
         max_batch_size: always passed by lmms-eval; ignored.
-
-    Attributes:
-        stats: statistics by request.
     """
 
     is_simple = False

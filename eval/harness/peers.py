@@ -63,13 +63,9 @@ class LlamaServer:
     """A llama-server process with one slot and without prompt cache: every request includes a prefill.
 
     Args:
-        program: path of llama-server.
         model: a GGUF file, or the name of a GGUF model.
         speculation: value of ``--spec-type``, and further options after blanks, quoted as in a shell; empty for plain
             decoding.
-
-    Attributes:
-        close: terminates the process; also called when this object is collected.
 
     Raises:
         UserError: the model is not a GGUF file, a quote is open, or the server does not start.

@@ -70,7 +70,6 @@ class TimedBatch:
     """Answers to one batch of requests, with times.
 
     Attributes:
-        answers: new tokens of each row.
         stats: statistics of each row. For transformers, acceptance lengths only; empty for its batches and for other
             engines.
         seconds: ``total``; ``decoding`` (after the first token); ``PHASES`` where known; ``tree`` and ``pass``, the
@@ -125,9 +124,6 @@ class Method:
         target: target for verification; None is the pipeline's target.
         max_num_seqs: batch size, unless another pipeline over this target has a larger batch size.
         generate_options: options of transformers' ``generate``, which then decodes; None decodes with our engine.
-        peer: another engine that decodes instead.
-        policy: drafting policy with its learned state.
-        lossy: as for ``SamplingParams``.
     """
 
     name: str

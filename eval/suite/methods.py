@@ -47,9 +47,6 @@ def parse_methods(
 ) -> list[Method]:
     """The methods of a ``--methods`` option, after the baselines: ``generate``, if it is listed, and ``none``.
 
-    Args:
-        peers: other engines by name, which are started with a speculation.
-
     Raises:
         UserError: an unknown method, or a duplicate label.
     """

@@ -58,8 +58,6 @@ class Contender:
     Attributes:
         ratios: speedup of whole requests over plain decoding, by prompt; clipped to the prompt's mean acceptance
             length, since a verify pass is not faster than a plain step.
-        lengths: mean acceptance lengths, by prompt.
-        equal: number of prompts whose answer equals plain decoding's.
         noisy: number of prompts whose speed clearly exceeded the tokens per step.
     """
 
@@ -141,9 +139,7 @@ def race(
 
     Args:
         requests: requests in decoding order; the first of several requests is the warm-up.
-        methods: methods to measure in addition to plain decoding.
         seconds: time limit; the current method completes its prompt, which is then dropped.
-        show: shows the time, and the number of remaining methods with the fastest one.
 
     Returns:
         All methods: the remaining methods, then dropped methods, each group from fast to slow.

@@ -52,9 +52,6 @@ _RECORDS = "records.jsonl"
 class Evaluator:
     """A model with its methods, callable with a job to decode a batch of conversations.
 
-    Args:
-        settings: fields of ``SuiteSettings``.
-
     Attributes:
         refused: the reason why a method cannot decode, by (method, temperature, batch size).
     """

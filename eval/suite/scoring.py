@@ -21,10 +21,8 @@ class Sample:
     """One conversation of a task.
 
     Attributes:
-        id: unique within its task.
         category: groups samples in Spec-Bench's results.
         references: accepted answers by turn, for at most as many turns as the conversation has.
-        metadata: anything else that the scorer needs.
     """
 
     id: str

@@ -73,7 +73,6 @@ def copy_oracle(answers: Sequence[Sequence[int]], seconds: Callable[[int], float
 
     Args:
         answers: results of ``copy_lengths`` for each answer.
-        seconds: returns the seconds of a pass over a number of nodes.
 
     Returns:
         ``tokens_per_step`` by the largest number of draft tokens, bonus token included, without the prefill's; and the

@@ -36,7 +36,6 @@ class DatasetRow:
 
     Attributes:
         where: file and line, for error messages.
-        number: index from 0.
         folder: folder of its media files; None if fields contain the media.
     """
 
@@ -188,11 +187,8 @@ class EvalTask:
     """A benchmark.
 
     Attributes:
-        description: one line for ``mmspec eval --list``.
         visual: whether samples have images or videos, which a text model cannot take.
         score: the scorer; None if only speed and equality are measured.
-        max_new_tokens: default limit of its answers.
-        read: converts a row to a sample, from local files and ``datasets`` alike.
         hub: where ``datasets`` finds it; None if it is only read from local files.
         rows: the samples of a task that the package contains.
         local: reads its rows from a folder of data.

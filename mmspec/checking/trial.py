@@ -76,7 +76,6 @@ class Trial:
     Args:
         references: reference sides, plain decoding first. Their greedy answers are cached.
         bound: maximum margin of a tie.
-        images: data URIs of the user's images.
     """
 
     def __init__(self, tested: Side, references: Sequence[Side], bound: float, images: Sequence[str] = ()) -> None:
@@ -161,7 +160,6 @@ class Trial:
         """Compare the tested side's answers with all references' answers.
 
         Args:
-            side: replaces the tested side.
             together: send all questions to the tested side concurrently.
             rehearse: decode also with drafts of the known answer.
 

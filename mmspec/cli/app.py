@@ -35,9 +35,6 @@ cli = click.version_option(__version__, prog_name="mmspec")(
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line.
 
-    Args:
-        args: arguments without the program's name; by default from ``sys.argv``.
-
     Returns:
         The exit status: 0; 1 after an internal error and 2 after a user error, each reported in one line on stderr; 3
         if some files of a folder were skipped; 130 after Ctrl-C; 141 if stdout was a pipe that has been closed. SIGTERM
@@ -79,8 +76,7 @@ def sigterm_exits() -> Iterator[None]:
 
 def limit_spinning() -> None:
     """Lets idle OpenMP threads sleep after microseconds instead of milliseconds, as spinning threads compete with other
-    programs. Call only in a program, before it imports torch; the user's settings take precedence.
-    """
+    programs. Call only in a program, before it imports torch; the user's settings take precedence."""
     if "torch" not in sys.modules and not any(name in os.environ for name in ("OMP_WAIT_POLICY", *_SPINNING)):
         os.environ.update(_SPINNING)
 

@@ -397,8 +397,6 @@ class Secret:
 
     Attributes:
         name: name with article, for messages.
-        form: metavar of the option.
-        variable: environment variable used without the option.
     """
 
     name: str

@@ -40,8 +40,6 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     """Answers one request with the options of ``generation_options``.
 
     Args:
-        request: ``prompt``, ``images``, ``videos``.
-        options: values of all options of ``generation_options``.
         sample: whether the request is an embedded sample, for which the model's limits are not shown.
     """
     keywords = generation_keywords(options)

@@ -80,14 +80,9 @@ def create_app(
     Args:
         pipes: pipelines over one target by drafter, the default first; ``max_num_seqs`` of each must be at least
             ``limits.max_running``.
-        api_key: required API key; None requires none.
         hosts: accepted Host names; None accepts all.
-        origins: origins of web pages that may call the server.
         names: model names that requests may use, of which responses use the first; by default the pipeline's name.
-        tool_parser: format of tool calls; see ``tool_format``.
         reasoning_parser: format of reasoning; see ``mmspec.sampling.reasoning``.
-        chat_template_kwargs: default variables of the chat template.
-        allow_urls: whether images and videos are downloaded from public addresses.
         scrape: collects the metrics for ``GET /metrics``; None for this application's own.
         slots: queue that the application shares with others; None creates one.
     """

@@ -35,9 +35,7 @@ class WireFormat(ABC):
     """Builds the response of one request from the pieces of its choices.
 
     Args:
-        processor: of the model, for the bytes of tokens.
         before: text to prepend to each choice.
-        drafter: drafter name in the statistics.
     """
 
     prefix: str

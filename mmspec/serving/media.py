@@ -28,8 +28,6 @@ class Medium:
     """An image or a video of a request.
 
     Attributes:
-        kind: "image" or "video", as declared by the request.
-        url: data URI, or an http or https URL.
         param: path of the URL's field in the request.
     """
 
@@ -39,12 +37,7 @@ class Medium:
 
 
 class MediaReader:
-    """Reads images and videos of untrusted requests.
-
-    Args:
-        processor: has the decoder that reads the files.
-        allow_urls: whether files are downloaded from public addresses.
-    """
+    """Reads images and videos of untrusted requests."""
 
     def __init__(self, processor: Processor, limits: Limits, *, allow_urls: bool = False) -> None:
         self._limits, self._allow_urls = limits, allow_urls
@@ -134,7 +127,6 @@ def download(url: str, largest: int, seconds: float = SECONDS) -> bytes:
     """Download a file. Follows redirects, whose addresses are checked, too.
 
     Args:
-        url: http or https.
         largest: maximum file size in bytes.
         seconds: time limit of the whole download.
 

@@ -64,7 +64,6 @@ class Watched:
         status: status of the response; None before its start.
         ended: whether the response is sent completely.
         form: response format; None for endpoints without generation, and before the request has been read.
-        error: why the request failed.
     """
 
     form: WireFormat | None = None
@@ -100,7 +99,6 @@ class RequestLimit:
 
     Args:
         running: tasks of the running requests; modified.
-        most: maximum concurrent requests.
     """
 
     def __init__(self, app: ASGIApp, running: set[asyncio.Task[Any]], most: int) -> None:
@@ -285,7 +283,6 @@ class AccessGuard:
     Args:
         hosts: accepted names in the Host header, without ports; None accepts all.
         origins: allowed origins such as ``http://localhost:3000``, in addition to the server's own.
-        api_key: required API key; None requires none.
     """
 
     def __init__(

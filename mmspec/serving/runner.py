@@ -57,7 +57,6 @@ class GenerationJob:
         constraint: the unchecked grammar of the outputs.
         media: images and videos; requires a single prompt.
         keywords: further keywords of ``Pipeline.stream``.
-        drafter: name of a loaded drafter.
         trigger: text after which the grammar applies; None applies it from the start of the output.
         schemas: JSON schemas of tools and outputs in the grammar, by their names in errors.
     """
@@ -96,9 +95,7 @@ class JobBuilder:
     Args:
         names: model names that requests may use; responses use the first name. Requests may omit a single name, and
             may name a file without folder and suffix.
-        stored: responses that later requests continue.
         reasoning: format of the model's reasoning; None for models without reasoning.
-        variables: default variables of the chat template.
         drafters: names of selectable drafters, the default first.
 
     Raises:

@@ -442,9 +442,6 @@ class GenerationRequest(_Sampling):
     def drafter(self, limits: Limits, names: Sequence[str]) -> str:
         """The name of the request's drafter.
 
-        Args:
-            names: loaded drafters, the default first.
-
         Raises:
             APIError: unknown drafter, or the server's limits allow no choice of drafter.
         """
@@ -464,9 +461,6 @@ class GenerationRequest(_Sampling):
         """Fields of ``SamplingParams`` of the first choice, without ``constraint``, which takes long to check.
 
         ``max_tokens`` is clipped to the server's limit.
-
-        Args:
-            defaults: values of omitted fields.
 
         Raises:
             APIError: a value exceeds the server's limits.

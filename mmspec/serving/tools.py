@@ -64,7 +64,6 @@ class ToolFormat:
         """Grammar of calls, in llguidance's variant of Lark's syntax.
 
         Args:
-            tools: functions in OpenAI's format.
             marked: whether the grammar includes the marker; otherwise it applies after the marker.
             several: whether to allow several calls, if the format supports them.
             bare: whether to allow unmarked calls at the start, if the format supports them.
@@ -130,9 +129,6 @@ Results follow between <tool_response> and </tool_response>. Answer without a ca
 
 def tool_format(processor: Processor, name: str = AUTO) -> ToolFormat:
     """The format of a model's calls.
-
-    Args:
-        name: name of a format; ``AUTO`` detects the format from the chat template.
 
     Raises:
         UserError: the named format needs a chat template that renders tools, and the model has none.
@@ -222,7 +218,6 @@ class Delta:
     """Increment of a streamed message.
 
     Attributes:
-        content: new text of the message.
         calls: call deltas by index, in OpenAI's format.
     """
 
@@ -244,9 +239,6 @@ class CallReader:
     Args:
         names: functions whose unmarked calls are parsed, too.
         begun: whether the prompt ends with the marker.
-
-    Attributes:
-        calls: number of calls so far.
     """
 
     def __init__(self, form: ToolFormat, names: Sequence[str] = (), *, begun: bool = False) -> None:
@@ -369,10 +361,8 @@ class ToolPlan:
     """Effect of a request's tools on prompt, grammar and parsing.
 
     Attributes:
-        keywords: keywords of ``Processor.encode``.
         grammar, trigger: constraint of the output; see ``SamplingParams``.
         schemas: JSON schemas in the grammar, by their names in errors.
-        reader: factory of parsers for outputs.
         as_text: functions to render in the messages, for chat templates without tools.
     """
 
@@ -399,9 +389,6 @@ def plan_tools(
     """Plan the tools of a request.
 
     Args:
-        functions: declarations of the tools; empty without tools.
-        choice: OpenAI's ``tool_choice``.
-        several: whether to allow several calls.
         schema: the JSON schema of outputs without calls; None leaves them unconstrained.
 
     Raises:

@@ -79,7 +79,6 @@ def read(path: Path, images: Path | None = None, *, answered: bool = True) -> Co
     """Read a file of conversations.
 
     Args:
-        path: a JSON array or JSON Lines.
         images: folder that media paths are relative to; by default the folder of the file.
         answered: skip conversations without an answer, and drop the turns after the last answer; otherwise keep
             every conversation with a question.

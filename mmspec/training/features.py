@@ -433,7 +433,6 @@ class FeatureCache(StoredFeatures):
 
     Args:
         extractor: computes missing features. Its target and settings must match the folder; it may read fewer layers.
-        size: conversations per file.
 
     Raises:
         UserError: the folder holds features of another target or other settings, or a file is damaged.
@@ -461,7 +460,6 @@ class FeatureCache(StoredFeatures):
 
         Args:
             rank, processes: compute the features of every ``processes``-th conversation, starting at ``rank``.
-            progress: called with the number of conversations done and their total.
         """
         todo = sorted((one for one in self.conversations[rank::processes] if one not in self), key=lambda one: one.size)
         for first in range(0, len(todo), self.size):

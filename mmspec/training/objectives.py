@@ -30,8 +30,6 @@ class LossInput:
 
     Attributes:
         draft_ids: (n,) int64, draft vocabulary that distributions are restricted to; None for all tokens.
-        generator: of noise and random choices.
-        progress: of the run, from 0 to 1.
     """
 
     target: Target
@@ -132,7 +130,6 @@ def next_token_loss(
 
     Args:
         states: returns the drafter's last hidden states, (batch, length, hidden); only called if needed.
-        output_layer: output layer of the drafter; by default the target's.
     """
     batch = given.batch
     wanted = batch.answer[:, :-1] & batch.answer[:, 1:]
