@@ -45,11 +45,8 @@ def auto_methods(home: Path) -> list[str]:
 def parse_methods(
     specs: str, target: TransformersTarget, peers: Mapping[str, Callable[[str], Peer]] | None = None
 ) -> list[Method]:
-    """The methods of a ``--methods`` option, after the baselines: ``generate``, if it is listed, and ``none``.
-
-    Raises:
-        UserError: an unknown method, or a duplicate label.
-    """
+    """The methods of a ``--methods`` option, after the baselines: ``generate``, if it is listed, and ``none``. Raises
+    ``UserError``: an unknown method, or a duplicate label."""
     home = target.model.config.name_or_path or ""
     parts = [part.strip() for part in re.findall(r'(?:"[^"]*"|[^,])+', specs) if part.strip()]
     listed = [name for part in parts for name in (auto_methods(Path(home)) if part == "auto" else [part])]

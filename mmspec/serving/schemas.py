@@ -440,11 +440,8 @@ class GenerationRequest(_Sampling):
         return {"logprobs": self.alternatives, "num_draft_tokens": drafts, **times}
 
     def drafter(self, limits: Limits, names: Sequence[str]) -> str:
-        """The name of the request's drafter.
-
-        Raises:
-            APIError: unknown drafter, or the server's limits allow no choice of drafter.
-        """
+        """The name of the request's drafter. Raises ``APIError``: unknown drafter, or the server's limits allow no
+        choice of drafter."""
         asked = self.speculative
         for name, value in (("speculative", asked), ("num_draft_tokens", self.num_draft_tokens)):
             if value is not None and limits.fixed_speculation:
@@ -460,10 +457,7 @@ class GenerationRequest(_Sampling):
     def sampling(self, limits: Limits, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of ``SamplingParams`` of the first choice, without ``constraint``, which takes long to check.
 
-        ``max_tokens`` is clipped to the server's limit.
-
-        Raises:
-            APIError: a value exceeds the server's limits.
+        ``max_tokens`` is clipped to the server's limit. Raises ``APIError``: a value exceeds the server's limits.
         """
         if self.n > limits.max_running:
             raise APIError(400, f"n must be at most {limits.max_running}: got {self.n}", "n")

@@ -128,11 +128,8 @@ Results follow between <tool_response> and </tool_response>. Answer without a ca
 
 
 def tool_format(processor: Processor, name: str = AUTO) -> ToolFormat:
-    """The format of a model's calls.
-
-    Raises:
-        UserError: the named format needs a chat template that renders tools, and the model has none.
-    """
+    """The format of a model's calls. Raises ``UserError``: the named format needs a chat template that renders tools,
+    and the model has none."""
     template = processor.chat_template_text()
     if name != AUTO:
         if name != GENERIC.name and "tools" not in template:
