@@ -124,11 +124,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and its answer.
-
-    Attributes:
-        tokens: tokens of the answer; tokens of one pass and origin are joined.
-    """
+    """A question and its answer. ``tokens``: tokens of the answer; tokens of one pass and origin are joined."""
 
     prompt: str
     tokens: Annotated[list[Token], Field(max_length=MAX_NEW_TOKENS)]

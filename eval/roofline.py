@@ -50,11 +50,8 @@ def _multiply(library: ctypes.CDLL, weights: Any, x: Tensor, out: Tensor, thread
 def measure(
     library: ctypes.CDLL, memory: Tensor, formats: Sequence[str], rows: Sequence[int], rounds: int
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Time products with weights that fill ``memory`` (uint8, whole KiB).
-
-    Returns:
-        The limits, GB/s of ``READ`` and billions of multiply-adds per second by format; and rows of the table.
-    """
+    """Time products with weights that fill ``memory`` (uint8, whole KiB). Returns the limits, GB/s of ``READ`` and
+    billions of multiply-adds per second by format; and rows of the table."""
     threads = torch.get_num_threads()
     calls: dict[Any, Callable[[], Any]] = {READ: partial(library.read_bytes, memory.data_ptr(), len(memory), threads)}
     outputs: dict[str, int] = {}

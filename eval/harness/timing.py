@@ -171,10 +171,8 @@ def run_interleaved(
 ) -> dict[str, list[TimedBatch]]:
     """Decode a batch of requests with every method, interleaved, for several rounds.
 
-    Drafters and policies start every round in the same state, and keep the state learned in the last round.
-
-    Returns:
-        The results of each method by its name, one per round.
+    Drafters and policies start every round in the same state, and keep the state learned in the last round. Returns the
+    results of each method by its name, one per round.
     """
     batches: dict[str, list[TimedBatch]] = {method.name: [] for method in methods}
     for turn in range(rounds):

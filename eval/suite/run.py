@@ -50,11 +50,8 @@ _RECORDS = "records.jsonl"
 
 
 class Evaluator:
-    """A model with its methods, callable with a job to decode a batch of conversations.
-
-    Attributes:
-        refused: the reason why a method cannot decode, by (method, temperature, batch size).
-    """
+    """A model with its methods, callable with a job to decode a batch of conversations. ``refused``: the reason why a
+    method cannot decode, by (method, temperature, batch size)."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         transformers.logging.set_verbosity_error()

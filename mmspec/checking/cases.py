@@ -404,12 +404,9 @@ OTHER = -1
 
 
 class Outcomes:
-    """All possible answers to a question with few tokens and candidates, with their probabilities.
-
-    Args:
-        bound: if the least probable candidate's logit exceeds the next token's logit by at most this, rounding decides
-            which of the two is a candidate, and answers that continue with either are merged into one outcome.
-    """
+    """All possible answers to a question with few tokens and candidates, with their probabilities. ``bound``: if the
+    least probable candidate's logit exceeds the next token's logit by at most this, rounding decides which of the two
+    is a candidate, and answers that continue with either are merged into one outcome."""
 
     def __init__(self, pipe: Pipeline, question: Question, bound: float) -> None:
         params, prompt = pipe.defaults.complete(question.params()), pipe.encode([LocalSide(pipe).request(question)])

@@ -393,11 +393,7 @@ def steps_shown() -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Secret:
-    """A key or login that clients need.
-
-    Attributes:
-        name: name with article, for messages.
-    """
+    """A key or login that clients need. ``name``: name with article, for messages."""
 
     name: str
     option: str

@@ -37,11 +37,8 @@ _CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) 
 
 
 def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = False) -> None:
-    """Answers one request with the options of ``generation_options``.
-
-    Args:
-        sample: whether the request is an embedded sample, for which the model's limits are not shown.
-    """
+    """Answers one request with the options of ``generation_options``. ``sample``: whether the request is an embedded
+    sample, for which the model's limits are not shown."""
     keywords = generation_keywords(options)
     notes = Console(stderr=True)
     if options["compare"] and ranks() > 1:

@@ -32,11 +32,7 @@ def spelt(token: bytes) -> str:
 
 
 class WireFormat(ABC):
-    """Builds the response of one request from the pieces of its choices.
-
-    Args:
-        before: text to prepend to each choice.
-    """
+    """Builds the response of one request from the pieces of its choices. ``before``: text to prepend to each choice."""
 
     prefix: str
     whole_object: str

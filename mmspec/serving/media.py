@@ -25,11 +25,7 @@ _SECONDS, _MEMORY = 20, 2 << 30  # limits of a decoding worker, per file
 
 @dataclass(frozen=True)
 class Medium:
-    """An image or a video of a request.
-
-    Attributes:
-        param: path of the URL's field in the request.
-    """
+    """An image or a video of a request. ``param``: path of the URL's field in the request."""
 
     kind: Literal["image", "video"]
     url: str

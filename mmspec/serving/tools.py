@@ -212,11 +212,7 @@ _LONGEST_HEAD = 200  # characters; a longer head is not a call
 
 @dataclass
 class Delta:
-    """Increment of a streamed message.
-
-    Attributes:
-        calls: call deltas by index, in OpenAI's format.
-    """
+    """Increment of a streamed message. ``calls``: call deltas by index, in OpenAI's format."""
 
     content: str = ""
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)

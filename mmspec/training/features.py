@@ -456,11 +456,8 @@ class FeatureCache(StoredFeatures):
     def fill(
         self, batch: int = 16, rank: int = 0, processes: int = 1, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Compute the missing features, in order of length, which saves padding.
-
-        Args:
-            rank, processes: compute the features of every ``processes``-th conversation, starting at ``rank``.
-        """
+        """Compute the missing features, in order of length, which saves padding. ``rank``, ``processes``: compute the
+        features of every ``processes``-th conversation, starting at ``rank``."""
         todo = sorted((one for one in self.conversations[rank::processes] if one not in self), key=lambda one: one.size)
         for first in range(0, len(todo), self.size):
             part, rows = todo[first : first + self.size], []
