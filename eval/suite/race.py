@@ -171,7 +171,9 @@ def race(
         for contender in left:
             contender.add(batches[contender.method.name], base)
         left.sort(key=lambda contender: -contender.speed)
-        slow = [contender for contender in left[1:] if turn and _is_slower(contender, left[0])]
+        limit = 1.0 if turn + 1 >= _FEWEST else _CLEARLY  # of the ratios to the fastest on the same prompts
+        ratios = [[a / b for a, b in zip(one.ratios, left[0].ratios, strict=True)] for one in left]
+        slow = [one for one, own in zip(left, ratios, strict=True) if turn and median_interval(own)["high"] < limit]
         left = [contender for contender in left if contender not in slow]
         out = slow + out
         fastest = f"{len(left)} left, fastest: {left[0].method.name} {left[0].speed:.2f}x"
@@ -189,12 +191,6 @@ def tied(contenders: Sequence[Contender]) -> str:
     close = [one.method.name for one in left if one.interval[1] >= low] if low > 1 else ["plain decoding"]
     chance = f"{'; '.join([best.method.name, *close])}: they differ by no more than chance"
     return best.doubt or (chance if close and high >= 1 else "")
-
-
-def _is_slower(one: Contender, best: Contender) -> bool:
-    """Whether ``one`` is significantly slower than ``best`` on the same prompts."""
-    ratios = [a / b for a, b in zip(one.ratios, best.ratios, strict=True)]
-    return median_interval(ratios)["high"] < (1.0 if len(ratios) >= _FEWEST else _CLEARLY)
 
 
 def print_table(contenders: Sequence[Contender]) -> None:

@@ -219,14 +219,6 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in entries.items() if value is not None and name not in _NOT_SAMPLING}
 
 
-def _superseded(folders: list[dict[str, Any]]) -> list[str]:
-    total = sum(one["bytes"] for one in folders)
-    return [
-        f"mmspec clean removes {total / 1e6:,.0f} MB that earlier versions left in the cache",
-        *(f"{one['folder']}: {one['bytes'] / 1e6:,.0f} MB" for one in folders),
-    ]
-
-
 def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
     def device(d: dict[str, Any]) -> str:
         details = [d["kind"]]
@@ -273,6 +265,8 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
             ("at hand", [drafter(d) for d in ready]),
             ("with a checkpoint", [needed(d) for d in facts["drafters"] if d not in ready]),
         ]
+    superseded = [f"{one['folder']}: {one['bytes'] / 1e6:,.0f} MB" for one in facts["superseded"]]
+    freed = f"{sum(one['bytes'] for one in facts['superseded']) / 1e6:,.0f} MB that earlier versions left in the cache"
     return [
         ("mmspec", [facts["mmspec"]]),
         ("python", [f"{facts['python']} on {facts['platform']}"]),
@@ -285,7 +279,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         ("targets", [f"{t['name']}: {t['class']}" for t in facts["targets"]]),
         ("drafters", [drafter(d) for d in facts["drafters"]]),
         ("cache", [facts["cache"]]),
-        *([("superseded", _superseded(facts["superseded"]))] if facts["superseded"] else []),
+        *([("superseded", [f"mmspec clean removes {freed}", *superseded])] if superseded else []),
     ]
 
 

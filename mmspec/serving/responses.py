@@ -306,7 +306,16 @@ class ResponsesFormat(ChatFormat):
         yield self._event("response.failed", response=self._response("failed") | {"error": about})
 
     def _ended(self) -> dict[str, Any]:
-        response = self._response(self._status()) | self._usage()
+        figures = self._figures()
+        usage = figures["usage"]
+        figures["usage"] = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+        }
+        response = self._response(self._status()) | figures
         if response["status"] == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._store is not None:
@@ -320,19 +329,6 @@ class ResponsesFormat(ChatFormat):
         head = {"id": self._head["id"], "object": "response", "created_at": self._head["created"], "status": status}
         none = {"background": False, "error": None, "incomplete_details": None, "usage": None}
         return {**head, "model": self._head["model"], **none, **self._about, "output": [*self._output]}
-
-    def _usage(self) -> dict[str, Any]:
-        figures = self._figures()
-        usage = figures["usage"]
-        return figures | {
-            "usage": {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": usage["completion_tokens_details"],
-                "total_tokens": usage["total_tokens"],
-            }
-        }
 
     def _grow(self, reasoning: str, text: str, logprobs: Iterable[Any]) -> Iterator[Event]:
         """Events for new output, with the final events if the answer has ended; log probabilities exclude reasoning."""

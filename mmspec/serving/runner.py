@@ -363,12 +363,22 @@ class RequestRunner:
             raise
         pieces: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
         tasks = []
+
+        async def iterate() -> Pieces:
+            choices = job.choices
+            while choices:
+                index, piece = await deadline.wait(pieces.get())
+                if isinstance(piece, Exception):
+                    raise piece
+                choices -= piece.finish_reason is not None
+                yield index, piece
+
         for index in range(job.choices):
             task = asyncio.create_task(self._choice(job, index, params, media, pieces, arrived))
             task.add_done_callback(lambda _: self.slots.release())  # also if the task is cancelled before it starts
             tasks.append(task)
         try:
-            yield _iterate(pieces, len(tasks), deadline)
+            yield iterate()
         finally:
             for task in tasks:
                 task.cancel()
@@ -426,15 +436,6 @@ class RequestRunner:
             pieces.put_nowait((index, APIError(400, error.message("min_tokens", job.grammar), "min_tokens")))
         except Exception as error:
             pieces.put_nowait((index, error))
-
-
-async def _iterate(pieces: asyncio.Queue[tuple[int, Piece | Exception]], choices: int, deadline: Deadline) -> Pieces:
-    while choices:
-        index, piece = await deadline.wait(pieces.get())
-        if isinstance(piece, Exception):
-            raise piece
-        choices -= piece.finish_reason is not None
-        yield index, piece
 
 
 T = TypeVar("T")

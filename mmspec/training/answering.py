@@ -48,11 +48,6 @@ class PendingConversation:
         """The messages up to the next question."""
         return [*self.messages, {"role": "user", "content": self.questions[len(self.answers)]}]
 
-    def add_answer(self, text: str, token_ids: Sequence[int]) -> None:
-        """Append the next question and its answer."""
-        self.messages = [*self.prompt(), {"role": "assistant", "content": text.strip()}]
-        self.answers.append(tuple(token_ids))
-
     def result(self) -> data.Conversation:
         """The conversation so far."""
         return data.Conversation(self.id, tuple(self.messages), tuple(self.answers))
@@ -109,7 +104,8 @@ class AnswerGenerator:
                 self.failures.append(f"{job.id}: {answer}")
                 del job.questions[len(job.answers) :]
                 continue
-            job.add_answer(answer.text, answer.token_ids)
+            job.messages = [*job.prompt(), {"role": "assistant", "content": answer.text.strip()}]
+            job.answers.append(tuple(answer.token_ids))
             self.answers += 1
             self.tokens += len(answer.token_ids)
 

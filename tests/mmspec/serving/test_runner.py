@@ -98,7 +98,7 @@ def test_slots_are_given_in_order(events, order, refused):
             try:
                 await slots.acquire(count)
             except APIError as error:
-                denied.append((name, error.status, error.headers))
+                denied.append((name, error.status, error.code, error.headers))
                 return
             granted.append(name)
             try:
@@ -122,7 +122,7 @@ def test_slots_are_given_in_order(events, order, refused):
 
     asyncio.run(scenario())
     assert "".join(granted) == order
-    assert denied == [(name, 429, {"Retry-After": "1"}) for name in refused]
+    assert denied == [(name, 429, "rate_limit_exceeded", {"Retry-After": "1"}) for name in refused]
 
 
 LIMITS = Limits(max_body=1)
