@@ -76,24 +76,14 @@ _SERVER_DRAWS, _SERVER_AT_ONCE = 320, 8
 _CANDIDATES, _LONGEST_DRAW = 20, 300.0  # candidates per token of longer answers; maximum seconds of sampling
 
 
-@case("prose", "Continuous text has the same tokens as plain decoding.")
-def _prose(trial: Trial) -> None:
-    trial.same(Question.user(_STORY), Question.user(_RAIN))
-
-
-@case("code", "Code, which is highly predictable, has the same tokens as plain decoding.")
-def _code(trial: Trial) -> None:
-    trial.same(Question.user(_CODE, max_tokens=64), Question.user(_SQL))
-
-
-@case("list", "A list with a repeated line pattern has the same tokens as plain decoding.")
-def _list(trial: Trial) -> None:
-    trial.same(Question.user(_LIST), Question.user(_COUNT, max_tokens=64))
-
-
-@case("copy", "Long accepted drafts, of text copied from the prompt, leave a correct state.")
-def _copy(trial: Trial) -> None:
-    trial.same(Question.user(_COPY, max_tokens=96))
+for _name, _proves, _lengths in (
+    ("prose", "Continuous text has the same tokens as plain decoding.", {_STORY: 48, _RAIN: 48}),
+    ("code", "Code, which is highly predictable, has the same tokens as plain decoding.", {_CODE: 64, _SQL: 48}),
+    ("list", "A list with a repeated line pattern has the same tokens as plain decoding.", {_LIST: 48, _COUNT: 64}),
+    ("copy", "Long accepted drafts, of text copied from the prompt, leave a correct state.", {_COPY: 96}),
+):
+    _asked = [Question.user(text, max_tokens=most) for text, most in _lengths.items()]
+    case(_name, _proves)(lambda trial, asked=_asked: trial.same(*asked))
 
 
 @case("rehearsed", "Drafts with a correct beginning are rejected from the first wrong token on, at every depth.")
