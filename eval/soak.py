@@ -1,10 +1,7 @@
 """Memory of a server that runs for long: ``python -m mmspec.eval soak``.
 
-``mmspec serve`` runs in a process of its own. The same load is sent again and again: short and long prompts, later
-turns, several choices, tool calls, JSON, sampling with seeds, images for vision-language models, streams that their
-clients leave, and requests without drafts, of few or many, or of another drafter. Texts differ from load to load, so
-that prompts are new, lengths do not. After each load, once no request runs, the resident memory is read; a load's peak
-is that since it began.
+The same mix of requests is sent again and again, with other texts of the same lengths. After each load, once no request
+runs, the resident memory is read; a load's peak is that since it began.
 """
 
 from __future__ import annotations

@@ -1,13 +1,6 @@
 """Decoding methods of a ``--methods`` option; ``docs/evaluation.md`` lists them.
 
-    generate, lookup, assisted:FOLDER           transformers
-    generate:mtp, generate:dflash:FOLDER        its speculation by native layers, and by a DFlash model of its own
-    llama.cpp[:TYPE], openvino[:lookup]         other engines, on the same GGUF file
-    none, SPEC[@SHAPE][~NATS]                   mmspec: SPEC is a drafter as for ``mmspec.load`` or new:NAME, SHAPE is
-                                                tree, a number of nodes, chain or chainN
-
-Any of them may be prefixed by ``LABEL=``; by default, a folder is labelled by its last part. Options of llama.cpp with
-commas are in double quotes. ``auto`` is all methods that need nothing but the target's folder.
+Options of llama.cpp with commas are in double quotes; by default, a folder is labelled by its last part.
 """
 
 from __future__ import annotations

@@ -137,9 +137,7 @@ def race(
 ) -> list[Contender]:
     """Measure methods until time or prompts run out, or a single method remains.
 
-    Args:
-        requests: requests in decoding order; the first of several requests is the warm-up.
-        seconds: time limit; the current method completes its prompt, which is then dropped.
+    The first of several requests is the warm-up. At the time limit, in seconds, the current prompt is dropped.
 
     Returns:
         All methods: the remaining methods, then dropped methods, each group from fast to slow.

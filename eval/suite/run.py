@@ -1,13 +1,9 @@
 """A complete run of ``mmspec eval``: decodes missing batches, then writes answers, summary and report.
 
 Every conversation starts from the state of drafters and policies after the warm-up. So results do not depend on other
-conversations, and a run can be resumed or split over several machines.
+conversations, and a run can be resumed, after its last complete record, or split over several machines.
 
-A run's folder has its settings and a record per batch of conversations. ``settings.json`` is written before anything is
-measured; ``records.jsonl`` gets a line per job. A stopped run resumes after its last complete line.
-
-``answers/`` is in Spec-Bench's format, for its ``evaluation/speed.py`` and ``equal.py`` (arXiv 2401.07851): a file per
-method, temperature and batch size, a line per conversation. Tokens are counted as generated; the time of a batch is
+``answers/`` is in Spec-Bench's format (arXiv 2401.07851). Tokens are counted as generated; the time of a batch is
 divided evenly among its rows.
 """
 
