@@ -117,8 +117,12 @@ def serve(
         if ranks() > 1:
             raise UserError(f"--engine ray starts its own processes: got one of {ranks()} ranks of a job")
         _on_ray(settings, replicas, replica_gpus, host, port)
-    elif rank():
-        _follow(settings)
+    elif rank():  # only rank 0 receives requests
+        with steps_shown():
+            pipe = settings.pipeline()
+        for ending in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(ending, signal.SIG_IGN)  # all ranks receive the signal; rank 0 notifies the others at its end
+        pipe.follow()
     else:
         _here(settings, host, port)
 
@@ -142,15 +146,6 @@ def _here(settings: ServerSettings, host: str, port: int) -> None:
         from mmspec.serving.app import create_app
 
         run(create_app(pipes, settings.limits, **settings.access), settings.limits, listening, pipe.engine)
-
-
-def _follow(settings: ServerSettings) -> None:
-    """Execute rank 0's steps until it shuts down; only rank 0 receives requests."""
-    with steps_shown():
-        pipe = settings.pipeline()
-    for ending in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ending, signal.SIG_IGN)  # all ranks receive the signal; rank 0 notifies the others at its end
-    pipe.follow()
 
 
 def _on_ray(settings: ServerSettings, replicas: int, gpus: int, host: str, port: int) -> None:

@@ -102,8 +102,3 @@ class NetworkOptions(TreeOptions):
     start: DirectoryPath | None = option(
         None, "Initialise from this drafter: its settings, draft vocabulary and weights, unless options differ."
     )
-
-
-@options(kw_only=True)
-class HeadOptions(Passes, NetworkOptions):
-    """Options of drafters that are trained over several passes."""
