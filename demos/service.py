@@ -217,7 +217,7 @@ def add_endpoints(page: gr.Blocks, service: Service) -> None:
     text = "Describe a video, or answer a question about it."
     video = {"video": (gr.FileData, _REQUIRED), "prompt": prompts["video"], **_SETTINGS, "frames": _FRAMES}
     add("caption_video", text, AnswerJSON, partial(answer, "video"), **video)
-    asked = {"prompt": (str, _REQUIRED)}
+    asked: dict[str, Any] = {"prompt": (str, _REQUIRED)}
     add("generate", "Answer a text prompt.", AnswerJSON, partial(answer, "text"), **asked, **_SETTINGS)
     text = "Race two to four methods of decoding on a text prompt, or on a question about an image or a video."
     asked |= {"image": (gr.FileData | None, None), "video": (gr.FileData | None, None), "model": _SETTINGS["model"]}

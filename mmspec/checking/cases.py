@@ -76,6 +76,10 @@ _SERVER_DRAWS, _SERVER_AT_ONCE = 320, 8
 _CANDIDATES, _LONGEST_DRAW = 20, 300.0  # candidates per token of longer answers; maximum seconds of sampling
 
 
+def _same(trial: Trial, asked: Sequence[Question]) -> None:
+    trial.same(*asked)
+
+
 for _name, _proves, _lengths in (
     ("prose", "Continuous text has the same tokens as plain decoding.", {_STORY: 48, _RAIN: 48}),
     ("code", "Code, which is highly predictable, has the same tokens as plain decoding.", {_CODE: 64, _SQL: 48}),
@@ -83,7 +87,7 @@ for _name, _proves, _lengths in (
     ("copy", "Long accepted drafts, of text copied from the prompt, leave a correct state.", {_COPY: 96}),
 ):
     _asked = [Question.user(text, max_tokens=most) for text, most in _lengths.items()]
-    case(_name, _proves)(lambda trial, asked=_asked: trial.same(*asked))
+    case(_name, _proves)(partial(_same, asked=_asked))
 
 
 @case("rehearsed", "Drafts with a correct beginning are rejected from the first wrong token on, at every depth.")
