@@ -21,16 +21,17 @@ from typing import Any
 
 import click
 import torch
-from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import mmspec
-from mmspec.cli.options import Listed, derived
+from mmspec.cli.options import Listed
 from mmspec.drafters.ngram import Ngram
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, describe, make_table, wide_console
 from mmspec.eval.harness.peers import LLAMA, LlamaServer, engines
 from mmspec.eval.harness.prompts import held_out_requests, warm_up_requests
+from mmspec.eval.harness.small_configs import number_processor
 from mmspec.eval.harness.timing import (
     PHASES,
     READ,
@@ -43,13 +44,13 @@ from mmspec.eval.harness.timing import (
     rotated,
     wait_for_huge_pages,
 )
-from mmspec.eval.suite import llama_server_option
+from mmspec.eval.suite import SIZES, llama_server_option
 from mmspec.eval.suite.methods import BASELINE, parse_methods
 from mmspec.eval.suite.race import read_requests
 from mmspec.eval.suite.report import equal_of_compared
 from mmspec.eval.suite.summary import OVERALL, Record, by_request, figures, throughput
 from mmspec.pipeline import Pipeline
-from mmspec.validation import Many, option, options
+from mmspec.targets.packing import pack_model, packs_bfloat16
 
 _LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**5))"  # until its parent exits
 
@@ -292,69 +293,100 @@ def load_requests(source: str, warm_up: int, visual: bool) -> tuple[list[dict[st
     return warm_up_requests(warm_up, visual), measured
 
 
-@options
-class BenchOptions:
-    """Options of the benchmark."""
-
-    model: str = option("tiny-llava", "A registered name, a folder, a GGUF file or a hub id.")
-    threads: Many[PositiveInt] = option((), "CPU threads; torch's default if not given.")
-    busy: Many[NonNegativeInt] = option((0,), "Busy programs beside it.", default_text="0")
-    rounds: int = option(5, "Measurements, interleaved.", ge=1)
-    depths: Many[PositiveInt] = option((42,), "Prompt tokens before verify passes.", default_text="42")
-    nodes: Many[PositiveInt] = option((1, 2, 4, 8, 16), "Of verify passes.", default_text="1,2,4,8,16")
-    divergence: bool = option(False, "Measure divergences from the float32 weights, which are loaded.")
-    methods: str | None = option(None, "As for mmspec eval: answer requests instead of timing passes.")
-    batch_sizes: Many[PositiveInt] = option((1,), "Sequences that decode together.", default_text="1")
-    requests: str | None = option(None, "A file as for mmspec tune, or SET:COUNT, ... of held-out sets.")
-    warm_up: int = option(4, "Unmeasured requests.", ge=0)
-    max_new_tokens: int = option(160, "Per answer.", ge=1)
-    temperature: float = option(0.0, "0 is greedy.", ge=0)
+def open_model(name: str, dtype: str) -> Pipeline:
+    """A model for plain decoding; random weights in the shape of a ``config.json``."""
+    if not name.endswith(".json"):
+        return mmspec.load(name, drafter=None, dtype=dtype)
+    config = AutoConfig.from_pretrained(name).get_text_config()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    if dtype not in ("auto", "bfloat16") or packs_bfloat16():
+        pack_model(model, "bfloat16" if dtype == "auto" else dtype)
+    return mmspec.load(model, drafter=None, processor=number_processor(config.vocab_size))
 
 
 @benchmark
-@derived(BenchOptions)
+@click.option(
+    "--models",
+    "--model",
+    type=Listed(click.STRING),
+    default="tiny-llava",
+    show_default=True,
+    help="Models, as for mmspec.load, or config.json files of text models, which get random weights.",
+)
 @click.option("--dtypes", type=Listed(click.STRING), default="auto", show_default=True, help="Forms of weights.")
+@click.option("--threads", type=SIZES, help="CPU threads; torch's default if not given.")
+@click.option("--busy", type=Listed(click.IntRange(0)), default="0", show_default=True, help="Busy programs beside it.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--depths", type=SIZES, default="42", show_default=True, help="Prompt tokens before verify passes.")
+@click.option("--nodes", type=SIZES, default="1,2,4,8,16", show_default=True, help="Of verify passes.")
+@click.option("--divergence", is_flag=True, help="Measure divergences from the float32 weights, which are loaded.")
+@click.option("--methods", help="As for mmspec eval: answer requests instead of timing passes.")
+@click.option("--batch-sizes", type=SIZES, default="1", show_default=True, help="Sequences that decode together.")
+@click.option("--requests", "source", help="A file as for mmspec tune, or SET:COUNT, ... of held-out sets.")
+@click.option("--warm-up", type=click.IntRange(0), default=4, show_default=True, help="Unmeasured requests.")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=160, show_default=True)
+@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True)
 @llama_server_option
-def main(dtypes: Sequence[str], llama_server: str | None, **given: Any) -> dict[str, Any]:
+def main(
+    models: Sequence[str],
+    dtypes: Sequence[str],
+    threads: Sequence[int] | None,
+    busy: Sequence[int],
+    rounds: int,
+    depths: Sequence[int],
+    nodes: Sequence[int],
+    divergence: bool,
+    methods: str | None,
+    batch_sizes: Sequence[int],
+    source: str | None,
+    warm_up: int,
+    max_new_tokens: int,
+    temperature: float,
+    llama_server: str | None,
+) -> dict[str, Any]:
     """Measure verify passes or, with --methods, answers: tables, then one JSON line."""
-    asked, before = BenchOptions(**given), torch.get_num_threads()
-    threads = asked.threads or (before,)
+    before, model = torch.get_num_threads(), models[0]
+    if len(models) > 1 and (llama_server or divergence):
+        raise UserError(f"--llama-server and --divergence need one model: got {len(models)}")
+    threads = threads or (before,)
 
     @cache
     def peers(count: int) -> dict[str, Any]:
-        return {name: cache(start) for name, start in engines(asked.model, count, llama_server).items()}
+        return {name: cache(start) for name, start in engines(model, count, llama_server).items()}
 
-    pipes = {dtype: mmspec.load(asked.model, drafter=None, dtype=dtype) for dtype in dtypes}
-    about = {"model": asked.model, **describe(next(iter(pipes.values())).target), "rounds": asked.rounds}
+    pipes = {
+        dtype if len(models) == 1 else f"{Path(name).stem} {dtype}": open_model(name, dtype)
+        for name, dtype in product(models, dtypes)
+    }
+    about = {"model": ", ".join(models), **describe(next(iter(pipes.values())).target), "rounds": rounds}
     wait_for_huge_pages()
     try:
-        if asked.methods is None:
+        if methods is None:
             about["equal"] = {dtype: drafts_equal(pipe) for dtype, pipe in pipes.items()}
-            about["divergence"] = divergences(asked.model, pipes) if asked.divergence else {}
+            about["divergence"] = divergences(model, pipes) if divergence else {}
             servers = {count: peers(count)[LLAMA]("") for count in threads} if llama_server else {}
             rows = []
-            for programs in asked.busy:
+            for programs in busy:
                 with busy_programs(programs):
-                    found = time_passes(pipes, threads, asked.depths, asked.nodes, asked.rounds, servers)
+                    found = time_passes(pipes, threads, depths, nodes, rounds, servers)
                 rows += [{"busy": programs, **row} for row in found]
             print_rows(_PASSES, rows, "milliseconds per verify pass")
             for dtype, nats in about["divergence"].items():
                 click.echo(f"{dtype}: {nats:.5f} nats from float32", err=True)
             return {**about, "rows": rows}
         visual = next(iter(pipes.values())).processor.reads_media
-        source = asked.requests or ("images:24,clips:8" if visual else "prompts:16")
-        first, requests = load_requests(source, asked.warm_up, visual)
-        sampled = asked.temperature > 0
-        conditions = conditions_of(pipes, asked.methods, threads, asked.busy, asked.batch_sizes, peers, sampled)
-        decoding = DecodingOptions(asked.max_new_tokens, asked.temperature)
+        first, requests = load_requests(source or ("images:24,clips:8" if visual else "prompts:16"), warm_up, visual)
+        conditions = conditions_of(pipes, methods, threads, busy, batch_sizes, peers, temperature > 0)
+        options = DecodingOptions(max_new_tokens, temperature)
         for one in conditions:
             torch.set_num_threads(one.threads)
             for method, request in product(one.methods, first):
-                decode(one.pipe, method, [request], decoding)
-        measure(conditions, requests, asked.rounds, decoding)
+                decode(one.pipe, method, [request], options)
+        measure(conditions, requests, rounds, options)
     finally:
         torch.set_num_threads(before)
     rows = rows_of(conditions)
     print_rows(_ANSWERS, rows, f"{len(requests)} requests, medians and minima of speedups in seconds per token")
     print_rows(_TIMES, [row for row in rows if row["shares"]], "shares of a request's time; cost of a tree")
-    return {**about, "temperature": asked.temperature, "requests": len(requests), "rows": rows}
+    return {**about, "temperature": temperature, "requests": len(requests), "rows": rows}

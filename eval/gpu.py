@@ -33,10 +33,8 @@ import click
 import torch
 import transformers
 from rich.table import Table
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BambaConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, BambaConfig, LlamaConfig
 
 import mmspec
 from mmspec import ops, plugins
@@ -54,13 +52,13 @@ from mmspec.engine.stats import mark, seconds
 from mmspec.errors import UserError, first_line
 from mmspec.eval.harness.output import BenchmarkCommand, git_commit, make_table, print_result, wide_console
 from mmspec.eval.harness.prompts import held_out_requests
+from mmspec.eval.harness.small_configs import number_processor
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, decode, peak_memory, reset_peak_memory
 from mmspec.files import write_text
 from mmspec.ops import graphs, kernels
 from mmspec.ops.transfer import on_device
 from mmspec.pipeline import Pipeline
 from mmspec.ssm import ops as mamba_ops
-from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.drafters.msd import MSD, Flash, MSDConfig, MSDNetwork
 
@@ -157,12 +155,6 @@ def random_drafters(target: TransformersTarget) -> dict[str, TrainedDrafter]:
             "eagle3": Eagle3(Eagle3Network(Eagle3Config.like(config, head=head)).to(target.dtype), torch.arange(head)),
             "dflash": DFlash(DFlashNetwork(dflash).to(target.dtype)),
         }
-
-
-def number_processor(vocab: int) -> Processor:
-    """Its text is the numbers of tokens."""
-    words = WordLevel({str(token): token for token in range(vocab)}, unk_token="0")
-    return Processor(PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)))
 
 
 class SetAcceptance(Wrapper):

@@ -80,11 +80,7 @@ class Cancellation:
                 self._worker.process.kill()
 
     def attach(self, worker: _Worker | None) -> None:
-        """Set the worker that handles the request.
-
-        Raises:
-            WorkerError: the request was stopped.
-        """
+        """Set the worker that handles the request. Raises ``WorkerError``: the request was stopped."""
         with self._lock:
             self._worker = worker
             if worker is not None and self.stopped:

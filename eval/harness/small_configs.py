@@ -14,8 +14,17 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
+from mmspec.targets.processor import Processor
 from mmspec.targets.support import output_layer
 
 VOCAB = 128
@@ -127,6 +136,12 @@ def random_model(config: PreTrainedConfig, auto_class: Any = AutoModelForCausalL
         head.weight.data.normal_(std=0.5)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
+
+
+def number_processor(vocab: int) -> Processor:
+    """Its text is the numbers of tokens."""
+    words = WordLevel({str(token): token for token in range(vocab)}, unk_token="0")
+    return Processor(PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)))
 
 
 def _merged(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -241,7 +241,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
             f"chat template: {m['chat_template'] or 'none'}",
             *([f"keys: {', '.join(f'{key}: {use}' for key, use in m['keys'].items())}"] if m["keys"] else []),
             *([f"sampling in the file, which is not applied: {sampling}"] if sampling else []),
-            *(["multi-token prediction layers: drafted with by --drafter mtp"] if m["mtp"] else []),
+            *(["drafter: mtp, in the file (--drafter mtp, or recycle+ngram+mtp)"] if m["mtp"] else []),
             *([f"tensors set aside, of blocks after the model's: {set_aside}"] if set_aside else []),
         ]
 

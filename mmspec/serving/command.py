@@ -119,7 +119,7 @@ def serve(
         _on_ray(settings, replicas, replica_gpus, host, port)
     elif rank():  # only rank 0 receives requests
         with steps_shown():
-            pipe = settings.pipeline()
+            (pipe,) = settings.pipelines().values()
         for ending in (signal.SIGINT, signal.SIGTERM):
             signal.signal(ending, signal.SIG_IGN)  # all ranks receive the signal; rank 0 notifies the others at its end
         pipe.follow()

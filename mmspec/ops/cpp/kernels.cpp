@@ -7,6 +7,7 @@
 #include "drafting.h"
 #include "limits.h"
 #include "stored.h"
+#include "sublayers.h"
 
 namespace {
 
@@ -265,6 +266,19 @@ void write_keys_values(const Pass* pass, int threads) {
     }
     write_slots(pass, index, kv.data(), 2 * kv_width);
   }
+}
+
+// Runs a decoder of residual sublayers.
+void decode_sublayers(const TreePass* pass, int threads) {
+  Team team(threads);
+  TreeDecoder(*pass).run(inputs);
+}
+
+// Advances the states of recurrent layers along a path of each row, (batch, depth) padded with -1.
+void advance_states(const Sublayer* sublayers, int64_t count, const Recurrent* states, const int64_t* path,
+                    int64_t batch, int64_t depth, int threads) {
+  Team team(threads);
+  advance_rows(sublayers, count, *states, path, batch, depth);
 }
 
 }  // extern "C"

@@ -312,16 +312,3 @@ def test_millions_of_values(server):
         response = httpx.post(f"{server.url}/v1/chat/completions", content=content, timeout=60)
         assert response.status_code == 400
         assert "must have at most 1000000 values" in response.json()["error"]["message"]
-
-
-def test_outputs_that_follow_the_model_given_the_grammar(server, pipe):
-    schema = {"enum": ["a", "b"]}
-    fields = {"temperature": 1.5, "seed": 3, "grammar_aligned": True}
-    body = server.post(constrained(schema, max_tokens=4, **fields)).json()
-    alone = pipe.generate(question()["messages"], json_schema=schema, max_new_tokens=4, **fields)
-    assert body["choices"][0]["message"]["content"] == alone.text
-    figures = body["metrics"]["speculative_decoding"]
-    assert figures["num_rejected_outputs"] == alone.stats.num_rejected_outputs > 0
-    refused = server.post(constrained(schema, grammar_aligned=True, temperature=0))
-    assert refused.status_code == 400
-    assert "grammar_aligned goes with sampling" in refused.json()["error"]["message"]
