@@ -1,9 +1,8 @@
 """Every decoder class of the installed transformers under speculative decoding: ``python -m mmspec.eval coverage``.
 
-The introduction of its page, ``docs/models.md``, describes the comparison. Images are random, between random ids,
-without a tokenizer. The class's image processor, as transformers defines it, makes the pixel values; the number of
-image tokens, if it has any, follows from the model's image features. Each class runs in a process of its own with a
-time limit. The log is appended to, so that a stopped sweep resumes.
+The introduction of its page, ``docs/models.md``, describes the comparison. Pixel values are of the class's image
+processor; the number of image tokens, if it has any, follows from the model's image features. Each class runs in a
+process of its own with a time limit. The log is appended to, so that a stopped sweep resumes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 For each format and number of rows: the time of a product with weights that do not fit in caches, and its share of two
 limits: a loop that only reads as many bytes, and multiply-adds with operands in registers. Calls are interleaved; times
-are medians, shares medians over the rounds of shares within a round. There is a table per build of the kernels
-(``mmspec.ops.cpu_library.BUILDS``) that this processor runs.
+are medians, shares medians of shares within a round.
 """
 
 from __future__ import annotations

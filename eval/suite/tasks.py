@@ -1,12 +1,7 @@
-"""Tasks of ``mmspec eval`` by name, groups of them, and their rows.
+"""Tasks of ``mmspec eval`` by name, groups of them, and their rows; ``docs/evaluation.md`` describes the local files.
 
-The embedded suite is held-out scenes, clips and texts of the kinds that the embedded models were trained on. Edits of
-code are for larger models; ``code-edits-tuning`` is to choose settings on. The others are published benchmarks of
-images and videos (captions, short answers, choices, yes or no, open-ended) and of texts, read from ``--data FOLDER`` or
-from the hub through ``datasets``. Open-ended benchmarks have official scores from large judge models. Here their score
-is the overlap with the reference, which shows whether methods differ, not how good a model is.
-
-``docs/evaluation.md`` describes the local files.
+Open-ended benchmarks have official scores from large judge models. Here their score is the overlap with the reference,
+which shows whether methods differ, not how good a model is.
 """
 
 from __future__ import annotations
