@@ -5,8 +5,7 @@ drafters that run at their cost and drafts that are accepted at a set rate (``--
 their torch references, and timed against their memory floor: the bytes that a kernel must read and write over the
 bandwidth of a large copy. Kernels that wait for no memory are timed as parts of drafts and passes only.
 
-Each part is a process of its own, the most important parts first: a part that fails or hangs costs that part only. The
-file is written after every part. ``--quick --device cpu`` rehearses on tiny shapes; its times mean nothing.
+Each part is a process of its own, the most important parts first: a part that fails or hangs costs that part only.
 """
 
 from __future__ import annotations
