@@ -212,11 +212,8 @@ def _one_line(error: BaseException) -> str:
 
 def image_inputs(network: PreTrainedModel, lengths: list[int]) -> dict[str, Tensor]:
     """A left-padded batch of prompts of ``lengths`` text tokens with one random image each, as inputs of the model.
-
-    Raises:
-        Exception: any exception of the class's image processor or vision tower.
-        ValueError: the image processor requires a package, or returns unsupported values.
-    """
+    Raises any exception of the image processor or vision tower, or ``ValueError`` for a missing package or unsupported
+    values."""
     config = network.config
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
     encode = getattr(network, "get_image_features", None) or getattr(network.base_model, "get_image_features", None)
@@ -353,7 +350,6 @@ def _send_outcome(model: Model, pipe: Connection) -> None:
 
 
 def counts(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Number of classes of each kind by outcome."""
     found = Counter((row["kind"], row["outcome"]) for row in rows)
     return {
         kind: {outcome: found[kind, outcome] for outcome in OUTCOMES} for kind in dict.fromkeys(k for k, _ in found)

@@ -28,8 +28,7 @@ from mmspec.targets.processor import Processor
 from mmspec.targets.support import output_layer
 
 VOCAB = 128
-WORDS = 90
-"""Token ids from here on are left to special tokens."""
+WORDS = 90  # token ids from here on are left to special tokens
 _LAYERS = 4
 _EXPERTS = r"(num|n)_(local_|routed_)?experts|(moe|ffn)_num_experts"
 _ROUTING = rf"{_EXPERTS}|num_experts_per_tok(en)?|moe_(topk|k|top_k)|top_k_experts|n_group|topk_group|num_expert_group"
@@ -102,8 +101,7 @@ _INCONSISTENT: dict[str, dict[str, Any]] = {
 
 
 def small_config(config_class: type[PreTrainedConfig], **changes: Any) -> PreTrainedConfig:
-    """A class's default configuration with sizes cut, and with ``changes`` of further fields. Raises ``TypeError``: the
-    class has no such field."""
+    """A class's default configuration with sizes cut, and with ``changes`` of further fields."""
     default = config_class()
     if unknown := sorted(changes.keys() - vars(default).keys()):
         raise TypeError(f"{config_class.__name__} has no {', '.join(unknown)}")
@@ -153,8 +151,7 @@ def _merged(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _changes(config: PreTrainedConfig, *, widths: bool, tokens: dict[int, int]) -> dict[str, Any]:
-    """Changed fields of a cut configuration; sub-configurations are dictionaries. ``tokens`` maps the token ids that
-    were moved so far, old to new."""
+    """Changed fields of a cut configuration, sub-configurations as dictionaries; ``tokens`` maps token ids so far."""
     fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     changes = _layer_changes(config, fields)
     equal = {"head_dim": 8, "num_key_value_heads": 4} if "qk_rope_head_dim" in fields else {}  # by definition of MLA

@@ -88,7 +88,6 @@ _DIFFERENCES: Sequence[Column] = (
 
 
 def write_report(summary: dict[str, Any], folder: Path) -> Path:
-    """Write ``report.md`` and its ``plots/``."""
     about, settings, rows = summary["about"], summary["settings"], summary["rows"]
     lines = [f"# {about['model']}", "", _introduction(about, settings), ""]
     lines += [f"- {line}" for line in legend(rows)] + [""]
@@ -249,14 +248,8 @@ def _differences(rows: Sequence[Figures]) -> list[str]:
 
 
 def draw_all(rows: Sequence[Figures], folder: Path) -> dict[str, str]:
-    """Draw all plots that the rows have data for, at the first temperature and batch size.
-
-    Returns:
-        File names in ``folder`` by title.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw all plots that the rows have data for, at the first temperature and batch size; returns file names by
+    title."""
     from matplotlib.figure import Figure
 
     from mmspec.training.curve import write_figure

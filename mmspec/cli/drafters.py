@@ -82,7 +82,6 @@ def build(files: Sequence[Path], model: str, out: Path) -> None:
 
 
 def _texts(file: Path, processor: Any, vocab_size: int) -> Iterator[Sequence[int]]:
-    """Tokens of each text of a file."""
     if file.suffix == ".jsonl":
         for number, row in read_rows(file):
             yield _tokens(row, f"{file}, line {number}", processor, vocab_size)

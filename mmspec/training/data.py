@@ -76,15 +76,11 @@ class ConversationFile:
 
 
 def read(path: Path, images: Path | None = None, *, answered: bool = True) -> ConversationFile:
-    """Read a file of conversations.
+    """Read a JSON array or JSON Lines of conversations, with media paths relative to ``images``, by default the file's
+    folder.
 
-    Args:
-        images: folder that media paths are relative to; by default the folder of the file.
-        answered: skip conversations without an answer, and drop the turns after the last answer; otherwise keep
-            every conversation with a question.
-
-    Raises:
-        UserError: the file cannot be read or a record is malformed; names the file and the line or record.
+    If ``answered``, conversations without an answer and turns after the last answer are left out; otherwise every
+    conversation with a question is kept.
     """
     data = ConversationFile([])
     root = (path.parent if images is None else images).absolute()
@@ -135,20 +131,17 @@ def split(conversations: Sequence[Conversation], share: float) -> tuple[list[Con
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content."""
     return content if isinstance(content, str) else "\n".join(item.get("text", "") for item in content)
 
 
 def as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with strings as content, the format of text models' chat templates. Raises ``UserError``: a message
-    contains images or videos."""
+    """Messages with strings as content, the format of text models' chat templates."""
     if any(item["type"] in MEDIA for m in messages if not isinstance(m["content"], str) for item in m["content"]):
         raise UserError("a text model reads text only: received a conversation with images or videos")
     return [{**message, "content": text_of(message["content"])} for message in messages]
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each record, with its location for error messages."""
     first = next((line.lstrip() for _, line in read_lines(path) if line.strip()), "")
     if not first.startswith("["):
         yield from ((f"{path}, line {number}", row) for number, row in read_rows(path))
@@ -244,8 +237,7 @@ TEXT, MIXED = "text", "mixed"
 ExampleIndex = tuple[str, int]
 """Kind of an example, ``TEXT`` (stage 1) or ``MIXED`` (stage 2), and its index among the examples of that kind."""
 
-POOL = 8
-"""Batches sampled together: a pool is sorted by length before it is split into batches, which saves padding."""
+POOL = 8  # batches sampled together: a pool is sorted by length before it is split into batches, which saves padding
 
 
 class CurriculumSampler:
