@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from importlib.metadata import version
 from pathlib import Path
@@ -91,6 +91,11 @@ def make_table(
         end = following is not None and any(row[name] != following[name] for name in sections)
         table.add_row(*(cell_text(cell, row) for _, cell in columns), end_section=end)
     return table
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows)]
 
 
 def milliseconds(field: str, digits: int = 2) -> Callable[[Mapping[str, Any]], str]:

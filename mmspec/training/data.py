@@ -22,10 +22,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import BeforeValidator, Field
+from typing_extensions import TypedDict
 
 from mmspec.errors import UserError, explained
 from mmspec.files import read_lines, read_rows
+from mmspec.validation import check
 
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -35,6 +39,12 @@ ROLES = {
 """Speaker names in files, and their roles in chat templates."""
 
 MEDIA = ("image", "video")
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None
+_Turn = TypedDict("_Turn", {"from": Literal[*ROLES], "value": str, "token_ids": NotRequired[_Ids]})  # type: ignore[valid-type]
+_Paths = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    BeforeValidator(lambda given: [] if given is None else given if isinstance(given, list) else [given]),
+]
 _PLACEHOLDER = re.compile(r"[ \t]*\n?<(image|video)>\n?")
 _ANY_PLACEHOLDER = re.compile("<image>|<video>")
 
@@ -87,7 +97,7 @@ def read(path: Path, images: Path | None = None, *, answered: bool = True) -> Co
     ids: Counter[str] = Counter()
     for number, (where, record) in enumerate(_records(path), start=1):
         with explained(where, ValueError):
-            found = _conversation(record, root, answered)
+            found = _conversation(record, where, root, answered)
         if isinstance(found, str):
             data.skipped[found] += 1
             continue
@@ -151,12 +161,14 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
     yield from ((f"{path}, record {number}", record) for number, record in enumerate(records, start=1))
 
 
-def _conversation(record: Any, root: Path, answered: bool) -> Any:
+def _conversation(record: Any, where: str, root: Path, answered: bool) -> Any:
     """Messages and answers of a record, or the reason to skip it."""
-    valid = isinstance(record, dict) and isinstance(record.get("conversations"), list)
-    _require(valid, "an object with a list `conversations`", record)
-    turns = [_turn(turn) for turn in record["conversations"]]
-    paths = {kind: _paths(record, kind, root) for kind in MEDIA}
+    given = [(ROLES[turn["from"]], turn) for turn in turns_of(check(f"{where}: record", dict, record), where)]
+    turns: list[Any] = []
+    for role, turn in given:
+        ids = turn.get("token_ids") if role == "assistant" else None
+        turns.append((role, turn["value"], tuple(ids) if ids else None))
+    paths = {kind: [str(root / path) for path in check(f"{where}: {kind}", _Paths, record.get(kind))] for kind in MEDIA}
     while turns and turns[0][0] == "assistant":
         del turns[0]
     turns = _merged(turns)
@@ -172,19 +184,9 @@ def _conversation(record: Any, root: Path, answered: bool) -> Any:
     return _messages(turns, paths), tuple(ids for role, _, ids in turns if role == "assistant")
 
 
-def _turn(turn: Any) -> tuple[str, str, tuple[int, ...] | None]:
-    valid = isinstance(turn, dict) and isinstance(turn.get("value"), str)
-    _require(valid, "turns with `from` and a text `value`", turn)
-    role, ids = ROLES.get(str(turn.get("from")), ""), turn.get("token_ids")
-    _require(role, f"turns from {', '.join(ROLES)}", turn.get("from"))
-    numbers = isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)
-    _require(ids is None or numbers, "`token_ids` as a list of token numbers", ids)
-    return role, turn["value"], None if ids is None or role != "assistant" else tuple(ids)
-
-
-def _require(valid: Any, expected: str, received: Any) -> None:
-    if not valid:
-        raise ValueError(f"expected {expected}, received {json.dumps(received)[:60]}")
+def turns_of(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Validated turns of a record."""
+    return check(f"{where}: conversations", list[_Turn], record.get("conversations"))
 
 
 def _merged(turns: list[Any]) -> list[Any]:
@@ -196,14 +198,6 @@ def _merged(turns: list[Any]) -> list[Any]:
         else:
             merged.append((role, text, ids))
     return merged
-
-
-def _paths(record: dict[str, Any], kind: str, root: Path) -> list[str]:
-    given = record.get(kind)
-    listed = [] if given is None else given if isinstance(given, list) else [given]
-    valid = all(isinstance(path, str) and path for path in listed)
-    _require(valid, f"`{kind}` as a path or a list of paths", given)
-    return [str(root / path) for path in listed]
 
 
 def _messages(turns: list[Any], paths: dict[str, list[str]]) -> tuple[dict[str, Any], ...]:
