@@ -1,4 +1,4 @@
-"""Detection of Llama, Qwen3 and Gemma 3 style decoder layers, and of routers, by their submodules and by comparing outputs."""
+"""Detection of Llama, Qwen3 and Gemma 3 style decoder layers and of routers, by submodules and by comparing outputs."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class SublayerStack:
     """
 
     def __init__(self, decoder: Any, describe: Sequence[Describe] = ()) -> None:
-        self._decoder, self._rotary = decoder, getattr(decoder, "rotary_emb", None)
+        self._decoder, self._rotary = decoder, getattr(decoder, "rotary_emb", getattr(decoder, "pos_emb", None))
         self._embed: Any = getattr(decoder, "embed_tokens", None) or decoder.embeddings
         self._norm: Any = next(getattr(decoder, name) for name in _FINAL_NORMS if hasattr(decoder, name))
         self._scale = float(getattr(decoder, "embedding_multiplier", 1.0))
