@@ -180,9 +180,10 @@ def pack_drafter(network: nn.Module, like: Tensor, kind: str | None) -> None:
 
 
 def _linears(module: nn.Module, kinds: Mapping[int, str]) -> list[tuple[Any, str, str]]:
-    """Parent, name and packing kind of each linear layer; ``kinds`` is by layer id, with bfloat16 as the default."""
+    """Parent, name and packing kind of each linear layer; ``kinds`` is by layer id. The default, also of ``precise``
+    layers, is bfloat16."""
     return [
-        (parent, name, kinds.get(id(layer), "bfloat16"))
+        (parent, name, "bfloat16" if getattr(layer, "precise", False) else kinds.get(id(layer), "bfloat16"))
         for parent in module.modules()
         for name, layer in parent.named_children()
         if type(layer) is nn.Linear

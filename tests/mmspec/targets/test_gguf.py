@@ -26,7 +26,7 @@ from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.small import Small
 from mmspec.loading import load_processor
-from mmspec.quantisation.blocks import BlockLinear, Int8Blocks
+from mmspec.quantisation.blocks import BlockLinear, Int4Blocks, Int8Blocks
 from mmspec.quantisation.formats import StoredEmbedding
 from mmspec.targets import gguf, gguf_file, gguf_models, packing, sources, templates
 from mmspec.targets.gguf_keys import Rows, minus_one
@@ -778,6 +778,22 @@ def test_layers_have_the_formats_and_weights_of_the_file(mixed: Path, cache: Pat
     assert torch.equal(model.lm_head.weight, exact.lm_head.weight.bfloat16())
     chosen = model_in(mixed, "int8")  # by the user
     assert {type(part) for part in chosen.modules() if isinstance(part, BlockLinear)} == {Int8Blocks}
+
+
+@needs_kernels
+def test_layers_that_the_file_keeps_unquantised_are_not_quantised(tmp_path: Path, cache: Path) -> None:
+    def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
+        form = "F32" if name == "ffn_down" else "Q4_0"
+        weight = np.random.default_rng(block + 1).standard_normal(shape, np.float32) if form == "F32" else None
+        return random_rows(form, shape, block + 1) if weight is None else weight, package.GGMLQuantizationType[form]
+
+    file = save_gguf(tmp_path / "a.gguf", matrix, **SIZES)
+    exact, model = model_in(file, "float32"), model_in(file)
+    for layer, plain in zip(model.model.layers, exact.model.layers, strict=True):
+        assert torch.equal(layer.down.weight, plain.mlp.down_proj.weight.bfloat16())
+        assert type(layer.out) is Int4Blocks
+    chosen = model_in(file, "int4")  # by the user
+    assert {type(layer.down) for layer in chosen.model.layers} == {Int4Blocks}
 
 
 @needs_kernels
