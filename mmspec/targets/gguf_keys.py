@@ -218,6 +218,15 @@ SIZES = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+PRESENT = {
+    **dict.fromkeys(("attention_bias", "qkv_bias", "use_qkv_bias"), "attn_q.bias"),
+    **dict.fromkeys(("attention_out_bias", "use_bias"), "attn_output.bias"),
+    **dict.fromkeys(("mamba_conv_bias", "use_conv_bias"), "ssm_conv1d.bias"),
+    **{"conv_bias": "shortconv.conv.bias", "lm_head_bias": "output.bias", "mlp_bias": "ffn_down.bias"},
+    **{"mamba_rms_norm": "ssm_norm.weight", "use_qk_norm": "attn_q_norm.weight"},
+    "qk_layernorm": "attn_q_norm.0.weight",
+}
+"""Fields of configurations that are true if a tensor, of any block, is in the file."""
 EXPERTS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",

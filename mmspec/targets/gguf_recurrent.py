@@ -66,8 +66,7 @@ def _mamba2_sizes(keys: Keys) -> tuple[int, int]:
 def _mamba2_fields(keys: Keys) -> dict[str, Any]:
     count, size = _mamba2_sizes(keys)
     expand = keys("ssm.inner_size") // keys("embedding_length")
-    bias = "blk.0.ssm_conv1d.bias" in keys.tensors
-    return {"num_heads": count, "head_dim": size, "expand": expand, "use_conv_bias": bias}
+    return {"num_heads": count, "head_dim": size, "expand": expand}
 
 
 def _mamba_fields(keys: Keys) -> dict[str, Any]:
@@ -89,7 +88,6 @@ def _granite(keys: Keys) -> dict[str, Any]:
         "mamba_n_heads": count,
         "mamba_d_head": size,
         "mamba_expand": keys("ssm.inner_size") // keys("embedding_length"),
-        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in keys.tensors),
         "num_local_experts": experts,
         "num_experts_per_tok": keys("expert_used_count", 0),
         "shared_intermediate_size": width,
@@ -111,7 +109,6 @@ def _nemotron_h(keys: Keys) -> dict[str, Any]:
         "head_dim": head_size(keys),
         "mamba_num_heads": count,
         "mamba_head_dim": size,
-        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in keys.tensors),
         "intermediate_size": max(inner),
     }
     _ = heads(keys), rope(keys), keys("rope.scaling.finetuned", None)  # its attention has no positions
@@ -132,7 +129,6 @@ def _jamba(keys: Keys) -> dict[str, Any]:
     return {
         "num_key_value_heads": max(keys("attention.head_count_kv")),
         "mamba_expand": keys("ssm.inner_size") // keys("embedding_length"),
-        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in keys.tensors),
         **_period(attends, "attn"),
         **_period(routed, "expert"),
     }
@@ -143,8 +139,6 @@ def _falcon_h1(keys: Keys) -> dict[str, Any]:
     return decoder(keys) | {
         "mamba_n_heads": count,
         "mamba_d_head": size,
-        "mamba_rms_norm": "blk.0.ssm_norm.weight" in keys.tensors,
-        "mamba_conv_bias": "blk.0.ssm_conv1d.bias" in keys.tensors,
         "mamba_norm_before_gate": False,
     }
 
@@ -208,7 +202,6 @@ def _qwen_next(keys: Keys) -> dict[str, Any]:
         "layer_types": ["linear_attention" if one else "full_attention" for one in recurrent[:layers]],
         "linear_value_head_dim": keys("ssm.inner_size") // keys("ssm.time_step_rank"),
         "norm_topk_prob": True,
-        "attention_bias": False,
     }
 
 
@@ -258,7 +251,6 @@ def _lfm2(keys: Keys) -> dict[str, Any]:
         "layer_types": ["full_attention" if attends else "conv" for attends in _attends(keys)],
         "rope_parameters": rope(keys),
         "block_auto_adjust_ff_dim": False,
-        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in keys.tensors),
     }
 
 
