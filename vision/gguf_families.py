@@ -192,10 +192,15 @@ def _qwen25_vision(of: Any) -> dict[str, Any]:
     return {**windows, "out_hidden_size": of.width(), "tokens_per_second": 2, "spatial_merge_size": of.merge()}
 
 
+def _both(processor: str, parts: str, options: Any) -> Any:
+    """A processor of images and videos with the same options."""
+    return processor, {}, {f"{parts}{kind}Processor": options for kind in ("Image", "Video")}
+
+
 def _qwen_media(name: str, pixels: tuple[int, int], of: Any) -> Any:
     size = dict(zip(("shortest_edge", "longest_edge"), pixels, strict=True))
     options = {"patch_size": of("vision.patch_size"), "merge_size": of.merge(), "size": size}
-    return f"{name}Processor", {}, {"Qwen2VLImageProcessor": options, "Qwen2VLVideoProcessor": options}
+    return _both(f"{name}Processor", "Qwen2VL", options)
 
 
 def _patches(config: Any, kernel: Tensor) -> Tensor:
@@ -248,7 +253,7 @@ def _glm4v_vision(of: Any) -> dict[str, Any]:
 
 def _glm4v_media(of: Any) -> Any:
     options = {"patch_size": of("vision.patch_size"), "merge_size": of.merge()}
-    return "Glm4vProcessor", {}, {"Glm4vImageProcessor": options, "Glm4vVideoProcessor": options}
+    return _both("Glm4vProcessor", "Glm4v", options)
 
 
 _MERGER = _CLIP | {"ln1": "layer_norm1", "ds_ln": "pre_norm", "ds_ffn_up": "linear_1", "ds_ffn_down": "linear_2"}
@@ -267,7 +272,7 @@ def _minicpm_vision(of: Any) -> dict[str, Any]:
 
 def _minicpm_media(of: Any) -> Any:
     options = {"patch_size": of("vision.patch_size"), "scale_resolution": of("vision.image_size")}
-    return "MiniCPMV4_6Processor", {}, {f"MiniCPMV4_6{kind}Processor": options for kind in ("Image", "Video")}
+    return _both("MiniCPMV4_6Processor", "MiniCPMV4_6", options)
 
 
 _GEMMA4_PARTS = ("image", "boi", "eoi", "audio", "boa", "eoa")

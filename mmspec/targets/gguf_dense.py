@@ -23,6 +23,7 @@ from mmspec.targets.gguf_keys import (
     minus_one,
     rope,
     sliding,
+    without,
 )
 
 _RMS = "attention.layer_norm_rms_epsilon"
@@ -37,25 +38,11 @@ _POST_NORMED: Names = {
 
 def _sizes(epsilon: str) -> dict[str, str]:
     """``SIZES`` of models with layer norms; ``epsilon`` is their field."""
-    return {key: name for key, name in SIZES.items() if key != _RMS} | {"attention.layer_norm_epsilon": epsilon}
-
-
-def _with_images(keys: Keys) -> dict[str, Any]:
-    """Text of a vision-language model: the axes of images have the same positions."""
-    for key in ("rope.dimension_sections", "n_deepstack_layers"):
-        keys(key, None)
-    return decoder(keys)
-
-
-def _partly_rotary(keys: Keys) -> dict[str, Any]:
-    """Fields of decoders whose configuration has another default than whole heads."""
-    found = decoder(keys)
-    found["rope_parameters"] = {"partial_rotary_factor": 1.0, **found["rope_parameters"]}
-    return found
+    return without(SIZES, _RMS) | {"attention.layer_norm_epsilon": epsilon}
 
 
 def _glm4(keys: Keys) -> dict[str, Any]:
-    found, sections = _partly_rotary(keys), keys("rope.dimension_sections", None)
+    found, sections = decoder(keys), keys("rope.dimension_sections", None)
     if sections is not None:  # of a model for images
         found["rope_parameters"]["mrope_section"] = [size for size in sections if size]
     return found
@@ -130,10 +117,6 @@ def _cohere(keys: Keys) -> dict[str, Any]:
     return decoder(keys) | {"logit_scale": keys("logit_scale", 0.0) or 1.0}
 
 
-def _cohere2(keys: Keys) -> dict[str, Any]:
-    return decoder(keys) | sliding(keys, 4) | {"logit_scale": keys("logit_scale")}
-
-
 def _phi3(keys: Keys) -> dict[str, Any]:
     found = decoder(keys) | {"sliding_window": keys("attention.sliding_window", 0) or None}
     original = found["rope_parameters"].get("original_max_position_embeddings", keys("context_length"))
@@ -141,12 +124,12 @@ def _phi3(keys: Keys) -> dict[str, Any]:
 
 
 def _stablelm(keys: Keys) -> dict[str, Any]:
-    return _partly_rotary(keys) | {"use_parallel_residual": "blk.0.ffn_norm.weight" not in keys.tensors}
+    return decoder(keys) | {"use_parallel_residual": "blk.0.ffn_norm.weight" not in keys.tensors}
 
 
 def _nemotron(keys: Keys) -> dict[str, Any]:
     keys(_RMS, None)  # some converters write it too
-    return _partly_rotary(keys)
+    return decoder(keys)
 
 
 # Gemma: norms are stored plus one, the scale of attention is not stored.
@@ -379,9 +362,7 @@ _NORMS: Names = {
 }
 _PLAIN: Names = {**ATTENTION, **MLP}
 _TURNED: Names = {**ATTENTION, **ROTARY, **MLP}
-_GEMMA4_KEYS = {
-    key: name for key, name in SIZES.items() if key not in ("feed_forward_length", "attention.head_count_kv")
-}
+_GEMMA4_KEYS = without(SIZES, "feed_forward_length", "attention.head_count_kv")
 
 ARCHITECTURES: dict[str, Architecture] = {
     "bloom": Architecture(
@@ -392,7 +373,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         _bloom,
         "transformer.h.{}",
     ),
-    "cohere2": Architecture("cohere2", _sizes("layer_norm_eps"), _PLAIN, more=_cohere2),
+    "cohere2": Architecture(
+        "cohere2", _sizes("layer_norm_eps"), _PLAIN, more=lambda keys: _cohere(keys) | sliding(keys, 4)
+    ),
     "command-r": Architecture("cohere", _sizes("layer_norm_eps"), {**_PLAIN, **HEAD_NORMS}, more=_cohere),
     "deci": Architecture("llama", SIZES, _TURNED, more=decoder),
     "ernie4_5": Architecture("ernie4_5", SIZES, _PLAIN, more=decoder),
@@ -411,16 +394,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "minicpm": Architecture("granite", SIZES, _TURNED, more=_minicpm),
     "mistral3": Architecture("ministral3", SIZES, _TURNED, more=_mistral),
     "nemotron": Architecture("nemotron", _sizes("norm_eps"), _NEMOTRON, _GEMMA_OUTER, _nemotron),
-    "olmo": Architecture("olmo", {key: name for key, name in SIZES.items() if key != _RMS}, _TURNED, more=_olmo),
+    "olmo": Architecture("olmo", without(SIZES, _RMS), _TURNED, more=_olmo),
     "olmo2": Architecture("olmo2", SIZES, _POST_NORMED, more=_olmo2),
     "phi2": Architecture(
-        "phi", _sizes("layer_norm_eps"), _PHI2, {**OUTER, "output_norm": "model.final_layernorm"}, _partly_rotary
+        "phi", _sizes("layer_norm_eps"), _PHI2, {**OUTER, "output_norm": "model.final_layernorm"}, decoder
     ),
     "phi3": Architecture("phi3", SIZES, _PHI3, more=_phi3),
     "qwen2": Architecture("qwen2", SIZES, _PLAIN, more=decoder),
-    "qwen2vl": Architecture("qwen2", SIZES, _PLAIN, more=_with_images),
+    "qwen2vl": Architecture("qwen2", SIZES, _PLAIN, more=decoder),
     "qwen3": Architecture("qwen3", SIZES, {**_PLAIN, **HEAD_NORMS}, more=decoder),
-    "qwen3vl": Architecture("qwen3", SIZES, {**_PLAIN, **HEAD_NORMS}, more=_with_images),
+    "qwen3vl": Architecture("qwen3", SIZES, {**_PLAIN, **HEAD_NORMS}, more=decoder),
     "seed_oss": Architecture(
         "seed_oss", SIZES, {**_PLAIN, "post_attention_norm": "post_attention_layernorm"}, more=decoder
     ),

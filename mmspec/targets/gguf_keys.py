@@ -120,6 +120,8 @@ HARMLESS: Mapping[str, Any] = {
     "attention.head_count": 0,
     "tensor_data_layout": ANY,
     "rope.scaling.finetuned": ANY,
+    "rope.dimension_sections": ANY,  # of images; tokens have one position on all axes
+    "n_deepstack_layers": ANY,  # of images
     "attention.causal": True,
     "use_parallel_residual": ANY,
     "pooling_type": 0,
@@ -231,6 +233,12 @@ SIZES = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+
+
+def without(keys: Mapping[str, str], *names: str) -> dict[str, str]:
+    return {key: field for key, field in keys.items() if key not in names}
+
+
 PRESENT = {
     **dict.fromkeys(("attention_bias", "qkv_bias", "use_qkv_bias"), "attn_q.bias"),
     **dict.fromkeys(("attention_out_bias", "use_bias"), "attn_output.bias"),
@@ -299,8 +307,7 @@ def rope(keys: Keys, base: float = 10_000.0) -> dict[str, Any]:
     """``rope_parameters``: base, rotated part of a head, and scaling as llama.cpp applies it."""
     size, rotated = head_size(keys), keys("rope.dimension_count", head_size(keys))
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": keys("rope.freq_base", base)}
-    if rotated != size:
-        found["partial_rotary_factor"] = _fraction(rotated, size)
+    found["partial_rotary_factor"] = _fraction(rotated, size)
     factor = keys("rope.scaling.factor", keys("rope.scale_linear", 0)) or 1.0
     kind = keys("rope.scaling.type", "linear")
     length = keys("rope.scaling.original_context_length", None)

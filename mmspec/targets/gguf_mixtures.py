@@ -30,7 +30,7 @@ from mmspec.targets.gguf_keys import (
     transposed_experts,
 )
 
-_SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's expert_gating_func
+_SOFTMAX, SIGMOID = 1, 2  # llama.cpp's expert_gating_func
 _PHI_SCALE = 1.243163121016122  # short_mscale and long_mscale of Phi-3.5-MoE, which its files lack
 
 BIAS: Names = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
@@ -53,12 +53,6 @@ def _normalised(keys: Keys) -> dict[str, Any]:
 def _qwen2(keys: Keys) -> dict[str, Any]:
     width = keys("expert_shared_feed_forward_length", keys.uniform("feed_forward_length"))
     return decoder(keys) | {"shared_expert_intermediate_size": width, "norm_topk_prob": False}
-
-
-def _qwen3vl(keys: Keys) -> dict[str, Any]:
-    for key in ("rope.dimension_sections", "n_deepstack_layers"):  # of images; tokens have one position on all axes
-        keys(key, None)
-    return _normalised(keys)
 
 
 def _gpt_oss(keys: Keys) -> dict[str, Any]:
@@ -110,21 +104,20 @@ def _routing(keys: Keys) -> dict[str, Any]:
 
 
 def _sigmoid(keys: Keys) -> dict[str, Any]:
-    keys.expect("expert_gating_func", _SIGMOID)
-    keys("rope.dimension_sections", None)  # of images; tokens have one position on all axes
+    keys.expect("expert_gating_func", SIGMOID)
     return decoder(keys) | _routing(keys) | {"sliding_window": None}
 
 
 def _minimax(keys: Keys) -> dict[str, Any]:
-    keys.expect("expert_gating_func", _SIGMOID)
+    keys.expect("expert_gating_func", SIGMOID)
     return decoder(keys)
 
 
 def _deepseek(keys: Keys) -> dict[str, Any]:
     vocab, layers = keys.tensors["token_embd.weight"].shape[0], keys("block_count")
     glm = vocab == 154_880 and layers in (47, 48)  # GLM-4.7-Flash
-    keys.expect("expert_gating_func", default := _SIGMOID if glm else _SOFTMAX, _SIGMOID, _SOFTMAX, 0)
-    sigmoid = (keys("expert_gating_func", 0) or default) == _SIGMOID
+    keys.expect("expert_gating_func", default := SIGMOID if glm else _SOFTMAX, SIGMOID, _SOFTMAX, 0)
+    sigmoid = (keys("expert_gating_func", 0) or default) == SIGMOID
     rotated, size = keys("rope.dimension_count"), keys("attention.key_length_mla", keys("attention.key_length"))
     found = _routing(keys) | {
         "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
@@ -209,7 +202,7 @@ _BESIDE: Names = {
 ARCHITECTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture("qwen2_moe", SIZES | EXPERTS, {**ATTENTION, **ROUTED, **SHARED}, more=_qwen2),
     "qwen3moe": Architecture("qwen3_moe", SIZES | EXPERTS, {**ATTENTION, **HEAD_NORMS, **ROUTED}, more=_normalised),
-    "qwen3vlmoe": Architecture("qwen3_moe", SIZES | EXPERTS, {**ATTENTION, **HEAD_NORMS, **ROUTED}, more=_qwen3vl),
+    "qwen3vlmoe": Architecture("qwen3_moe", SIZES | EXPERTS, {**ATTENTION, **HEAD_NORMS, **ROUTED}, more=_normalised),
     "gpt-oss": Architecture(
         "gpt_oss", SIZES | expert_keys("num_local_experts", "intermediate_size"), {**ATTENTION, **_OSS}, more=_gpt_oss
     ),

@@ -32,8 +32,9 @@ from mmspec.targets.gguf_keys import (
     minus_one,
     mlp,
     rope,
+    without,
 )
-from mmspec.targets.gguf_mixtures import BIAS, LATENT, SHARED_EXPERTS, expert_keys
+from mmspec.targets.gguf_mixtures import BIAS, LATENT, SHARED_EXPERTS, SIGMOID, expert_keys
 
 
 def _mamba2(place: str) -> Names:
@@ -57,16 +58,15 @@ def _attends(keys: Keys) -> list[bool]:
     return [heads > 0 for heads in keys("attention.head_count_kv", field="layer_types")]
 
 
-def _mamba2_sizes(keys: Keys) -> tuple[int, int]:
+def _mamba2_sizes(keys: Keys, heads: str = "mamba_n_heads", size: str = "mamba_d_head") -> dict[str, int]:
     """Heads and features of a head; ``ssm.time_step_rank`` is the number of heads."""
     count = keys("ssm.time_step_rank")
-    return count, keys("ssm.inner_size") // count
+    return {heads: count, size: keys("ssm.inner_size") // count}
 
 
 def _mamba2_fields(keys: Keys) -> dict[str, Any]:
-    count, size = _mamba2_sizes(keys)
     expand = keys("ssm.inner_size") // keys("embedding_length")
-    return {"num_heads": count, "head_dim": size, "expand": expand}
+    return {**_mamba2_sizes(keys, "num_heads", "head_dim"), "expand": expand}
 
 
 def _mamba_fields(keys: Keys) -> dict[str, Any]:
@@ -77,7 +77,6 @@ def _mamba_fields(keys: Keys) -> dict[str, Any]:
 
 
 def _granite(keys: Keys) -> dict[str, Any]:
-    count, size = _mamba2_sizes(keys)
     kinds = ["attention" if attends else "mamba" for attends in _attends(keys)]
     positions = keys("rope.scaling.finetuned", True)  # the converter's mark of models with rotary embeddings
     experts = keys("expert_count", 0)
@@ -85,8 +84,7 @@ def _granite(keys: Keys) -> dict[str, Any]:
     return {
         "layer_types": kinds,
         "num_key_value_heads": max(keys("attention.head_count_kv")),
-        "mamba_n_heads": count,
-        "mamba_d_head": size,
+        **_mamba2_sizes(keys),
         "mamba_expand": keys("ssm.inner_size") // keys("embedding_length"),
         "num_local_experts": experts,
         "num_experts_per_tok": keys("expert_used_count", 0),
@@ -98,7 +96,6 @@ def _granite(keys: Keys) -> dict[str, Any]:
 
 
 def _nemotron_h(keys: Keys) -> dict[str, Any]:
-    count, size = _mamba2_sizes(keys)
     inner = keys("feed_forward_length", field="layers_block_type")
     mixture = "moe" if any(name.endswith("ffn_gate_inp.weight") for name in keys.tensors) else "mlp"
     attends = _attends(keys)
@@ -107,8 +104,7 @@ def _nemotron_h(keys: Keys) -> dict[str, Any]:
         "layers_block_type": kinds,
         "num_key_value_heads": max(keys("attention.head_count_kv")),
         "head_dim": head_size(keys),
-        "mamba_num_heads": count,
-        "mamba_head_dim": size,
+        **_mamba2_sizes(keys, "mamba_num_heads", "mamba_head_dim"),
         "intermediate_size": max(inner),
     }
     _ = heads(keys), rope(keys), keys("rope.scaling.finetuned", None)  # its attention has no positions
@@ -135,10 +131,8 @@ def _jamba(keys: Keys) -> dict[str, Any]:
 
 
 def _falcon_h1(keys: Keys) -> dict[str, Any]:
-    count, size = _mamba2_sizes(keys)
     return decoder(keys) | {
-        "mamba_n_heads": count,
-        "mamba_d_head": size,
+        **_mamba2_sizes(keys),
         "mamba_norm_before_gate": False,
     }
 
@@ -241,7 +235,7 @@ _LFM_OUTER: Names = OUTER | {"token_embd_norm": "model.embedding_norm", "output_
 
 
 def _lfm2moe(keys: Keys) -> dict[str, Any]:
-    keys.expect("expert_gating_func", _SIGMOID)
+    keys.expect("expert_gating_func", SIGMOID)
     return {name: one for name, one in _lfm2(keys).items() if name != "block_auto_adjust_ff_dim"}
 
 
@@ -257,14 +251,10 @@ def _lfm2(keys: Keys) -> dict[str, Any]:
 _LFM_KEYS = SIZES | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}
 
 
-def _without(keys: dict[str, str], *names: str) -> dict[str, str]:
-    return {key: field for key, field in keys.items() if key not in names}
-
-
 def _kimi(keys: Keys) -> dict[str, Any]:
     for key in ("rope.freq_base", "attention.key_length", "attention.value_length"):
         keys(key, None)  # its attention has no positions; sizes of keys and values in a cache of latents
-    keys.expect("expert_gating_func", _SIGMOID)
+    keys.expect("expert_gating_func", SIGMOID)
     keys.expect("expert_weights_norm", True)
     layers, dense = keys("block_count"), keys("leading_dense_block_count", 0)
     rotated = keys("rope.dimension_count")
@@ -294,8 +284,7 @@ _KIMI: Names = {
     "ssm_norm": "self_attn.o_norm",
 }
 
-_SIGMOID = 2  # llama.cpp's expert_gating_func
-_HYBRID = _without(SIZES, "attention.head_count_kv", "feed_forward_length")
+_HYBRID = without(SIZES, "attention.head_count_kv", "feed_forward_length")
 _SSM = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups"}
 _MAMBA = {
     **{"embedding_length": "hidden_size", "attention.layer_norm_rms_epsilon": "layer_norm_epsilon"},
@@ -387,15 +376,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen35": Architecture("qwen3_5_text", _QWEN_KEYS, _QWEN | _DELTA | MLP, _QWEN_OUTER, _qwen35),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text",
-        _without(_QWEN_KEYS, "feed_forward_length") | _QWEN_EXPERTS,
+        without(_QWEN_KEYS, "feed_forward_length") | _QWEN_EXPERTS,
         _QWEN | _DELTA | ROUTED | SHARED,
         _QWEN_OUTER,
         _qwen35,
     ),
-    "lfm2": Architecture("lfm2", _without(_LFM_KEYS, "attention.head_count_kv"), _LFM, _LFM_OUTER, _lfm2),
+    "lfm2": Architecture("lfm2", without(_LFM_KEYS, "attention.head_count_kv"), _LFM, _LFM_OUTER, _lfm2),
     "lfm2moe": Architecture(
         "lfm2_moe",
-        _without(_LFM_KEYS, "attention.head_count_kv") | EXPERTS | {"leading_dense_block_count": "num_dense_layers"},
+        without(_LFM_KEYS, "attention.head_count_kv") | EXPERTS | {"leading_dense_block_count": "num_dense_layers"},
         _LFM
         | {
             "ffn_gate_inp": "feed_forward.gate",
@@ -431,7 +420,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "kimi-linear": Architecture(
         "kimi_linear",
-        _without(SIZES, "attention.head_count_kv")
+        without(SIZES, "attention.head_count_kv")
         | expert_keys("num_local_experts")
         | {
             "expert_shared_count": "n_shared_experts",

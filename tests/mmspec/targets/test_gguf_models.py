@@ -923,7 +923,6 @@ REFUSED: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     ),
     r"expected granite\.rope\.scaling\.finetuned = True, got False": ("granite", {"rope.scaling.finetuned": False}, {}),
     r"expected attention\.layer_norm_epsilon 1e-5": ("olmo", {"attention.layer_norm_epsilon": 1e-6}, {}),
-    r"found granite\.rope\.dimension_sections": ("granite", {"rope.dimension_sections": [4, 4, 8, 0]}, {}),
     r"expected gemma4\.attention\.value_length = 16, got 8": ("gemma4", {"attention.value_length": 8}, {}),
     r"one number of key heads for each kind of layer": ("gemma4", {"attention.head_count_kv": [2, 2, 1, 2, 2, 2]}, {}),
     r"expected rope_freqs\.weight of ones": ("gemma4", {}, {"rope_freqs.weight": torch.full((8,), 2.0)}),
