@@ -536,16 +536,12 @@ FAMILIES: dict[str, Family] = {
         },
         output=("mm.down.weight", 0),
         vision=_minicpm_vision,
-        more=lambda of: {
-            "insert_layer_id": of("vision.wa_layer_indexes", [6])[0],
-            "image_size": of("vision.image_size"),
-        },
+        more=lambda of: {"insert_layer_id": of("vision.wa_layer_indexes", [6])[0]},
         tokens={f"{kind}_token_id": (f"<|{kind}_pad|>",) for kind in ("image", "video")},
         special=_MINICPM_TOKENS,
         media=_minicpm_media,
         image=("<|image_pad|>",),
         placed="{}\n",
-        merge=4,
     ),
     "gemma4v": Family(
         model_type="gemma4",

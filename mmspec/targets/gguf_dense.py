@@ -19,7 +19,7 @@ from mmspec.targets.gguf_keys import (
     Names,
     Rows,
     decoder,
-    granite_scales,
+    granite,
     minus_one,
     rope,
     sliding,
@@ -28,12 +28,7 @@ from mmspec.targets.gguf_keys import (
 
 _RMS = "attention.layer_norm_rms_epsilon"
 _LAST_NORMS: Names = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-_POST_NORMED: Names = {
-    **{name: place for name, place in ATTENTION.items() if name not in ("attn_norm", "ffn_norm")},
-    **HEAD_NORMS,
-    **MLP,
-    **_LAST_NORMS,
-}
+_POST_NORMED: Names = {**without(ATTENTION, "attn_norm", "ffn_norm"), **HEAD_NORMS, **MLP, **_LAST_NORMS}
 
 
 def _sizes(epsilon: str) -> dict[str, str]:
@@ -86,12 +81,6 @@ def _olmo2(keys: Keys) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": keys("rope.freq_base_swa", found["rope_parameters"]["rope_theta"])}
     found["rope_parameters"] = {"full_attention": found["rope_parameters"], "sliding_attention": local}
     return found | sliding(keys, 4) | {"model_type": "olmo3"}
-
-
-def _granite(keys: Keys) -> dict[str, Any]:
-    keys.expect("rope.scaling.finetuned", True)  # else, without positions
-    found = decoder(keys)
-    return found | granite_scales(keys, found["head_dim"])
 
 
 def _minicpm(keys: Keys) -> dict[str, Any]:
@@ -269,8 +258,7 @@ def _falcon(keys: Keys) -> dict[str, Any]:
 
 def _bloom(keys: Keys) -> dict[str, Any]:
     keys.expect("feed_forward_length", 4 * keys("embedding_length"))
-    keys.expect("attention.head_count_kv", keys("attention.head_count"))
-    return {}
+    return _gpt2(keys)
 
 
 def _gpt2(keys: Keys) -> dict[str, Any]:
@@ -387,7 +375,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma4": Architecture("gemma4_text", _GEMMA4_KEYS, _GEMMA4, _GEMMA4_OUTER, _gemma4),
     "glm4": Architecture("glm4", SIZES, _GLM4, more=_glm4),
     "gpt2": Architecture("gpt2", _GPT2_KEYS, _GPT2, _GPT2_OUTER, _gpt2, "transformer.h.{}"),
-    "granite": Architecture("granite", SIZES, _TURNED, more=_granite),
+    "granite": Architecture("granite", SIZES, _TURNED, more=granite),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", SIZES, {**_PLAIN, **_HUNYUAN}, more=decoder),
     "internlm2": Architecture("llama", SIZES, _TURNED, more=decoder),
     "llama": Architecture("llama", SIZES, _TURNED, more=decoder),

@@ -235,8 +235,8 @@ SIZES = {
 }
 
 
-def without(keys: Mapping[str, str], *names: str) -> dict[str, str]:
-    return {key: field for key, field in keys.items() if key not in names}
+def without(table: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {key: one for key, one in table.items() if key not in names}
 
 
 PRESENT = {
@@ -248,11 +248,14 @@ PRESENT = {
     "qk_layernorm": "attn_q_norm.0.weight",
 }
 """Fields of configurations that are true if a tensor, of any block, is in the file."""
-EXPERTS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
+
+
+def expert_keys(count: str, width: str = "moe_intermediate_size") -> dict[str, str]:
+    """Keys of routed experts by the configuration's fields for their count and width."""
+    return {"expert_count": count, "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": width}
+
+
+EXPERTS = expert_keys("num_experts")
 
 
 def mlp(place: str) -> Names:
@@ -356,6 +359,13 @@ def sliding(keys: Keys, every: int = 1, window: Any = _REQUIRED) -> dict[str, An
 def decoder(keys: Keys) -> dict[str, Any]:
     """Fields of most decoders beyond their sizes."""
     return {**heads(keys), "rope_parameters": rope(keys)}
+
+
+def granite(keys: Keys) -> dict[str, Any]:
+    """Fields of Granite's decoders."""
+    keys.expect("rope.scaling.finetuned", True)  # otherwise without rotary positions
+    found = decoder(keys)
+    return found | granite_scales(keys, found["head_dim"])
 
 
 def granite_scales(keys: Keys, size: int) -> dict[str, Any]:

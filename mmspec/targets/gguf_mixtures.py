@@ -23,11 +23,13 @@ from mmspec.targets.gguf_keys import (
     Names,
     alternating_experts,
     decoder,
+    expert_keys,
     experts,
-    granite_scales,
+    granite,
     rope,
     sliding,
     transposed_experts,
+    without,
 )
 
 _SOFTMAX, SIGMOID = 1, 2  # llama.cpp's expert_gating_func
@@ -39,11 +41,6 @@ _ERNIE_BIAS: Names = {
     "exp_probs_b.bias": ("mlp.gate.moe_statics.e_score_correction_bias", lambda config, bias: bias.view(1, -1))
 }
 _NORMED: Names = {"post_attention_norm": "post_attention_layernorm"}
-
-
-def expert_keys(count: str, width: str = "moe_intermediate_size") -> dict[str, str]:
-    """Keys of routed experts by the configuration's fields for their count and width."""
-    return {"expert_count": count, "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": width}
 
 
 def _normalised(keys: Keys) -> dict[str, Any]:
@@ -75,10 +72,7 @@ _OSS: Names = {
 
 
 def _granite(keys: Keys) -> dict[str, Any]:
-    keys.expect("rope.scaling.finetuned", True)  # otherwise without rotary positions
-    found = decoder(keys)
-    shared = keys("expert_shared_feed_forward_length", 0)
-    return found | granite_scales(keys, found["head_dim"]) | {"shared_intermediate_size": shared}
+    return granite(keys) | {"shared_intermediate_size": keys("expert_shared_feed_forward_length", 0)}
 
 
 _GRANITE: Names = {
@@ -186,7 +180,7 @@ def _phi(keys: Keys) -> dict[str, Any]:
     return found
 
 
-_FEW = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_FEW = without(EXPERTS, "expert_feed_forward_length")
 _LOCAL = _FEW | {"expert_count": "num_local_experts"}
 _NAMED = SIZES | expert_keys("n_routed_experts")
 _BIASED: Names = {**ATTENTION, **MLP, **ROUTED, **SHARED_EXPERTS, **BIAS}

@@ -23,6 +23,7 @@ from mmspec.targets.gguf_keys import (
     Names,
     Rows,
     decoder,
+    expert_keys,
     experts,
     flat,
     granite_scales,
@@ -34,7 +35,7 @@ from mmspec.targets.gguf_keys import (
     rope,
     without,
 )
-from mmspec.targets.gguf_mixtures import BIAS, LATENT, SHARED_EXPERTS, SIGMOID, expert_keys
+from mmspec.targets.gguf_mixtures import BIAS, LATENT, SHARED_EXPERTS, SIGMOID
 
 
 def _mamba2(place: str) -> Names:
@@ -234,12 +235,8 @@ _LFM: Names = {
 _LFM_OUTER: Names = OUTER | {"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"}
 
 
-def _lfm2moe(keys: Keys) -> dict[str, Any]:
-    keys.expect("expert_gating_func", SIGMOID)
-    return {name: one for name, one in _lfm2(keys).items() if name != "block_auto_adjust_ff_dim"}
-
-
 def _lfm2(keys: Keys) -> dict[str, Any]:
+    keys.expect("expert_gating_func", SIGMOID)
     return {
         "num_key_value_heads": max(keys("attention.head_count_kv")),
         "layer_types": ["full_attention" if attends else "conv" for attends in _attends(keys)],
@@ -367,11 +364,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _falcon_h1,
     ),
     "qwen3next": Architecture(
-        "qwen3_next",
-        _QWEN_KEYS | _QWEN_EXPERTS,
-        _QWEN | _NEXT | ROUTED | SHARED,
-        _QWEN_OUTER,
-        _qwen_next,
+        "qwen3_next", _QWEN_KEYS | _QWEN_EXPERTS, _QWEN | _NEXT | ROUTED | SHARED, _QWEN_OUTER, _qwen_next
     ),
     "qwen35": Architecture("qwen3_5_text", _QWEN_KEYS, _QWEN | _DELTA | MLP, _QWEN_OUTER, _qwen35),
     "qwen35moe": Architecture(
@@ -392,7 +385,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             **experts("feed_forward.experts"),
         },
         _LFM_OUTER,
-        _lfm2moe,
+        _lfm2,
     ),
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": _NEMOTRON,
