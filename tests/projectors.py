@@ -17,6 +17,7 @@ import transformers as t
 from torch import Tensor
 
 from mmspec.vision.gguf import images_alone
+from tests.gguf_mixtures import tensors_of
 from tests.model_folders import tokenizer
 from tests.model_folders import write_gguf as _write
 
@@ -28,6 +29,7 @@ _TOKENS += [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in ran
 _TOKENS += ["<|image_start|>", "<|image_end|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|image|>", "<|video|>"]
 _TOKENS += [f"<|{end}_of_{kind}|>" for end in ("begin", "end") for kind in ("image", "video")]
 _TOKENS += ["<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"]
+_TOKENS += ["</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"]
 _VOCAB = 352
 
 _COLOURS: dict[str, Any] = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.25]}
@@ -97,7 +99,14 @@ def processor(family: str) -> Any:
         names = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"}
         words._set_model_specific_special_tokens({f"{name}_token": token for name, token in names.items()})
         return t.Gemma3Processor(t.Gemma3ImageProcessorPil(**square), words, image_seq_length=4)
-    if family == "glm4v":
+    if family == "minicpmv4_6":
+        sides = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+        for part in ("image", "slice", "image_id"):
+            sides |= {f"{part}_start": f"<{part}>", f"{part}_end": f"</{part}>"}
+        words._set_model_specific_special_tokens({f"{name}_token": token for name, token in sides.items()})
+        images = t.MiniCPMV4_6ImageProcessorPil(patch_size=8, scale_resolution=32, **_COLOURS)
+        return images_alone(t.MiniCPMV4_6Processor)(images, None, words)
+    if family.startswith("glm4v"):
         words._set_model_specific_special_tokens({f"{kind}_token": f"<|{kind}|>" for kind in ("image", "video")})
         return images_alone(t.Glm4vProcessor)(t.Glm4vImageProcessorPil(patch_size=8, **_COLOURS), words)
     if family == "gemma4":
@@ -168,8 +177,10 @@ def _language_tensors(architecture: str, made: Any, quantise: str) -> dict[str, 
         next(kind for kind, name in package.MODEL_ARCH_NAMES.items() if name == architecture), text.num_hidden_layers
     )
     tensors: dict[str, Any] = {}
-    for name, value in made.state_dict().items():
-        name = re.sub(r"^model\.(language|text)_model\.", "model.", name)
+    weights = {
+        re.sub(r"^model\.(language|text)_model\.", "model.", name): one for name, one in made.state_dict().items()
+    }
+    for name, value in tensors_of("GLM4_MOE", text, weights) if architecture == "glm4moe" else weights.items():
         if "vision" in name or not name.startswith(_LANGUAGE):
             continue
         if name.startswith("lm_head") and made.all_tied_weights_keys:
@@ -181,10 +192,11 @@ def _language_tensors(architecture: str, made: Any, quantise: str) -> dict[str, 
             if architecture == "glm4" and re.search(rf"{end[:-7]}\.(weight|bias)$", name):  # half of a head is turned
                 turned, rest = value.unflatten(0, (count, -1)).chunk(2, 1)
                 value = torch.cat([turned[:, ::2], turned[:, 1::2], rest], 1).flatten(0, 1)
-        if architecture == "gemma3" and name.endswith("norm.weight"):
+        if architecture in ("gemma3", "qwen35") and name.endswith("norm.weight"):
             value = value + 1
         value = value.squeeze(1) if name.endswith("conv.conv.weight") else value
-        place = table.get_name(name, (".weight", ".bias"))
+        place = table.get_name(name, (".weight", ".bias")) or table.get_name(f"{name}.weight", (".weight",))
+        place += "" if place.endswith((".weight", ".bias")) else ".weight"
         kind = getattr(package.GGMLQuantizationType, quantise, None)
         data = value.contiguous().numpy()
         is_matrix = kind is not None and value.ndim == 2
@@ -217,6 +229,12 @@ def _projector_tensors(family: str, made: Any) -> Iterator[tuple[str, Tensor]]:
     numbers = {"multi_modal_projector.layer_norm": "mlp1.0", "multi_modal_projector.linear_1": "mlp1.1"}
     numbers["multi_modal_projector.linear_2"] = "mlp1.3"
     merger = {"visual.merger.norm": "v.post_ln", "visual.merger.linear_fc1": "mm.0", "visual.merger.linear_fc2": "mm.2"}
+    if family == "minicpmv4_6":
+        sides = {"layer_norm1": "ln1", "pre_norm": "ds_ln", "linear_1": "ds_ffn_up", "linear_2": "ds_ffn_down"}
+        sides |= {f"self_attn.{part}_proj": f"attn_{part}" for part in ("q", "k", "v", "out")}
+        merger = {f"vision_tower.vision_model.vit_merger.{name}": f"v.vit_merger.{one}" for name, one in sides.items()}
+        last_one = {"pre_norm": "input_norm", "linear_1": "up", "linear_2": "down"}
+        merger |= {f"model.merger.mlp.0.{name}": f"mm.{one}" for name, one in last_one.items()}
     if family == "gemma4":
         yield "a.blk.0.ln1.weight", torch.ones(4)  # of sounds
     if family == "mistral3":
@@ -241,7 +259,7 @@ def _projector_tensors(family: str, made: Any) -> Iterator[tuple[str, Tensor]]:
             layer = tower.deepstack_visual_indexes[int(deep[1])]
             yield f"v.deepstack.{layer}.{deep[2].removeprefix('linear_')}{end}", value
             continue
-        if family == "qwen3_vl" and module in merger:
+        if module in merger:
             yield merger[module] + end, value
             continue
         value = value.half() if any(part in name for part in _HALF.get(family, ())) and value.ndim > 1 else value

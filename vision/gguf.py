@@ -176,6 +176,7 @@ class Projector(Keys):
             if lacking := set(cls.get_attributes()) - {*media, "tokenizer"}:
                 cls, options = images_alone(cls), {**dict.fromkeys(lacking), **options}
             made = cls(**media, tokenizer=tokenizer, **options)
+            made.video_processor = media.get("video_processor")
         except ImportError as error:
             raise missing(f"reading images with {self._file.path}", "torchvision") from error
         made.chat_template = tokenizer.chat_template = template
@@ -237,7 +238,9 @@ class _ImagesAlone(transformers.ProcessorMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         known = (*self.get_attributes(), "chat_template")
-        super().__init__(*args, **{name: value for name, value in kwargs.items() if name in known})
+        given = [part for part in args if part is not None]
+        super().__init__(*given, **{name: value for name, value in kwargs.items() if name in known})
+        self.video_processor = self.image_processor  # some classes read its options
 
     @classmethod
     def get_attributes(cls) -> list[str]:

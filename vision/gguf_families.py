@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import isqrt
 from typing import Any
 
 import torch
@@ -191,10 +192,15 @@ def _qwen25_vision(of: Any) -> dict[str, Any]:
     return {**windows, "out_hidden_size": of.width(), "tokens_per_second": 2, "spatial_merge_size": of.merge()}
 
 
+def _both(processor: str, parts: str, options: Any) -> Any:
+    """A processor of images and videos with the same options."""
+    return processor, {}, {f"{parts}{kind}Processor": options for kind in ("Image", "Video")}
+
+
 def _qwen_media(name: str, pixels: tuple[int, int], of: Any) -> Any:
     size = dict(zip(("shortest_edge", "longest_edge"), pixels, strict=True))
     options = {"patch_size": of("vision.patch_size"), "merge_size": of.merge(), "size": size}
-    return f"{name}Processor", {}, {"Qwen2VLImageProcessor": options, "Qwen2VLVideoProcessor": options}
+    return _both(f"{name}Processor", "Qwen2VL", options)
 
 
 def _patches(config: Any, kernel: Tensor) -> Tensor:
@@ -247,7 +253,26 @@ def _glm4v_vision(of: Any) -> dict[str, Any]:
 
 def _glm4v_media(of: Any) -> Any:
     options = {"patch_size": of("vision.patch_size"), "merge_size": of.merge()}
-    return "Glm4vProcessor", {}, {"Glm4vImageProcessor": options, "Glm4vVideoProcessor": options}
+    return _both("Glm4vProcessor", "Glm4v", options)
+
+
+_MERGER = _CLIP | {"ln1": "layer_norm1", "ds_ln": "pre_norm", "ds_ffn_up": "linear_1", "ds_ffn_down": "linear_2"}
+_DOWN = {"input_norm": "pre_norm", "up": "linear_1", "down": "linear_2"}
+_MINICPM_TOKENS = {
+    **{f"{kind}_token": (f"<|{kind}_pad|>",) for kind in ("image", "video")},
+    **{f"{part}_start_token": (f"<{part}>",) for part in ("image", "slice", "image_id")},
+    **{f"{part}_end_token": (f"</{part}>",) for part in ("image", "slice", "image_id")},
+}
+
+
+def _minicpm_vision(of: Any) -> dict[str, Any]:
+    of.expect("vision.projector.scale_factor", 4)  # without the merger between layers, 2
+    return {"image_size": isqrt(of.tensors["v.position_embd.weight"].shape[0]) * of("vision.patch_size")}
+
+
+def _minicpm_media(of: Any) -> Any:
+    options = {"patch_size": of("vision.patch_size"), "scale_resolution": of("vision.image_size")}
+    return _both("MiniCPMV4_6Processor", "MiniCPMV4_6", options)
 
 
 _GEMMA4_PARTS = ("image", "boi", "eoi", "audio", "boa", "eoa")
@@ -459,7 +484,10 @@ FAMILIES: dict[str, Family] = {
             "mm.2": f"{_PROJECTOR}.linear_2",
         },
         output=("mm.2.weight", 0),
-        vision=lambda of: {"model_type": "pixtral"},
+        vision=lambda of: {
+            "model_type": "pixtral",
+            "rope_parameters": {"rope_type": "default", "rope_theta": of("rope.freq_base", 10_000.0)},
+        },
         more=_pixtral,
         tokens={"image_token_index": ("[IMG]",)},
         media=_pixtral_media,
@@ -469,7 +497,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4v": Family(
         model_type="glm4v",
-        models={"glm4": "glm4v"},
+        models={"glm4": "glm4v", "glm4moe": "glm4v_moe"},
         keys=_QWEN_KEYS | {"vision.attention.layer_norm_epsilon": "rms_norm_eps"},
         names={**_QWEN, **_GATED},
         layers=f"{_VISUAL}.blocks.{{}}",
@@ -495,6 +523,25 @@ FAMILIES: dict[str, Family] = {
         image=("<|image|>",),
         placed="<|begin_of_image|>{}<|end_of_image|>",
         gelu="gelu",
+    ),
+    "minicpmv4_6": Family(
+        model_type="minicpmv4_6",
+        models={"qwen35": "minicpmv4_6"},
+        names=_CLIP,
+        layers=f"{_TOWER}.encoder.layers.{{}}",
+        outer={
+            **_clip_outer(_TOWER),
+            **{f"v.vit_merger.{name}": f"{_TOWER}.vit_merger.{place}" for name, place in _MERGER.items()},
+            **{f"mm.{name}": f"model.merger.mlp.0.{place}" for name, place in _DOWN.items()},
+        },
+        output=("mm.down.weight", 0),
+        vision=_minicpm_vision,
+        more=lambda of: {"insert_layer_id": of("vision.wa_layer_indexes", [6])[0]},
+        tokens={f"{kind}_token_id": (f"<|{kind}_pad|>",) for kind in ("image", "video")},
+        special=_MINICPM_TOKENS,
+        media=_minicpm_media,
+        image=("<|image_pad|>",),
+        placed="{}\n",
     ),
     "gemma4v": Family(
         model_type="gemma4",

@@ -19,56 +19,25 @@ from mmspec.targets.gguf_keys import (
     Names,
     Rows,
     decoder,
-    granite_scales,
+    granite,
     minus_one,
     rope,
     sliding,
+    without,
 )
 
 _RMS = "attention.layer_norm_rms_epsilon"
 _LAST_NORMS: Names = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-_POST_NORMED: Names = {
-    **{name: place for name, place in ATTENTION.items() if name not in ("attn_norm", "ffn_norm")},
-    **HEAD_NORMS,
-    **MLP,
-    **_LAST_NORMS,
-}
+_POST_NORMED: Names = {**without(ATTENTION, "attn_norm", "ffn_norm"), **HEAD_NORMS, **MLP, **_LAST_NORMS}
 
 
 def _sizes(epsilon: str) -> dict[str, str]:
     """``SIZES`` of models with layer norms; ``epsilon`` is their field."""
-    return {key: name for key, name in SIZES.items() if key != _RMS} | {"attention.layer_norm_epsilon": epsilon}
-
-
-def _has(keys: Keys, **tensors: str) -> dict[str, bool]:
-    """Whether the first block has a tensor, by field of the configuration."""
-    return {name: f"blk.0.{tensor}" in keys.tensors for name, tensor in tensors.items()}
-
-
-def _biased(keys: Keys) -> dict[str, Any]:
-    return decoder(keys) | _has(keys, attention_bias="attn_q.bias")
-
-
-def _llama(keys: Keys) -> dict[str, Any]:
-    return _biased(keys) | _has(keys, mlp_bias="ffn_down.bias")
-
-
-def _with_images(keys: Keys) -> dict[str, Any]:
-    """Text of a vision-language model: the axes of images have the same positions."""
-    for key in ("rope.dimension_sections", "n_deepstack_layers"):
-        keys(key, None)
-    return decoder(keys)
-
-
-def _partly_rotary(keys: Keys) -> dict[str, Any]:
-    """Fields of decoders whose configuration has another default than whole heads."""
-    found = _biased(keys)
-    found["rope_parameters"] = {"partial_rotary_factor": 1.0, **found["rope_parameters"]}
-    return found
+    return without(SIZES, _RMS) | {"attention.layer_norm_epsilon": epsilon}
 
 
 def _glm4(keys: Keys) -> dict[str, Any]:
-    found, sections = _partly_rotary(keys), keys("rope.dimension_sections", None)
+    found, sections = decoder(keys), keys("rope.dimension_sections", None)
     if sections is not None:  # of a model for images
         found["rope_parameters"]["mrope_section"] = [size for size in sections if size]
     return found
@@ -102,11 +71,11 @@ def _mistral(keys: Keys) -> dict[str, Any]:
 def _olmo(keys: Keys) -> dict[str, Any]:
     if not 0.99e-5 < keys("attention.layer_norm_epsilon") < 1.01e-5:
         raise ValueError("expected attention.layer_norm_epsilon 1e-5 of OLMo models")
-    return _biased(keys) | {"clip_qkv": keys("attention.clamp_kqv", 0.0) or None}
+    return decoder(keys) | {"clip_qkv": keys("attention.clamp_kqv", 0.0) or None}
 
 
 def _olmo2(keys: Keys) -> dict[str, Any]:
-    found = _biased(keys)
+    found = decoder(keys)
     if not keys("attention.sliding_window", 0):
         return found
     local = {"rope_type": "default", "rope_theta": keys("rope.freq_base_swa", found["rope_parameters"]["rope_theta"])}
@@ -114,14 +83,8 @@ def _olmo2(keys: Keys) -> dict[str, Any]:
     return found | sliding(keys, 4) | {"model_type": "olmo3"}
 
 
-def _granite(keys: Keys) -> dict[str, Any]:
-    keys.expect("rope.scaling.finetuned", True)  # else, without positions
-    found = _llama(keys)
-    return found | granite_scales(keys, found["head_dim"])
-
-
 def _minicpm(keys: Keys) -> dict[str, Any]:
-    found, width = _llama(keys), keys("embedding_length")
+    found, width = decoder(keys), keys("embedding_length")
     return found | {
         "attention_multiplier": found["head_dim"] ** -0.5,
         "embedding_multiplier": keys("embedding_scale", 12.0),
@@ -140,12 +103,7 @@ def _exaone(keys: Keys) -> dict[str, Any]:
 
 def _cohere(keys: Keys) -> dict[str, Any]:
     """Without a scale, logits are not scaled."""
-    norms = _has(keys, use_qk_norm="attn_q_norm.weight")
-    return _biased(keys) | norms | {"logit_scale": keys("logit_scale", 0.0) or 1.0}
-
-
-def _cohere2(keys: Keys) -> dict[str, Any]:
-    return _biased(keys) | sliding(keys, 4) | {"logit_scale": keys("logit_scale")}
+    return decoder(keys) | {"logit_scale": keys("logit_scale", 0.0) or 1.0}
 
 
 def _phi3(keys: Keys) -> dict[str, Any]:
@@ -154,26 +112,13 @@ def _phi3(keys: Keys) -> dict[str, Any]:
     return found | {"original_max_position_embeddings": original}
 
 
-def _starcoder(keys: Keys) -> dict[str, Any]:
-    return decoder(keys) | _has(keys, use_bias="attn_output.bias") | {"sliding_window": None}
-
-
 def _stablelm(keys: Keys) -> dict[str, Any]:
-    parallel = not _has(keys, norm="ffn_norm.weight")["norm"]
-    return _partly_rotary(keys) | {"use_parallel_residual": parallel} | _has(keys, use_qkv_bias="attn_q.bias")
+    return decoder(keys) | {"use_parallel_residual": "blk.0.ffn_norm.weight" not in keys.tensors}
 
 
 def _nemotron(keys: Keys) -> dict[str, Any]:
     keys(_RMS, None)  # some converters write it too
-    return _partly_rotary(keys) | _has(keys, mlp_bias="ffn_down.bias")
-
-
-def _seed(keys: Keys) -> dict[str, Any]:
-    return _llama(keys) | _has(keys, attention_out_bias="attn_output.bias")
-
-
-def _ernie(keys: Keys) -> dict[str, Any]:
-    return decoder(keys) | _has(keys, use_bias="attn_q.bias")
+    return decoder(keys)
 
 
 # Gemma: norms are stored plus one, the scale of attention is not stored.
@@ -272,6 +217,7 @@ def _gemma4(keys: Keys) -> dict[str, Any]:
         },
         "intermediate_size": inner[0],
         "use_double_wide_mlp": wide,
+        "enable_moe_block": keys("expert_count", 0) > 0,
         "num_kv_shared_layers": shared,
         "hidden_size_per_layer_input": by_layer,
         "vocab_size_per_layer_input": keys.tensors["per_layer_token_embd.weight"].shape[0] if by_layer else 1,
@@ -312,8 +258,7 @@ def _falcon(keys: Keys) -> dict[str, Any]:
 
 def _bloom(keys: Keys) -> dict[str, Any]:
     keys.expect("feed_forward_length", 4 * keys("embedding_length"))
-    keys.expect("attention.head_count_kv", keys("attention.head_count"))
-    return {}
+    return _gpt2(keys)
 
 
 def _gpt2(keys: Keys) -> dict[str, Any]:
@@ -400,11 +345,12 @@ _GLM4: Names = {
     "ffn_down": "mlp.down_proj",
     "post_ffw_norm": "post_mlp_layernorm",
 }
+_NORMS: Names = {
+    f"attn_{part}_norm.{head}": f"self_attn.{part}_layernorm.norms.{head}" for part in "qk" for head in range(128)
+}
 _PLAIN: Names = {**ATTENTION, **MLP}
 _TURNED: Names = {**ATTENTION, **ROTARY, **MLP}
-_GEMMA4_KEYS = {
-    key: name for key, name in SIZES.items() if key not in ("feed_forward_length", "attention.head_count_kv")
-}
+_GEMMA4_KEYS = without(SIZES, "feed_forward_length", "attention.head_count_kv")
 
 ARCHITECTURES: dict[str, Architecture] = {
     "bloom": Architecture(
@@ -415,10 +361,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         _bloom,
         "transformer.h.{}",
     ),
-    "cohere2": Architecture("cohere2", _sizes("layer_norm_eps"), _PLAIN, more=_cohere2),
+    "cohere2": Architecture(
+        "cohere2", _sizes("layer_norm_eps"), _PLAIN, more=lambda keys: _cohere(keys) | sliding(keys, 4)
+    ),
     "command-r": Architecture("cohere", _sizes("layer_norm_eps"), {**_PLAIN, **HEAD_NORMS}, more=_cohere),
-    "deci": Architecture("llama", SIZES, _TURNED, more=_llama),
-    "ernie4_5": Architecture("ernie4_5", SIZES, _PLAIN, more=_ernie),
+    "deci": Architecture("llama", SIZES, _TURNED, more=decoder),
+    "ernie4_5": Architecture("ernie4_5", SIZES, _PLAIN, more=decoder),
     "exaone4": Architecture("exaone4", SIZES, _POST_NORMED, more=_exaone),
     "falcon": Architecture("falcon", _FALCON_KEYS, _FALCON, _OLD_OUTER, _falcon, "transformer.h.{}"),
     "gemma": Architecture("gemma", SIZES, _GEMMA, _GEMMA_OUTER, decoder),
@@ -427,32 +375,32 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma4": Architecture("gemma4_text", _GEMMA4_KEYS, _GEMMA4, _GEMMA4_OUTER, _gemma4),
     "glm4": Architecture("glm4", SIZES, _GLM4, more=_glm4),
     "gpt2": Architecture("gpt2", _GPT2_KEYS, _GPT2, _GPT2_OUTER, _gpt2, "transformer.h.{}"),
-    "granite": Architecture("granite", SIZES, _TURNED, more=_granite),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", SIZES, {**_PLAIN, **_HUNYUAN}, more=_biased),
-    "internlm2": Architecture("llama", SIZES, _TURNED, more=_llama),
-    "llama": Architecture("llama", SIZES, _TURNED, more=_llama),
+    "granite": Architecture("granite", SIZES, _TURNED, more=granite),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", SIZES, {**_PLAIN, **_HUNYUAN}, more=decoder),
+    "internlm2": Architecture("llama", SIZES, _TURNED, more=decoder),
+    "llama": Architecture("llama", SIZES, _TURNED, more=decoder),
     "minicpm": Architecture("granite", SIZES, _TURNED, more=_minicpm),
     "mistral3": Architecture("ministral3", SIZES, _TURNED, more=_mistral),
     "nemotron": Architecture("nemotron", _sizes("norm_eps"), _NEMOTRON, _GEMMA_OUTER, _nemotron),
-    "olmo": Architecture("olmo", {key: name for key, name in SIZES.items() if key != _RMS}, _TURNED, more=_olmo),
+    "olmo": Architecture("olmo", without(SIZES, _RMS), _TURNED, more=_olmo),
     "olmo2": Architecture("olmo2", SIZES, _POST_NORMED, more=_olmo2),
     "phi2": Architecture(
-        "phi", _sizes("layer_norm_eps"), _PHI2, {**OUTER, "output_norm": "model.final_layernorm"}, _partly_rotary
+        "phi", _sizes("layer_norm_eps"), _PHI2, {**OUTER, "output_norm": "model.final_layernorm"}, decoder
     ),
     "phi3": Architecture("phi3", SIZES, _PHI3, more=_phi3),
     "qwen2": Architecture("qwen2", SIZES, _PLAIN, more=decoder),
-    "qwen2vl": Architecture("qwen2", SIZES, _PLAIN, more=_with_images),
-    "qwen3": Architecture("qwen3", SIZES, {**_PLAIN, **HEAD_NORMS}, more=_biased),
-    "qwen3vl": Architecture("qwen3", SIZES, {**_PLAIN, **HEAD_NORMS}, more=_with_images),
+    "qwen2vl": Architecture("qwen2", SIZES, _PLAIN, more=decoder),
+    "qwen3": Architecture("qwen3", SIZES, {**_PLAIN, **HEAD_NORMS}, more=decoder),
+    "qwen3vl": Architecture("qwen3", SIZES, {**_PLAIN, **HEAD_NORMS}, more=decoder),
     "seed_oss": Architecture(
-        "seed_oss", SIZES, {**_PLAIN, "post_attention_norm": "post_attention_layernorm"}, more=_seed
+        "seed_oss", SIZES, {**_PLAIN, "post_attention_norm": "post_attention_layernorm"}, more=decoder
     ),
-    "smollm3": Architecture("smollm3", SIZES, _TURNED, more=_llama),
-    "stablelm": Architecture("stablelm", _sizes("layer_norm_eps"), _PLAIN, more=_stablelm),
+    "smollm3": Architecture("smollm3", SIZES, _TURNED, more=decoder),
+    "stablelm": Architecture("stablelm", _sizes("layer_norm_eps"), {**_PLAIN, **_NORMS}, more=_stablelm),
     "starcoder2": Architecture(
         "starcoder2",
         _sizes("norm_epsilon"),
         {**ATTENTION, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-        more=_starcoder,
+        more=lambda keys: decoder(keys) | {"sliding_window": None},
     ),
 }

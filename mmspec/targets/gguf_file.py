@@ -10,8 +10,9 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Callable, Container
-from itertools import pairwise
+from collections.abc import Callable, Container, Sequence
+from copy import copy
+from itertools import accumulate, pairwise
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,14 @@ class GGUFTensor:
             left, place = left[count:], place + count
         self.file.check()
         return torch.from_numpy(data)
+
+    def split(self, counts: Sequence[int]) -> list[GGUFTensor]:
+        """The tensor as several, of so many rows of the outermost axis."""
+        parts = [copy(self) for _ in counts]
+        for part, count, start in zip(parts, counts, accumulate(counts, initial=0), strict=False):
+            part.shape, part.size = (count, *self.shape[1:]), self.size // self.shape[0] * count
+            part.place += self.size // self.shape[0] * start
+        return parts
 
     def rows(self) -> StoredRows | None:
         """The stored rows if the kernels support their format; else None."""

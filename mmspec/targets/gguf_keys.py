@@ -120,6 +120,8 @@ HARMLESS: Mapping[str, Any] = {
     "attention.head_count": 0,
     "tensor_data_layout": ANY,
     "rope.scaling.finetuned": ANY,
+    "rope.dimension_sections": ANY,  # of images; tokens have one position on all axes
+    "n_deepstack_layers": ANY,  # of images
     "attention.causal": True,
     "use_parallel_residual": ANY,
     "pooling_type": 0,
@@ -231,11 +233,29 @@ SIZES = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-EXPERTS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
+
+
+def without(table: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {key: one for key, one in table.items() if key not in names}
+
+
+PRESENT = {
+    **dict.fromkeys(("attention_bias", "qkv_bias", "use_qkv_bias"), "attn_q.bias"),
+    **dict.fromkeys(("attention_out_bias", "use_bias"), "attn_output.bias"),
+    **dict.fromkeys(("mamba_conv_bias", "use_conv_bias"), "ssm_conv1d.bias"),
+    **{"conv_bias": "shortconv.conv.bias", "lm_head_bias": "output.bias", "mlp_bias": "ffn_down.bias"},
+    **{"mamba_rms_norm": "ssm_norm.weight", "use_qk_norm": "attn_q_norm.weight"},
+    "qk_layernorm": "attn_q_norm.0.weight",
 }
+"""Fields of configurations that are true if a tensor, of any block, is in the file."""
+
+
+def expert_keys(count: str, width: str = "moe_intermediate_size") -> dict[str, str]:
+    """Keys of routed experts by the configuration's fields for their count and width."""
+    return {"expert_count": count, "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": width}
+
+
+EXPERTS = expert_keys("num_experts")
 
 
 def mlp(place: str) -> Names:
@@ -290,8 +310,7 @@ def rope(keys: Keys, base: float = 10_000.0) -> dict[str, Any]:
     """``rope_parameters``: base, rotated part of a head, and scaling as llama.cpp applies it."""
     size, rotated = head_size(keys), keys("rope.dimension_count", head_size(keys))
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": keys("rope.freq_base", base)}
-    if rotated != size:
-        found["partial_rotary_factor"] = _fraction(rotated, size)
+    found["partial_rotary_factor"] = _fraction(rotated, size)
     factor = keys("rope.scaling.factor", keys("rope.scale_linear", 0)) or 1.0
     kind = keys("rope.scaling.type", "linear")
     length = keys("rope.scaling.original_context_length", None)
@@ -340,6 +359,13 @@ def sliding(keys: Keys, every: int = 1, window: Any = _REQUIRED) -> dict[str, An
 def decoder(keys: Keys) -> dict[str, Any]:
     """Fields of most decoders beyond their sizes."""
     return {**heads(keys), "rope_parameters": rope(keys)}
+
+
+def granite(keys: Keys) -> dict[str, Any]:
+    """Fields of Granite's decoders."""
+    keys.expect("rope.scaling.finetuned", True)  # otherwise without rotary positions
+    found = decoder(keys)
+    return found | granite_scales(keys, found["head_dim"])
 
 
 def granite_scales(keys: Keys, size: int) -> dict[str, Any]:

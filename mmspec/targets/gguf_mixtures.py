@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmspec.targets import gguf_dense
 from mmspec.targets.gguf_keys import (
     ATTENTION,
     EXPERTS,
@@ -21,14 +23,16 @@ from mmspec.targets.gguf_keys import (
     Names,
     alternating_experts,
     decoder,
+    expert_keys,
     experts,
-    granite_scales,
+    granite,
     rope,
     sliding,
     transposed_experts,
+    without,
 )
 
-_SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's expert_gating_func
+_SOFTMAX, SIGMOID = 1, 2  # llama.cpp's expert_gating_func
 _PHI_SCALE = 1.243163121016122  # short_mscale and long_mscale of Phi-3.5-MoE, which its files lack
 
 BIAS: Names = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
@@ -39,33 +43,17 @@ _ERNIE_BIAS: Names = {
 _NORMED: Names = {"post_attention_norm": "post_attention_layernorm"}
 
 
-def expert_keys(count: str, width: str = "moe_intermediate_size") -> dict[str, str]:
-    """Keys of routed experts by the configuration's fields for their count and width."""
-    return {"expert_count": count, "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": width}
-
-
-def _moe(keys: Keys) -> dict[str, Any]:
-    return decoder(keys) | {"attention_bias": "blk.0.attn_q.bias" in keys.tensors}
-
-
 def _normalised(keys: Keys) -> dict[str, Any]:
-    return _moe(keys) | {"norm_topk_prob": True}
+    return decoder(keys) | {"norm_topk_prob": True}
 
 
 def _qwen2(keys: Keys) -> dict[str, Any]:
     width = keys("expert_shared_feed_forward_length", keys.uniform("feed_forward_length"))
-    bias = "blk.0.attn_q.bias" in keys.tensors
-    return decoder(keys) | {"shared_expert_intermediate_size": width, "norm_topk_prob": False, "qkv_bias": bias}
-
-
-def _qwen3vl(keys: Keys) -> dict[str, Any]:
-    for key in ("rope.dimension_sections", "n_deepstack_layers"):  # of images; tokens have one position on all axes
-        keys(key, None)
-    return _normalised(keys)
+    return decoder(keys) | {"shared_expert_intermediate_size": width, "norm_topk_prob": False}
 
 
 def _gpt_oss(keys: Keys) -> dict[str, Any]:
-    found = _moe(keys) | sliding(keys, 2)
+    found = decoder(keys) | sliding(keys, 2)
     found["rope_parameters"]["truncate"] = False
     return found
 
@@ -84,10 +72,7 @@ _OSS: Names = {
 
 
 def _granite(keys: Keys) -> dict[str, Any]:
-    keys.expect("rope.scaling.finetuned", True)  # otherwise without rotary positions
-    found = _moe(keys)
-    shared = keys("expert_shared_feed_forward_length", 0)
-    return found | granite_scales(keys, found["head_dim"]) | {"shared_intermediate_size": shared}
+    return granite(keys) | {"shared_intermediate_size": keys("expert_shared_feed_forward_length", 0)}
 
 
 _GRANITE: Names = {
@@ -113,21 +98,20 @@ def _routing(keys: Keys) -> dict[str, Any]:
 
 
 def _sigmoid(keys: Keys) -> dict[str, Any]:
-    keys.expect("expert_gating_func", _SIGMOID)
-    norms = "blk.0.attn_q_norm.weight" in keys.tensors
-    return _moe(keys) | _routing(keys) | {"use_qk_norm": norms, "sliding_window": None}
+    keys.expect("expert_gating_func", SIGMOID)
+    return decoder(keys) | _routing(keys) | {"sliding_window": None}
 
 
 def _minimax(keys: Keys) -> dict[str, Any]:
-    keys.expect("expert_gating_func", _SIGMOID)
+    keys.expect("expert_gating_func", SIGMOID)
     return decoder(keys)
 
 
 def _deepseek(keys: Keys) -> dict[str, Any]:
     vocab, layers = keys.tensors["token_embd.weight"].shape[0], keys("block_count")
     glm = vocab == 154_880 and layers in (47, 48)  # GLM-4.7-Flash
-    keys.expect("expert_gating_func", default := _SIGMOID if glm else _SOFTMAX, _SIGMOID, _SOFTMAX, 0)
-    sigmoid = (keys("expert_gating_func", 0) or default) == _SIGMOID
+    keys.expect("expert_gating_func", default := SIGMOID if glm else _SOFTMAX, SIGMOID, _SOFTMAX, 0)
+    sigmoid = (keys("expert_gating_func", 0) or default) == SIGMOID
     rotated, size = keys("rope.dimension_count"), keys("attention.key_length_mla", keys("attention.key_length"))
     found = _routing(keys) | {
         "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
@@ -171,14 +155,13 @@ def _ernie(keys: Keys) -> dict[str, Any]:
     return decoder(keys) | {
         "moe_layer_start_index": keys("leading_dense_block_count", 0),
         "moe_num_shared_experts": keys("expert_shared_count", 0),
-        "use_bias": "blk.0.attn_q.bias" in keys.tensors,
     }
 
 
 def _hunyuan(keys: Keys) -> dict[str, Any]:
     keys.expect("expert_shared_count", 1)
     keys.expect("expert_shared_feed_forward_length", keys.uniform("feed_forward_length"))
-    return _moe(keys)
+    return decoder(keys)
 
 
 _HUNYUAN: Names = {
@@ -191,80 +174,66 @@ _HUNYUAN: Names = {
 
 def _phi(keys: Keys) -> dict[str, Any]:
     window = keys("attention.sliding_window", 0) or None
-    found = _moe(keys) | {"lm_head_bias": "output.bias" in keys.tensors, "sliding_window": window}
+    found = decoder(keys) | {"sliding_window": window}
     if found["rope_parameters"]["rope_type"] == "longrope":
         found["rope_parameters"] |= {"short_mscale": _PHI_SCALE, "long_mscale": _PHI_SCALE}
     return found
 
 
+_FEW = without(EXPERTS, "expert_feed_forward_length")
+_LOCAL = _FEW | {"expert_count": "num_local_experts"}
+_NAMED = SIZES | expert_keys("n_routed_experts")
+_BIASED: Names = {**ATTENTION, **MLP, **ROUTED, **SHARED_EXPERTS, **BIAS}
+_BESIDE: Names = {
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    **experts("experts"),
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    **{f"post_ffw_norm_{part}": f"post_feedforward_layernorm_{part}" for part in (1, 2)},
+}
+
 ARCHITECTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture("qwen2_moe", SIZES | EXPERTS, {**ATTENTION, **ROUTED, **SHARED}, more=_qwen2),
     "qwen3moe": Architecture("qwen3_moe", SIZES | EXPERTS, {**ATTENTION, **HEAD_NORMS, **ROUTED}, more=_normalised),
-    "qwen3vlmoe": Architecture("qwen3_moe", SIZES | EXPERTS, {**ATTENTION, **HEAD_NORMS, **ROUTED}, more=_qwen3vl),
+    "qwen3vlmoe": Architecture("qwen3_moe", SIZES | EXPERTS, {**ATTENTION, **HEAD_NORMS, **ROUTED}, more=_normalised),
     "gpt-oss": Architecture(
         "gpt_oss", SIZES | expert_keys("num_local_experts", "intermediate_size"), {**ATTENTION, **_OSS}, more=_gpt_oss
     ),
-    "granitemoe": Architecture(
-        "granitemoeshared",
-        SIZES | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        {**ATTENTION, **ROTARY, **_GRANITE},
-        more=_granite,
-    ),
+    "granitemoe": Architecture("granitemoeshared", SIZES | _LOCAL, {**ATTENTION, **ROTARY, **_GRANITE}, more=_granite),
     "deepseek2": Architecture(
-        "deepseek_v3",
-        SIZES | expert_keys("n_routed_experts") | {"attention.kv_lora_rank": "kv_lora_rank"},
-        {**ATTENTION, **LATENT, **MLP, **ROUTED, **SHARED_EXPERTS, **BIAS},
-        more=_deepseek,
+        "deepseek_v3", _NAMED | {"attention.kv_lora_rank": "kv_lora_rank"}, {**_BIASED, **LATENT}, more=_deepseek
     ),
-    "glm4moe": Architecture(
-        "glm4_moe",
-        SIZES | expert_keys("n_routed_experts"),
-        {**ATTENTION, **_NORMED, **HEAD_NORMS, **MLP, **ROUTED, **SHARED_EXPERTS, **BIAS},
-        more=_sigmoid,
-    ),
+    "glm4moe": Architecture("glm4_moe", _NAMED, {**_BIASED, **_NORMED, **HEAD_NORMS}, more=_sigmoid),
     "minimax-m2": Architecture(
         "minimax_m2",
         SIZES | expert_keys("num_local_experts", "intermediate_size"),
         {**ATTENTION, **HEAD_NORMS, **ROUTED, "exp_probs_b.bias": "mlp.e_score_correction_bias"},
         more=_minimax,
     ),
-    "olmoe": Architecture(
-        "olmoe",
-        SIZES | {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
-        {**ATTENTION, **HEAD_NORMS, **ROUTED},
-        more=_moe,
-    ),
+    "olmoe": Architecture("olmoe", SIZES | _FEW, {**ATTENTION, **HEAD_NORMS, **ROUTED}, more=decoder),
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe",
         SIZES | expert_keys("moe_num_experts") | {"expert_used_count": "moe_k"},
         {**ATTENTION, **MLP, **ROUTED, **SHARED_EXPERTS, **_ERNIE_BIAS},
         more=_ernie,
     ),
-    "dots1": Architecture(
-        "dots1",
-        SIZES | expert_keys("n_routed_experts"),
-        {**ATTENTION, **HEAD_NORMS, **MLP, **ROUTED, **SHARED_EXPERTS, **BIAS},
-        more=_sigmoid,
-    ),
+    "dots1": Architecture("dots1", _NAMED, {**_BIASED, **HEAD_NORMS}, more=_sigmoid),
     "hunyuan-moe": Architecture(
         "hunyuan_v1_moe",
         SIZES | expert_keys("num_experts", "intermediate_size") | {"expert_used_count": "moe_topk"},
         {**ATTENTION, **ROUTED, **_HUNYUAN},
         more=_hunyuan,
     ),
-    "phimoe": Architecture(
-        "phimoe",
-        SIZES | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        {**ATTENTION, **ROUTED, "ffn_gate_inp": "mlp.router"},
-        more=_phi,
-    ),
+    "phimoe": Architecture("phimoe", SIZES | _LOCAL, {**ATTENTION, **ROUTED, "ffn_gate_inp": "mlp.router"}, more=_phi),
 }
+_GEMMA4 = gguf_dense.ARCHITECTURES["gemma4"]
 WITH_EXPERTS: dict[str, Architecture] = {
-    "llama": Architecture(
-        "mixtral",
-        SIZES | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        {**ATTENTION, **ROTARY, **ROUTED},
-        more=_moe,
+    "gemma4": replace(
+        _GEMMA4,
+        keys=_GEMMA4.keys | expert_keys("num_experts") | {"expert_used_count": "top_k_experts"},
+        names=_GEMMA4.names | _BESIDE,
     ),
+    "llama": Architecture("mixtral", SIZES | _LOCAL, {**ATTENTION, **ROTARY, **ROUTED}, more=decoder),
 }
 """Rows of names that stand for a dense model in files without experts."""

@@ -20,7 +20,7 @@ from mmspec.errors import UserError, explained, shown
 from mmspec.quantisation.formats import StoredRows
 from mmspec.targets import gguf_dense, gguf_mixtures, gguf_recurrent
 from mmspec.targets.gguf_file import GGUFFile, GGUFTensor
-from mmspec.targets.gguf_keys import STACKED, Architecture, Change, Keys, Names, Rows
+from mmspec.targets.gguf_keys import PRESENT, STACKED, Architecture, Change, Keys, Names, Rows
 
 ARCHITECTURES: dict[str, Architecture] = {
     **gguf_dense.ARCHITECTURES,
@@ -55,13 +55,17 @@ def read_config(file: GGUFFile, row: Architecture | None = None, alone: bool = F
         if "token_embd.weight" not in file.tensors:
             raise ValueError("expected the tensor token_embd.weight, found none")
         fields |= {"vocab_size": file.tensors["token_embd.weight"].shape[0], **row.more(keys)}
+        kind = CONFIG_MAPPING[fields.pop("model_type", row.model_type)]
+        present = {re.sub(r"^blk\.\d+\.", "", name) for name in file.tensors}
+        fields = {one: tensor in present for one, tensor in PRESENT.items() if hasattr(kind, one)} | fields
         for key, value in keys.unread().items():
             raise ValueError(f"expected keys of {name} models, found {name}.{key} = {shown(value)}, which is not known")
-        return CONFIG_MAPPING[fields.pop("model_type", row.model_type)].from_dict(fields), keys
+        return kind.from_dict(fields), keys
 
 
 def _row(file: GGUFFile) -> Architecture:
-    """The row of a file's architecture; names of a dense model stand for a mixture in files with experts."""
+    """The row of a file's architecture, whose tensors are split as in the model; names of a dense model stand for a
+    mixture in files with experts."""
     name, rows = file.architecture(), ARCHITECTURES
     if file.get("expert_count", 0):
         rows = rows | gguf_mixtures.WITH_EXPERTS
@@ -70,7 +74,26 @@ def _row(file: GGUFFile) -> Architecture:
             f"cannot load model {str(file.path)!r}: expected an architecture out of "
             f"{', '.join(sorted(ARCHITECTURES))}, found {name!r}"
         )
-    return rows[name]
+    row = rows[name]
+    file.tensors = {part: tensor for name in file.tensors for part, tensor in _parts(file, row, name).items()}
+    return row
+
+
+def _parts(file: GGUFFile, row: Architecture, name: str) -> dict[str, GGUFTensor]:
+    """A tensor, or those that it joins: queries, keys and values, or norms by head."""
+    tensor, block, (start, _, end), counts = file.tensors[name], _block(name), name.rpartition("."), {}
+    place, _, module = start.rpartition(".")
+    if f"{module}.0" in row.names:
+        counts = {f"{start}.{head}.{end}": 1 for head in range(tensor.shape[0])}
+    elif module == "attn_qkv" and module not in row.names and block is not None:
+        none = [0] * (block + 1)  # at the end of short lists, which are refused later
+        heads = (file.counts("attention.head_count", block + 1, least=0) + none)[block]
+        groups = (file.counts("attention.head_count_kv", block + 1, [heads] * (block + 1), least=0) + none)[block]
+        size, parts = tensor.shape[0] // max(1, heads + 2 * groups), zip("qkv", (heads, groups, groups), strict=True)
+        counts = {f"{place}.attn_{part}.{end}": size * count for part, count in parts}
+    if sum(counts.values()) != tensor.shape[0]:
+        return {name: tensor}
+    return dict(zip(counts, tensor.split(list(counts.values())), strict=True))
 
 
 def _block(tensor: str) -> int | None:

@@ -23,6 +23,7 @@ from mmspec.targets.gguf_keys import (
     Names,
     Rows,
     decoder,
+    expert_keys,
     experts,
     flat,
     granite_scales,
@@ -32,8 +33,9 @@ from mmspec.targets.gguf_keys import (
     minus_one,
     mlp,
     rope,
+    without,
 )
-from mmspec.targets.gguf_mixtures import BIAS, LATENT, SHARED_EXPERTS, expert_keys
+from mmspec.targets.gguf_mixtures import BIAS, LATENT, SHARED_EXPERTS, SIGMOID
 
 
 def _mamba2(place: str) -> Names:
@@ -57,17 +59,15 @@ def _attends(keys: Keys) -> list[bool]:
     return [heads > 0 for heads in keys("attention.head_count_kv", field="layer_types")]
 
 
-def _mamba2_sizes(keys: Keys) -> tuple[int, int]:
+def _mamba2_sizes(keys: Keys, heads: str = "mamba_n_heads", size: str = "mamba_d_head") -> dict[str, int]:
     """Heads and features of a head; ``ssm.time_step_rank`` is the number of heads."""
     count = keys("ssm.time_step_rank")
-    return count, keys("ssm.inner_size") // count
+    return {heads: count, size: keys("ssm.inner_size") // count}
 
 
 def _mamba2_fields(keys: Keys) -> dict[str, Any]:
-    count, size = _mamba2_sizes(keys)
     expand = keys("ssm.inner_size") // keys("embedding_length")
-    bias = "blk.0.ssm_conv1d.bias" in keys.tensors
-    return {"num_heads": count, "head_dim": size, "expand": expand, "use_conv_bias": bias}
+    return {**_mamba2_sizes(keys, "num_heads", "head_dim"), "expand": expand}
 
 
 def _mamba_fields(keys: Keys) -> dict[str, Any]:
@@ -78,7 +78,6 @@ def _mamba_fields(keys: Keys) -> dict[str, Any]:
 
 
 def _granite(keys: Keys) -> dict[str, Any]:
-    count, size = _mamba2_sizes(keys)
     kinds = ["attention" if attends else "mamba" for attends in _attends(keys)]
     positions = keys("rope.scaling.finetuned", True)  # the converter's mark of models with rotary embeddings
     experts = keys("expert_count", 0)
@@ -86,10 +85,8 @@ def _granite(keys: Keys) -> dict[str, Any]:
     return {
         "layer_types": kinds,
         "num_key_value_heads": max(keys("attention.head_count_kv")),
-        "mamba_n_heads": count,
-        "mamba_d_head": size,
+        **_mamba2_sizes(keys),
         "mamba_expand": keys("ssm.inner_size") // keys("embedding_length"),
-        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in keys.tensors),
         "num_local_experts": experts,
         "num_experts_per_tok": keys("expert_used_count", 0),
         "shared_intermediate_size": width,
@@ -100,7 +97,6 @@ def _granite(keys: Keys) -> dict[str, Any]:
 
 
 def _nemotron_h(keys: Keys) -> dict[str, Any]:
-    count, size = _mamba2_sizes(keys)
     inner = keys("feed_forward_length", field="layers_block_type")
     mixture = "moe" if any(name.endswith("ffn_gate_inp.weight") for name in keys.tensors) else "mlp"
     attends = _attends(keys)
@@ -109,9 +105,7 @@ def _nemotron_h(keys: Keys) -> dict[str, Any]:
         "layers_block_type": kinds,
         "num_key_value_heads": max(keys("attention.head_count_kv")),
         "head_dim": head_size(keys),
-        "mamba_num_heads": count,
-        "mamba_head_dim": size,
-        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in keys.tensors),
+        **_mamba2_sizes(keys, "mamba_num_heads", "mamba_head_dim"),
         "intermediate_size": max(inner),
     }
     _ = heads(keys), rope(keys), keys("rope.scaling.finetuned", None)  # its attention has no positions
@@ -132,19 +126,14 @@ def _jamba(keys: Keys) -> dict[str, Any]:
     return {
         "num_key_value_heads": max(keys("attention.head_count_kv")),
         "mamba_expand": keys("ssm.inner_size") // keys("embedding_length"),
-        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in keys.tensors),
         **_period(attends, "attn"),
         **_period(routed, "expert"),
     }
 
 
 def _falcon_h1(keys: Keys) -> dict[str, Any]:
-    count, size = _mamba2_sizes(keys)
     return decoder(keys) | {
-        "mamba_n_heads": count,
-        "mamba_d_head": size,
-        "mamba_rms_norm": "blk.0.ssm_norm.weight" in keys.tensors,
-        "mamba_conv_bias": "blk.0.ssm_conv1d.bias" in keys.tensors,
+        **_mamba2_sizes(keys),
         "mamba_norm_before_gate": False,
     }
 
@@ -208,7 +197,6 @@ def _qwen_next(keys: Keys) -> dict[str, Any]:
         "layer_types": ["linear_attention" if one else "full_attention" for one in recurrent[:layers]],
         "linear_value_head_dim": keys("ssm.inner_size") // keys("ssm.time_step_rank"),
         "norm_topk_prob": True,
-        "attention_bias": False,
     }
 
 
@@ -247,32 +235,23 @@ _LFM: Names = {
 _LFM_OUTER: Names = OUTER | {"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"}
 
 
-def _lfm2moe(keys: Keys) -> dict[str, Any]:
-    keys.expect("expert_gating_func", _SIGMOID)
-    return {name: one for name, one in _lfm2(keys).items() if name != "block_auto_adjust_ff_dim"}
-
-
 def _lfm2(keys: Keys) -> dict[str, Any]:
+    keys.expect("expert_gating_func", SIGMOID)
     return {
         "num_key_value_heads": max(keys("attention.head_count_kv")),
         "layer_types": ["full_attention" if attends else "conv" for attends in _attends(keys)],
         "rope_parameters": rope(keys),
         "block_auto_adjust_ff_dim": False,
-        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in keys.tensors),
     }
 
 
 _LFM_KEYS = SIZES | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}
 
 
-def _without(keys: dict[str, str], *names: str) -> dict[str, str]:
-    return {key: field for key, field in keys.items() if key not in names}
-
-
 def _kimi(keys: Keys) -> dict[str, Any]:
     for key in ("rope.freq_base", "attention.key_length", "attention.value_length"):
         keys(key, None)  # its attention has no positions; sizes of keys and values in a cache of latents
-    keys.expect("expert_gating_func", _SIGMOID)
+    keys.expect("expert_gating_func", SIGMOID)
     keys.expect("expert_weights_norm", True)
     layers, dense = keys("block_count"), keys("leading_dense_block_count", 0)
     rotated = keys("rope.dimension_count")
@@ -302,8 +281,7 @@ _KIMI: Names = {
     "ssm_norm": "self_attn.o_norm",
 }
 
-_SIGMOID = 2  # llama.cpp's expert_gating_func
-_HYBRID = _without(SIZES, "attention.head_count_kv", "feed_forward_length")
+_HYBRID = without(SIZES, "attention.head_count_kv", "feed_forward_length")
 _SSM = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups"}
 _MAMBA = {
     **{"embedding_length": "hidden_size", "attention.layer_norm_rms_epsilon": "layer_norm_epsilon"},
@@ -386,24 +364,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         _falcon_h1,
     ),
     "qwen3next": Architecture(
-        "qwen3_next",
-        _QWEN_KEYS | _QWEN_EXPERTS,
-        _QWEN | _NEXT | ROUTED | SHARED,
-        _QWEN_OUTER,
-        _qwen_next,
+        "qwen3_next", _QWEN_KEYS | _QWEN_EXPERTS, _QWEN | _NEXT | ROUTED | SHARED, _QWEN_OUTER, _qwen_next
     ),
     "qwen35": Architecture("qwen3_5_text", _QWEN_KEYS, _QWEN | _DELTA | MLP, _QWEN_OUTER, _qwen35),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text",
-        _without(_QWEN_KEYS, "feed_forward_length") | _QWEN_EXPERTS,
+        without(_QWEN_KEYS, "feed_forward_length") | _QWEN_EXPERTS,
         _QWEN | _DELTA | ROUTED | SHARED,
         _QWEN_OUTER,
         _qwen35,
     ),
-    "lfm2": Architecture("lfm2", _without(_LFM_KEYS, "attention.head_count_kv"), _LFM, _LFM_OUTER, _lfm2),
+    "lfm2": Architecture("lfm2", without(_LFM_KEYS, "attention.head_count_kv"), _LFM, _LFM_OUTER, _lfm2),
     "lfm2moe": Architecture(
         "lfm2_moe",
-        _without(_LFM_KEYS, "attention.head_count_kv") | EXPERTS | {"leading_dense_block_count": "num_dense_layers"},
+        without(_LFM_KEYS, "attention.head_count_kv") | EXPERTS | {"leading_dense_block_count": "num_dense_layers"},
         _LFM
         | {
             "ffn_gate_inp": "feed_forward.gate",
@@ -411,7 +385,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             **experts("feed_forward.experts"),
         },
         _LFM_OUTER,
-        _lfm2moe,
+        _lfm2,
     ),
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": _NEMOTRON,
@@ -439,7 +413,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "kimi-linear": Architecture(
         "kimi_linear",
-        _without(SIZES, "attention.head_count_kv")
+        without(SIZES, "attention.head_count_kv")
         | expert_keys("num_local_experts")
         | {
             "expert_shared_count": "n_shared_experts",

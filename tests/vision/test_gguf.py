@@ -245,12 +245,16 @@ def test_what_files_state_of_the_language_model(tmp_path):
 
 
 def test_what_files_state_of_images(tmp_path):
-    """LLaVA's features of several layers, InternVL's numbers of tiles."""
+    """LLaVA's features of several layers, InternVL's numbers of tiles, Pixtral's base, MiniCPM-V's factor."""
     source = opened("llava", tmp_path, metadata={"clip.vision.feature_layer": [1, 2]})
     assert source.config().vision_feature_layer == [1, 2]
     metadata = {"clip.vision.preproc_min_tiles": 2, "clip.vision.preproc_max_tiles": 4}
     images = opened("internvl", tmp_path, metadata=metadata).processor(VisionProcessor).plain.image_processor
     assert (images.min_patches, images.max_patches) == (2, 4)
+    vision = opened("pixtral", tmp_path, metadata={"clip.rope.freq_base": 500.0}).config().vision_config
+    assert vision.rope_parameters["rope_theta"] == 500
+    with pytest.raises(mmspec.UserError, match=r"expected clip\.vision\.projector\.scale_factor = 4, got 2"):
+        opened("minicpmv4_6", tmp_path, metadata={"clip.vision.projector.scale_factor": 2}).config()
 
 
 @pytest.mark.parametrize(("family", "expected"), [("gemma3", 4), ("idefics3", 16), ("internvl", 16)])

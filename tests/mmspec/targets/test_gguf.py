@@ -658,7 +658,7 @@ def test_scaled_positions_are_those_of_the_file(scaling, factors, expected, cach
     entries = {"scaling.type": scaling, "scaling.factor": 4.0, "scaling.original_context_length": 16}
     entries = {f"llama.rope.{name}": value for name, value in entries.items()} | {"split.count": 1}
     file = save_gguf(tmp_path / "a.gguf", entries=entries, factors=factors, base=1e6)
-    assert source_of(file).config().rope_parameters == {**expected, "rope_theta": 1e6}
+    assert source_of(file).config().rope_parameters == {**expected, "rope_theta": 1e6, "partial_rotary_factor": 1.0}
 
 
 def tensor(name: str, kind: str, *shape: int) -> SimpleNamespace:
@@ -848,6 +848,8 @@ def test_rows_that_cannot_be_put_in_order_are_left_out(mixed: Path) -> None:
             Weight([tensor], changes.get(name.split(".")[-2]), None, torch.Size(tensor.shape)),
             name.split(".")[-2],
         )
+        parts = tensor.split([1, tensor.shape[0] - 1])
+        assert torch.equal(torch.cat([part[...] for part in parts]), tensor[...])
         found = weight.rows()
         assert (found is None) == (kind in ("attn_v", "ffn_down") or tensor.format == "F32"), name
         if kind == "attn_q":

@@ -101,7 +101,16 @@ def of_gpt2(config: Any, name: str, weight: Tensor) -> Weights:
 
 
 def of_gemma4(config: Any, name: str, weight: Tensor) -> Weights:
-    return {f"{name}.weight" if name.endswith("layer_scalar") else name: weight}
+    if found := re.fullmatch(r"model\.layers\.(\d+)\.router\.(per_expert_)?scale", name):
+        return {f"blk.{found[1]}.ffn_{'down_exps' if found[2] else 'gate_inp'}.scale": weight}
+    return {f"{name}.weight" if name.endswith(("layer_scalar", "gate_up_proj", "experts.down_proj")) else name: weight}
+
+
+def of_stablelm(config: Any, name: str, weight: Tensor) -> Weights:
+    """Norms by head are rows of one tensor."""
+    if found := re.fullmatch(r"(model\.layers\.\d+\.self_attn\.._layernorm)\.norms\.(\d+)(\.weight)", name):
+        return {found[1] + found[3]: weight[None]}
+    return {name: weight}
 
 
 def of_qwen3moe(config: Any, name: str, weight: Tensor) -> Weights:
@@ -154,10 +163,11 @@ class Case:
         model: Any,
         keys: Mapping[str, Any] | None = None,
         also: Weights = MappingProxyType({}),
+        fuse: bool = False,
         **tensors: Any,
     ) -> Path:
         """Write the file, with other ``keys`` and ``tensors``, None leaves one out. Weights in ``also`` are converted
-        as the model's."""
+        as the model's. ``fuse`` joins queries, keys and values, as the converter's option does."""
         kind = {name: one for one, name in package.MODEL_ARCH_NAMES.items()}[self.architecture]
         names = package.get_tensor_name_map(kind, model.config.num_hidden_layers + 1)
         written: dict[str, Any] = dict(self.more)
@@ -167,7 +177,11 @@ class Case:
                 for part, tensor in self.change(model.config, name, weight).items():
                     place = nextn_name(part) or names.get_name(part, try_suffixes=(".weight", ".bias", ".scale"))
                     assert place is not None, part
-                    written[place] = tensor
+                    written[place] = torch.cat([written[place], tensor]) if place in written else tensor
+        for query in [name for name in written if fuse and ".attn_q." in name]:
+            several = [query.replace("attn_q", f"attn_{part}") for part in "qkv"]
+            if all(name in written for name in several):
+                written[query.replace("attn_q", "attn_qkv")] = torch.cat([written.pop(name) for name in several])
         written = {name: one.contiguous().numpy() for name, one in written.items() if name not in tensors}
         written |= {name: one.numpy() for name, one in tensors.items() if one is not None}
         given = {**KEYS, **self.keys, **(keys or {})}
@@ -387,6 +401,21 @@ CASES: dict[str, Case] = {
         of_gemma4,
         {"rope_freqs.weight": torch.tensor([1.0, 1.0] + [1e30] * 6)},
     ),
+    "gemma4 with experts": Case(
+        "gemma4",
+        "Gemma4Text",
+        {
+            **GEMMA4,
+            **by_kind(PROPORTIONAL, 1000.0),
+            "layer_types": [LOCAL, LOCAL, FULL],
+            "hidden_size_per_layer_input": 0,
+        }
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
+        {**GEMMA4_KEYS, "attention.sliding_window_pattern": [True, True, False]}
+        | {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 24},
+        of_gemma4,
+        {"rope_freqs.weight": torch.tensor([1.0, 1.0] + [1e30] * 6)},
+    ),
     "glm4": Case(
         "glm4", "Glm4", {"head_dim": 16, "attention_bias": True, **partly(0.5)}, {**head(16), "rope.dimension_count": 8}
     ),
@@ -544,6 +573,13 @@ CASES: dict[str, Case] = {
         "StableLm",
         {"layer_norm_eps": 2.0**-9, "use_parallel_residual": True, **partly(1.0)},
         {**EPSILON, "rope.dimension_count": 8, "use_parallel_residual": True},
+    ),
+    "stablelm with norms by head": Case(
+        "stablelm",
+        "StableLm",
+        {"layer_norm_eps": 2.0**-9, "use_parallel_residual": True, "qk_layernorm": True, **partly(0.5)},
+        {**EPSILON, "rope.dimension_count": 4},
+        of_stablelm,
     ),
     "starcoder2": Case("starcoder2", "Starcoder2", {"norm_epsilon": 2.0**-9}, EPSILON),
     "starcoder2 without biases": Case(
@@ -858,6 +894,20 @@ def test_logits_are_those_of_the_model_that_was_written(name: str, tmp_path: Pat
     assert getattr(found.config, "max_position_embeddings", None) in (128, None) or case.kind == "Falcon"
 
 
+@pytest.mark.parametrize(
+    "name", ["deci", "gemma4", "glm4", "jamba", "llama of as many key heads", "qwen2", "starcoder2"]
+)
+def test_fused_queries_keys_and_values(name: str, tmp_path: Path) -> None:
+    """As by ``--fuse-qkv``, with biases."""
+    case = CASES[name]
+    model = case.model()
+    found, plain = read(case.save(tmp_path / "a.gguf", model, fuse=True)), read(case.save(tmp_path / "b.gguf", model))
+    assert "blk.1.attn_qkv.weight" in GGUFFile(tmp_path / "a.gguf").tensors
+    weights = plain.state_dict()
+    assert found.state_dict().keys() == weights.keys()
+    assert all(torch.equal(weights[key], weight) for key, weight in found.state_dict().items())
+
+
 @pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "qwen3next"])
 def test_a_block_after_the_layers_drafts(name: str, tmp_path: Path) -> None:
     """Trees have the probabilities of transformers' layer with the weights that were written."""
@@ -905,6 +955,7 @@ def test_every_architecture_has_a_case() -> None:
 REFUSED: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     r"found llama\.attention\.novel = 3, which is not known": ("llama", {"attention.novel": 3}, {}),
     r"found blk\.1\.ffn_novel\.weight, which has no place": ("llama", {}, {"blk.1.ffn_novel.weight": torch.ones(8)}),
+    r"found blk\.1\.attn_qkv\.weight, which has no place": ("llama", {}, {"blk.1.attn_qkv.weight": torch.ones(7, 48)}),
     r"layers\.1\.mlp\.down_proj\.weight": ("llama", {}, {"blk.1.ffn_down.weight": None}),
     r"expected the key llama\.embedding_length, found none": ("llama", {"embedding_length": None}, {}),
     r"whole numbers from 0 to .* in llama\.attention\.head_count, found 'six'": (
@@ -929,7 +980,6 @@ REFUSED: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     ),
     r"expected granite\.rope\.scaling\.finetuned = True, got False": ("granite", {"rope.scaling.finetuned": False}, {}),
     r"expected attention\.layer_norm_epsilon 1e-5": ("olmo", {"attention.layer_norm_epsilon": 1e-6}, {}),
-    r"found granite\.rope\.dimension_sections": ("granite", {"rope.dimension_sections": [4, 4, 8, 0]}, {}),
     r"expected gemma4\.attention\.value_length = 16, got 8": ("gemma4", {"attention.value_length": 8}, {}),
     r"one number of key heads for each kind of layer": ("gemma4", {"attention.head_count_kv": [2, 2, 1, 2, 2, 2]}, {}),
     r"expected rope_freqs\.weight of ones": ("gemma4", {}, {"rope_freqs.weight": torch.full((8,), 2.0)}),
