@@ -1,7 +1,5 @@
 """Files and folders that are written whole, by one process or several, on disks that are full."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -295,9 +295,6 @@ def test_a_processor_that_cannot_be_copied_serves_one_sequence():
     assert torch.equal(mmspec.generate(model, **inputs, **GREEDY, logits_processor=[Locked()]), reference)
 
 
-# ---------------------------------------------------------------------- text
-
-
 class Order:
     """A streamer that records its inputs and the end."""
 
@@ -407,9 +404,6 @@ def test_padding_is_each_rows_own_after_others_have_ended(seed):
     options = {"repetition_penalty": 5.0, "pad_token_id": 0, "max_new_tokens": 20, "do_sample": False}
     third = int(model.generate(**inputs, **options, eos_token_id=None)[0, 11])
     assert len(same_tokens(model, inputs, **options, eos_token_id=third)[1]) == 29
-
-
-# ---------------------------------------------------------------------- results and refusals
 
 
 @pytest.mark.parametrize(
@@ -640,9 +634,6 @@ def test_beyond_the_context_as_generate_does():
     inputs = {"input_ids": torch.randint(3, 90, (1, 505), generator=torch.Generator().manual_seed(0))}
     reference = same_tokens(model, inputs, eos_token_id=None)
     assert reference.shape[1] == 525 > model.config.max_position_embeddings
-
-
-# ---------------------------------------------------------------------- assisted generation
 
 
 HYBRIDS = ("qwen3_5_text", "qwen3_next", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba")

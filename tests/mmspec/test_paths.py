@@ -1,7 +1,5 @@
 """Names and paths where either may stand: registered names come first, and any path that the system allows works."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from importlib.util import find_spec

@@ -274,9 +274,6 @@ def test_a_second_pipeline_shares_the_engine_of_a_target():
     assert first.generate("abababab", **options).token_ids == expected
 
 
-# ---------------------------------------------------------------------- mistakes of single requests of a batch
-
-
 LONG = SamplingParams(max_new_tokens=20)
 WRONG = {
     "key": ({"prompt": "a", "image": 1}, "a request's keys are"),

@@ -1,7 +1,5 @@
 """The vision tower of smol-llava: EfficientNet-lite0 as others wrote it gives the same features."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of `load_image`: sources, formats and modes pixel by pixel; broken input, and files that are no media."""
 
-from __future__ import annotations
-
 import base64
 import bz2
 import gzip

@@ -3,8 +3,6 @@
 That no draft changes the output is tested by ``tests/mmspec/engine/test_matrix.py``.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random
@@ -82,9 +80,6 @@ def test_chains(kind, by):
             assert parents == list(range(-1, len(parents) - 1))
 
 
-# ---------------------------------------------------------------------- checkpoints
-
-
 @pytest.mark.parametrize("kind", [spec.name for spec in drafter_specs() if spec.weights in ("optional", "required")])
 def test_a_checkpoint_drafts_the_same_and_refuses_other_targets(kind, tmp_path):
     model = shared_model("llava")
@@ -114,9 +109,6 @@ def test_declarations_and_classes_agree():
             with pytest.raises(UserError, match=f"^{spec.name} needs a checkpoint: expected {spec.name}:FOLDER"):
                 make_drafter(spec.name)
         assert not spec.train or spec.train.split()[0] in plugins.names("train")
-
-
-# ---------------------------------------------------------------------- trees
 
 
 @dataclass

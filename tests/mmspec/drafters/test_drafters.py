@@ -78,9 +78,6 @@ def assert_well_formed(tree):
     assert tree.drafted == [len(valid_nodes(tree, b)) - 1 for b in range(tree.batch)]
 
 
-# ---------------------------------------------------------------------- building
-
-
 def test_ragged_rows_are_padded():
     tree = build_tree(torch.tensor([1, 2, 3]), [([5, 6, 7], [0, 1, 0]), ([], []), ([8], [0])])
     assert_well_formed(tree)
@@ -172,7 +169,6 @@ def test_an_empty_grant_is_plain_decoding():
 
 @pytest.mark.parametrize("batch", [2, 5])
 def test_a_level_is_judged_by_what_it_adds_to_each_row(batch):
-    """Row i is reached with a chance of 1 / (i + 1) per level."""
     chance = 1 / torch.arange(1.0, batch + 1)[:, None]
     token = torch.zeros(batch, dtype=torch.long)
     first = token[:, None], chance.log()
@@ -185,7 +181,6 @@ def test_a_level_is_judged_by_what_it_adds_to_each_row(batch):
 
 @pytest.mark.parametrize("stride", [1, 3])
 def test_fed_nodes_reach_their_ancestors_and_no_one_else(stride):
-    """Two rows, three beams of other widths."""
     g = torch.Generator().manual_seed(stride)
     reach, above, entries = Reach(stride), [[set()], [set()]], 0
     for width in (3, 2, 4):
@@ -203,9 +198,6 @@ def test_fed_nodes_reach_their_ancestors_and_no_one_else(stride):
         above, entries = here, entries + width * stride
 
 
-# ---------------------------------------------------------------------- look-up drafters
-
-
 def test_ngram_continues_the_longest_known_suffix():
     drafter = Ngram()
     begun(drafter, [[1, 2, 3, 4, 9, 8, 2, 3, 7, 1, 2, 3]])
@@ -221,7 +213,6 @@ def test_ngram_continues_the_longest_known_suffix():
 
 
 def test_ngram_goes_by_the_latest_occurrences():
-    """Of more occurrences than are looked at, in the tokens of earlier requests too."""
     old, new = [1, 2, 3] * 20, [1, 2, 4] * 12
     drafter = Ngram(longest=2)
     begun(drafter, [[*old, *new, 1, 2]])
@@ -407,9 +398,6 @@ def test_recycle_forgets_another_vocabulary():
     assert int(drafter.propose(torch.tensor([2]), StepPlan(50)).tokens.max()) < 4
 
 
-# ---------------------------------------------------------------------- a small model
-
-
 def test_a_drafter_of_fewer_tokens_serves_and_of_more_is_refused():
     torch.manual_seed(0)
     fewer, more = (LlamaForCausalLM(LlamaConfig(**{**TINY_SIZES, "vocab_size": size})).eval() for size in (50, 120))
@@ -419,9 +407,6 @@ def test_a_drafter_of_fewer_tokens_serves_and_of_more_is_refused():
     assert_equal(model, Small(fewer), inputs, nodes=8)
     with pytest.raises(UserError, match="have tokenizers in their folders: the drafter has 120 tokens, the target 101"):
         assert_equal(model, Small(more), inputs, nodes=8)
-
-
-# ---------------------------------------------------------------------- names
 
 
 @pytest.mark.parametrize(
@@ -446,8 +431,6 @@ def test_mistakes_are_named(make, message):
         make()
     assert make_drafter(None) is make_drafter("none") is None
 
-
-# ---------------------------------------------------------------------- the table of Token Recycling on a device
 
 VOCAB = 60
 PATHS = ([0], [0, 1, 3], [0, 2], [0, 1, 3, 5], [0, 1])

@@ -1,7 +1,5 @@
 """EAGLE-3, EAGLE-4 and P-EAGLE: trees on every kind of target against the network without a cache; checkpoints."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LlamaConfig, Qwen3VLTextConfig
@@ -80,9 +78,6 @@ def head(tmp_path, config, layout="A", embedding=False, kind="safetensors", at="
     return drafter, tensors
 
 
-# ---------------------------------------------------------------------- what is drafted
-
-
 @pytest.mark.parametrize(("name", "static"), [(name, static) for name in CASES for static in {False, name in STATIC}])
 def test_nodes_have_the_probabilities_of_the_network_without_a_cache(name, static, tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
@@ -150,9 +145,6 @@ def test_a_mask_must_be_a_token_and_is_of_one_pass_only(tmp_path):
     tensors = head_tensors(config)
     del tensors["mask_hidden"]
     assert make_drafter(str(write(tmp_path / "b", config, tensors))).network.config.mask_token_id is None
-
-
-# ---------------------------------------------------------------------- the layers that are read
 
 
 def test_default_layers_are_eagles():
@@ -235,9 +227,6 @@ def test_rows_that_join_leave_the_positions_of_others_in_the_table(monkeypatch):
         output.positions[..., 6:] += last - 11
         drafter.begin(prompt, output, [[*prompt.input_ids[0].tolist(), int(token[number])]])
     assert drafter.propose(token, ample).nodes == 10
-
-
-# ---------------------------------------------------------------------- checkpoints
 
 
 def test_scaled_rotary_positions_are_those_of_transformers(tmp_path):
@@ -328,9 +317,6 @@ def test_switches_and_layers_come_from_the_configuration():
 def test_the_targets_window_in_a_flat_configuration_is_not_read():
     config = {**cut(LLAMA3), "layer_types": ["sliding_attention"] * 2, "sliding_window": 5}
     assert convert(config, head_tensors(config))[0].window == 0
-
-
-# ---------------------------------------------------------------------- targets
 
 
 def attach(config, tmp_path, name="llama", layout="A", **options):

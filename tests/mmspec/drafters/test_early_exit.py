@@ -2,8 +2,6 @@
 Kangaroo adapters as published, against plain loops.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -56,7 +54,6 @@ PROMPT = Prompt(torch.arange(3, 12)[None])
 
 @pytest.mark.parametrize("name", ["gemma2", "llava", "qwen3_vl", "qwen3_5_text"])
 def test_nodes_have_the_probabilities_of_the_first_layers(name):
-    """After whatever was accepted, in a batch of padded prompts with images."""
     model = shared_model(name)
     inputs = vision_inputs(name, 2) if name in ("llava", "qwen3_vl") else text_inputs(2, 9)
     short, rows = shortened(model, 1), [row_of(inputs, number) for number in range(2)]

@@ -1,7 +1,5 @@
 """Drafters in GGUF files, with keys and tensors as llama.cpp's converter writes them, are the published drafters."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Drafter checkpoints, published and of mmspec: recognition, and each field and tensor that is refused, by name."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -174,9 +172,6 @@ def test_weights_are_read_in_their_own_dtype(name, tmp_path):
     half = {key: value.half() if value.is_floating_point() else value for key, value in tensors.items()}
     found = kind.read_published(Path(write(tmp_path, config, half)))[1]
     assert {value.dtype for value in found.values()} == {torch.float16}
-
-
-# ---------------------------------------------------------------------- what rules of single fields do not say
 
 
 def _in_layer(**changes):
@@ -442,8 +437,6 @@ def test_a_drafter_is_written_for_a_target_of_as_many_tokens():
     with pytest.raises(UserError, match=r"^the drafter was .* another target \(vocab_size 51\): got other with vocab"):
         check_same_target({"vocab_size": 51}, received)
 
-
-# ---------------------------------------------------------------------- mmspec's own checkpoints
 
 _WRONG = ("text", None, [], {}, 1.5, True, -1, 0, 10**9, 10**30, math.nan, math.inf, -math.inf, [1], {"a": 1})
 _HARMLESS = [("reads", []), ("sliding", [1]), ("causal", []), ("causal", [1]), ("mask_token_id", None), ("prefix", {})]

@@ -1,7 +1,5 @@
 """Medusa and Hydra draft what plain loops over published tensors do, on every kind of target, in every layout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -58,7 +56,6 @@ def test_a_target_may_have_more_tokens_than_the_heads(tmp_path):
 
 @pytest.mark.parametrize("layout", ["medusa", "hydra-prefix"])
 def test_shapes_at_full_size(layout):
-    """Those of Vicuna-7B."""
     shape, tensors, _, verifier = (Hydra if layout.startswith("hydra") else Medusa).convert(
         *published(layout, 5, LlamaConfig()), "here"
     )

@@ -1,7 +1,5 @@
 """Native MTP drafts what its layers say without a cache, and what transformers drafts with them."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import cache, partial
@@ -55,9 +53,6 @@ def native(tmp_path, name, shards=False):
     return folder, drafter, tensors
 
 
-# ---------------------------------------------------------------------- transformers' own layers
-
-
 @pytest.mark.parametrize(("name", "layers"), LAYERS)
 def test_trees_of_several_layers(name, layers, tmp_path):
     """A level per layer, in a batch whose rows are padded; some steps are not drafted."""
@@ -85,9 +80,6 @@ def test_layers_that_transformers_has_no_configuration_of(name, tmp_path):
     folder = write_target(tmp_path, model, published_tensors(built, None))
     drafter, gain = make_drafter("mtp", str(folder)), partial(gain_of, built, model)
     check_paths(model, text_inputs(2, 9), drafter, gain, nodes=7, depth=1, new=10)
-
-
-# ---------------------------------------------------------------------- targets
 
 
 @pytest.mark.parametrize(
@@ -119,9 +111,6 @@ def test_a_layer_that_predicts_the_target_is_accepted(tmp_path):
         loaded(folder, "qwen3_5_text"), drafter="mtp", return_dict_in_generate=True, **inputs, **options
     )
     assert all(stats.mean_acceptance_length == 7 for stats in out.stats)  # six levels and the bonus token
-
-
-# ---------------------------------------------------------------------- folders
 
 
 @cache

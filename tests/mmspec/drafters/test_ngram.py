@@ -29,9 +29,6 @@ def tree_of(drafter, nodes=16, depth=16, floor=0.1):
     return drafter.propose(torch.tensor([drafter.rows[0].own.text[-1]]), StepPlan(nodes, depth, floor=floor))
 
 
-# ---------------------------------------------------------------------- trust
-
-
 @pytest.mark.parametrize(
     ("length", "trust"), [(1, 0.12), (2, 0.3), (4, 0.55), (5, 0.65), (8, 0.8), (13, 0.85), (40, 0.94)]
 )
@@ -82,8 +79,6 @@ def test_matches_that_fail_lose_trust_and_only_those_of_their_length():
     assert first_level(drafter)[77] > 0.9
 
 
-# ---------------------------------------------------------------------- copies
-
 SHORT = [*range(20, 60)]
 
 
@@ -128,9 +123,6 @@ def test_a_copy_goes_on_where_other_matches_are_more():
     assert max(first_level(drafter), key=first_level(drafter).get) == SOURCE[10]
     drafter = saying(Ngram(longest=1), [*prompt, 2], *([token] for token in SOURCE[:10]))
     assert max(first_level(drafter), key=first_level(drafter).get) == SOURCE[10]
-
-
-# ---------------------------------------------------------------------- earlier requests
 
 
 def test_a_copy_of_an_earlier_request_is_resumed_after_a_difference():

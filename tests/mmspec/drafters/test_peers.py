@@ -1,7 +1,5 @@
 """Drafters that speculators trains and saves draft what its own forward passes compute."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -231,7 +229,6 @@ def test_the_selectors_loss():
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dflash2", "dspark", "xpress"])
 def test_drafters_that_are_written_are_read(algorithm, tmp_path):
-    """All of a drafter's tensors, and those that it shares with its target."""
     target, reads, own = shared_model("llama"), "aux_hidden_state_layer_ids", {"mask_token_id": MASK}
     if algorithm not in ("eagle3", "peagle"):
         layer, own = Qwen3Config(**SIZES, num_hidden_layers=2, **SLIDING), {**own, "block_size": BLOCK, reads: [2, 1]}

@@ -1,7 +1,5 @@
 """Which visual tokens and which parts of a long text a draft model gets, against plain loops; drafts after these."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 
@@ -81,7 +79,6 @@ def test_selected_text_equals_a_loop() -> None:
 @pytest.mark.usefixtures("small_sizes")
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_drafts_follow_what_is_kept(share: float) -> None:
-    """Every node has the probability that the draft model gives it after the shortened prompt."""
     batch = 3
     model, small, inputs = shared_model("llama"), text_model("llama"), text_inputs(batch, 40)
     with torch.no_grad():
@@ -185,8 +182,6 @@ def test_other_targets_and_shares_need_no_attention():
     with pytest.raises(UserError, match=r"^the part of the attention must be from 0 to 1: got 2$"):
         VisualShare(0.4, 2)
 
-
-# ---------------------------------------------------------------------- attention weights of prompts
 
 QUERIES = 3
 

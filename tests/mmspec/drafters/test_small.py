@@ -1,7 +1,5 @@
 """Draft models with another tokenizer, with recurrent layers, and with images."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -104,7 +102,6 @@ class _Named:
 
 @pytest.mark.parametrize("name", ["qwen3", "bamba", "mamba", "qwen3_5_text"])
 def test_draft_models_with_and_without_recurrent_layers(name):
-    """Every node has the probability that the model gives it after the whole sequence."""
     model, small, inputs = shared_model("llama"), shared_model(name), text_inputs(2, 9)
     rows = [row_of(inputs, number) for number in range(2)]
     logits = lambda row, tokens: plain_logits(small, rows[row], tokens)  # noqa: E731
@@ -168,7 +165,6 @@ def after_pruned_prompt(model, row, chosen, tokens):
     [("llava", 1.0), ("llava_onevision", 0.3), ("qwen2_vl", 0.3), ("qwen3_vl", 0.3), ("qwen3_5", 1.0)],
 )
 def test_vision_language_draft_models(name, share):
-    """Every node has the probability that the draft model gives it after the images, or a share of their tokens."""
     batch = 1 if name == "llava_onevision" else 2  # without padding, and with
     model, small, inputs = shared_model(name), vision_model(name, seed=1), vision_inputs(name, batch)
     rows = [row_of(inputs, number) for number in range(batch)]
@@ -229,7 +225,6 @@ def test_images_of_another_size_are_not_drafted_for():
 
 @pytest.mark.parametrize(("name", "hooked"), [("llava", True), ("qwen2_vl", False)])
 def test_a_vision_language_model_drafts_for_itself_what_it_says(name, hooked):
-    """In ``generate``, which encodes the target's images before the drafter's prompt."""
     model, inputs = shared_model(name), vision_inputs(name, 2)
     asked = dict(drafter=Small(model, top_k=1), num_draft_tokens=4, return_dict_in_generate=True, **inputs, **OPTIONS)
     out = model.generate(custom_generate=mmspec.decode, **asked) if hooked else mmspec.generate(model, **asked)

@@ -240,9 +240,6 @@ def test_a_step_of_several_rows_is_paid_by_the_tokens_of_one(now, gains):
     assert gains[1] == pytest.approx(-0.002 / 0.005)  # 10 ms for two tokens of each row
 
 
-# ---------------------------------------------------------------------- look-up drafters that grow one tree
-
-
 class Table(LookUpDrafter):
     """Drafts what follows a path, of each row: ``{path: {token: probability}}``."""
 

@@ -152,8 +152,6 @@ def test_launches_of_a_step(drafter, draft):
     assert found["graphs"].total() == (3 if draft else 2)
 
 
-# ---------------------------------------------------------------------- host syncs
-
 SAMPLING = {
     "greedy": lambda: Sampler(),
     "top-k": lambda: Sampler(defaults.processors(SamplingParams(temperature=0.8, top_k=20)), do_sample=True),
@@ -208,7 +206,6 @@ def test_which_processors_wait(name, monkeypatch):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("name", "kind"), matrix.STATIC)
 def test_torch_finds_no_other_waiting(name, kind, batch, sampling, monkeypatch):
-    """From the fourth step on, when all is compiled and captured."""
     copies, host = [], Verdict.host.func
 
     def only_copy(verdict):

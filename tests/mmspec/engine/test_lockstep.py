@@ -1,7 +1,5 @@
 """Two ranks against one process; ranks that are lost, or leave the common schedule."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -136,7 +136,6 @@ def test_useless_drafts_cost_little_and_are_tried_again(times):
 
 
 def test_drafting_survives_load_on_the_machine():
-    """Steps that take three times as long for a while, and single slow steps."""
     load = {at + delay: factor for at in (40, 180) for delay, factor in ((0, 3.0), (50, 1.0), (70, 6.0), (71, 1.0))}
     policy, machine = AdaptivePolicy(), Machine(VNNI, COPIES, load=load)
     machine.rate(policy, 300)

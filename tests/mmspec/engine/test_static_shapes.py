@@ -21,9 +21,6 @@ def _fixed(monkeypatch):
     monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
 
 
-# ---------------------------------------------------------------------- targets
-
-
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8, 9, 33, 64, 65, 200])
 def test_widths_are_few(nodes):
     assert nodes <= node_bucket(nodes) < 2 * nodes + 1
@@ -90,9 +87,6 @@ def test_further_prompts_find_everything_where_it_was():
         kept.append((target.runner.version, target.runner.cache.bounds))
         target.keep([])
     assert kept[0] == kept[1] == kept[2]
-
-
-# ---------------------------------------------------------------------- drafters
 
 
 @pytest.mark.parametrize("kind", ["msd", "small", "mamba", "recycle"])

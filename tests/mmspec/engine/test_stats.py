@@ -72,8 +72,6 @@ def test_several_sequences_add_up():
     assert first.accept_lengths == [3]
 
 
-# ---------------------------------------------------------------------- times
-
 SECONDS = {  # powers of two: any sum tells its parts
     "prefill": 256.0,
     "begin": 64.0,
@@ -193,9 +191,6 @@ def test_drafting_and_verification_are_timed_on_the_device(monkeypatch):
     assert found.verify_seconds == pytest.approx(0.04 * found.num_spec_steps)
 
 
-# ---------------------------------------------------------------------- trees
-
-
 def told(answer):
     """The tokens that the steps of an answer spell, possibly with some after its end."""
     tokens = answer.token_ids[:1]
@@ -252,8 +247,6 @@ def test_guesses_are_shares_of_their_parents():
             shares = [g for g, p in zip(step.guesses, step.parents, strict=True) if p == parent]
             assert sum(shares) <= 1 + 1e-6
 
-
-# ---------------------------------------------------------------------- log probabilities
 
 REQUEST = {"prompt": "Describe the image.", "images": str(samples() / "scene.png")}
 SAMPLED = {"temperature": 1.5, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.3}

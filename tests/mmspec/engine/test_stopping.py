@@ -90,7 +90,6 @@ def test_each_row_has_room_up_to_the_context_limit():
 
 
 def test_time_counts_from_the_first_token(monkeypatch):
-    """The row ends with the first token after it."""
     times = iter([10.0, 10.0, 12.0, 12.5])
     monkeypatch.setattr(stopping, "clock", lambda: next(times))
     assert feed(Stopper(50, max_time=2.0), list(range(10, 20)), [1, 4, 5]) == ([10, 11, 12], "length")

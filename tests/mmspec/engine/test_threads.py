@@ -111,7 +111,6 @@ def mixed_requests():
 
 @pytest.mark.parametrize("kind", ["pipeline", "target", "drafter", "model"])
 def test_threads_get_the_answers_that_they_would_get_alone(kind):
-    """Streams, whole answers and batches; slots for a few of them only."""
     pipes = shared_pipelines(kind, max_num_seqs=5)
 
     def ask(number):

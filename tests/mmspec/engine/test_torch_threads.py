@@ -1,7 +1,5 @@
 """Torch's threads next to other programs: their number follows the delays of steps; clients give up theirs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -153,8 +151,6 @@ def test_time_that_threads_compute_in_is_no_delay(tmp_path, monkeypatch):
     monkeypatch.setattr(threads, "_TASKS", tmp_path)
     assert threads._delays() == {"7": 50, "8": 0}
 
-
-# ---------------------------------------------------------------------- OpenMP's threads
 
 SPINNING = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"
 

@@ -139,7 +139,6 @@ def test_more_tokens_than_the_limit_are_cut(pipe):
 
 
 def test_a_follow_up_computes_its_own_tokens(pipe):
-    """Further choices of a prompt, and the next turn."""
     cached = mmspec.load("tiny-llava", drafter=None, device="cpu", dtype="float32", prefix_cache=1 << 26)
     with served(cached) as server:
         asked = question(QUESTION, data_uri(SCENE), max_tokens=12, n=2, temperature=0)
@@ -458,9 +457,6 @@ def test_paths(server):
     response = httpx.get(f"{server.url}/v1/chat/completions")
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
     assert response.json()["error"]["type"] == "invalid_request_error"
-
-
-# ---------------------------------------------------------------------- characters of several tokens
 
 
 WORD = "naïve 👩‍🚀 日本"

@@ -195,9 +195,6 @@ def test_requests_without_the_key_do_not_count(pipe):
         assert server.post(question(max_tokens=2), headers=headers).status_code == 200
 
 
-# ---------------------------------------------------------------------- grammars
-
-
 PATTERN = {"type": "string", "pattern": "(?i)" + r"\p{Lu}\p{Ll}" * 7500}  # 3 s, 300 MiB
 WIDE = {"type": "object", "properties": {f"p{n:04}": {"type": "string"} for n in range(4000)}}
 

@@ -188,9 +188,6 @@ def test_none_takes_reasoning_for_the_answer():
     assert (choice.message.content, choice.tokens) == ("Hm.\n</think>\n\nUlm", 0)
 
 
-# ---------------------------------------------------------------------- responses
-
-
 def responded(client, **fields):
     """A response, which is the same as a stream, and the types of its events."""
     request = {"model": "tiny", "input": "Which?", "temperature": 0, "max_output_tokens": 200, **fields}

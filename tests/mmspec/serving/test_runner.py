@@ -28,7 +28,6 @@ MESSAGE = "a request must end within 5 s (--request-timeout): this one had not"
 
 
 def test_a_time_of_the_answer(server, slow):
-    """It is shorter, and is the beginning of the whole one."""
     body = question(**{**LONG, "max_tokens": 60})
     whole = server.post(body).json()["choices"][0]["message"]["content"]
     slow(0.05)

@@ -53,7 +53,6 @@ def test_answers_are_equal_and_the_table_is_kept(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # which peft asks for
 def test_adapters_are_models(tmp_path):
-    """Clients of several of them at once get what each gets alone."""
     pytest.importorskip("peft")
     from tests.mmspec.targets.test_lora import saved
 

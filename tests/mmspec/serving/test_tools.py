@@ -143,7 +143,6 @@ def test_calls_of_the_models_choice(client):
 
 @pytest.mark.parametrize("marked", [True, False])
 def test_arguments_are_constrained_once_a_call_has_begun(client, marked):
-    """The model wants days beyond the limit."""
     wrong = {"town": "Ulm", "days": 44}
     scripted(written(("weather", wrong)) if marked else json.dumps({"name": "weather", "arguments": wrong}, indent=2))
     ((name, arguments),) = called(both(client, logit_bias={str(END): 50}))
@@ -153,7 +152,6 @@ def test_arguments_are_constrained_once_a_call_has_begun(client, marked):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "clock"}}], ids=str)
 def test_calls_that_are_required(client, choice):
-    """The model wants to say something else."""
     scripted("No.")
     found = both(client, tool_choice=choice, logit_bias={str(END): 100})
     assert (found.message.content, found.finish_reason) == (None, "tool_calls")
@@ -167,7 +165,6 @@ def test_calls_that_are_required(client, choice):
 
 @pytest.mark.parametrize("parallel", [None, False])
 def test_a_named_tool_is_called_once(client, parallel):
-    """The model wants to call it twice, and another tool."""
     calls = [("weather", FIRST), ("weather", SECOND), ("clock", {})]
     scripted(written(*calls))
     more = {} if parallel is None else {"parallel_tool_calls": parallel}
@@ -192,7 +189,6 @@ def test_calls_without_a_marker(client):
 
 
 def test_a_conversation_goes_on(client):
-    """Results of calls, as clients send them back."""
     scripted(written(("weather", FIRST)))
     message = both(client).message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}

@@ -80,7 +80,6 @@ def attention_of(model):
 
 @pytest.mark.parametrize("name", ["qwen2", "llava"])
 def test_passes_run_it_and_the_model_keeps_its_own(name, monkeypatch):
-    """Also a pass that fails."""
     model, run = shared_model(name), []
     before, target, prompt = attention_of(model), TransformersTarget(model), Prompt(torch.tensor([[5, 6, 7]]))
     assert set(before.values()) == {"sdpa"}

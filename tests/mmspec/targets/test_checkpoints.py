@@ -1,7 +1,5 @@
 """Checkpoints: exact weights, code that a folder brings along, hub ids without a network, and dispatched models."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -222,8 +220,6 @@ def test_a_cached_model_loads_without_a_network(attempts: list[Any], tmp_path: P
     expected = mmspec.load(str(folder), drafter=None).generate("A", max_new_tokens=5)
     assert pipe.generate("A", max_new_tokens=5).token_ids == expected.token_ids
 
-
-# ---------------------------------------------------------------------- dispatched models
 
 PARTS = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", *(f"model.layers.{i}" for i in range(4)))
 MAPS = {

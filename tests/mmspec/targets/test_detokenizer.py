@@ -4,8 +4,6 @@ messages and typed special tokens in every kind of template; and the bytes of to
 References decode whole sequences, with and without the answer, or encode with tokenizers that do not know the tokens.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -216,8 +214,6 @@ def test_the_first_words_blank(decoder: str, gap: str | None, keywords: dict[str
     if expected.endswith("the a"):
         assert offsets == [0, len(expected) - 2, len(expected)]
 
-
-# ---------------------------------------------------------------------- typed special tokens, templates and bytes
 
 _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}"

@@ -1,7 +1,5 @@
 """Decoder layers with merged operations, in one call or in few launches, equal the model's own layers."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from itertools import product
@@ -298,7 +296,6 @@ def test_rotations_of_every_kind(kind, length):
 @needs_kernels
 @pytest.mark.parametrize("first", [1, 2, 9])
 def test_passes_at_every_position_around_the_doublings_of_the_table(first):
-    """One token at a time, the first of them at ``first``: the table of rotations grows twice."""
     model = model_of(LlamaConfig)
     pack_model(model, "int8")
     targets = [TransformersTarget(one) for one in (model, layer_by_layer(copy.deepcopy(model)))]
@@ -321,7 +318,6 @@ def test_passes_at_every_position_around_the_doublings_of_the_table(first):
     ids=["windowed", "full", "both"],
 )
 def test_windowed_and_full_layers_have_their_own_masks(layers, kind):
-    """A window of 8 tokens, passes after 21."""
     changes = dict(use_sliding_window=True, sliding_window=8, max_window_layers=0, layer_types=layers)
     model = model_of(Qwen2Config, **changes)
     exact = copy.deepcopy(model)
@@ -380,7 +376,6 @@ def test_shapes_that_the_kernels_compute_and_others(changes, compiled):
 @needs_kernels
 @kinds
 def test_a_batch_of_more_rows_than_a_chunk(kind):
-    """Three prompts of 50 tokens: a chunk ends within the third."""
     model = model_of(LlamaConfig)
     pack_model(model, kind)
     ids = torch.randint(VOCAB, (3, 50))
@@ -444,8 +439,6 @@ def test_a_decoder_that_does_more_than_its_layers_runs_in_every_pass():
     assert calls == 1 + 3  # once to compare
     assert not torch.allclose(found, plain, atol=0.1)
 
-
-# ---------------------------------------------------------------------- layers in few launches
 
 FUSED = ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma3", "llava", "qwen2_vl", "qwen3_vl"]
 """One of each kind: windows, biases, norms of heads and of outputs, positions with several axes."""
@@ -520,7 +513,6 @@ def test_other_layers_run_in_the_decoder(name, ran):
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["llama", "qwen2-window"])
 def test_nodes_that_stay_are_attended_to(name, ran):
-    """A level after another, of which each has two nodes."""
     found = []
     for change in (lambda target: target, by_the_decoder):
         target = change(TransformersTarget(shared_model(name)))
@@ -566,7 +558,6 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_between_passes_take_effect(name, ran):
-    """Of a module, whether it is called or only read, and of weights, wherever they are kept."""
     (change, fused), model = CHANGES[name], copy.deepcopy(shared_model("llama"))
     target = TransformersTarget(model)
     before = static_logits(target)

@@ -1,8 +1,6 @@
 """Quantisation while a checkpoint is read: weights equal to packing afterwards, and peak memory. Folders that lack
 weights which packages carry: a language model's GGUF file, a vision tower."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -142,8 +140,6 @@ def test_a_model_of_a_source_has_no_rows_left(tmp_path: Path) -> None:
     assert any(isinstance(part, BlockLinear) for part in model.modules())
     assert not any(hasattr(part, "stored") for part in model.modules())
 
-
-# ---------------------------------------------------------------------- folders that packages complete
 
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 32}
 

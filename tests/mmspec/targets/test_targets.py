@@ -127,7 +127,6 @@ def test_the_head_takes_no_product_in_batches():
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "bamba", "falcon_mamba"])
 @torch.no_grad()
 def test_inputs_and_outputs_of_layers_are_the_models_own(name):
-    """Of a prompt, whole or in chunks, and of a tree."""
     model = shared_model(name)
     layers = model.get_decoder().layers
     names = (0, 1, output_of(0), output_of(len(layers) - 1), "last")
@@ -431,7 +430,6 @@ def test_positions_reach_as_far_as_the_context_and_what_is_asked_for(limit, max_
 @pytest.mark.parametrize("place", [None, 0, 1, 2])
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 def test_every_end_token_ends_an_answer(place, drafter):
-    """One token, or a list in which the one that the model says stands anywhere, as ``generate`` takes them."""
     model = copy.deepcopy(byte_model())
     model.generation_config.eos_token_id = None
     pipe = mmspec.Pipeline(TransformersTarget(model), Processor(byte_tokenizer()), make_drafter(drafter))
@@ -510,8 +508,6 @@ def test_a_row_at_the_last_slot_of_attention_drafts_as_deep_as_the_others(order,
     assert [row.error for row in rows] == [None, None]
     assert [row.history for row in rows] == [row.tolist() for row in expected]
 
-
-# ---------------------------------------------------------------------- a target that is no model of transformers
 
 SCORES = torch.randn(259, 1, 259, generator=torch.Generator().manual_seed(0)).expand(-1, 259, -1)
 """Scores of the next token by the token before the last."""
