@@ -211,6 +211,7 @@ DTYPE = "dtype must be auto, float32, .*, int4: got "
         ({"model": "{folder}", "dtype": 5}, DTYPE + "5"),
         ({"model": "{folder}", "dtype": "int3"}, DTYPE + "'int3'"),
         ({"model": "{folder}", "device": 5.5}, r"one that torch can use here \(cpu.*\): got 5.5$"),
+        *(({"model": "{folder}", "device": device}, f"device must .*'{device}'") for device in ("toaster", "meta")),
         # torch raises an AssertionError for devices that it was built without.
         ({"model": "{folder}", "device": "xpu"}, r"^device must be auto or one that torch can use here .*: got 'xpu'$"),
         ({"model": "{folder}"}, "cannot load model .*: expected"),

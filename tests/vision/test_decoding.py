@@ -84,7 +84,6 @@ def decoder():
 
 @pytest.fixture
 def faulty(monkeypatch, tmp_path, decoder):
-    """A decoder with the faults of `FAULTY` injected."""
     monkeypatch.setattr(workers, "_PROGRAM", faulty_program(tmp_path))
     return decoder
 

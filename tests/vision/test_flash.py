@@ -135,8 +135,7 @@ def test_all_of_flash_on_every_family(name):
 
 
 @pytest.mark.parametrize(
-    ("latents", "span", "slots"),
-    [(0, 0, 1), (0, 0, 5), (1, 0, 1), (5, 16, 1), (5, 16, 3), (5, 0, 2), (16, 16, 5)],
+    ("latents", "span", "slots"), [(0, 0, 1), (0, 0, 5), (1, 0, 1), (5, 16, 1), (5, 16, 3), (5, 0, 2), (16, 16, 5)]
 )
 def test_both_ideas_apart_and_together(latents, span, slots):
     """Two images in one run; three rows with padding of their own, some steps without a draft, trees of 6 levels."""

@@ -322,7 +322,6 @@ def test_raw_prompts_have_special_tokens_but_no_images(processor):
 
 @pytest.fixture(params=[True, False], ids=["pad token", "no pad token"])
 def pads(request, processor):
-    """Whether the tokenizer has a pad token."""
     token = processor.tokenizer.pad_token
     if not request.param:
         processor.tokenizer.pad_token = None

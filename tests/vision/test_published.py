@@ -317,19 +317,10 @@ def test_tokens_that_the_checkpoint_lacks_are_never_drafted(tmp_path):
     assert int(tree.tokens.max()) < 60
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (WIDE, "(hidden_size 60): got LlavaForConditionalGeneration with hidden_size 48"),
-        ({**LLAVA, "vocab_size": 102}, "(vocab_size 102): got LlavaForConditionalGeneration with vocab_size 101"),
-        ({**LLAVA, "vocab_size": 50}, "(vocab_size 50): got LlavaForConditionalGeneration with vocab_size 101"),
-    ],
-)
-def test_a_drafter_of_another_target_is_refused(config, message, tmp_path):
+def test_a_drafter_of_another_target_is_refused(tmp_path):
     target = plugins.target_class(shared_model("llava").config)(shared_model("llava"))
-    with pytest.raises(UserError) as caught:
-        make_drafter(str(write(tmp_path / "other", config))).attach(target)
-    assert message in str(caught.value)
+    with pytest.raises(UserError, match=r"\(hidden_size 60\): got LlavaForConditionalGeneration with hidden_size 48"):
+        make_drafter(str(write(tmp_path / "other", WIDE))).attach(target)
     drafter = make_drafter(str(write(tmp_path / "own", {**LLAVA, "vocab_size": 101})))
     drafter.attach(target)
     assert drafter.draft_ids is None

@@ -136,8 +136,7 @@ def test_samples_the_displayed_frame(tmp_path, suffix, codec, options, start):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "backend"),
-    [("mp4", "pyav"), ("mkv", "pyav"), pytest.param("mp4", "decord", marks=needs_decord)],
+    ("suffix", "backend"), [("mp4", "pyav"), ("mkv", "pyav"), pytest.param("mp4", "decord", marks=needs_decord)]
 )
 @pytest.mark.parametrize("tail", [2, 3, 5])
 def test_packet_durations_out_of_order(tmp_path, suffix, tail, backend):
@@ -197,7 +196,6 @@ def test_edit_lists_cut_the_start_and_the_end(tmp_path):
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """Gets one entry per decoded frame."""
     frames: list[int] = []
     step = video_readers._FrameReader._decode_next
 

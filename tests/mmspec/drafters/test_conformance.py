@@ -122,8 +122,6 @@ class Drafted:
 
 
 class Batch:
-    """The sequences of a target and a drafter."""
-
     def __init__(self, model, kind):
         self.target = target_of(model)
         self.drafter = make(kind, model)
@@ -140,7 +138,6 @@ class Batch:
         self.rows += new
 
     def leave(self, kept):
-        """Keep these rows, in this order."""
         self.target.keep(kept)
         self.drafter.select(kept)
         self.rows = [self.rows[row] for row in kept]

@@ -39,7 +39,6 @@ def loaded(tmp_path, config, tensors):
 
 
 def drafter_of(tmp_path, plain, layout="z-lab", **changes):
-    """A drafter of the reference's weights."""
     return loaded(tmp_path, *published(plain, layout, **changes))
 
 

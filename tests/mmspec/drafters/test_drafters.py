@@ -19,7 +19,7 @@ from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import build_tree
 from mmspec.core.verify import accept_path
 from mmspec.drafters import recycle as recycled
-from mmspec.drafters.checkpoint import _load_tensors, check_verifier, load_weights, verifier_of
+from mmspec.drafters.checkpoint import _load_tensors, load_weights
 from mmspec.drafters.growth import Reach, best_first, grow_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Rankings, Recycle
@@ -309,11 +309,6 @@ def test_recycle_checkpoints(tmp_path):
     assert drafters_for(tmp_path / "other")[:1] == ["auto"]
     (tmp_path / "other").mkdir()
     assert drafters_for(tmp_path / "other")[:3] == [DEFAULT, "ngram", "recycle"]
-    for name, wrong in {"architectures": ["A"], "hidden_size": 47, "vocab_size": 102}.items():
-        with pytest.raises(
-            UserError, match=rf"^the drafter was trained for .* \({name} .*\): got LlamaForCausalLM with {name} "
-        ):
-            check_verifier(verifier_of(target) | {name: wrong}, target)
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(65_536, torch.uint16), (65_537, torch.int32)])

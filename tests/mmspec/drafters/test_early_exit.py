@@ -35,7 +35,6 @@ def llama(**changes):
 
 
 def shortened(model, layers):
-    """A copy of a model with its first layers alone."""
     short = copy.deepcopy(model)
     del short.get_decoder().layers[layers:]
     return short

@@ -15,7 +15,6 @@ from tests.tiny.models import text_inputs, vision_inputs
 
 
 def drafter_of(folder, layout, config, tensors):
-    """A drafter read from a folder; trees of three children per node."""
     drafter = make_drafter(str(write(folder, layout, config, tensors)))
     assert type(drafter) is (Hydra if layout.startswith("hydra") else Medusa)
     drafter.top_k = 3

@@ -2,11 +2,11 @@
 
 import copy
 import json
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import mmspec
 from mmspec import SamplingParams, UserError, plugins
@@ -14,7 +14,6 @@ from mmspec.cli import main
 from mmspec.drafters.mtp import MTP, SPEC
 from mmspec.drafters.registry import make_drafter
 from tests.mmspec.drafters.test_drafters import assert_equal, check_paths, target_of
-from tests.model_folders import tokenizer
 from tests.mtp import (
     LAYERS,
     check_mtp,
@@ -113,35 +112,6 @@ def test_a_layer_that_predicts_the_target_is_accepted(tmp_path):
     assert all(stats.mean_acceptance_length == 7 for stats in out.stats)  # six levels and the bonus token
 
 
-@cache
-def words() -> PreTrainedTokenizerFast:
-    return tokenizer()
-
-
-def text_folder(folder):
-    """A whole target: weights with an MTP layer, tokenizer and generation settings."""
-    config = GATED_DELTA_CONFIGS["qwen3_5_text"]()
-    config.vocab_size = len(words())
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    write_target(folder, model, mtp_tensors(model), shards=True)
-    words().save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.long
-def test_the_command_line(tmp_path, capfd):
-    folder = str(text_folder(tmp_path / "target"))
-    asked = ["generate", "A red", "--model", folder, "--max-new-tokens", "12", "--nodes", "6", "--json"]
-    answers = []
-    for drafter in ("mtp", f"mtp:{folder}", folder, "none"):
-        assert main([*asked, "--drafter", drafter]) == 0
-        answers.append(json.loads(capfd.readouterr().out))
-    assert [answer["stats"]["num_draft_tokens"] > 0 for answer in answers] == [True, True, True, False]
-    assert all(answer["token_ids"] == answers[-1]["token_ids"] for answer in answers)
-
-
 def test_a_folder_without_the_layer_is_one_line(tmp_path, capfd):
     folder = tmp_path / "target"
     shared_model("qwen3_5_text").save_pretrained(folder)
@@ -213,3 +183,4 @@ def test_a_layer_of_another_target_is_refused(tmp_path):
     ):
         drafter.attach(target_of("llama"))
     assert SPEC.recognises(folder)
+    assert all(isinstance(make_drafter(spec), MTP) for spec in (f"mtp:{folder}", str(folder)))

@@ -17,6 +17,7 @@ from mmspec.drafters.small import Small
 from mmspec.drafters.union import PerSequence, Union
 from mmspec.ops import kernels
 from tests.mmspec.drafters.test_drafters import assert_equal, begun, paths, target_of
+from tests.mmspec.engine.test_engine import Silent
 from tests.targets import prefilled
 from tests.tiny import root_path, shared_model, valid_nodes
 from tests.tiny.models import text_inputs
@@ -93,31 +94,21 @@ def now(monkeypatch) -> list[float]:
 
 @pytest.fixture
 def gains(monkeypatch) -> list[float]:
-    """Gains of the members' drafts, in their order."""
     found: list[float] = []
     monkeypatch.setattr(Payoff, "add", lambda payoff, gain: found.append(gain))
     return found
 
 
-class Fixed(Drafter):
+class Fixed(Silent):
     """Always drafts the same token, in so many seconds."""
 
     def __init__(self, token: int, seconds: float, now: list[float]) -> None:
         self.token, self.seconds, self.now, self.asked = token, seconds, now, 0
 
-    def begin(self, prompt, output, history):
-        pass
-
-    def select(self, rows):
-        pass
-
     def propose(self, token, plan):
         self.asked += 1
         self.now[0] += self.seconds
         return build_tree(token, [([self.token], [0])] * len(token), [[0.5]] * len(token))
-
-    def observe(self, tree, verdict, output):
-        pass
 
 
 def steps(union: Union, now: list[float], plan: StepPlan, count: int, right: int) -> None:
@@ -402,7 +393,6 @@ TEXT = [5, 6, 7, 8, 5, 6, 9, 8, 5, 6, 7, 5]
 
 
 def attached(drafter, history):
-    """The drafter, with one sequence of this history."""
     target = target_of("llama")
     drafter.attach(target)
     prompt = Prompt(torch.tensor([history[:-1]]))
@@ -490,8 +480,6 @@ def test_chains(name, static, monkeypatch):
 
 
 class Trees(Wrapper):
-    """A drafter without chains."""
-
     drafter = Ngram()
     draft_chains = Drafter.draft_chains
 

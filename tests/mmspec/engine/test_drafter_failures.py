@@ -82,7 +82,6 @@ def decoded(engine, prompts, lengths):
 
 
 def on_table(drafter, rows=ROWS[:1], lengths=(9,)):
-    """An engine, and its sequences; their tokens are those of the table."""
     engine = SteppedEngine(TableTarget(table_model(VOCAB)), drafter, StepPlan(6, 4))
     ended = decoded(engine, [prompt_of([row]) for row in rows], lengths)
     if not any(row.error for row in ended):

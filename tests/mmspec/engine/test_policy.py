@@ -87,7 +87,6 @@ class Machine:
 
 
 def best_fixed(rows, *machine, **options):
-    """Rate of the best fixed tree, or of plain decoding."""
     plans = [StepPlan(*sizes) for sizes in ((1, 1), (3, 3), (7, 4), (7, 7), (15, 12))]
     return max([1.0, *(Machine(*machine, **options).rate(DraftPolicy(plan), 100, rows) for plan in plans)])
 

@@ -66,7 +66,6 @@ def begun(pipe, prompt=PROMPTS[1], **keywords):
 
 
 def free(pipe):
-    """Whether a pipeline's rows and drafter are free, once its engine is idle."""
     pipe.engine.drain()
     return pipe.target.runner.rows == 0 and id(pipe.drafter) not in policy._OWNERS
 

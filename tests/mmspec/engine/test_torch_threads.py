@@ -16,15 +16,9 @@ from mmspec.engine.threads import TorchThreads
 from mmspec.ops.cpu import kernel_threads, limit_torch
 from tests.tiny import byte_model, byte_tokenizer
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 BUSY, NOISY, QUIET = (1.0, 0.9), (1.0, 0.1), (1.0, 0.01)  # seconds of steps, and of their threads' delays
-
-
-@pytest.fixture(autouse=True)
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def starting(most, count=None):

@@ -239,5 +239,3 @@ def test_how_many_sequences_are_warmed_up(monkeypatch):
     assert asked == [(1, None, every), (3, None, every), (5, 9, [4]), "memory", (6, 700, every)]
     with pytest.raises(mmspec.UserError, match=r"^tokens must be"):
         mmspec.load("tiny-llava", drafter=None).warm_up(tokens=0)
-    with pytest.raises(mmspec.UserError, match=r"^warm_up must be"):
-        mmspec.load("tiny-llava", warm_up=-1)

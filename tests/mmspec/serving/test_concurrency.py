@@ -44,7 +44,6 @@ def narrow(pipe):
 
 
 def text_of(server, body):
-    """The answer to a request, of a stream its pieces together."""
     (text,) = texts(server.post(body))
     return text
 

@@ -39,7 +39,6 @@ def test_a_time_of_the_answer(server, slow):
 
 @pytest.fixture
 def brief(pipe, slow):
-    """A server whose answers take longer than a request may."""
     slow(0.05)
     with served(pipe, Limits(max_running=1, request_timeout=5)) as running:
         yield running

@@ -58,7 +58,6 @@ TOOLS = [{"name": "heat", "parameters": SCHEMA}, {"name": "stop"}]
 
 
 def accepts(grammar, text):
-    """Whether a grammar accepts a text as a whole."""
     check_grammar("grammar", grammar)
     tokenizer = LLTokenizer("byte")
     matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0)

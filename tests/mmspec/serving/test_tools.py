@@ -107,7 +107,6 @@ def asked(**fields):
 
 
 def called(choice):
-    """Names and arguments of a choice's calls."""
     return [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or ()]
 
 

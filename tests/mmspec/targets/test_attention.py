@@ -12,16 +12,7 @@ from mmspec import UserError, ops
 from mmspec.cache.tree_cache import SlotBounds, TreeCache
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
-from mmspec.targets.attention import (
-    NAME,
-    PASS,
-    TreePass,
-    slot_limit,
-    tail_mask,
-    tree_attention,
-    tree_mask,
-    window_of,
-)
+from mmspec.targets.attention import NAME, PASS, TreePass, slot_limit, tail_mask, tree_attention, tree_mask, window_of
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.targets import prefilled
 from tests.tiny import shared_model

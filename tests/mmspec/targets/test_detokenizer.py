@@ -47,10 +47,7 @@ class InPython(PreTrainedTokenizer):
     """A tokenizer in Python: blanks are stripped, or words have marks of subword-nmt where they go on."""
 
     def __init__(self, kind: str) -> None:
-        self._names = {
-            "stripped": ["a", "▁b", "▁", "▁▁", "c"],
-            "continued": ["a@@", "b@@", "c", "d"],
-        }[kind]
+        self._names = {"stripped": ["a", "▁b", "▁", "▁▁", "c"], "continued": ["a@@", "b@@", "c", "d"]}[kind]
         self._kind = kind
         super().__init__(bos_token=SPECIAL)
 

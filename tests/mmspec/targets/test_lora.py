@@ -29,14 +29,10 @@ pytestmark = [
 ]
 
 PROMPTS = ("Describe the image.", "Count the circles, then the squares.", "What is left of the red square?")
-LAYERS = {
-    "tiny-llava": ["q_proj", "v_proj", "down_proj"],
-    "tiny-hybrid": ["in_proj", "o_proj", "gate_proj"],
-}
+LAYERS = {"tiny-llava": ["q_proj", "v_proj", "down_proj"], "tiny-hybrid": ["in_proj", "o_proj", "gate_proj"]}
 
 
 def saved(folder: Path, name: str, seed: int, **config: object) -> Path:
-    """A random adapter of an embedded model."""
     model = mmspec.load(name, drafter=None).model
     torch.manual_seed(seed)
     options = {"r": 4, "lora_alpha": 16, "target_modules": LAYERS[name], "init_lora_weights": False, **config}

@@ -8,19 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    Gemma2Config,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -30,7 +19,7 @@ from mmspec.core.target import Prompt, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
-from mmspec.ops import cpu, kernels
+from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from mmspec.quantisation.linear import HalfLinear
 from mmspec.targets import packing, recognise, static_forward
@@ -48,14 +37,13 @@ from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.targets import CACHE, prefilled
 from tests.tiny import random_tree, shared_model
-from tests.tiny.configs import _shrink
 
 VOCAB = 120
 SIZES = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, head_dim=32, max_position_embeddings=128)
 
 GEMMA3 = partial(
-    Gemma3TextConfig,
+    transformers.Gemma3TextConfig,
     layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     sliding_window=8,
     query_pre_attn_scalar=12,
@@ -66,7 +54,7 @@ GEMMA3 = partial(
 def model_of(config_class: Any, **changes: Any) -> Any:
     """A random model whose norms and biases differ from their defaults."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_class(**{**SIZES, **changes})).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config_class(**{**SIZES, **changes})).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -80,7 +68,13 @@ def layer_by_layer(model: Any) -> Any:
     return model
 
 
-FAMILIES = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GEMMA3]
+FAMILIES = [
+    transformers.LlamaConfig,
+    transformers.MistralConfig,
+    transformers.Qwen2Config,
+    transformers.Qwen3Config,
+    GEMMA3,
+]
 PACKED = ["bfloat16", *QUANTISED]
 kinds = pytest.mark.parametrize("kind", PACKED)
 
@@ -141,12 +135,18 @@ def test_packed_forward_give_the_models_logits(config_class):
     torch.testing.assert_close(after, model(ids).logits[:, 5:], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("config_class", [Gemma2Config, Olmo2Config])
+NO_ROTATION = partial(transformers.SmolLM3Config, no_rope_layer_interval=2, pad_token_id=0)  # in every second layer
+
+
+@pytest.mark.usefixtures("fixed_shapes")
+@pytest.mark.parametrize("config_class", [transformers.Gemma2Config, transformers.Olmo2Config, NO_ROTATION])
 def test_layers_with_other_parts_stay(config_class):
     model = model_of(config_class)
     kind = type(model.get_decoder().layers[0])
     merge_layers(model.get_decoder())
     assert {type(layer) for layer in model.get_decoder().layers} == {kind}
+    targets = TransformersTarget(model), by_the_decoder(TransformersTarget(model))
+    torch.testing.assert_close(*map(static_logits, targets))
 
 
 def test_only_hooks_of_transformers_and_no_others_leave_a_layer_plain():
@@ -182,7 +182,7 @@ def test_gains_that_bfloat16_does_not_tell_from_one_more(kind, more, dtype):
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("config_class", [LlamaConfig, GEMMA3])
+@pytest.mark.parametrize("config_class", [transformers.LlamaConfig, GEMMA3])
 @kinds
 def test_speculative_decoding_of_a_packed_model_equals_plain_decoding(config_class, kind, kernels, monkeypatch):
     monkeypatch.setenv("MMSPEC_KERNELS", kernels)
@@ -198,7 +198,7 @@ def test_speculative_decoding_of_a_packed_model_equals_plain_decoding(config_cla
 
 
 @needs_kernels
-@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config])
+@pytest.mark.parametrize("config_class", [transformers.LlamaConfig, transformers.Qwen2Config])
 @kinds
 @torch.inference_mode()
 def test_a_cache_of_transformers_holds_the_same_keys_and_values(kind, config_class):
@@ -209,21 +209,13 @@ def test_a_cache_of_transformers_holds_the_same_keys_and_values(kind, config_cla
     target = TransformersTarget(model)
     first = prefilled(target, Prompt(ids), 9).logits.bfloat16()
     decoded = target.verify(TokenTree.root(token[:, 0])).logits.bfloat16()  # as the model rounds them
-    usual = DynamicCache(config=model.config)
+    usual = transformers.DynamicCache(config=model.config)
     assert torch.equal(model(ids, **{CACHE: usual}).logits[:, -1:].bfloat16(), first)
     assert torch.equal(model(token, **{CACHE: usual}).logits.bfloat16(), decoded)
     for layer, theirs in enumerate(usual.layers):
         for mine, other in zip(target.runner.cache.kv.states(layer), (theirs.keys, theirs.values), strict=True):
             assert mine.dtype == other.dtype == torch.bfloat16
             assert torch.equal(mine[:, :, :91], other)
-
-
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @needs_kernels
@@ -237,7 +229,7 @@ def test_tokens_have_the_same_bits_in_prompts_trees_and_alone(config_class, kind
     pack_model(model, kind)
     assert all(layer.native is not None for layer in model.get_decoder().layers)
     ids = torch.randint(VOCAB, (1, 80))
-    whole = model(ids, **{CACHE: DynamicCache(config=model.config)}).logits
+    whole = model(ids, **{CACHE: transformers.DynamicCache(config=model.config)}).logits
     path = ids[0, 60:65].tolist()
     tokens, parents = [path[0]], [-1]
     kept = [0]
@@ -259,7 +251,7 @@ def test_tokens_have_the_same_bits_in_prompts_trees_and_alone(config_class, kind
 
 
 @needs_kernels
-@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("config_class", [transformers.LlamaConfig, transformers.Qwen2Config, transformers.Qwen3Config])
 def test_compiled_layers_compute_what_their_parts_compute(config_class):
     model = model_of(config_class)
     pack_model(model, "int8")
@@ -283,7 +275,7 @@ def test_compiled_layers_compute_what_their_parts_compute(config_class):
 def test_rotations_of_every_kind(kind, length):
     """Before and after the length at which some kinds change; their decoder's forward runs in every pass."""
     parameters = dict(rope_type=kind, **ROTATIONS[kind])
-    model = model_of(LlamaConfig, rope_parameters=parameters)
+    model = model_of(transformers.LlamaConfig, rope_parameters=parameters)
     exact = copy.deepcopy(model)
     pack_model(model, "bfloat16")
     ids = torch.arange(length)[None]
@@ -296,7 +288,7 @@ def test_rotations_of_every_kind(kind, length):
 @needs_kernels
 @pytest.mark.parametrize("first", [1, 2, 9])
 def test_passes_at_every_position_around_the_doublings_of_the_table(first):
-    model = model_of(LlamaConfig)
+    model = model_of(transformers.LlamaConfig)
     pack_model(model, "int8")
     targets = [TransformersTarget(one) for one in (model, layer_by_layer(copy.deepcopy(model)))]
     for target in targets:
@@ -319,7 +311,7 @@ def test_passes_at_every_position_around_the_doublings_of_the_table(first):
 )
 def test_windowed_and_full_layers_have_their_own_masks(layers, kind):
     changes = dict(use_sliding_window=True, sliding_window=8, max_window_layers=0, layer_types=layers)
-    model = model_of(Qwen2Config, **changes)
+    model = model_of(transformers.Qwen2Config, **changes)
     exact = copy.deepcopy(model)
     pack_model(model, kind)
     ids = torch.randint(VOCAB, (1, 21))
@@ -335,7 +327,11 @@ ROWS = [127, 128, 129, 255, 256, 257]  # the kernels compute 128 rows at a time
 @needs_kernels
 @pytest.mark.parametrize(
     ("config_class", "rows"),
-    [*((LlamaConfig, rows) for rows in (*ROWS, 1023, 1024, 1025)), (Qwen2Config, 129), (Qwen3Config, 129)],
+    [
+        *((transformers.LlamaConfig, rows) for rows in (*ROWS, 1023, 1024, 1025)),
+        (transformers.Qwen2Config, 129),
+        (transformers.Qwen3Config, 129),
+    ],
 )
 @kinds
 def test_prompts_of_any_number_of_rows(kind, config_class, rows):
@@ -365,7 +361,7 @@ def test_prompts_of_any_number_of_rows(kind, config_class, rows):
     ids=str,
 )
 def test_shapes_that_the_kernels_compute_and_others(changes, compiled):
-    model = model_of(LlamaConfig, **changes)
+    model = model_of(transformers.LlamaConfig, **changes)
     pack_model(model, "int8")
     assert all((layer.native is not None) is compiled for layer in model.get_decoder().layers)
     ids = torch.randint(VOCAB, (1, 9))
@@ -376,7 +372,7 @@ def test_shapes_that_the_kernels_compute_and_others(changes, compiled):
 @needs_kernels
 @kinds
 def test_a_batch_of_more_rows_than_a_chunk(kind):
-    model = model_of(LlamaConfig)
+    model = model_of(transformers.LlamaConfig)
     pack_model(model, kind)
     ids = torch.randint(VOCAB, (3, 50))
     together = prefilled(TransformersTarget(model), Prompt(ids), 4).logits[:, -1]
@@ -391,7 +387,7 @@ def test_a_batch_of_more_rows_than_a_chunk(kind):
 def test_the_head_is_not_quantised_to_fewer_bits_than_eight(kind, kernels, tied, monkeypatch):
     """By the kernels of C++ as int8 with a scale per 32 weights, by torch's as float16; behind bfloat16 as that."""
     monkeypatch.setenv("MMSPEC_KERNELS", kernels)
-    model = model_of(LlamaConfig, tie_word_embeddings=tied)
+    model = model_of(transformers.LlamaConfig, tie_word_embeddings=tied)
     exact = model.get_output_embeddings().weight.detach().clone()
     compiled = packed(nn.Linear(32, 32), "int8").__class__ is BLOCKS["int8"]
     pack_model(model, kind)
@@ -408,7 +404,7 @@ def test_the_head_is_not_quantised_to_fewer_bits_than_eight(kind, kernels, tied,
 @needs_kernels
 def test_hooks_take_effect_between_passes():
     """Layers are computed by one call; a layer that is given something else computes its own output."""
-    model = model_of(LlamaConfig)
+    model = model_of(transformers.LlamaConfig)
     pack_model(model, "bfloat16")
     target = TransformersTarget(model)
     prefilled(target, Prompt(torch.arange(9)[None]), 9)
@@ -426,7 +422,7 @@ def test_hooks_take_effect_between_passes():
 
 @needs_kernels
 def test_a_decoder_that_does_more_than_its_layers_runs_in_every_pass():
-    model = model_of(LlamaConfig)
+    model = model_of(transformers.LlamaConfig)
     pack_model(model, "int8")
 
     def doubled(out):
@@ -445,12 +441,7 @@ FUSED = ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma3", "llava", 
 
 
 @pytest.fixture
-def _fixed(monkeypatch):
-    monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
-
-
-@pytest.fixture
-def ran(monkeypatch, _fixed):
+def ran(monkeypatch, fixed_shapes):
     """Passes that ran the layers in few launches."""
     calls, states = [], static_forward.FusedDecoder.states
     monkeypatch.setattr(
@@ -589,7 +580,7 @@ def test_a_decoder_that_does_more_is_noticed_once(ran):
     torch.testing.assert_close(found, static_logits(other))
 
 
-@pytest.mark.usefixtures("_fixed")
+@pytest.mark.usefixtures("fixed_shapes")
 def test_joined_weights_stay_those_of_the_model():
     model = copy.deepcopy(shared_model("qwen2"))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -619,20 +610,3 @@ def test_a_model_that_was_made_in_inference_mode(ran):
     torch.testing.assert_close(static_logits(target), found)
     assert ran
     torch.testing.assert_close(found, static_logits(TransformersTarget(shared_model("qwen2"))))
-
-
-@pytest.mark.usefixtures("_fixed")
-def test_layers_that_do_not_turn_are_not_merged():
-    """One in four of SmolLM3 has no rotary positions."""
-    torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64}
-    model = AutoModelForCausalLM.from_config(_shrink(SmolLM3Config, **sizes)).eval()
-    ids, kinds = torch.randint(90, (1, 30)), {layer.self_attn.use_rope for layer in model.model.layers}
-    expected = model(ids).logits
-    merge_layers(model.model)
-    assert len(kinds) == 2
-    assert not any(isinstance(layer, MergedLayer) for layer in model.model.layers)
-    assert torch.equal(model(ids).logits, expected)
-    torch.testing.assert_close(
-        static_logits(TransformersTarget(model)), static_logits(by_the_decoder(TransformersTarget(model)))
-    )

@@ -7,22 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    DeepseekV4Config,
-    GPT2Config,
-    InklingTextConfig,
-    Llama4TextConfig,
-    LlamaModel,
-    MptConfig,
-    MptForCausalLM,
-    OpenAIGPTConfig,
-    PhiConfig,
-    T5Config,
-    T5ForConditionalGeneration,
-    XLMConfig,
-)
+import transformers
 
 import mmspec
 from mmspec import Pipeline, TokenTree, UserError, plugins
@@ -54,7 +39,7 @@ from tests.tiny.models import text_inputs, text_model
 def renamed_cache():
     """A model whose cache argument has a name that mmspec does not know, as 5.24 renamed it for releases before."""
 
-    class Renamed(LlamaModel):
+    class Renamed(transformers.LlamaModel):
         def forward(self, input_ids=None, attention_mask=None, position_ids=None, states=None, use_cache=None):
             return super().forward(input_ids, attention_mask, position_ids, states, use_cache=use_cache)
 
@@ -64,9 +49,8 @@ def renamed_cache():
 
 
 def changed(name, **changes):
-    """A random model of another configuration."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(configured(TEXT_CONFIGS[name](), **changes)).eval()
+    return transformers.AutoModelForCausalLM.from_config(configured(TEXT_CONFIGS[name](), **changes)).eval()
 
 
 def configured(config, **changes):
@@ -175,17 +159,28 @@ def test_attention_that_takes_no_trees_is_replaced_during_passes(name, model_nam
 
 
 def small_t5():
-    return T5ForConditionalGeneration(T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (small_t5, "T5ForConditionalGeneration is an encoder-decoder"),
-        (DeepseekV4Config, "ForCausalLM has compressed_sparse_attention, heavily_compressed_attention of another kind"),
-        (OpenAIGPTConfig, "forward must take a cache: that of OpenAIGPTModel in OpenAIGPTLMHeadModel does not"),
+        (
+            transformers.DeepseekV4Config,
+            "ForCausalLM has compressed_sparse_attention, heavily_compressed_attention of another kind",
+        ),
+        (
+            transformers.OpenAIGPTConfig,
+            "forward must take a cache: that of OpenAIGPTModel in OpenAIGPTLMHeadModel does not",
+        ),
         (renamed_cache, "^forward must take a cache: that of Renamed in LlamaForCausalLM does not$"),
-        (XLMConfig, "^the target must be one that trees can reproduce: XLM.* takes the tokens of its cache again "),
+        (
+            transformers.XLMConfig,
+            "^the target must be one that trees can reproduce: XLM.* takes the tokens of its cache again ",
+        ),
     ],
 )
 def test_architectures_that_trees_cannot_pass_are_refused_by_name(make, message):
@@ -212,7 +207,7 @@ _PADDED = {"right": ((0, 0), (11, 14)), "hole": ((0, 0), (5, 8)), "left": ((0, 4
 def test_padding_within_a_window_gives_the_same_tokens_or_is_refused(name, padding):
     """transformers' windows and chunks count slots, and so padding after tokens."""
     if name == "llama4":
-        model = random_model(small_config(Llama4TextConfig, attention_chunk_size=8))
+        model = random_model(small_config(transformers.Llama4TextConfig, attention_chunk_size=8))
     elif name not in {**TEXT_CONFIGS, **HYBRID_CONFIGS}:
         pytest.skip(f"the installed transformers has no {name}")
     else:
@@ -256,7 +251,7 @@ def test_models_and_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatc
     with pytest.raises(UserError, match=r"^tree verification of BambaForCausalLM requires layer_types in SimpleName"):
         tree_layers(shared_model("bamba"), SimpleNamespace(model_type="bamba"))
     with pytest.raises(UserError, match="no target adapter supports T5Config: registered are text, vision"):
-        mmspec.plugins.target_class(T5Config())
+        mmspec.plugins.target_class(transformers.T5Config())
     monkeypatch.setattr(mmspec.plugins, "registered", lambda group: ())
     expected = (
         r"^layers must be full or sliding-window attention: BambaForCausalLM has linear_attention of another kind$"
@@ -287,7 +282,7 @@ def test_loops_over_layers():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_head_that_does_more_than_is_known_is_refused(dtype, chunk):
     torch.manual_seed(0)
-    model = random_model(small_config(BertConfig, is_decoder=True, initializer_range=0.5)).to(dtype)
+    model = random_model(small_config(transformers.BertConfig, is_decoder=True, initializer_range=0.5)).to(dtype)
     with pytest.raises(UserError, match="BertLMHeadModel transforms its logits after the output layer"):
         prefilled(TransformersTarget(model.eval()), Prompt(torch.tensor([[5, 6]])), 4, chunk=chunk)
 
@@ -317,8 +312,8 @@ def roped(limit, rope, **changes):
 LONG, AT_28 = {"rope_type": "longrope"}, {"original_max_position_embeddings": 28}
 SWITCHES = {
     ("attention temperatures change at 28 tokens: .* below", "slots"): [
-        small_config(Llama4TextConfig, floor_scale=540),
-        small_config(InklingTextConfig, log_scaling_n_floor=540),
+        small_config(transformers.Llama4TextConfig, floor_scale=540),
+        small_config(transformers.InklingTextConfig, log_scaling_n_floor=540),
     ],
     ("attention masks change at 28 tokens: .* below", "slots"): [
         configured(TEXT_CONFIGS["doge"](), keep_window_size=28)
@@ -332,8 +327,8 @@ SWITCHES = {
     ],
     ("", ""): [
         *(roped(28, {"rope_type": "yarn"}), roped(28, {})),
-        configured(small_config(Llama4TextConfig, floor_scale=540), attn_temperature_tuning=False),
-        small_config(InklingTextConfig, log_scaling_n_floor=None),
+        configured(small_config(transformers.Llama4TextConfig, floor_scale=540), attn_temperature_tuning=False),
+        small_config(transformers.InklingTextConfig, log_scaling_n_floor=None),
     ],
 }
 """Configurations by message and by the length that is compared with 28."""
@@ -408,10 +403,12 @@ def test_padding_within_a_prompt_is_no_limit_of_the_prompt_beside_it():
 def test_rows_ahead_of_others_stay_within_learned_positions():
     """Up to the last position that the model has, in a batch whose rows advance at different speed."""
     torch.manual_seed(0)
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         vocab_size=101, n_embd=48, n_layer=1, n_head=4, n_positions=32, initializer_range=0.25, pad_token_id=0
     )
-    assert_generates(AutoModelForCausalLM.from_config(config).eval(), text_inputs(3, 9), seeds=5, max_new_tokens=23)
+    assert_generates(
+        transformers.AutoModelForCausalLM.from_config(config).eval(), text_inputs(3, 9), seeds=5, max_new_tokens=23
+    )
 
 
 @pytest.mark.parametrize(("limit", "max_new_tokens"), [(512, 2), (10, 8)])
@@ -467,8 +464,10 @@ PACKED = ("bfloat16", "int8", "int4")
 def test_a_narrow_head_gives_the_logits_of_its_tokens(ids, kind):
     """With its part of the bias; packed, too: of blocks of 16 rows it takes rows. Or with a cap of scores."""
     torch.manual_seed(0)
-    config = PhiConfig(vocab_size=101, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    config = transformers.PhiConfig(
+        vocab_size=101, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.get_output_embeddings().bias.data.normal_()
     hidden = torch.randn(2, 3, 48, dtype=torch.bfloat16 if kind in PACKED else torch.float32)
     if kind in PACKED:
@@ -479,7 +478,9 @@ def test_a_narrow_head_gives_the_logits_of_its_tokens(ids, kind):
 
 
 def mpt(longest):
-    return MptForCausalLM(MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=90, max_seq_len=longest)).eval()
+    return transformers.MptForCausalLM(
+        transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=90, max_seq_len=longest)
+    ).eval()
 
 
 def gpt_neo(longest):
