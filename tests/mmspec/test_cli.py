@@ -24,6 +24,9 @@ from mmspec.drafters.registry import DEFAULT
 from tests.commandline import assert_user_error, runner
 from tests.model_folders import save_gguf, save_text_model
 
+DAMAGES = ["empty", "config", "cut", *(f"pickle {how}" for how in ("other", "cut", "empty"))]
+DAMAGES += [f"nan {part}" for part in ("lm_head", "embed_tokens", "up_proj", "model.norm", "layers.0.input")]
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -380,10 +383,6 @@ def damaged(folder, how):
     return [name, "NaN"]
 
 
-DAMAGES = ["empty", "config", "cut", *(f"pickle {how}" for how in ("other", "cut", "empty"))]
-DAMAGES += [f"nan {part}" for part in ("lm_head", "embed_tokens", "up_proj", "model.norm", "layers.0.input")]
-
-
 @pytest.mark.parametrize("how", DAMAGES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_damaged_models(run, model, tmp_path, how, dtype):
@@ -423,7 +422,6 @@ def test_closed_pipe_ends_quietly(generate, monkeypatch):
 
 
 def test_interrupts_are_one_line():
-    """During the command's imports, and while it reads its standard input."""
     start = (
         "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it

@@ -39,6 +39,7 @@ with sigterm_exits():
     with atomic(path) if kind == "file" else alone(path.parent / ".lock", path) as part:
         write(part)
 """
+UNWRITTEN = "cannot write .*/file/out: expected a place that can be written, received [^;]*$"
 
 
 @contextmanager
@@ -84,9 +85,6 @@ def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, variables: dict[str, 
 def run_alone(path: Path) -> None:
     with files.alone(path.parent / ".lock", path):
         pytest.fail("begun")
-
-
-UNWRITTEN = "cannot write .*/file/out: expected a place that can be written, received [^;]*$"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +158,6 @@ def test_a_new_folder_has_one_writer(tmp_path: Path) -> None:
 
 
 def test_of_two_writers_of_a_folder_the_faster_makes_it(tmp_path: Path) -> None:
-    """The second writer gets an error if its folder must be new, else the existing folder is kept as it is."""
     out = tmp_path / "out"
     slower = lambda part: files.write_text(out / "inside", "faster")  # noqa: E731
     files.make_folder(out, slower)

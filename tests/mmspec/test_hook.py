@@ -21,6 +21,9 @@ from tests.tiny.drafters import tiny_drafter
 from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
+TEXT = "Größe: 3 €, 日本語 und 🙂!\nEND of it. Größe: 3 €, 日本語 END"
+HYBRIDS = ("qwen3_5_text", "qwen3_next", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba")
+OPTIONS = {**GREEDY, "max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0}
 
 
 def reference_and_oracle(model, inputs, **options):
@@ -306,9 +309,6 @@ def scripted(text, prompt="Say: "):
     return tokenizer, {"input_ids": ids}, options
 
 
-TEXT = "Größe: 3 €, 日本語 und 🙂!\nEND of it. Größe: 3 €, 日本語 END"
-
-
 @pytest.mark.parametrize("stop", [["END"], "本語", ["nowhere"], [" und", "Größe: 4"]])
 def test_stop_strings(stop):
     tokenizer, inputs, options = scripted(TEXT)
@@ -587,7 +587,6 @@ def states(cache):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "llava", "qwen2_vl"])
 def test_a_callers_cache_is_filled_as_by_generate(name):
-    """With rows that are padded, and rows that end early."""
     model = shared_model(name)
     inputs = text_inputs(3, 9) if name in TEXT_CONFIGS else vision_inputs(name, 3)
     answers = model.generate(**inputs, **GREEDY)[:, inputs["input_ids"].shape[1] :]
@@ -629,10 +628,6 @@ def test_beyond_the_context_as_generate_does():
     inputs = {"input_ids": torch.randint(3, 90, (1, 505), generator=torch.Generator().manual_seed(0))}
     reference = same_tokens(model, inputs, eos_token_id=None)
     assert reference.shape[1] == 525 > model.config.max_position_embeddings
-
-
-HYBRIDS = ("qwen3_5_text", "qwen3_next", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba")
-OPTIONS = {**GREEDY, "max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0}
 
 
 def drafted(model, inputs, **asked):

@@ -30,6 +30,8 @@ from tests.media_files import PROFILE, film, pages
 TICK = Fraction(1, 1000)
 SIDE = 64
 needs_decord = pytest.mark.skipif(find_spec("decord") is None, reason="decord is an optional dependency")
+ONE = 1 << 16
+BFRAMES = {"preset": "ultrafast", "bf": "3", "b-pyramid": "none", "b-adapt": "0"}
 
 
 def paint(number, width=SIDE, height=SIDE):
@@ -107,10 +109,6 @@ def in_own_process(program, *arguments):
         env=os.environ | {"MALLOC_PERTURB_": "165"},  # glibc overwrites freed memory, which reveals use after free
         check=False,
     )
-
-
-ONE = 1 << 16
-BFRAMES = {"preset": "ultrafast", "bf": "3", "b-pyramid": "none", "b-adapt": "0"}
 
 
 @pytest.mark.parametrize(
@@ -266,7 +264,6 @@ def test_a_last_frame_that_stands(tmp_path, suffix):
 
 @pytest.mark.parametrize("codec", ["libvpx-vp9", "libvpx", "ffv1"])
 def test_transparency_of_encoded_frames_is_white(codec, tmp_path):
-    """Also after seeks over long gaps, in the frames' order."""
     pages = np.zeros((90, 48, 64, 4), np.uint8)
     path = tmp_path / f"a.{'mkv' if codec == 'ffv1' else 'webm'}"
     with av.open(str(path), "w") as out:

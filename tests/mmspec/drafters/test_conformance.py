@@ -60,7 +60,6 @@ def test_copies_of_a_drafter_in_use_draft_the_same(kind):
 @pytest.mark.parametrize("by", ["drafter", "plan"])
 @pytest.mark.parametrize("kind", [*[spec.name for spec in drafter_specs() if spec.chains], *VARIANTS])
 def test_chains(kind, by):
-    """By a setting of the drafter, or as the plan of a step has it."""
     model = shared_model("llava")
     drafter = tiny_drafter(kind, model)
     trees, propose = [], drafter.propose

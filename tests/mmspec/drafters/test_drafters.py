@@ -33,14 +33,16 @@ from tests.tiny import root_path, shared_model, valid_nodes
 from tests.tiny.configs import TINY_SIZES
 from tests.tiny.models import text_inputs
 
+OPTIONS = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0}
+TABLE = {"contexts": [[-1, 4], [100, 3]], "tokens": [[5, 0], [100, 7]], "probs": [[0.5, 0.0], [1.0, 0.25]]}
+VOCAB = 60
+PATHS = ([0], [0, 1, 3], [0, 2], [0, 1, 3, 5], [0, 1])
+
 
 def target_of(model):
     """Target of a model, or of a tiny model by its name."""
     model = shared_model(model) if isinstance(model, str) else model
     return plugins.target_class(model.config)(model)
-
-
-OPTIONS = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0}
 
 
 def assert_equal(model, drafter, inputs, **options):
@@ -342,9 +344,6 @@ def test_damaged_drafter_checkpoints_are_named(tmp_path):
         make_drafter(str(adapter))
 
 
-TABLE = {"contexts": [[-1, 4], [100, 3]], "tokens": [[5, 0], [100, 7]], "probs": [[0.5, 0.0], [1.0, 0.25]]}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -425,10 +424,6 @@ def test_mistakes_are_named(make, message):
     with pytest.raises(UserError, match=message):
         make()
     assert make_drafter(None) is make_drafter("none") is None
-
-
-VOCAB = 60
-PATHS = ([0], [0, 1, 3], [0, 2], [0, 1, 3, 5], [0, 1])
 
 
 def pair(monkeypatch, **settings):

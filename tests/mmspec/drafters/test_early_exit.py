@@ -27,6 +27,7 @@ from tests.tiny.configs import TINY_SIZES
 from tests.tiny.models import kangaroo_network, text_inputs, vision_inputs
 
 needs_library = pytest.mark.skipif(not cpu_library.available(), reason=f"no C++ kernels: {cpu_library.problem()}")
+PROMPT = Prompt(torch.arange(3, 12)[None])
 
 
 def llama(**changes):
@@ -46,9 +47,6 @@ def packed():
     short = shortened(model, 2)
     pack_model(model, "bfloat16")
     return model, short
-
-
-PROMPT = Prompt(torch.arange(3, 12)[None])
 
 
 @pytest.mark.parametrize("name", ["gemma2", "llava", "qwen3_vl", "qwen3_5_text"])
@@ -95,7 +93,6 @@ def test_packed_targets_run_the_first_layers_alone(monkeypatch):
 
 @needs_library
 def test_states_of_packed_targets_are_those_of_their_verify_passes():
-    """Passes of the first layers in the kernels give the bits that a pass of all layers gives there."""
     model, _ = packed()
     target, drafter = TransformersTarget(model), Kangaroo(kangaroo_network(model, exit_layer=2))
     drafter.attach(target)

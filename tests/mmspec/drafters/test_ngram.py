@@ -9,6 +9,7 @@ from tests.mmspec.drafters.test_drafters import begun, paths, target_of
 from tests.mmspec.engine.test_engine import VOCAB
 
 SOURCE = list(range(100, 160))  # no token twice: a match of any length is the only one
+SHORT = [*range(20, 60)]
 
 
 def saying(drafter, prompt, *said):
@@ -77,9 +78,6 @@ def test_matches_that_fail_lose_trust_and_only_those_of_their_length():
         first_level(drafter)
     text += [99, 1, 2]
     assert first_level(drafter)[77] > 0.9
-
-
-SHORT = [*range(20, 60)]
 
 
 @pytest.mark.parametrize(

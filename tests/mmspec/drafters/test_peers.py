@@ -31,6 +31,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:
 IDS, BLOCK, MASK = torch.arange(4, 84, 2), 5, 99
 SHAPE = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SIZES = {**SHAPE, "vocab_size": VOCAB, "attn_implementation": "eager"}
+SWITCHES = [
+    {},
+    {"norm_before_residual": True},
+    {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [2, 0, 1, 1]},
+    {"fc_norm": True, "norm_output": True},
+]
 
 
 def settings(algorithm, steps=3):
@@ -99,14 +105,6 @@ def noted(model, call):
     call()
     hook.remove()
     return found
-
-
-SWITCHES = [
-    {},
-    {"norm_before_residual": True},
-    {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [2, 0, 1, 1]},
-    {"fc_norm": True, "norm_output": True},
-]
 
 
 @pytest.mark.parametrize("fields", SWITCHES, ids=str)

@@ -23,6 +23,7 @@ from tests.tiny.configs import IMAGE, VIDEO, VISION_CONFIGS
 from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
 
 SIZES = {"LONG": 24, "CHUNK": 4, "BEGINNING": 3, "END": 6}
+QUERIES = 3
 
 
 @pytest.fixture
@@ -181,9 +182,6 @@ def test_other_targets_and_shares_need_no_attention():
     assert torch.equal(found, evenly(visual, torch.tensor([[6]])))
     with pytest.raises(UserError, match=r"^the part of the attention must be from 0 to 1: got 2$"):
         VisualShare(0.4, 2)
-
-
-QUERIES = 3
 
 
 def model_and_inputs(name):

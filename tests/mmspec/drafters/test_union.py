@@ -23,10 +23,10 @@ from tests.tiny import root_path, shared_model, valid_nodes
 from tests.tiny.models import text_inputs
 
 ADAPTIVE = StepPlan(adaptive=True)
+TEXT = [5, 6, 7, 8, 5, 6, 9, 8, 5, 6, 7, 5]
 
 
 def test_every_member_sees_every_step_and_proposes():
-    """Each node is one that a member drafts alone, and all of these are there."""
     row = [[4, 5, 6, 4, 5]]
     ngram, recycle = Ngram(), Recycle()
     union = Union([ngram, recycle])
@@ -147,7 +147,6 @@ def test_rows_that_have_finished_count_for_no_member(now, gains):
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_steps_that_do_not_draft_count_for_no_member(now, gains, broken):
-    """Nor one that was broken off after the draft."""
     union = Union([Fixed(7, 0.0, now), Fixed(8, 0.001, now)])
     tree = union.propose(torch.tensor([3]), ADAPTIVE)
     if broken:
@@ -387,9 +386,6 @@ def test_continuations_beside_a_table_with_static_shapes(monkeypatch):
     assert not union.drafters[0].on_host
     assert dict(union.continuations(0, ())) == {7: pytest.approx(0.3)}
     assert union.failure(0) == ""
-
-
-TEXT = [5, 6, 7, 8, 5, 6, 9, 8, 5, 6, 7, 5]
 
 
 def attached(drafter, history):

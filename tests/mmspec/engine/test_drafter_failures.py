@@ -42,6 +42,7 @@ from tests.tiny.models import text_inputs
 pytestmark = pytest.mark.drafter_fails
 METHODS = ("begin", "propose", "observe", "select")
 ROWS = [[1, 2, 1, 2, 1], [4, 5, 4, 5, 4], [6, 6, 6, 6, 6]]
+SOME_LONG = [pytest.param(kind, marks=pytest.mark.long if kind in VARIANTS else ()) for kind in matrix.DRAFTERS[1:]]
 
 
 class Failing(Wrapper):
@@ -88,9 +89,6 @@ def on_table(drafter, rows=ROWS[:1], lengths=(9,)):
         expected = [said_plainly(engine.target.table, *asked) for asked in zip(rows, lengths, strict=True)]
         assert [row.token_ids for row in ended] == expected
     return engine, ended
-
-
-SOME_LONG = [pytest.param(kind, marks=pytest.mark.long if kind in VARIANTS else ()) for kind in matrix.DRAFTERS[1:]]
 
 
 @pytest.mark.parametrize("kind", SOME_LONG)

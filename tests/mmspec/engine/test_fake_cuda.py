@@ -39,6 +39,8 @@ CASES = [
     if name not in TOWERS and (name not in ("llama", "bamba") or kind == "ngram")
 ]
 GREEDY, DRAWN = SamplingParams(), SamplingParams(temperature=0.8, top_k=9)
+WAITING = {"eta", "top-h", "length decay", "watermark", "prefix", "subclass", "subclass, padding ignored"}
+"""transformers' processors that read values on the host, and processors that run path by path."""
 
 
 @pytest.mark.long
@@ -179,10 +181,6 @@ def steps(name, kind, batch, sampling, plan):
         if batch > 1 and len(rows[0].token_ids) > 8:
             rows[0].finish_reason = "stop"
         yield rows
-
-
-WAITING = {"eta", "top-h", "length decay", "watermark", "prefix", "subclass", "subclass, padding ignored"}
-"""transformers' processors that read values on the host, and processors that run path by path."""
 
 
 @pytest.mark.long

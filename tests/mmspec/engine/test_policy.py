@@ -22,6 +22,7 @@ AVX2 = 1, 1.36, 2.07, 4.0, 7.9, 15.8, 31.6, 253
 VNNI = 1, 1.02, 1.1, 1.4, 2.68, 5.3, 10.6, 85
 FLAT = 1, 1.0, 1.02, 1.05, 1.15, 1.3, 1.7, 7
 COPIES, GOOD, POOR = (0.9,), (0.6, 0.15, 0.05), (0.06, 0.03)
+STATIC = StepPlan(15, 4, adaptive=True), StepPlan(7, 4, adaptive=True), StepPlan(3, 3, chain=True, adaptive=True)
 
 
 class Machine:
@@ -209,9 +210,6 @@ def test_finished_rows_teach_nothing():
     trees = [build_tree(torch.tensor([1]), [([5] * 4, [0, 1, 2, 3])], [[0.4, 0.1, 0.1, 0.1]]) for _ in policies]
     sizes = [policy.prune(StepPlan(9, adaptive=True), tree).nodes for policy, tree in zip(policies, trees, strict=True)]
     assert sizes[0] == sizes[1] == 5
-
-
-STATIC = StepPlan(15, 4, adaptive=True), StepPlan(7, 4, adaptive=True), StepPlan(3, 3, chain=True, adaptive=True)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from tests.mmspec.engine.test_engine import VOCAB, Fixed, TableTarget, prompt_of
 from tests.tiny import byte_model, byte_tokenizer, table_model
 
 PROMPT = "abcabcabcabd"
+REQUEST = {"prompt": "Describe the image.", "images": str(samples() / "scene.png")}
+SAMPLED = {"temperature": 1.5, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.3}
 
 
 def pipeline(drafter):
@@ -246,10 +248,6 @@ def test_guesses_are_shares_of_their_parents():
         for parent in set(step.parents) - {-1}:
             shares = [g for g, p in zip(step.guesses, step.parents, strict=True) if p == parent]
             assert sum(shares) <= 1 + 1e-6
-
-
-REQUEST = {"prompt": "Describe the image.", "images": str(samples() / "scene.png")}
-SAMPLED = {"temperature": 1.5, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.3}
 
 
 @pytest.fixture(scope="module")

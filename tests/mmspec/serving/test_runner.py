@@ -25,6 +25,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 MESSAGE = "a request must end within 5 s (--request-timeout): this one had not"
+LIMITS = Limits(max_body=1)
+MOST = 1 << 20
+_LONG = "x" * 100
+_CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
 
 
 def test_a_time_of_the_answer(server, slow):
@@ -45,7 +49,6 @@ def brief(pipe, slow):
 
 
 def test_requests_that_run_and_wait(brief):
-    """A stream that has begun ends with the error, others have its status; nothing is left of them."""
     with ThreadPoolExecutor(2) as threads:
         stream = threads.submit(brief.post, question(stream=True, **LONG))
         assert eventually(lambda: brief.app.state.slots.running == 1)
@@ -123,10 +126,6 @@ def test_slots_are_given_in_order(events, order, refused):
     assert denied == [(name, 429, "rate_limit_exceeded", {"Retry-After": "1"}) for name in refused]
 
 
-LIMITS = Limits(max_body=1)
-MOST = 1 << 20
-
-
 def read(pieces, length):
     """Read a request's body as the endpoints do."""
 
@@ -174,10 +173,6 @@ def test_a_stream_that_ends_early_closes_its_events(error, raised):
         return stream.headers["cache-control"], seen.copy()
 
     assert asyncio.run(scenario()) == ("no-cache", ["closed"])
-
-
-_LONG = "x" * 100
-_CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,6 @@ def both(client, **fields):
 
 
 def test_calls_of_the_models_choice(client):
-    """Parallel calls after text, with markers inside of a string."""
     calls = [("weather", FIRST), ("clock", {})]
     scripted("Let me see.\n" + written(*calls))
     choice = both(client)

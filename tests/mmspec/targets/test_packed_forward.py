@@ -23,16 +23,6 @@ from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from mmspec.quantisation.linear import HalfLinear
 from mmspec.targets import packing, recognise, static_forward
-from mmspec.targets.packing import (
-    KINDS,
-    QUANTISED,
-    MergedLayer,
-    merge_layers,
-    norm_of,
-    pack_model,
-    packed,
-    weights_kind,
-)
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.targets import CACHE, prefilled
@@ -49,6 +39,11 @@ GEMMA3 = partial(
     query_pre_attn_scalar=12,
 )
 """Windows that tests exceed, two sets of rotary frequencies, and a scale that is not that of the head's size."""
+
+NO_ROTATION = partial(transformers.SmolLM3Config, no_rope_layer_interval=2, pad_token_id=0)  # in every second layer
+ROWS = [127, 128, 129, 255, 256, 257]  # the kernels compute 128 rows at a time
+FUSED = ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma3", "llava", "qwen2_vl", "qwen3_vl"]
+"""One of each kind: windows, biases, norms of heads and of outputs, positions with several axes."""
 
 
 def model_of(config_class: Any, **changes: Any) -> Any:
@@ -75,7 +70,7 @@ FAMILIES = [
     transformers.Qwen3Config,
     GEMMA3,
 ]
-PACKED = ["bfloat16", *QUANTISED]
+PACKED = ["bfloat16", *packing.QUANTISED]
 kinds = pytest.mark.parametrize("kind", PACKED)
 
 ORIGINAL = 16  # positions before rotations that depend on the length change
@@ -126,8 +121,8 @@ def dequantised(model):
 def test_packed_forward_give_the_models_logits(config_class):
     model = model_of(config_class)
     merged = copy.deepcopy(model)
-    merge_layers(merged.get_decoder())
-    assert all(type(layer) is MergedLayer for layer in merged.get_decoder().layers)
+    packing.merge_layers(merged.get_decoder())
+    assert all(type(layer) is packing.MergedLayer for layer in merged.get_decoder().layers)
     ids = torch.randint(120, (2, 9))
     torch.testing.assert_close(merged(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-4)
     start, then = merged(ids[:, :5]), merged
@@ -135,15 +130,12 @@ def test_packed_forward_give_the_models_logits(config_class):
     torch.testing.assert_close(after, model(ids).logits[:, 5:], atol=1e-5, rtol=1e-4)
 
 
-NO_ROTATION = partial(transformers.SmolLM3Config, no_rope_layer_interval=2, pad_token_id=0)  # in every second layer
-
-
 @pytest.mark.usefixtures("fixed_shapes")
 @pytest.mark.parametrize("config_class", [transformers.Gemma2Config, transformers.Olmo2Config, NO_ROTATION])
 def test_layers_with_other_parts_stay(config_class):
     model = model_of(config_class)
     kind = type(model.get_decoder().layers[0])
-    merge_layers(model.get_decoder())
+    packing.merge_layers(model.get_decoder())
     assert {type(layer) for layer in model.get_decoder().layers} == {kind}
     targets = TransformersTarget(model), by_the_decoder(TransformersTarget(model))
     torch.testing.assert_close(*map(static_logits, targets))
@@ -177,7 +169,7 @@ def test_gains_that_bfloat16_does_not_tell_from_one_more(kind, more, dtype):
     weights = torch.tensor([0.5, 3.0, 700.0, 788.0], dtype=dtype)
     norm = kind(4).to(dtype)
     norm.weight.data = weights
-    assert torch.equal(norm_of(norm).weight, weights.float() + more)
+    assert torch.equal(packing.norm_of(norm).weight, weights.float() + more)
     assert norm.weight.dtype == dtype
 
 
@@ -189,8 +181,8 @@ def test_speculative_decoding_of_a_packed_model_equals_plain_decoding(config_cla
     model = model_of(config_class, tie_word_embeddings=True)
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(8)  # logits apart
-    pack_model(model, kind)
-    assert weights_kind(model).lower().startswith(kind)
+    packing.pack_model(model, kind)
+    assert packing.weights_kind(model).lower().startswith(kind)
     ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
     options = dict(max_new_tokens=24, do_sample=False, eos_token_id=None)
     plain = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
@@ -202,9 +194,8 @@ def test_speculative_decoding_of_a_packed_model_equals_plain_decoding(config_cla
 @kinds
 @torch.inference_mode()
 def test_a_cache_of_transformers_holds_the_same_keys_and_values(kind, config_class):
-    """``generate`` and a target attend to the same keys and values, in a prompt and after it."""
     model = model_of(config_class)
-    pack_model(model, kind)
+    packing.pack_model(model, kind)
     ids, token = torch.randint(120, (2, 90)), torch.tensor([[7]] * 2)
     target = TransformersTarget(model)
     first = prefilled(target, Prompt(ids), 9).logits.bfloat16()
@@ -226,7 +217,7 @@ def test_a_cache_of_transformers_holds_the_same_keys_and_values(kind, config_cla
 def test_tokens_have_the_same_bits_in_prompts_trees_and_alone(config_class, kind):
     """A path between other branches, and a prompt, against decoding the same tokens one at a time."""
     model = model_of(config_class)
-    pack_model(model, kind)
+    packing.pack_model(model, kind)
     assert all(layer.native is not None for layer in model.get_decoder().layers)
     ids = torch.randint(VOCAB, (1, 80))
     whole = model(ids, **{CACHE: transformers.DynamicCache(config=model.config)}).logits
@@ -254,7 +245,7 @@ def test_tokens_have_the_same_bits_in_prompts_trees_and_alone(config_class, kind
 @pytest.mark.parametrize("config_class", [transformers.LlamaConfig, transformers.Qwen2Config, transformers.Qwen3Config])
 def test_compiled_layers_compute_what_their_parts_compute(config_class):
     model = model_of(config_class)
-    pack_model(model, "int8")
+    packing.pack_model(model, "int8")
     apart = copy.deepcopy(model)
     for layer in apart.get_decoder().layers:
         layer.__dict__["native"] = layer.stack = None
@@ -277,7 +268,7 @@ def test_rotations_of_every_kind(kind, length):
     parameters = dict(rope_type=kind, **ROTATIONS[kind])
     model = model_of(transformers.LlamaConfig, rope_parameters=parameters)
     exact = copy.deepcopy(model)
-    pack_model(model, "bfloat16")
+    packing.pack_model(model, "bfloat16")
     ids = torch.arange(length)[None]
     found, ran = logits_of(model, ids, trees=4)
     assert ran == (4 if kind in CHANGING else 1)
@@ -289,7 +280,7 @@ def test_rotations_of_every_kind(kind, length):
 @pytest.mark.parametrize("first", [1, 2, 9])
 def test_passes_at_every_position_around_the_doublings_of_the_table(first):
     model = model_of(transformers.LlamaConfig)
-    pack_model(model, "int8")
+    packing.pack_model(model, "int8")
     targets = [TransformersTarget(one) for one in (model, layer_by_layer(copy.deepcopy(model)))]
     for target in targets:
         prefilled(target, Prompt(torch.arange(first)[None]), 60)
@@ -313,15 +304,12 @@ def test_windowed_and_full_layers_have_their_own_masks(layers, kind):
     changes = dict(use_sliding_window=True, sliding_window=8, max_window_layers=0, layer_types=layers)
     model = model_of(transformers.Qwen2Config, **changes)
     exact = copy.deepcopy(model)
-    pack_model(model, kind)
+    packing.pack_model(model, kind)
     ids = torch.randint(VOCAB, (1, 21))
     found, _ = logits_of(model, ids, trees=2)
     assert torch.equal(found, logits_of(layer_by_layer(model), ids, trees=2)[0])
     error = (found - logits_of(exact, ids, trees=2)[0]).abs().max()
     assert error < {"bfloat16": 0.05, "int8": 0.1, "int4": 0.5}[kind], error
-
-
-ROWS = [127, 128, 129, 255, 256, 257]  # the kernels compute 128 rows at a time
 
 
 @needs_kernels
@@ -338,7 +326,7 @@ def test_prompts_of_any_number_of_rows(kind, config_class, rows):
     """Prefill, and a verify pass after it, against the same weights in a usual float32 model."""
     assert packing._MAX_ROWS == 1024
     model = model_of(config_class, max_position_embeddings=1200)
-    pack_model(model, kind)
+    packing.pack_model(model, kind)
     ids, models = torch.randint(VOCAB, (1, rows)), (model, dequantised(model))
     for run in (
         lambda one: logits_of(one, ids, trees=1)[0],
@@ -362,7 +350,7 @@ def test_prompts_of_any_number_of_rows(kind, config_class, rows):
 )
 def test_shapes_that_the_kernels_compute_and_others(changes, compiled):
     model = model_of(transformers.LlamaConfig, **changes)
-    pack_model(model, "int8")
+    packing.pack_model(model, "int8")
     assert all((layer.native is not None) is compiled for layer in model.get_decoder().layers)
     ids = torch.randint(VOCAB, (1, 9))
     found, expected = (logits_of(one, ids, trees=1)[0] for one in (model, dequantised(model)))
@@ -373,7 +361,7 @@ def test_shapes_that_the_kernels_compute_and_others(changes, compiled):
 @kinds
 def test_a_batch_of_more_rows_than_a_chunk(kind):
     model = model_of(transformers.LlamaConfig)
-    pack_model(model, kind)
+    packing.pack_model(model, kind)
     ids = torch.randint(VOCAB, (3, 50))
     together = prefilled(TransformersTarget(model), Prompt(ids), 4).logits[:, -1]
     for row, expected in zip(ids, together, strict=True):
@@ -389,13 +377,13 @@ def test_the_head_is_not_quantised_to_fewer_bits_than_eight(kind, kernels, tied,
     monkeypatch.setenv("MMSPEC_KERNELS", kernels)
     model = model_of(transformers.LlamaConfig, tie_word_embeddings=tied)
     exact = model.get_output_embeddings().weight.detach().clone()
-    compiled = packed(nn.Linear(32, 32), "int8").__class__ is BLOCKS["int8"]
-    pack_model(model, kind)
+    compiled = packing.packed(nn.Linear(32, 32), "int8").__class__ is BLOCKS["int8"]
+    packing.pack_model(model, kind)
     head = model.get_output_embeddings()
-    if kind in QUANTISED:
+    if kind in packing.QUANTISED:
         assert type(head) is (BLOCKS["int8"] if compiled else HalfLinear)
     else:
-        assert type(head) is (BLOCKS if compiled else KINDS)[kind]
+        assert type(head) is (BLOCKS if compiled else packing.KINDS)[kind]
     assert (head.weight.float() - exact).abs().max() < 0.01 * exact.abs().max()
     if compiled:
         assert head.takes == torch.float32
@@ -405,7 +393,7 @@ def test_the_head_is_not_quantised_to_fewer_bits_than_eight(kind, kernels, tied,
 def test_hooks_take_effect_between_passes():
     """Layers are computed by one call; a layer that is given something else computes its own output."""
     model = model_of(transformers.LlamaConfig)
-    pack_model(model, "bfloat16")
+    packing.pack_model(model, "bfloat16")
     target = TransformersTarget(model)
     prefilled(target, Prompt(torch.arange(9)[None]), 9)
 
@@ -423,7 +411,7 @@ def test_hooks_take_effect_between_passes():
 @needs_kernels
 def test_a_decoder_that_does_more_than_its_layers_runs_in_every_pass():
     model = model_of(transformers.LlamaConfig)
-    pack_model(model, "int8")
+    packing.pack_model(model, "int8")
 
     def doubled(out):
         out.last_hidden_state = 2 * out.last_hidden_state
@@ -434,10 +422,6 @@ def test_a_decoder_that_does_more_than_its_layers_runs_in_every_pass():
     found, calls = logits_of(model, ids, 3, doubled)
     assert calls == 1 + 3  # once to compare
     assert not torch.allclose(found, plain, atol=0.1)
-
-
-FUSED = ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma3", "llava", "qwen2_vl", "qwen3_vl"]
-"""One of each kind: windows, biases, norms of heads and of outputs, positions with several axes."""
 
 
 @pytest.fixture

@@ -26,6 +26,8 @@ from mmspec.targets.sources import LABELS, PARTS, WEIGHTS
 from tests.compiled import needs_kernels
 from tests.model_folders import save_gguf, save_llava, save_text_model, tokenizer
 
+VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 32}
+
 
 def tied(folder: Path) -> Path:
     torch.manual_seed(0)
@@ -49,7 +51,6 @@ SAVED: dict[str, Any] = {
 @pytest.mark.parametrize("name", SAVED)
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_streamed_weights_are_those_of_a_model_that_is_packed(name: str, kind: str, tmp_path: Path) -> None:
-    """Layers with incomplete groups of features, towers, tied and untied heads."""
     save, auto_class = SAVED[name]
     folder, plain = save(tmp_path / name), transformers.modeling_utils.safe_open
     found: Any = mmspec.load(str(folder), drafter=None, dtype=kind).target.model
@@ -131,9 +132,6 @@ def test_a_model_of_a_source_has_no_rows_left(tmp_path: Path) -> None:
     pack_model(model, kind)
     assert any(isinstance(part, BlockLinear) for part in model.modules())
     assert not any(hasattr(part, "stored") for part in model.modules())
-
-
-VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 32}
 
 
 @pytest.fixture(autouse=True)
