@@ -50,6 +50,7 @@ from mmspec.eval.suite.race import read_requests
 from mmspec.eval.suite.report import equal_of_compared
 from mmspec.eval.suite.summary import OVERALL, Record, by_request, figures, throughput
 from mmspec.pipeline import Pipeline
+from mmspec.targets.checkpoints import from_pretrained
 from mmspec.targets.packing import pack_model, packs_bfloat16
 
 _LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**5))"  # until its parent exits
@@ -297,7 +298,7 @@ def open_model(name: str, dtype: str) -> Pipeline:
     """A model for plain decoding; random weights in the shape of a ``config.json``."""
     if not name.endswith(".json"):
         return mmspec.load(name, drafter=None, dtype=dtype)
-    config = AutoConfig.from_pretrained(name).get_text_config()
+    config = from_pretrained(AutoConfig, name).get_text_config()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     if dtype not in ("auto", "bfloat16") or packs_bfloat16():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -156,30 +156,40 @@ class SublayerStack:
 
     @torch.inference_mode()
     def _check_layer(self, layer: Any, parts: list[Part]) -> None:
-        """Compare the kernels' output on random hidden states with a copy of a layer in float32."""
-        weights, layer = _weights([parts]), copy.deepcopy(layer)
+        """Compare the kernels' updates of random hidden states with those of a copy of a layer in float32."""
+        weights = _weights([[{**part, "ends_layer": 1} for part in parts]])
+        memo: dict[int, Any] = {}
+        norms = [copy.deepcopy(part["module"], memo) for part in parts if not part.get("beside")]
+        layer = copy.deepcopy(layer, memo)
         for module in layer.modules():
             if not isinstance(module, BlockLinear):
                 for name, parameter in list(module.named_parameters(recurse=False)):
                     setattr(module, name, nn.Parameter(parameter.detach().float(), requires_grad=False))
         batch, nodes = 2, 5
-        x = torch.randn(
-            batch, nodes, parts[0]["out"].out_features, generator=torch.Generator().manual_seed(0), dtype=torch.float32
-        )
+        shape = batch, nodes, parts[0]["out"].out_features
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         positions = torch.tensor([[0, 1, 2, 3, 4], [3, 4, 5, 6, 7]], dtype=torch.long)
         options: dict[str, Any] = {}
         if self._rotary is not None:
             options["position_embeddings"] = self._rotary(x, position_ids=positions)
-        expected = layer(x, attention_mask=None, **options)
-        expected = expected[0] if isinstance(expected, tuple) else expected
+        expected: list[Tensor] = []
+        for norm in norms:  # whose inputs are the residuals
+            norm.register_forward_pre_hook(lambda _, inputs: expected.append(inputs[0].float()))
+        out = layer(x, attention_mask=None, **options)
+        expected.append(out[0] if isinstance(out, tuple) else out)
         attending = [part for part in parts if part["kind"] == "attention"]
         shapes = [(2, batch, part["groups"], nodes, part["head_dim"]) for part in attending]
         keys = torch.zeros(shapes[0], dtype=torch.bfloat16) if shapes else None
         states = cpu.recurrent_buffers(weights, *zero_states(weights, batch), None)
         rotation = self._rotation(positions, (batch, nodes)).contiguous()
-        computed = cpu.decode_sublayers(weights, x, rotation, None, keys, 0, None, states)[-1]
-        if not (computed - expected).norm() <= _TOLERANCE * (expected - x).norm():
-            raise ValueError(f"the kernels do not reproduce {type(layer).__name__}")
+        outputs = cpu.decode_sublayers(weights, x, rotation, None, keys, 0, None, states)
+        ends = [not part.get("beside") for part in parts[1:]] + [True]
+        computed = [x, *(output for output, end in zip(outputs, ends, strict=True) if end)]
+        for (before, after), (start, end) in zip(pairwise(computed), pairwise(expected), strict=True):
+            error = (after - before - end + start).norm(dim=-1) / (end - start).norm(dim=-1)
+            # The rounding of a token's inputs may change its experts.
+            if not error.flatten().quantile(0.6) <= _TOLERANCE:
+                raise ValueError(f"the kernels do not reproduce {type(layer).__name__}")
 
     @torch.inference_mode()
     def _check_ends(self) -> None:
@@ -240,6 +250,7 @@ def _sublayers(layer: Any, known: Sequence[Describe], rotated: int) -> Iterator[
         yield {
             **{name: value for name, value in part.items() if name != "input_scale"},
             **({"rotated": rotated} if part["kind"] == "attention" else {}),
+            "module": norm,
             "norm": (gain_of(norm) * before * part.get("input_scale", 1.0), epsilon_of(norm)),
             "scale": scale * after * part.get("scale", 1.0),
             "ends_layer": index == len(parts) - 1,
@@ -256,6 +267,7 @@ def _weights(layers: Sequence[Sequence[Part]]) -> Any:
             sizes["place"], places[name] = places[name], places[name] + 1
         channels += part.get("channels", 0)
         out = cpu_library.Linear() if part["out"] is None else _native(part["out"])
+        part = {name: value for name, value in part.items() if name != "module"}
         linears = {"inputs": [_native(linear) for linear in part["inputs"]], "out": out}
         made.append(cpu.sublayer_weights(**{**part, **linears, **sizes}))
         made[-1].kept = made[-1].kept, part
