@@ -53,12 +53,10 @@ def check_methods(methods: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Catalog:
-    """Models and drafters that visitors may select.
+    """Models and drafters that visitors may select: those listed, and others if ``open``.
 
-    Attributes:
-        default: the first model: the default for texts if it reads text only, else for images and videos.
-        open: whether other hub ids and folders are allowed.
-        text_only: models that are known to take neither images nor videos.
+    The ``default`` is the first model: for texts if it reads text only, else for images and videos. ``text_only`` are
+    the models that are known to take neither.
     """
 
     models: tuple[str, ...]
@@ -71,19 +69,15 @@ class Catalog:
     def of(
         cls, models: Sequence[str] = (), drafters: Sequence[str] = (), texts: Iterable[str] = (), *, open: bool = True
     ) -> Catalog:
-        """Catalog of the given models and drafters; by default the installed models and all registered drafters.
-
-        Args:
-            texts: models that take neither images nor videos, in addition to registered text models.
-            open: whether visitors may name others. If so, installed models and registered drafters are always listed.
-        """
+        """Catalog of the given models and drafters; by default, and always if ``open``, the installed models and all
+        registered drafters. ``texts`` are models that take neither images nor videos, besides registered text
+        models."""
         listed = dict.fromkeys([*models, *(plugins.installed() if open or not models else [])])
         named = dict.fromkeys([AUTO, *drafters, *(plugins.names("drafters") if open or not drafters else []), PLAIN])
         text_only = frozenset({*texts, *filter(plugins.reads_text_only, listed)})
         return cls(tuple(listed), tuple(named), models[0] if models else plugins.default_model(), open, text_only)
 
     def default_model(self, kind: Kind) -> str:
-        """The default model for requests of a kind."""
         suited = self.models_for(kind)
         own = (kind == "text") == self.opens_on_text
         if kind == "video" and self.default in plugins.CAPTIONERS:
@@ -172,7 +166,6 @@ class Examples:
         self._photographs = [*copied, *self._drawn][: len(self._drawn)]
 
     def of(self, model: str) -> list[Example]:
-        """Examples that suit a model."""
         untrained = plugins.sees_photographs(model)
         if self.kind == "text":
             return [Example(*entry) for entry in (TEXTS if untrained else TRAINED_TEXTS).items()]

@@ -40,12 +40,7 @@ MAX_UPLOAD_MIB = 32
 
 @options
 class ChatRequest:
-    """One prompt with its conversation history and settings.
-
-    Attributes:
-        uploads: paths of up to ``MAX_IMAGES`` images or of one video.
-        history: earlier (prompt, answer) pairs about the same uploads.
-    """
+    """One prompt with its settings, paths of images or of a video, and earlier (prompt, answer) pairs about them."""
 
     kind: Kind
     prompt: Annotated[str, StringConstraints(strip_whitespace=True, max_length=MAX_PROMPT_CHARS)] = option(
@@ -61,8 +56,7 @@ class ChatRequest:
     frames: int = option(8, f"frames sampled from the video, 1 to {MAX_FRAMES}", ge=1, le=MAX_FRAMES)
 
     def pipeline_request(self) -> dict[str, Any]:
-        """Keywords of ``Pipeline.generate``, with media decoded. Raises ``UserError``: the prompt or the upload is
-        missing, a limit is exceeded, or the file cannot be decoded."""
+        """Keywords of ``Pipeline.generate``, with media decoded."""
         if not self.prompt:
             raise UserError("the prompt must not be empty: type a question")
         if len(self.history) >= MAX_TURNS:
@@ -99,7 +93,6 @@ class ChatRequest:
 
 @cache
 def decoder() -> MediaDecoder:
-    """The worker pool shared by all visitors."""
     return MediaDecoder(seconds=20, memory=2 << 30)
 
 

@@ -24,21 +24,15 @@ from mmspec.serving.middleware import RequestQueue
 from mmspec.targets.gguf_file import file_in
 
 T = TypeVar("T")
-RUNNING = 8
-"""Requests that are answered at the same time; further requests wait."""
-
-WAITING = 24
-"""Requests that wait for their turn; further requests are rejected."""
-
+RUNNING = 8  # requests that are answered at the same time; further requests wait
+WAITING = 24  # requests that wait for their turn; further requests are rejected
 _PIPELINES = 8  # cached pipelines per model
 _TOKENS = 2048  # KV cache tokens that each reserves on a GPU
 
 
 class LRU(Generic[T]):
-    """Cache of named objects, with at most ``capacity`` objects. Thread-safe.
-
-    The oldest object is dropped before a new object is made: both might not fit into memory.
-    """
+    """Cache of named objects, with at most ``capacity`` objects. Thread-safe. The oldest object is dropped before a new
+    object is made: both might not fit into memory."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -59,13 +53,10 @@ class LRU(Generic[T]):
 
 
 class LoadedModel:
-    """One model with a cache of pipelines, one per method; see ``mmspec.demos.catalog``.
+    """One model, and a pipeline per method; see ``mmspec.demos.catalog``.
 
     A learning drafter is copied for each sequence: otherwise one visitor's tokens would appear in another visitor's
     draft trees, and repeated requests would be drafted from memory.
-
-    Args:
-        loaded: a pipeline of the model without a drafter.
     """
 
     def __init__(self, loaded: Pipeline) -> None:
@@ -79,8 +70,7 @@ class LoadedModel:
         return self.target.model.config.model_type in ("llava", "llava_next")
 
     def pipeline(self, method: str, *, keep: bool = False) -> Pipeline:
-        """The cached or new pipeline of a method. Raises ``UserError``: the drafter is unknown, made for another model,
-        or does not draft chains."""
+        """The cached or new pipeline of a method."""
         return self._pipelines.get(method, self.open, keep=keep)
 
     def open(self, method: str, adapt: AdaptOptions | None = None) -> Pipeline:
@@ -94,12 +84,7 @@ class LoadedModel:
 
 
 class ModelCache:
-    """LRU cache of loaded models, and their request queue.
-
-    Args:
-        mmproj: as for ``mmspec.load``, for GGUF models.
-        options: ``device``, ``dtype`` and ``generation_config`` of ``mmspec.load``.
-    """
+    """LRU cache of loaded models, and their request queue (``turns``); options are those of ``mmspec.load``."""
 
     def __init__(self, capacity: int = 2, mmproj: Path | None = None, **options: str) -> None:
         self._mmproj = mmproj
@@ -118,11 +103,8 @@ class ModelCache:
         return loaded
 
     def keep(self, name: str, method: str, adapt: AdaptOptions | None = None) -> Pipeline:
-        """Return a method's pipeline, and exempt the pipeline and its model from eviction.
-
-        With ``adapt``, the pipeline is separate and its drafter learns: races repeat requests, so their drafters must
-        not learn.
-        """
+        """Return a method's pipeline, and exempt the pipeline and its model from eviction. With ``adapt``, the pipeline
+        is separate and its drafter learns: races repeat requests, so their drafters must not learn."""
         loaded = self.get(name, keep=True)
         return loaded.pipeline(method, keep=True) if adapt is None else loaded.open(method, adapt)
 

@@ -43,8 +43,7 @@ UNQUEUED: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visi
 
 _NUMBERS = ("temperature", "max_new_tokens", "frames", "seed")  # of a link
 
-Updates = dict[Any, Any]
-"""New values and properties of components, by component."""
+Updates = dict[Any, Any]  # new values and properties of components, by component
 
 
 _ADD = (
@@ -68,12 +67,8 @@ def html(value: str, **look: Any) -> gr.HTML:
 
 
 class Controls:
-    """The components of a tab.
-
-    Attributes:
-        settings: components of a request's settings, by the fields of ``ChatRequest``.
-        media: list with the upload component; empty for texts.
-    """
+    """The components of a tab; ``settings`` by the fields of ``ChatRequest``, ``media`` empty for texts. Examples are
+    copied to a folder."""
 
     def __init__(self, catalog: Catalog, kind: Kind, folder: Path) -> None:
         self.catalog, self.kind = catalog, kind
@@ -154,14 +149,11 @@ class Controls:
         }
 
     def method_choices(self, model: str, further: Sequence[str] = ()) -> list[tuple[str, str]]:
-        """Choices of the method picker: methods that the model can run, and further methods."""
         names = dict.fromkeys([*self.catalog.methods(model), *further])
         return [(label(name), name) for name in names]
 
 
 class Tab:
-    """A tab and its event handlers."""
-
     def __init__(self, service: Service, kind: Kind, folder: Path) -> None:
         self.service, self.kind, self.folder = service, kind, folder
         self._running: dict[str, Event] = {}  # set to stop a request, by its id

@@ -19,12 +19,8 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Piece, Pipeline
 from mmspec.targets.detokenizer import Detokenizer
 
-RUNS = 3
-"""Runs of each method in a race, which shows the run of median time."""
-
-AS_FAST = 1.05
-"""Ratio of times within which two methods are as fast as each other."""
-
+RUNS = 3  # runs of each method in a race, which shows the run of median time
+AS_FAST = 1.05  # ratio of times within which two methods are as fast as each other
 _WARM_UP = 8  # tokens
 _PAUSES = 0.05, 0.5  # seconds between updates, in the first run and later runs: updates slow the methods down
 _DIGITS = 4  # decimals of recorded probabilities
@@ -183,7 +179,6 @@ class Race:
 
     @property
     def fastest(self) -> StreamedAnswer:
-        """The fastest lane besides the baseline."""
         return min((lane for lane in self.lanes if lane is not self.baseline), key=lambda lane: lane.seconds)
 
     def speedup(self, lane: StreamedAnswer) -> float:

@@ -120,12 +120,8 @@ def make_api(
 ) -> FastAPI:
     """The application of OpenAI's API, whose model and drafter stay loaded; see ``mmspec.serving.app.create_app``.
 
-    Args:
-        host: listening address; None accepts every name in the Host header.
-        adapt: options of a drafter that learns from requests, on a pipeline separate from the page's.
-
-    Raises:
-        UserError: the model or drafter cannot be loaded.
+    Without a listening address (``host``), every name in the Host header is accepted. With ``adapt``, the drafter
+    learns from requests, on a pipeline separate from the page's.
     """
     from mmspec.serving.app import create_app  # the page alone does not need its packages
 
@@ -183,17 +179,15 @@ def run_server(
     port: int = 0,
     **launch: Any,
 ) -> Iterator[gr.Blocks]:
-    """Serve the demo until the block ends; uploads are kept in a temporary folder.
+    """Serve the demo until the block ends; uploads are kept in a temporary folder. ``OSError``: the port cannot be
+    bound.
 
     Args:
         api: OpenAI's API; None serves only the page.
         upload_space: limit on the total size of uploads, in MiB.
         cleanup: interval of the cleanup of unused uploads, and their minimum age, in seconds.
         opened: warm up and run the first tab's opening race at startup, not for the first visitor.
-        port: 0 selects a free port.
-
-    Raises:
-        OSError: the port cannot be bound.
+        **launch: options of gradio's ``launch``.
     """
     address = host.strip("[]")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -99,7 +99,6 @@ class Service:
         yield from race(self.models.get(chat.model), methods, request)
 
     def _methods(self, chat: ChatRequest) -> list[str]:
-        """Default methods of a race."""
         return self.catalog.methods(self.with_defaults(chat).model)[:FEWEST]
 
     def with_defaults(self, chat: ChatRequest) -> ChatRequest:

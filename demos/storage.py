@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
-from tempfile import gettempdir, mkdtemp
+from tempfile import gettempdir
 from threading import Lock
 from time import time
 from typing import Any
 
 import av
-from filelock import BaseFileLock, FileLock
 from PIL import Image
 
 from mmspec.demos.chat_request import MAX_VIDEO_SECONDS, Kind, decoder
-from mmspec.files import atomic
+from mmspec.files import atomic, locked_folder, remove_leftovers
 
 _PREFIX = "mmspec-demo-"
 _IN_USE_SECONDS = 300  # seconds after its last use before an upload may be evicted: its request may be queued
@@ -97,31 +96,13 @@ def temporary_folder(port: int = 0) -> Iterator[Path]:
     uploading them again.
     """
     parent = Path(gettempdir())
-    for stale in parent.glob(f"{_PREFIX}*"):
-        if not stale.is_symlink() and (lock := _lock(stale)) is not None:
-            shutil.rmtree(stale, ignore_errors=True)
-            lock.release()
-    folder, held = parent / f"{_PREFIX}{port}", None
-    while held is None:  # another server removes the folder if it is not locked yet
-        try:
-            folder.mkdir(0o700)
-        except FileExistsError:
-            folder = Path(mkdtemp(prefix=_PREFIX, dir=parent))
-        held = _lock(folder)
+    remove_leftovers(parent, _PREFIX)
+    folder, lock = locked_folder(parent, _PREFIX, str(port))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        held.release()
-
-
-def _lock(folder: Path) -> BaseFileLock | None:
-    """Lock a folder; returns None if it is locked, missing or another user's."""
-    lock = FileLock(folder / "lock", timeout=0)
-    with suppress(OSError):
-        lock.acquire()
-        return lock
-    return None
+        lock.release()
 
 
 PREVIEW_SPACE = 1 << 20  # maximum bytes of a preview

@@ -38,7 +38,6 @@ def format_duration(seconds: float) -> str:
 
 
 def count(number: int, noun: str, plural: str = "s") -> str:
-    """A number with its noun."""
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
@@ -113,12 +112,9 @@ def result_html(
     stopped: bool = False,
     recorded: dict[str, Any] | None = None,
 ) -> str:
-    """A conversation, with the latest answer or race in detail. Texts are plain.
-
-    Args:
-        race: lanes so far (a single answer has one lane); None before the first token.
-        limits: note on inputs that the model was not trained for, or None.
-    """
+    """A conversation, with the latest answer or race in detail, a note on inputs that the model was not trained for
+    (``limits``), a message below (``note``) and the recording for the replay. Texts are plain. Without a race, the
+    answer has no token yet."""
     lanes = race.lanes if race is not None and prompt and race.ahead is None else []
     # All answers may be complete while timing runs continue.
     timing = race is not None and race.finished and race.runs < RUNS and recorded is None

@@ -106,10 +106,8 @@ def conditions_of(
 def measure(
     conditions: Sequence[Condition], requests: Sequence[dict[str, Any]], rounds: int, options: DecodingOptions
 ) -> None:
-    """Answer all requests by all methods, and add the records.
-
-    An answer is ``equal`` if it was the first method's in all rounds.
-    """
+    """Answer all requests by all methods, and add the records. An answer is ``equal`` if it was the first method's in
+    all rounds."""
     known: dict[Any, list[int]] = {}
     for size in dict.fromkeys(one.batch for one in conditions):
         alike, places = [one for one in conditions if one.batch == size], list(range(len(requests)))
@@ -278,8 +276,7 @@ def pass_rows(found: Mapping[tuple[Any, ...], Sequence[float]], nodes: Sequence[
 
 
 def load_requests(source: str, warm_up: int, visual: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Requests that warm up and requests to measure: of a file, or of held-out sets, ``SET:COUNT`` separated by commas.
-    Raises ``UserError``: an unreadable file, an unknown set, or too few requests."""
+    """Warm-up and measured requests: of a file, or of held-out sets, ``SET:COUNT`` separated by commas."""
     if Path(source).is_file():
         requests = read_requests(Path(source))
         if len(requests) <= warm_up:

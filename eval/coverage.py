@@ -46,7 +46,7 @@ from mmspec import UserError
 from mmspec.checking.oracle import Oracle
 from mmspec.cli.options import OUT_FILE
 from mmspec.drafters.recycle import Recycle
-from mmspec.eval.harness.output import BenchmarkCommand, git_commit, print_result
+from mmspec.eval.harness.output import BenchmarkCommand, git_commit, markdown, print_result
 from mmspec.eval.harness.small_configs import WORDS, published_config, random_model, small_config
 from mmspec.files import append_row, read_rows, write_text
 
@@ -212,11 +212,8 @@ def _one_line(error: BaseException) -> str:
 
 def image_inputs(network: PreTrainedModel, lengths: list[int]) -> dict[str, Tensor]:
     """A left-padded batch of prompts of ``lengths`` text tokens with one random image each, as inputs of the model.
-
-    Raises:
-        Exception: any exception of the class's image processor or vision tower.
-        ValueError: the image processor requires a package, or returns unsupported values.
-    """
+    Raises any exception of the image processor or vision tower, or ``ValueError`` for a missing package or unsupported
+    values."""
     config = network.config
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
     encode = getattr(network, "get_image_features", None) or getattr(network.base_model, "get_image_features", None)
@@ -353,7 +350,6 @@ def _send_outcome(model: Model, pipe: Connection) -> None:
 
 
 def counts(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Number of classes of each kind by outcome."""
     found = Counter((row["kind"], row["outcome"]) for row in rows)
     return {
         kind: {outcome: found[kind, outcome] for outcome in OUTCOMES} for kind in dict.fromkeys(k for k, _ in found)
@@ -362,8 +358,8 @@ def counts(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 def page(result: dict[str, Any]) -> str:
     about, rows = result["environment"], result["models"]
-    text = [_INTRODUCTION.format(**about)]
-    text.append(_table(("", *OUTCOMES), [(kind, *by.values()) for kind, by in result["counts"].items()]))
+    counted = [(kind, *map(str, by.values())) for kind, by in result["counts"].items()]
+    text = [_INTRODUCTION.format(**about), *markdown(("", *OUTCOMES), counted), ""]
     for kind in result["counts"]:
         group = sorted((row for row in rows if row["kind"] == kind), key=lambda row: row["name"])
         first = "configuration" if kind == PUBLISHED else "model type"
@@ -372,15 +368,10 @@ def page(result: dict[str, Any]) -> str:
             used = row["transformers"]
             notes = [row["reason"], row["note"] and f"not compared: {row['note']}"]
             notes.append("" if used == about["transformers"] else f"with transformers {used}")
-            cells.append((row["name"], row["model_class"], row["outcome"], "; ".join(filter(None, notes))))
-        text += [f"## {kind.capitalize()}\n", _table((first, "class", "outcome", "reason"), cells)]
+            cells.append([row["name"], row["model_class"], row["outcome"], "; ".join(filter(None, notes))])
+        escaped = [[re.sub(r"([|<>*_`])", r"\\\1", cell) for cell in line] for line in cells]
+        text += [f"## {kind.capitalize()}", "", *markdown((first, "class", "outcome", "reason"), escaped), ""]
     return "\n".join(text)
-
-
-def _table(header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    escaped = [[re.sub(r"([|<>*_`])", r"\\\1", str(cell)) for cell in line] for line in lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
 
 
 _INTRODUCTION = """# Supported models

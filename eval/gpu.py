@@ -101,11 +101,8 @@ class Plan:
         return 2 * source.numel() / median(device_seconds(copy, self.device))
 
     def target(self, name: str) -> Any:
-        """A model with random weights, made on the device.
-
-        Its layers change embeddings little, and the output layer is the embedding moved by a row. It counts: no near
-        ties make answers depend on the order of sums in bfloat16.
-        """
+        """A model with random weights, made on the device. Its layers change embeddings little, and the output layer is
+        the embedding moved by a row. It counts: no near ties make answers depend on the order of sums in bfloat16."""
         config = config_of(name, self.quick)
         with torch.device(self.device):
             model = AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
@@ -352,10 +349,8 @@ def tokens(plan: Plan) -> Iterator[Row]:
 
 
 def time_passes(plan: Plan, target: TransformersTarget, batch: int, prefix: int) -> Row:
-    """Milliseconds of verify passes over chains after a prefix, of commits and of drafts, medians of calls in a row.
-
-    A draft comes after a step that accepted three tokens, which the drafter reads.
-    """
+    """Milliseconds of verify passes over chains after a prefix, of commits and of drafts, medians of calls in a row. A
+    draft comes after a step that accepted three tokens, which the drafter reads."""
     config: Any = target.config
     device = target.device
     ids = torch.arange(prefix, device=device).repeat(batch, 1) % config.vocab_size
@@ -413,9 +408,7 @@ def passes(name: str, plan: Plan) -> Iterator[Row]:
 
 def answers(name: str, plan: Plan, batch: int = 1, peers: bool = False, **sampling: Any) -> Iterator[Row]:
     """Whole answers, plain and of each drafter with trees, chains and adaptive trees; or of ``generate`` (``peers``).
-
-    Results are of decoding after the first token, medians over groups of prompts after a warm-up group.
-    """
+    Results are of decoding after the first token, medians over groups of prompts after a warm-up group."""
     target, few = plan.target(name), batch > 1 or bool(sampling)
     known: dict[Any, list[int]] = {}
     processor, vocab = number_processor(target.config.vocab_size), target.config.vocab_size
@@ -501,7 +494,6 @@ def run_part(command: list[str], seconds: float) -> Row:
 
 
 def part_command(name: str, plan: Plan) -> list[str]:
-    """The command of a part's process."""
     options = ["--device", str(plan.device), "--acceptance", str(plan.acceptance), *["--quick"] * plan.quick]
     return [sys.executable, "-m", "mmspec.eval", "gpu", *options, "--only", name, "--rows"]
 

@@ -25,9 +25,7 @@ from mmspec.eval.suite import SIZES
 from mmspec.ops import cpu, cpu_library
 
 FORMATS = ("int4", "int8", "bfloat16", "q5", "q4_k", "q5_k", "q6_k")
-INPUTS = 4096
-"""Input features of the weights."""
-
+INPUTS = 4096  # input features of the weights
 READ = "read"
 _INSTRUCTIONS = 1_000_000  # rounds of ``multiply_add``
 
@@ -78,9 +76,7 @@ def measure(
 
 def table_rows(seconds: Any, outputs: dict[str, int], done: dict[str, int], size: int) -> list[dict[str, Any]]:
     """Rows of the table, from output features and numbers of multiply-adds by format, and the ``size`` read in bytes.
-
-    ``seconds`` by round are of products by (format, rows), of multiply-adds by format, and of ``READ``.
-    """
+    ``seconds`` by round are of products by (format, rows), of multiply-adds by format, and of ``READ``."""
     rows = []
     for kind, count in (name for name in seconds if isinstance(name, tuple)):
         products, taken = count * INPUTS * outputs[kind], median(seconds[kind, count])

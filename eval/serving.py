@@ -48,8 +48,7 @@ class RunningServer:
 
 @contextmanager
 def serving(**options: Any) -> Iterator[RunningServer]:
-    """Run ``mmspec serve`` on a free port with options; None omits an option, a tuple repeats it. Raises ``UserError``:
-    the server does not start; contains the server's message."""
+    """Run ``mmspec serve`` on a free port with options; None omits an option, a tuple repeats it."""
     program = [sys.executable, "-m", "mmspec", "serve", "--port=0"]
     for name, value in options.items():
         values = value if isinstance(value, tuple) else (value,)
@@ -70,12 +69,8 @@ def serving(**options: Any) -> Iterator[RunningServer]:
 
 @dataclass
 class StreamedRequest:
-    """Client-side measurements of one request.
-
-    Attributes:
-        first, seconds: until the first text and until the end.
-        gaps: seconds between later chunks of text; a chunk has the tokens of a decode step.
-    """
+    """Client-side measurements of one request: seconds until the ``first`` text and until the end, and between later
+    chunks of text (``gaps``), which have the tokens of a decode step; the server's ``metrics`` of speculation."""
 
     text: str = ""
     tokens: int = 0
@@ -104,14 +99,8 @@ def chat_body(model: str, request: Mapping[str, Any], max_new_tokens: int) -> di
 
 
 def load(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> tuple[list[StreamedRequest], float]:
-    """Send requests from several closed-loop clients: each waits for an answer before its next request.
-
-    Returns:
-        The measured requests, in the order of ``bodies``, and the total seconds.
-
-    Raises:
-        httpx.HTTPStatusError: the server refused a request.
-    """
+    """Send requests from several closed-loop clients: each waits for an answer before its next request. Returns the
+    measured requests, in the order of ``bodies``, and the total seconds."""
     with open_client(url) as http, ThreadPoolExecutor(clients) as pool:
         started = clock()
         seen = list(pool.map(partial(_stream, http), bodies))
@@ -181,7 +170,6 @@ def main(count: int, clients: Sequence[int], rounds: int, max_new_tokens: int, *
 
 
 def _row(clients: int, rounds: Sequence[Round], expected: Sequence[str]) -> dict[str, Any]:
-    """Results of a load from its rounds."""
     seen = [request for requests, _, _ in rounds for request in requests]
     gaps, first = [gap for request in seen for gap in request.gaps], [request.first for request in seen]
     accepted, steps = (

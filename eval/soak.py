@@ -47,13 +47,8 @@ _MIXES: Sequence[dict[str, Any]] = (
 def load_bodies(
     model: str, number: int, words: Sequence[int], tokens: int, images: Sequence[Any], drafters: Sequence[str] = ()
 ) -> list[Any]:
-    """The requests of a load.
-
-    Args:
-        number: of the load; it starts the texts.
-        words: prompt lengths; all kinds of requests are sent for each length, and a request for each drafter.
-        images: of further requests, one each.
-    """
+    """The requests of a load, whose texts start with its ``number``. For each prompt length in ``words``, all kinds of
+    requests and a request for each drafter are sent; then one per image."""
     bodies = []
     for place, length in enumerate(words):
         first = f"{number} {place}: " + " ".join(str(one) for one in range(length))

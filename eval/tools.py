@@ -53,8 +53,7 @@ def _tool(function: type[BaseModel]) -> Any:
     return {"type": "function", "function": {"name": name, "description": function.__doc__, "parameters": schema}}
 
 
-Call = tuple[str, Mapping[str, Any]]
-"""Name of a function and its arguments."""
+Call = tuple[str, Mapping[str, Any]]  # name of a function and its arguments
 
 
 @dataclass(frozen=True)

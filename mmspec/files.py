@@ -142,8 +142,8 @@ def temporary(path: Path, hint: str = "") -> Iterator[Path]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(path.absolute().parent)
-        folder, lock = _locked_folder(path.parent)
+        remove_leftovers(path.absolute().parent)
+        folder, lock = locked_folder(path.parent)
     except OSError as error:
         raise _cannot_write(path, error, hint) from error
     try:
@@ -171,9 +171,14 @@ def settle(path: Path) -> None:
                 os.fsync(opened.fileno())
 
 
-def _locked_folder(parent: Path) -> tuple[Path, FileLock]:
+def locked_folder(parent: Path, prefix: str = _TEMPORARY, name: str = "") -> tuple[Path, FileLock]:
+    """A new folder, locked by this process; its name is random if it is not given or taken."""
+    folder = parent / f"{prefix}{name}" if name else parent  # which exists
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=parent))
+        try:
+            folder.mkdir(0o700)
+        except FileExistsError:
+            folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         with suppress(Timeout, FileNotFoundError):  # another process removed the folder before it was locked
             lock = FileLock(folder / _LOCK, timeout=0)
             lock.acquire()
@@ -181,8 +186,9 @@ def _locked_folder(parent: Path) -> tuple[Path, FileLock]:
 
 
 @lru_cache(maxsize=1024)  # once per process and folder, as a folder may have many files
-def _remove_leftovers(parent: Path) -> None:
-    for folder in parent.glob(f"{_TEMPORARY}*"):
+def remove_leftovers(parent: Path, prefix: str = _TEMPORARY) -> None:
+    """Remove such folders of killed processes."""
+    for folder in parent.glob(f"{prefix}*"):
         if folder.is_symlink():
             continue
         with suppress(OSError), FileLock(folder / _LOCK, timeout=0):  # it may be locked, or belong to another user

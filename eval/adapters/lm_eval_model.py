@@ -25,13 +25,8 @@ _log = logging.getLogger("lm_eval.mmspec")  # below the harness's logger
 
 
 class MmspecLM(HFLM):
-    """Run generation tasks by speculative decoding, and likelihood tasks as ``hf`` does.
-
-    Args:
-        pretrained, drafter, device, dtype: as for ``mmspec.load``.
-        nodes: draft tokens per step; None is adaptive.
-        **options: of the harness's ``HFLM``.
-    """
+    """Run generation tasks by speculative decoding, and likelihood tasks as ``hf`` does. Options are those of
+    ``mmspec.load``, ``nodes`` (draft tokens per step; None is adaptive) and those of ``HFLM``."""
 
     def __init__(
         self,

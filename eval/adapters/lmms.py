@@ -19,14 +19,10 @@ from mmspec.eval.suite.summary import acceptance_line
 
 
 class MmspecLMM(lmms):
-    """Run lmms-eval's generation tasks.
+    """Run lmms-eval's generation tasks, ``batch_size`` requests at once.
 
-    Args:
-        pretrained, drafter, device, dtype: as for ``mmspec.load``.
-        nodes: draft tokens per step; None is adaptive.
-        frames: per video; None takes the default number.
-        batch_size: requests decoded at once.
-        max_batch_size: always passed by lmms-eval; ignored.
+    Options are those of ``mmspec.load``, ``nodes`` (draft tokens per step; None is adaptive) and ``frames`` per video.
+    lmms-eval always passes ``max_batch_size``, which is ignored.
     """
 
     is_simple = False
@@ -67,11 +63,9 @@ class MmspecLMM(lmms):
         return [results[k] for k in range(len(requests))]
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
-        """Not supported."""
         raise NotImplementedError("mmspec does not support lmms-eval's multi-round tasks")
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Not supported: likelihoods generate no tokens."""
         raise NotImplementedError("mmspec supports lmms-eval's generation tasks, not its likelihood tasks")
 
     def _answer(self, requests: Sequence[Instance], keywords: dict[str, Any]) -> Iterator[GenerationResult]:
@@ -85,8 +79,7 @@ class MmspecLMM(lmms):
 
 
 def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate lmms-eval's generation options to keywords of ``Pipeline.generate``. Raises ``UserError``: beam search,
-    which is not supported."""
+    """Translate lmms-eval's generation options to keywords of ``Pipeline.generate``."""
     if int(options.get("num_beams") or 1) > 1:
         raise UserError(f"num_beams must be 1: speculation has one sequence per prompt, got {options['num_beams']}")
     keywords = {name: options[name] for name in GENERATING if options.get(name) is not None}

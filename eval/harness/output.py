@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from importlib.metadata import version
 from pathlib import Path
@@ -29,11 +29,8 @@ from mmspec.targets.packing import weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 
 WIDTH = 120
-Cell = str | Callable[[Mapping[str, Any]], str]
-"""A format string over a row's fields, or a function of the row."""
-
-Column = tuple[str, Cell]
-"""Header and cell of a table's column."""
+Cell = str | Callable[[Mapping[str, Any]], str]  # a format string over a row's fields, or a function of the row
+Column = tuple[str, Cell]  # header and cell of a table's column
 
 
 class BenchmarkCommand(ModuleCommand):
@@ -46,11 +43,8 @@ class BenchmarkCommand(ModuleCommand):
 
 
 def benchmark(function: Callable[..., dict[str, Any]]) -> click.Command:
-    """The command of a function that prints tables and returns a JSON result.
-
-    It adds the options ``--out`` and, if the function has none of its own, ``--threads``. Where the result's ``failed``
-    is true, the exit status is 1.
-    """
+    """The command of a function that prints tables and returns a JSON result. It adds the options ``--out`` and, if the
+    function has none of its own, ``--threads``. Where the result's ``failed`` is true, the exit status is 1."""
 
     @wraps(function)
     def run(out: Path | None, **options: Any) -> None:
@@ -89,16 +83,19 @@ def cell_text(cell: Cell, row: Mapping[str, Any]) -> str:
 def make_table(
     columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *, sections: Sequence[str] = (), **options: Any
 ) -> Table:
-    """A table with one line per row, and a rule where one of the fields ``sections`` changes.
-
-    ``options`` are those of ``rich.table.Table``, e.g. ``title`` and ``caption``.
-    """
+    """A table with one line per row, and a rule where one of the fields ``sections`` changes. ``options`` are those of
+    ``rich.table.Table``, e.g. ``title`` and ``caption``."""
 
     table = Table(*(header for header, _ in columns), **options)
     for row, following in zip(rows, [*rows[1:], None], strict=False):
         end = following is not None and any(row[name] != following[name] for name in sections)
         table.add_row(*(cell_text(cell, row) for _, cell in columns), end_section=end)
     return table
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows)]
 
 
 def milliseconds(field: str, digits: int = 2) -> Callable[[Mapping[str, Any]], str]:

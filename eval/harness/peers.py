@@ -24,22 +24,15 @@ from mmspec.http_client import TIMEOUT, open_client
 from mmspec.targets.gguf_file import file_in
 
 LLAMA, OPENVINO = "llama.cpp", "openvino"
-CONTEXT = 8192
-"""Tokens of a prompt and its answer."""
-
+CONTEXT = 8192  # tokens of a prompt and its answer
 _HOST = "127.0.0.1"
 _COMPLAINT = re.compile(r"^(?!.* exiting ).*(error|fail|couldn't)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A greedy answer.
-
-    Attributes:
-        tokens: generated token ids, end-of-sequence token included.
-        seconds: decode time after the first token, measured by the engine.
-        prompt_seconds: prefill time, measured by the engine.
-    """
+    """A greedy answer: tokens up to the end-of-sequence token, decode time after the first token, and prefill time, as
+    measured by the engine."""
 
     tokens: list[int]
     seconds: float
@@ -62,13 +55,8 @@ def gguf_file(engine: str, model: str) -> str:
 class LlamaServer:
     """A llama-server process with one slot and without prompt cache: every request includes a prefill.
 
-    Args:
-        model: a GGUF file, or the name of a GGUF model.
-        speculation: value of ``--spec-type``, and further options after blanks, quoted as in a shell; empty for plain
-            decoding.
-
-    Raises:
-        UserError: the model is not a GGUF file, a quote is open, or the server does not start.
+    ``speculation`` is the value of ``--spec-type`` and further options, quoted as in a shell; empty for plain decoding.
+    The process ends with ``close``, or when this object is collected.
     """
 
     def __init__(self, program: str, model: str, threads: int, speculation: str = "") -> None:
@@ -134,17 +122,8 @@ LOOKUP = "lookup"
 
 
 class OpenVino:
-    """A pipeline of OpenVINO GenAI on the CPU, with its own default precision.
-
-    Args:
-        model: a GGUF file, or the name of a GGUF model.
-        speculation: ``"lookup"`` for prompt lookup, with 5 candidates after 3 tokens, as in OpenVINO's documentation;
-            empty for plain decoding.
-
-    Raises:
-        UserError: OpenVINO is not installed or cannot read the weights, the model is not a GGUF file, or
-            ``speculation`` has another value.
-    """
+    """A pipeline of OpenVINO GenAI on the CPU, with its own default precision; decodes plainly, or by prompt lookup
+    with 5 candidates after 3 tokens, as in OpenVINO's documentation."""
 
     def __init__(self, model: str, threads: int, speculation: str = "") -> None:
         file = gguf_file("OpenVINO", model)

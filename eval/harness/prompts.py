@@ -29,28 +29,20 @@ from mmspec.vision.video import Video
 
 _HELD_OUT = Path(__file__).parents[1] / "heldout"
 _TILE, _COLUMNS = 96, 32
-_FRAMES = 8
-"""Frames of a clip to caption; the set has each clip with 16 frames, too."""
+_FRAMES = 8  # frames of a clip to caption; the set has each clip with 16 frames, too
 
 
 @dataclass(frozen=True)
 class Questions:
-    """A user's questions about the media of the first turn.
-
-    Attributes:
-        questions: one per turn.
-        images, videos: attached to the first question; anything that the target accepts.
-    """
+    """A user's questions, one per turn. Images and videos, of any kind that the target accepts, belong to the first."""
 
     questions: tuple[str, ...]
     images: tuple[Any, ...] = ()
     videos: tuple[Any, ...] = ()
 
     def request(self, answers: list[str]) -> dict[str, Any]:
-        """The request for the next answer, given the answers so far.
-
-        A single question without media stays plain text, for models without a chat template.
-        """
+        """The request for the next answer, given the answers so far. A single question without media stays plain text,
+        for models without a chat template."""
         first: Any = self.questions[0]
         if not (answers or self.images or self.videos):
             return {"prompt": first, "images": [], "videos": []}
@@ -79,8 +71,7 @@ def held_out_requests(name: str, count: int) -> list[dict[str, Any]]:
     """The first questions of a held-out set's conversations, each with its media.
 
     ``images`` and ``clips`` are to be captioned, ``mixed`` has captions and questions, ``prompts`` has texts of all
-    kinds that the embedded hybrid model was trained on; ``warm-up-images`` and ``warm-up-prompts`` have others. Raises
-    ``UserError``: an unknown or too small set.
+    kinds that the embedded hybrid model was trained on; ``warm-up-images`` and ``warm-up-prompts`` have others.
     """
     known = sorted(file.stem for file in _HELD_OUT.glob("*.jsonl"))
     if name not in known:

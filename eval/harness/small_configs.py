@@ -28,8 +28,7 @@ from mmspec.targets.processor import Processor
 from mmspec.targets.support import output_layer
 
 VOCAB = 128
-WORDS = 90
-"""Token ids from here on are left to special tokens."""
+WORDS = 90  # token ids from here on are left to special tokens
 _LAYERS = 4
 _EXPERTS = r"(num|n)_(local_|routed_)?experts|(moe|ffn)_num_experts"
 _ROUTING = rf"{_EXPERTS}|num_experts_per_tok(en)?|moe_(topk|k|top_k)|top_k_experts|n_group|topk_group|num_expert_group"
@@ -64,36 +63,26 @@ _ZAMBA = dict(layers_block_type=_HYBRID, attention_hidden_size=128, attention_he
 _SECTIONS = dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]})
 _PARTIAL = dict(partial_rotary_factor=0.5, mrope_section=[1, 1, 2])
 _INCONSISTENT: dict[str, dict[str, Any]] = {
+    **{f"{name}_text": _SECTIONS for name in ("glm4v", "glm46v", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")},
+    **{key: dict(head_dim=16) for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    **{key: dict(mm_tokens_per_image=16) for key in ("gemma3", "shieldgemma2")},
+    **{key: dict(patch_size=28) for key in ("idefics3_vision", "smolvlm_vision")},
+    **{key: dict(out_hidden_size=256) for key in ("muse_glimmer", "muse_spark")},
     "bamba": dict(attn_layer_indices=[1]),
     "deepseek_v2": dict(num_experts_per_tok=2),
     "dory": dict(n_input_layers=1, n_recurrent_layers=2, n_output_layers=1),
     "dots1": dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2),
-    "gemma3": dict(mm_tokens_per_image=16),
-    "glm4v_text": _SECTIONS,
-    "glm46v_text": _SECTIONS,
     "glm4v_moe_text": dict(rope_parameters={**_SECTIONS["rope_parameters"], **_PARTIAL}),
-    "glm_ocr_text": _SECTIONS,
     "gpt_neo": dict(attention_types=[[["global", "local"], 2]], window_size=8),
     "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"] * 2),
-    "hunyuan_v1_dense": dict(head_dim=16),
-    "hunyuan_v1_moe": dict(head_dim=16),
     "hy_v4_vl_text": dict(rope_parameters={**_SECTIONS["rope_parameters"], "mrope_section": [2, 1, 1]}),
-    "idefics3_vision": dict(patch_size=28),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"] * 2),
     "llama4_vision_model": dict(intermediate_size=256),
     "mamba2": dict(num_heads=8),
-    "ministral": dict(head_dim=16),
     "mllama_vision_model": dict(vision_output_dim=128),
     "molmo2_adapter": dict(vision_feature_layer=[3, 2]),
-    "muse_glimmer": dict(out_hidden_size=256),
-    "muse_spark": dict(out_hidden_size=256),
     "nemotron": dict(num_key_value_heads=2),
-    "paddleocr_vl_text": _SECTIONS,
-    "qwen2_5_vl_text": _SECTIONS,
-    "qwen2_vl_text": _SECTIONS,
     "qwen4_exp_text": dict(eos_token_id=2),
-    "shieldgemma2": dict(mm_tokens_per_image=16),
-    "smolvlm_vision": dict(patch_size=28),
     "vipllava": dict(vision_feature_layers=[-2, -3, 1]),
     "zamba": _ZAMBA,
     "zamba2": {**_ZAMBA, "mamba_headdim": 16, "num_hidden_layers": 4},
@@ -102,8 +91,7 @@ _INCONSISTENT: dict[str, dict[str, Any]] = {
 
 
 def small_config(config_class: type[PreTrainedConfig], **changes: Any) -> PreTrainedConfig:
-    """A class's default configuration with sizes cut, and with ``changes`` of further fields. Raises ``TypeError``: the
-    class has no such field."""
+    """A class's default configuration with sizes cut, and with ``changes`` of further fields."""
     default = config_class()
     if unknown := sorted(changes.keys() - vars(default).keys()):
         raise TypeError(f"{config_class.__name__} has no {', '.join(unknown)}")
@@ -153,8 +141,7 @@ def _merged(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _changes(config: PreTrainedConfig, *, widths: bool, tokens: dict[int, int]) -> dict[str, Any]:
-    """Changed fields of a cut configuration; sub-configurations are dictionaries. ``tokens`` maps the token ids that
-    were moved so far, old to new."""
+    """Changed fields of a cut configuration, sub-configurations as dictionaries; ``tokens`` maps token ids so far."""
     fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     changes = _layer_changes(config, fields)
     equal = {"head_dim": 8, "num_key_value_heads": 4} if "qk_rope_head_dim" in fields else {}  # by definition of MLA

@@ -37,9 +37,7 @@ T = TypeVar("T")
 PHASES = ("prefill", "draft", "verify", "commit")
 """Timed phases of a request; the rest is preprocessing, stopping rules and detokenisation."""
 
-READ = "read"
-"""In place of a number of nodes: a loop that only reads the packed weights."""
-
+READ = "read"  # in place of a number of nodes: a loop that only reads the packed weights
 _BEFORE = 4  # untimed passes of the same size before each timed pass
 _COSTS = (1, 2, 4, 8, 16, 33)  # nodes
 
@@ -85,9 +83,7 @@ class TimedBatch:
     @property
     def request_seconds(self) -> list[dict[str, float]]:
         """Times of each row: ``total`` (from the start of the batch to its last token), ``decoding`` (after its first).
-
-        Rows without individual times (transformers, other engines) get the batch's times.
-        """
+        Rows without individual times (transformers, other engines) get the batch's times."""
         last = max((stats.wall_seconds for stats in self.stats), default=0.0)
         if not last:
             return [{name: self.seconds[name] for name in ("total", "decoding")} for _ in self.answers]
@@ -99,7 +95,6 @@ class TimedBatch:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Mean acceptance length of the first row."""
         return self.stats[0].mean_acceptance_length if self.stats else 1.0
 
 
@@ -216,7 +211,6 @@ def decode(
 def _generate(
     pipe: Pipeline, generate_options: dict[str, Any], requests: Sequence[dict[str, Any]], options: DecodingOptions
 ) -> TimedBatch:
-    """Decode a batch by transformers' ``generate``."""
     sampling: dict[str, Any] = {"do_sample": False}
     if options.temperature > 0:
         torch.manual_seed(options.seed)
@@ -270,10 +264,8 @@ def pass_seconds(target: TransformersTarget, depth: int, nodes: Sequence[int]) -
 
 
 def time_pass(target: TransformersTarget, nodes: int) -> float:
-    """Seconds of a verify pass over a chain of ``nodes`` nodes, including the host's read of the choices.
-
-    As in decoding, other passes precede it, so that the caches hold the same part of the weights.
-    """
+    """Seconds of a verify pass over a chain of ``nodes`` nodes, including the host's read of the choices. As in
+    decoding, other passes precede it, so that the caches hold the same part of the weights."""
     parents = torch.arange(-1, nodes - 1, device=target.device)[None]
     tree = TokenTree(torch.zeros_like(parents), parents)
     for _ in range(_BEFORE):
@@ -314,10 +306,8 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Peak memory in bytes since ``reset_peak_memory``; None on a CPU without Linux's /proc.
-
-    On a GPU it counts torch's allocations; on a CPU the resident set of the process, weights and libraries included.
-    """
+    """Peak memory in bytes since ``reset_peak_memory``; None on a CPU without Linux's /proc. On a GPU it counts torch's
+    allocations; on a CPU the resident set of the process, weights and libraries included."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory_of("self", "VmHWM")
 
 

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 MEASURED = 6
 """Prompts that `mmspec tune` needs after the warm-up: the range of fewer contains the median less often than 95 %."""
 
-SIZES = Listed(click.IntRange(1))
-"""Type of an option that lists whole numbers above 0."""
-
+SIZES = Listed(click.IntRange(1))  # type of an option that lists whole numbers above 0
 llama_server_option = click.option(
     "--llama-server",
     type=click.Path(exists=True, dir_okay=False, resolve_path=True),

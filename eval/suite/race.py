@@ -30,8 +30,7 @@ from mmspec.progress import Show
 
 def read_requests(path: Path) -> list[dict[str, Any]]:
     """Requests of a file: a text file has a prompt per line; a ``.jsonl`` file an object per line, with ``prompt`` (or
-    the first of ``turns``), and optionally ``images`` and ``videos``, file names relative to it. Raises ``UserError``:
-    an unreadable file or row, or none at all."""
+    the first of ``turns``), and optionally ``images`` and ``videos``, file names relative to it."""
     if path.suffix == ".jsonl":
         requests = []
         for row in rows_of(path):
@@ -135,15 +134,10 @@ def race(
     seconds: float,
     show: Show = lambda *_: None,
 ) -> list[Contender]:
-    """Measure methods until time or prompts run out, or a single method remains.
+    """Measure methods beside plain decoding until time (in ``seconds``) or prompts run out, or a single method remains.
 
-    The first of several requests is the warm-up. At the time limit, in seconds, the current prompt is dropped.
-
-    Returns:
-        All methods: the remaining methods, then dropped methods, each group from fast to slow.
-
-    Raises:
-        UserError: no prompt was measured.
+    The first of several requests is the warm-up. When the time is up, the current method completes its prompt, which is
+    dropped. Returns the remaining methods, then dropped methods, each group from fast to slow.
     """
     start, plain = clock(), Method(PLAIN)
     left, out = [Contender(method) for method in methods], list[Contender]()
@@ -192,7 +186,6 @@ def tied(contenders: Sequence[Contender]) -> str:
 
 
 def print_table(contenders: Sequence[Contender]) -> None:
-    """Print a row per method."""
     columns: list[Column] = [
         ("method", "{method}"),
         ("prompts", "{prompts}"),

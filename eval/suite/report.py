@@ -11,7 +11,7 @@ import click
 from rich.table import Table
 
 from mmspec.errors import install
-from mmspec.eval.harness.output import Cell, Column, cell_text, mebibytes, milliseconds, wide_console
+from mmspec.eval.harness.output import Cell, Column, cell_text, markdown, mebibytes, milliseconds, wide_console
 from mmspec.eval.harness.timing import PHASES
 from mmspec.eval.suite.methods import PLAIN
 from mmspec.eval.suite.summary import ALL, PERCENTILES
@@ -88,13 +88,12 @@ _DIFFERENCES: Sequence[Column] = (
 
 
 def write_report(summary: dict[str, Any], folder: Path) -> Path:
-    """Write ``report.md`` and its ``plots/``."""
     about, settings, rows = summary["about"], summary["settings"], summary["rows"]
     lines = [f"# {about['model']}", "", _introduction(about, settings), ""]
     lines += [f"- {line}" for line in legend(rows)] + [""]
     lines += _pictures(rows, folder)
     for title, group in _by_condition(rows):
-        lines += [f"## {title}", "", *_markdown(*_table(group)), "", *_markdown(*_request_table(group))]
+        lines += [f"## {title}", "", *markdown(*_table(group)), "", *markdown(*_request_table(group))]
         notes = [_copy_oracle(group), f"Not scored: {group[0]['not_scored']}" if "not_scored" in group[0] else ""]
         lines += ["", *(line for note in notes if note for line in (f"{note}.", ""))]
     lines += _differences(rows)
@@ -109,10 +108,6 @@ def refusals(summary: dict[str, Any]) -> list[str]:
     """A line per refused method and batch size; reasons are the same at every temperature."""
     each = (f"`{one['method']}`, batch {one['batch']}: refused: {one['reason']}" for one in summary["refused"])
     return list(dict.fromkeys(each))
-
-
-def _markdown(header: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(header)} |", "|" + "---|" * len(header), *(f"| {' | '.join(line)} |" for line in cells)]
 
 
 def _cells(columns: Sequence[tuple[str, Cell, str]], rows: Sequence[Figures]) -> tuple[list[str], list[list[str]]]:
@@ -243,20 +238,14 @@ def _differences(rows: Sequence[Figures]) -> list[str]:
         "The logit margin is the target's highest logit at the first difference minus the lower of the two tokens'",
         "logits: near zero where rounding decides. It is not computed for sampled answers.",
         "",
-        *_markdown([name for name, _ in _DIFFERENCES], cells),
+        *markdown([name for name, _ in _DIFFERENCES], cells),
         "",
     ]
 
 
 def draw_all(rows: Sequence[Figures], folder: Path) -> dict[str, str]:
-    """Draw all plots that the rows have data for, at the first temperature and batch size.
-
-    Returns:
-        File names in ``folder`` by title.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw all plots that the rows have data for, at the first temperature and batch size; returns file names by
+    title."""
     from matplotlib.figure import Figure
 
     from mmspec.training.curve import write_figure

@@ -184,8 +184,7 @@ def job_key(job: Job) -> tuple[Any, ...]:
 
 
 def read_records(folder: Path, settings: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The records of a run by ``job_key``. A new run's folder gets its ``settings.json``. Raises ``UserError``: the
-    folder holds a run with other settings, or a damaged record."""
+    """The records of a run by ``job_key``. A new run's folder gets its ``settings.json``."""
     settings_file, path, records = folder / "settings.json", folder / _RECORDS, {}
     if settings_file.exists():
         check_settings(folder, read_json(settings_file), settings)
@@ -200,15 +199,8 @@ def read_records(folder: Path, settings: dict[str, Any]) -> dict[tuple[Any, ...]
 
 
 def run_suite(settings: SuiteSettings, out: Path, engine: str = "local", workers: int = 1) -> dict[str, Any]:
-    """Decode all conversations that a run's folder has no record of, then write answers, summary and report.
-
-    Returns:
-        The content of ``summary.json``: ``about`` model and machine, ``settings``, ``rows`` of results, ``refused``
-        methods.
-
-    Raises:
-        UserError: invalid settings, or a folder that holds a run with other settings.
-    """
+    """Decode all conversations that a run's folder has no record of, then write answers, summary and report. Returns
+    the content of ``summary.json``: ``about`` model and machine, ``settings``, ``rows`` of results, ``refused``."""
     plain = json.loads(json.dumps(dataclasses.asdict(settings)))
     samples = {task: settings.samples(task) for task in settings.tasks}
     known = read_records(out, plain)

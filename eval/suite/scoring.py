@@ -32,9 +32,7 @@ class Sample:
     metadata: Any = None
 
 
-Answered = tuple[Sample, Sequence[str]]
-"""A sample and the answers to its turns."""
-
+Answered = tuple[Sample, Sequence[str]]  # a sample and the answers to its turns
 Scorer = Callable[[Sequence[Answered]], dict[str, float]]
 """Scores by name over all answers, from 0 to 1 or as the benchmark defines them; the first is the main score."""
 
@@ -43,11 +41,8 @@ _ARTICLES = {"a", "an", "the"}
 
 
 def normalise(text: str) -> str:
-    """Normalise an answer as in the VQA challenge, without its table of misspelt contractions.
-
-    Lower case, digits for number words up to ten, no articles, no apostrophes, no punctuation but decimal points and
-    signs.
-    """
+    """Normalise an answer as in the VQA challenge, without its table of misspelt contractions. Lower case, digits for
+    number words up to ten, no articles, no apostrophes, no punctuation but decimal points and signs."""
     text = text.lower().replace("'", "").replace("\u2019", "")
     text = re.sub(r"(?<=\d),(?=\d)|[.](?!\d)", "", text)
     words = re.sub(r"[^\w\s.%$:/-]", " ", text).replace("-", " ").split()
@@ -116,7 +111,6 @@ def anls(answer: str, accepted: Sequence[str]) -> float:
 
 
 def _edit_distance(a: str, b: str) -> int:
-    """Levenshtein distance."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
         before, row[0] = row[0], i
@@ -151,10 +145,8 @@ contained = _mean_over_turns("reference in answer")(_contained)
 
 
 def mentioned(answered: Sequence[Answered]) -> dict[str, float]:
-    """Share of required items that answers mention, and share of answers that mention all required items.
-
-    ``metadata`` has the accepted wordings of each thing to mention; samples without any are not counted.
-    """
+    """Share of required items that answers mention, and share of answers that mention all required items. ``metadata``
+    has the accepted wordings of each thing to mention; samples without any are not counted."""
     pairs = [(answers[0], sample.metadata) for sample, answers in answered if sample.metadata]
     found = [[_contained(answer, wordings) for wordings in parts] for answer, parts in pairs] or [[0.0]]
     return {"mentioned": mean(share for shares in found for share in shares), "all mentioned": mean(map(min, found))}
@@ -261,8 +253,7 @@ def cider(answered: Sequence[Answered]) -> dict[str, float]:
     """CIDEr, computed by pycocoevalcap.
 
     Words are lower-case runs of letters and digits, instead of the original's Java tokeniser. Document frequencies come
-    from the given references, so a subset of a benchmark scores differently from the whole. Raises ``UserError``:
-    pycocoevalcap is not installed.
+    from the given references, so a subset of a benchmark scores differently from the whole.
     """
     try:
         from pycocoevalcap.cider.cider import Cider

@@ -40,8 +40,7 @@ def median_interval(values: Sequence[float], resamples: int = 2000) -> dict[str,
     return {"median": float(np.median(array)), **percentile_interval(np.median(array[drawn], axis=1))}
 
 
-LONGEST_COPY = 32
-"""Draft tokens per step of the copy oracle."""
+LONGEST_COPY = 32  # draft tokens per step of the copy oracle
 
 
 def copy_lengths(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
@@ -98,11 +97,8 @@ def copy_oracle(answers: Sequence[Sequence[int]], seconds: Callable[[int], float
 
 
 def acceptance(requests: Sequence[Stats]) -> dict[str, Any]:
-    """Acceptance over requests as plain JSON values.
-
-    ``acceptance_by_position`` is the share of steps that accepted at least 1, 2, ... draft tokens. The prefill's
-    token of each request is generated in no step.
-    """
+    """Acceptance over requests as plain JSON values. ``acceptance_by_position`` is the share of steps that accepted at
+    least 1, 2, ... draft tokens. The prefill's token of each request is generated in no step."""
     total = Stats.combined(requests)
     at_least = np.cumsum(total.acceptance_histogram[::-1])[::-1]
     return {
@@ -190,12 +186,8 @@ def summarise(
 
 
 def _spent(record: Record, method: str) -> dict[str, float]:
-    """Times of a batch of conversations, summed over its turns (medians over the rounds), and its tokens.
-
-    Returns:
-        The times of ``TimedBatch``; ``first``, the mean time to the first token; ``tokens`` and ``later_tokens`` (after
-        the first of each answer).
-    """
+    """Times of a batch of conversations, summed over its turns (medians over the rounds): those of ``TimedBatch``, and
+    ``first``, the mean time to the first token; ``tokens``, and ``later_tokens`` (after the first of each answer)."""
     results = [turn["methods"][method] for turn in record["turns"]]
     names = results[0]["seconds"][0]
     spent = {name: sum(median(s[name] for s in result["seconds"]) for result in results) for name in names}

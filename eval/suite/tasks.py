@@ -27,12 +27,8 @@ _ENDINGS = ("", *_IMAGES, ".mp4", ".webm", ".mkv", ".avi")
 
 @dataclass(frozen=True)
 class DatasetRow:
-    """One row of a benchmark's data.
-
-    Attributes:
-        where: file and line, for error messages.
-        folder: folder of its media files; None if fields contain the media.
-    """
+    """One row of a benchmark's data: its fields, its file and line for messages, its index, and the folder of its media
+    files (None if fields contain the media)."""
 
     values: dict[str, Any]
     where: str
@@ -40,7 +36,6 @@ class DatasetRow:
     folder: Path | None = None
 
     def __getitem__(self, field: str) -> Any:
-        """A field. Raises ``UserError``: it is missing."""
         if field not in self.values:
             raise UserError(f"{self.where}: expected a field {field!r}, received {', '.join(self.values) or 'none'}")
         return self.values[field]
@@ -94,8 +89,7 @@ def local_rows(name: str, data: Path) -> Iterator[DatasetRow]:
 
 
 def pages(name: str, data: Path) -> Iterator[DatasetRow]:
-    """A row per image in ``DATA/NAME/``; its category is whether a text file of the same name exists. Raises
-    ``UserError``: the folder has no images."""
+    """A row per image in ``DATA/NAME/``; its category is whether a text file of the same name exists."""
     folder = data / name
     images = sorted(path for path in folder.glob("*") if path.suffix.lower() in _IMAGES)
     if not images:
@@ -106,19 +100,14 @@ def pages(name: str, data: Path) -> Iterator[DatasetRow]:
 
 
 def rows_of(file: Path) -> Iterator[DatasetRow]:
-    """The rows of a JSON Lines file. Raises ``UserError``: it cannot be read, or a line is not a JSON object."""
     for number, values in read_rows(file):
         yield DatasetRow(values, f"{file}, line {number}", number - 1, file.parent)
 
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A benchmark's dataset on the hub.
-
-    Attributes:
-        path, split, config: as for ``datasets.load_dataset``.
-        images: for images in another table: its config, and the field with the image's ``id``.
-    """
+    """A benchmark's dataset on the hub, as for ``datasets.load_dataset``; for ``images`` in another table: its config,
+    and the field with the image's ``id``."""
 
     path: str
     split: str
@@ -132,8 +121,7 @@ def lmms_lab(name: str, *options: Any) -> HubDataset:
 
 
 def hub_rows(name: str, hub: HubDataset, limit: int | None) -> Iterator[DatasetRow]:
-    """The rows of a benchmark, read lazily. Raises ``UserError``: ``datasets`` is not installed, or the data cannot be
-    read."""
+    """The rows of a benchmark, read lazily."""
     try:
         import datasets
     except ImportError:
@@ -200,8 +188,7 @@ class EvalTask:
     local: Callable[[str, Path], Iterator[DatasetRow]] = local_rows
 
     def samples(self, data: Path | None, limit: int | None) -> list[Sample]:
-        """The samples, or the first ``limit``, from a folder of local benchmark files or through ``datasets``. Raises
-        ``UserError``: data is missing or has another layout."""
+        """The samples, or the first ``limit``, from a folder of local benchmark files or through ``datasets``."""
         if self.rows is not None:
             return list(islice(self.rows(), limit))
         assert self.read is not None
@@ -245,8 +232,6 @@ def _answer_task(
     instruction: str = _SHORT_ANSWER,
     max_new_tokens: int = 32,
 ) -> EvalTask:
-    """A task with one question per row."""
-
     def read(row: DatasetRow) -> Sample:
         return sample_of(row, f"{row['question']}{instruction}", row.texts(field), row.get(category, ""))
 
@@ -408,8 +393,7 @@ GROUPS: dict[str, tuple[str, ...]] = {"embedded": tuple(task.name for task in _E
 
 
 def select_tasks(names: str, visual: bool) -> list[EvalTask]:
-    """The tasks of a ``--tasks`` option, names and groups separated by commas, for a model that is ``visual`` or not.
-    Raises ``UserError``: an unknown name, none at all, or a visual task for a text model."""
+    """Tasks of a ``--tasks`` option, names and groups separated by commas, for a model that is ``visual`` or not."""
     selected: dict[str, EvalTask] = {}
     for name in filter(None, (part.strip() for part in names.split(","))):
         if name in GROUPS:

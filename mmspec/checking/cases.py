@@ -40,8 +40,6 @@ CASES: dict[str, Case] = {}
 
 
 def case(name: str, proves: str) -> Callable[[Callable[[Trial], None]], Callable[[Trial], None]]:
-    """Register a function as a case."""
-
     def register(run: Callable[[Trial], None]) -> Callable[[Trial], None]:
         CASES[name] = Case(name, proves, run)
         return run
@@ -393,8 +391,7 @@ def _enumerate(trial: Trial, question: Question) -> None:
     _report(trial, question, p, {f"total variation {distance:.2f}": POWER}, sum(counts.values()) * _SAMPLED)
 
 
-OTHER = -1
-"""Last token of an outcome: the least probable candidate, or a token that rounding may swap with it."""
+OTHER = -1  # last token of an outcome: the least probable candidate, or a token that rounding may swap with it
 
 
 class Outcomes:
@@ -436,7 +433,6 @@ class Outcomes:
 
 
 def _compare_samples(trial: Trial, question: Question) -> None:
-    """Compare answers of two servers."""
     asked, rounds = [question] * _SERVER_AT_ONCE, range(_SERVER_DRAWS // _SERVER_AT_ONCE)
     asks: tuple[Callable[..., list[list[Answer]]], ...] = (trial.ask, trial.references[0].ask)
     samples = [[choices[0].text for _ in rounds for choices in ask(*asked)] for ask in asks]
@@ -452,8 +448,7 @@ def _report(trial: Trial, question: Question, p: float, power: dict[str, float],
 
 
 OUTCOMES = ("equal", "tie", "different", "skipped", "failed")
-FAILING = ("different", "failed")
-"""Outcomes that fail a check."""
+FAILING = ("different", "failed")  # outcomes that fail a check
 
 
 def chosen(names: str | None) -> list[str]:
@@ -465,12 +460,8 @@ def chosen(names: str | None) -> list[str]:
 
 
 def run_case(trial: Trial, name: str) -> dict[str, Any]:
-    """Run a case.
-
-    Returns:
-        Name and outcome of the case: ``"equal"``; ``"tie"``, if all differences are within rounding; ``"different"``;
-        ``"skipped"`` or ``"failed"``, with the reason.
-    """
+    """Run a case; the outcome is of ``OUTCOMES``: "tie" if all differences are within rounding, "skipped" or "failed"
+    with the reason."""
     start, reason = monotonic(), ""
     trial.begin()
     try:
@@ -507,7 +498,6 @@ def run_cases(
 
 
 def summary(cases: Sequence[Mapping[str, Any]]) -> str:
-    """One-line summary of the results."""
     counts = {outcome: sum(one["outcome"] == outcome for one in cases) for outcome in OUTCOMES}
     shown = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
     tokens, own = sum(one["tokens"] for one in cases), [one["accepted"] for one in cases if one["accepted"] is not None]

@@ -23,9 +23,7 @@ from mmspec.http_client import open_client, stream_json
 from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling.params import SamplingParams
 
-Token = int | bytes
-"""A token's id, or its text if a server does not return ids."""
-
+Token = int | bytes  # a token's id, or its text if a server does not return ids
 _ALTERNATIVES = 5
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 
@@ -67,7 +65,6 @@ class Question:
         return cls(json.dumps([{"role": "user", "content": content}]), **fields)
 
     def then(self, answer: str, following: Question) -> Question:
-        """The next turn of the conversation."""
         turns = [*json.loads(self.messages), {"role": "assistant", "content": answer}, *json.loads(following.messages)]
         return replace(following, messages=json.dumps(turns))
 
@@ -79,7 +76,6 @@ class Question:
         return text if len(text) < 64 else f"{text[:60]} ..."
 
     def params(self, choice: int = 0) -> SamplingParams:
-        """Sampling parameters of a choice."""
         seed = None if self.seed is None else self.seed + choice
         given = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "stop")}
         return SamplingParams(**given, seed=seed, max_new_tokens=self.max_tokens, min_new_tokens=self.min_tokens)
@@ -114,13 +110,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference between two answers.
-
-    Attributes:
-        position: index of the first different token; None if not known.
-        found, expected: the texts from this position on, shortened.
-        margin: see ``mmspec.compare.Difference``; None if not known or not defined.
-    """
+    """The first difference between two answers: its token index and logit margin if known (see
+    ``mmspec.compare.Difference``), and the shortened texts from there on."""
 
     position: int | None
     found: str
@@ -129,15 +120,8 @@ class Difference:
 
 
 class LocalSide:
-    """A local pipeline that answers questions.
-
-    Args:
-        prefixes: prefix cache for prompts and answers; None disables caching.
-        size: draft tokens per step; None chooses adaptively.
-
-    Attributes:
-        limit: maximum tokens of prompt and answer; None if not known.
-    """
+    """A local pipeline that answers questions, with or without a prefix cache, and with ``size`` draft tokens per step
+    (None is adaptive). Prompt and answer have at most ``limit`` tokens; None if not known."""
 
     name = "plain decoding"
 
@@ -161,8 +145,7 @@ class LocalSide:
         return {**about, "context_limit": self.limit, **_tools(question)}
 
     def ask(self, *questions: Question) -> list[list[Answer]]:
-        """Return the choices of each question; all questions are sent concurrently. Raises ``SkippedError``: this side
-        does not support the questions."""
+        """Choices of each question, sent concurrently; ``SkippedError`` if this side does not support the questions."""
         keywords = self.keywords(questions[0])
         requests = [
             {**self.request(question), "params": question.params(choice)}
@@ -180,7 +163,6 @@ class LocalSide:
             yield Answer(piece.text, piece.finish_reason or "", tuple(piece.token_ids))
 
     def count(self, question: Question) -> int:
-        """Number of prompt tokens."""
         return int(self.pipe.encode([self.request(question)], **_tools(question)).input_ids.shape[1])
 
     def difference(self, question: Question, found: Answer, own: Answer) -> Difference | None:
@@ -250,18 +232,9 @@ class GenerateSide(LocalSide):
 class ServerSide:
     """A server with OpenAI's API, with the methods of ``LocalSide``.
 
-    Args:
-        url: address of the server, with or without ``/v1``.
-        model: model name of requests; by default the first model that the server lists.
-        scored: request log probabilities, to compute margins of differences.
-
-    Attributes:
-        limit: as for ``LocalSide``.
-        adapters: other models of the server.
-        version: address and name of the server program.
-
-    Raises:
-        UserError: the server does not answer, or does not have the model.
+    ``model`` is by default the first that the server lists, ``adapters`` are the others. If ``scored``, log
+    probabilities are requested, to compute margins of differences. ``version`` has address and name of the server
+    program.
     """
 
     def __init__(self, name: str, url: str, model: str | None, key: str | None, scored: bool = False) -> None:
@@ -286,7 +259,6 @@ class ServerSide:
         self.version = f"{base} ({reply.headers.get('server', 'unnamed')})"
 
     def close(self) -> None:
-        """Close all connections."""
         self._client.close()
 
     def total_accepted(self) -> int | None:

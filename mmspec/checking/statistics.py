@@ -13,13 +13,9 @@ import torch
 
 T = TypeVar("T", bound=Hashable)
 
-ALPHA = 1e-4
-"""Significance level: probability that a test rejects answers of equal distributions."""
-
+ALPHA = 1e-4  # significance level: probability that a test rejects answers of equal distributions
 POWER = 0.95
-COLD = 0.9
-"""Temperature in place of 1 that a test detects with probability ``POWER``."""
-
+COLD = 0.9  # temperature in place of 1 that a test detects with probability `POWER`
 _LEAST = 5.0  # minimum expected count of an outcome; rarer outcomes are pooled
 
 

@@ -23,9 +23,7 @@ BOUNDS = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.0625}
 """Maximum logit margin of a tie by activation dtype: in half precision, four spacings of numbers from 16 to 32, where
 most models' largest logits lie; in float32, fifty spacings, for rounding of sums over thousands of terms."""
 
-SIZE = 12
-"""Default draft tokens per step of a case; fixed, even if drafting is not faster."""
-
+SIZE = 12  # default draft tokens per step of a case; fixed, even if drafting is not faster
 _PREFIXES = 1 << 28  # bytes
 
 
@@ -71,12 +69,8 @@ class Record:
 
 
 class Trial:
-    """Sends requests of cases to the tested side and the references, and records results.
-
-    Args:
-        references: reference sides, plain decoding first. Their greedy answers are cached.
-        bound: maximum margin of a tie.
-    """
+    """Sends requests of cases to the tested side and the references (plain decoding first), and records results.
+    ``bound`` is the maximum margin of a tie, ``images`` are data URIs. The references' greedy answers are cached."""
 
     def __init__(self, tested: Side, references: Sequence[Side], bound: float, images: Sequence[str] = ()) -> None:
         self.tested, self.references, self.bound, self.images = tested, references, bound, images
@@ -157,14 +151,10 @@ class Trial:
     def same(
         self, *questions: Question, side: Side | None = None, together: bool = False, rehearse: bool = False
     ) -> list[Answer]:
-        """Compare the tested side's answers with all references' answers.
+        """Compare answers of the tested side, or of ``side``, with all references' answers; returns plain decoding's.
 
-        Args:
-            together: send all questions to the tested side concurrently.
-            rehearse: decode also with drafts of the known answer.
-
-        Returns:
-            The first choices of plain decoding.
+        Questions are sent one after another or ``together``; with ``rehearse``, also with drafts of the known
+        answer.
         """
         expected = [self.expect(question)[0] for question in questions]
         for group in [questions] if together else [(question,) for question in questions]:
@@ -198,7 +188,6 @@ class Trial:
                     self._compare_scores(question, one, own, same)
 
     def _compare_scores(self, question: Question, found: Answer, own: Answer, count: int) -> None:
-        """Compare log probabilities if they were requested."""
         if question.top_logprobs is None:
             return
         tolerance = max(self.bound, 1e-3)
@@ -229,13 +218,11 @@ class Trial:
         self.record.notes[text] = None
 
     def close(self) -> None:
-        """Close the connections to servers."""
         for side in (self.tested, *self.references):
             if isinstance(side, ServerSide):
                 side.close()
 
     def begin(self) -> None:
-        """Start a case."""
         self.record = Record()
         self._before = self.tested.total_accepted() if isinstance(self.tested, ServerSide) else None
 

@@ -105,8 +105,6 @@ class Command(click.Command):
 
 
 class TrainingCommand(Command):
-    """A command that trains a drafter."""
-
     groups: ClassVar[Groups] = {
         "Options": ("target", "out", "text", "data", "minutes", "steps", "epochs"),
         "Data": ("images", "held_out", "recorded", "cache", "text_share"),
@@ -231,7 +229,6 @@ def _help_if_alone(ctx: click.Context) -> None:
 
 
 def _section(name: str) -> str:
-    """Title of the help section that lists a command."""
     found = next((title for title, section in _SECTIONS.items() if name in section), None)
     return found or (_DRAFTERS if name in plugins.names("drafters") else _OTHERS)
 

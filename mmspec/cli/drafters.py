@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,21 @@ def build(files: Sequence[Path], model: str, out: Path) -> None:
 
 
 def _texts(file: Path, processor: Any, vocab_size: int) -> Iterator[Sequence[int]]:
-    """Tokens of each text of a file."""
+    from mmspec.training.data import turns_of
+    from mmspec.validation import check
+
     if file.suffix == ".jsonl":
         for number, row in read_rows(file):
-            yield _tokens(row, f"{file}, line {number}", processor, vocab_size)
+            where = f"{file}, line {number}"
+            if "conversations" not in row:
+                row = {"conversations": [{"from": "user", "value": check(f"{where}: text", str, row.get("text"))}]}
+            turns = turns_of(row, where)
+            if (most := max((max(turn.get("token_ids") or [0]) for turn in turns), default=0)) >= vocab_size:
+                raise UserError(f"{where}: token_ids must be < {vocab_size}: got {most}")
+            ids = (
+                turn.get("token_ids") or processor.text_ids(turn["value"], add_special_tokens=False) for turn in turns
+            )
+            yield list(chain.from_iterable(ids))
         return
     lines, size = [], 0
     for _, line in read_lines(file):
@@ -95,24 +107,6 @@ def _texts(file: Path, processor: Any, vocab_size: int) -> Iterator[Sequence[int
             yield processor.text_ids("".join(lines), add_special_tokens=False)
             lines, size = [], 0
     yield processor.text_ids("".join(lines), add_special_tokens=False)
-
-
-def _tokens(row: dict[str, Any], where: str, processor: Any, vocab_size: int) -> list[int]:
-    """Tokens of a JSON Lines row, with recorded token ids of answers if present."""
-    turns = row.get("conversations", [{"value": row.get("text")}])
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise UserError(f"{where}: expected an object with text or conversations, received another")
-    tokens: list[int] = []
-
-    for turn in turns:
-        value, recorded = turn.get("value"), turn.get("token_ids")
-        if not isinstance(value, str):
-            raise UserError(f"{where}: expected an object with text or conversations, received another")
-        are_tokens = isinstance(recorded, list) and all(type(x) is int and 0 <= x < vocab_size for x in recorded)
-        if not (recorded is None or are_tokens):
-            raise UserError(f"{where}: expected token_ids in [0, {vocab_size - 1}], received {shown(recorded)}")
-        tokens += recorded or processor.text_ids(value, add_special_tokens=False)
-    return tokens
 
 
 @click.command(cls=Command)

@@ -29,8 +29,6 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def stack(*options: Decorator) -> Decorator:
-    """Several options as one decorator, in their order."""
-
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
             function = option(function)
@@ -48,9 +46,7 @@ def read_stdin(argument: str, expected: str) -> bytes:
 
 class Output(click.Path):
     """Path of a file or folder to write, checked for writability when options are parsed, before a model is loaded.
-
-    Missing parent folders are allowed: the command creates them.
-    """
+    Missing parent folders are allowed: the command creates them."""
 
     def __init__(self, folder: bool) -> None:
         super().__init__(file_okay=not folder, dir_okay=folder, path_type=Path)
@@ -413,8 +409,7 @@ class Secret:
         return click.option(self.option, metavar=self.form, envvar=self.variable, help=text, callback=not_empty)
 
     def check(self, given: str | None, no_auth: bool, public: bool) -> None:
-        """Check that a public address has either the secret or ``--no-auth``. Raises ``UserError``: neither or both are
-        given."""
+        """Check that a public address has either the secret or ``--no-auth``."""
         if given and no_auth:
             raise UserError(
                 f"{self.option} and --no-auth (or {self.variable}) exclude each other: expected one of them, got both"
@@ -428,8 +423,7 @@ API_KEY = Secret("a key", "--api-key", "KEY", "MMSPEC_API_KEY", "Key that client
 
 
 def check_api_key(key: str | None, no_auth: bool, public: bool) -> None:
-    """Check ``--api-key``; see ``Secret.check``. Raises ``UserError``: the key cannot be sent in a header, or is
-    missing."""
+    """Check ``--api-key``; see ``Secret.check``."""
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         raise UserError("--api-key (or MMSPEC_API_KEY) must be printable ASCII without blanks")
     API_KEY.check(key, no_auth, public)

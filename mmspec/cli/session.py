@@ -78,8 +78,7 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
 
 
 def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of ``Pipeline.generate`` from the options of ``generation_options``. Raises ``UserError``: an option is
-    out of range."""
+    """Keywords of ``Pipeline.generate`` from the options of ``generation_options``."""
     keywords = {name: options[name] for name in GENERATING} | {"stop": list(options["stop"]) or None}
     SamplingParams(**{name: keywords[name] for name in SamplingParams.__dataclass_fields__})
     return keywords | ({} if options.get("chat_template", True) else {"chat_template": False})
@@ -111,7 +110,6 @@ def open_pipeline(
 
 
 def _stats_line(generation: Generation, drafter: str | None, context_limit: int | None) -> str:
-    """Line of statistics printed after an answer."""
     stats, reason = generation.stats, str(generation.finish_reason)
     if reason == "length":
         is_full = stats.num_prompt_tokens + stats.num_generated_tokens == context_limit

@@ -33,6 +33,7 @@ from mmspec.ops.cpu_library import (
     Packing,
     Pass,
     Recurrent,
+    Router,
     Sublayer,
     TreePass,
 )
@@ -389,15 +390,7 @@ def layer_outputs(weights: Layer, read: Tensor, x: Tensor) -> Tensor:
 
 
 def expert_weights(
-    gate_up: Sequence[Linear],
-    down: Linear,
-    count: int,
-    *,
-    gelu: bool = False,
-    alpha: float = 0.0,
-    limit: float = 0.0,
-    used: int = 0,
-    normalised: bool = True,
+    gate_up: Sequence[Linear], down: Linear, count: int, *, gelu: bool = False, alpha: float = 0.0, limit: float = 0.0
 ) -> Experts:
     """Descriptor of gated MLPs of which each row uses a few; a layer has the outputs of all, one after the other.
 
@@ -406,10 +399,9 @@ def expert_weights(
         count: number of experts, each with multiples of 32 features.
         gelu: the activation is GELU (tanh) instead of SiLU.
         alpha, limit: with a limit, the product is gpt-oss's: ``gate * sigmoid(alpha * gate) * (up + 1)``, clamped.
-        used, normalised: for ``sublayer_weights``, the router's experts per row, and whether their weights add up to 1.
     """
     up = gate_up[1] if len(gate_up) > 1 else Linear()
-    made = Experts(gate_up[0], up, down, count, used, gelu, normalised, alpha, limit)
+    made = Experts(gate_up[0], up, down, count, gelu, alpha, limit)
     made.kept = list(gate_up), down
     return made
 
@@ -428,6 +420,50 @@ def expert_outputs(weights: Experts, x: Tensor, chosen: Tensor, factors: Tensor)
     places = pointer(chosen, torch.int64, (rows, used)), pointer(factors, torch.float32, (rows, used))
     cpu_library.functions().expert_outputs(weights, *inputs, *places, out.data_ptr(), kernel_threads())
     return out
+
+
+def router_weights(
+    count: int,
+    used: int,
+    correction: Tensor | None = None,
+    *,
+    sigmoid: bool = False,
+    normalised: bool = True,
+    groups: int = 1,
+    used_groups: int = 1,
+    group_best: int = 1,
+    epsilon: float = 0.0,
+    scale: float = 1.0,
+) -> Router:
+    """Descriptor of a router, for ``chosen_experts`` and ``sublayer_weights``: scores are the softmax of its logits, or
+    their sigmoids.
+
+    Args:
+        count, used: number of experts, and of those that a row uses.
+        correction: (count,) float32, added to scores for the choice alone.
+        normalised: divide the scores of a row's experts by their sum plus ``epsilon``.
+        groups, used_groups, group_best: experts are chosen among those of ``used_groups`` of ``groups`` equal groups:
+            those with the greatest sums of ``group_best`` scores.
+        scale: factor of the weights.
+    """
+    corrected = None if correction is None else pointer(correction, torch.float32, (count,))
+    made = Router(corrected, count, used, sigmoid, normalised, groups, used_groups, group_best, epsilon, scale)
+    made.kept = correction
+    return made
+
+
+def chosen_experts(router: Router, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Experts of each row, in descending order of their scores, and their weights: (rows, used) int64 and float32.
+
+    Args:
+        router: result of ``router_weights``.
+        logits: (rows, count) float32, contiguous.
+    """
+    rows, chosen = len(logits), torch.empty(len(logits), router.used, dtype=torch.long)
+    factors = torch.empty(chosen.shape, dtype=torch.float32)
+    inputs = pointer(logits, torch.float32, (rows, router.count)), rows, chosen.data_ptr(), factors.data_ptr()
+    cpu_library.functions().chosen_experts(router, *inputs, kernel_threads())
+    return chosen, factors
 
 
 def decoder_weights(layers: Sequence[Layer]) -> Any:
@@ -510,6 +546,7 @@ def sublayer_weights(
     activation: str = "silu",
     tensors: Mapping[str, Tensor] = MappingProxyType({}),
     experts: Experts | None = None,
+    router: Router | None = None,
     **sizes: int,
 ) -> Sublayer:
     """Descriptor of a residual sublayer's weights, ``x + scale * out(f(inputs(norm(x))))``, for ``decode_sublayers``.
@@ -541,9 +578,10 @@ def sublayer_weights(
         projections=len(inputs),
         activation=ACTIVATIONS.index(activation),
         experts=None if experts is None else ctypes.pointer(experts),
+        router=None if router is None else ctypes.pointer(router),
         **sizes,
     )
-    made.kept = projections, list(inputs), out, given, experts
+    made.kept = projections, list(inputs), out, given, experts, router
     return made
 
 

@@ -90,8 +90,18 @@ class Experts(ctypes.Structure):
     kept: Any
     _fields_ = [
         *((name, Linear) for name in ("gate_up", "up", "down")),
-        *((name, ctypes.c_int64) for name in ("count", "used", "gelu", "normalised")),
+        *((name, ctypes.c_int64) for name in ("count", "gelu")),
         *((name, ctypes.c_float) for name in ("alpha", "limit")),
+    ]
+
+
+class Router(ctypes.Structure):
+    kept: Any
+    _fields_ = [
+        ("correction", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("count", "used", "sigmoid", "normalised")),
+        *((name, ctypes.c_int64) for name in ("groups", "used_groups", "group_best")),
+        *((name, ctypes.c_float) for name in ("epsilon", "scale")),
     ]
 
 
@@ -112,6 +122,7 @@ class Sublayer(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("key_dim", "rotated", "gated", "width", "channels", "first_channel")),
         *((name, ctypes.c_int64) for name in ("place", "activation", "norm_groups")),
         ("experts", ctypes.POINTER(Experts)),
+        ("router", ctypes.POINTER(Router)),
     ]
 
 
@@ -196,6 +207,7 @@ def compiled(flags: Sequence[str]) -> ctypes.CDLL | str:
     loaded.attention.argtypes = [address(Attention), threads]
     loaded.layer_outputs.argtypes = [address(Layer), pointer, pointer, count, pointer, pointer, threads]
     loaded.expert_outputs.argtypes = [address(Experts), pointer, count, count, pointer, pointer, pointer, threads]
+    loaded.chosen_experts.argtypes = [address(Router), pointer, count, pointer, pointer, threads]
     loaded.decode.argtypes = loaded.write_keys_values.argtypes = [address(Pass), threads]
     loaded.decode_sublayers.argtypes = [address(TreePass), threads]
     loaded.advance_states.argtypes = [pointer, count, address(Recurrent), pointer, count, count, threads]
@@ -222,6 +234,7 @@ def compiled(flags: Sequence[str]) -> ctypes.CDLL | str:
         "attention",
         "decode_sublayers",
         "expert_outputs",
+        "chosen_experts",
     )
     for name in (*without_result, "advance_states", "greatest_of_rows", "quantiles_of_rows", "draft_slots"):
         getattr(loaded, name).restype = None

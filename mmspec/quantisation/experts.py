@@ -37,13 +37,14 @@ class PackedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x, factors = hidden_states.float().contiguous(), top_k_weights.float().contiguous()
-        return cpu.expert_outputs(self.native(), x, top_k_index.contiguous(), factors).to(hidden_states.dtype)
+        return cpu.expert_outputs(self.native, x, top_k_index.contiguous(), factors).to(hidden_states.dtype)
 
-    def native(self, **router: Any) -> Any:
-        """The weights for ``cpu.expert_outputs``, and with a router's options for ``cpu.sublayer_weights``."""
+    @property
+    def native(self) -> Any:
+        """The weights for ``cpu.expert_outputs`` and ``cpu.sublayer_weights``."""
         layers: Any = *self.gate_up, self.down
         *parts, down = (layer.native for layer in layers)
-        return cpu.expert_weights(parts, down, self.num_experts, **self.gating, **router)
+        return cpu.expert_weights(parts, down, self.num_experts, **self.gating)
 
 
 def reproduced_experts(model: nn.Module) -> Iterator[tuple[Any, str, Any, dict[str, Any]]]:

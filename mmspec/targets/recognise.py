@@ -1,15 +1,17 @@
-"""Detection of Llama, Qwen3 and Gemma 3 style decoder layers, by their submodules and by comparing outputs."""
+"""Detection of Llama, Qwen3 and Gemma 3 style decoder layers and of routers, by submodules and by comparing outputs."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable
 from inspect import signature
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mmspec.ops import cpu
 from mmspec.quantisation.formats import StoredRows
 
 CAPTURE = "transformers.utils.output_capturing"
@@ -21,6 +23,8 @@ _GEMMA_PARTS = {*_PARTS, "pre_feedforward_layernorm", "post_feedforward_layernor
 HEAD_NORMS = ("q_norm", "k_norm")
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _FEATURES = 64  # hidden features of the reduced test layer
+_EPSILONS = 0.0, 1e-6
+_SPREADS = (1.0, 0.0), (4.0, 0.0), (1.0, -10.0)  # deviations and means of logits: with the last, epsilons differ
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -159,3 +163,59 @@ def weight_of(layer: nn.Linear, rows: slice = slice(None)) -> Tensor:
     """Rows of a layer's weight; stored rows are converted to dense."""
     stored = stored_rows(layer)
     return stored[0].dense(torch.arange(layer.out_features)[rows]) if stored else layer.weight.detach()[rows]
+
+
+@torch.inference_mode()
+def router_of(module: Any, count: int) -> tuple[Any, Any]:
+    """The router of a module with experts, and its descriptor, a result of ``cpu.router_weights``.
+
+    Args:
+        module: its router is its child with ``top_k``; a correction of scores is a tensor of either.
+        count: number of experts.
+
+    Raises:
+        ValueError: there is no such router, or the kernels do not reproduce its choice and weights.
+    """
+    router = next((part for part in module.children() if hasattr(part, "top_k")), None)
+    weight = getattr(router, "weight", None)
+    if router is None or weight is None or len(weight) != count or weight.shape[1] < count:
+        raise ValueError(f"expected a router with one weight for {count} experts: got {type(module).__name__}")
+    correction = _correction_of(module, router)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32)
+
+    logits = torch.cat([random(16, count) * spread + mean for spread, mean in _SPREADS])
+    inputs = torch.zeros(len(logits), weight.shape[1], dtype=torch.float32)
+    inputs[:, :count] = logits
+    given = None if correction is None else random(count) / 4
+    memo: dict[int, Any] = {id(weight): nn.Parameter(torch.eye(*weight.shape, dtype=torch.float32))}
+    if correction is not None and given is not None:
+        memo[id(correction)] = given.view(correction.shape)
+    if getattr(router, "bias", None) is not None:
+        memo[id(router.bias)] = nn.Parameter(torch.zeros(count, dtype=torch.float32))
+    plain = copy.deepcopy(router, memo)
+    takes_correction = len(signature(plain.forward).parameters) > 1
+    _, factors, chosen = plain(inputs, *([given] if takes_correction else []))
+    expected = torch.zeros_like(logits).scatter(1, chosen, factors.float())
+    fixed = dict(
+        groups=getattr(router, "num_group", None) or 1,
+        used_groups=getattr(router, "topk_group", None) or 1,
+        scale=float(getattr(router, "routed_scaling_factor", 1.0)),
+    )
+    for sigmoid, normalised, best, epsilon in product((False, True), (True, False), (1, 2), _EPSILONS):
+        options: Any = dict(sigmoid=sigmoid, normalised=normalised, group_best=best, epsilon=epsilon, **fixed)
+        places, weights = cpu.chosen_experts(cpu.router_weights(count, router.top_k, given, **options), logits)
+        if torch.allclose(torch.zeros_like(logits).scatter(1, places, weights), expected, rtol=1e-4, atol=0):
+            own = None if correction is None else correction.detach().float().flatten().contiguous()
+            return router, cpu.router_weights(count, router.top_k, own, **options)
+    raise ValueError(f"the kernels do not reproduce {type(router).__name__}")
+
+
+def _correction_of(module: nn.Module, router: nn.Module) -> Tensor | None:
+    """A tensor named as a bias, besides the bias of the router's logits."""
+    tensors = [*module._buffers.items(), *module._parameters.items()]
+    for name, part in router.named_modules():
+        tensors += [*part._buffers.items(), *(part._parameters.items() if name else ())]
+    return next((tensor for name, tensor in tensors if tensor is not None and name.endswith("bias")), None)

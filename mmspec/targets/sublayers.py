@@ -19,7 +19,7 @@ from mmspec.quantisation.blocks import BLOCKS, BlockLinear, JoinedLinear
 from mmspec.quantisation.experts import PackedExperts
 from mmspec.targets.attention import NAME
 from mmspec.targets.packing import allowed_slots
-from mmspec.targets.recognise import PROJECTIONS, epsilon_of, gain_of, gate_of, is_hooked
+from mmspec.targets.recognise import PROJECTIONS, epsilon_of, gain_of, gate_of, is_hooked, router_of
 
 Part = dict[str, Any]
 """Arguments of ``cpu.sublayer_weights``, with linear layers as modules."""
@@ -39,6 +39,7 @@ _MULTIPLIERS = {
 }
 """A layer's multipliers of a sublayer's input and output (Falcon-H1)."""
 
+_SHARED = "shared_expert", "shared_experts", "shared_mlp"
 _FINAL_NORMS = "norm", "embedding_norm", "final_layernorm", "norm_f"
 _TOLERANCE = 0.03  # of a layer's update, relative: inputs rounded to 8 bits, and keys and values to bfloat16
 MAX_ROWS = 1024
@@ -58,7 +59,7 @@ class SublayerStack:
     """
 
     def __init__(self, decoder: Any, describe: Sequence[Describe] = ()) -> None:
-        self._decoder, self._rotary = decoder, getattr(decoder, "rotary_emb", None)
+        self._decoder, self._rotary = decoder, getattr(decoder, "rotary_emb", getattr(decoder, "pos_emb", None))
         self._embed: Any = getattr(decoder, "embed_tokens", None) or decoder.embeddings
         self._norm: Any = next(getattr(decoder, name) for name in _FINAL_NORMS if hasattr(decoder, name))
         self._scale = float(getattr(decoder, "embedding_multiplier", 1.0))
@@ -335,19 +336,16 @@ def _experts(module: Any) -> Part | None:
     experts = next((part for part in module.children() if isinstance(part, PackedExperts)), None)
     if experts is None:
         return None
-    router: Any = getattr(module, "gate", getattr(module, "router", None))
-    shared = getattr(module, "shared_expert", None)
-    if not hasattr(router, "top_k") or not hasattr(router, "weight"):
-        return None
-    used, normalised = router.top_k, getattr(router, "norm_topk_prob", True)
+    router, weights = router_of(module, experts.num_experts)
     routing = BLOCKS["float32"](router.weight.float(), getattr(router, "bias", None))
-    part = dict(kind="experts", inputs=[routing], out=None, experts=experts.native(used=used, normalised=normalised))
+    part = dict(kind="experts", inputs=[routing], out=None, experts=experts.native, router=weights)
+    shared = next((getattr(module, name) for name in _SHARED if getattr(module, name, None) is not None), None)
     if shared is None:
         return part
-    mlp = _mlp(shared)
+    mlp, gate = _mlp(shared), getattr(module, "shared_expert_gate", None)
     assert mlp is not None
-    inputs = [routing, *mlp["inputs"], module.shared_expert_gate]
-    return {**mlp, **part, "inputs": inputs, "out": mlp["out"], "gated": 1}
+    inputs = [routing, *mlp["inputs"], *([] if gate is None else [gate])]
+    return {**mlp, **part, "inputs": inputs, "out": mlp["out"], "gated": gate is not None}
 
 
 def _squares(function: Any) -> bool:

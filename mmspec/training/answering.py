@@ -34,7 +34,6 @@ class PendingConversation:
 
     @property
     def pending(self) -> bool:
-        """Whether questions are left to answer."""
         return len(self.answers) < len(self.questions)
 
     @property
@@ -45,11 +44,9 @@ class PendingConversation:
         return media, self.expected[len(self.answers)]
 
     def prompt(self) -> list[dict[str, Any]]:
-        """The messages up to the next question."""
         return [*self.messages, {"role": "user", "content": self.questions[len(self.answers)]}]
 
     def result(self) -> data.Conversation:
-        """The conversation so far."""
         return data.Conversation(self.id, tuple(self.messages), tuple(self.answers))
 
 
@@ -67,15 +64,8 @@ def without_answers(conversation: data.Conversation) -> PendingConversation:
 
 
 class AnswerGenerator:
-    """Generates answers with a pipeline, batching questions of similar cost.
-
-    Args:
-        params: sampling parameters; each answer gets its own seed.
-        greedy: share of conversations that are answered greedily regardless of ``params``.
-
-    Attributes:
-        failures: errors that ended conversations early, one line each.
-    """
+    """Generates answers with a pipeline, batching questions of similar cost. Each answer has its own seed; a share of
+    conversations is answered greedily. ``failures`` are errors that ended conversations early, one line each."""
 
     def __init__(self, pipe: Pipeline, seed: int, params: SamplingParams, greedy: float = 0.0) -> None:
         self.pipe, self.seed, self.params, self.greedy = pipe, seed, params, greedy
@@ -116,9 +106,7 @@ class AnswerGenerator:
         return replace(self.params, seed=zlib.crc32(f"{self.seed} {job.id} {len(job.answers)}".encode()))
 
 
-MAX_TOKENS = 128
-"""Prompts that have not ended after this number of tokens are dropped."""
-
+MAX_TOKENS = 128  # prompts that have not ended after this number of tokens are dropped
 _MARK = "mmspec-user-turn"
 
 
@@ -144,8 +132,7 @@ def prompt_id(number: int) -> str:
 
 
 def user_opening(tokenizer: Any) -> list[int]:
-    """The chat template's tokens before the content of the first user message. Raises ``UserError``: there is no chat
-    template, or it does not render a user message verbatim."""
+    """The chat template's tokens before the content of the first user message."""
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("a model that writes its own prompts needs a chat template: its tokenizer has none")
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)

@@ -22,10 +22,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import BeforeValidator, Field
+from typing_extensions import TypedDict
 
 from mmspec.errors import UserError, explained
 from mmspec.files import read_lines, read_rows
+from mmspec.validation import check
 
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -35,6 +39,12 @@ ROLES = {
 """Speaker names in files, and their roles in chat templates."""
 
 MEDIA = ("image", "video")
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None
+_Turn = TypedDict("_Turn", {"from": Literal[*ROLES], "value": str, "token_ids": NotRequired[_Ids]})  # type: ignore[valid-type]
+_Paths = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    BeforeValidator(lambda given: [] if given is None else given if isinstance(given, list) else [given]),
+]
 _PLACEHOLDER = re.compile(r"[ \t]*\n?<(image|video)>\n?")
 _ANY_PLACEHOLDER = re.compile("<image>|<video>")
 
@@ -76,22 +86,18 @@ class ConversationFile:
 
 
 def read(path: Path, images: Path | None = None, *, answered: bool = True) -> ConversationFile:
-    """Read a file of conversations.
+    """Read a JSON array or JSON Lines of conversations, with media paths relative to ``images``, by default the file's
+    folder.
 
-    Args:
-        images: folder that media paths are relative to; by default the folder of the file.
-        answered: skip conversations without an answer, and drop the turns after the last answer; otherwise keep
-            every conversation with a question.
-
-    Raises:
-        UserError: the file cannot be read or a record is malformed; names the file and the line or record.
+    If ``answered``, conversations without an answer and turns after the last answer are left out; otherwise every
+    conversation with a question is kept.
     """
     data = ConversationFile([])
     root = (path.parent if images is None else images).absolute()
     ids: Counter[str] = Counter()
     for number, (where, record) in enumerate(_records(path), start=1):
         with explained(where, ValueError):
-            found = _conversation(record, root, answered)
+            found = _conversation(record, where, root, answered)
         if isinstance(found, str):
             data.skipped[found] += 1
             continue
@@ -135,20 +141,17 @@ def split(conversations: Sequence[Conversation], share: float) -> tuple[list[Con
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content."""
     return content if isinstance(content, str) else "\n".join(item.get("text", "") for item in content)
 
 
 def as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with strings as content, the format of text models' chat templates. Raises ``UserError``: a message
-    contains images or videos."""
+    """Messages with strings as content, the format of text models' chat templates."""
     if any(item["type"] in MEDIA for m in messages if not isinstance(m["content"], str) for item in m["content"]):
         raise UserError("a text model reads text only: received a conversation with images or videos")
     return [{**message, "content": text_of(message["content"])} for message in messages]
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each record, with its location for error messages."""
     first = next((line.lstrip() for _, line in read_lines(path) if line.strip()), "")
     if not first.startswith("["):
         yield from ((f"{path}, line {number}", row) for number, row in read_rows(path))
@@ -158,12 +161,14 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
     yield from ((f"{path}, record {number}", record) for number, record in enumerate(records, start=1))
 
 
-def _conversation(record: Any, root: Path, answered: bool) -> Any:
+def _conversation(record: Any, where: str, root: Path, answered: bool) -> Any:
     """Messages and answers of a record, or the reason to skip it."""
-    valid = isinstance(record, dict) and isinstance(record.get("conversations"), list)
-    _require(valid, "an object with a list `conversations`", record)
-    turns = [_turn(turn) for turn in record["conversations"]]
-    paths = {kind: _paths(record, kind, root) for kind in MEDIA}
+    given = [(ROLES[turn["from"]], turn) for turn in turns_of(check(f"{where}: record", dict, record), where)]
+    turns: list[Any] = []
+    for role, turn in given:
+        ids = turn.get("token_ids") if role == "assistant" else None
+        turns.append((role, turn["value"], tuple(ids) if ids else None))
+    paths = {kind: [str(root / path) for path in check(f"{where}: {kind}", _Paths, record.get(kind))] for kind in MEDIA}
     while turns and turns[0][0] == "assistant":
         del turns[0]
     turns = _merged(turns)
@@ -179,19 +184,9 @@ def _conversation(record: Any, root: Path, answered: bool) -> Any:
     return _messages(turns, paths), tuple(ids for role, _, ids in turns if role == "assistant")
 
 
-def _turn(turn: Any) -> tuple[str, str, tuple[int, ...] | None]:
-    valid = isinstance(turn, dict) and isinstance(turn.get("value"), str)
-    _require(valid, "turns with `from` and a text `value`", turn)
-    role, ids = ROLES.get(str(turn.get("from")), ""), turn.get("token_ids")
-    _require(role, f"turns from {', '.join(ROLES)}", turn.get("from"))
-    numbers = isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)
-    _require(ids is None or numbers, "`token_ids` as a list of token numbers", ids)
-    return role, turn["value"], None if ids is None or role != "assistant" else tuple(ids)
-
-
-def _require(valid: Any, expected: str, received: Any) -> None:
-    if not valid:
-        raise ValueError(f"expected {expected}, received {json.dumps(received)[:60]}")
+def turns_of(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Validated turns of a record."""
+    return check(f"{where}: conversations", list[_Turn], record.get("conversations"))
 
 
 def _merged(turns: list[Any]) -> list[Any]:
@@ -203,14 +198,6 @@ def _merged(turns: list[Any]) -> list[Any]:
         else:
             merged.append((role, text, ids))
     return merged
-
-
-def _paths(record: dict[str, Any], kind: str, root: Path) -> list[str]:
-    given = record.get(kind)
-    listed = [] if given is None else given if isinstance(given, list) else [given]
-    valid = all(isinstance(path, str) and path for path in listed)
-    _require(valid, f"`{kind}` as a path or a list of paths", given)
-    return [str(root / path) for path in listed]
 
 
 def _messages(turns: list[Any], paths: dict[str, list[str]]) -> tuple[dict[str, Any], ...]:
@@ -244,8 +231,7 @@ TEXT, MIXED = "text", "mixed"
 ExampleIndex = tuple[str, int]
 """Kind of an example, ``TEXT`` (stage 1) or ``MIXED`` (stage 2), and its index among the examples of that kind."""
 
-POOL = 8
-"""Batches sampled together: a pool is sorted by length before it is split into batches, which saves padding."""
+POOL = 8  # batches sampled together: a pool is sorted by length before it is split into batches, which saves padding
 
 
 class CurriculumSampler:

@@ -96,8 +96,6 @@ class DFlashObjective(NextTokenLoss):
 @options(kw_only=True)
 @with_fields_of(DFlashConfig)
 class DFlashOptions(DFlashObjective, NetworkOptions):
-    """Options of ``mmspec train dflash``."""
-
     depth: int = inherited(TreeOptions, "depth", default=15)
     layers: int | None = inherited(DFlashConfig, "layers", "Decoder layers.", default_text="2", default=None)
     from_target: bool = option(False, "Start as the target's last layers, if they are like its own.")
@@ -143,8 +141,7 @@ def _network_config(options: DFlashOptions, pipe: Pipeline, start: DFlash | None
 @torch.no_grad()
 def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
     """Initialise the layers and the last norm from the target's last layers and norm, whose inputs include the last
-    states that the drafter reads. Query and key norms without a counterpart in the target keep their initial values.
-    Raises ``UserError``: the target's layers have another architecture or shape."""
+    states that the drafter reads. Query and key norms without a counterpart in the target keep their initial values."""
     last = range(target.config.num_hidden_layers)[-network.config.layers :]
     theirs, own = decoder_weights(target, last), network.state_dict()
     parts = {

@@ -97,8 +97,6 @@ class Eagle3Objective(Passes):
 @options(kw_only=True)
 @with_fields_of(Eagle3Config)
 class Eagle3Options(Eagle3Objective, NetworkOptions):
-    """Options of ``mmspec train eagle3``."""
-
     depth: int = inherited(TreeOptions, "depth", default=8)
     parallel: bool | None = option(
         None,

@@ -85,9 +85,7 @@ class ConversationFeatures:
     layers: Tensor | None = None
 
 
-CONTEXT = -1
-"""Turn index of tokens outside answers."""
-
+CONTEXT = -1  # turn index of tokens outside answers
 _VIDEO: dict[str, Any] = {"frames": None, "fps": None, "backend": "pyav"}  # frame sampling of targets with video input
 _Token = tuple[int, int]  # token id; index of its answer, or CONTEXT
 
@@ -136,12 +134,8 @@ class Encoder:
         self._render = renderer.apply_chat_template
 
     def __call__(self, conversation: Conversation) -> EncodedConversation | None:
-        """Encode a conversation without trailing turns beyond the maximum length.
-
-        If the first turn does not fit, its answer is truncated. Returns None if fewer than two of its tokens fit.
-        Raises ``UserError``: a file cannot be read, or the processor adds other tokens around media than the chat
-        template.
-        """
+        """Encode a conversation without trailing turns beyond the maximum length. If the first turn does not fit, its
+        answer is truncated. Returns None if fewer than two of its tokens fit."""
         encoded = self._encode(conversation)
         if encoded is None or self.max_length is None or len(encoded.tokens) <= self.max_length:
             return encoded
@@ -261,10 +255,8 @@ def _first_turns(conversation: Conversation, count: int) -> Conversation:
 
 
 class Extractor:
-    """Runs a target over conversations; calling it returns their ``Features``.
-
-    Skips conversations whose first question exceeds ``max_length``. A batch of none is a row of padding.
-    """
+    """Runs a target over conversations; calling it returns their ``Features``. Skips conversations whose first question
+    exceeds ``max_length``. A batch of none is a row of padding."""
 
     def __init__(self, pipe: Pipeline, max_length: int | None = None, layers: Sequence[Feature] = ()) -> None:
         self.target: TransformersTarget = pipe.target
@@ -311,7 +303,6 @@ class Extractor:
         return Prompt(ids, inputs=inputs).to(self.target.device, self.target.dtype)
 
     def _row(self, one: EncodedConversation, output: TargetOutput, index: int) -> ConversationFeatures:
-        """Features of a row of a prefill."""
         device, length = self.target.device, len(one.tokens)
         visual, answer = one.visual.to(device), (one.turn >= 0).to(device)
         # Clones made outside inference mode can be used in autograd.
@@ -349,8 +340,7 @@ class StoredFeatures:
 
     Keys are ``HASH/FIELD``, with a hash of a conversation's messages and answers, and a field of
     ``ConversationFeatures``. Floating point features are in the target's dtype. The metadata has the reasons for which
-    conversations were skipped. Raises ``UserError``: a file is damaged, or has features of a target of another hidden
-    size.
+    conversations were skipped.
     """
 
     def __init__(self, folders: Sequence[Path], target: TransformersTarget) -> None:
@@ -381,7 +371,6 @@ class StoredFeatures:
         return name in self._places or name in self._reasons
 
     def __call__(self, conversations: Sequence[Conversation]) -> Features:
-        """The features of a batch. Raises ``UserError``: a conversation has no features, or a file is damaged."""
         rows = [self._row(conversation) for conversation in conversations]
         return collate([row for row in rows if row is not None], self.target)
 
@@ -419,23 +408,16 @@ def _opened(path: Path) -> Any:
 
 
 def recorded_features(folders: Sequence[Path], target: TransformersTarget) -> StoredFeatures:
-    """Features that ``Recorder`` wrote. Raises ``UserError``: there are none."""
     if not any(path for folder in folders for path in folder.glob("*.safetensors")):
         raise UserError(f"expected features of make-data --record in {', '.join(map(str, folders))}, received none")
     return StoredFeatures(folders, target)
 
 
 class FeatureCache(StoredFeatures):
-    """Feature cache in a folder, which also has an ``index.json`` with target and settings.
+    """Feature cache in a folder, which also has an ``index.json`` with target and settings; ``fill`` computes missing
+    features, in files of ``size`` conversations.
 
-    ``fill`` computes missing features. A folder created with more layers also serves extractors of a subset of these
-    layers.
-
-    Args:
-        extractor: computes missing features. Its target and settings must match the folder; it may read fewer layers.
-
-    Raises:
-        UserError: the folder holds features of another target or other settings, or a file is damaged.
+    Target and settings of the extractor must match the folder, but it may read fewer layers.
     """
 
     def __init__(
@@ -449,7 +431,6 @@ class FeatureCache(StoredFeatures):
 
     @property
     def skipped(self) -> Counter[str]:
-        """Number of skipped conversations by reason."""
         names = {_fingerprint(conversation) for conversation in self.conversations}
         return Counter(self._reasons[name] for name in names & self._reasons.keys())
 
@@ -502,7 +483,6 @@ class FeatureCache(StoredFeatures):
 def write_features(
     folder: Path, dtype: torch.dtype, rows: Sequence[tuple[Conversation, ConversationFeatures | str]]
 ) -> None:
-    """Write a file of ``StoredFeatures``."""
     skipped, tensors = {}, {}
     for conversation, row in rows:
         name = _fingerprint(conversation)

@@ -16,10 +16,8 @@ from mmspec.validation import inherited, options
 
 @options
 class KangarooObjective(NextTokenLoss):
-    """Loss against the target's next-token distributions at the same positions (arXiv 2404.18911, formula 2).
-
-    One pass trains all levels of a tree, because the target's first layers also run over drafted tokens.
-    """
+    """Loss against the target's next-token distributions at the same positions (arXiv 2404.18911, formula 2). One pass
+    trains all levels of a tree, because the target's first layers also run over drafted tokens."""
 
     def __call__(self, network: KangarooNetwork, given: LossInput) -> LossOutput:
         """The loss; ``layers`` of the batch are states at the exit layer."""
@@ -33,8 +31,6 @@ class KangarooObjective(NextTokenLoss):
 
 @options(kw_only=True)
 class KangarooOptions(KangarooObjective, TreeOptions):
-    """Options of ``mmspec train kangaroo``."""
-
     exit_layer: int = inherited(KangarooConfig, "exit_layer", "The target's first layers that draft.")
 
 

@@ -52,8 +52,6 @@ class MedusaObjective(NextTokenLoss):
 
 @options(kw_only=True)
 class MedusaOptions(MedusaObjective, TreeOptions):
-    """Options of ``mmspec train medusa``, including Hydra."""
-
     heads: int = inherited(MedusaConfig, "heads", "Heads, one per drafted token.", default=4)
     layers: int = inherited(MedusaConfig, "layers", "Residual layers per head.")
     own_outputs: bool = option(

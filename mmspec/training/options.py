@@ -34,9 +34,6 @@ class Schedule:
 
 @options(kw_only=True)
 class RunOptions(Schedule):
-    """Options common to all training commands. Raises ``UserError``: more than one length is given, or a value is out
-    of range."""
-
     target: str = option(default_model, "Target model.", names=("--model", "--target"), default_text=DEFAULT_MODEL)
     text: Many[FilePath] = option((), "Conversations without media (stage 1); repeatable.")
     data: Many[FilePath] = option((), "Conversations with images or videos; repeatable.")

@@ -36,9 +36,7 @@ RESUMABLE_WITH_OTHER = {"out", "threads", "cache", "recorded", "device", "tensor
 RESUMABLE_WITH_OTHER |= {"checkpoint_minutes", "report_minutes"}
 """Options whose values may change when a run is resumed."""
 
-_FITTED = 1024
-"""Maximum number of conversations for fitting the initial weights."""
-
+_FITTED = 1024  # maximum number of conversations for fitting the initial weights
 _KINDS = {TEXT: "text", MIXED: "data"}
 
 

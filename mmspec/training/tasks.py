@@ -30,12 +30,8 @@ from mmspec.training.objectives import LossInput, LossOutput
 from mmspec.training.options import RunOptions
 from mmspec.validation import part
 
-MAX_HELD_OUT = 64
-"""Maximum number of held-out conversations for the loss."""
-
-RATES = {"muon": 3e-3, "adamw": 5e-5}
-"""Default learning rates; AdamW's is from arXiv 2505.14260."""
-
+MAX_HELD_OUT = 64  # maximum number of held-out conversations for the loss
+RATES = {"muon": 3e-3, "adamw": 5e-5}  # default learning rates; AdamW's is from arXiv 2505.14260
 ExtractFeatures = Callable[[Sequence[Conversation]], Features]
 
 D = TypeVar("D", bound=TrainedDrafter)
@@ -45,8 +41,7 @@ _ONLINE_RATE = 1e-3
 _ONLINE_BATCH = 4  # answers per step
 
 
-Objective = Callable[[Any, LossInput], LossOutput]
-"""Losses of a drafter's network on the answers of a batch."""
+Objective = Callable[[Any, LossInput], LossOutput]  # losses of a drafter's network on the answers of a batch
 
 
 class TrainingTask(NamedTuple):
@@ -67,8 +62,7 @@ class TrainingTask(NamedTuple):
 
 
 class DrafterTraining(NamedTuple):
-    """Plug-in of the group ``train``: a command that trains one kind of drafter. ``setup`` creates the task from
-    options, pipeline and draft vocabulary."""
+    """Plug-in of the group ``train``: options, text and set-up of a command that trains one kind of drafter."""
 
     options: type[RunOptions]
     setup: Callable[..., TrainingTask]
@@ -224,7 +218,6 @@ class DrafterTask:
         return self._held_out_losses() | self._acceptance()
 
     def save(self, folder: Path) -> None:
-        """Write the drafter's checkpoint."""
         self._drafter().save(folder, self.pipe.target)
 
     def _drafter(self) -> Any:
@@ -301,10 +294,8 @@ def output_rows(target: Target) -> int:
 
 
 def mask_token(pipe: Pipeline) -> int:
-    """A mask token: an unused special token of the tokenizer, else the last token that does not end an answer.
-
-    Its embedding is not zero.
-    """
+    """A mask token: an unused special token of the tokenizer, else the last token that does not end an answer. Its
+    embedding is not zero."""
     tokenizer, vocab = pipe.processor.tokenizer, pipe.target.config.vocab_size
     named = (getattr(tokenizer, f"{name}_token_id", None) for name in ("mask", "pad", "unk"))
     for token in [*(token for token in named if token is not None and token < vocab), *reversed(range(vocab))]:

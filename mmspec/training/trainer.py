@@ -32,12 +32,9 @@ from mmspec.workers import on_signals
 
 CHECKPOINT, SETTINGS, LOG, CURVE = "checkpoint.pt", "settings.json", "log.jsonl", "curve.svg"
 DRAFTER = "drafter"
-LOG_ROWS = 400
-"""Rows of training metrics in the log of a complete run."""
-
+LOG_ROWS = 400  # rows of training metrics in the log of a complete run
 _REPLICATED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-_STATE = ("network", "optimisers", "order", "step", "seconds", "settings")
-"""Entries of a checkpoint."""
+_STATE = ("network", "optimisers", "order", "step", "seconds", "settings")  # entries of a checkpoint
 
 
 class Trainer:
@@ -49,10 +46,6 @@ class Trainer:
 
     Attributes:
         notify: called with each log row plus the run's ``progress``.
-
-    Raises:
-        UserError: the folder holds a run of another version or with other settings, or ``accelerator`` shards the
-            network.
     """
 
     def __init__(
@@ -237,10 +230,8 @@ def mean_metrics(steps: Sequence[tuple[Tensor, dict[str, float]]]) -> dict[str, 
 
 
 def train_with_progress(trainer: Trainer, console: Console) -> bool:
-    """Train with a progress bar; returns whether the run is complete.
-
-    SIGINT and SIGTERM stop the run after the current step and its checkpoint.
-    """
+    """Train with a progress bar; returns whether the run is complete. SIGINT and SIGTERM stop the run after the current
+    step and its checkpoint."""
     received, shown = list[int](), dict[str, str]()
 
     def notify(row: dict[str, Any]) -> None:

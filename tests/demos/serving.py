@@ -29,21 +29,18 @@ TIMEOUT = 600  # seconds; reached only if something hangs
 
 
 def embedded_catalog() -> Catalog:
-    """The catalog without the models that take long to load."""
     made = Catalog.of(["tiny-llava"])
     return replace(made, models=tuple(name for name in made.models if not plugins.sees_photographs(name)))
 
 
 @contextmanager
 def demo_server(**options: Any) -> Iterator[str]:
-    """Run a demo server; yields its address."""
     given = {"models": ModelCache(device="cpu"), "catalog": embedded_catalog(), **options}
     with run_server(**given) as page:
         yield page.local_url
 
 
 def free_port() -> int:
-    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -67,5 +64,4 @@ def upload(url, content=b"an upload", **options):
 
 
 def stored_path(url):
-    """Upload a file; returns the server's path of it."""
     return upload(url).json()[0]

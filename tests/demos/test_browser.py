@@ -112,13 +112,11 @@ def replace_media(page, paths):
 
 
 def choose(page, number=0):
-    """Select an example."""
     page.locator(".mm-example:visible").nth(number).click()
     see(page, ".mm-out .mm-empty")
 
 
 def ask(page, prompt=None, follow_up=False):
-    """Ask, wait for the answer, and return its text."""
     if prompt is not None:
         page.locator(".mm-prompt:visible textarea").fill(prompt)
     if follow_up:
@@ -410,7 +408,6 @@ def test_added_pictures_replace_the_example(visit, tmp_path, tiff, monkeypatch, 
 
 
 def test_video_and_its_preview(visit, tmp_path):
-    """An example, and a video that browsers do not show."""
     path = write_video(tmp_path / "clip.avi", "mpeg4", (64, 48))
     page = visit(theme="dark")
     open_tab(page, "Video")

@@ -36,7 +36,6 @@ from tests.process import ROOT
 
 @pytest.fixture
 def files(tmp_path):
-    """Uploads by their names."""
     Image.new("RGB", (20, 10), "red").save(tmp_path / "image.png")
     write_video(tmp_path / "video.mp4", "mpeg4", (32, 32))
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nbroken")

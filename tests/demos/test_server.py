@@ -53,7 +53,6 @@ def client(address):
 
 @pytest.fixture
 def engine(models):
-    """The engine of the page and of the API."""
     found = models.get("tiny-llava").pipeline("auto").engine
     yield found
     assert eventually(lambda: not found.core.running)
@@ -61,7 +60,6 @@ def engine(models):
 
 @pytest.fixture
 def slow(engine, monkeypatch):
-    """Makes every step of the engine take longer."""
     step = engine.core.step
     monkeypatch.setattr(engine.core, "step", lambda: (time.sleep(0.02), step()))
 

@@ -59,7 +59,6 @@ def log(value: object) -> None:
 
 
 def install(folder: Path) -> Path:
-    """An executable copy of this module."""
     program = folder / "llama-server"
     program.write_text(f"#!{sys.executable}\n{Path(__file__).read_text()}")
     program.chmod(0o755)

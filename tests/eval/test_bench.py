@@ -52,7 +52,6 @@ def conditions(folder, methods, sizes=(1,), sampled=False):
 
 
 def measured(conditions, requests, rounds, *options):
-    """The rows of results by batch size and method."""
     measure(conditions, requests, rounds, DecodingOptions(*options))
     return {(row["batch"], row["method"]): row for row in rows_of(conditions)}
 
@@ -115,7 +114,6 @@ def test_every_second_is_attributed_to_a_phase(folder, monkeypatch):
 
 
 def test_an_answer_must_be_equal_in_all_rounds(folder, monkeypatch):
-    """Of the first method, and at the first batch size."""
     found, real, calls = conditions(folder, "generate", sizes=(1, 2)), bench.decode, []
 
     def changed(pipe, method, *rest, **options):
@@ -143,7 +141,6 @@ class CountingDrafter(Recycle):
 
 
 def test_drafters_learn_each_request_once_and_share_the_model(folder, monkeypatch):
-    """So that no request is drafted from its own answer."""
     (found,) = conditions(folder, "new:recycle")
     monkeypatch.setattr(type(found.pipe.model), "__deepcopy__", lambda *_: pytest.fail("copied"), raising=False)
     found.methods[1].drafter = CountingDrafter()

@@ -47,7 +47,6 @@ def test_what_is_wrong_is_one_line(arguments, message, monkeypatch):
 
 @pytest.mark.long
 def test_a_rehearsal_of_all_parts(tmp_path):
-    """A whole run in tiny shapes, each part a process of its own."""
     result = call(*QUICK, "--out", str(tmp_path / "gpu.json"))
     assert result.exit_code == 0, result.output
     content = json.loads((tmp_path / "gpu.json").read_text())
@@ -105,7 +104,6 @@ def test_a_part_that_dies_or_hangs_costs_that_part_only(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("failure", "step"), [(None, True), ("capture of a pass", False), (None, False)])
 def test_a_part_fails_with_a_step_or_a_capture(failure, step, monkeypatch):
-    """The other steps still run."""
     monkeypatch.setattr(graphs, "capture_failure", lambda: failure)
 
     def rows(plan):

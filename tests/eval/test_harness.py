@@ -102,7 +102,6 @@ def test_no_commit_where_git_is_not_installed(tmp_path, monkeypatch):
 
 
 def test_sigterm_ends_a_benchmark_as_an_exception_does():
-    """So that its child processes end, too."""
     ended, before = [], signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     @click.command(cls=BenchmarkCommand)

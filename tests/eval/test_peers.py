@@ -88,7 +88,6 @@ def test_servers_that_do_not_start(program: str, model: str, tmp_path: Path) -> 
 
 
 def test_llama_cpp_among_the_methods_of_a_run(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its whole requests are measured and not compared; samples and batches are left out."""
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("mmspec.eval.suite.run.copy_lengths", lambda prompt, answer: [*prompt, *answer])
     other, file = f"llama.cpp:{SPECULATION}", str(save_gguf(tmp_path / "text.gguf"))

@@ -55,7 +55,7 @@ def writer(kind: str, path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def write(kind: str, path: Path) -> None:
     """Write the path anew, as another run would: forget the folders whose leftovers were removed."""
-    files._remove_leftovers.cache_clear()
+    files.remove_leftovers.cache_clear()
     if kind == "file":
         files.write_text(path, "whole")
     else:

@@ -61,6 +61,8 @@ def test_logits_and_inputs_are_those_of_the_model_that_was_converted(family, tmp
     source, original = opened(family, tmp_path), projectors.model(family)
     if family in projectors.WITH_TORCHVISION and not is_torchvision_available():
         found = projectors.pixels(family)
+        merge = source._projector._media()[1].get("spatial_merge_size", 1)
+        assert merge == getattr(original.config, "spatial_merge_size", 1)
         with pytest.raises(mmspec.UserError, match=r"reading images with .*needs the package torchvision"):
             source.processor(VisionProcessor)
     else:

@@ -5,17 +5,16 @@
 
 #pragma once
 
-#include "logits.h"
 #include "products.h"
+#include "router.h"
 
 extern "C" {
 
 // Outputs of a layer are those of all experts, one expert after the other; multiples of 32 for each.
 struct Experts {
   Linear gate_up, up, down;  // gates and ups in one layer; or gates, and ups in ``up``, whose blocks are null otherwise
-  int64_t count, used;
-  int64_t gelu;        // activation is GELU instead of SiLU
-  int64_t normalised;  // router: whether the weights of a row's experts add up to 1
+  int64_t count;
+  int64_t gelu;  // activation is GELU instead of SiLU
   float alpha, limit;  // of ``Gating``
 };
 
@@ -92,12 +91,12 @@ struct ExpertBuffers {
 };
 
 // out (rows, down.out / count) += the sum of chosen experts' outputs times their weights, (rows, used).
-void add_experts(const Experts& experts, const ExpertInputs& from, int64_t rows, const int64_t* chosen,
+void add_experts(const Experts& experts, const ExpertInputs& from, int64_t rows, int64_t used, const int64_t* chosen,
                  const float* weights, float* out) {
   thread_local ExpertBuffers own;
   ExpertBuffers& buffers = own;  // of this thread, in all threads of the team
   int64_t in = experts.gate_up.in, inner = experts.down.in, hidden = experts.down.out / experts.count;
-  int64_t stride = 2 * inner + LANES, used = experts.used;  // powers of two would map rows to the same cache lines
+  int64_t stride = 2 * inner + LANES;  // powers of two would map rows to the same cache lines
   int64_t most = std::max(int64_t(1), MOST_SLOTS / used);
   for (int64_t first = 0; first < rows; first += most) {
     int64_t choices = std::min(most, rows - first) * used;
@@ -129,17 +128,6 @@ void add_experts(const Experts& experts, const ExpertInputs& from, int64_t rows,
         }
     });
   }
-}
-
-// Chooses the experts of a row by its logits, and their weights: softmax of all logits, or of the chosen ones.
-inline void choose_experts(const Experts& experts, const float* logits, int64_t* chosen, float* weights) {
-  greatest_of(logits, experts.count, experts.used, weights, chosen);
-  float most = weights[0], total = experts.normalised ? 0 : total_of(logits, experts.count, most);
-  for (int64_t i = 0; i < experts.used; i++) {
-    weights[i] = std::exp(weights[i] - most);
-    if (experts.normalised) total += weights[i];
-  }
-  for (int64_t i = 0; i < experts.used; i++) weights[i] /= total;
 }
 
 }  // namespace

@@ -189,10 +189,15 @@ void layer_outputs(const Layer* layer, const float* read, const float* x, int64_
 void expert_outputs(const Experts* experts, const float* x, int64_t rows, int64_t used, const int64_t* chosen,
                     const float* weights, float* out, int threads) {
   Team team(threads);
-  Experts some = *experts;
-  some.used = used;
-  std::fill(out, out + rows * (some.down.out / some.count), 0.0f);
-  add_experts(some, {x, nullptr, 0}, rows, chosen, weights, out);
+  std::fill(out, out + rows * (experts->down.out / experts->count), 0.0f);
+  add_experts(*experts, {x, nullptr, 0}, rows, used, chosen, weights, out);
+}
+
+// The experts of each row, by its logits (rows, count), and their weights: (rows, used).
+void chosen_experts(const Router* router, const float* logits, int64_t rows, int64_t* chosen, float* weights,
+                    int threads) {
+  Team team(threads);
+  choose_experts_of_rows(*router, logits, router->count, rows, chosen, weights);
 }
 
 // Top-k of each row, k <= count: values (rows, k), optionally of log_softmax, and indices.

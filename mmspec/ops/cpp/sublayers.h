@@ -33,6 +33,7 @@ struct Sublayer {
   int64_t place;                                 // index among layers with keys and values, or with states
   int64_t activation, norm_groups;               // of an MLP; groups of features of a mixer's norm
   const Experts* experts;  // inputs: router, shared MLP, its gate if ``gated``; out: of the shared MLP, if any
+  const Router* router;
 };
 
 // Buffers of a decoder's recurrent states and of a pass's nodes. All strides are in elements.
@@ -517,13 +518,12 @@ struct TreeDecoder {
   }
 
   void mixture(const Sublayer& layer, const float* x, float* to, Rows& operand) {
-    int64_t used = layer.experts->used, stride = stride_of(layer);
+    int64_t used = layer.router->used;
     std::vector<int64_t> chosen(rows * used);
     std::vector<float> weights(rows * used);
-    for (int64_t row = 0; row < rows; row++)
-      choose_experts(*layer.experts, projected.data() + row * stride, &chosen[row * used], &weights[row * used]);
+    choose_experts_of_rows(*layer.router, projected.data(), stride_of(layer), rows, chosen.data(), weights.data());
     add_shared(layer, operand);
-    add_experts(*layer.experts, {x, layer.norm, layer.epsilon}, rows, chosen.data(), weights.data(), added.data());
+    add_experts(*layer.experts, {x, layer.norm, layer.epsilon}, rows, used, chosen.data(), weights.data(), added.data());
     for (int64_t i = 0; i < rows * pass.hidden; i++) to[i] = x[i] + layer.scale * added[i];
   }
 

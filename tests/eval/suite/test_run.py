@@ -51,13 +51,11 @@ def settings(folder, **changes):
 
 @pytest.fixture(scope="module")
 def whole(folder, tmp_path_factory):
-    """An uninterrupted run."""
     out = tmp_path_factory.mktemp("whole")
     return out, run_suite(settings(folder), out)
 
 
 def without_times(value):
-    """A JSON value without times and memory."""
     if isinstance(value, dict):
         gone = ("seconds", "tstamp", "memory", "wall_time")
         return {
@@ -109,7 +107,6 @@ def test_all_methods_get_the_history_of_plain_decoding(whole, folder):
 
 
 def test_rows_of_a_large_batch_decode_together(folder):
-    """More rows than an engine decodes at once by default."""
     big = MAX_NUM_SEQS + 1
     options = {"tasks": ("scenes-captions",), "methods": "none", "limit": big, "temperatures": (0.0,), "warm_up": 0}
     run = Evaluator(vars(settings(folder, **options, batch_sizes=(big,), max_new_tokens=3)))

@@ -137,15 +137,6 @@ def test_answers_of_one_token_have_no_decoding_ratio():
     assert rows["none"]["decoding_plain"]["median"] == 1.0
 
 
-def test_tokens_of_all_rows_are_counted():
-    turn = {"generate": method(6.0, (3, 5, 4), 3.0), "none": method(2.0, (3, 5, 4), 1.0)}
-    (generate, none) = rows_of(record(0, turn, ids=["a", "b", "c"])).values()
-    assert (none["conversations"], none["tokens"]) == (3, 12)
-    assert none["tokens_per_second"] == 12 / 2
-    assert none["decoding"]["median"] == 3.0
-    assert generate["batch"] == 3
-
-
 def test_shares_of_time():
     parts = [(10.0, (1.0, 2.0, 4.0, 1.0)), (15.0, (2.0, 0.0, 8.0, 0.0))]
     made = [

@@ -294,7 +294,6 @@ def releases():
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """Dataset folders as on the hub: Parquet files, and a card that lists them."""
     root = tmp_path_factory.mktemp("hub")
     for name, configs in releases().items():
         card = ["---", "configs:"]

@@ -144,8 +144,6 @@ def use_other_prefixes(patch):
 
 
 def ignore_least_length(patch):
-    """``min_new_tokens`` is dropped."""
-
     def processors(original, self, params, *rest):
         return original(self, replace(params, min_new_tokens=0), *rest)
 
@@ -175,8 +173,6 @@ def keep_states_of_aborted_requests(patch):
 
 
 def ignore_seeds(patch):
-    """All choices have one seed."""
-
     def seeded(sampler, params, *rest):
         return sampler(params if params.seed is None else replace(params, seed=0), *rest)
 
@@ -198,7 +194,6 @@ def ignore_adapters(patch):
 
 
 def exceed_the_context(patch):
-    """The context limit is off by one."""
     around(patch, Stopper, "limit", lambda limit, self, length: min(limit(self, length) + 1, self.max_new_tokens))
 
 

@@ -127,7 +127,6 @@ def test_equal_choices_of_a_model_that_is_certain():
 
 
 def test_samples_follow_the_penalties_of_the_model(monkeypatch):
-    """Sampled tokens against enumerated sequences."""
     monkeypatch.setattr(cases, "_DRAWS", 512)
     plain = mmspec.load("tiny-llava", None, device="cpu", dtype="float32")
     plain.model.generation_config.repetition_penalty = 1.5
@@ -295,7 +294,6 @@ def test_two_samples():
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # which peft asks for
 @pytest.mark.filterwarnings("ignore:.*(tied layer|embedding layers):UserWarning")
 def test_adapters(check, tmp_path, monkeypatch):
-    """Equal; and the reuse of another adapter's prefix is found."""
     peft = pytest.importorskip("peft")
     model = mmspec.load("tiny-hybrid", None, device="cpu").model
     config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["in_proj", "o_proj"], init_lora_weights=False)

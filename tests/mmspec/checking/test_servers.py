@@ -33,7 +33,6 @@ LOCAL = ("rehearsed", "now-and-then", "tree-sizes", "adapters")
 
 @pytest.fixture(scope="module")
 def servers():
-    """One that speculates, and one that does not."""
     pipe = mmspec.load("tiny-llava", device="cpu", dtype="float32", prefix_cache=1 << 26)
     with served(pipe) as drafted, served(Pipeline(pipe.target, pipe.processor, None, pipe.name)) as plain:
         yield drafted, plain
@@ -45,7 +44,6 @@ def _fewer_draws(monkeypatch):
 
 
 def result(url, against, name):
-    """Of a case."""
     tested, other = ServerSide("tested", url, None, None), ServerSide("other", against, None, None, scored=True)
     with closing(Trial(tested, [other], 1e-4)) as trial:
         found = run_case(trial, name)
@@ -78,7 +76,6 @@ def without(name):
 
 
 def without_images(body):
-    """In all turns but the first."""
     first, *later = body["messages"]
     texts = [one if isinstance(one["content"], str) else {**one, "content": one["content"][-1:]} for one in later]
     return {**body, "messages": [first, *texts]}
@@ -93,7 +90,6 @@ def with_fields(**fields):
 
 
 def logprobs_of(reply):
-    """Log probabilities of each choice that has any."""
     return [choice["logprobs"]["content"] for choice in reply["choices"] if choice.get("logprobs")]
 
 
@@ -121,14 +117,12 @@ def with_later_logprobs(reply):
 
 
 def without_alternatives(reply):
-    """Of the third token."""
     for content in logprobs_of(reply):
         content[2]["top_logprobs"] = []
     return reply
 
 
 def with_other_word(reply):
-    """Where an answer is long."""
     for choice in reply["choices"]:
         words = choice["message"]["content"].split(" ")
         if len(words) > 9:

@@ -55,16 +55,18 @@ def test_builds_a_store_of_texts_and_conversations(model, tmp_path):
     assert "expected a new folder, received one that exists" in str(again.exception)
 
 
-IDS = "expected token_ids in [0, 319], received "
+TURN = {"from": "human", "value": "a"}
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        *((line, "expected ") for line in ("nothing", "3", "[" * 100_000, '{"text": 3}', '{"conversations": [3]}')),
-        *(
-            (json.dumps({"conversations": [{"value": "a"}, {"value": "b", "token_ids": ids}]}), IDS)
-            for ids in ([1, -1], [10**6], ["a"], [True], 3, {"a": 1})
+        *((line, "expected a JSON object") for line in ("nothing", "3", "[" * 100_000)),
+        ('{"text": 3}', "text must be text: got 3"),
+        ('{"conversations": [3]}', "conversations[0] must be an object: got 3"),
+        (
+            json.dumps({"conversations": [TURN, TURN | {"token_ids": [1, 10**6]}]}),
+            "token_ids must be < 320: got 1000000",
         ),
         ("two é", "expected UTF-8, received b'two \\xe9'"),
     ],

@@ -72,7 +72,6 @@ def published(layout="z-lab", **changes):
 
 
 def tree_of(folder):
-    """What a drafter drafts for a prompt."""
     model = shared_model("llama")
     target, drafter = plugins.target_class(model.config)(model), make_drafter(str(folder))
     drafter.top_k, drafter.depth, drafter.total_tokens = 4, 5, 24
@@ -150,7 +149,6 @@ def test_blocks_in_z_labs_format_are_the_same(layout, tmp_path):
 
 @pytest.mark.parametrize("kind", ["dflash", "vanilla", "gated", "rnn", "causal", "vocabulary"])
 def test_blocks_in_speculators_format_are_the_same(kind, tmp_path):
-    """With an output layer and embedding of their own, too."""
     config, tensors = published("speculators")
     if kind == "vocabulary":
         ids = torch.arange(4, 80, 2)

@@ -134,7 +134,7 @@ CASES: dict[str, tuple[str, Made]] = {
     "dspark, without confidence": (
         "dflash",
         dflash(
-            lambda *given: with_heads(*given, confidence="none", from_anchor=False),
+            lambda *given: with_heads(*windows_by_default(*given), confidence="none", from_anchor=False),
             sample_from_anchor=False,
             has_confidence_head=False,
         ),

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mmspec
-from mmspec.ops import cpu_library
+from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, place_together
 from mmspec.quantisation.experts import PackedExperts, pack_experts, reproduced_experts
 from mmspec.quantisation.formats import FORMATS, StoredRows, stored_layer
 from mmspec.targets import sources
 from mmspec.targets.packing import pack_model
+from mmspec.targets.recognise import router_of
 from mmspec.targets.sublayers import SublayerStack
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
@@ -129,7 +130,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         **DELTA,
     },
+    "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_experts": 8},
+    "lfm2_moe": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention"] * 2,
+    },
+    "glm4_moe": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.0,
+        "use_qk_norm": True,
+    },
 }
+ROUTERS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 16},
+    "qwen3_moe": {"num_experts": 16, "norm_topk_prob": False},
+    "gpt_oss": {"num_local_experts": 16},
+    "granitemoe": {"num_local_experts": 16},
+    "lfm2_moe": {"num_experts": 16, "routed_scaling_factor": 1.5},
+    "glm4_moe": {"n_routed_experts": 16, "routed_scaling_factor": 2.0, "norm_topk_prob": False},
+    "deepseek_v3": {"n_routed_experts": 32, "n_group": 8, "topk_group": 3},
+    "deepseek_v2": {"n_routed_experts": 32, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+    "minimax_m2": {"num_local_experts": 16},
+    "ernie4_5_moe": {"moe_num_experts": 16},
+}
+"""Softmax and sigmoid, normalised or not, with corrections of the router, its block and its child, in groups."""
 
 
 GPT_OSS = {"intermediate_size": 32, "num_local_experts": 8, "sliding_window": 4}
@@ -142,7 +173,47 @@ def model_of(name: str) -> Any:
     for key, weight in model.named_parameters():
         if weight.ndim == 3 or key.endswith(("gate.weight", "router.weight")):
             torch.nn.init.normal_(weight, std=0.3)  # outputs and logits apart
+    for key, buffer in model.named_buffers():
+        if key.endswith("bias"):
+            torch.nn.init.normal_(buffer, std=0.1)  # corrections of scores
     return model
+
+
+def block_of(name: str, **fields: Any) -> tuple[Any, Any]:
+    """A block with experts of a model with one layer, with random weights, and its router."""
+    torch.manual_seed(0)
+    base = {**BASE, "num_hidden_layers": 1, "num_experts_per_tok": 4, "first_k_dense_replace": 0, "num_dense_layers": 0}
+    width = {"intermediate_size": 32, "moe_intermediate_size": 32, "moe_layer_start_index": 0}
+    if name == "lfm2_moe":
+        width["layer_types"] = ["full_attention"]
+    model = transformers.AutoModel.from_config(transformers.CONFIG_MAPPING[name](**{**base, **width, **fields}))
+    block: Any = next(block for block in model.modules() if hasattr(block, "experts"))
+    for tensor in (*block.parameters(), *block.buffers()):
+        torch.nn.init.normal_(tensor, std=0.3)
+    return block.float(), getattr(block, "gate", None) or block.router
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@torch.no_grad()
+def test_routers_choose_as_those_of_models(name: str) -> None:
+    block, router = block_of(name, **ROUTERS[name])
+    found, weights = router_of(block, block.experts.num_experts)
+    assert found is router
+    x = torch.randn(50, 64) * torch.logspace(-2, 1, 50)[:, None] - 1
+    correction = getattr(block, "expert_bias", getattr(block, "e_score_correction_bias", None))
+    logits, factors, chosen = router(x, *([] if correction is None else [correction]))
+    places, computed = cpu.chosen_experts(weights, logits)
+    order, other = chosen.argsort(1), places.argsort(1)
+    assert torch.equal(places.gather(1, other), chosen.gather(1, order))
+    torch.testing.assert_close(computed.gather(1, other), factors.gather(1, order), rtol=2e-5, atol=0)
+
+
+def test_routers_that_compute_something_else_are_refused() -> None:
+    block, _ = block_of("phimoe", num_local_experts=8, num_experts_per_tok=2)
+    with pytest.raises(ValueError, match="do not reproduce PhimoeTopKRouter"):
+        router_of(block, 8)
+    with pytest.raises(ValueError, match="expected a router with one weight for 9 experts"):
+        router_of(block, 9)
 
 
 def decoded(model: Any, drafter: Any) -> Tensor:
@@ -152,7 +223,7 @@ def decoded(model: Any, drafter: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "gpt_oss"])
 def test_models_decode_with_drafts_as_without(name: str, kind: str) -> None:
     model = model_of(name)
     ids = torch.arange(24).view(2, 12) * 5 % 96
@@ -161,9 +232,11 @@ def test_models_decode_with_drafts_as_without(name: str, kind: str) -> None:
         pack_model(model, kind)
         assert not any(weight.ndim == 3 and len(weight) == 8 for weight in model.parameters())
         if kind == "bfloat16":
-            assert (model(ids).logits - expected).norm() < 0.15 * expected.norm()  # experts of rows may differ
-    decoder = TransformersTarget(model).decoder
-    SublayerStack(decoder._module, () if decoder.layers is None else decoder.layers.mixers)  # reproduces all layers
+            errors = (model(ids).logits - expected).norm(dim=-1) / expected.norm(dim=-1)
+            assert errors.median() < 0.04  # a few rows may choose other experts
+    if name in CONFIGS:  # GPT-OSS has attention sinks
+        decoder = TransformersTarget(model).decoder
+        SublayerStack(decoder._module, () if decoder.layers is None else decoder.layers.mixers)  # reproduces all layers
     assert torch.equal(decoded(model, "recycle"), decoded(model, None))
 
 

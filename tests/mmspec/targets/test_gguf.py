@@ -351,8 +351,8 @@ ERRORS: dict[str, Callable[[Path], Any]] = {
     r"token_embd.weight of shape \(0, 64\): expected no axis of zero$": lambda file: patched(
         file, MATRIX, little(0, 8), 12
     ),
-    "token_embd.weight with rows of 33: expected multiples of 32$": lambda file: patched(
-        file, MATRIX, little(33, 8), 4
+    "blk.0.ffn_up.weight with rows of 33: expected multiples of 32$": lambda file: patched(
+        file, b"blk.0.ffn_up.weight", little(33, 8), 4
     ),
     r"found output_norm.weight and token_embd.weight overlapping$": lambda file: patched(
         file, MATRIX, little(64, 8), 24

@@ -260,6 +260,9 @@ CASES: dict[str, Case] = {
         {"layer_norm_eps": 2.0**-9, "logit_scale": 0.25, "use_qk_norm": True},
         {**EPSILON, "logit_scale": 0.25, "rope.scaling.type": "none"},
     ),
+    "command-r without a scale": Case(
+        "command-r", "Cohere", {"layer_norm_eps": 2.0**-9, "logit_scale": 1.0}, {**EPSILON, "rope.scaling.type": "none"}
+    ),
     "deci": Case("deci", "Llama", {}, {"rope.dimension_count": 8, "attention.head_count": [6, 6, 6]}, paired),
     "ernie4_5": Case("ernie4_5", "Ernie4_5", {"head_dim": 16}, head(16)),
     "exaone4": Case(
@@ -543,6 +546,9 @@ CASES: dict[str, Case] = {
         {**EPSILON, "rope.dimension_count": 8, "use_parallel_residual": True},
     ),
     "starcoder2": Case("starcoder2", "Starcoder2", {"norm_epsilon": 2.0**-9}, EPSILON),
+    "starcoder2 without biases": Case(
+        "starcoder2", "Starcoder2", {"norm_epsilon": 2.0**-9, "use_bias": False}, EPSILON
+    ),
 }
 """A row of the table of architectures has a case of its name, and further cases with more of its keys."""
 

@@ -31,7 +31,6 @@ def pipe(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drawn(pipe):
-    """Usable prompts that were drawn together, by id."""
     return texts(pipe)
 
 

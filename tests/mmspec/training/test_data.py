@@ -117,20 +117,27 @@ def test_unanswered_questions_and_token_ids(tmp_path):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ([1], r"data.json, record 2: expected an object with a list `conversations`, received \[1\]"),
-        ({"conversations": {}}, "list `conversations`"),
-        ({"conversations": [{"from": "human"}]}, "expected turns with `from` and a text `value`"),
-        ({"conversations": ["hi"]}, 'expected turns with `from` and a text `value`, received "hi"'),
-        ({"conversations": [{"from": ["dog"], "value": "wau"}]}, r'expected turns from human.*received \["dog"\]'),
-        ({"conversations": [{"from": "dog", "value": "wau"}]}, 'expected turns from human.*received "dog"'),
-        ({"conversations": ["long" * 20]}, f'received "{"long" * 14}lon$'),  # 60 characters
+        ([1], r"data.json, record 2: record must be an object: got \[1\]$"),
+        ({"conversations": {}}, "conversations must be a list: got {}"),
+        ({"conversations": [{"from": "human"}]}, r"conversations\[0\].value is required"),
+        ({"conversations": ["hi"]}, r"conversations\[0\] must be an object: got 'hi'"),
+        *(
+            ({"conversations": [{"from": who, "value": "wau"}]}, r"\.from must be 'human', .* or 'system': got .*dog")
+            for who in ("dog", ["dog"])
+        ),
         (turns("<image><image>", "a", image="x"), "as many files in `image` as there are <image> placeholders"),
         (turns("<video>", "a", image="x"), "as many files in `video`"),
-        (turns("q", "a", image=3), "expected `image` as a path or a list of paths, received 3"),
-        (turns("q", "a", image=["x", ""]), "expected `image` as a path or a list of paths, received"),
+        (turns("q", "a", image=3), r"image\[0\] must be text: got 3"),
+        (turns("q", "a", image=["x", ""]), r"image\[1\]: String should have at least 1 character"),
         *(
-            ({"conversations": [{"from": "gpt", "value": "a", "token_ids": ids}]}, "expected `token_ids` as a list")
-            for ids in (["a"], [True], [3, -1], [], 7)
+            ({"conversations": [{"from": "gpt", "value": "a", "token_ids": ids}]}, rf"\.token_ids{message}")
+            for ids, message in (
+                (["a"], r"\[0\] must be a whole number: got 'a'"),
+                ([True], r"\[0\] must be a whole number: got True"),
+                ([3, -1], r"\[1\] must be >= 0: got -1"),
+                ([], " must be a list of at least 1: got 0"),
+                (7, " must be a list: got 7"),
+            )
         ),
     ],
 )
@@ -146,7 +153,7 @@ def test_malformed_records_are_named(tmp_path, record, message):
         (b"[" * 100_000, "expected a JSON array or JSON Lines"),
         (b'[{"conversations":\n"\xff"}]', r"data\.json, line 2: expected UTF-8"),
         (b'{"conversations": []}\n\nnonsense', r"data\.json, line 3: expected a JSON object, received 'nonsense'"),
-        (b'{"conversations": []}\n\n{"conversations": 3}', r"data\.json, line 3: expected an object with a list"),
+        (b'{"conversations": []}\n\n{"conversations": 3}', r"data\.json, line 3: conversations must be a list: got 3"),
     ],
 )
 def test_malformed_files_are_named(tmp_path, content, message):

@@ -204,7 +204,6 @@ def inference_path(pipe, conversation, index):
 @pytest.mark.parametrize("topic", CONVERSATIONS)
 @pytest.mark.parametrize("name", TARGETS)
 def test_sequences_equal_the_inference_path(name, topic):
-    """Whether the answers' tokens were recorded or not."""
     pipe, conversation = TARGETS[name](), CONVERSATIONS[topic]
     answers = [generated(pipe, m["content"]) for m in conversation.messages if m["role"] == "assistant"]
     encoded, recorded = (
@@ -386,7 +385,6 @@ def test_long_conversations_lose_turns_then_text_but_no_image_tokens():
 
 
 def on_disk(folder):
-    """Conversations with images as files."""
     talks = []
     for number in range(7):
         path = folder / f"{number % 2}.png"
@@ -528,7 +526,6 @@ def recorded(loaded, tmp_path_factory):
 
 
 def test_recorded_features_are_those_of_a_pass_over_the_conversation(loaded, recorded, tmp_path):
-    """Of the conversations as they are written and read."""
     answered, folder = recorded
     file = tmp_path / "data.jsonl"
     file.write_text("\n".join(json.dumps(to_record(one, tmp_path)) for one in answered))

@@ -47,7 +47,6 @@ def target():
 
 
 def shaken():
-    """Another model of the target's shape."""
     network = copy.deepcopy(shared_model("llama"))
     torch.manual_seed(3)
     for parameter in network.parameters():
@@ -224,7 +223,6 @@ def test_heads_of_dspark_in_bfloat16(kind, target, tmp_path):
 
 
 def test_anchors_are_drawn_from_the_answers_without_repetition(target, tmp_path):
-    """As many as the losses need, another draw with another seed."""
     _, network, batch = dflash_case(tmp_path)
 
     def drawn(anchors, seed):
@@ -355,7 +353,6 @@ def plain_chains(network, target, batch, passes, draft_ids, offset, loss):
 
 
 def check_chains(network, target, batch, passes, draft_ids=None, seed=0, loss="kl"):
-    """Compares losses and gradients; returns the number of depths."""
     objective = HiddenStateObjective(
         passes=passes, decay=0.5, slot_decay=0.9, hidden_weight=0.7, token_weight=0.3, noise=0.0, loss=loss, top_k=3
     )
@@ -366,7 +363,6 @@ def check_chains(network, target, batch, passes, draft_ids=None, seed=0, loss="k
     found = {name: [rows for rows in depths if rows] for name, depths in found.items()}
 
     def decay(depth):
-        """A later pass continues one chain in ``slots``."""
         return 0.5 ** (depth // slots) * 0.9 ** (depth % slots) * (slots if depth >= slots else 1)
 
     total = assert_losses(output, found, decay, WEIGHTS)
@@ -536,7 +532,6 @@ def eagle3_head():
 
 @pytest.mark.parametrize("kind", SILENT)
 def test_a_batch_without_answers_has_no_loss(kind, target):
-    """Nor does one whose answers have one token each."""
     objective, network_of = SILENT[kind]
     network, batch = network_of(target.model), random_batch(([(2, 3)], []), (4, 4), layers=3)
     output = objective(network, LossInput(target, batch))

@@ -64,7 +64,6 @@ def saved(out):
 
 
 def assert_same(out, other, atol=1e-6, rtol=0.0):
-    """Weights of two runs, by the first run's names."""
     theirs = saved(other)
     for name, value in saved(out).items():
         torch.testing.assert_close(theirs[name], value, atol=atol, rtol=rtol)
@@ -122,8 +121,6 @@ def answered(tmp_path_factory):
 
 @pytest.fixture
 def train(request, answered):
-    """Runs a command in a folder; returns its output."""
-
     def call(out, *options, command="msd", **replaced):
         small = command in TEXT_ONLY
         target = request.getfixturevalue("text_model" if small else "model")

@@ -89,7 +89,6 @@ def rows(folder):
 
 
 def after(steps):
-    """Returns a stop function that is true after `steps` calls."""
     left = iter(range(steps))
     return lambda: next(left, None) is None
 
@@ -158,7 +157,6 @@ def test_a_sampler_depends_on_its_seed_and_resumes_anywhere():
 
 
 def test_stopped_and_killed_runs_equal_an_uninterrupted_one_when_resumed(tmp_path):
-    """And a finished one is not changed. Both optimisers have a state."""
     whole = trainer(tmp_path / "whole", steps=16)
     whole.train()
     trainer(tmp_path / "parts", steps=16).train(stop=after(7))
