@@ -7,7 +7,9 @@ import torch
 
 from mmspec import progress
 from mmspec.core import drafter
+from mmspec.ops import kernels
 from mmspec.targets import templates
+from tests import split_models
 from tests.leftovers import Leftovers
 
 
@@ -70,6 +72,30 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def split_model(tmp_path_factory):
+    return split_models.save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def split_head(tmp_path_factory):
+    return split_models.save_head(tmp_path_factory.mktemp("head"))
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fixed_shapes(monkeypatch):
+    """Static shapes, as on CUDA."""
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
 
 
 @pytest.fixture

@@ -201,3 +201,13 @@ def check_blocks(model, inputs, drafter, plain, *, tensors=None, causal=(), ids=
         return [path_gain(block, scores, tensors or {}, said[-1], path, index, first) for path in paths]
 
     return check_drafts(model, inputs, drafter, gains, **asked)
+
+
+def selector_tensors():
+    """Random tensors of DFlash2's selector of rank 6 and its convolutions of 2 tokens in groups of 16 features."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = {f"candidate_selector.{at}_codebook": (VOCAB, 6) for at in ("predecessor", "successor")}
+    shapes["candidate_selector.hidden_projection.weight"] = (6, WIDTH)
+    for place in (f"layers.{layer}.{part}_conv" for layer in range(2) for part in ("attention", "mlp")):
+        shapes |= {f"{place}.base_kernel": (2, 2, WIDTH), f"{place}.kernel_projection.weight": (12, WIDTH)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}

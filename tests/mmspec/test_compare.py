@@ -1,7 +1,5 @@
 """Where two answers part, and how close the choice was there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

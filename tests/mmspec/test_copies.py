@@ -1,7 +1,5 @@
 """Copies of a pipeline by ``pickle`` and ``copy.deepcopy``, as Ray and multiprocessing send them to other processes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import subprocess

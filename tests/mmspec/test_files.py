@@ -1,7 +1,5 @@
 """Files and folders that are written whole, by one process or several, on disks that are full."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os
@@ -20,19 +18,6 @@ from safetensors.torch import save_file
 
 from mmspec import files
 from mmspec.errors import UserError
-from mmspec.files import (
-    alone,
-    append_text,
-    atomic,
-    cache_folder,
-    check_settings,
-    make_folder,
-    read_json,
-    read_lines,
-    read_rows,
-    truncate_log,
-    write_text,
-)
 from tests.process import ROOT
 
 WRITER = """
@@ -54,6 +39,7 @@ with sigterm_exits():
     with atomic(path) if kind == "file" else alone(path.parent / ".lock", path) as part:
         write(part)
 """
+UNWRITTEN = "cannot write .*/file/out: expected a place that can be written, received [^;]*$"
 
 
 @contextmanager
@@ -71,9 +57,9 @@ def write(kind: str, path: Path) -> None:
     """Write the path anew, as another run would: forget the folders whose leftovers were removed."""
     files.remove_leftovers.cache_clear()
     if kind == "file":
-        write_text(path, "whole")
+        files.write_text(path, "whole")
     else:
-        make_folder(path, lambda part: (part / "inside").write_text("whole"))
+        files.make_folder(path, lambda part: (part / "inside").write_text("whole"))
 
 
 def content(path: Path) -> str:
@@ -93,24 +79,24 @@ def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, variables: dict[str, 
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert cache_folder() == Path(folder)
+    assert files.cache_folder() == Path(folder)
 
 
 def run_alone(path: Path) -> None:
-    with alone(path.parent / ".lock", path):
+    with files.alone(path.parent / ".lock", path):
         pytest.fail("begun")
-
-
-UNWRITTEN = "cannot write .*/file/out: expected a place that can be written, received [^;]*$"
 
 
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda path: make_folder(path, pytest.fail), ".* expected a cache folder .*; MMSPEC_CACHE names another one$"),
-        (lambda path: make_folder(path, pytest.fail, ""), UNWRITTEN),
-        (lambda path: write_text(path, ""), UNWRITTEN),
-        (lambda path: append_text(path, ""), UNWRITTEN),
+        (
+            lambda path: files.make_folder(path, pytest.fail),
+            ".* expected a cache folder .*; MMSPEC_CACHE names another one$",
+        ),
+        (lambda path: files.make_folder(path, pytest.fail, ""), UNWRITTEN),
+        (lambda path: files.write_text(path, ""), UNWRITTEN),
+        (lambda path: files.append_text(path, ""), UNWRITTEN),
         (run_alone, UNWRITTEN),
     ],
     ids=["folder of the cache", "folder", "file", "log", "run"],
@@ -128,9 +114,9 @@ def test_permissions_are_those_of_other_new_files_and_folders(tmp_path: Path) ->
 
     (tmp_path / "usual").touch()
     (tmp_path / "usual folder").mkdir()
-    with atomic(tmp_path / "model.safetensors") as part:
+    with files.atomic(tmp_path / "model.safetensors") as part:
         save_file({"weight": torch.zeros(1)}, part)
-    make_folder(tmp_path / "model", fill)
+    files.make_folder(tmp_path / "model", fill)
     mode = (tmp_path / "usual").stat().st_mode
     for name in ("model.safetensors", "model/more/model.safetensors"):
         assert (tmp_path / name).stat().st_mode == mode
@@ -163,23 +149,24 @@ def test_a_new_folder_has_one_writer(tmp_path: Path) -> None:
         writer("folder", tmp_path / "out"),
         pytest.raises(UserError, match="out: expected a new folder, received one that another process is writing"),
     ):
-        make_folder(tmp_path / "out", lambda part: pytest.fail("written twice"), new=True)
-    make_folder(tmp_path / "out", lambda part: write_text(part / "inside", "whole"), new=True)  # the other was killed
+        files.make_folder(tmp_path / "out", lambda part: pytest.fail("written twice"), new=True)
+    files.make_folder(
+        tmp_path / "out", lambda part: files.write_text(part / "inside", "whole"), new=True
+    )  # the other was killed
     with pytest.raises(UserError, match="inside: expected a new folder, received one that exists"):
-        make_folder(tmp_path / "out" / "inside", lambda part: pytest.fail("written"), new=True)
+        files.make_folder(tmp_path / "out" / "inside", lambda part: pytest.fail("written"), new=True)
 
 
 def test_of_two_writers_of_a_folder_the_faster_makes_it(tmp_path: Path) -> None:
-    """The second writer gets an error if its folder must be new, else the existing folder is kept as it is."""
     out = tmp_path / "out"
-    slower = lambda part: write_text(out / "inside", "faster")  # noqa: E731
-    make_folder(out, slower)
-    make_folder(out, lambda part: pytest.fail("written again"))
+    slower = lambda part: files.write_text(out / "inside", "faster")  # noqa: E731
+    files.make_folder(out, slower)
+    files.make_folder(out, lambda part: pytest.fail("written again"))
     assert content(out) == "faster"
     for before in (lambda: None, lambda: shutil.rmtree(out)):
         before()
         with pytest.raises(UserError, match="out: expected a new folder, received one that exists"):
-            make_folder(out, slower, new=True)
+            files.make_folder(out, slower, new=True)
     assert list(tmp_path.iterdir()) == [out]
 
 
@@ -187,11 +174,11 @@ def test_an_output_has_one_run(tmp_path: Path) -> None:
     message = "out: expected an output of this run alone, received one that another process is writing"
     with writer("run", tmp_path / "out") as other:
         for _ in range(2):  # one that is refused leaves the lock to its owner
-            with pytest.raises(UserError, match=message), alone(tmp_path / ".lock", tmp_path / "out"):
+            with pytest.raises(UserError, match=message), files.alone(tmp_path / ".lock", tmp_path / "out"):
                 pytest.fail("written twice")
     assert other.wait() == -signal.SIGKILL
     for folder in (tmp_path, tmp_path / "new" / "run"):
-        with alone(folder / ".lock", tmp_path / "out"):
+        with files.alone(folder / ".lock", tmp_path / "out"):
             assert (folder / ".lock").exists()
         assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
@@ -200,13 +187,13 @@ def test_a_full_disk_is_told_and_leaves_the_file_before(tmp_path: Path, monkeypa
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    write_text(tmp_path / "a.json", "before")
-    append_text(tmp_path / "log.jsonl", '{"step": 1}\n')
+    files.write_text(tmp_path / "a.json", "before")
+    files.append_text(tmp_path / "log.jsonl", '{"step": 1}\n')
     monkeypatch.setattr(os, "fsync", full)
     for act in (
-        lambda: write_text(tmp_path / "a.json", "after"),
-        lambda: append_text(tmp_path / "log.jsonl", '{"step": 2}\n'),
-        lambda: make_folder(tmp_path / "a folder", lambda part: (part / "b").touch()),
+        lambda: files.write_text(tmp_path / "a.json", "after"),
+        lambda: files.append_text(tmp_path / "log.jsonl", '{"step": 2}\n'),
+        lambda: files.make_folder(tmp_path / "a folder", lambda part: (part / "b").touch()),
     ):
         with pytest.raises(UserError, match=rf"cannot write {tmp_path}/.*, received .*No space left on device"):
             act()
@@ -216,7 +203,7 @@ def test_a_full_disk_is_told_and_leaves_the_file_before(tmp_path: Path, monkeypa
         (torch_saves, UserError, r"cannot write .*/a\.pt: expected .*, received \[Errno 28\] No space left"),
         (RuntimeError("another"), RuntimeError, "another"),
     ):
-        with pytest.raises(kind, match=message), atomic(tmp_path / "a.pt"):
+        with pytest.raises(kind, match=message), files.atomic(tmp_path / "a.pt"):
             raise error
     assert (tmp_path / "a.json").read_text() == "before"
     assert (tmp_path / "log.jsonl").read_text() == '{"step": 1}\n'
@@ -225,7 +212,7 @@ def test_a_full_disk_is_told_and_leaves_the_file_before(tmp_path: Path, monkeypa
 
 def test_an_append_that_was_cut_short_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
-    append_text(log, "first\n")
+    files.append_text(log, "first\n")
 
     class Full(io.FileIO):
         """A file on a disk with room for three more bytes."""
@@ -240,7 +227,7 @@ def test_an_append_that_was_cut_short_is_taken_back(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Path, "open", lambda path, mode, buffering=0: Full(path, mode))
     with pytest.raises(UserError, match="No space left"):
-        append_text(log, "second\n")
+        files.append_text(log, "second\n")
     assert log.read_bytes() == b"first\n"
 
 
@@ -249,40 +236,40 @@ def test_damaged_lines_are_named(tmp_path: Path, line: bytes) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"a": 1}\n\n' + line + b"\n")
     with pytest.raises(UserError, match=r"^.*a\.jsonl, line 3: expected (a JSON object|UTF-8), received .*$"):
-        list(read_rows(file))
+        list(files.read_rows(file))
 
 
 def test_a_log_lacks_what_was_cut(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    assert list(read_rows(log, cut=True)) == []
+    assert list(files.read_rows(log, cut=True)) == []
     log.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"x": {"step": 1}')
-    assert [row["step"] for _, row in read_rows(log, cut=True)] == [1, 2, 3]
-    truncate_log(log, 2)
+    assert [row["step"] for _, row in files.read_rows(log, cut=True)] == [1, 2, 3]
+    files.truncate_log(log, 2)
     assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
-    append_text(log, '{"other": 2}\n')
+    files.append_text(log, '{"other": 2}\n')
     with pytest.raises(UserError, match=r"log\.jsonl, line 3: expected a row with a step"):
-        truncate_log(log, 2)
+        files.truncate_log(log, 2)
 
 
 def test_lines_end_in_line_feeds_and_the_first_may_have_a_mark(tmp_path: Path) -> None:
     """Windows writes both; a mark elsewhere is text."""
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\xef\xbb\xbftwo\r\nthree")
-    assert list(read_lines(tmp_path / "a.txt")) == [(1, "one\n"), (2, "\ufefftwo\n"), (3, "three")]
+    assert list(files.read_lines(tmp_path / "a.txt")) == [(1, "one\n"), (2, "\ufefftwo\n"), (3, "three")]
 
 
 def test_a_json_object_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.json"
     file.write_text('{"a":\n [1]}\n')
     monkeypatch.setattr(files, "_MAX_JSON", file.stat().st_size)
-    assert read_json(file) == {"a": [1]}
+    assert files.read_json(file) == {"a": [1]}
     for text, received in (("[1]", r"'\[1\]'"), ('{"a": [1, 2, 3]}', "a larger file")):
         file.write_text(text)
         with pytest.raises(UserError, match=f"expected a JSON object.*, received {received}$"):
-            read_json(file)
+            files.read_json(file)
 
 
 def test_a_run_is_resumed_with_its_own_settings(tmp_path: Path) -> None:
-    check_settings(tmp_path, {"rate": 0.1}, {"rate": 0.1, "new": 3})
+    files.check_settings(tmp_path, {"rate": 0.1}, {"rate": 0.1, "new": 3})
     message = r"holds a run with rate = 0.1: expected the same to resume it, received 0.2; choose another --out"
     with pytest.raises(UserError, match=message):
-        check_settings(tmp_path, {"seed": 1, "rate": 0.1}, {"seed": 1, "rate": 0.2})
+        files.check_settings(tmp_path, {"seed": 1, "rate": 0.1}, {"seed": 1, "rate": 0.2})

@@ -7,17 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    IdeficsConfig,
-    IdeficsForVisionText2Text,
-    LogitsProcessor,
-    MaxLengthCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TextIteratorStreamer,
-)
+import transformers
 
 import mmspec
 from mmspec import UserError
@@ -31,6 +21,9 @@ from tests.tiny.drafters import tiny_drafter
 from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
+TEXT = "Größe: 3 €, 日本語 und 🙂!\nEND of it. Größe: 3 €, 日本語 END"
+HYBRIDS = ("qwen3_5_text", "qwen3_next", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba")
+OPTIONS = {**GREEDY, "max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0}
 
 
 def reference_and_oracle(model, inputs, **options):
@@ -104,7 +97,7 @@ def tail(input_ids, scores, **kwargs):
     return (input_ids[:, -1] + input_ids[:, -2]) % 5 == 0
 
 
-class EveryRow(StoppingCriteria):
+class EveryRow(transformers.StoppingCriteria):
     """All rows together, and by calls: each row has had a token below 30 once, and at least four calls were made."""
 
     def __init__(self):
@@ -116,7 +109,7 @@ class EveryRow(StoppingCriteria):
         return self.calls >= 4 and len(self.met) == len(input_ids)
 
 
-class OneToken(StoppingCriteria):
+class OneToken(transformers.StoppingCriteria):
     """An end of sequence of the user's own: ``generate`` pads the rows that it ends."""
 
     def __init__(self, token):
@@ -126,7 +119,7 @@ class OneToken(StoppingCriteria):
         return input_ids[:, -1] == self.eos_token_id
 
 
-class NoLimit(MaxLengthCriteria):
+class NoLimit(transformers.MaxLengthCriteria):
     """A subclass that ends nothing."""
 
     def __call__(self, input_ids, scores, **kwargs):
@@ -150,8 +143,8 @@ def failing(input_ids, scores, **kwargs):
         lambda: [EveryRow()],
         lambda: [OneToken(40)],
         lambda: [NoLimit(10), tail],
-        lambda: [MaxLengthCriteria(14), tail],
-        lambda: [MaxLengthCriteria(3)],
+        lambda: [transformers.MaxLengthCriteria(14), tail],
+        lambda: [transformers.MaxLengthCriteria(3)],
     ],
     ids=["rows", "every-row", "own-eos", "subclass", "length", "short"],
 )
@@ -159,7 +152,7 @@ def test_several_rows_with_criteria_end_as_in_generate(criteria, eos):
     inputs, model = text_inputs(3, 9, seed=3), shared_model("llama")
     options = {**GREEDY, "eos_token_id": eos, "pad_token_id": 80}
     one = criteria()
-    reference = model.generate(**inputs, **options, stopping_criteria=StoppingCriteriaList(one))
+    reference = model.generate(**inputs, **options, stopping_criteria=transformers.StoppingCriteriaList(one))
     oracle = Oracle(reference[:, 9:].tolist(), vocab=90)
     again = criteria()
     out = mmspec.generate(
@@ -173,7 +166,12 @@ def test_several_rows_with_criteria_end_as_in_generate(criteria, eos):
 
 def test_criteria_that_return_a_column_or_fail():
     inputs, model = text_inputs(3, 9, seed=3), shared_model("llama")
-    options = {**inputs, **GREEDY, "eos_token_id": None, "stopping_criteria": StoppingCriteriaList([column])}
+    options = {
+        **inputs,
+        **GREEDY,
+        "eos_token_id": None,
+        "stopping_criteria": transformers.StoppingCriteriaList([column]),
+    }
     reference = model.generate(**options)
     assert torch.equal(mmspec.generate(model, drafter="ngram", nodes=4, **options), reference)
     for change, error, message in (
@@ -187,7 +185,7 @@ def test_criteria_that_return_a_column_or_fail():
 def test_rows_that_are_ahead_do_not_raise_after_the_end():
     """A logits processor that fails where ``generate`` would not have called it."""
 
-    class Failing(LogitsProcessor):
+    class Failing(transformers.LogitsProcessor):
         def __call__(self, input_ids, scores):
             if input_ids.shape[1] > 9 + 8:
                 raise ValueError("too far")
@@ -197,7 +195,7 @@ def test_rows_that_are_ahead_do_not_raise_after_the_end():
         return lambda ids, scores, **_: torch.full((len(ids),), ids.shape[1] >= length)
 
     inputs, model = text_inputs(2, 9), shared_model("llama")
-    options = {**GREEDY, "eos_token_id": None, "stopping_criteria": [MaxLengthCriteria(9 + 8)]}
+    options = {**GREEDY, "eos_token_id": None, "stopping_criteria": [transformers.MaxLengthCriteria(9 + 8)]}
     reference = model.generate(**inputs, **options)
     oracle = Oracle([reference[0, 9:].tolist(), []], vocab=90)  # row 0 runs ahead
     options |= {"logits_processor": [Failing()], "stopping_criteria": [together(9 + 8)]}
@@ -207,9 +205,7 @@ def test_rows_that_are_ahead_do_not_raise_after_the_end():
         mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **options)
 
 
-class ScoreSum(StoppingCriteria):
-    """Ends rows whose chosen scores reach a sum, and records its arguments."""
-
+class ScoreSum(transformers.StoppingCriteria):
     def __init__(self, most):
         self.most, self.calls = most, []
 
@@ -236,7 +232,9 @@ def test_criteria_get_the_scores_that_generate_passes(batch, returned):
     if batch == 1:
         options["eos_token_id"] = int(plain[0, 9 + 13])
     more = [] if returned else [lambda ids, scores, **_: tail(ids, scores) & (ids.shape[1] > 9 + 8)]
-    reference = model.generate(**inputs, **options, stopping_criteria=StoppingCriteriaList([*more, theirs]))
+    reference = model.generate(
+        **inputs, **options, stopping_criteria=transformers.StoppingCriteriaList([*more, theirs])
+    )
     out = mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **options, stopping_criteria=[*more, ours])
     if returned:
         assert 9 + 2 < reference.sequences.shape[1] < 9 + 16
@@ -252,9 +250,7 @@ def test_criteria_get_the_scores_that_generate_passes(batch, returned):
             torch.testing.assert_close(scores, wanted, atol=1e-4, rtol=1e-4)
 
 
-class Recording(LogitsProcessor):
-    """Adds a bias that depends on its calls, and records them."""
-
+class Recording(transformers.LogitsProcessor):
     def __init__(self):
         self.calls = []
 
@@ -295,12 +291,7 @@ def test_a_processor_that_cannot_be_copied_serves_one_sequence():
     assert torch.equal(mmspec.generate(model, **inputs, **GREEDY, logits_processor=[Locked()]), reference)
 
 
-# ---------------------------------------------------------------------- text
-
-
 class Order:
-    """A streamer that records its inputs and the end."""
-
     def __init__(self):
         self.calls = []
 
@@ -316,9 +307,6 @@ def scripted(text, prompt="Say: "):
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     options = {**GREEDY, "max_new_tokens": 60, "logits_processor": [Script(tokenizer(text)["input_ids"], ids.shape[1])]}
     return tokenizer, {"input_ids": ids}, options
-
-
-TEXT = "Größe: 3 €, 日本語 und 🙂!\nEND of it. Größe: 3 €, 日本語 END"
 
 
 @pytest.mark.parametrize("stop", [["END"], "本語", ["nowhere"], [" und", "Größe: 4"]])
@@ -341,7 +329,7 @@ def test_stop_strings_of_several_rows_without_an_end_of_sequence():
 
 
 def test_a_streamers_reader_does_not_wait_for_a_call_that_failed():
-    streamer = TextIteratorStreamer(byte_tokenizer(), timeout=60)
+    streamer = transformers.TextIteratorStreamer(byte_tokenizer(), timeout=60)
     options = {**GREEDY, "custom_generate": mmspec.decode, "streamer": streamer, "penalty_alpha": 0.6, "top_k": 4}
     with pytest.raises(UserError, match="contrastive search"):
         shared_model("llama").generate(**text_inputs(1, 9), **options)
@@ -384,7 +372,7 @@ def test_a_request_ends_where_its_streamer_raises():
             if len(self.calls) == 2:  # the prompt, and a token
                 raise OSError("no space left")
 
-    class Held(LogitsProcessor):
+    class Held(transformers.LogitsProcessor):
         def __call__(self, input_ids, scores):
             steps.append(input_ids.shape[1])
             assert len(steps) < 2 or raised.wait(60)
@@ -409,9 +397,6 @@ def test_padding_is_each_rows_own_after_others_have_ended(seed):
     assert len(same_tokens(model, inputs, **options, eos_token_id=third)[1]) == 29
 
 
-# ---------------------------------------------------------------------- results and refusals
-
-
 @pytest.mark.parametrize(
     ("sampling", "several_criteria"), [({}, True), ({"do_sample": True, "top_k": 1, "temperature": 0.7}, False)]
 )
@@ -419,7 +404,9 @@ def test_scores_and_logits_are_those_of_generate(sampling, several_criteria):
     """Up to the end of each row: generate goes on with padding."""
     model, inputs = shared_model("llama"), text_inputs(3, 9)
     options = {**GREEDY, "repetition_penalty": 1.3, "min_new_tokens": 4, **sampling}
-    criteria = StoppingCriteriaList([lambda ids, _: torch.zeros(len(ids), dtype=torch.bool)] * several_criteria)
+    criteria = transformers.StoppingCriteriaList(
+        [lambda ids, _: torch.zeros(len(ids), dtype=torch.bool)] * several_criteria
+    )
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     reference = model.generate(**inputs, **options, **wanted)
     oracle = Oracle(reference.sequences[:, 9:].tolist(), vocab=90)
@@ -504,12 +491,14 @@ def test_refuses(options, message):
 
 def test_the_prompt_and_the_config_by_position():
     model, inputs = shared_model("llama"), text_inputs(3, 9)
-    config = GenerationConfig(**GREEDY, repetition_penalty=1.3)
+    config = transformers.GenerationConfig(**GREEDY, repetition_penalty=1.3)
     mask = {"attention_mask": inputs["attention_mask"]}
     reference = model.generate(inputs["input_ids"], config, **mask)
     assert torch.equal(mmspec.generate(model, inputs["input_ids"], config, drafter="ngram", nodes=4, **mask), reference)
     with pytest.raises(UserError, match=r"^model must be a model of transformers: got 'llama'$"):
         mmspec.generate("llama", inputs["input_ids"])
+    with pytest.raises(UserError, match=r"^assistant_model must be a model of transformers: got 'llama'$"):
+        mmspec.generate(model, inputs["input_ids"], assistant_model="llama", **GREEDY)
 
 
 def test_the_users_model_stays_as_it_was():
@@ -581,8 +570,8 @@ def test_gradient_checkpointing_is_refused_where_it_keeps_no_states():
 def test_models_that_read_images_in_every_pass_are_refused():
     sizes = {"vocab_size": 37, "additional_vocab_size": 0, "hidden_size": 32, "intermediate_size": 48}
     vision = {"embed_dim": 32, "image_size": 30, "patch_size": 10, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = IdeficsConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, vision_config=vision)
-    model = IdeficsForVisionText2Text(config).eval()
+    config = transformers.IdeficsConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, vision_config=vision)
+    model = transformers.IdeficsForVisionText2Text(config).eval()
     ids = torch.tensor([[5, 6, 7]])
     images = {"pixel_values": torch.zeros(1, 1, 3, 30, 30), "image_attention_mask": torch.ones(1, 3, 1)}
     for options in ({"drafter": "ngram"}, {"assistant_model": text_model("llama")}):
@@ -598,12 +587,11 @@ def states(cache):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "llava", "qwen2_vl"])
 def test_a_callers_cache_is_filled_as_by_generate(name):
-    """With rows that are padded, and rows that end early."""
     model = shared_model(name)
     inputs = text_inputs(3, 9) if name in TEXT_CONFIGS else vision_inputs(name, 3)
     answers = model.generate(**inputs, **GREEDY)[:, inputs["input_ids"].shape[1] :]
     options = {**GREEDY, "return_dict_in_generate": True, "eos_token_id": int(answers[0, 7]), "pad_token_id": 0}
-    ours, theirs, none = (DynamicCache(config=model.config) for _ in range(3))
+    ours, theirs, none = (transformers.DynamicCache(config=model.config) for _ in range(3))
     expected = model.generate(**inputs, **options, **{CACHE: theirs})
     found = mmspec.generate(model, drafter="ngram", nodes=6, **{CACHE: ours}, **inputs, **options)
     assert torch.equal(found.sequences, expected.sequences)
@@ -619,7 +607,7 @@ def test_a_callers_cache_is_filled_as_by_generate(name):
 
 def test_a_filled_cache_continues_a_conversation():
     model, inputs = shared_model("llama"), text_inputs(1, 9)
-    past = DynamicCache(config=model.config)
+    past = transformers.DynamicCache(config=model.config)
     first = mmspec.generate(model, drafter="ngram", **{CACHE: past}, **inputs, **GREEDY)
     with pytest.raises(UserError, match="the cache given must be empty: it holds 28 tokens"):
         mmspec.generate(model, drafter="ngram", nodes=4, **{CACHE: past}, **inputs, **GREEDY)
@@ -629,7 +617,7 @@ def test_a_filled_cache_continues_a_conversation():
 
 def test_caches_of_recurrent_states_stay_empty_with_a_warning():
     model, inputs = shared_model("bamba"), text_inputs(1, 9)
-    past = DynamicCache(config=model.config)
+    past = transformers.DynamicCache(config=model.config)
     with pytest.warns(UserWarning, match="the cache given stays empty: layers with states"):
         mmspec.generate(model, drafter="ngram", **{CACHE: past}, **inputs, **GREEDY)
     assert past.get_seq_length() == 0
@@ -640,13 +628,6 @@ def test_beyond_the_context_as_generate_does():
     inputs = {"input_ids": torch.randint(3, 90, (1, 505), generator=torch.Generator().manual_seed(0))}
     reference = same_tokens(model, inputs, eos_token_id=None)
     assert reference.shape[1] == 525 > model.config.max_position_embeddings
-
-
-# ---------------------------------------------------------------------- assisted generation
-
-
-HYBRIDS = ("qwen3_5_text", "qwen3_next", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba")
-OPTIONS = {**GREEDY, "max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0}
 
 
 def drafted(model, inputs, **asked):
@@ -662,37 +643,30 @@ def drafted(model, inputs, **asked):
     return registered_name(chosen_drafter("auto", config, assistant, tokenizers, model.config.name_or_path))
 
 
-def test_prompt_lookup():
-    model = shared_model("llama")
-    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8] * 4])}
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    assert drafted(model, inputs, prompt_lookup_num_tokens=4, max_matching_ngram_size=3) == "ngram"
-
-
-def test_early_exit():
-    model, inputs = text_model("llama"), text_inputs(1, 9)
-    assert drafted(model, inputs, assistant_early_exit=1) == "early-exit"
-
-
 @pytest.mark.parametrize(
-    ("name", "assistant"),
+    ("name", "drafter", "asked"),
     [
-        ("llama", lambda: {"assistant_model": text_model("llama")}),
-        ("llama", lambda: {"assistant_model": text_model("mamba2")}),
-        ("llava", lambda: {"assistant_model": vision_model("llava", seed=1)}),
+        ("llama", "ngram", lambda: {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 3}),
+        ("llama", "early-exit", lambda: {"assistant_early_exit": 1}),
+        ("llama", "small", lambda: {"assistant_model": text_model("llama")}),
+        ("llama", "small", lambda: {"assistant_model": text_model("mamba2")}),
+        ("llava", "small", lambda: {"assistant_model": vision_model("llava", seed=1)}),
         (
             "llama",
+            "small",
             lambda: {
                 "assistant_model": vocabularies.smaller(),
                 **dict(zip(("tokenizer", "assistant_tokenizer"), vocabularies.pair(), strict=True)),
             },
         ),
     ],
-    ids=["attention", "recurrent", "vision", "another tokenizer"],
+    ids=["prompt lookup", "early exit", "attention", "recurrent", "vision", "another tokenizer"],
 )
-def test_a_smaller_model(name, assistant):
-    inputs = vision_inputs(name, 1) if name == "llava" else text_inputs(1, 9)
-    assert drafted(shared_model(name), inputs, **assistant()) == "small"
+def test_arguments_of_assisted_generation(name, drafter, asked):
+    inputs = vision_inputs(name, 1) if name == "llava" else text_inputs(1, 16)
+    if drafter == "ngram":
+        inputs["input_ids"] = torch.tensor([[5, 6, 7, 8] * 4])
+    assert drafted(shared_model(name), inputs, **asked()) == drafter
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -742,8 +716,3 @@ def test_native_mtp(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_model("llama").config, "name_or_path", str(tmp_path / "none"))
     with pytest.raises(UserError, match="expected the folder of a drafter checkpoint, there is none"):
         mmspec.generate(shared_model("llama"), **text_inputs(1, 9), **OPTIONS, use_mtp=True)
-
-
-def test_an_assistant_that_is_no_model():
-    with pytest.raises(UserError, match=r"^assistant_model must be a model of transformers: got 'llama'$"):
-        mmspec.generate(shared_model("llama"), **text_inputs(1, 9), **OPTIONS, assistant_model="llama")

@@ -1,7 +1,5 @@
 """Names and paths where either may stand: registered names come first, and any path that the system allows works."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from importlib.util import find_spec
@@ -22,6 +20,8 @@ from tests.model_folders import save_gguf, save_text_model
 SIGNS = ["a b", "a+b@chain", "k=v", "x@0.5", "a,b", "c:d", "~t", "#h", "-d", "%20", "größe 模"]
 SIGNS += [os.fsdecode(b"\xff\xfe")]
 SHADOWING = ["ngram", "recycle", "none", "auto", "recycle+ngram", "ngram@chain", "tiny-llava", "float32", "cpu"]
+MISSING = ("no.gguf", "models/no.GGUF", "./no", "")
+FOUND = r"expected an embedded model \(.*\), a local folder, a GGUF file or a reachable hub id; there is no such .*"
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +121,6 @@ def test_gguf_files_are_known_by_their_content(name, put):
     assert mmspec.load(name, drafter=None).model.config.model_type == "llama"
     if name != "link":
         assert mmspec.load(Path.cwd(), drafter=None).model.config.model_type == "llama"  # the only one in a folder
-
-
-MISSING = ("no.gguf", "models/no.GGUF", "./no", "")
-FOUND = r"expected an embedded model \(.*\), a local folder, a GGUF file or a reachable hub id; there is no such .*"
 
 
 @pytest.mark.parametrize(

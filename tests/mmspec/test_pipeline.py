@@ -17,14 +17,14 @@ from mmspec.loading import pick_device
 from mmspec.targets.packing import pack_model
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.tiny import Script, byte_model, byte_tokenizer
+from tests.tiny import Script, byte_ids, byte_model, byte_tokenizer
 
 PROMPT = "Say: "
 TEXT = "Größe: 3 €, 日本語 und 🙂! EN ENDE and END."
-
-
-def ids_of(text):
-    return byte_tokenizer()(text)["input_ids"]
+DTYPE = "dtype must be auto, float32, .*, int4: got "
+ROLES = (
+    "{% for m in messages %}{{ m['role'] }}:GAP{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}assistant:"
+)
 
 
 def pipeline(drafter=None):
@@ -32,11 +32,11 @@ def pipeline(drafter=None):
 
 
 def scripted(text=TEXT, prompt=PROMPT):
-    return {"logits_processor": [Script(ids_of(text), len(ids_of(prompt)))], "max_new_tokens": 99, "nodes": 10}
+    return {"logits_processor": [Script(byte_ids(text), len(byte_ids(prompt)))], "max_new_tokens": 99, "nodes": 10}
 
 
 def oracle(text=TEXT, seed=0):
-    return Oracle([[*ids_of(text), 2]], vocab=90, seed=seed)
+    return Oracle([[*byte_ids(text), 2]], vocab=90, seed=seed)
 
 
 DRAFTERS = {"none": lambda: None, "ngram": Ngram, "recycle": Recycle, "oracle": oracle}
@@ -54,7 +54,6 @@ DRAFTERS = {"none": lambda: None, "ngram": Ngram, "recycle": Recycle, "oracle": 
     ],
 )
 def test_text_ends_before_a_stop_string(stop, text):
-    """Of a stop string nothing is shown early."""
     answer = pipeline(oracle()).generate(PROMPT, stop=stop, **scripted())
     assert answer.text == text
     shown, tokens = "", []
@@ -68,7 +67,7 @@ def test_text_ends_before_a_stop_string(stop, text):
 def test_an_answer_and_its_pieces_of_whole_characters(name):
     answer = pipeline(DRAFTERS[name]()).generate(PROMPT, **scripted())
     assert isinstance(answer, Generation)
-    assert (answer.text, answer.token_ids, answer.finish_reason) == (TEXT, [*ids_of(TEXT), 2], "stop")
+    assert (answer.text, answer.token_ids, answer.finish_reason) == (TEXT, [*byte_ids(TEXT), 2], "stop")
     assert answer.stats.num_generated_tokens == len(answer.token_ids)
     going_on = scripted() | {"max_new_tokens": len(answer.token_ids) + 2, "ignore_eos": True}
     longer = pipeline(DRAFTERS[name]()).generate(PROMPT, **going_on)
@@ -76,7 +75,7 @@ def test_an_answer_and_its_pieces_of_whole_characters(name):
     pieces = list(pipeline(DRAFTERS[name]()).stream(PROMPT, **scripted()))
     assert all(isinstance(piece, Piece) for piece in pieces)
     assert "".join(piece.text for piece in pieces) == TEXT
-    assert [t for piece in pieces for t in piece.token_ids] == [*ids_of(TEXT), 2]
+    assert [t for piece in pieces for t in piece.token_ids] == [*byte_ids(TEXT), 2]
     assert not any("\N{REPLACEMENT CHARACTER}" in piece.text for piece in pieces)
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["stop"]
     assert [piece.stats is None for piece in pieces] == [True] * (len(pieces) - 1) + [False]
@@ -86,7 +85,7 @@ def test_an_answer_and_its_pieces_of_whole_characters(name):
 def test_a_piece_arrives_before_the_answer_is_complete(name):
     """The model waits with the third token until the first piece is there."""
     received = threading.Event()
-    before = len(ids_of(PROMPT))
+    before = len(byte_ids(PROMPT))
 
     class Waiting(Script):
         def __call__(self, ids, scores):
@@ -94,7 +93,7 @@ def test_a_piece_arrives_before_the_answer_is_complete(name):
                 assert received.wait(120)
             return super().__call__(ids, scores)
 
-    processor = Waiting(ids_of(TEXT), before)
+    processor = Waiting(byte_ids(TEXT), before)
     pieces = []
     for piece in pipeline(DRAFTERS[name]()).stream(PROMPT, **{**scripted(), "logits_processor": [processor]}):
         pieces.append(piece)
@@ -147,7 +146,6 @@ def test_a_checkpoint_folder(tmp_path):
 
 
 def test_chat_messages():
-    """Text items of a text model are one text."""
     tokenizer = deepcopy(byte_tokenizer())
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -160,7 +158,7 @@ def test_chat_messages():
         ([system, user], "system: be brief\nuser: hi\nA:"),
         ([{**user, "content": items}], "user: a\nb\nA:"),
     ):
-        assert processor.encode([{"prompt": prompt}]).input_ids[0].tolist() == ids_of(text)
+        assert processor.encode([{"prompt": prompt}]).input_ids[0].tolist() == byte_ids(text)
     with pytest.raises(UserError, match=r"^the model reads text only: got an item of type image_url$"):
         processor.encode([{"prompt": [{**user, "content": [*items, {"type": "image_url"}]}]}])
 
@@ -186,9 +184,6 @@ def test_dir_has_public_names_only():
     assert set(mmspec.__all__) <= set(dir(mmspec))
 
 
-DTYPE = "dtype must be auto, float32, .*, int4: got "
-
-
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
@@ -211,6 +206,7 @@ DTYPE = "dtype must be auto, float32, .*, int4: got "
         ({"model": "{folder}", "dtype": 5}, DTYPE + "5"),
         ({"model": "{folder}", "dtype": "int3"}, DTYPE + "'int3'"),
         ({"model": "{folder}", "device": 5.5}, r"one that torch can use here \(cpu.*\): got 5.5$"),
+        *(({"model": "{folder}", "device": device}, f"device must .*'{device}'") for device in ("toaster", "meta")),
         # torch raises an AssertionError for devices that it was built without.
         ({"model": "{folder}", "device": "xpu"}, r"^device must be auto or one that torch can use here .*: got 'xpu'$"),
         ({"model": "{folder}"}, "cannot load model .*: expected"),
@@ -221,11 +217,6 @@ def test_what_cannot_be_loaded_is_named(keywords, message, tmp_path):
     given = {k: v.format(folder=tmp_path) if isinstance(v, str) else v for k, v in keywords.items()}
     with pytest.raises(UserError, match=message):
         mmspec.load(**{"drafter": None, **given})
-
-
-ROLES = (
-    "{% for m in messages %}{{ m['role'] }}:GAP{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}assistant:"
-)
 
 
 @pytest.mark.parametrize(
@@ -246,16 +237,15 @@ def test_the_blank_that_a_chat_template_puts_before_an_answer_is_not_part_of_it(
     tokenizer.chat_template = template
     target, processor = TransformersTarget(byte_model()), Processor(tokenizer)
     length = processor.encode([{"prompt": PROMPT}]).input_ids.shape[1]
-    keywords = {"logits_processor": [Script(ids_of(text), length)], "max_new_tokens": 99, "nodes": 10}
+    keywords = {"logits_processor": [Script(byte_ids(text), length)], "max_new_tokens": 99, "nodes": 10}
     answer = Pipeline(target, processor).generate(PROMPT, **keywords)
     assert answer.text == ("" if prefix.startswith(text) else text.removeprefix(prefix))
     pieces = [piece.text for piece in Pipeline(target, processor).stream(PROMPT, **keywords)]
     assert "".join(pieces) == answer.text
-    assert answer.token_ids[: len(ids_of(text))] == ids_of(text)
+    assert answer.token_ids[: len(byte_ids(text))] == byte_ids(text)
 
 
 def test_a_second_pipeline_shares_the_engine_of_a_target():
-    """The second pipeline never takes slots from the first; each drafts with its own drafter."""
     target, tokenizer = TransformersTarget(byte_model()), byte_tokenizer()
     first = Pipeline(target, Processor(tokenizer), Ngram(), max_num_seqs=2)
     assert first.engine.max_num_seqs == 2
@@ -272,9 +262,6 @@ def test_a_second_pipeline_shares_the_engine_of_a_target():
         assert (last.stats.num_draft_tokens > 0) == drafts
     del second, third, streams, pieces, found, last
     assert first.generate("abababab", **options).token_ids == expected
-
-
-# ---------------------------------------------------------------------- mistakes of single requests of a batch
 
 
 LONG = SamplingParams(max_new_tokens=20)

@@ -1,7 +1,5 @@
 """Progress: lines in a log, a live bar on a terminal."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

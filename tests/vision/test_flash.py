@@ -22,6 +22,8 @@ from tests.tiny import shared_model
 from tests.tiny.configs import VISION_CONFIGS
 from tests.tiny.models import eagle_network, text_inputs, vision_inputs
 
+NEW = 18
+
 
 @pytest.mark.parametrize(("cls", "network"), [(MSD, network_for), (Eagle, eagle_network)])
 def test_several_images_skipped_steps_and_sampling(cls, network):
@@ -36,9 +38,6 @@ def test_visual_positions_may_have_a_projection_of_their_own():
     drafter = MSD(network_for(model, visual_states=True), top_k=3, depth=3)
     check(model, vision_inputs("llava", 2, images=2), drafter, new=6)
     assert not hasattr(network_for(model, visual_states=True, decoupled=False), "visual_fc")
-
-
-NEW = 18
 
 
 def trained(doubt):
@@ -135,8 +134,7 @@ def test_all_of_flash_on_every_family(name):
 
 
 @pytest.mark.parametrize(
-    ("latents", "span", "slots"),
-    [(0, 0, 1), (0, 0, 5), (1, 0, 1), (5, 16, 1), (5, 16, 3), (5, 0, 2), (16, 16, 5)],
+    ("latents", "span", "slots"), [(0, 0, 1), (0, 0, 5), (1, 0, 1), (5, 16, 1), (5, 16, 3), (5, 0, 2), (16, 16, 5)]
 )
 def test_both_ideas_apart_and_together(latents, span, slots):
     """Two images in one run; three rows with padding of their own, some steps without a draft, trees of 6 levels."""
@@ -160,7 +158,6 @@ def test_both_ideas_apart_and_together(latents, span, slots):
     ],
 )
 def test_settings_of_the_network(slots, changes):
-    """Three rows with padding of their own; trees of 4 levels."""
     model = shared_model("llava")
     network = network_for(model, slots=slots, **changes)
     ids = torch.randperm(101, generator=torch.Generator().manual_seed(1))[:9]
@@ -205,13 +202,7 @@ def test_trees_deeper_than_several_passes(slots):
 
 def test_rows_with_unequal_numbers_of_images():
     model = shared_model("llava")
-    one, two = vision_inputs("llava", 1, 1), vision_inputs("llava", 1, 2, seed=1)
-    ids = torch.zeros_like(two["input_ids"]).repeat(2, 1)
-    mask = torch.zeros_like(ids)
-    for row, inputs in enumerate((one, two)):
-        length = inputs["input_ids"].shape[1]
-        ids[row, -length:], mask[row, -length:] = inputs["input_ids"][0], 1
-    pixels = torch.cat([one["pixel_values"], two["pixel_values"]])
+    prompts = [prompt_of(vision_inputs("llava", 1, images, seed=images)) for images in (1, 2)]
     target = plugins.target_class(model.config)(model)
     drafter = Flash(network_for(model, latents=3, span=16, slots=2), top_k=3, depth=5)
     drafter.attach(target)
@@ -224,9 +215,8 @@ def test_rows_with_unequal_numbers_of_images():
         drafter.select([])
         return found
 
-    both = tree(Prompt(ids, mask, {"pixel_values": pixels}))
-    for row, inputs in enumerate((one, two)):
-        alone = tree(Prompt(inputs["input_ids"], None, {"pixel_values": inputs["pixel_values"]}))
+    both = tree(Prompt.stack(prompts))
+    for row, alone in enumerate(map(tree, prompts)):
         assert torch.equal(both.tokens[row], alone.tokens[0])
         assert torch.equal(both.parents[row], alone.parents[0])
 

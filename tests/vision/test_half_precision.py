@@ -14,16 +14,15 @@ from tests.half import check_decoding, half_model, in_dtype, long_inputs
 from tests.targets import prefilled, prompt_of
 from tests.tiny import root_path, valid_nodes
 
-
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "llava_bamba"])
-def test_decoding(name):
-    check_decoding(name)
-
-
 DRAFTERS = {
     "msd": lambda model: MSD(network_for(model), top_k=3, depth=2),
     "flash": lambda model: Flash(network_for(model, latents=3, span=16, slots=2), top_k=3, depth=2),
 }
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "llava_bamba"])
+def test_decoding(name):
+    check_decoding(name)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])

@@ -1,7 +1,5 @@
 """Tests of `load_image`: sources, formats and modes pixel by pixel; broken input, and files that are no media."""
 
-from __future__ import annotations
-
 import base64
 import bz2
 import gzip
@@ -31,6 +29,7 @@ from mmspec.vision.video import kind_of, load_video
 from tests.media_files import film
 
 RED, GREEN, BLUE, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0)
+SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'
 
 
 def picture(width=6, height=4):
@@ -119,6 +118,16 @@ def test_palette_with_and_without_transparency(tmp_path):
     assert pixels(tmp_path / "many.png").tolist() == [[[*WHITE], [*GREEN], [127, 127, 255]]]
 
 
+GREYS = {
+    "L": {77: 77},
+    "1": {1: 255, 0: 0},
+    "I;16": {65535: 255, 128: 0, 129: 1, 257 * 77: 77},
+    "I;16B": {257 * 77: 77},
+    "I": {257 * 77 + 128: 77, 0: 0, 65535: 255},
+    "F": {0.0: 0, 1.0: 255, 0.5: 128, 77.4: 77, 255.0: 255, 257.0 * 77: 77, 65535.0: 255},
+}
+
+
 @pytest.mark.parametrize(
     ("mode", "value", "expected"),
     [
@@ -129,29 +138,12 @@ def test_palette_with_and_without_transparency(tmp_path):
         ("La", (0, 51), (204, 204, 204)),
         ("RGBa", (0, 0, 0, 51), (204, 204, 204)),
         ("PA", (0, 0), WHITE),
-        ("L", 77, (77, 77, 77)),
-        ("1", 1, WHITE),
-        ("1", 0, BLACK),
         ("CMYK", (0, 255, 255, 0), RED),
         ("CMYK", (0, 0, 0, 255), BLACK),
         ("HSV", (0, 255, 255), RED),
         ("LAB", (255, 128, 128), (254, 255, 254)),
         ("YCbCr", (255, 128, 128), WHITE),
-        ("I;16", 65535, WHITE),
-        ("I;16", 128, BLACK),
-        ("I;16", 129, (1, 1, 1)),
-        ("I;16", 257 * 77, (77, 77, 77)),
-        ("I;16B", 257 * 77, (77, 77, 77)),
-        ("I", 257 * 77 + 128, (77, 77, 77)),
-        ("I", 0, BLACK),
-        ("I", 65535, WHITE),
-        ("F", 0.0, BLACK),
-        ("F", 1.0, WHITE),
-        ("F", 0.5, (128, 128, 128)),
-        ("F", 77.4, (77, 77, 77)),
-        ("F", 255.0, WHITE),
-        ("F", 257.0 * 77, (77, 77, 77)),
-        ("F", 65535.0, WHITE),
+        *((mode, value, (grey,) * 3) for mode, greys in GREYS.items() for value, grey in greys.items()),
     ],
 )
 def test_modes(mode, value, expected):
@@ -336,9 +328,6 @@ def test_no_descriptors_leak(tmp_path):
             load_image(tmp_path / "good.png")
             assert_user_error(tmp_path / "bad.png", "received a broken one")
             assert psutil.Process().num_fds() == before
-
-
-SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'
 
 
 def saved(kind):

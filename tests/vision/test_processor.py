@@ -32,6 +32,10 @@ TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}USER: {% for item in message['content'] %}"
     "{% if item['type'] == 'image' %}<image>{% else %}{{ item['text'] }}{% endif %}{% endfor %}{% endfor %}"
 )
+LEVELS = [10, 40, 70, 100, 130, 160, 190, 220]
+TOKENS = ["<image>", "<video>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+FILMS = [("mp4", 25), ("mp4", Fraction(30000, 1001)), ("mkv", Fraction(24000, 1001)), ("mkv", 60), ("avi", 30)]
+IMAGE = np.arange(3 * 56 * 56, dtype=np.uint8).reshape(56, 56, 3)
 
 
 def tokenizer(adds_bos=False):
@@ -155,10 +159,6 @@ def test_paligemma_generates_as_transformers():
     assert pipe.generate("caption en", images=[PICTURE], max_new_tokens=8).token_ids == expected
 
 
-LEVELS = [10, 40, 70, 100, 130, 160, 190, 220]
-TOKENS = ["<image>", "<video>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
-
-
 def clip():
     frames = [Image.new("RGB", (64, 48), (level, level, level)) for level in LEVELS]
     return Video(frames, [0.25 + 0.5 * k for k in range(len(frames))], 0.5 * len(frames), "clip")
@@ -206,9 +206,6 @@ def write_film(path, stamps, rate):
     return path
 
 
-FILMS = [("mp4", 25), ("mp4", Fraction(30000, 1001)), ("mkv", Fraction(24000, 1001)), ("mkv", 60), ("avi", 30)]
-
-
 @pytest.mark.parametrize(("suffix", "rate"), FILMS)
 def test_a_file_reaches_the_processor_as_transformers_loads_it(tmp_path, suffix, rate):
     path = write_film(tmp_path / f"a.{suffix}", range(50), rate)
@@ -232,9 +229,6 @@ def test_times_at_a_variable_frame_rate(tmp_path):
     assert metadata.timestamps == pytest.approx(film.times, abs=5e-4)
     assert set(metadata.timestamps) <= {stamp / 1000 for stamp in stamps}
     assert metadata.sampled_fps == pytest.approx(30 / film.duration, rel=1e-3)
-
-
-IMAGE = np.arange(3 * 56 * 56, dtype=np.uint8).reshape(56, 56, 3)
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +316,6 @@ def test_raw_prompts_have_special_tokens_but_no_images(processor):
 
 @pytest.fixture(params=[True, False], ids=["pad token", "no pad token"])
 def pads(request, processor):
-    """Whether the tokenizer has a pad token."""
     token = processor.tokenizer.pad_token
     if not request.param:
         processor.tokenizer.pad_token = None

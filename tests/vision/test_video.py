@@ -30,6 +30,8 @@ from tests.media_files import PROFILE, film, pages
 TICK = Fraction(1, 1000)
 SIDE = 64
 needs_decord = pytest.mark.skipif(find_spec("decord") is None, reason="decord is an optional dependency")
+ONE = 1 << 16
+BFRAMES = {"preset": "ultrafast", "bf": "3", "b-pyramid": "none", "b-adapt": "0"}
 
 
 def paint(number, width=SIDE, height=SIDE):
@@ -109,10 +111,6 @@ def in_own_process(program, *arguments):
     )
 
 
-ONE = 1 << 16
-BFRAMES = {"preset": "ultrafast", "bf": "3", "b-pyramid": "none", "b-adapt": "0"}
-
-
 @pytest.mark.parametrize(
     ("suffix", "codec", "options", "start"),
     [
@@ -136,8 +134,7 @@ def test_samples_the_displayed_frame(tmp_path, suffix, codec, options, start):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "backend"),
-    [("mp4", "pyav"), ("mkv", "pyav"), pytest.param("mp4", "decord", marks=needs_decord)],
+    ("suffix", "backend"), [("mp4", "pyav"), ("mkv", "pyav"), pytest.param("mp4", "decord", marks=needs_decord)]
 )
 @pytest.mark.parametrize("tail", [2, 3, 5])
 def test_packet_durations_out_of_order(tmp_path, suffix, tail, backend):
@@ -197,7 +194,6 @@ def test_edit_lists_cut_the_start_and_the_end(tmp_path):
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """Gets one entry per decoded frame."""
     frames: list[int] = []
     step = video_readers._FrameReader._decode_next
 
@@ -268,7 +264,6 @@ def test_a_last_frame_that_stands(tmp_path, suffix):
 
 @pytest.mark.parametrize("codec", ["libvpx-vp9", "libvpx", "ffv1"])
 def test_transparency_of_encoded_frames_is_white(codec, tmp_path):
-    """Also after seeks over long gaps, in the frames' order."""
     pages = np.zeros((90, 48, 64, 4), np.uint8)
     path = tmp_path / f"a.{'mkv' if codec == 'ffv1' else 'webm'}"
     with av.open(str(path), "w") as out:

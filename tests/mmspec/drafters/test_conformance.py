@@ -3,8 +3,6 @@
 That no draft changes the output is tested by ``tests/mmspec/engine/test_matrix.py``.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random
@@ -62,7 +60,6 @@ def test_copies_of_a_drafter_in_use_draft_the_same(kind):
 @pytest.mark.parametrize("by", ["drafter", "plan"])
 @pytest.mark.parametrize("kind", [*[spec.name for spec in drafter_specs() if spec.chains], *VARIANTS])
 def test_chains(kind, by):
-    """By a setting of the drafter, or as the plan of a step has it."""
     model = shared_model("llava")
     drafter = tiny_drafter(kind, model)
     trees, propose = [], drafter.propose
@@ -80,9 +77,6 @@ def test_chains(kind, by):
         for row in range(len(tree.tokens)):
             parents = [int(tree.parents[row, node]) for node in valid_nodes(tree, row)]
             assert parents == list(range(-1, len(parents) - 1))
-
-
-# ---------------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.parametrize("kind", [spec.name for spec in drafter_specs() if spec.weights in ("optional", "required")])
@@ -116,9 +110,6 @@ def test_declarations_and_classes_agree():
         assert not spec.train or spec.train.split()[0] in plugins.names("train")
 
 
-# ---------------------------------------------------------------------- trees
-
-
 @dataclass
 class Drafted:
     """A sequence, and what was drafted for it."""
@@ -130,8 +121,6 @@ class Drafted:
 
 
 class Batch:
-    """The sequences of a target and a drafter."""
-
     def __init__(self, model, kind):
         self.target = target_of(model)
         self.drafter = make(kind, model)
@@ -148,7 +137,6 @@ class Batch:
         self.rows += new
 
     def leave(self, kept):
-        """Keep these rows, in this order."""
         self.target.keep(kept)
         self.drafter.select(kept)
         self.rows = [self.rows[row] for row in kept]

@@ -1,7 +1,5 @@
 """DFlash, JetSpec and DSpark draft what transformers' implementation of the network does, on every kind of target."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from itertools import product
@@ -41,16 +39,12 @@ def loaded(tmp_path, config, tensors):
 
 
 def drafter_of(tmp_path, plain, layout="z-lab", **changes):
-    """A drafter of the reference's weights."""
     return loaded(tmp_path, *published(plain, layout, **changes))
 
 
 def _network(model, kind, **heads):
     heads |= {"markov_rank": 32, "markov_inputs": VOCAB, "markov_outputs": VOCAB, "markov_type": kind}
     return dflash_network(model, window=0, sliding=[], from_anchor=True, **heads)
-
-
-# ---------------------------------------------------------------------- what is drafted
 
 
 HEADS = [
@@ -169,7 +163,6 @@ def test_a_table_that_norms_embeddings_is_read_without_the_norm():
 @pytest.mark.parametrize("spread", [0.1, 1.0, 5.0])
 @pytest.mark.parametrize("nodes", [1, 2, 9, 40])
 def test_trees_are_the_most_probable_paths_on_the_host_and_with_static_shapes(spread, nodes, monkeypatch):
-    """Of near-uniform slots, a level has many nodes with children."""
     g = torch.Generator().manual_seed(nodes)
     log_probs = (spread * torch.randn(2, 4, 5, generator=g)).log_softmax(-1).sort(descending=True).values
     tokens = torch.stack([torch.randperm(50, generator=g)[:5] for _ in range(8)]).view(2, 4, 5)
@@ -286,9 +279,6 @@ def test_the_kernels_take_blocks_without_convolutions(conv):
 
 def test_default_layers_are_evenly_spaced():
     assert [default_layer_ids(layers) for layers in (36, 6, 3, 1)] == [[1, 9, 17, 25, 33], [1, 2, 3], [0, 1, 2], [0]]
-
-
-# ---------------------------------------------------------------------- checkpoints and targets
 
 
 def test_a_block_size_may_be_nested(tmp_path):

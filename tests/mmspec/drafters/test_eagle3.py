@@ -1,7 +1,5 @@
 """EAGLE-3, EAGLE-4 and P-EAGLE: trees on every kind of target against the network without a cache; checkpoints."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LlamaConfig, Qwen3VLTextConfig
@@ -17,23 +15,7 @@ from mmspec.drafters.layer import rotary_of
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels
 from mmspec.targets.packing import pack_drafter
-from tests.eagle3 import (
-    DRAFT,
-    EAGLE4,
-    GEMMA4,
-    GPT_OSS,
-    LLAMA3,
-    PEAGLE,
-    PEAGLE_FLAT,
-    QWEN2_5_VL,
-    QWEN3,
-    QWEN3_VL,
-    VOCAB,
-    check_head,
-    cut,
-    head_tensors,
-    states_read,
-)
+from tests import eagle3
 from tests.mmspec.drafters.test_drafters import target_of
 from tests.published import write
 from tests.targets import prefilled, prompt_of, row_of
@@ -42,7 +24,7 @@ from tests.tiny.models import eagle3_network, text_inputs, vision_inputs
 
 NEW = {"norm_before_residual": False, "fc_norm": True, "norm_output": True}  # EAGLE-3.1
 SPECULATORS = {"norm_before_fc": True, "norm_output": True, "num_hidden_layers": 2}
-FOUR = cut(EAGLE4, [0, 1, 2], sliding_window=5, num_candidates=9, draft_vocab_size=VOCAB)
+FOUR = eagle3.cut(eagle3.EAGLE4, [0, 1, 2], sliding_window=5, num_candidates=9, draft_vocab_size=eagle3.VOCAB)
 
 
 def convert(config, tensors):
@@ -55,16 +37,16 @@ def sliding(config):
 
 
 CASES = {
-    "A": (cut(LLAMA3), "A", [0, 1, 2]),
-    "A-embedding": (cut(LLAMA3), "A", [0, 1, 2]),
-    "A-3.1": (cut(LLAMA3, [2, 0, 1, 1], **NEW), "A", [2, 0, 1, 1]),
-    "A-parallel": (cut(PEAGLE_FLAT), "A", [0, 1, 2]),
-    "B": (cut(GEMMA4, [0, 1, 2]), "B", [0, 1, 2]),
-    "B-two-layers": (cut(GEMMA4, [0, 1], **SPECULATORS), "B", [0, 1]),
-    "B-window": (sliding(cut(GEMMA4, [0, 1, 2], num_hidden_layers=2)), "B", [0, 1, 2]),
-    "B-parallel": (cut(PEAGLE, [0, 1], fc_norm=True, norm_output=True, num_hidden_layers=2), "B", [0, 1]),
-    "B-parallel-window": (sliding(cut(PEAGLE, [0, 1])), "B", [0, 1]),
-    "C": (cut(GPT_OSS, [1, 2, 1]), "C", [1, 2, 1]),
+    "A": (eagle3.cut(eagle3.LLAMA3), "A", [0, 1, 2]),
+    "A-embedding": (eagle3.cut(eagle3.LLAMA3), "A", [0, 1, 2]),
+    "A-3.1": (eagle3.cut(eagle3.LLAMA3, [2, 0, 1, 1], **NEW), "A", [2, 0, 1, 1]),
+    "A-parallel": (eagle3.cut(eagle3.PEAGLE_FLAT), "A", [0, 1, 2]),
+    "B": (eagle3.cut(eagle3.GEMMA4, [0, 1, 2]), "B", [0, 1, 2]),
+    "B-two-layers": (eagle3.cut(eagle3.GEMMA4, [0, 1], **SPECULATORS), "B", [0, 1]),
+    "B-window": (sliding(eagle3.cut(eagle3.GEMMA4, [0, 1, 2], num_hidden_layers=2)), "B", [0, 1, 2]),
+    "B-parallel": (eagle3.cut(eagle3.PEAGLE, [0, 1], fc_norm=True, norm_output=True, num_hidden_layers=2), "B", [0, 1]),
+    "B-parallel-window": (sliding(eagle3.cut(eagle3.PEAGLE, [0, 1])), "B", [0, 1]),
+    "C": (eagle3.cut(eagle3.GPT_OSS, [1, 2, 1]), "C", [1, 2, 1]),
     "EAGLE-4": (FOUR, "C", [0, 1, 2]),
 }
 STATIC = ["A-parallel", "B-window", "B-parallel-window", "EAGLE-4"]
@@ -72,15 +54,12 @@ STATIC = ["A-parallel", "B-window", "B-parallel-window", "EAGLE-4"]
 
 def head(tmp_path, config, layout="A", embedding=False, kind="safetensors", at=""):
     """A loaded drafter, and the tensors of its checkpoint."""
-    tensors = head_tensors(config, layout, embedding=embedding)
+    tensors = eagle3.head_tensors(config, layout, embedding=embedding)
     folder = write(tmp_path, config, tensors, kind)
     drafter = make_drafter(f"eagle3:{folder}{at}" if at else str(folder))
     assert isinstance(drafter, Eagle3)
     drafter.top_k = 3
     return drafter, tensors
-
-
-# ---------------------------------------------------------------------- what is drafted
 
 
 @pytest.mark.parametrize(("name", "static"), [(name, static) for name in CASES for static in {False, name in STATIC}])
@@ -91,15 +70,15 @@ def test_nodes_have_the_probabilities_of_the_network_without_a_cache(name, stati
         tmp_path, config, layout, name == "A-embedding", "bin" if name == "A-3.1" else "safetensors"
     )
     assert drafter.network.config.mask_token_id == {"A-parallel": 98}.get(name, 99 if "parallel" in name else None)
-    check_head(shared_model("llama"), text_inputs(3), drafter, config, tensors, reads, skip=(1, 4), new=8)
+    eagle3.check_head(shared_model("llama"), text_inputs(3), drafter, config, tensors, reads, skip=(1, 4), new=8)
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "qwen3_5_text", "falcon_mamba"])
 def test_text_and_hybrids_while_sampling(name, tmp_path):
-    config, model, params = cut(LLAMA3), shared_model(name), SamplingParams(temperature=1.0)
+    config, model, params = eagle3.cut(eagle3.LLAMA3), shared_model(name), SamplingParams(temperature=1.0)
     drafter, tensors = head(tmp_path, config)
     reads = drafter.network.config.inputs_read(model.config.get_text_config().num_hidden_layers)
-    check_head(model, text_inputs(3), drafter, config, tensors, reads, new=8, params=params)
+    eagle3.check_head(model, text_inputs(3), drafter, config, tensors, reads, new=8, params=params)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +86,9 @@ def test_text_and_hybrids_while_sampling(name, tmp_path):
     [
         ("llava", "EAGLE-4"),
         ("llava_next", "B-parallel"),
-        ("qwen3_vl", cut(QWEN3_VL, [1, 2, 0])),
-        ("qwen2_5_vl", cut(QWEN2_5_VL, [1, 2, 0])),
-        ("qwen2_vl", cut(LLAMA3, [1, 2, 0])),
+        ("qwen3_vl", eagle3.cut(eagle3.QWEN3_VL, [1, 2, 0])),
+        ("qwen2_5_vl", eagle3.cut(eagle3.QWEN2_5_VL, [1, 2, 0])),
+        ("qwen2_vl", eagle3.cut(eagle3.LLAMA3, [1, 2, 0])),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -117,17 +96,17 @@ def test_images(name, case, tmp_path):
     """They are placeholder tokens, at the target's positions where the head has sections for their axes."""
     config, layout, reads = CASES[case] if isinstance(case, str) else (case, "A", [1, 2, 0])
     drafter, tensors = head(tmp_path, config, layout)
-    check_head(shared_model(name), vision_inputs(name, 2), drafter, config, tensors, reads, new=7)
+    eagle3.check_head(shared_model(name), vision_inputs(name, 2), drafter, config, tensors, reads, new=7)
 
 
 @pytest.mark.parametrize("given", [{"num_candidates": 30}, {"candidate_head": {"num_candidates": 30}}, {}])
 def test_candidates_are_the_configurations(given):
     config = {name: value for name, value in FOUR.items() if name != "num_candidates"}
-    network = Eagle3.convert({**config, **given}, head_tensors(config, "C"), "here")[0]
-    expected = (30 if given else VOCAB, 20, 5, [0, 1, 2])  # without a number, 256 at most
+    network = Eagle3.convert({**config, **given}, eagle3.head_tensors(config, "C"), "here")[0]
+    expected = (30 if given else eagle3.VOCAB, 20, 5, [0, 1, 2])  # without a number, 256 at most
     assert (network.candidates, network.head_rank, network.window, network.reads) == expected
     narrow = {**config, **given, "draft_vocab_size": 20}
-    assert Eagle3.convert(narrow, head_tensors(narrow, "C"), "here")[0].candidates == 20
+    assert Eagle3.convert(narrow, eagle3.head_tensors(narrow, "C"), "here")[0].candidates == 20
 
 
 @torch.no_grad()
@@ -144,15 +123,12 @@ def test_candidates_are_scored_exactly_beside_packed_weights():
 
 def test_a_mask_must_be_a_token_and_is_of_one_pass_only(tmp_path):
     drafter, _ = head(tmp_path / "a", {**CASES["B-parallel"][0], "mask_token_id": 101}, "B")
-    config = cut(PEAGLE_FLAT)
+    config = eagle3.cut(eagle3.PEAGLE_FLAT)
     with pytest.raises(UserError, match="mask_token_id must be a token below 101: got 101"):
         drafter.attach(target_of("llama"))
-    tensors = head_tensors(config)
+    tensors = eagle3.head_tensors(config)
     del tensors["mask_hidden"]
     assert make_drafter(str(write(tmp_path / "b", config, tensors))).network.config.mask_token_id is None
-
-
-# ---------------------------------------------------------------------- the layers that are read
 
 
 def test_default_layers_are_eagles():
@@ -165,16 +141,16 @@ def test_default_layers_are_eagles():
 
 
 def test_layers_may_be_given_with_the_folder(tmp_path):
-    config, model = cut(GPT_OSS), shared_model("qwen3_vl")
+    config, model = eagle3.cut(eagle3.GPT_OSS), shared_model("qwen3_vl")
     drafter, tensors = head(tmp_path / "a", config, "C", at="@2,0,1")
-    check_head(model, text_inputs(2), drafter, config, tensors, [2, 0, 1], new=6)
+    eagle3.check_head(model, text_inputs(2), drafter, config, tensors, [2, 0, 1], new=6)
     assert drafter.features == (output_of(1), 0, 1)
     assert drafter.checks == (
         "the target that it was trained for, the number of training steps (too few?), chat template, rotary positions, "
         "positions after images, and the layers output 1, 0, 1 that it reads: try eagle3:FOLDER@LAYERS"
     )
     drafter, tensors = head(tmp_path / "b", config, "C", at="@outputs:0,1,0")
-    check_head(model, vision_inputs("qwen3_vl", 2), drafter, config, tensors, [0, 1, 0], outputs=True, new=6)
+    eagle3.check_head(model, vision_inputs("qwen3_vl", 2), drafter, config, tensors, [0, 1, 0], outputs=True, new=6)
     assert drafter.features == (output_of(0), output_of(1), output_of(0))
     for wrong in ("@1,2", "@after:1,2,3", "@1,x,3", "@"):
         with pytest.raises(UserError, match=r"reads must name 3 layers|layers to read must be as in FOLDER@2,16,29"):
@@ -192,28 +168,31 @@ def test_an_output_is_read_before_visual_features_are_added_to_it():
     at = output.visual[0]
     assert torch.equal(before[0, ~at], after[0, ~at])
     assert not torch.isclose(before[0, at], after[0, at]).all(-1).any()
-    read, _ = states_read(model, row_of(inputs, 0), [], [0, 1], outputs=True)
+    read, _ = eagle3.states_read(model, row_of(inputs, 0), [], [0, 1], outputs=True)
     for layer in (0, 1):
         torch.testing.assert_close(output.features[output_of(layer)][0], read[layer], atol=1e-5, rtol=1e-5)
 
 
 def test_layers_that_the_target_lacks_are_named(tmp_path):
     target = target_of("llama")
-    drafter, _ = head(tmp_path, cut(GPT_OSS, [2, 12, 22]), "C")
+    drafter, _ = head(tmp_path, eagle3.cut(eagle3.GPT_OSS, [2, 12, 22]), "C")
     with pytest.raises(UserError, match="reads inputs of layers 2, 12, 22: the target has 2 layers"):
         drafter.attach(target)
-    drafter, _ = head(tmp_path, cut(GPT_OSS), "C", at="@outputs:0,1,2")
+    drafter, _ = head(tmp_path, eagle3.cut(eagle3.GPT_OSS), "C", at="@outputs:0,1,2")
     with pytest.raises(UserError, match="reads outputs of layers 0, 1, 2: the target has 2 layers"):
         drafter.attach(target)
 
 
 def test_placeholders_outside_of_the_table_are_fed_as_token_0(tmp_path):
     """Of a target whose placeholder has an id above those of the head's own embedding."""
-    drafter, _ = head(tmp_path, cut(LLAMA3), embedding=True)
+    drafter, _ = head(tmp_path, eagle3.cut(eagle3.LLAMA3), embedding=True)
     target = target_of("llava")
     drafter.attach(target)
     states = torch.randn(1, 4, 3 * 48, generator=torch.Generator().manual_seed(0))
-    beyond, zero = torch.tensor([[5, VOCAB, VOCAB + 9, VOCAB - 1]]), torch.tensor([[5, 0, 0, VOCAB - 1]])
+    beyond, zero = (
+        torch.tensor([[5, eagle3.VOCAB, eagle3.VOCAB + 9, eagle3.VOCAB - 1]]),
+        torch.tensor([[5, 0, 0, eagle3.VOCAB - 1]]),
+    )
     with torch.inference_mode():
         assert torch.equal(drafter.inputs(beyond, states), drafter.inputs(zero, states))
 
@@ -237,9 +216,6 @@ def test_rows_that_join_leave_the_positions_of_others_in_the_table(monkeypatch):
     assert drafter.propose(token, ample).nodes == 10
 
 
-# ---------------------------------------------------------------------- checkpoints
-
-
 def test_scaled_rotary_positions_are_those_of_transformers(tmp_path):
     for rope in (
         {"rope_type": "linear", "factor": 4.0},
@@ -247,7 +223,7 @@ def test_scaled_rotary_positions_are_those_of_transformers(tmp_path):
         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     ):
         given = {**rope, "original_max_position_embeddings": 64}
-        drafter, _ = head(tmp_path, cut(LLAMA3, rope_scaling=given, rope_theta=5e5))
+        drafter, _ = head(tmp_path, eagle3.cut(eagle3.LLAMA3, rope_scaling=given, rope_theta=5e5))
         made = LlamaConfig(
             hidden_size=48, num_attention_heads=4, head_dim=16, rope_parameters={**given, "rope_theta": 5e5}
         )
@@ -263,8 +239,8 @@ def test_scaled_rotary_positions_are_those_of_transformers(tmp_path):
 
 def test_interleaved_position_axes_are_those_of_qwen3_vl():
     """At the published size, with positions so far apart that the slowest frequencies turn."""
-    config = Eagle3Config(2560, 32, 8, 128, 9728, rope={**QWEN3_VL["rope_scaling"], "rope_theta": 5e6})
-    text = Qwen3VLTextConfig(head_dim=128, rope_parameters={**QWEN3_VL["rope_scaling"], "rope_theta": 5e6})
+    config = Eagle3Config(2560, 32, 8, 128, 9728, rope={**eagle3.QWEN3_VL["rope_scaling"], "rope_theta": 5e6})
+    text = Qwen3VLTextConfig(head_dim=128, rope_parameters={**eagle3.QWEN3_VL["rope_scaling"], "rope_theta": 5e6})
     positions = torch.tensor([[[0, 70_000, 5]], [[3, 10, 90_000]], [[60_000, 11, 2]]])
     cos, sin = Qwen3VLTextRotaryEmbedding(text)(torch.zeros(1), positions)
     rotary, axis = rotary_of(config)
@@ -280,16 +256,16 @@ def test_interleaved_position_axes_are_those_of_qwen3_vl():
 @pytest.mark.parametrize(
     ("config", "layout", "embedding", "parameters"),
     [
-        (LLAMA3, "A", False, 424_689_664),
-        (QWEN3, "A", False, 399_523_840),
-        (QWEN3_VL, "A", True, 607_201_280),
-        (QWEN2_5_VL, "A", False, 402_798_592),
-        (GEMMA4, "B", True, 2_235_061_248),
-        (GPT_OSS, "C", False, 307_641_600),
+        (eagle3.LLAMA3, "A", False, 424_689_664),
+        (eagle3.QWEN3, "A", False, 399_523_840),
+        (eagle3.QWEN3_VL, "A", True, 607_201_280),
+        (eagle3.QWEN2_5_VL, "A", False, 402_798_592),
+        (eagle3.GEMMA4, "B", True, 2_235_061_248),
+        (eagle3.GPT_OSS, "C", False, 307_641_600),
     ],
 )
 def test_heads_of_full_size_have_the_expected_shapes(config, layout, embedding, parameters):
-    tensors = head_tensors(config, layout, embedding=embedding, device="meta")
+    tensors = eagle3.head_tensors(config, layout, embedding=embedding, device="meta")
     network, ours, draft_ids, verifier = convert(config, tensors)
     with torch.device("meta"):
         expected = {name: value.shape for name, value in Eagle3Network(network).state_dict().items()}
@@ -303,47 +279,44 @@ def test_heads_of_full_size_have_the_expected_shapes(config, layout, embedding, 
 
 def test_switches_and_layers_come_from_the_configuration():
     def read(config):
-        return convert(config, head_tensors(config, "B"))[0]
+        return convert(config, eagle3.head_tensors(config, "B"))[0]
 
-    plain = read(cut(LLAMA3))
+    plain = read(eagle3.cut(eagle3.LLAMA3))
     assert (plain.reads, plain.states, plain.rope["rope_theta"], plain.norm_eps) == ([], 3, 10000.0, 1e-5)
     assert not any(
         getattr(plain, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     )
-    gemma = read(cut(GEMMA4))
+    gemma = read(eagle3.cut(eagle3.GEMMA4))
     assert (gemma.reads, gemma.norm_before_residual, gemma.head_dim) == ([2, 30, 57], True, 16)
-    assert read(cut(GPT_OSS)).reads == [2, 12, 22]  # given as layers whose outputs are read
-    assert read({**cut(LLAMA3), "aux_hidden_states_layer_ids": [1, 11, 21]}).reads == [2, 12, 22]
-    assert read({**cut(LLAMA3), "eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}).reads == []
-    nested = {**cut(LLAMA3), "norm_before_fc": True}
+    assert read(eagle3.cut(eagle3.GPT_OSS)).reads == [2, 12, 22]  # given as layers whose outputs are read
+    assert read({**eagle3.cut(eagle3.LLAMA3), "aux_hidden_states_layer_ids": [1, 11, 21]}).reads == [2, 12, 22]
+    assert read({**eagle3.cut(eagle3.LLAMA3), "eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}).reads == []
+    nested = {**eagle3.cut(eagle3.LLAMA3), "norm_before_fc": True}
     assert read(nested).norm_before_fc
     del nested["norm_before_fc"]
     nested["eagle_config"] = {"norm_before_fc": True}
-    tensors = head_tensors({**nested, "norm_before_fc": True}, "C")
+    tensors = eagle3.head_tensors({**nested, "norm_before_fc": True}, "C")
     assert convert(nested, tensors)[0].norm_before_fc
-    sections = read(cut(QWEN3_VL)).rope
+    sections = read(eagle3.cut(eagle3.QWEN3_VL)).rope
     assert (sections["mrope_section"], sections["mrope_interleaved"], sections["rope_theta"]) == ([4, 2, 2], True, 5e6)
 
 
 def test_the_targets_window_in_a_flat_configuration_is_not_read():
-    config = {**cut(LLAMA3), "layer_types": ["sliding_attention"] * 2, "sliding_window": 5}
-    assert convert(config, head_tensors(config))[0].window == 0
-
-
-# ---------------------------------------------------------------------- targets
+    config = {**eagle3.cut(eagle3.LLAMA3), "layer_types": ["sliding_attention"] * 2, "sliding_window": 5}
+    assert convert(config, eagle3.head_tensors(config))[0].window == 0
 
 
 def attach(config, tmp_path, name="llama", layout="A", **options):
-    drafter = make_drafter(str(write(tmp_path, config, head_tensors(config, layout, **options))))
+    drafter = make_drafter(str(write(tmp_path, config, eagle3.head_tensors(config, layout, **options))))
     drafter.attach(target_of(name))
     return drafter
 
 
 def test_a_head_of_another_target_is_refused_by_name(tmp_path):
     with pytest.raises(UserError, match=r"for another target \(model_type qwen3\): got .*model_type \['llama'\]$"):
-        attach(cut(QWEN3), tmp_path / "a")
-    attach(cut(QWEN3), tmp_path / "a", "qwen3")
-    named = cut(GEMMA4, [0, 1, 2])
+        attach(eagle3.cut(eagle3.QWEN3), tmp_path / "a")
+    attach(eagle3.cut(eagle3.QWEN3), tmp_path / "a", "qwen3")
+    named = eagle3.cut(eagle3.GEMMA4, [0, 1, 2])
     named["speculators_config"]["verifier"]["architectures"] = ["Gemma4ForConditionalGeneration"]
     message = r"google/gemma-4-31B-it \(architectures .*Gemma4ForConditional.*\): got .*\['LlamaForCausalLM'\]"
     with pytest.raises(UserError, match=message):
@@ -351,17 +324,17 @@ def test_a_head_of_another_target_is_refused_by_name(tmp_path):
 
 
 def test_a_head_may_be_narrower_than_its_target(tmp_path):
-    config = cut(LLAMA3, hidden_size=32, target_hidden_size=48)
+    config = eagle3.cut(eagle3.LLAMA3, hidden_size=32, target_hidden_size=48)
     attach(config, tmp_path / "a", embedding=True)
     with pytest.raises(UserError, match="hidden size 48: the drafter reads states of 48 and embeddings of 32"):
         attach(config, tmp_path / "b")
 
 
 def test_a_head_may_use_the_targets_output_layer(tmp_path):
-    model, config = shared_model("llama"), cut(LLAMA3)
-    tensors = head_tensors(config)
+    model, config = shared_model("llama"), eagle3.cut(eagle3.LLAMA3)
+    tensors = eagle3.head_tensors(config)
     with_own = load_network(Eagle3Network, *convert(config, tensors)[:2], tmp_path)
-    ids = torch.arange(DRAFT) + tensors["d2t"]
+    ids = torch.arange(eagle3.DRAFT) + tensors["d2t"]
     weight = model.get_output_embeddings().weight.detach()
     own = {**tensors, "lm_head.weight": weight[ids].clone()}
     del tensors["lm_head.weight"]
@@ -372,15 +345,15 @@ def test_a_head_may_use_the_targets_output_layer(tmp_path):
         drafter.attach(target_of(model))
         scores.append(drafter._scores(state))
     torch.testing.assert_close(*scores)
-    assert scores[0].shape == (1, 2, DRAFT)
-    assert with_own.config.head == DRAFT
+    assert scores[0].shape == (1, 2, eagle3.DRAFT)
+    assert with_own.config.head == eagle3.DRAFT
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_a_head_for_fewer_tokens_never_drafts_the_others(own, tmp_path):
     """As those for LLaVA-1.5's 32,000 tokens, of which transformers' has 64 more."""
-    config = cut(LLAMA3, vocab_size=60, draft_vocab_size=60)
-    tensors = head_tensors(config, "C")
+    config = eagle3.cut(eagle3.LLAMA3, vocab_size=60, draft_vocab_size=60)
+    tensors = eagle3.head_tensors(config, "C")
     if not own:
         del tensors["lm_head.weight"]
     target = target_of("llama")
@@ -393,8 +366,8 @@ def test_a_head_for_fewer_tokens_never_drafts_the_others(own, tmp_path):
 
 
 def test_a_whole_draft_vocabulary_needs_no_numbers(tmp_path):
-    config = cut(LLAMA3, draft_vocab_size=101)
-    tensors = head_tensors(config, "C")
+    config = eagle3.cut(eagle3.LLAMA3, draft_vocab_size=101)
+    tensors = eagle3.head_tensors(config, "C")
     assert "d2t" not in tensors
     assert convert(config, tensors)[2] is None
     assert convert(config, tensors | {"d2t": torch.zeros(101).long(), "t2d": torch.ones(101).bool()})[2] is None

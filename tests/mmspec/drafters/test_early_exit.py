@@ -2,8 +2,6 @@
 Kangaroo adapters as published, against plain loops.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -29,6 +27,7 @@ from tests.tiny.configs import TINY_SIZES
 from tests.tiny.models import kangaroo_network, text_inputs, vision_inputs
 
 needs_library = pytest.mark.skipif(not cpu_library.available(), reason=f"no C++ kernels: {cpu_library.problem()}")
+PROMPT = Prompt(torch.arange(3, 12)[None])
 
 
 def llama(**changes):
@@ -37,7 +36,6 @@ def llama(**changes):
 
 
 def shortened(model, layers):
-    """A copy of a model with its first layers alone."""
     short = copy.deepcopy(model)
     del short.get_decoder().layers[layers:]
     return short
@@ -51,12 +49,8 @@ def packed():
     return model, short
 
 
-PROMPT = Prompt(torch.arange(3, 12)[None])
-
-
 @pytest.mark.parametrize("name", ["gemma2", "llava", "qwen3_vl", "qwen3_5_text"])
 def test_nodes_have_the_probabilities_of_the_first_layers(name):
-    """After whatever was accepted, in a batch of padded prompts with images."""
     model = shared_model(name)
     inputs = vision_inputs(name, 2) if name in ("llava", "qwen3_vl") else text_inputs(2, 9)
     short, rows = shortened(model, 1), [row_of(inputs, number) for number in range(2)]
@@ -99,7 +93,6 @@ def test_packed_targets_run_the_first_layers_alone(monkeypatch):
 
 @needs_library
 def test_states_of_packed_targets_are_those_of_their_verify_passes():
-    """Passes of the first layers in the kernels give the bits that a pass of all layers gives there."""
     model, _ = packed()
     target, drafter = TransformersTarget(model), Kangaroo(kangaroo_network(model, exit_layer=2))
     drafter.attach(target)

@@ -1,7 +1,5 @@
 """Gemma-4 assistants draft what transformers' candidate generator drafts with them."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial
@@ -56,7 +54,6 @@ def gain_of(assistant, model, tokens, path):
 
 @pytest.mark.parametrize(("centroids", "length"), [(False, 3), (False, 9), (True, 9)])
 def test_chains_are_those_of_transformers(centroids, length):
-    """At every step, beyond the window too."""
     model = target_model(VOCAB - 1 if centroids else VOCAB)
     assistant = assistant_of(model, **CENTROIDS if centroids else {})
     drafter, history, trees = Gemma4(copy.deepcopy(assistant)), [], []
@@ -78,7 +75,6 @@ def test_chains_are_those_of_transformers(centroids, length):
 
 
 def test_trees_of_a_batch():
-    """Every node has the probability that forced passes of the assistant give it; rows are padded."""
     model = target_model()
     assistant = assistant_of(model)
     gain = partial(gain_of, assistant, model)

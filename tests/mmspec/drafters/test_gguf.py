@@ -1,7 +1,5 @@
 """Drafters in GGUF files, with keys and tensors as llama.cpp's converter writes them, are the published drafters."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 
 from mmspec import UserError
 from mmspec.drafters.registry import make_drafter, registered_name
-from tests.dflash import BLOCK, published, reference, with_heads
+from tests.dflash import BLOCK, published, reference, selector_tensors, with_heads
 from tests.eagle3 import DRAFT, LLAMA3, VOCAB, cut, head_tensors
 from tests.gemma4 import WINDOW, assistant_of, target_model
 from tests.mmspec.drafters.test_drafters import assert_equal
@@ -48,6 +46,10 @@ NAMES = {
 }
 """Beginnings of published names, and of those in files."""
 
+Made = tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]
+"""Published configuration and tensors, and keys and tensors of the file."""
+SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 5}
+
 
 def renamed(name: str, of_gemma4: bool) -> str:
     for begin, other in NAMES.items():
@@ -71,10 +73,6 @@ def save(path: Any, architecture: str, keys: dict[str, Any], tensors: dict[str, 
     arrays = {name: value.numpy() for name, value in stored.items()}
     write_gguf(path, {"general.architecture": architecture, **metadata}, arrays)
     return str(path)
-
-
-Made = tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]
-"""Published configuration and tensors, and keys and tensors of the file."""
 
 
 def eagle3(**more: Any) -> Made:
@@ -110,16 +108,8 @@ def windows_by_default(config: Any, tensors: Any) -> Any:
 
 
 def with_selector(config: Any, tensors: Any) -> Any:
-    g, config = torch.Generator().manual_seed(5), {**config, "architectures": ["DFlash2DraftModel"]}
-    config["dflash_config"] = {**config["dflash_config"], **SELECTOR}
-    shapes = {f"candidate_selector.{one}_codebook": (VOCAB, 6) for one in ("predecessor", "successor")}
-    shapes["candidate_selector.hidden_projection.weight"] = (6, 48)
-    for place in ("layers.0.attention_conv", "layers.0.mlp_conv", "layers.1.attention_conv", "layers.1.mlp_conv"):
-        shapes |= {f"{place}.base_kernel": (2, 2, 48), f"{place}.kernel_projection.weight": (12, 48)}
-    return config, tensors | {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
-
-
-SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 5}
+    own = {"architectures": ["DFlash2DraftModel"], "dflash_config": {**config["dflash_config"], **SELECTOR}}
+    return {**config, **own}, tensors | selector_tensors()
 
 
 def with_draft_vocabulary(config: Any, tensors: Any) -> Any:

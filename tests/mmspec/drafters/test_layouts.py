@@ -1,7 +1,5 @@
 """Drafter checkpoints, published and of mmspec: recognition, and each field and tensor that is refused, by name."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -51,6 +49,12 @@ SWITCHES = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": T
 HEAD = cut(LLAMA3, [0, 1, 2], **SWITCHES)
 FOUR = cut(EAGLE4, [0, 1, 2], num_candidates=9, draft_vocab_size=101)
 WINDOWS = {"layer_types": ["sliding_attention"], "sliding_window": 5}
+_WRONG = ("text", None, [], {}, 1.5, True, -1, 0, 10**9, 10**30, math.nan, math.inf, -math.inf, [1], {"a": 1})
+_HARMLESS = [("reads", []), ("sliding", [1]), ("causal", []), ("causal", [1]), ("mask_token_id", None), ("prefix", {})]
+_ROOM = 200_000_000  # bytes that a refusal may take at most
+_PARTS = ("eagle", "msd", "vispec", "medusa")  # configured as FLASH and Hydra, or by fewer fields
+_SAVED = [spec.name for spec in drafter_specs() if spec.weights in ("optional", "required") and spec.name not in _PARTS]
+_MORE = {"flash": {"slots": 3, "visual_states": True}, "hydra": {"prefix": True}, "mamba": {"vocab": 101}}
 
 
 def _blocks(layout, **heads):
@@ -174,9 +178,6 @@ def test_weights_are_read_in_their_own_dtype(name, tmp_path):
     half = {key: value.half() if value.is_floating_point() else value for key, value in tensors.items()}
     found = kind.read_published(Path(write(tmp_path, config, half)))[1]
     assert {value.dtype for value in found.values()} == {torch.float16}
-
-
-# ---------------------------------------------------------------------- what rules of single fields do not say
 
 
 def _in_layer(**changes):
@@ -443,23 +444,11 @@ def test_a_drafter_is_written_for_a_target_of_as_many_tokens():
         check_same_target({"vocab_size": 51}, received)
 
 
-# ---------------------------------------------------------------------- mmspec's own checkpoints
-
-_WRONG = ("text", None, [], {}, 1.5, True, -1, 0, 10**9, 10**30, math.nan, math.inf, -math.inf, [1], {"a": 1})
-_HARMLESS = [("reads", []), ("sliding", [1]), ("causal", []), ("causal", [1]), ("mask_token_id", None), ("prefix", {})]
-_ROOM = 200_000_000  # bytes that a refusal may take at most
-
-
 def _recycle(target):
     drafter = Recycle(top_k=3)
     output = prefilled(target, prompt_of(text_inputs(1, 9)), 8)
     drafter.begin(prompt_of(text_inputs(1, 9)), output, [[5]])
     return drafter
-
-
-_PARTS = ("eagle", "msd", "vispec", "medusa")  # configured as FLASH and Hydra, or by fewer fields
-_SAVED = [spec.name for spec in drafter_specs() if spec.weights in ("optional", "required") and spec.name not in _PARTS]
-_MORE = {"flash": {"slots": 3, "visual_states": True}, "hydra": {"prefix": True}, "mamba": {"vocab": 101}}
 
 
 @pytest.fixture(scope="module", params=_SAVED)

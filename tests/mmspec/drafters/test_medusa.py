@@ -1,7 +1,5 @@
 """Medusa and Hydra draft what plain loops over published tensors do, on every kind of target, in every layout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -17,7 +15,6 @@ from tests.tiny.models import text_inputs, vision_inputs
 
 
 def drafter_of(folder, layout, config, tensors):
-    """A drafter read from a folder; trees of three children per node."""
     drafter = make_drafter(str(write(folder, layout, config, tensors)))
     assert type(drafter) is (Hydra if layout.startswith("hydra") else Medusa)
     drafter.top_k = 3
@@ -58,7 +55,6 @@ def test_a_target_may_have_more_tokens_than_the_heads(tmp_path):
 
 @pytest.mark.parametrize("layout", ["medusa", "hydra-prefix"])
 def test_shapes_at_full_size(layout):
-    """Those of Vicuna-7B."""
     shape, tensors, _, verifier = (Hydra if layout.startswith("hydra") else Medusa).convert(
         *published(layout, 5, LlamaConfig()), "here"
     )

@@ -1,33 +1,20 @@
 """Native MTP drafts what its layers say without a cache, and what transformers drafts with them."""
 
-from __future__ import annotations
-
 import copy
 import json
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.cli import main
 from mmspec.drafters.mtp import MTP, SPEC
 from mmspec.drafters.registry import make_drafter
+from tests import mtp
 from tests.mmspec.drafters.test_drafters import assert_equal, check_paths, target_of
-from tests.model_folders import tokenizer
-from tests.mtp import (
-    LAYERS,
-    check_mtp,
-    dense,
-    gain_of,
-    mtp_model,
-    mtp_tensors,
-    published,
-    published_tensors,
-    write_target,
-)
 from tests.tiny import shared_model
 from tests.tiny.configs import GATED_DELTA_CONFIGS
 from tests.tiny.models import text_inputs, vision_inputs
@@ -47,30 +34,27 @@ def loaded(folder, name):
 def native(tmp_path, name, shards=False):
     """A target's folder with an MTP layer, the drafter in it, and the layer's tensors."""
     model = shared_model(name)
-    tensors = mtp_tensors(model)
-    folder = write_target(tmp_path / "target", model, tensors, shards)
+    tensors = mtp.mtp_tensors(model)
+    folder = mtp.write_target(tmp_path / "target", model, tensors, shards)
     drafter = make_drafter("mtp", str(folder))
     assert isinstance(drafter, MTP)
     drafter.top_k = 3
     return folder, drafter, tensors
 
 
-# ---------------------------------------------------------------------- transformers' own layers
-
-
-@pytest.mark.parametrize(("name", "layers"), LAYERS)
+@pytest.mark.parametrize(("name", "layers"), mtp.LAYERS)
 def test_trees_of_several_layers(name, layers, tmp_path):
     """A level per layer, in a batch whose rows are padded; some steps are not drafted."""
-    model, built = dense(name, layers)
-    drafter = make_drafter("mtp", str(published(tmp_path, name, layers)))
-    drafter.top_k, gain = 3, partial(gain_of, built, model)
+    model, built = mtp.dense(name, layers)
+    drafter = make_drafter("mtp", str(mtp.published(tmp_path, name, layers)))
+    drafter.top_k, gain = 3, partial(mtp.gain_of, built, model)
     check_paths(model, text_inputs(3, 9), drafter, gain, nodes=7, depth=layers, skip=(2, 4), new=10)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_prompts_shorter_than_the_layers_are_many(length, tmp_path):
-    model, _ = dense("deepseek_v3", 3)
-    drafter = make_drafter("mtp", str(published(tmp_path, "deepseek_v3", 3)))
+    model, _ = mtp.dense("deepseek_v3", 3)
+    drafter = make_drafter("mtp", str(mtp.published(tmp_path, "deepseek_v3", 3)))
     assert_equal(model, drafter, text_inputs(1, length), num_draft_tokens=9)
 
 
@@ -80,14 +64,11 @@ def test_layers_that_transformers_has_no_configuration_of(name, tmp_path):
     """As Mellum's: full attention, with experts where the target has them."""
     model = copy.deepcopy(shared_model(name))
     model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
-    built = mtp_model(model)
+    built = mtp.mtp_model(model)
     del model.config.num_mtp_layers, model.config.mtp_layer_types
-    folder = write_target(tmp_path, model, published_tensors(built, None))
-    drafter, gain = make_drafter("mtp", str(folder)), partial(gain_of, built, model)
+    folder = mtp.write_target(tmp_path, model, mtp.published_tensors(built, None))
+    drafter, gain = make_drafter("mtp", str(folder)), partial(mtp.gain_of, built, model)
     check_paths(model, text_inputs(2, 9), drafter, gain, nodes=7, depth=1, new=10)
-
-
-# ---------------------------------------------------------------------- targets
 
 
 @pytest.mark.parametrize(
@@ -96,7 +77,7 @@ def test_layers_that_transformers_has_no_configuration_of(name, tmp_path):
 def test_trees_of_a_batch(name, images, shards, tmp_path):
     model, params = shared_model(name), SamplingParams(temperature=1.0) if images else None
     _, drafter, _ = native(tmp_path, name, shards)
-    check_mtp(model, inputs_of(name, 3, images), drafter, skip=(1, 4), new=8, params=params)
+    mtp.check_mtp(model, inputs_of(name, 3, images), drafter, skip=(1, 4), new=8, params=params)
 
 
 @torch.no_grad()
@@ -110,47 +91,15 @@ def test_a_layer_that_predicts_the_target_is_accepted(tmp_path):
         mixer.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
     model.lm_head.weight.normal_()
-    tensors = {name: torch.zeros_like(value) for name, value in mtp_tensors(model).items()}
+    tensors = {name: torch.zeros_like(value) for name, value in mtp.mtp_tensors(model).items()}
     tensors["mtp.fc.weight"][:, : config.hidden_size] = torch.eye(config.hidden_size)
-    folder = write_target(tmp_path, model, tensors)
+    folder = mtp.write_target(tmp_path, model, tensors)
     inputs = text_inputs(2)
     options = dict(do_sample=False, max_new_tokens=29, eos_token_id=None, pad_token_id=0, nodes=20)
     out = mmspec.generate(
         loaded(folder, "qwen3_5_text"), drafter="mtp", return_dict_in_generate=True, **inputs, **options
     )
     assert all(stats.mean_acceptance_length == 7 for stats in out.stats)  # six levels and the bonus token
-
-
-# ---------------------------------------------------------------------- folders
-
-
-@cache
-def words() -> PreTrainedTokenizerFast:
-    return tokenizer()
-
-
-def text_folder(folder):
-    """A whole target: weights with an MTP layer, tokenizer and generation settings."""
-    config = GATED_DELTA_CONFIGS["qwen3_5_text"]()
-    config.vocab_size = len(words())
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    write_target(folder, model, mtp_tensors(model), shards=True)
-    words().save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.long
-def test_the_command_line(tmp_path, capfd):
-    folder = str(text_folder(tmp_path / "target"))
-    asked = ["generate", "A red", "--model", folder, "--max-new-tokens", "12", "--nodes", "6", "--json"]
-    answers = []
-    for drafter in ("mtp", f"mtp:{folder}", folder, "none"):
-        assert main([*asked, "--drafter", drafter]) == 0
-        answers.append(json.loads(capfd.readouterr().out))
-    assert [answer["stats"]["num_draft_tokens"] > 0 for answer in answers] == [True, True, True, False]
-    assert all(answer["token_ids"] == answers[-1]["token_ids"] for answer in answers)
 
 
 def test_a_folder_without_the_layer_is_one_line(tmp_path, capfd):
@@ -169,10 +118,12 @@ def test_a_folder_without_the_layer_is_one_line(tmp_path, capfd):
 def test_layers_that_cannot_draft_trees_are_refused(tmp_path):
     model = copy.deepcopy(shared_model("inkling_text"))
     model.config.num_mtp_layers = 2
-    folder = write_target(tmp_path / "inkling", model, {"model.mtp.layers.0.input_proj.weight": torch.zeros(48, 96)})
+    folder = mtp.write_target(
+        tmp_path / "inkling", model, {"model.mtp.layers.0.input_proj.weight": torch.zeros(48, 96)}
+    )
     with pytest.raises(UserError, match=r"MTP layers must be full or sliding-window .* inkling_text are hybrid$"):
         make_drafter("mtp", str(folder))
-    folder = write_target(tmp_path / "kimi", shared_model("kimi_linear"), {"mtp.fc.weight": torch.zeros(48, 96)})
+    folder = mtp.write_target(tmp_path / "kimi", shared_model("kimi_linear"), {"mtp.fc.weight": torch.zeros(48, 96)})
     with pytest.raises(UserError, match=r"expected a model with MTP layers, received kimi_linear without any$"):
         make_drafter("mtp", str(folder))
 
@@ -180,7 +131,7 @@ def test_layers_that_cannot_draft_trees_are_refused(tmp_path):
 def test_missing_further_and_misshapen_tensors_are_named(tmp_path):
     """Which ones is for transformers' loading: the layer's last ones, and one of each kind."""
     model = shared_model("qwen3_5_text")
-    tensors, folder = mtp_tensors(model), write_target(tmp_path, model, {})
+    tensors, folder = mtp.mtp_tensors(model), mtp.write_target(tmp_path, model, {})
     name, value = "mtp.layers.0.self_attn.q_proj.weight", tensors["mtp.layers.0.self_attn.q_proj.weight"]
     for changed, message in (
         ({name: None}, "exactly the tensors of its MTP layers, received missing layers.0.mtp_block.self_attn.q"),
@@ -190,7 +141,7 @@ def test_missing_further_and_misshapen_tensors_are_named(tmp_path):
         ({name: value[:, 1:].clone()}, rf"of shape \({len(value)}, 47\), not \({len(value)}, 48\)"),
         ({"mtp.norm.weight": torch.zeros(48, dtype=torch.int32)}, "must be a floating point tensor: got torch.int32"),
     ):
-        write_target(folder, model, {key: one for key, one in (tensors | changed).items() if one is not None})
+        mtp.write_target(folder, model, {key: one for key, one in (tensors | changed).items() if one is not None})
         with pytest.raises(UserError, match=message) as caught:
             make_drafter("mtp", str(folder))
         assert "\n" not in str(caught.value)
@@ -224,3 +175,4 @@ def test_a_layer_of_another_target_is_refused(tmp_path):
     ):
         drafter.attach(target_of("llama"))
     assert SPEC.recognises(folder)
+    assert all(isinstance(make_drafter(spec), MTP) for spec in (f"mtp:{folder}", str(folder)))

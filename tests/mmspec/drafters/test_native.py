@@ -1,7 +1,5 @@
 """Decoder layers of drafters in the C++ kernels against their modules, but for bfloat16 keys and values."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from typing import Any

@@ -9,6 +9,7 @@ from tests.mmspec.drafters.test_drafters import begun, paths, target_of
 from tests.mmspec.engine.test_engine import VOCAB
 
 SOURCE = list(range(100, 160))  # no token twice: a match of any length is the only one
+SHORT = [*range(20, 60)]
 
 
 def saying(drafter, prompt, *said):
@@ -27,9 +28,6 @@ def first_level(drafter):
 
 def tree_of(drafter, nodes=16, depth=16, floor=0.1):
     return drafter.propose(torch.tensor([drafter.rows[0].own.text[-1]]), StepPlan(nodes, depth, floor=floor))
-
-
-# ---------------------------------------------------------------------- trust
 
 
 @pytest.mark.parametrize(
@@ -82,11 +80,6 @@ def test_matches_that_fail_lose_trust_and_only_those_of_their_length():
     assert first_level(drafter)[77] > 0.9
 
 
-# ---------------------------------------------------------------------- copies
-
-SHORT = [*range(20, 60)]
-
-
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
@@ -128,9 +121,6 @@ def test_a_copy_goes_on_where_other_matches_are_more():
     assert max(first_level(drafter), key=first_level(drafter).get) == SOURCE[10]
     drafter = saying(Ngram(longest=1), [*prompt, 2], *([token] for token in SOURCE[:10]))
     assert max(first_level(drafter), key=first_level(drafter).get) == SOURCE[10]
-
-
-# ---------------------------------------------------------------------- earlier requests
 
 
 def test_a_copy_of_an_earlier_request_is_resumed_after_a_difference():

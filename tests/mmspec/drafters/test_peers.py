@@ -1,7 +1,5 @@
 """Drafters that speculators trains and saves draft what its own forward passes compute."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -33,6 +31,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:
 IDS, BLOCK, MASK = torch.arange(4, 84, 2), 5, 99
 SHAPE = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SIZES = {**SHAPE, "vocab_size": VOCAB, "attn_implementation": "eager"}
+SWITCHES = [
+    {},
+    {"norm_before_residual": True},
+    {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [2, 0, 1, 1]},
+    {"fc_norm": True, "norm_output": True},
+]
 
 
 def settings(algorithm, steps=3):
@@ -101,14 +105,6 @@ def noted(model, call):
     call()
     hook.remove()
     return found
-
-
-SWITCHES = [
-    {},
-    {"norm_before_residual": True},
-    {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [2, 0, 1, 1]},
-    {"fc_norm": True, "norm_output": True},
-]
 
 
 @pytest.mark.parametrize("fields", SWITCHES, ids=str)
@@ -231,7 +227,6 @@ def test_the_selectors_loss():
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dflash2", "dspark", "xpress"])
 def test_drafters_that_are_written_are_read(algorithm, tmp_path):
-    """All of a drafter's tensors, and those that it shares with its target."""
     target, reads, own = shared_model("llama"), "aux_hidden_state_layer_ids", {"mask_token_id": MASK}
     if algorithm not in ("eagle3", "peagle"):
         layer, own = Qwen3Config(**SIZES, num_hidden_layers=2, **SLIDING), {**own, "block_size": BLOCK, reads: [2, 1]}

@@ -1,7 +1,5 @@
 """Which visual tokens and which parts of a long text a draft model gets, against plain loops; drafts after these."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 
@@ -25,6 +23,7 @@ from tests.tiny.configs import IMAGE, VIDEO, VISION_CONFIGS
 from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
 
 SIZES = {"LONG": 24, "CHUNK": 4, "BEGINNING": 3, "END": 6}
+QUERIES = 3
 
 
 @pytest.fixture
@@ -81,7 +80,6 @@ def test_selected_text_equals_a_loop() -> None:
 @pytest.mark.usefixtures("small_sizes")
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_drafts_follow_what_is_kept(share: float) -> None:
-    """Every node has the probability that the draft model gives it after the shortened prompt."""
     batch = 3
     model, small, inputs = shared_model("llama"), text_model("llama"), text_inputs(batch, 40)
     with torch.no_grad():
@@ -184,11 +182,6 @@ def test_other_targets_and_shares_need_no_attention():
     assert torch.equal(found, evenly(visual, torch.tensor([[6]])))
     with pytest.raises(UserError, match=r"^the part of the attention must be from 0 to 1: got 2$"):
         VisualShare(0.4, 2)
-
-
-# ---------------------------------------------------------------------- attention weights of prompts
-
-QUERIES = 3
 
 
 def model_and_inputs(name):

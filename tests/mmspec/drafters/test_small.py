@@ -1,9 +1,8 @@
 """Draft models with another tokenizer, with recurrent layers, and with images."""
 
-from __future__ import annotations
-
 import copy
 import pickle
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -87,24 +86,13 @@ def test_vocabularies_with_nothing_in_common_are_refused():
     target.add_tokens([])
     shared = SharedTokens(target, nothing, (VOCAB, 49))
     assert shared.target_ids.tolist() == [0]  # both have an unknown token
+    foreign = MagicMock(return_value={"input_ids": []}, **{"get_vocab.return_value": {"1": 0}})
     with pytest.raises(UserError, match="must share tokens: their vocabularies have none in common"):
-        Small(smaller(), tokenizers=(words(list(LETTERS), "▁"), _Named({"1": 0}))).attach(target_of("llama"))
-
-
-class _Named:
-    def __init__(self, vocab):
-        self.vocab = vocab
-
-    def get_vocab(self):
-        return self.vocab
-
-    def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": []}
+        Small(smaller(), tokenizers=(words(list(LETTERS), "▁"), foreign)).attach(target_of("llama"))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "bamba", "mamba", "qwen3_5_text"])
 def test_draft_models_with_and_without_recurrent_layers(name):
-    """Every node has the probability that the model gives it after the whole sequence."""
     model, small, inputs = shared_model("llama"), shared_model(name), text_inputs(2, 9)
     rows = [row_of(inputs, number) for number in range(2)]
     logits = lambda row, tokens: plain_logits(small, rows[row], tokens)  # noqa: E731
@@ -168,7 +156,6 @@ def after_pruned_prompt(model, row, chosen, tokens):
     [("llava", 1.0), ("llava_onevision", 0.3), ("qwen2_vl", 0.3), ("qwen3_vl", 0.3), ("qwen3_5", 1.0)],
 )
 def test_vision_language_draft_models(name, share):
-    """Every node has the probability that the draft model gives it after the images, or a share of their tokens."""
     batch = 1 if name == "llava_onevision" else 2  # without padding, and with
     model, small, inputs = shared_model(name), vision_model(name, seed=1), vision_inputs(name, batch)
     rows = [row_of(inputs, number) for number in range(batch)]
@@ -229,7 +216,6 @@ def test_images_of_another_size_are_not_drafted_for():
 
 @pytest.mark.parametrize(("name", "hooked"), [("llava", True), ("qwen2_vl", False)])
 def test_a_vision_language_model_drafts_for_itself_what_it_says(name, hooked):
-    """In ``generate``, which encodes the target's images before the drafter's prompt."""
     model, inputs = shared_model(name), vision_inputs(name, 2)
     asked = dict(drafter=Small(model, top_k=1), num_draft_tokens=4, return_dict_in_generate=True, **inputs, **OPTIONS)
     out = model.generate(custom_generate=mmspec.decode, **asked) if hooked else mmspec.generate(model, **asked)

@@ -17,15 +17,16 @@ from mmspec.drafters.small import Small
 from mmspec.drafters.union import PerSequence, Union
 from mmspec.ops import kernels
 from tests.mmspec.drafters.test_drafters import assert_equal, begun, paths, target_of
+from tests.mmspec.engine.test_engine import Silent
 from tests.targets import prefilled
 from tests.tiny import root_path, shared_model, valid_nodes
 from tests.tiny.models import text_inputs
 
 ADAPTIVE = StepPlan(adaptive=True)
+TEXT = [5, 6, 7, 8, 5, 6, 9, 8, 5, 6, 7, 5]
 
 
 def test_every_member_sees_every_step_and_proposes():
-    """Each node is one that a member drafts alone, and all of these are there."""
     row = [[4, 5, 6, 4, 5]]
     ngram, recycle = Ngram(), Recycle()
     union = Union([ngram, recycle])
@@ -93,31 +94,21 @@ def now(monkeypatch) -> list[float]:
 
 @pytest.fixture
 def gains(monkeypatch) -> list[float]:
-    """Gains of the members' drafts, in their order."""
     found: list[float] = []
     monkeypatch.setattr(Payoff, "add", lambda payoff, gain: found.append(gain))
     return found
 
 
-class Fixed(Drafter):
+class Fixed(Silent):
     """Always drafts the same token, in so many seconds."""
 
     def __init__(self, token: int, seconds: float, now: list[float]) -> None:
         self.token, self.seconds, self.now, self.asked = token, seconds, now, 0
 
-    def begin(self, prompt, output, history):
-        pass
-
-    def select(self, rows):
-        pass
-
     def propose(self, token, plan):
         self.asked += 1
         self.now[0] += self.seconds
         return build_tree(token, [([self.token], [0])] * len(token), [[0.5]] * len(token))
-
-    def observe(self, tree, verdict, output):
-        pass
 
 
 def steps(union: Union, now: list[float], plan: StepPlan, count: int, right: int) -> None:
@@ -156,7 +147,6 @@ def test_rows_that_have_finished_count_for_no_member(now, gains):
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_steps_that_do_not_draft_count_for_no_member(now, gains, broken):
-    """Nor one that was broken off after the draft."""
     union = Union([Fixed(7, 0.0, now), Fixed(8, 0.001, now)])
     tree = union.propose(torch.tensor([3]), ADAPTIVE)
     if broken:
@@ -238,9 +228,6 @@ def test_a_step_of_several_rows_is_paid_by_the_tokens_of_one(now, gains):
     now[0] += 0.008
     union.observe(tree, accept_path(tree, torch.tensor([[7, 99, 99], [7, 99, 99]])), None)
     assert gains[1] == pytest.approx(-0.002 / 0.005)  # 10 ms for two tokens of each row
-
-
-# ---------------------------------------------------------------------- look-up drafters that grow one tree
 
 
 class Table(LookUpDrafter):
@@ -401,11 +388,7 @@ def test_continuations_beside_a_table_with_static_shapes(monkeypatch):
     assert union.failure(0) == ""
 
 
-TEXT = [5, 6, 7, 8, 5, 6, 9, 8, 5, 6, 7, 5]
-
-
 def attached(drafter, history):
-    """The drafter, with one sequence of this history."""
     target = target_of("llama")
     drafter.attach(target)
     prompt = Prompt(torch.tensor([history[:-1]]))
@@ -493,8 +476,6 @@ def test_chains(name, static, monkeypatch):
 
 
 class Trees(Wrapper):
-    """A drafter without chains."""
-
     drafter = Ngram()
     draft_chains = Drafter.draft_chains
 

@@ -110,14 +110,12 @@ def test_probabilities():
     [(3, 12, False, 3), (64, 2, False, 2), (0, 12, False, 0), (64, 0, False, 0), (0, 12, True, 4), (0, 3, True, 3)],
 )
 def test_forced_tokens_keep_to_the_plan(nodes, depth, adaptive, expected):
-    """Plain steps of an adaptive policy verify forced tokens, too."""
     plan = StepPlan(nodes, depth, adaptive=adaptive)
     result = constrain([row("b")], TokenTree.root(torch.tensor([9])), plan)
     assert result.nodes == 1 + expected
 
 
 def test_a_branch_does_not_escape_through_another():
-    """A token that is allowed at one node is cut at another where it is forbidden."""
     a, b, c, e = (ids_of(letter)[0] for letter in "abce")
     tree = build_tree(torch.tensor([9]), [([a, b, c, c, c, EOS, c], [0, 0, 1, 2, 0, 5, 6])])
     result = constrain([row()], tree, StepPlan(nodes=64, depth=12))

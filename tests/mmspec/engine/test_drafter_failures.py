@@ -42,6 +42,7 @@ from tests.tiny.models import text_inputs
 pytestmark = pytest.mark.drafter_fails
 METHODS = ("begin", "propose", "observe", "select")
 ROWS = [[1, 2, 1, 2, 1], [4, 5, 4, 5, 4], [6, 6, 6, 6, 6]]
+SOME_LONG = [pytest.param(kind, marks=pytest.mark.long if kind in VARIANTS else ()) for kind in matrix.DRAFTERS[1:]]
 
 
 class Failing(Wrapper):
@@ -82,16 +83,12 @@ def decoded(engine, prompts, lengths):
 
 
 def on_table(drafter, rows=ROWS[:1], lengths=(9,)):
-    """An engine, and its sequences; their tokens are those of the table."""
     engine = SteppedEngine(TableTarget(table_model(VOCAB)), drafter, StepPlan(6, 4))
     ended = decoded(engine, [prompt_of([row]) for row in rows], lengths)
     if not any(row.error for row in ended):
         expected = [said_plainly(engine.target.table, *asked) for asked in zip(rows, lengths, strict=True)]
         assert [row.token_ids for row in ended] == expected
     return engine, ended
-
-
-SOME_LONG = [pytest.param(kind, marks=pytest.mark.long if kind in VARIANTS else ()) for kind in matrix.DRAFTERS[1:]]
 
 
 @pytest.mark.parametrize("kind", SOME_LONG)

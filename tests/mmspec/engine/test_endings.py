@@ -1,7 +1,5 @@
 """Requests after others that have ended in every way, for every way of decoding: answered as if they were the first."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LogitsProcessor
@@ -37,9 +35,6 @@ def requests(name):
 def step(engine):
     turns = iter((False, True))
     engine.wait(lambda: next(turns))
-
-
-# ---------------------------------------------------------------------- endings
 
 
 class FailError(Exception):
@@ -205,7 +200,6 @@ def test_the_next_requests_are_answered(name, drafter, kind, monkeypatch):
 
 @pytest.mark.parametrize("limit", [1, NEW])
 def test_clients_hear_of_first_tokens_and_ends_of_prompts_of_several_chunks(limit):
-    """In the step that has computed the last chunk, while other requests decode."""
     target = matrix.new_target("llama")
     engine = SteppedEngine(target, None, StepPlan(0), max_num_seqs=4, chunk=8)
     (prompt, expected), (other, _) = requests("llama")

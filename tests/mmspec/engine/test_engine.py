@@ -287,9 +287,6 @@ def test_joining_prompts_delay_a_step_by_one_chunk_at_most(lengths):
     finished(engine, joined, prompts)
 
 
-# ---------------------------------------------------------------------- scheduling
-
-
 class Stacking(TableTarget):
     """Writes down the prompts of each prefill, the room that their answers have, and the number of prefilled tokens."""
 
@@ -425,7 +422,6 @@ class FirstAlone(Silent):
 @pytest.mark.parametrize("chain", [False, True])
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_drafts_for_plain_sequences_alone_are_dropped(adaptive, chain):
-    """No draft is left of the step's trees, nor of their best chains."""
     plan, prompts = StepPlan(3, 3, chain, adaptive=adaptive), [[1, 2], [3, 4], [5, 6]]
     _, engine = stacking(drafter=FirstAlone(), policy=AdaptivePolicy(plans=[plan]) if adaptive else DraftPolicy(plan))
     finished(engine, scheduled(engine, prompts, (12, 9, 15), [0, None, None]), prompts, (12, 9, 15))
@@ -474,7 +470,6 @@ def test_a_prompt_that_fails_does_not_end_those_stacked_with_it():
 
 
 def test_each_answer_has_its_own_room():
-    """In the target's cache, and in the depth of drafts."""
     target, engine = stacking()
     prompts, limits = [[1, 2, 3], [4, 5]], [Stopper(9), Stopper(30, context_limit=14)]
     scheduled(engine, prompts, limits)

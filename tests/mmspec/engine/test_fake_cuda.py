@@ -39,6 +39,8 @@ CASES = [
     if name not in TOWERS and (name not in ("llama", "bamba") or kind == "ngram")
 ]
 GREEDY, DRAWN = SamplingParams(), SamplingParams(temperature=0.8, top_k=9)
+WAITING = {"eta", "top-h", "length decay", "watermark", "prefix", "subclass", "subclass, padding ignored"}
+"""transformers' processors that read values on the host, and processors that run path by path."""
 
 
 @pytest.mark.long
@@ -152,8 +154,6 @@ def test_launches_of_a_step(drafter, draft):
     assert found["graphs"].total() == (3 if draft else 2)
 
 
-# ---------------------------------------------------------------------- host syncs
-
 SAMPLING = {
     "greedy": lambda: Sampler(),
     "top-k": lambda: Sampler(defaults.processors(SamplingParams(temperature=0.8, top_k=20)), do_sample=True),
@@ -183,10 +183,6 @@ def steps(name, kind, batch, sampling, plan):
         yield rows
 
 
-WAITING = {"eta", "top-h", "length decay", "watermark", "prefix", "subclass", "subclass, padding ignored"}
-"""transformers' processors that read values on the host, and processors that run path by path."""
-
-
 @pytest.mark.long
 @pytest.mark.usefixtures("at_every_node")
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -208,7 +204,6 @@ def test_which_processors_wait(name, monkeypatch):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("name", "kind"), matrix.STATIC)
 def test_torch_finds_no_other_waiting(name, kind, batch, sampling, monkeypatch):
-    """From the fourth step on, when all is compiled and captured."""
     copies, host = [], Verdict.host.func
 
     def only_copy(verdict):

@@ -22,6 +22,7 @@ AVX2 = 1, 1.36, 2.07, 4.0, 7.9, 15.8, 31.6, 253
 VNNI = 1, 1.02, 1.1, 1.4, 2.68, 5.3, 10.6, 85
 FLAT = 1, 1.0, 1.02, 1.05, 1.15, 1.3, 1.7, 7
 COPIES, GOOD, POOR = (0.9,), (0.6, 0.15, 0.05), (0.06, 0.03)
+STATIC = StepPlan(15, 4, adaptive=True), StepPlan(7, 4, adaptive=True), StepPlan(3, 3, chain=True, adaptive=True)
 
 
 class Machine:
@@ -87,7 +88,6 @@ class Machine:
 
 
 def best_fixed(rows, *machine, **options):
-    """Rate of the best fixed tree, or of plain decoding."""
     plans = [StepPlan(*sizes) for sizes in ((1, 1), (3, 3), (7, 4), (7, 7), (15, 12))]
     return max([1.0, *(Machine(*machine, **options).rate(DraftPolicy(plan), 100, rows) for plan in plans)])
 
@@ -136,7 +136,6 @@ def test_useless_drafts_cost_little_and_are_tried_again(times):
 
 
 def test_drafting_survives_load_on_the_machine():
-    """Steps that take three times as long for a while, and single slow steps."""
     load = {at + delay: factor for at in (40, 180) for delay, factor in ((0, 3.0), (50, 1.0), (70, 6.0), (71, 1.0))}
     policy, machine = AdaptivePolicy(), Machine(VNNI, COPIES, load=load)
     machine.rate(policy, 300)
@@ -211,9 +210,6 @@ def test_finished_rows_teach_nothing():
     trees = [build_tree(torch.tensor([1]), [([5] * 4, [0, 1, 2, 3])], [[0.4, 0.1, 0.1, 0.1]]) for _ in policies]
     sizes = [policy.prune(StepPlan(9, adaptive=True), tree).nodes for policy, tree in zip(policies, trees, strict=True)]
     assert sizes[0] == sizes[1] == 5
-
-
-STATIC = StepPlan(15, 4, adaptive=True), StepPlan(7, 4, adaptive=True), StepPlan(3, 3, chain=True, adaptive=True)
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ from tests.tiny import random_tree, shared_model
 from tests.tiny.drafters import tiny_drafter
 from tests.tiny.models import text_inputs, vision_inputs
 
+pytestmark = pytest.mark.usefixtures("fixed_shapes")
+TARGETS = ["llama", "mistral-window", "qwen2-window", "gemma3", "mamba2", "bamba", "falcon_h1", "zamba2"]
+TARGETS += ["qwen3_5_text", "olmo_hybrid", "kimi_linear", "mamba", "jamba", "zamba", "lfm2", "zaya", "minimax"]
+TARGETS += ["recurrent_gemma"]
 
-@pytest.fixture(autouse=True)
-def _fixed(monkeypatch):
-    monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
 
-
-# ---------------------------------------------------------------------- targets
+IMAGES = ["llava", "llava_bamba", "qwen2_5_vl"]
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8, 9, 33, 64, 65, 200])
@@ -30,15 +30,10 @@ def test_widths_are_few(nodes):
     assert node_bucket(node_bucket(nodes)) == node_bucket(nodes)
 
 
-TARGETS = ["llama", "mistral-window", "qwen2-window", "gemma3", "mamba2", "bamba", "falcon_h1", "zamba2"]
-TARGETS += ["qwen3_5_text", "olmo_hybrid", "kimi_linear", "mamba", "jamba", "zamba", "lfm2", "zaya", "minimax"]
-TARGETS += ["recurrent_gemma"]
-
-
-@pytest.mark.parametrize(("name", "batch"), [*((name, 3) for name in TARGETS), ("llama", 1), ("bamba", 1)])
+@pytest.mark.parametrize(("name", "batch"), [*((name, 3) for name in TARGETS + IMAGES), ("llama", 1), ("bamba", 1)])
 def test_every_node_equals_its_path(name, batch):
-    model = shared_model(name)
-    target = assert_trees_equal_paths(model, text_inputs(batch, 9), steps=3, nodes=9)
+    inputs = vision_inputs(name, batch) if name in IMAGES else text_inputs(batch, 9)
+    target = assert_trees_equal_paths(shared_model(name), inputs, steps=3, nodes=9)
     assert target.runner.static_shapes
 
 
@@ -51,12 +46,6 @@ def test_trees_deeper_than_a_window(name, fixed, monkeypatch):
     assert model.config.sliding_window < 8
     target = assert_trees_equal_paths(model, text_inputs(2, 9), steps=1, nodes=16, shape="chain")
     assert target.runner.static_shapes == fixed
-
-
-@pytest.mark.parametrize("name", ["llava", "llava_bamba", "qwen2_5_vl"])
-def test_every_node_equals_its_path_behind_an_image(name):
-    target = assert_trees_equal_paths(shared_model(name), vision_inputs(name, 2), steps=3)
-    assert target.runner.static_shapes
 
 
 def test_padding_within_a_prompt_is_dropped():
@@ -90,9 +79,6 @@ def test_further_prompts_find_everything_where_it_was():
         kept.append((target.runner.version, target.runner.cache.bounds))
         target.keep([])
     assert kept[0] == kept[1] == kept[2]
-
-
-# ---------------------------------------------------------------------- drafters
 
 
 @pytest.mark.parametrize("kind", ["msd", "small", "mamba", "recycle"])

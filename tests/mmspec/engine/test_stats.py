@@ -25,6 +25,8 @@ from tests.mmspec.engine.test_engine import VOCAB, Fixed, TableTarget, prompt_of
 from tests.tiny import byte_model, byte_tokenizer, table_model
 
 PROMPT = "abcabcabcabd"
+REQUEST = {"prompt": "Describe the image.", "images": str(samples() / "scene.png")}
+SAMPLED = {"temperature": 1.5, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.3}
 
 
 def pipeline(drafter):
@@ -71,8 +73,6 @@ def test_several_sequences_add_up():
     assert whole.wall_seconds == 0.0  # shared: no sum
     assert first.accept_lengths == [3]
 
-
-# ---------------------------------------------------------------------- times
 
 SECONDS = {  # powers of two: any sum tells its parts
     "prefill": 256.0,
@@ -193,9 +193,6 @@ def test_drafting_and_verification_are_timed_on_the_device(monkeypatch):
     assert found.verify_seconds == pytest.approx(0.04 * found.num_spec_steps)
 
 
-# ---------------------------------------------------------------------- trees
-
-
 def told(answer):
     """The tokens that the steps of an answer spell, possibly with some after its end."""
     tokens = answer.token_ids[:1]
@@ -251,12 +248,6 @@ def test_guesses_are_shares_of_their_parents():
         for parent in set(step.parents) - {-1}:
             shares = [g for g, p in zip(step.guesses, step.parents, strict=True) if p == parent]
             assert sum(shares) <= 1 + 1e-6
-
-
-# ---------------------------------------------------------------------- log probabilities
-
-REQUEST = {"prompt": "Describe the image.", "images": str(samples() / "scene.png")}
-SAMPLED = {"temperature": 1.5, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.3}
 
 
 @pytest.fixture(scope="module")

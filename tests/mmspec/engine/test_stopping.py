@@ -6,13 +6,9 @@ import torch
 from mmspec.engine import stopping
 from mmspec.engine.stopping import Stopper
 from mmspec.targets.detokenizer import AnswerReader, Vocabulary
-from tests.tiny import byte_tokenizer
+from tests.tiny import byte_ids, byte_tokenizer
 
 PROMPT = [5, 6, 7]
-
-
-def ids_of(text):
-    return byte_tokenizer()(text)["input_ids"]
 
 
 def stopping_at(*stop):
@@ -52,20 +48,20 @@ def test_end_of_sequence_is_kept_and_nothing_after_it(place):
 @pytest.mark.parametrize("stop", ["END", "E", " wörld", "né", "\n\n", "日本語の文章です。終わり"])
 def test_stop_strings_split_over_tokens(stop, pieces):
     text = "héllo wörld né\n\nEND more 日本語の文章です。終わり!"
-    tokens = ids_of(text)
+    tokens = byte_ids(text)
     end = len(text[: text.index(stop)].encode()) + len(stop.encode())
     kept, reason = feed(stopping_at("never", stop), tokens, pieces)
     assert (kept, reason) == (tokens[:end], "stop")
 
 
 def test_stop_strings_are_sought_in_the_answer_alone():
-    kept, reason = feed(stopping_at("END"), ids_of("D and END."), [99], ids_of("say EN"))
-    assert (kept, reason) == (ids_of("D and END"), "stop")
+    kept, reason = feed(stopping_at("END"), byte_ids("D and END."), [99], byte_ids("say EN"))
+    assert (kept, reason) == (byte_ids("D and END"), "stop")
 
 
 def test_a_long_answer_is_watched_at_its_end():
     text = "ab" * 500 + "xyz"
-    assert feed(stopping_at("xyz"), ids_of(text + "!"), [1, *[7] * 200]) == (ids_of(text), "stop")
+    assert feed(stopping_at("xyz"), byte_ids(text + "!"), [1, *[7] * 200]) == (byte_ids(text), "stop")
 
 
 @pytest.mark.parametrize("form", [bool, lambda done: torch.tensor([done]), torch.tensor])
@@ -90,7 +86,6 @@ def test_each_row_has_room_up_to_the_context_limit():
 
 
 def test_time_counts_from_the_first_token(monkeypatch):
-    """The row ends with the first token after it."""
     times = iter([10.0, 10.0, 12.0, 12.5])
     monkeypatch.setattr(stopping, "clock", lambda: next(times))
     assert feed(Stopper(50, max_time=2.0), list(range(10, 20)), [1, 4, 5]) == ([10, 11, 12], "length")
@@ -100,8 +95,8 @@ def test_time_counts_from_the_first_token(monkeypatch):
 @pytest.mark.parametrize("stop", ["END", "é"])
 def test_special_tokens_within_a_stop_string(stop, between):
     """They are not a part of the text, in which the stop string is whole."""
-    first, *rest = ids_of(stop)
-    tokens = [*ids_of("E "), first, *between, *rest]
+    first, *rest = byte_ids(stop)
+    tokens = [*byte_ids("E "), first, *between, *rest]
     assert feed(stopping_at(stop), [*tokens, 9, 9], [5] * 40) == (tokens, "stop")
     # The text before the answer is none of it, but a character that the answer completes is.
     ends = "stop" if stop == "é" else None
@@ -109,5 +104,5 @@ def test_special_tokens_within_a_stop_string(stop, between):
 
 
 def test_a_special_token_as_a_stop_string():
-    tokens = [*ids_of("a"), 1, *ids_of("b")]
+    tokens = [*byte_ids("a"), 1, *byte_ids("b")]
     assert feed(stopping_at("</s>", "a<s>"), tokens, [3]) == (tokens[:2], "stop")

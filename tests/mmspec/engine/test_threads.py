@@ -66,7 +66,6 @@ def begun(pipe, prompt=PROMPTS[1], **keywords):
 
 
 def free(pipe):
-    """Whether a pipeline's rows and drafter are free, once its engine is idle."""
     pipe.engine.drain()
     return pipe.target.runner.rows == 0 and id(pipe.drafter) not in policy._OWNERS
 
@@ -111,7 +110,6 @@ def mixed_requests():
 
 @pytest.mark.parametrize("kind", ["pipeline", "target", "drafter", "model"])
 def test_threads_get_the_answers_that_they_would_get_alone(kind):
-    """Streams, whole answers and batches; slots for a few of them only."""
     pipes = shared_pipelines(kind, max_num_seqs=5)
 
     def ask(number):
@@ -211,7 +209,6 @@ def test_a_drafter_that_one_target_refuses_is_free_for_others(alone):
 
 
 def test_a_drafter_follows_the_pipeline_that_uses_it():
-    """Two pipelines attach one drafter to their own targets; each drafts for its own target only."""
 
     class Loyal(Ngram):
         def attach(self, target):
@@ -228,7 +225,6 @@ def test_a_drafter_follows_the_pipeline_that_uses_it():
 
 
 def test_members_of_a_union_are_held_with_it(alone):
-    """The engine of another target waits until the union's rows have ended."""
     shared = Recycle()
     first, second = pipeline(Union([shared, Ngram()])), pipeline(shared)
     using, observe = [], shared.observe
@@ -245,7 +241,6 @@ def test_members_of_a_union_are_held_with_it(alone):
 
 
 def test_ctrl_c_ends_one_request(alone):
-    """The client that is interrupted leaves; the others' requests go on."""
     pipe = pipeline(Recycle())
     stream, piece = begun(pipe)
     main, steps, step = threading.main_thread().ident, itertools.count(), pipe.engine.core.step
@@ -268,7 +263,6 @@ def test_ctrl_c_ends_one_request(alone):
 
 
 def test_requests_that_differ_in_their_drafter_wait_for_each_other(alone):
-    """In one engine: while sequences of a drafter run, sequences of other drafters stay in the queue, in order."""
     first, second, plain = shared_pipelines("target")
     assert first.engine is second.engine is plain.engine
     sets, step = [], first.engine.core.step

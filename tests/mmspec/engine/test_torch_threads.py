@@ -1,7 +1,5 @@
 """Torch's threads next to other programs: their number follows the delays of steps; clients give up theirs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -18,15 +16,9 @@ from mmspec.engine.threads import TorchThreads
 from mmspec.ops.cpu import kernel_threads, limit_torch
 from tests.tiny import byte_model, byte_tokenizer
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 BUSY, NOISY, QUIET = (1.0, 0.9), (1.0, 0.1), (1.0, 0.01)  # seconds of steps, and of their threads' delays
-
-
-@pytest.fixture(autouse=True)
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def starting(most, count=None):
@@ -153,8 +145,6 @@ def test_time_that_threads_compute_in_is_no_delay(tmp_path, monkeypatch):
     monkeypatch.setattr(threads, "_TASKS", tmp_path)
     assert threads._delays() == {"7": 50, "8": 0}
 
-
-# ---------------------------------------------------------------------- OpenMP's threads
 
 SPINNING = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"
 

@@ -24,6 +24,12 @@ from tests.device import Replayed, record_captures
 from tests.tiny import shared_model
 
 MEMORY = 1 << 30
+CASES = [("llava", kind) for kind in ("plain", "msd", "flash", "recycle", "ngram", "early-exit", "dflash")]
+CASES += [("llava_bamba", "msd"), ("falcon_mamba", "ngram")]
+CASES += [("bamba", kind) for kind in ("plain", "recycle", "small", "mamba")]
+
+
+BATCHES = [((9,), (24,)), ((9, 12, 5, 8, 7), (24, 9, 16, 12, 20)), ((5, 9), (12, 20))]
 
 
 @pytest.fixture
@@ -64,14 +70,6 @@ def check_answers(pipe, lengths, new, size=None):
             expected = pipe.model.generate(prompt.input_ids, max_new_tokens=count, **settings)
             assert row.error is None
             assert row.token_ids == expected[0, prompt.input_ids.shape[1] :].tolist()
-
-
-CASES = [("llava", kind) for kind in ("plain", "msd", "flash", "recycle", "ngram", "early-exit", "dflash")]
-CASES += [("llava_bamba", "msd"), ("falcon_mamba", "ngram")]
-CASES += [("bamba", kind) for kind in ("plain", "recycle", "small", "mamba")]
-
-
-BATCHES = [((9,), (24,)), ((9, 12, 5, 8, 7), (24, 9, 16, 12, 20)), ((5, 9), (12, 20))]
 
 
 def check_nothing_is_captured(pipe, captures):
@@ -239,5 +237,3 @@ def test_how_many_sequences_are_warmed_up(monkeypatch):
     assert asked == [(1, None, every), (3, None, every), (5, 9, [4]), "memory", (6, 700, every)]
     with pytest.raises(mmspec.UserError, match=r"^tokens must be"):
         mmspec.load("tiny-llava", drafter=None).warm_up(tokens=0)
-    with pytest.raises(mmspec.UserError, match=r"^warm_up must be"):
-        mmspec.load("tiny-llava", warm_up=-1)

@@ -28,7 +28,7 @@ from mmspec.sampling.sampler import Matcher
 from mmspec.sampling.syntax import FORMATS, KINDS, LIMITS, CheckedText, GrammarTrial, shortened
 from mmspec.workers import Cancellation
 from tests.testkit.served import eventually
-from tests.tiny import byte_model, byte_tokenizer
+from tests.tiny import byte_ids, byte_model, byte_tokenizer
 
 EOS, VOCAB = 2, 259
 ONE, TWO = ("red", "reddish", "green"), ("", "s", "sh")
@@ -47,12 +47,8 @@ LANGUAGES = {
 LANGUAGES["lark"] = (*LANGUAGES["lark"][:2], {f"x{'(' * n}{a}{')' * n}y" for n in range(13) for a in ("1", "12")})
 
 
-def ids_of(text):
-    return byte_tokenizer()(text)["input_ids"]
-
-
 STATES = "[ab]*a[ab]{8}b[ab]{0,9}"
-MANY_STATES = ids_of("".join(random.Random(0).choices("ab", k=200)))
+MANY_STATES = byte_ids("".join(random.Random(0).choices("ab", k=200)))
 """A path on which its lexer needs a state for nearly every token."""
 
 
@@ -75,7 +71,7 @@ def allowed(matcher, path=(), vocab=VOCAB):
 @pytest.mark.parametrize("name", LANGUAGES)
 def test_masks_and_forced_tokens_are_those_of_the_language(name):
     kind, text, words = LANGUAGES[name]
-    grammar, spelt = compiled(kind, text), [tuple(ids_of(word)) for word in words]
+    grammar, spelt = compiled(kind, text), [tuple(byte_ids(word)) for word in words]
     paths = sorted({word[:n] for word in spelt for n in range(len(word) + 1) if n < 12})
     matcher, certain = Matcher(grammar, []), 0
     random.Random(0).shuffle(paths)  # jumps between branches, back and forth
@@ -107,7 +103,7 @@ def test_the_stack_size_of_other_threads_stays(size):
 def test_the_matcher_follows_emitted_tokens_only():
     """Drafts that were walked and rejected leave no trace."""
     kind, text, _ = LANGUAGES["json"]
-    grammar, word = compiled(kind, text), ids_of('{"a": "x", "b": false}')
+    grammar, word = compiled(kind, text), byte_ids('{"a": "x", "b": false}')
     history, matcher = [5], Matcher(grammar, [5])
     for token in word:
         wrong = next((t for t in range(3, VOCAB) if t != token and matcher.allowed(history, (), VOCAB)[t]), None)
@@ -125,23 +121,23 @@ def test_an_eos_token_is_never_consumed():
     matcher = Matcher(compiled("regex", "a?"), [])
     with pytest.raises(UserError, match="forbids token 2 after 0 tokens of output"):
         matcher.allowed([], (EOS,), VOCAB)
-    assert allowed(matcher) == {EOS, *ids_of("a")}
+    assert allowed(matcher) == {EOS, *byte_ids("a")}
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_an_ordinary_token_as_eos_is_allowed_where_the_grammar_may_end_only(first):
     """It ends the answer: no word contains it. It may be the lowest EOS token, which llguidance knows, or not."""
-    (letter,) = ids_of("b")
+    (letter,) = byte_ids("b")
     eos = (letter,) if first else (EOS, letter)
     matcher = Matcher(compiled("regex", "a[a-c]{0,2}x?", eos=eos), [])
     for word, follow in {"": "a", "a": "acx", "aa": "acx", "acc": "x", "acx": "", "accx": ""}.items():
-        assert allowed(matcher, ids_of(word)) == {*ids_of(follow), *(eos if word else ())}, word
+        assert allowed(matcher, byte_ids(word)) == {*byte_ids(follow), *(eos if word else ())}, word
     matcher = Matcher(compiled("regex", "a[a-c]{2}x", eos=eos), [])
-    assert allowed(matcher, ids_of("ac")) == set(ids_of("ac"))
-    assert forced("regex", "abc", eos=eos) == ids_of("a")
+    assert allowed(matcher, byte_ids("ac")) == set(byte_ids("ac"))
+    assert forced("regex", "abc", eos=eos) == byte_ids("a")
     matcher = Matcher(compiled("regex", "a(b|bc)", eos=eos), [])
     with pytest.raises(UserError, match=r"^the regex needs an EOS token, which .*, after 1 tokens of output$"):
-        allowed(matcher, ids_of("a"))
+        allowed(matcher, byte_ids("a"))
     with pytest.raises(UserError, match=r"^the regex needs an EOS token, .* after 0 tokens of output$"):
         compiled("regex", "b", eos=eos)
 
@@ -201,15 +197,15 @@ def test_known_formats_hold(name):
 
 def spells(schema, text):
     """Whether the masks of a schema allow a text, and its end."""
-    matcher, path = Matcher(compiled("json_schema", schema), []), (*ids_of(text), EOS)
+    matcher, path = Matcher(compiled("json_schema", schema), []), (*byte_ids(text), EOS)
     return all(matcher.allowed([], path[:n], VOCAB)[path[n]] for n in range(len(path)))
 
 
 def test_layout():
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"const": 1}, "minItems": 2}}}
     schema |= {"required": ["a"], "additionalProperties": False}
-    assert forced("json_schema", schema) == ids_of('{"a": [1, 1')
-    assert forced("json_schema", schema | {"x-guidance": {"whitespace_flexible": True}}) == ids_of("{")
+    assert forced("json_schema", schema) == byte_ids('{"a": [1, 1')
+    assert forced("json_schema", schema | {"x-guidance": {"whitespace_flexible": True}}) == byte_ids("{")
 
 
 # ---------------------------------------------------------------------- mistakes
@@ -288,7 +284,7 @@ def test_added_tokens_that_are_not_special_are_text():
     """Such as Qwen's ``<tool_call>``: a grammar's text is this token, or its bytes. Special tokens are not text."""
     tokenizer = copy.deepcopy(byte_tokenizer())
     tokenizer.add_tokens([AddedToken("<call>", normalized=False), AddedToken("<eat>", normalized=False, special=True)])
-    call, (less, c, e, a, x) = VOCAB, ids_of("<ceax")
+    call, (less, c, e, a, x) = VOCAB, byte_ids("<ceax")
     matcher = Matcher(compiled("regex", "(<call>|<eat>)a?", tokenizer), [])
     for path, after in (((), {less, call}), ((less,), {c, e}), ((call,), {a, EOS}), ((call, a), {EOS})):
         assert allowed(matcher, path, VOCAB + 2) == after
@@ -369,7 +365,7 @@ def test_a_grammar_that_compiles_slowly_is_not_compiled_in_a_step(monkeypatch):
 def test_long_chains_of_rules_do_not_overflow_the_stack():
     """On a stack of 8 MiB, 4,000 rules end the process."""
     chain = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(9000)) + 'r9000: "a"\n'
-    assert forced("grammar", chain) == ids_of("a")
+    assert forced("grammar", chain) == byte_ids("a")
 
 
 def test_a_limit_reached_within_an_output(monkeypatch):
@@ -411,15 +407,15 @@ def test_a_limit_depends_on_the_tokens_alone(monkeypatch):
     monkeypatch.setitem(LIMITS, "max_lexer_states", 60)
     grammar = compiled("regex", STATES)
     first, used, other = grammar._first, Matcher(grammar, []), Matcher(grammar, [])
-    other.at([], ids_of("abbabaab"))
+    other.at([], byte_ids("abbabaab"))
     for letters in itertools.product("ab", repeat=7):
-        assert allowed(used, ids_of("".join(letters))) == set(ids_of("ab"))
+        assert allowed(used, byte_ids("".join(letters))) == set(byte_ids("ab"))
     assert grammar._first is not first  # it was compiled again
     for matcher in (used, Matcher(compiled("regex", STATES), [])):
         with pytest.raises(UserError, match=r"too complex after \d+ tokens of output: lexer error: too"):
             allowed(matcher, MANY_STATES)
-        assert allowed(matcher, ids_of("ab")) == set(ids_of("ab"))
-    assert other.at([], ids_of("abbabaab")).tokens == ids_of("abbabaab")
+        assert allowed(matcher, byte_ids("ab")) == set(byte_ids("ab"))
+    assert other.at([], byte_ids("abbabaab")).tokens == byte_ids("abbabaab")
 
 
 # ---------------------------------------------------------------------- checks in worker processes

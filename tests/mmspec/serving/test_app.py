@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image
 from tokenizers import AddedToken
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig
 
 import mmspec
-from mmspec import Piece, Pipeline, UserError
+from mmspec import Piece, UserError
 from mmspec.engine.stats import Stats, TokenLogprob
 from mmspec.sampling.defaults import Defaults
 from mmspec.serving.formats import ChatFormat, TextFormat
@@ -19,8 +19,7 @@ from mmspec.serving.metrics import _PER_REQUEST
 from mmspec.serving.schemas import ChatCompletionRequest, CompletionRequest
 from mmspec.serving.settings import Limits
 from mmspec.targets.processor import Processor
-from mmspec.targets.transformers_target import TransformersTarget
-from tests.mmspec.targets.test_detokenizer import _TOKENIZERS, TOKENIZERS, _sentencepiece
+from tests.mmspec.targets.test_detokenizer import _TOKENIZERS, TOKENIZERS, _sentencepiece, pipeline_of
 from tests.testkit.served import CLIP, QUESTION, SCENE, TIMEOUT, data_uri, events, question, served, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,7 +28,7 @@ PROMPTS = ["A large red", "There is a", "Three"]
 SAMPLED = {"temperature": 1.5, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1}
 TEXT, TOKENS = "A large red", 6
 GREEDY = {"model": "tiny-llava", "temperature": 0, "max_tokens": 8}
-SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+USER = [{"role": "user", "content": "Hello."}]
 
 
 def png(folder, width, height):
@@ -139,7 +138,6 @@ def test_more_tokens_than_the_limit_are_cut(pipe):
 
 
 def test_a_follow_up_computes_its_own_tokens(pipe):
-    """Further choices of a prompt, and the next turn."""
     cached = mmspec.load("tiny-llava", drafter=None, device="cpu", dtype="float32", prefix_cache=1 << 26)
     with served(cached) as server:
         asked = question(QUESTION, data_uri(SCENE), max_tokens=12, n=2, temperature=0)
@@ -226,9 +224,6 @@ def figures(server):
             more = [part for part in labels.strip("}").split(",") if not part.startswith("model_name")]
             found["/".join([name, *(part.split('"')[1] for part in more)])] = float(value)
     return found
-
-
-USER = [{"role": "user", "content": "Hello."}]
 
 
 def test_media_are_limited(pipe, tmp_path):
@@ -376,9 +371,7 @@ def coder(one_thread):
     tokenizer = _sentencepiece("legacy")
     tokenizer.add_tokens([AddedToken(f"<|{name}|>", special=False) for name in ("fim_prefix", "fim_suffix")])
     tokenizer.add_tokens([AddedToken(f"<|{name}|>", special=False) for name in ("fim_middle", "file_sep")])
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=2, **SIZES)).eval()
-    with served(Pipeline(TransformersTarget(model), Processor(tokenizer), name="m")) as running:
+    with served(pipeline_of(tokenizer)) as running:
         yield running
 
 
@@ -460,9 +453,6 @@ def test_paths(server):
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-# ---------------------------------------------------------------------- characters of several tokens
-
-
 WORD = "naïve 👩‍🚀 日本"
 ASKED = {
     "model": "tiny-hybrid",
@@ -520,11 +510,10 @@ def test_echoes_of_sentencepiece(one_thread, stream):
     """Prompts and answers join as in the decoded whole: one blank before a word, none before the prompt."""
     tokenizer = _sentencepiece("legacy")
     tokenizer.backend_tokenizer.decoder = TOKENIZERS["llama"]().backend_tokenizer.decoder
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=2, **SIZES)).eval()
     word = tokenizer.convert_tokens_to_ids("▁the")
     prompts = [tokenizer("a b").input_ids, tokenizer("the", add_special_tokens=False).input_ids]
     body = {"model": "m", "echo": True, "temperature": 0, "max_tokens": 2, "logit_bias": {word: 100}, "stream": stream}
-    with served(Pipeline(TransformersTarget(model), Processor(tokenizer), name="m")) as running:
+    with served(pipeline_of(tokenizer)) as running:
         for prompt in ("a b", " the", "<s> b"):
             asked = {**body, "prompt": prompt, "parse_special": False}
             assert texts(running.post(asked, "completions")) == [f"{prompt} the the"]
@@ -552,7 +541,6 @@ def test_tokens_of_one_text():
 
 
 def test_chunks_of_reasoning_and_figures_of_two_choices():
-    """The prompt of the choices counts once."""
     asked = ChatCompletionRequest(messages=USER, n=2, stream=True, stream_options={"include_usage": True})
     form = ChatFormat("m", None, asked, ["", ""], "flash")
     first, second = (Stats(num_prompt_tokens=11, num_cached_tokens=cached, num_generated_tokens=3) for cached in (5, 6))

@@ -84,6 +84,13 @@ TABLE = {
         "previous_response_id": ([None], ["resp_x"]),
     },
 }
+WRITTEN = "http://127.0.0.1:8000"
+CLIENTS = ("curl", "openai", "langchain_openai")
+HARMLESS = {
+    **{"cache_prompt": False, "id_slot": 3, "slot_id": -1, "n_cache_reuse": 9, "speculative.n_max": 4},
+    **{"keep_alive": "5m", "ttl": 60, "draft_model": "x", "priority": 1, "request_id": "a", "rid": "b"},
+}
+NEUTRAL = {"typical_p": 1, "mirostat": 0, "repeat_penalty": 1.0, "use_beam_search": False, "stop_token_ids": []}
 
 
 @pytest.mark.parametrize(("path", "field"), [(path, field) for path, fields in TABLE.items() for field in fields])
@@ -97,13 +104,6 @@ def test_ranges_contain_those_of_openai(path, field, server):
         error = found.json()["error"]
         assert (found.status_code, error["type"]) == (400, "invalid_request_error"), (value, error)
         assert field in error["message"], (value, error)
-
-
-HARMLESS = {
-    **{"cache_prompt": False, "id_slot": 3, "slot_id": -1, "n_cache_reuse": 9, "speculative.n_max": 4},
-    **{"keep_alive": "5m", "ttl": 60, "draft_model": "x", "priority": 1, "request_id": "a", "rid": "b"},
-}
-NEUTRAL = {"typical_p": 1, "mirostat": 0, "repeat_penalty": 1.0, "use_beam_search": False, "stop_token_ids": []}
 
 
 def test_harmless_fields_of_other_engines_are_ignored_and_counted(server):
@@ -147,10 +147,6 @@ def test_the_only_name_of_a_model_may_be_left_out(tmp_path):
         assert httpx.post(f"{server.url}/tokenize", json={"prompt": "a"}).status_code == 200
         assert 'model_name="a"' in httpx.get(f"{server.url}/metrics").text
         assert "serve: a\n" in httpx.get(server.url).text
-
-
-WRITTEN = "http://127.0.0.1:8000"
-CLIENTS = ("curl", "openai", "langchain_openai")
 
 
 def documented():

@@ -34,6 +34,11 @@ from tests.testkit.served import (
 )
 
 pytestmark = pytest.mark.usefixtures("server", "one_thread")
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{"  # the body is incomplete
+ONE = Limits(max_running=1, max_waiting=0)
+PATTERN = {"type": "string", "pattern": "(?i)" + r"\p{Lu}\p{Ll}" * 7500}  # 3 s, 300 MiB
+WIDE = {"type": "object", "properties": {f"p{n:04}": {"type": "string"} for n in range(4000)}}
+CHECK = GrammarTrial.check
 
 
 @pytest.fixture
@@ -44,7 +49,6 @@ def narrow(pipe):
 
 
 def text_of(server, body):
-    """The answer to a request, of a stream its pieces together."""
     (text,) = texts(server.post(body))
     return text
 
@@ -155,10 +159,6 @@ def test_a_client_that_goes_away_during_its_request(server):
     assert server.idle
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{"  # the body is incomplete
-ONE = Limits(max_running=1, max_waiting=0)
-
-
 @contextmanager
 def connections(server, count, first=b""):
     """Open connections that send only these bytes."""
@@ -193,13 +193,6 @@ def test_requests_without_the_key_do_not_count(pipe):
     with served(pipe, ONE, api_key="secret") as server, connections(server, ONE.requests + 10, HEAD):
         headers = {"Authorization": "Bearer secret"}
         assert server.post(question(max_tokens=2), headers=headers).status_code == 200
-
-
-# ---------------------------------------------------------------------- grammars
-
-
-PATTERN = {"type": "string", "pattern": "(?i)" + r"\p{Lu}\p{Ll}" * 7500}  # 3 s, 300 MiB
-WIDE = {"type": "object", "properties": {f"p{n:04}": {"type": "string"} for n in range(4000)}}
 
 
 def constrained(schema, **fields):
@@ -268,9 +261,6 @@ def test_a_client_that_goes_away_ends_its_compilation(pipe, monkeypatch):
 def _patient(trial, *given, **options):
     trial.seconds = 10 * TIMEOUT
     return CHECK(trial, *given, **options)
-
-
-CHECK = GrammarTrial.check
 
 
 def test_results_are_kept(monkeypatch):

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.usefixtures("server", "one_thread")
 
 HOSTS = {"localhost", "127.0.0.1", "[::1]"}
 HERE = {"Host": "localhost:8000"}
+STREAM = [(b"Content-Type", b"text/event-stream; charset=utf-8")]
+JSON = [(b"content-type", b"application/json")]
 
 
 def status(headers, path, kind="http", **options):
@@ -85,10 +87,6 @@ def test_access(expected, headers):
 )
 def test_addresses_and_names_of_a_server(host, address, known):
     assert (server_url(host, 80), host_names(host)) == (address, known)
-
-
-STREAM = [(b"Content-Type", b"text/event-stream; charset=utf-8")]
-JSON = [(b"content-type", b"application/json")]
 
 
 def start(headers, status=200):

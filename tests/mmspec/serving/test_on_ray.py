@@ -53,7 +53,6 @@ def running(url):
 
 @contextmanager
 def stream(url, session=None, **fields):
-    """Lines of a long answer that has begun."""
     headers = KEY | ({"X-Session-Id": session} if session else {})
     body = question(stream=True, **{**LONG, **fields})
     with httpx.stream("POST", f"{url}/chat/completions", json=body, headers=headers, timeout=TIMEOUT) as response:
@@ -116,7 +115,6 @@ def processes(running, name=""):
 
 
 def sessions_by_replica(url):
-    """A session of each replica."""
     found = {}
     for session in map(str, range(20)):
         before = metrics(url, "request_success_total")

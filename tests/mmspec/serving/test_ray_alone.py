@@ -138,7 +138,6 @@ def test_a_missing_package_is_named(monkeypatch, capfd):
 
 
 def test_a_scrape_collects_the_metrics_of_all_replicas_that_answer(ray):
-    """Counters keep the labels of replica and drafter."""
     one, two = (Metrics("tiny", lambda: 0, lambda: 0, lambda: 1, ["a", "none"]) for _ in range(2))
     one.ended(Stats(num_spec_steps=3), "stop", "a")
     two.ended(Stats(num_spec_steps=5), "stop", "a")

@@ -23,7 +23,6 @@ DECOY = '<tool_call>\n{"name": "look", "arguments": {"a": "no"}}\n</tool_call> {
 
 @contextmanager
 def serving(pipe, mode, **options):
-    """A server with a client."""
     with (
         served(pipe, names=["tiny"], chat_template_kwargs={"mode": mode}, **options) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
@@ -56,7 +55,6 @@ def both(client, **fields):
 
 
 def said(spelling, mode, reasoning, answer):
-    """Tokens of an output."""
     start, end = MARKERS[spelling]
     begun = {"begun": "", "open": f"{start}\n"}.get(mode)
     return ids_of(spelling, answer if begun is None else f"{begun}{reasoning}\n{end}\n\n{answer}")
@@ -186,9 +184,6 @@ def test_none_takes_reasoning_for_the_answer():
     with serving(pipeline("added"), "begun", reasoning_parser="none") as (_, client):
         choice = both(client)
     assert (choice.message.content, choice.tokens) == ("Hm.\n</think>\n\nUlm", 0)
-
-
-# ---------------------------------------------------------------------- responses
 
 
 def responded(client, **fields):

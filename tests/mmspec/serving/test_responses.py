@@ -84,7 +84,6 @@ def test_parsed_text(client):
 
 
 def test_calls(server, client):
-    """A call, its result, and the answer, as one conversation in chat completions."""
     tool = openai.pydantic_function_tool(Weather)
     asked = {**GREEDY, "max_output_tokens": 100, "input": "Where is rain?", "tools": [tool]}
     first = client.responses.parse(**asked, tool_choice="required", parallel_tool_calls=False)

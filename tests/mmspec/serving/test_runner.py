@@ -25,10 +25,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 MESSAGE = "a request must end within 5 s (--request-timeout): this one had not"
+LIMITS = Limits(max_body=1)
+MOST = 1 << 20
+_LONG = "x" * 100
+_CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
 
 
 def test_a_time_of_the_answer(server, slow):
-    """It is shorter, and is the beginning of the whole one."""
     body = question(**{**LONG, "max_tokens": 60})
     whole = server.post(body).json()["choices"][0]["message"]["content"]
     slow(0.05)
@@ -40,14 +43,12 @@ def test_a_time_of_the_answer(server, slow):
 
 @pytest.fixture
 def brief(pipe, slow):
-    """A server whose answers take longer than a request may."""
     slow(0.05)
     with served(pipe, Limits(max_running=1, request_timeout=5)) as running:
         yield running
 
 
 def test_requests_that_run_and_wait(brief):
-    """A stream that has begun ends with the error, others have its status; nothing is left of them."""
     with ThreadPoolExecutor(2) as threads:
         stream = threads.submit(brief.post, question(stream=True, **LONG))
         assert eventually(lambda: brief.app.state.slots.running == 1)
@@ -125,10 +126,6 @@ def test_slots_are_given_in_order(events, order, refused):
     assert denied == [(name, 429, "rate_limit_exceeded", {"Retry-After": "1"}) for name in refused]
 
 
-LIMITS = Limits(max_body=1)
-MOST = 1 << 20
-
-
 def read(pieces, length):
     """Read a request's body as the endpoints do."""
 
@@ -176,10 +173,6 @@ def test_a_stream_that_ends_early_closes_its_events(error, raised):
         return stream.headers["cache-control"], seen.copy()
 
     assert asyncio.run(scenario()) == ("no-cache", ["closed"])
-
-
-_LONG = "x" * 100
-_CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,11 @@ from mmspec.serving.schemas import ChatCompletionRequest, CompletionRequest, con
 MODEL = {"model": "m"}
 CHAT = {**MODEL, "messages": [{"role": "user", "content": "a"}]}
 FORMAT = {"type": "json_schema", "json_schema": {"schema": {}}}
+BODIES = {
+    ChatCompletionRequest: {"model": "m", "messages": [{"role": "user", "content": "a"}]},
+    CompletionRequest: {"model": "m", "prompt": "a"},
+    responses.ResponsesRequest: {"model": "m", "input": "a"},
+}
 
 
 def content(part):
@@ -82,30 +87,27 @@ CASES = [
 ]
 """Fields of a request, and the message, which begins with the path of the invalid field or ``the body``."""
 
+PROMPT = "prompt must be a text, token ids, or a list of 1 to 1024 of them: got "
+COMPLETIONS = [
+    ({"prompt": []}, PROMPT + "[]"),
+    ({"prompt": [1, "a"]}, PROMPT + "[1, 'a']"),
+    ({"prompt": ["a"] * 1025}, PROMPT + shown(["a"] * 1025)),
+    (
+        {"prompt": "a", "echo": True, "logprobs": 1},
+        "the body: echo does not go with logprobs, which are those of the output's tokens",
+    ),
+    ({"prompt": "a", "logprobs": 21}, "logprobs must be <= 20: got 21"),
+]
 
-@pytest.mark.parametrize(("fields", "message"), CASES)
+
+@pytest.mark.parametrize(("fields", "message"), [*CASES, *COMPLETIONS])
 def test_messages(fields, message):
+    kind, valid = (CompletionRequest, MODEL) if "prompt" in fields else (ChatCompletionRequest, CHAT)
     with pytest.raises(APIError) as caught:
-        parse(ChatCompletionRequest, json.dumps({**CHAT, **fields}).encode())
+        parse(kind, json.dumps({**valid, **fields}).encode())
     param = None if message.startswith("the body") else message.split()[0].rstrip(":")
     assert (caught.value.message, caught.value.param) == (message, param)
     assert not re.search("(?i)input|valid |dictionary|integer|instance|value error", message)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"prompt": []}, "prompt must be a text, token ids, or a list of 1 to 1024 of them: got []"),
-        ({"prompt": [1, "a"]}, "prompt must be a text, token ids, or a list of 1 to 1024 of them: got [1, 'a']"),
-        ({"prompt": ["a"] * 1025}, "prompt must be a text, token ids, or a list of 1 to 1024 of them: got list ["),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, "the body: echo does not go with logprobs"),
-        ({"prompt": "a", "logprobs": 21}, "logprobs must be <= 20: got 21"),
-    ],
-)
-def test_completions(fields, message):
-    with pytest.raises(APIError) as caught:
-        parse(CompletionRequest, json.dumps({**MODEL, **fields}).encode())
-    assert caught.value.message.startswith(message)
 
 
 def test_values_at_their_limits():
@@ -171,13 +173,6 @@ def test_every_published_field_has_a_decision(ours, theirs):
     names = {field.alias or name for name, field in ours.model_fields.items()}
     moved = {"refusal"} if ours is schemas.ChatMessage else set()  # to an assistant's content
     assert published <= names | {*ours.ignored, *ours.neutral, *ours.refused} | moved
-
-
-BODIES = {
-    ChatCompletionRequest: {"model": "m", "messages": [{"role": "user", "content": "a"}]},
-    CompletionRequest: {"model": "m", "prompt": "a"},
-    responses.ResponsesRequest: {"model": "m", "input": "a"},
-}
 
 
 @pytest.mark.parametrize("kind", BODIES)

@@ -21,6 +21,10 @@ from tests.testkit.served import SCENE, data_uri, events, eventually, question, 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LIMITS = Limits(max_running=2, max_tokens=16)
+NAMES = ["flash", "recycle@chain", "none"]
+LOADING = {"model": "tiny-llava", "drafter": "flash", "device": "cpu", "dtype": "float32"}
+LOADING |= {"trust_remote_code": False, "generation_config": "auto"}
+PROMPTS = ["Describe the image.", "one two one two one two one", "What is in a picture?"]
 
 
 def settings(model, adapt=None):
@@ -53,7 +57,6 @@ def test_answers_are_equal_and_the_table_is_kept(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # which peft asks for
 def test_adapters_are_models(tmp_path):
-    """Clients of several of them at once get what each gets alone."""
     pytest.importorskip("peft")
     from tests.mmspec.targets.test_lora import saved
 
@@ -85,12 +88,6 @@ def test_adapters_are_models(tmp_path):
     assert "expected 'tiny-llava' or 'one' or 'two', got 'three'" in unknown.text
 
 
-NAMES = ["flash", "recycle@chain", "none"]
-LOADING = {"model": "tiny-llava", "drafter": "flash", "device": "cpu", "dtype": "float32"}
-LOADING |= {"trust_remote_code": False, "generation_config": "auto"}
-PROMPTS = ["Describe the image.", "one two one two one two one", "What is in a picture?"]
-
-
 @pytest.fixture(scope="module")
 def pipes():
     return ServerSettings(LOADING, Limits(max_draft_tokens=20), {}, prefix_cache=64, others=NAMES[1:]).pipelines()
@@ -114,7 +111,6 @@ def answer(response):
 
 
 def test_answers_are_those_of_plain_decoding(running, pipes):
-    """One by one and all at once, with a shared prefix cache; the counters of each drafter add up."""
     assert list(pipes) == NAMES
     assert len({pipe.engine for pipe in pipes.values()}) == 1
     before, choices = figures(running), [True, False, *NAMES, None]

@@ -105,7 +105,6 @@ def test_sigterm_under_load(tmp_path):
 
 
 def test_while_the_model_loads():
-    """Requests are refused, the process is alive; the same socket serves afterwards."""
     with listen("127.0.0.1", 0) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         with loading(listening):

@@ -29,6 +29,10 @@ TEMPLATES = {
     "no tools": ("{{ messages }}", GENERIC),
     "no template": (None, GENERIC),
 }
+TRICKY = json.dumps({"a": 'x </tool_call> <tool_call> {"name": "b"} ] } \\" [TOOL_CALLS] \n', "b": [{"c": {}}]})
+SMALL = '{"n": 3}'
+BACKSLASH = json.dumps({"path": "C:\\", "quoted": '\\"', "last": "}\\"})
+"""Arguments that end in a backslash before their quote."""
 
 
 def processor(template):
@@ -58,7 +62,6 @@ TOOLS = [{"name": "heat", "parameters": SCHEMA}, {"name": "stop"}]
 
 
 def accepts(grammar, text):
-    """Whether a grammar accepts a text as a whole."""
     check_grammar("grammar", grammar)
     tokenizer = LLTokenizer("byte")
     matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0)
@@ -155,12 +158,6 @@ def test_prompts_without_a_template_for_tools():
     assert prompted(turns(str), [])[0]["content"] == "Be brief."
     (pictured,) = prompted([{"role": "user", "content": [{"type": "image"}]}], TOOLS)
     assert [item["type"] for item in pictured["content"]] == ["text", "text", "image"]
-
-
-TRICKY = json.dumps({"a": 'x </tool_call> <tool_call> {"name": "b"} ] } \\" [TOOL_CALLS] \n', "b": [{"c": {}}]})
-SMALL = '{"n": 3}'
-BACKSLASH = json.dumps({"path": "C:\\", "quoted": '\\"', "last": "}\\"})
-"""Arguments that end in a backslash before their quote."""
 
 
 def call(name, arguments, key="arguments"):

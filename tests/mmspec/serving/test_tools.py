@@ -107,7 +107,6 @@ def asked(**fields):
 
 
 def called(choice):
-    """Names and arguments of a choice's calls."""
     return [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or ()]
 
 
@@ -125,7 +124,6 @@ def both(client, **fields):
 
 
 def test_calls_of_the_models_choice(client):
-    """Parallel calls after text, with markers inside of a string."""
     calls = [("weather", FIRST), ("clock", {})]
     scripted("Let me see.\n" + written(*calls))
     choice = both(client)
@@ -143,7 +141,6 @@ def test_calls_of_the_models_choice(client):
 
 @pytest.mark.parametrize("marked", [True, False])
 def test_arguments_are_constrained_once_a_call_has_begun(client, marked):
-    """The model wants days beyond the limit."""
     wrong = {"town": "Ulm", "days": 44}
     scripted(written(("weather", wrong)) if marked else json.dumps({"name": "weather", "arguments": wrong}, indent=2))
     ((name, arguments),) = called(both(client, logit_bias={str(END): 50}))
@@ -153,7 +150,6 @@ def test_arguments_are_constrained_once_a_call_has_begun(client, marked):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "clock"}}], ids=str)
 def test_calls_that_are_required(client, choice):
-    """The model wants to say something else."""
     scripted("No.")
     found = both(client, tool_choice=choice, logit_bias={str(END): 100})
     assert (found.message.content, found.finish_reason) == (None, "tool_calls")
@@ -167,7 +163,6 @@ def test_calls_that_are_required(client, choice):
 
 @pytest.mark.parametrize("parallel", [None, False])
 def test_a_named_tool_is_called_once(client, parallel):
-    """The model wants to call it twice, and another tool."""
     calls = [("weather", FIRST), ("weather", SECOND), ("clock", {})]
     scripted(written(*calls))
     more = {} if parallel is None else {"parallel_tool_calls": parallel}
@@ -192,7 +187,6 @@ def test_calls_without_a_marker(client):
 
 
 def test_a_conversation_goes_on(client):
-    """Results of calls, as clients send them back."""
     scripted(written(("weather", FIRST)))
     message = both(client).message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}

@@ -12,19 +12,12 @@ from mmspec import UserError, ops
 from mmspec.cache.tree_cache import SlotBounds, TreeCache
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
-from mmspec.targets.attention import (
-    NAME,
-    PASS,
-    TreePass,
-    slot_limit,
-    tail_mask,
-    tree_attention,
-    tree_mask,
-    window_of,
-)
+from mmspec.targets.attention import NAME, PASS, TreePass, slot_limit, tail_mask, tree_attention, tree_mask, window_of
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.targets import prefilled
 from tests.tiny import shared_model
+
+KINDS = ["full_attention", "sliding_attention"]
 
 
 def by_the_formula(q, k, v, allowed, scale):
@@ -80,7 +73,6 @@ def attention_of(model):
 
 @pytest.mark.parametrize("name", ["qwen2", "llava"])
 def test_passes_run_it_and_the_model_keeps_its_own(name, monkeypatch):
-    """Also a pass that fails."""
     model, run = shared_model(name), []
     before, target, prompt = attention_of(model), TransformersTarget(model), Prompt(torch.tensor([[5, 6, 7]]))
     assert set(before.values()) == {"sdpa"}
@@ -106,9 +98,6 @@ def test_passes_run_it_and_the_model_keeps_its_own(name, monkeypatch):
         prefilled(target, prompt, 8)
     assert attention_of(model) == before
     assert not model.get_decoder()._forward_hooks
-
-
-KINDS = ["full_attention", "sliding_attention"]
 
 
 def config(window=None, kinds=None, attention="sdpa"):
@@ -206,7 +195,6 @@ def test_roots_without_depth_stand_at_the_end():
 
 
 def test_no_mask_where_none_is_needed():
-    """One node that follows everything; or no layer with attention. Two nodes, padding or earlier nodes need one."""
     one, zero = torch.ones(2, 1, 1, dtype=torch.bool), torch.zeros(2, 1, dtype=torch.long)
     two, after = torch.ones(2, 2, 2, dtype=torch.bool).tril(), torch.ones(2, 1, 2, dtype=torch.bool)
     without = TreeCache(2, attending=[])

@@ -1,7 +1,5 @@
 """Checkpoints: exact weights, code that a folder brings along, hub ids without a network, and dispatched models."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -24,7 +22,7 @@ from mmspec.drafters.small import Small
 from mmspec.targets.checkpoints import from_pretrained, is_on_hub
 from mmspec.targets.support import computing_devices, input_device, is_split
 from tests.model_folders import save_llava, save_text_model
-from tests.split_models import PROMPTS, answers, save_head, save_model
+from tests.split_models import PROMPTS, answers
 
 
 @pytest.fixture
@@ -223,8 +221,6 @@ def test_a_cached_model_loads_without_a_network(attempts: list[Any], tmp_path: P
     assert pipe.generate("A", max_new_tokens=5).token_ids == expected.token_ids
 
 
-# ---------------------------------------------------------------------- dispatched models
-
 PARTS = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", *(f"model.layers.{i}" for i in range(4)))
 MAPS = {
     "layers": {part: "disk" if part in ("model.layers.1", "model.layers.3") else "cpu" for part in PARTS},
@@ -233,43 +229,33 @@ MAPS = {
 }
 
 
-@pytest.fixture(scope="module")
-def dispatched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def trained_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_head(tmp_path_factory.mktemp("head"))
-
-
 @pytest.mark.parametrize("name", MAPS)
-def test_a_dispatched_model_gives_the_same_tokens(name: str, dispatched: Path, trained_head: Path) -> None:
-    for drafter in ("recycle", str(trained_head)):
-        plain = mmspec.load(dispatched, drafter, "cpu", "float32")
-        pipe = mmspec.load(dispatched, drafter, dtype="float32", device_map=MAPS[name])
+def test_a_dispatched_model_gives_the_same_tokens(name: str, split_model: Path, split_head: Path) -> None:
+    for drafter in ("recycle", str(split_head)):
+        plain = mmspec.load(split_model, drafter, "cpu", "float32")
+        pipe = mmspec.load(split_model, drafter, dtype="float32", device_map=MAPS[name])
         assert is_split(pipe.model)
         assert any(weight.is_meta for weight in pipe.model.parameters()), "nothing was offloaded"
         assert answers(pipe) == answers(plain)
 
 
-def test_a_dispatched_model_object_gives_the_tokens_of_generate(dispatched: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(dispatched, device_map=MAPS["layers"])
-    words = mmspec.load(dispatched, None, "cpu", "float32").hf_processor
+def test_a_dispatched_model_object_gives_the_tokens_of_generate(split_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(split_model, device_map=MAPS["layers"])
+    words = mmspec.load(split_model, None, "cpu", "float32").hf_processor
     pipe = mmspec.load(model, "recycle", processor=words)
     ids = words(PROMPTS[0], return_tensors="pt").input_ids
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
     assert pipe.generate(PROMPTS[0], max_new_tokens=12, num_draft_tokens=7).token_ids == expected.tolist()
 
 
-def test_auto_on_one_device_leaves_the_model_whole(dispatched: Path) -> None:
-    pipe = mmspec.load(dispatched, None, dtype="float32", device_map="auto")
+def test_auto_on_one_device_leaves_the_model_whole(split_model: Path) -> None:
+    pipe = mmspec.load(split_model, None, dtype="float32", device_map="auto")
     assert not is_split(pipe.model)
     assert computing_devices(pipe.model) == {str(input_device(pipe.model))}
 
 
-def test_where_a_dispatched_model_computes(dispatched: Path) -> None:
-    model = mmspec.load(dispatched, None, device_map=MAPS["all"]).model
+def test_where_a_dispatched_model_computes(split_model: Path) -> None:
+    model = mmspec.load(split_model, None, device_map=MAPS["all"]).model
     assert model.device.type == "meta"
     assert input_device(model) == torch.device("cpu")
     assert computing_devices(model) == {"cpu"}
@@ -285,6 +271,6 @@ def test_where_a_dispatched_model_computes(dispatched: Path) -> None:
         ({"tp_plan": "auto"}, "over the ranks of a job: .*, got 1 rank"),
     ],
 )
-def test_refusals(dispatched: Path, options: dict[str, str], message: str) -> None:
+def test_refusals(split_model: Path, options: dict[str, str], message: str) -> None:
     with pytest.raises(mmspec.UserError, match=message):
-        mmspec.load(dispatched, None, **options)
+        mmspec.load(split_model, None, **options)

@@ -4,8 +4,6 @@ messages and typed special tokens in every kind of template; and the bytes of to
 References decode whole sequences, with and without the answer, or encode with tokenizers that do not know the tokens.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -14,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizer, PreTrainedTokenizerFast
 
@@ -32,6 +31,20 @@ WORDS = ["a", "b", "▁", "▁▁", "▁a", "ab", "▁ab", "é", UNKNOWN, ".", "
 BYTES = [f"<0x{byte:02X}>" for byte in (0x20, 0x41, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x99, 0x82, 0xFF)]
 CLEANED = ["it", "▁it", "▁'", "'", "▁", "s", "▁s", "n", "▁n", "t", "'t", "▁.", "▁n't", "ve", "▁'ve"]
 PIECES = ["a", "b", "##a", "##b", "[UNK]", ".", "'", "n't"]
+_TURNS = "{% for m in messages %}{{ m['role'] }}</s>GAP{{ m['content'] }}{% endfor %}"
+_TEMPLATE = _TURNS + "{% if add_generation_prompt %}assistant</s>{% endif %}"
+TEXT = "the naïve 👩‍🚀 日本  a\nb"
+_FAMILIES = {
+    "qwen": ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],
+    "starcoder": ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<fim_pad>", "<reponame>"],
+    "codellama": ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"],
+}
+JOINS_ANSWERS = (
+    "{% for m in messages %}{% if m.role == 'user' %}{% for part in m.content %}{{ part.text }}{% endfor %}"
+    "{% else %}{{ '[' + m.content + ']' }}{% endif %}{% endfor %}"
+)
+JOINS_ALL = "{% for m in messages %}{{ '[' + m.content + ']' }}{% endfor %}"
+REFUSES = "{% for m in messages %}{{ m.content[0].text }}{% endfor %}{{ raise_exception('roles') }}"
 
 
 def fast(decoder: Any, pieces: Sequence[str], **options: Any) -> PreTrainedTokenizerFast:
@@ -49,10 +62,7 @@ class InPython(PreTrainedTokenizer):
     """A tokenizer in Python: blanks are stripped, or words have marks of subword-nmt where they go on."""
 
     def __init__(self, kind: str) -> None:
-        self._names = {
-            "stripped": ["a", "▁b", "▁", "▁▁", "c"],
-            "continued": ["a@@", "b@@", "c", "d"],
-        }[kind]
+        self._names = {"stripped": ["a", "▁b", "▁", "▁▁", "c"], "continued": ["a@@", "b@@", "c", "d"]}[kind]
         self._kind = kind
         super().__init__(bos_token=SPECIAL)
 
@@ -138,7 +148,6 @@ def reference(tokenizer: Any, context: Sequence[int], ids: Sequence[int], specia
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_texts_are_those_of_whole_sequences(name: str, special: bool) -> None:
-    """Of random tokens, invalid UTF-8 included, whatever belongs to the prompt, in any pieces."""
     tokenizer, draw = TOKENIZERS[name](), random.Random(name)
     vocabulary, known = Vocabulary(tokenizer), sorted(tokenizer.get_vocab().values())
     hidden, texts = frozenset() if special else None, set()
@@ -174,10 +183,6 @@ def test_a_texts_cost_does_not_depend_on_its_length(name: str, monkeypatch: pyte
     assert longest < 100
 
 
-_TURNS = "{% for m in messages %}{{ m['role'] }}</s>GAP{{ m['content'] }}{% endfor %}"
-_TEMPLATE = _TURNS + "{% if add_generation_prompt %}assistant</s>{% endif %}"
-
-
 @pytest.mark.parametrize(
     ("gap", "keywords", "expected"),
     [
@@ -197,9 +202,7 @@ def test_the_first_words_blank(decoder: str, gap: str | None, keywords: dict[str
     tokenizer = _sentencepiece("legacy")
     tokenizer.backend_tokenizer.decoder = TOKENIZERS[decoder]().backend_tokenizer.decoder
     tokenizer.chat_template = None if gap is None else _TEMPLATE.replace("GAP", gap)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=2, **sizes)).eval()
-    pipe = Pipeline(TransformersTarget(model), Processor(tokenizer))
+    pipe = pipeline_of(tokenizer)
     start = {name: text for name, text in keywords.items() if name == "answer_start"}
     (prompt,) = pipe.encode([{"prompt": "Hi"}], **start).input_ids.tolist()
     said = tokenizer.convert_tokens_to_ids(["▁the", "▁a"])
@@ -216,8 +219,6 @@ def test_the_first_words_blank(decoder: str, gap: str | None, keywords: dict[str
     if expected.endswith("the a"):
         assert offsets == [0, len(expected) - 2, len(expected)]
 
-
-# ---------------------------------------------------------------------- typed special tokens, templates and bytes
 
 _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}"
@@ -257,6 +258,14 @@ def _sentencepiece(scheme):
     made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     made.add_tokens([AddedToken("<tool>", special=False)])
     return made
+
+
+def pipeline_of(tokenizer):
+    """Of a random model of the tokenizer's tokens."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=2, **sizes)).eval()
+    return Pipeline(TransformersTarget(model), Processor(tokenizer), name="m")
 
 
 def chatml():
@@ -333,13 +342,6 @@ def test_special_tokens_of_raw_prompts_are_parsed(tokenizer):
                 assert _ids(tokenizer, asked).count(tokenizer.convert_tokens_to_ids(special)) == _ids(
                     tokenizer, "a"
                 ).count(tokenizer.convert_tokens_to_ids(special))
-
-
-_FAMILIES = {
-    "qwen": ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],
-    "starcoder": ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<fim_pad>", "<reponame>"],
-    "codellama": ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"],
-}
 
 
 @pytest.mark.parametrize("family", _FAMILIES)
@@ -436,9 +438,6 @@ def test_tokenizers_that_make_special_tokens_of_text_are_refused():
         _ids(tokenizer, "a [END] a")
 
 
-TEXT = "the naïve 👩‍🚀 日本  a\nb"
-
-
 def test_the_bytes_of_tokens_spell_their_text(tokenizer):
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     spelt = [Processor(tokenizer).token_bytes(token) for token in ids]
@@ -507,14 +506,6 @@ def test_arguments_are_objects_where_a_template_takes_them_and_otherwise_the_tex
         assert render(plain, marks, messages).replace("\ue0a1", "") == plain.apply_chat_template(
             messages, tokenize=False
         )
-
-
-JOINS_ANSWERS = (
-    "{% for m in messages %}{% if m.role == 'user' %}{% for part in m.content %}{{ part.text }}{% endfor %}"
-    "{% else %}{{ '[' + m.content + ']' }}{% endif %}{% endfor %}"
-)
-JOINS_ALL = "{% for m in messages %}{{ '[' + m.content + ']' }}{% endfor %}"
-REFUSES = "{% for m in messages %}{{ m.content[0].text }}{% endfor %}{{ raise_exception('roles') }}"
 
 
 @pytest.mark.parametrize("parts", [False, True])

@@ -1,7 +1,5 @@
 """LoRA adapters, chosen by request: tokens of transformers' ``generate`` with peft's wrapper of a separate model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -31,14 +29,10 @@ pytestmark = [
 ]
 
 PROMPTS = ("Describe the image.", "Count the circles, then the squares.", "What is left of the red square?")
-LAYERS = {
-    "tiny-llava": ["q_proj", "v_proj", "down_proj"],
-    "tiny-hybrid": ["in_proj", "o_proj", "gate_proj"],
-}
+LAYERS = {"tiny-llava": ["q_proj", "v_proj", "down_proj"], "tiny-hybrid": ["in_proj", "o_proj", "gate_proj"]}
 
 
 def saved(folder: Path, name: str, seed: int, **config: object) -> Path:
-    """A random adapter of an embedded model."""
     model = mmspec.load(name, drafter=None).model
     torch.manual_seed(seed)
     options = {"r": 4, "lora_alpha": 16, "target_modules": LAYERS[name], "init_lora_weights": False, **config}
@@ -70,7 +64,6 @@ def generated(pipe: mmspec.Pipeline) -> list[list[int]]:
 
 
 def test_adapters_are_chosen_by_request(loaded) -> None:
-    """Requests in turn and together, with cached prefixes."""
     pipe, expected = loaded
     assert len({str(tokens) for tokens in expected.values()}) == 3
     for names in ((None, "one", "two", "one", None), ("two", "two", None)):
@@ -266,7 +259,6 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[str], str | None], dict[str, 
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_an_adapter_is_loaded_whole_or_refused(key: str, tmp_path: Path) -> None:
-    """In one line that names the fields or tensors."""
     options, change, fields, named = REFUSED[key]
     folder = changed(trained(tmp_path / "x", "qwen2", **options), change, **fields)
     with pytest.raises(UserError) as error:

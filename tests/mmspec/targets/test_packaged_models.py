@@ -1,8 +1,6 @@
 """Real models that packages carry, in the formats of their files: SmolLM2 with the drafter that travels for it, and
 Gemma 3 with 270M parameters."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 from importlib.util import find_spec

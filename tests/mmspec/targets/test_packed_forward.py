@@ -1,7 +1,5 @@
 """Decoder layers with merged operations, in one call or in few launches, equal the model's own layers."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from itertools import product
@@ -10,19 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    Gemma2Config,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -32,43 +19,37 @@ from mmspec.core.target import Prompt, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
-from mmspec.ops import cpu, kernels
+from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from mmspec.quantisation.linear import HalfLinear
 from mmspec.targets import packing, recognise, static_forward
-from mmspec.targets.packing import (
-    KINDS,
-    QUANTISED,
-    MergedLayer,
-    merge_layers,
-    norm_of,
-    pack_model,
-    packed,
-    weights_kind,
-)
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.targets import CACHE, prefilled
 from tests.tiny import random_tree, shared_model
-from tests.tiny.configs import _shrink
 
 VOCAB = 120
 SIZES = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, head_dim=32, max_position_embeddings=128)
 
 GEMMA3 = partial(
-    Gemma3TextConfig,
+    transformers.Gemma3TextConfig,
     layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     sliding_window=8,
     query_pre_attn_scalar=12,
 )
 """Windows that tests exceed, two sets of rotary frequencies, and a scale that is not that of the head's size."""
 
+NO_ROTATION = partial(transformers.SmolLM3Config, no_rope_layer_interval=2, pad_token_id=0)  # in every second layer
+ROWS = [127, 128, 129, 255, 256, 257]  # the kernels compute 128 rows at a time
+FUSED = ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma3", "llava", "qwen2_vl", "qwen3_vl"]
+"""One of each kind: windows, biases, norms of heads and of outputs, positions with several axes."""
+
 
 def model_of(config_class: Any, **changes: Any) -> Any:
     """A random model whose norms and biases differ from their defaults."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_class(**{**SIZES, **changes})).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config_class(**{**SIZES, **changes})).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -82,8 +63,14 @@ def layer_by_layer(model: Any) -> Any:
     return model
 
 
-FAMILIES = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GEMMA3]
-PACKED = ["bfloat16", *QUANTISED]
+FAMILIES = [
+    transformers.LlamaConfig,
+    transformers.MistralConfig,
+    transformers.Qwen2Config,
+    transformers.Qwen3Config,
+    GEMMA3,
+]
+PACKED = ["bfloat16", *packing.QUANTISED]
 kinds = pytest.mark.parametrize("kind", PACKED)
 
 ORIGINAL = 16  # positions before rotations that depend on the length change
@@ -134,8 +121,8 @@ def dequantised(model):
 def test_packed_forward_give_the_models_logits(config_class):
     model = model_of(config_class)
     merged = copy.deepcopy(model)
-    merge_layers(merged.get_decoder())
-    assert all(type(layer) is MergedLayer for layer in merged.get_decoder().layers)
+    packing.merge_layers(merged.get_decoder())
+    assert all(type(layer) is packing.MergedLayer for layer in merged.get_decoder().layers)
     ids = torch.randint(120, (2, 9))
     torch.testing.assert_close(merged(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-4)
     start, then = merged(ids[:, :5]), merged
@@ -143,12 +130,15 @@ def test_packed_forward_give_the_models_logits(config_class):
     torch.testing.assert_close(after, model(ids).logits[:, 5:], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("config_class", [Gemma2Config, Olmo2Config])
+@pytest.mark.usefixtures("fixed_shapes")
+@pytest.mark.parametrize("config_class", [transformers.Gemma2Config, transformers.Olmo2Config, NO_ROTATION])
 def test_layers_with_other_parts_stay(config_class):
     model = model_of(config_class)
     kind = type(model.get_decoder().layers[0])
-    merge_layers(model.get_decoder())
+    packing.merge_layers(model.get_decoder())
     assert {type(layer) for layer in model.get_decoder().layers} == {kind}
+    targets = TransformersTarget(model), by_the_decoder(TransformersTarget(model))
+    torch.testing.assert_close(*map(static_logits, targets))
 
 
 def test_only_hooks_of_transformers_and_no_others_leave_a_layer_plain():
@@ -179,20 +169,20 @@ def test_gains_that_bfloat16_does_not_tell_from_one_more(kind, more, dtype):
     weights = torch.tensor([0.5, 3.0, 700.0, 788.0], dtype=dtype)
     norm = kind(4).to(dtype)
     norm.weight.data = weights
-    assert torch.equal(norm_of(norm).weight, weights.float() + more)
+    assert torch.equal(packing.norm_of(norm).weight, weights.float() + more)
     assert norm.weight.dtype == dtype
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("config_class", [LlamaConfig, GEMMA3])
+@pytest.mark.parametrize("config_class", [transformers.LlamaConfig, GEMMA3])
 @kinds
 def test_speculative_decoding_of_a_packed_model_equals_plain_decoding(config_class, kind, kernels, monkeypatch):
     monkeypatch.setenv("MMSPEC_KERNELS", kernels)
     model = model_of(config_class, tie_word_embeddings=True)
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(8)  # logits apart
-    pack_model(model, kind)
-    assert weights_kind(model).lower().startswith(kind)
+    packing.pack_model(model, kind)
+    assert packing.weights_kind(model).lower().startswith(kind)
     ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
     options = dict(max_new_tokens=24, do_sample=False, eos_token_id=None)
     plain = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
@@ -200,32 +190,23 @@ def test_speculative_decoding_of_a_packed_model_equals_plain_decoding(config_cla
 
 
 @needs_kernels
-@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config])
+@pytest.mark.parametrize("config_class", [transformers.LlamaConfig, transformers.Qwen2Config])
 @kinds
 @torch.inference_mode()
 def test_a_cache_of_transformers_holds_the_same_keys_and_values(kind, config_class):
-    """``generate`` and a target attend to the same keys and values, in a prompt and after it."""
     model = model_of(config_class)
-    pack_model(model, kind)
+    packing.pack_model(model, kind)
     ids, token = torch.randint(120, (2, 90)), torch.tensor([[7]] * 2)
     target = TransformersTarget(model)
     first = prefilled(target, Prompt(ids), 9).logits.bfloat16()
     decoded = target.verify(TokenTree.root(token[:, 0])).logits.bfloat16()  # as the model rounds them
-    usual = DynamicCache(config=model.config)
+    usual = transformers.DynamicCache(config=model.config)
     assert torch.equal(model(ids, **{CACHE: usual}).logits[:, -1:].bfloat16(), first)
     assert torch.equal(model(token, **{CACHE: usual}).logits.bfloat16(), decoded)
     for layer, theirs in enumerate(usual.layers):
         for mine, other in zip(target.runner.cache.kv.states(layer), (theirs.keys, theirs.values), strict=True):
             assert mine.dtype == other.dtype == torch.bfloat16
             assert torch.equal(mine[:, :, :91], other)
-
-
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @needs_kernels
@@ -236,10 +217,10 @@ def two_threads():
 def test_tokens_have_the_same_bits_in_prompts_trees_and_alone(config_class, kind):
     """A path between other branches, and a prompt, against decoding the same tokens one at a time."""
     model = model_of(config_class)
-    pack_model(model, kind)
+    packing.pack_model(model, kind)
     assert all(layer.native is not None for layer in model.get_decoder().layers)
     ids = torch.randint(VOCAB, (1, 80))
-    whole = model(ids, **{CACHE: DynamicCache(config=model.config)}).logits
+    whole = model(ids, **{CACHE: transformers.DynamicCache(config=model.config)}).logits
     path = ids[0, 60:65].tolist()
     tokens, parents = [path[0]], [-1]
     kept = [0]
@@ -261,10 +242,10 @@ def test_tokens_have_the_same_bits_in_prompts_trees_and_alone(config_class, kind
 
 
 @needs_kernels
-@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("config_class", [transformers.LlamaConfig, transformers.Qwen2Config, transformers.Qwen3Config])
 def test_compiled_layers_compute_what_their_parts_compute(config_class):
     model = model_of(config_class)
-    pack_model(model, "int8")
+    packing.pack_model(model, "int8")
     apart = copy.deepcopy(model)
     for layer in apart.get_decoder().layers:
         layer.__dict__["native"] = layer.stack = None
@@ -285,9 +266,9 @@ def test_compiled_layers_compute_what_their_parts_compute(config_class):
 def test_rotations_of_every_kind(kind, length):
     """Before and after the length at which some kinds change; their decoder's forward runs in every pass."""
     parameters = dict(rope_type=kind, **ROTATIONS[kind])
-    model = model_of(LlamaConfig, rope_parameters=parameters)
+    model = model_of(transformers.LlamaConfig, rope_parameters=parameters)
     exact = copy.deepcopy(model)
-    pack_model(model, "bfloat16")
+    packing.pack_model(model, "bfloat16")
     ids = torch.arange(length)[None]
     found, ran = logits_of(model, ids, trees=4)
     assert ran == (4 if kind in CHANGING else 1)
@@ -298,9 +279,8 @@ def test_rotations_of_every_kind(kind, length):
 @needs_kernels
 @pytest.mark.parametrize("first", [1, 2, 9])
 def test_passes_at_every_position_around_the_doublings_of_the_table(first):
-    """One token at a time, the first of them at ``first``: the table of rotations grows twice."""
-    model = model_of(LlamaConfig)
-    pack_model(model, "int8")
+    model = model_of(transformers.LlamaConfig)
+    packing.pack_model(model, "int8")
     targets = [TransformersTarget(one) for one in (model, layer_by_layer(copy.deepcopy(model)))]
     for target in targets:
         prefilled(target, Prompt(torch.arange(first)[None]), 60)
@@ -321,11 +301,10 @@ def test_passes_at_every_position_around_the_doublings_of_the_table(first):
     ids=["windowed", "full", "both"],
 )
 def test_windowed_and_full_layers_have_their_own_masks(layers, kind):
-    """A window of 8 tokens, passes after 21."""
     changes = dict(use_sliding_window=True, sliding_window=8, max_window_layers=0, layer_types=layers)
-    model = model_of(Qwen2Config, **changes)
+    model = model_of(transformers.Qwen2Config, **changes)
     exact = copy.deepcopy(model)
-    pack_model(model, kind)
+    packing.pack_model(model, kind)
     ids = torch.randint(VOCAB, (1, 21))
     found, _ = logits_of(model, ids, trees=2)
     assert torch.equal(found, logits_of(layer_by_layer(model), ids, trees=2)[0])
@@ -333,20 +312,21 @@ def test_windowed_and_full_layers_have_their_own_masks(layers, kind):
     assert error < {"bfloat16": 0.05, "int8": 0.1, "int4": 0.5}[kind], error
 
 
-ROWS = [127, 128, 129, 255, 256, 257]  # the kernels compute 128 rows at a time
-
-
 @needs_kernels
 @pytest.mark.parametrize(
     ("config_class", "rows"),
-    [*((LlamaConfig, rows) for rows in (*ROWS, 1023, 1024, 1025)), (Qwen2Config, 129), (Qwen3Config, 129)],
+    [
+        *((transformers.LlamaConfig, rows) for rows in (*ROWS, 1023, 1024, 1025)),
+        (transformers.Qwen2Config, 129),
+        (transformers.Qwen3Config, 129),
+    ],
 )
 @kinds
 def test_prompts_of_any_number_of_rows(kind, config_class, rows):
     """Prefill, and a verify pass after it, against the same weights in a usual float32 model."""
     assert packing._MAX_ROWS == 1024
     model = model_of(config_class, max_position_embeddings=1200)
-    pack_model(model, kind)
+    packing.pack_model(model, kind)
     ids, models = torch.randint(VOCAB, (1, rows)), (model, dequantised(model))
     for run in (
         lambda one: logits_of(one, ids, trees=1)[0],
@@ -369,8 +349,8 @@ def test_prompts_of_any_number_of_rows(kind, config_class, rows):
     ids=str,
 )
 def test_shapes_that_the_kernels_compute_and_others(changes, compiled):
-    model = model_of(LlamaConfig, **changes)
-    pack_model(model, "int8")
+    model = model_of(transformers.LlamaConfig, **changes)
+    packing.pack_model(model, "int8")
     assert all((layer.native is not None) is compiled for layer in model.get_decoder().layers)
     ids = torch.randint(VOCAB, (1, 9))
     found, expected = (logits_of(one, ids, trees=1)[0] for one in (model, dequantised(model)))
@@ -380,9 +360,8 @@ def test_shapes_that_the_kernels_compute_and_others(changes, compiled):
 @needs_kernels
 @kinds
 def test_a_batch_of_more_rows_than_a_chunk(kind):
-    """Three prompts of 50 tokens: a chunk ends within the third."""
-    model = model_of(LlamaConfig)
-    pack_model(model, kind)
+    model = model_of(transformers.LlamaConfig)
+    packing.pack_model(model, kind)
     ids = torch.randint(VOCAB, (3, 50))
     together = prefilled(TransformersTarget(model), Prompt(ids), 4).logits[:, -1]
     for row, expected in zip(ids, together, strict=True):
@@ -396,15 +375,15 @@ def test_a_batch_of_more_rows_than_a_chunk(kind):
 def test_the_head_is_not_quantised_to_fewer_bits_than_eight(kind, kernels, tied, monkeypatch):
     """By the kernels of C++ as int8 with a scale per 32 weights, by torch's as float16; behind bfloat16 as that."""
     monkeypatch.setenv("MMSPEC_KERNELS", kernels)
-    model = model_of(LlamaConfig, tie_word_embeddings=tied)
+    model = model_of(transformers.LlamaConfig, tie_word_embeddings=tied)
     exact = model.get_output_embeddings().weight.detach().clone()
-    compiled = packed(nn.Linear(32, 32), "int8").__class__ is BLOCKS["int8"]
-    pack_model(model, kind)
+    compiled = packing.packed(nn.Linear(32, 32), "int8").__class__ is BLOCKS["int8"]
+    packing.pack_model(model, kind)
     head = model.get_output_embeddings()
-    if kind in QUANTISED:
+    if kind in packing.QUANTISED:
         assert type(head) is (BLOCKS["int8"] if compiled else HalfLinear)
     else:
-        assert type(head) is (BLOCKS if compiled else KINDS)[kind]
+        assert type(head) is (BLOCKS if compiled else packing.KINDS)[kind]
     assert (head.weight.float() - exact).abs().max() < 0.01 * exact.abs().max()
     if compiled:
         assert head.takes == torch.float32
@@ -413,8 +392,8 @@ def test_the_head_is_not_quantised_to_fewer_bits_than_eight(kind, kernels, tied,
 @needs_kernels
 def test_hooks_take_effect_between_passes():
     """Layers are computed by one call; a layer that is given something else computes its own output."""
-    model = model_of(LlamaConfig)
-    pack_model(model, "bfloat16")
+    model = model_of(transformers.LlamaConfig)
+    packing.pack_model(model, "bfloat16")
     target = TransformersTarget(model)
     prefilled(target, Prompt(torch.arange(9)[None]), 9)
 
@@ -431,8 +410,8 @@ def test_hooks_take_effect_between_passes():
 
 @needs_kernels
 def test_a_decoder_that_does_more_than_its_layers_runs_in_every_pass():
-    model = model_of(LlamaConfig)
-    pack_model(model, "int8")
+    model = model_of(transformers.LlamaConfig)
+    packing.pack_model(model, "int8")
 
     def doubled(out):
         out.last_hidden_state = 2 * out.last_hidden_state
@@ -445,19 +424,8 @@ def test_a_decoder_that_does_more_than_its_layers_runs_in_every_pass():
     assert not torch.allclose(found, plain, atol=0.1)
 
 
-# ---------------------------------------------------------------------- layers in few launches
-
-FUSED = ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma3", "llava", "qwen2_vl", "qwen3_vl"]
-"""One of each kind: windows, biases, norms of heads and of outputs, positions with several axes."""
-
-
 @pytest.fixture
-def _fixed(monkeypatch):
-    monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
-
-
-@pytest.fixture
-def ran(monkeypatch, _fixed):
+def ran(monkeypatch, fixed_shapes):
     """Passes that ran the layers in few launches."""
     calls, states = [], static_forward.FusedDecoder.states
     monkeypatch.setattr(
@@ -520,7 +488,6 @@ def test_other_layers_run_in_the_decoder(name, ran):
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["llama", "qwen2-window"])
 def test_nodes_that_stay_are_attended_to(name, ran):
-    """A level after another, of which each has two nodes."""
     found = []
     for change in (lambda target: target, by_the_decoder):
         target = change(TransformersTarget(shared_model(name)))
@@ -566,7 +533,6 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_between_passes_take_effect(name, ran):
-    """Of a module, whether it is called or only read, and of weights, wherever they are kept."""
     (change, fused), model = CHANGES[name], copy.deepcopy(shared_model("llama"))
     target = TransformersTarget(model)
     before = static_logits(target)
@@ -598,7 +564,7 @@ def test_a_decoder_that_does_more_is_noticed_once(ran):
     torch.testing.assert_close(found, static_logits(other))
 
 
-@pytest.mark.usefixtures("_fixed")
+@pytest.mark.usefixtures("fixed_shapes")
 def test_joined_weights_stay_those_of_the_model():
     model = copy.deepcopy(shared_model("qwen2"))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -628,20 +594,3 @@ def test_a_model_that_was_made_in_inference_mode(ran):
     torch.testing.assert_close(static_logits(target), found)
     assert ran
     torch.testing.assert_close(found, static_logits(TransformersTarget(shared_model("qwen2"))))
-
-
-@pytest.mark.usefixtures("_fixed")
-def test_layers_that_do_not_turn_are_not_merged():
-    """One in four of SmolLM3 has no rotary positions."""
-    torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64}
-    model = AutoModelForCausalLM.from_config(_shrink(SmolLM3Config, **sizes)).eval()
-    ids, kinds = torch.randint(90, (1, 30)), {layer.self_attn.use_rope for layer in model.model.layers}
-    expected = model(ids).logits
-    merge_layers(model.model)
-    assert len(kinds) == 2
-    assert not any(isinstance(layer, MergedLayer) for layer in model.model.layers)
-    assert torch.equal(model(ids).logits, expected)
-    torch.testing.assert_close(
-        static_logits(TransformersTarget(model)), static_logits(by_the_decoder(TransformersTarget(model)))
-    )

@@ -1,8 +1,6 @@
 """Quantisation while a checkpoint is read: weights equal to packing afterwards, and peak memory. Folders that lack
 weights which packages carry: a language model's GGUF file, a vision tower."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -13,16 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    modeling_utils,
-)
 
 import mmspec
 from mmspec import plugins
@@ -36,22 +26,24 @@ from mmspec.targets.sources import LABELS, PARTS, WEIGHTS
 from tests.compiled import needs_kernels
 from tests.model_folders import save_gguf, save_llava, save_text_model, tokenizer
 
+VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 32}
+
 
 def tied(folder: Path) -> Path:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         hidden_size=48, intermediate_size=72, num_hidden_layers=2, num_attention_heads=4, vocab_size=320
     )
     config.tie_word_embeddings = True
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     tokenizer(320).save_pretrained(folder)
     return folder
 
 
 SAVED: dict[str, Any] = {
-    "text": (save_text_model, AutoModelForCausalLM),
-    "tied": (tied, AutoModelForCausalLM),
-    "llava": (save_llava, AutoModelForImageTextToText),
+    "text": (save_text_model, transformers.AutoModelForCausalLM),
+    "tied": (tied, transformers.AutoModelForCausalLM),
+    "llava": (save_llava, transformers.AutoModelForImageTextToText),
 }
 
 
@@ -59,9 +51,8 @@ SAVED: dict[str, Any] = {
 @pytest.mark.parametrize("name", SAVED)
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_streamed_weights_are_those_of_a_model_that_is_packed(name: str, kind: str, tmp_path: Path) -> None:
-    """Layers with incomplete groups of features, towers, tied and untied heads."""
     save, auto_class = SAVED[name]
-    folder, plain = save(tmp_path / name), modeling_utils.safe_open
+    folder, plain = save(tmp_path / name), transformers.modeling_utils.safe_open
     found: Any = mmspec.load(str(folder), drafter=None, dtype=kind).target.model
     expected: Any = auto_class.from_pretrained(folder, dtype="auto").eval()
     pack_model(expected, kind)
@@ -72,7 +63,7 @@ def test_streamed_weights_are_those_of_a_model_that_is_packed(name: str, kind: s
     assert kinds[0] == kinds[1]
     assert not any(parameter.is_meta for parameter in found.parameters())
     assert not hasattr(found.config, "quantization_config")
-    assert modeling_utils.safe_open is plain  # which maps files to memory
+    assert transformers.modeling_utils.safe_open is plain  # which maps files to memory
 
 
 def test_stored_rows_stay_in_plain_linear_layers_and_embeddings_of_their_shape() -> None:
@@ -120,12 +111,12 @@ print(json.dumps({"peak": peak() - before, "packed": packed}))
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_the_peak_is_the_packed_weights_and_two_layers(kind: str, tmp_path: Path) -> None:
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=8, vocab_size=320
     )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "large")
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "large")
     tokenizer(320).save_pretrained(tmp_path / "large")
-    layer = 2 * sum(x.numel() for x in LlamaForCausalLM(config).model.layers[0].parameters())
+    layer = 2 * sum(x.numel() for x in transformers.LlamaForCausalLM(config).model.layers[0].parameters())
     command = [sys.executable, "-c", _PROGRAM, str(save_text_model(tmp_path / "small")), str(tmp_path / "large"), kind]
     row = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
     # Two layers are in memory at a time, and what the allocator has not returned yet.
@@ -135,17 +126,12 @@ def test_the_peak_is_the_packed_weights_and_two_layers(kind: str, tmp_path: Path
 @needs_kernels
 def test_a_model_of_a_source_has_no_rows_left(tmp_path: Path) -> None:
     source = sources.find(str(save_text_model(tmp_path / "text")))
-    model, kind = source.model(AutoModelForCausalLM, source.config(), "int4", on_cpu=True)
+    model, kind = source.model(transformers.AutoModelForCausalLM, source.config(), "int4", on_cpu=True)
     linear = [part for part in model.modules() if type(part) is torch.nn.Linear]
     assert all(part.weight.is_meta and len(part.stored) == 1 for part in linear)
     pack_model(model, kind)
     assert any(isinstance(part, BlockLinear) for part in model.modules())
     assert not any(hasattr(part, "stored") for part in model.modules())
-
-
-# ---------------------------------------------------------------------- folders that packages complete
-
-VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 32}
 
 
 @pytest.fixture(autouse=True)
@@ -167,10 +153,10 @@ def language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GGUFFile:
 def incomplete(language: GGUFFile, tmp_path: Path) -> Path:
     """A LLaVA without language model, but for the gain of a norm; with a drafter's folder."""
     vision = {"model_type": "clip_vision_model", "num_attention_heads": 2, "patch_size": 16, **VISION}
-    whole = LlavaConfig(vision_config=vision, text_config=config(language), image_token_index=3)
+    whole = transformers.LlavaConfig(vision_config=vision, text_config=config(language), image_token_index=3)
     folder = tmp_path / "llava"
     whole.save_pretrained(folder)
-    state = LlavaForConditionalGeneration(whole).state_dict()
+    state = transformers.LlavaForConditionalGeneration(whole).state_dict()
     parts = {name: x for name, x in state.items() if "language_model" not in name and "lm_head" not in name}
     save_file(parts | {"model.language_model.norm.weight": torch.full((64,), 2.0)}, folder / WEIGHTS)
     (folder / PARTS).write_text(json.dumps({"language_model": "smollm2"}))
@@ -185,7 +171,7 @@ def resolved(folder: Path | str) -> str:
 
 def read(folder: Path, kind: Any = torch.float32) -> Any:
     source = sources.find(str(folder))
-    return source.model(AutoModelForImageTextToText, source.config(), kind, on_cpu=True)[0]
+    return source.model(transformers.AutoModelForImageTextToText, source.config(), kind, on_cpu=True)[0]
 
 
 def test_a_completed_model_has_the_weights_of_both(incomplete: Path, language: GGUFFile) -> None:

@@ -7,22 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    DeepseekV4Config,
-    GPT2Config,
-    InklingTextConfig,
-    Llama4TextConfig,
-    LlamaModel,
-    MptConfig,
-    MptForCausalLM,
-    OpenAIGPTConfig,
-    PhiConfig,
-    T5Config,
-    T5ForConditionalGeneration,
-    XLMConfig,
-)
+import transformers
 
 import mmspec
 from mmspec import Pipeline, TokenTree, UserError, plugins
@@ -44,17 +29,26 @@ from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.targets.tree_layers import tree_layers
 from tests.compiled import needs_kernels
 from tests.decoding import SteppedEngine, assert_threads_share
+from tests.draft_checks import plain_pass
 from tests.mmspec.engine.test_engine import TableTarget, said_plainly
 from tests.targets import assert_trees_equal_paths, plain_logits, prefilled, prompt_of, row_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model
 from tests.tiny.configs import HYBRID_CONFIGS, TEXT_CONFIGS
 from tests.tiny.models import text_inputs, text_model
 
+PACKED = ("bfloat16", "int8", "int4")
+SCORES = torch.randn(259, 1, 259, generator=torch.Generator().manual_seed(0)).expand(-1, 259, -1)
+"""Scores of the next token by the token before the last."""
+
+WINDOWED = ["mistral-window", "qwen2-window", "gemma2", "gemma3", "lfm3", "zaya", "inkling_text"]
+_PADDED = {"right": ((0, 0), (11, 14)), "hole": ((0, 0), (5, 8)), "left": ((0, 4), (0, 0))}
+"""Padding at the slots from one number to another, of two rows."""
+
 
 def renamed_cache():
     """A model whose cache argument has a name that mmspec does not know, as 5.24 renamed it for releases before."""
 
-    class Renamed(LlamaModel):
+    class Renamed(transformers.LlamaModel):
         def forward(self, input_ids=None, attention_mask=None, position_ids=None, states=None, use_cache=None):
             return super().forward(input_ids, attention_mask, position_ids, states, use_cache=use_cache)
 
@@ -64,9 +58,8 @@ def renamed_cache():
 
 
 def changed(name, **changes):
-    """A random model of another configuration."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(configured(TEXT_CONFIGS[name](), **changes)).eval()
+    return transformers.AutoModelForCausalLM.from_config(configured(TEXT_CONFIGS[name](), **changes)).eval()
 
 
 def configured(config, **changes):
@@ -127,33 +120,20 @@ def test_the_head_takes_no_product_in_batches():
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "bamba", "falcon_mamba"])
 @torch.no_grad()
 def test_inputs_and_outputs_of_layers_are_the_models_own(name):
-    """Of a prompt, whole or in chunks, and of a tree."""
     model = shared_model(name)
     layers = model.get_decoder().layers
     names = (0, 1, output_of(0), output_of(len(layers) - 1), "last")
     ids = text_inputs(1, 11)["input_ids"]
-    seen = {}
-
-    def before(_, args, given):
-        seen[0] = args[0] if args else given["hidden_states"]
-
-    def after(number, _, args, out):
-        seen[output_of(number)] = out[0] if isinstance(out, tuple) else out
-
-    hooks = [layers[at].register_forward_hook(partial(after, at)) for at in (0, len(layers) - 1)]
-    hooks.append(layers[0].register_forward_pre_hook(before, with_kwargs=True))
-    last = model(ids, use_cache=False, output_hidden_states=True).hidden_states[-1]
-    for hook in hooks:
-        hook.remove()
-    expected = {**seen, 1: seen[output_of(0)], "last": last}
-    assert not torch.allclose(expected[output_of(len(layers) - 1)], last)
+    seen = plain_pass(model, {"input_ids": ids}, [])
+    expected = dict(zip(names, (*seen.inputs[:2], seen.outputs[0], seen.outputs[-1], seen.last), strict=True))
+    assert not torch.allclose(seen.outputs[-1], seen.last)
     for chunk in (None, 4):
         target = plugins.target_class(model.config)(model)
         output = prefilled(target, Prompt(ids[:, :7]), 8, names, chunk)
         tree = target.verify(TokenTree(ids[:, 7:], torch.arange(-1, 3)[None]), names)
         for one in names:
             got = torch.cat([output.features[one], tree.features[one]], dim=1)
-            torch.testing.assert_close(got, expected[one], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(got[0], expected[one], atol=1e-4, rtol=1e-4)
 
 
 def test_threads_share_a_model():
@@ -176,17 +156,28 @@ def test_attention_that_takes_no_trees_is_replaced_during_passes(name, model_nam
 
 
 def small_t5():
-    return T5ForConditionalGeneration(T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (small_t5, "T5ForConditionalGeneration is an encoder-decoder"),
-        (DeepseekV4Config, "ForCausalLM has compressed_sparse_attention, heavily_compressed_attention of another kind"),
-        (OpenAIGPTConfig, "forward must take a cache: that of OpenAIGPTModel in OpenAIGPTLMHeadModel does not"),
+        (
+            transformers.DeepseekV4Config,
+            "ForCausalLM has compressed_sparse_attention, heavily_compressed_attention of another kind",
+        ),
+        (
+            transformers.OpenAIGPTConfig,
+            "forward must take a cache: that of OpenAIGPTModel in OpenAIGPTLMHeadModel does not",
+        ),
         (renamed_cache, "^forward must take a cache: that of Renamed in LlamaForCausalLM does not$"),
-        (XLMConfig, "^the target must be one that trees can reproduce: XLM.* takes the tokens of its cache again "),
+        (
+            transformers.XLMConfig,
+            "^the target must be one that trees can reproduce: XLM.* takes the tokens of its cache again ",
+        ),
     ],
 )
 def test_architectures_that_trees_cannot_pass_are_refused_by_name(make, message):
@@ -203,17 +194,12 @@ def test_masks_of_doge_are_exact_up_to_its_window():
     assert_generates(model, {"input_ids": torch.arange(5, 17)[None]}, nodes=24, max_new_tokens=16)
 
 
-WINDOWED = ["mistral-window", "qwen2-window", "gemma2", "gemma3", "lfm3", "zaya", "inkling_text"]
-_PADDED = {"right": ((0, 0), (11, 14)), "hole": ((0, 0), (5, 8)), "left": ((0, 4), (0, 0))}
-"""Padding at the slots from one number to another, of two rows."""
-
-
 @pytest.mark.parametrize("padding", _PADDED)
 @pytest.mark.parametrize("name", [*WINDOWED, "llama4", "gpt_neo", "llama"])
 def test_padding_within_a_window_gives_the_same_tokens_or_is_refused(name, padding):
     """transformers' windows and chunks count slots, and so padding after tokens."""
     if name == "llama4":
-        model = random_model(small_config(Llama4TextConfig, attention_chunk_size=8))
+        model = random_model(small_config(transformers.Llama4TextConfig, attention_chunk_size=8))
     elif name not in {**TEXT_CONFIGS, **HYBRID_CONFIGS}:
         pytest.skip(f"the installed transformers has no {name}")
     else:
@@ -231,7 +217,6 @@ def test_padding_within_a_window_gives_the_same_tokens_or_is_refused(name, paddi
 
 @pytest.mark.parametrize(("new", "fits"), [(11, True), (12, False)])
 def test_padding_after_tokens_where_no_window_is_exceeded(new, fits):
-    """Padding between tokens, of slots that all fit a window."""
     model = changed("mistral-window", sliding_window=24)
     ids, mask = torch.randint(3, 90, (1, 14)), torch.ones(1, 14, dtype=torch.long)
     mask[:, 5:8] = 0
@@ -257,7 +242,7 @@ def test_models_and_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatc
     with pytest.raises(UserError, match=r"^tree verification of BambaForCausalLM requires layer_types in SimpleName"):
         tree_layers(shared_model("bamba"), SimpleNamespace(model_type="bamba"))
     with pytest.raises(UserError, match="no target adapter supports T5Config: registered are text, vision"):
-        mmspec.plugins.target_class(T5Config())
+        mmspec.plugins.target_class(transformers.T5Config())
     monkeypatch.setattr(mmspec.plugins, "registered", lambda group: ())
     expected = (
         r"^layers must be full or sliding-window attention: BambaForCausalLM has linear_attention of another kind$"
@@ -288,7 +273,7 @@ def test_loops_over_layers():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_head_that_does_more_than_is_known_is_refused(dtype, chunk):
     torch.manual_seed(0)
-    model = random_model(small_config(BertConfig, is_decoder=True, initializer_range=0.5)).to(dtype)
+    model = random_model(small_config(transformers.BertConfig, is_decoder=True, initializer_range=0.5)).to(dtype)
     with pytest.raises(UserError, match="BertLMHeadModel transforms its logits after the output layer"):
         prefilled(TransformersTarget(model.eval()), Prompt(torch.tensor([[5, 6]])), 4, chunk=chunk)
 
@@ -318,8 +303,8 @@ def roped(limit, rope, **changes):
 LONG, AT_28 = {"rope_type": "longrope"}, {"original_max_position_embeddings": 28}
 SWITCHES = {
     ("attention temperatures change at 28 tokens: .* below", "slots"): [
-        small_config(Llama4TextConfig, floor_scale=540),
-        small_config(InklingTextConfig, log_scaling_n_floor=540),
+        small_config(transformers.Llama4TextConfig, floor_scale=540),
+        small_config(transformers.InklingTextConfig, log_scaling_n_floor=540),
     ],
     ("attention masks change at 28 tokens: .* below", "slots"): [
         configured(TEXT_CONFIGS["doge"](), keep_window_size=28)
@@ -333,8 +318,8 @@ SWITCHES = {
     ],
     ("", ""): [
         *(roped(28, {"rope_type": "yarn"}), roped(28, {})),
-        configured(small_config(Llama4TextConfig, floor_scale=540), attn_temperature_tuning=False),
-        small_config(InklingTextConfig, log_scaling_n_floor=None),
+        configured(small_config(transformers.Llama4TextConfig, floor_scale=540), attn_temperature_tuning=False),
+        small_config(transformers.InklingTextConfig, log_scaling_n_floor=None),
     ],
 }
 """Configurations by message and by the length that is compared with 28."""
@@ -409,10 +394,12 @@ def test_padding_within_a_prompt_is_no_limit_of_the_prompt_beside_it():
 def test_rows_ahead_of_others_stay_within_learned_positions():
     """Up to the last position that the model has, in a batch whose rows advance at different speed."""
     torch.manual_seed(0)
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         vocab_size=101, n_embd=48, n_layer=1, n_head=4, n_positions=32, initializer_range=0.25, pad_token_id=0
     )
-    assert_generates(AutoModelForCausalLM.from_config(config).eval(), text_inputs(3, 9), seeds=5, max_new_tokens=23)
+    assert_generates(
+        transformers.AutoModelForCausalLM.from_config(config).eval(), text_inputs(3, 9), seeds=5, max_new_tokens=23
+    )
 
 
 @pytest.mark.parametrize(("limit", "max_new_tokens"), [(512, 2), (10, 8)])
@@ -431,7 +418,6 @@ def test_positions_reach_as_far_as_the_context_and_what_is_asked_for(limit, max_
 @pytest.mark.parametrize("place", [None, 0, 1, 2])
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 def test_every_end_token_ends_an_answer(place, drafter):
-    """One token, or a list in which the one that the model says stands anywhere, as ``generate`` takes them."""
     model = copy.deepcopy(byte_model())
     model.generation_config.eos_token_id = None
     pipe = mmspec.Pipeline(TransformersTarget(model), Processor(byte_tokenizer()), make_drafter(drafter))
@@ -461,16 +447,15 @@ def test_weights_laid_out_for_few_rows_are_the_same_weights():
         assert model[name].weight.is_contiguous()
 
 
-PACKED = ("bfloat16", "int8", "int4")
-
-
 @pytest.mark.parametrize("ids", [[0, 1, 2, 3], [5, 2, 90], [100, 37, 5, 64]])
 @pytest.mark.parametrize("kind", [None, "capped", *(pytest.param(kind, marks=needs_kernels) for kind in PACKED)])
 def test_a_narrow_head_gives_the_logits_of_its_tokens(ids, kind):
     """With its part of the bias; packed, too: of blocks of 16 rows it takes rows. Or with a cap of scores."""
     torch.manual_seed(0)
-    config = PhiConfig(vocab_size=101, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    config = transformers.PhiConfig(
+        vocab_size=101, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.get_output_embeddings().bias.data.normal_()
     hidden = torch.randn(2, 3, 48, dtype=torch.bfloat16 if kind in PACKED else torch.float32)
     if kind in PACKED:
@@ -481,7 +466,9 @@ def test_a_narrow_head_gives_the_logits_of_its_tokens(ids, kind):
 
 
 def mpt(longest):
-    return MptForCausalLM(MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=90, max_seq_len=longest)).eval()
+    return transformers.MptForCausalLM(
+        transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=90, max_seq_len=longest)
+    ).eval()
 
 
 def gpt_neo(longest):
@@ -509,12 +496,6 @@ def test_a_row_at_the_last_slot_of_attention_drafts_as_deep_as_the_others(order,
     engine.wait(lambda: all(row.done for row in rows))
     assert [row.error for row in rows] == [None, None]
     assert [row.history for row in rows] == [row.tolist() for row in expected]
-
-
-# ---------------------------------------------------------------------- a target that is no model of transformers
-
-SCORES = torch.randn(259, 1, 259, generator=torch.Generator().manual_seed(0)).expand(-1, 259, -1)
-"""Scores of the next token by the token before the last."""
 
 
 class Table(TableTarget):
