@@ -261,7 +261,10 @@ void attend(const Attention& a, int64_t row, int64_t kv, int64_t first, int64_t 
   }
 }
 
-void attend_all(const Attention& a) {
+// Attention of nodes. Calls then(first, nodes, feature, features) with the first of some nodes, counted over all rows, and
+// the first of their features that are read.
+template <class Then>
+void attend_all(const Attention& a, const Then& then) {
   int64_t together = std::max<int64_t>(1, QUERIES * a.kv_heads / a.heads);
   int64_t runs = (a.nodes + together - 1) / together;
   parts_of(a.batch * runs * a.kv_heads, 1, [&](int64_t begin, int64_t end) {
@@ -270,7 +273,9 @@ void attend_all(const Attention& a) {
     reading.tiles = &tiles;
     for (int64_t at = begin; at < end; at++) {
       int64_t kv = at % a.kv_heads, first = at / a.kv_heads % runs * together, row = at / a.kv_heads / runs;
-      attend(a, row, kv, first, std::min(together, a.nodes - first), reading);
+      int64_t nodes = std::min(together, a.nodes - first), features = a.heads / a.kv_heads * a.head_dim;
+      attend(a, row, kv, first, nodes, reading);
+      then(row * a.nodes + first, nodes, kv * features, features);
     }
   });
 }

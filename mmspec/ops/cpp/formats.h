@@ -51,13 +51,6 @@ constexpr int64_t block_bytes(Kind kind, int64_t groups) {
          (together[kind] * (code_bytes[kind] + scale_bytes[kind]) + shared_bytes[kind]);
 }
 
-// The outputs from ``first`` on, a multiple of BLOCK, of a single-kind layer.
-inline Linear outputs_from(const Linear& layer, int64_t first) {
-  int64_t skipped = first / BLOCK * block_bytes(Kind(layer.kind), groups_of(layer.in));
-  int64_t left = layer.out - first;
-  return {layer.blocks + skipped, layer.bias ? layer.bias + first : nullptr, layer.kind, layer.in, left, left, nullptr};
-}
-
 // Codes of a group's input features from 4 i on, 4 per lane: whole bytes, or low 4 bits followed by planes of 64 bytes
 // with the remaining bits.
 template <Kind kind>

@@ -123,62 +123,112 @@ inline void add_columns(floats sum, const float* residual, int64_t columns, floa
   std::memcpy(out, &sum, columns * sizeof(float));
 }
 
-// out = x W^T + bias (+ residual), rows ``stride`` apart.
+// Products of rows, written to ``out`` (+ ``residual``) without columns before ``origin``, in rows ``stride`` apart.
+struct Products {
+  const Rows& x;
+  int64_t rows;
+  float* out;
+  int64_t stride;
+  const float* residual = nullptr;
+  int64_t origin = 0;
+};
+
+// out = x W^T * factor + bias (+ residual), for the block of output features from ``column`` on.
 template <Kind kind>
-void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, int64_t stride, const float* residual) {
-  int64_t block_size = block_bytes(kind, x.groups);
-  auto columns_from = [&](int64_t column, Tiles& tiles) {
-    int64_t columns[PARTS];
-    floats bias[PARTS] = {};
-    for (int part = 0; part < PARTS; part++) {
-      columns[part] = std::clamp(layer.features - column - LANES * part, int64_t(0), LANES);
-      if (layer.bias) std::memcpy(&bias[part], layer.bias + column + LANES * part, columns[part] * sizeof(float));
+void block_of_kind(const Linear& layer, int64_t column, const Products& to, int64_t at, Tiles& tiles) {
+  const Rows& x = to.x;
+  int64_t columns[PARTS];
+  floats bias[PARTS] = {};
+  for (int part = 0; part < PARTS; part++) {
+    columns[part] = std::clamp(layer.features - column - LANES * part, int64_t(0), LANES);
+    if (layer.bias) std::memcpy(&bias[part], layer.bias + column + LANES * part, columns[part] * sizeof(float));
+  }
+  const uint8_t* weights = layer.blocks + column / BLOCK * block_bytes(kind, x.groups);
+  for (int64_t first = 0; first < to.rows; first += MOST_ROWS) {
+    int count = int(std::min(MOST_ROWS, to.rows - first));
+    floats sums[MOST_ROWS * PARTS];
+    for (int i = 0; i < count; i++) {
+      for (int part = 0; part < PARTS; part++) sums[i * PARTS + part] = floats{};
+      __builtin_prefetch(to.out + (first + i) * to.stride + at, 1);
     }
-    const uint8_t* weights = layer.blocks + column / BLOCK * block_size;
-    for (int64_t first = 0; first < rows; first += MOST_ROWS) {
-      int count = int(std::min(MOST_ROWS, rows - first));
-      floats sums[MOST_ROWS * PARTS];
-      for (int i = 0; i < count; i++) {
-        for (int part = 0; part < PARTS; part++) sums[i * PARTS + part] = bias[part];
-        __builtin_prefetch(out + (first + i) * stride + column, 1);
-      }
-      if (kind == BFLOAT16 && has_tiles)
-        tiles.add(&x.rounded[x.at(first, 0) * GROUP], weights, x.groups, x.width, count, sums);
-      else
-        for (int i = 0; i < count; i += TILE)
-          tile_product<kind>(std::min(int(TILE), count - i), weights, x, first + i, sums + i * PARTS);
-      for (int i = 0; i < count * PARTS; i++) {
-        int64_t at = (first + i / PARTS) * stride + column + i % PARTS * LANES;
-        add_columns(sums[i], residual ? residual + at : nullptr, columns[i % PARTS], out + at);
-      }
+    if (kind == BFLOAT16 && has_tiles)
+      tiles.add(&x.rounded[x.at(first, 0) * GROUP], weights, x.groups, x.width, count, sums);
+    else
+      for (int i = 0; i < count; i += TILE)
+        tile_product<kind>(std::min(int(TILE), count - i), weights, x, first + i, sums + i * PARTS);
+    for (int i = 0; i < count * PARTS; i++) {
+      int64_t place = (first + i / PARTS) * to.stride + at + i % PARTS * LANES;
+      floats sum = fma(sums[i], splat(x.factor[first + i / PARTS]), bias[i % PARTS]);
+      add_columns(sum, to.residual ? to.residual + place : nullptr, columns[i % PARTS], to.out + place);
     }
-  };
-  parts_of((layer.features + BLOCK - 1) / BLOCK, 1, [&](int64_t begin, int64_t end) {
+  }
+}
+
+constexpr decltype(&block_of_kind<INT4>) block_of[] = {
+    block_of_kind<INT4>, block_of_kind<INT8>, block_of_kind<BFLOAT16>, block_of_kind<FLOAT32>,
+    block_of_kind<Q5>,   block_of_kind<Q4_K>, block_of_kind<Q5_K>,     block_of_kind<Q6_K>};
+
+inline int64_t blocks_of(const Linear& layer) { return (layer.features + BLOCK - 1) / BLOCK; }
+
+// Products of a layer's blocks from ``first`` on.
+inline void products(const Linear& layer, int64_t first, int64_t count, const Products& to, Tiles& tiles) {
+  int64_t at = -to.origin;
+  for (const Linear* part = &layer; count > 0; at += part->features, part = part->rest) {
+    int64_t end = std::min(first + count, blocks_of(*part)), begin = std::min(first, end);
+    for (int64_t block = begin; block < end; block++)
+      block_of[part->kind](*part, block * BLOCK, to, at + block * BLOCK, tiles);
+    first = std::max(first, end) - blocks_of(*part), count -= end - begin;
+  }
+}
+
+// out = x W^T (+ residual), in rows ``layer.out`` apart.
+void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual = nullptr) {
+  int64_t blocks = 0;
+  for (const Linear* part = &layer; part; part = part->rest) blocks += blocks_of(*part);
+  parts_of(blocks, 1, [&](int64_t begin, int64_t end) {
     Tiles tiles;
-    for (int64_t block = begin; block < end; block++) columns_from(block * BLOCK, tiles);
+    products(layer, begin, end - begin, {x, rows, out, layer.out, residual}, tiles);
   });
 }
 
-void product_of_kind(const Linear& layer, const Rows& x, int64_t rows, float* out, int64_t stride,
-                     const float* residual) {
-  if (layer.kind == INT4) return product_of<INT4>(layer, x, rows, out, stride, residual);
-  if (layer.kind == INT8) return product_of<INT8>(layer, x, rows, out, stride, residual);
-  if (layer.kind == FLOAT32) return product_of<FLOAT32>(layer, x, rows, out, stride, residual);
-  if (layer.kind == Q5) return product_of<Q5>(layer, x, rows, out, stride, residual);
-  if (layer.kind == Q4_K) return product_of<Q4_K>(layer, x, rows, out, stride, residual);
-  if (layer.kind == Q5_K) return product_of<Q5_K>(layer, x, rows, out, stride, residual);
-  if (layer.kind == Q6_K) return product_of<Q6_K>(layer, x, rows, out, stride, residual);
-  product_of<BFLOAT16>(layer, x, rows, out, stride, residual);
+// The same for inputs of a multiple of 32 features, which are also inputs of the next layer, normed by ``weight``.
+void product_then_norm(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual,
+                       const Linear& next_layer, Rows& next, const float* weight, float epsilon) {
+  next.shape(next_layer.in, rows);
+  parts_of(next.groups, 1, [&](int64_t begin, int64_t end) {
+    Tiles tiles;
+    products(layer, begin * GROUP / BLOCK, (end - begin) * GROUP / BLOCK, {x, rows, out, layer.out, residual}, tiles);
+    for (int64_t row = 0; row < rows; row++)
+      for (int64_t group = begin, at = row * layer.out + begin * GROUP; group < end; group++, at += GROUP)
+        next.set_normed(Kind(next_layer.kind), row, group, out + at, weight + group * GROUP);
+  });
+  next.norm(rows, epsilon);
 }
 
-// Rows of ``out`` and of ``residual`` are ``stride`` apart, by default ``layer.out``.
-void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual = nullptr,
-             int64_t stride = 0) {
-  if (stride == 0) stride = layer.out;
-  for (const Linear* part = &layer; part; out += part->features, part = part->rest) {
-    product_of_kind(*part, x, rows, out, stride, residual);
-    if (residual) residual += part->features;
-  }
+// Gated products: act(gate) * up, SiLU or GELU, as inputs of the next layer, of a multiple of 32 features.
+void gated_product(const Linear& gate_up, const Rows& x, int64_t rows, bool with_gelu, const Linear& next_layer,
+                   Rows& next) {
+  constexpr int64_t BUFFER = 8192;  // floats
+  int64_t most = std::max<int64_t>(1, BUFFER / (rows * GROUP));  // groups, read in long runs
+  next.shape(next_layer.in, rows);
+  parts_of(next.groups, 1, [&](int64_t begin, int64_t end) {
+    thread_local Lines<float> both;
+    both.reserve(2 * std::max(BUFFER, CHUNK * GROUP));
+    Tiles tiles;
+    for (int64_t first = begin, count; first < end; first += count) {
+      count = std::min(most, end - first);
+      int64_t gate = first * GROUP, up = next_layer.in + gate, stride = count * GROUP, blocks = stride / BLOCK;
+      float *gates = &both[0], *ups = gates + rows * stride;
+      products(gate_up, gate / BLOCK, blocks, {x, rows, gates, stride, nullptr, gate}, tiles);
+      products(gate_up, up / BLOCK, blocks, {x, rows, ups, stride, nullptr, up}, tiles);
+      for (int64_t i = 0; i < rows * stride; i += LANES) {
+        floats z = load<floats>(gates + i);
+        store(gates + i, (with_gelu ? gelu(z) : silu(z)) * load<floats>(ups + i));
+      }
+      for (int64_t i = 0; i < rows * count; i++)
+        next.set(Kind(next_layer.kind), i / count, first + i % count, gates + i * GROUP);
+    }
+  });
 }
 
 }  // namespace
