@@ -69,7 +69,7 @@ class Pool {
   bool acquire() { return !used_.test_and_set(std::memory_order_acquire); }
   void release() { used_.clear(std::memory_order_release); }
 
-  // Calls body(begin, end) for chunks of at least ``least`` items that cover a loop's items, in up to ``threads`` threads.
+  // Calls body(begin, end) for chunks of at least ``least`` of a loop's ``count`` items, in up to ``threads`` threads.
   template <class Body>
   void run(uint32_t count, uint32_t least, int threads, const Body& body) {
     start_helpers(threads - 1);
