@@ -1,16 +1,8 @@
-"""Benchmark in the form of llama-bench: ``python -m mmspec.eval bench``.
+"""Benchmark in the form of llama-bench: ``python -m mmspec.eval bench``, see ``docs/evaluation.md``.
 
-A row is a combination of the options that take lists: forms of the weights (``--dtypes``), CPU threads, busy programs,
-then prompt depths and nodes of a verify pass or, with ``--methods``, batch sizes and decoding methods. All combinations
-are measured interleaved, for several rounds; times are medians, ratios medians of ratios within a round or a prompt.
-
-Without ``--methods``, verify passes over chains are timed after prompts of each depth, with the prefill of the prompt
-and a loop that only reads the packed weights.
-
-With ``--methods``, requests are answered by each method; answers must equal the first method's at the first batch size.
-A batch size of one decodes one request after another, a larger one keeps as many sequences running until all requests
-are answered (goodput, SmartSpec, arXiv 2406.14066). Drafters learn from request to request,
-but start every round of a request in the same state, so no request is drafted from its own answer.
+All combinations of the options that take lists are measured interleaved, for several rounds; times are medians, ratios
+medians of ratios within a round or a prompt. Drafters learn from request to request, but start every round of a request
+in the same state, so no request is drafted from its own answer.
 """
 
 from __future__ import annotations
@@ -30,6 +22,7 @@ from typing import Any
 import click
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import mmspec
 from mmspec.cli.options import Listed
@@ -38,6 +31,7 @@ from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, describe, make_table, wide_console
 from mmspec.eval.harness.peers import LLAMA, LlamaServer, engines
 from mmspec.eval.harness.prompts import held_out_requests, warm_up_requests
+from mmspec.eval.harness.small_configs import number_processor
 from mmspec.eval.harness.timing import (
     PHASES,
     READ,
@@ -56,6 +50,7 @@ from mmspec.eval.suite.race import read_requests
 from mmspec.eval.suite.report import equal_of_compared
 from mmspec.eval.suite.summary import OVERALL, Record, by_request, figures, throughput
 from mmspec.pipeline import Pipeline
+from mmspec.targets.packing import pack_model, packs_bfloat16
 
 _LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**5))"  # until its parent exits
 
@@ -283,10 +278,7 @@ def pass_rows(found: Mapping[tuple[Any, ...], Sequence[float]], nodes: Sequence[
 
 def load_requests(source: str, warm_up: int, visual: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Requests that warm up and requests to measure: of a file, or of held-out sets, ``SET:COUNT`` separated by commas.
-
-    Raises:
-        UserError: an unreadable file, an unknown set, or too few requests.
-    """
+    Raises ``UserError``: an unreadable file, an unknown set, or too few requests."""
     if Path(source).is_file():
         requests = read_requests(Path(source))
         if len(requests) <= warm_up:
@@ -301,8 +293,27 @@ def load_requests(source: str, warm_up: int, visual: bool) -> tuple[list[dict[st
     return warm_up_requests(warm_up, visual), measured
 
 
+def open_model(name: str, dtype: str) -> Pipeline:
+    """A model for plain decoding; random weights in the shape of a ``config.json``."""
+    if not name.endswith(".json"):
+        return mmspec.load(name, drafter=None, dtype=dtype)
+    config = AutoConfig.from_pretrained(name).get_text_config()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    if dtype not in ("auto", "bfloat16") or packs_bfloat16():
+        pack_model(model, "bfloat16" if dtype == "auto" else dtype)
+    return mmspec.load(model, drafter=None, processor=number_processor(config.vocab_size))
+
+
 @benchmark
-@click.option("--model", default="tiny-llava", show_default=True)
+@click.option(
+    "--models",
+    "--model",
+    type=Listed(click.STRING),
+    default="tiny-llava",
+    show_default=True,
+    help="Models, as for mmspec.load, or config.json files of text models, which get random weights.",
+)
 @click.option("--dtypes", type=Listed(click.STRING), default="auto", show_default=True, help="Forms of weights.")
 @click.option("--threads", type=SIZES, help="CPU threads; torch's default if not given.")
 @click.option("--busy", type=Listed(click.IntRange(0)), default="0", show_default=True, help="Busy programs beside it.")
@@ -318,7 +329,7 @@ def load_requests(source: str, warm_up: int, visual: bool) -> tuple[list[dict[st
 @click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True)
 @llama_server_option
 def main(
-    model: str,
+    models: Sequence[str],
     dtypes: Sequence[str],
     threads: Sequence[int] | None,
     busy: Sequence[int],
@@ -335,15 +346,20 @@ def main(
     llama_server: str | None,
 ) -> dict[str, Any]:
     """Measure verify passes or, with --methods, answers: tables, then one JSON line."""
-    before = torch.get_num_threads()
+    before, model = torch.get_num_threads(), models[0]
+    if len(models) > 1 and (llama_server or divergence):
+        raise UserError(f"--llama-server and --divergence need one model: got {len(models)}")
     threads = threads or (before,)
 
     @cache
     def peers(count: int) -> dict[str, Any]:
         return {name: cache(start) for name, start in engines(model, count, llama_server).items()}
 
-    pipes = {dtype: mmspec.load(model, drafter=None, dtype=dtype) for dtype in dtypes}
-    about = {"model": model, **describe(next(iter(pipes.values())).target), "rounds": rounds}
+    pipes = {
+        dtype if len(models) == 1 else f"{Path(name).stem} {dtype}": open_model(name, dtype)
+        for name, dtype in product(models, dtypes)
+    }
+    about = {"model": ", ".join(models), **describe(next(iter(pipes.values())).target), "rounds": rounds}
     wait_for_huge_pages()
     try:
         if methods is None:

@@ -5,8 +5,7 @@ drafters that run at their cost and drafts that are accepted at a set rate (``--
 their torch references, and timed against their memory floor: the bytes that a kernel must read and write over the
 bandwidth of a large copy. Kernels that wait for no memory are timed as parts of drafts and passes only.
 
-Each part is a process of its own, the most important parts first: a part that fails or hangs costs that part only. The
-file is written after every part. ``--quick --device cpu`` rehearses on tiny shapes; its times mean nothing.
+Each part is a process of its own, the most important parts first: a part that fails or hangs costs that part only.
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ import click
 import torch
 import transformers
 from rich.table import Table
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BambaConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, BambaConfig, LlamaConfig
 
 import mmspec
 from mmspec import ops, plugins
@@ -54,13 +51,13 @@ from mmspec.engine.stats import mark, seconds
 from mmspec.errors import UserError, first_line
 from mmspec.eval.harness.output import BenchmarkCommand, git_commit, make_table, print_result, wide_console
 from mmspec.eval.harness.prompts import held_out_requests
+from mmspec.eval.harness.small_configs import number_processor
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, decode, peak_memory, reset_peak_memory
 from mmspec.files import write_text
 from mmspec.ops import graphs, kernels
 from mmspec.ops.transfer import on_device
 from mmspec.pipeline import Pipeline
 from mmspec.ssm import ops as mamba_ops
-from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.drafters.msd import MSD, Flash, MSDConfig, MSDNetwork
 
@@ -159,12 +156,6 @@ def random_drafters(target: TransformersTarget) -> dict[str, TrainedDrafter]:
         }
 
 
-def number_processor(vocab: int) -> Processor:
-    """Its text is the numbers of tokens."""
-    words = WordLevel({str(token): token for token in range(vocab)}, unk_token="0")
-    return Processor(PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)))
-
-
 class SetAcceptance(Wrapper):
     """A drafter at its cost, whose drafts are replaced: along a path, each is right with a set probability.
 
@@ -173,7 +164,6 @@ class SetAcceptance(Wrapper):
 
     Args:
         answers: plain decoding's new tokens, by prompt.
-        rate: probability that a draft is right, after right drafts.
     """
 
     drafter: CapturedDrafter
@@ -251,12 +241,9 @@ def call_seconds(calls: list[Callable[[], Any]], device: torch.device) -> float:
 
 
 def measure(kernel: Kernel, plan: Plan) -> Row:
-    """Compare a kernel with its torch reference in float32, and time it.
-
-    Raises:
-        AssertionError: floats differ by more than the tolerance (norm of the difference over the reference's), or more
-            than this share of tokens: where sums decide, their order may.
-    """
+    """Compare a kernel with its torch reference in float32, and time it. Raises ``AssertionError``: floats differ by
+    more than the tolerance (norm of the difference over the reference's), or more than this share of tokens: where sums
+    decide, their order may."""
     name, call, sizes, num_bytes, tolerance = kernel
     device, dtype = plan.device, plan.dtype
 

@@ -135,12 +135,8 @@ def first_difference(
     speculative: Sequence[int],
     plain: Sequence[int],
 ) -> Difference:
-    """The first difference between two outputs of a request, and the target's logit margin there.
-
-    Args:
-        pipe, request, keywords: as for ``compare``.
-        speculative, plain: new tokens of each output.
-    """
+    """The first difference between two outputs of a request, given by their new tokens, and the target's logit margin
+    there. Other arguments as for ``compare``."""
     shorter = min(len(speculative), len(plain))
     at = next((i for i in range(shorter) if speculative[i] != plain[i]), shorter)
     params = pipe.defaults.complete(pop_params(dict(keywords)))

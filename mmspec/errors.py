@@ -126,11 +126,8 @@ def missing(purpose: str, package: str, extra: str | None = None) -> UserError:
 
 
 def missing_import(error: ModuleNotFoundError) -> UserError:
-    """Error for a command that failed to import an optional package.
-
-    Raises:
-        ModuleNotFoundError: the module belongs to mmspec.
-    """
+    """Error for a command that failed to import an optional package. Raises ``ModuleNotFoundError``: the module belongs
+    to mmspec."""
     package = (error.name or "mmspec").partition(".")[0]
     if package == "mmspec":
         raise error

@@ -208,10 +208,7 @@ def _cannot_write(path: Path, error: BaseException, hint: str = "") -> UserError
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, and rename it to ``path`` if the block succeeds. Creates parent folders.
-
-    Raises:
-        UserError: it cannot be written, or the disk is full.
-    """
+    Raises ``UserError``: it cannot be written, or the disk is full."""
     with temporary(path) as part:
         yield part
         settle(part)
@@ -252,11 +249,8 @@ def alone(file: Path, what: Path) -> Iterator[None]:
 
 
 def append_text(file: Path, text: str) -> None:
-    """Append text to a file and sync to the disk; a failure leaves the file unchanged.
-
-    Raises:
-        UserError: the file cannot be written, or the disk is full.
-    """
+    """Append text to a file and sync to the disk; a failure leaves the file unchanged. Raises ``UserError``: the file
+    cannot be written, or the disk is full."""
     try:
         with file.open("ab", buffering=0) as opened:
             size, left = opened.tell(), text.encode()
@@ -277,11 +271,8 @@ def append_row(log: Path, row: Mapping[str, Any]) -> None:
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield number and text of each line of a UTF-8 file, with its line feed.
-
-    Raises:
-        UserError: the file cannot be read, or a line (named in the message) is not UTF-8.
-    """
+    """Yield number and text of each line of a UTF-8 file, with its line feed. Raises ``UserError``: the file cannot be
+    read, or a line (named in the message) is not UTF-8."""
     with explained(f"{file}: expected a text file", OSError), file.open("rb") as opened:
         for number, line in enumerate(opened, start=1):
             try:
@@ -308,11 +299,7 @@ def read_rows(file: Path, cut: bool = False) -> Iterator[tuple[int, dict[str, An
 
 
 def parse_object(text: str, where: str) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises:
-        UserError: the text is something else; the message starts with ``where``.
-    """
+    """Parse a JSON object. Raises ``UserError``: the text is something else; the message starts with ``where``."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -331,11 +318,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def truncate_log(log: Path, step: int) -> None:
-    """Remove a log's incomplete last line and the rows after ``step``, which a resumed run repeats.
-
-    Raises:
-        UserError: a line is not a log row.
-    """
+    """Remove a log's incomplete last line and the rows after ``step``, which a resumed run repeats. Raises
+    ``UserError``: a line is not a log row."""
     kept = []
     for number, row in read_rows(log, cut=True):
         if not isinstance(row.get("step"), int):
@@ -348,10 +332,8 @@ def truncate_log(log: Path, step: int) -> None:
 def check_settings(folder: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Check that a run in ``folder`` is resumed with its original settings.
 
-    Settings missing from ``saved``, added by later versions, are not compared.
-
-    Raises:
-        UserError: a setting differs; the message names the first.
+    Settings missing from ``saved``, added by later versions, are not compared. Raises ``UserError``: a setting differs;
+    the message names the first.
     """
     for name in saved:
         before, now = (json.dumps(values.get(name)) for values in (saved, settings))

@@ -24,10 +24,7 @@ def open_client(url: str, key: str | None = None) -> httpx.Client:
 
 def stream_json(client: httpx.Client, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
     """POST a request and yield the JSON objects of its server-sent events; closing the iterator aborts the request.
-
-    Raises:
-        httpx.HTTPStatusError: the server refused the request; its message contains the reply.
-    """
+    Raises ``httpx.HTTPStatusError``: the server refused the request; its message contains the reply."""
     with client.stream("POST", path, json=body) as reply:
         if reply.is_error:
             text = reply.read().decode(errors="replace")

@@ -200,11 +200,8 @@ def _load_target(
 
 
 def load_config(name: str) -> Any:
-    """Load the configuration of a model by its name for ``load``, without weights.
-
-    Raises:
-        UserError: the model does not exist.
-    """
+    """Load the configuration of a model by its name for ``load``, without weights. Raises ``UserError``: the model does
+    not exist."""
     with _located(plugins.model_path(name)) as (source, hub_options):
         return source.config(**hub_options)
 
@@ -242,11 +239,7 @@ def _prepared(model: Any, kind: Any, device: torch.device) -> Any:
 
 
 def pick_device(device: str) -> torch.device:
-    """Resolve ``"auto"`` or a torch device name.
-
-    Raises:
-        UserError: the device is not available.
-    """
+    """Resolve ``"auto"`` or a torch device name. Raises ``UserError``: the device is not available."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -88,11 +88,8 @@ class Generation(Piece):
 
 
 class _PieceReader:
-    """Converts the deltas of a sequence to pieces of text, in the client's thread.
-
-    Attributes:
-        ended: whether the last piece was returned.
-    """
+    """Converts the deltas of a sequence to pieces of text, in the client's thread. ``ended``: whether the last piece
+    was returned."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self._reader, self.ended = reader, False
@@ -268,11 +265,8 @@ class Pipeline:
         return self.engine.follow(self._speculation, lambda one: self.submit(self._prepared(one)[0], lambda _: None))
 
     def _prepared(self, request: Request, streams: bool = False) -> tuple[DecodeRequest, AnswerReader]:
-        """Encode a request, and return it in the engine's terms with the reader of its output.
-
-        Raises:
-            UserError: the input cannot be read, or is longer than the context limit.
-        """
+        """Encode a request, and return it in the engine's terms with the reader of its output. Raises ``UserError``:
+        the input cannot be read, or is longer than the context limit."""
         request = self.engine.admit(request)
         params, options = self.defaults.complete(request.params), request.options
         rendered = options.chat_template and not is_token_ids(request.content["prompt"])

@@ -145,11 +145,8 @@ def with_fields_of(kind: Any) -> Callable[[type[T]], type[T]]:
 
 
 def read(kind: Callable[..., T], values: Any, source: str) -> T:
-    """Construct ``options`` from an object of a JSON file, called ``source`` in messages.
-
-    Raises:
-        UserError: a field is missing, unknown or invalid.
-    """
+    """Construct ``options`` from an object of a JSON file, called ``source`` in messages. Raises ``UserError``: a field
+    is missing, unknown or invalid."""
     if not isinstance(values, Mapping):
         raise UserError(f"{source} must be an object: got {shown(values)}")
     try:
@@ -233,11 +230,7 @@ def is_data_uri(text: str) -> bool:
 
 
 def data_of(uri: str) -> bytes:
-    """Content of a base64 data URI.
-
-    Raises:
-        UserError: the URI has another form, or its content is not base64.
-    """
+    """Content of a base64 data URI. Raises ``UserError``: the URI has another form, or its content is not base64."""
     head, comma, body = uri.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise UserError("a data URI must be data:TYPE;base64,CONTENT: got another form")

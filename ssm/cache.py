@@ -23,8 +23,10 @@ from torch import Tensor
 from mmspec.cache.rows import RowTensor, row_index
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.errors import UserError
+from mmspec.ops import cpu
 from mmspec.ssm.ops import DepthIndex, commit_conv, conv_window, tree_conv
 from mmspec.ssm.recurrences import Recurrence
+from mmspec.targets.sublayers import zero_states
 
 STATES = "tree_states"
 """Keyword argument of a decoder's forward that passes a ``StateCache`` to its mixers, and attribute of convolution
@@ -246,7 +248,8 @@ class StateCache(TreeCache):
         self._scans = Scans(recurrence(units) if recurrence is not None else None, units, scans, static_shapes)
         self._conv = Convolutions(static_shapes)
         self._tree: DepthIndex | None = None  # of the current verify pass
-        self._window = torch.empty(0, dtype=torch.long)  # (batch, nodes, width), see conv_window
+        self._known_window: Tensor | None = None
+        self._native: tuple[Any, Any] | None = None  # of a pass in the kernels: sublayers, and buffers with its records
         self._current: Key = 0, 0  # current layer and convolution, which are not passed to convolutions and scans
 
     @property
@@ -293,19 +296,36 @@ class StateCache(TreeCache):
         return self._tree is not None
 
     def arguments(self, reach: Tensor) -> dict[str, Any]:
-        batch, nodes, slots = reach.shape
+        _, nodes, slots = reach.shape
         if slots != nodes:
             raise UserError(
                 "recurrent layers require the whole tree in one pass: "
                 f"got {nodes} nodes after {slots - nodes} uncommitted ones"
             )
-        self._tree, width = DepthIndex(reach), self._conv.width
-        if nodes == 1:
-            self._window = torch.arange(width, device=reach.device).expand(batch, 1, -1)
-        else:
-            self._window = conv_window(self._tree.parents, width)
+        self._native = None
+        self._tree, self._known_window = DepthIndex(reach), None
         self._conv.calls = self._scans.calls = 0
         return {STATES: self}
+
+    @property
+    def _window(self) -> Tensor:
+        """(batch, nodes, width), see ``conv_window``."""
+        if self._known_window is None:
+            assert self._tree is not None
+            self._known_window = conv_window(self._tree.parents, self._conv.width)
+        return self._known_window
+
+    def recurrent(self, weights: Any, prompt: int = 0) -> tuple[Tensor | None, Any]:
+        tree, states = self._tree, (self._conv.state, self._scans.state)
+        if prompt and not self._conv.state.rows:
+            for part, zeros in zip(states, zero_states(weights, prompt), strict=True):
+                part.append(zeros)
+        for part in states:
+            part.write(part.data.float())
+        nodes = None if tree is None or prompt else tree.ancestors.shape[1]
+        buffers = cpu.recurrent_buffers(weights, self._conv.state.data, self._scans.state.data, nodes)
+        self._native = weights, None if prompt else buffers
+        return None if tree is None or prompt else tree.ancestors.contiguous(), buffers
 
     def conv(
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None, **options: Any
@@ -358,7 +378,9 @@ class StateCache(TreeCache):
         return torch.cat(outputs)
 
     def commit_prompt(self, tokens: int, attention_mask: Tensor | None, batch: int) -> None:
-        self._conv.commit_prompt(self._scans.state.data.new_zeros(batch, 0, 0))
+        if not self._conv.state.rows:
+            self._conv.commit_prompt(self._scans.state.data.new_zeros(batch, 0, 0))
+        self._native = None
         super().commit_prompt(tokens, attention_mask, batch)
 
     def append(self, prompt: TreeCache, reserve: int = 0, chosen: Sequence[int] | None = None) -> None:
@@ -394,11 +416,16 @@ class StateCache(TreeCache):
         super().commit(path, rows)
         if longest := max(map(len, rows)):
             self._advance_states(path[:, :longest])
-        self._tree = None
+        self._tree, self._native = None, None
         self._conv.calls = self._scans.calls = 0
 
     def _advance_states(self, path: Tensor) -> None:
         """Update the states along each row's path, (batch, depth) padded with -1."""
+        if self._native is not None:
+            weights, buffers = self._native
+            if buffers is not None:  # a prompt has advanced the states
+                cpu.advance_states(weights, buffers, path.contiguous())
+            return
         expected, received = len(self._conv) + len(self._scans), self._conv.calls + self._scans.calls
         if received != expected:
             # A mixer that bypasses the replaced functions treats the tree as a sequence: wrong logits.

@@ -43,6 +43,7 @@ from mmspec.ssm.recurrences import (
     Mamba2,
     Recurrence,
 )
+from mmspec.ssm.sublayers import delta, mamba, short_convolution
 from mmspec.targets.tree_layers import Place, replaced
 
 _CACHE_METHODS = ("has_previous_state", "update_conv_state", "update_recurrent_state")
@@ -86,6 +87,7 @@ class RecurrentLayers:
             verification does not support.
     """
 
+    mixers = delta, mamba, short_convolution
     kinds = frozenset({_RECURRENT, _CONVOLVED, *_ATTENDING, "moe", "mlp"})
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -18,11 +18,7 @@ from mmspec.workers import Cancellation, Cause, Read, WorkerError, Workers
 
 
 class DecodeError(UserError):
-    """Raised when the decoder itself fails on a file.
-
-    Attributes:
-        cause: see ``WorkerError``.
-    """
+    """Raised when the decoder itself fails on a file. ``cause``: see ``WorkerError``."""
 
     def __init__(self, message: str, cause: Cause) -> None:
         super().__init__(message)

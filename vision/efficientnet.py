@@ -109,10 +109,7 @@ class EfficientNetLite(EfficientNetModel):
 
     def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
         """Features (images, hidden_size, rows, columns), ``in_blocks``, and pooled features (images, 1280).
-
-        Args:
-            pixel_values: (images, 3, side, side), normalised by ``MEAN`` and ``STD``.
-        """
+        ``pixel_values``: (images, 3, side, side), normalised by ``MEAN`` and ``STD``."""
         pixels = pixel_values.to(self.dtype, memory_format=torch.channels_last)  # a fifth faster on CPU
         hidden, kept = self.embeddings(pixels), []
         for index, block in enumerate(self.encoder.blocks):

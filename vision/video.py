@@ -118,10 +118,8 @@ def load_video(
 def kind_of(source: object, *, name: str | None = None) -> Literal["image", "video"]:
     """Detect from the content whether a source is an image or a video; accepts the same sources as ``load_video``.
 
-    Without PyAV, which recognises videos, every file that may be a video counts as a video.
-
-    Raises:
-        UserError: the source is missing, empty, or neither.
+    Without PyAV, which recognises videos, every file that may be a video counts as a video. Raises ``UserError``: the
+    source is missing, empty, or neither.
     """
     media = resolve(source, expected="an image or a video", name=name)
     kind = _kind(media)

@@ -68,11 +68,8 @@ _NO_TIMESTAMP = 2**62  # ticks; FFmpeg marks a packet without a timestamp by -2*
 def open_video(
     media: MediaSource, stack: ExitStack, *, expected: str = "a video"
 ) -> tuple[InputContainer, VideoStream]:
-    """Open a video with FFmpeg; ``stack`` closes it. Cover art of audio files is not a video stream.
-
-    Raises:
-        UserError: the source is not a video, audio only, or has frames of more than ``MAX_PIXELS``.
-    """
+    """Open a video with FFmpeg; ``stack`` closes it. Cover art of audio files is not a video stream. Raises
+    ``UserError``: the source is not a video, audio only, or has frames of more than ``MAX_PIXELS``."""
     # "file:" and the protocol whitelist keep file names and contents from making FFmpeg open anything else.
     source = f"file:{media.path}" if media.path is not None else stack.enter_context(media.open())
     try:
@@ -103,10 +100,7 @@ def open_video(
 
 def display_size(width: int, height: int, pixel_aspect: Fraction | None) -> tuple[int, int]:
     """Width and height of a frame after conversion to square pixels: one side grows, the other side stays.
-
-    Args:
-        pixel_aspect: width / height of a pixel; None or 0 if unknown.
-    """
+    ``pixel_aspect``: width / height of a pixel; None or 0 if unknown."""
     aspect = pixel_aspect or Fraction(1)
     return round(width * max(aspect, Fraction(1))), round(height / min(aspect, Fraction(1)))
 
@@ -250,10 +244,7 @@ class _FrameReader:
 
     def frame_at(self, target: Fraction) -> VideoFrame:
         """The frame displayed at ``target`` seconds: the last frame not later, or the first frame. Targets must ascend.
-
-        Raises:
-            UserError: the file is broken before the next frame, or the frame is corrupt.
-        """
+        Raises ``UserError``: the file is broken before the next frame, or the frame is corrupt."""
         seekable = self._container.format.name.startswith(SEEKABLE)
         if seekable and target - self.time(self._current) > self._longest_gap:
             self._seek(target)
@@ -404,11 +395,7 @@ def _filtered(frame: VideoFrame, steps: list[str]) -> VideoFrame | None:
 
 
 def import_decord() -> Any:
-    """Import decord.
-
-    Raises:
-        UserError: decord is not installed.
-    """
+    """Import decord. Raises ``UserError``: decord is not installed."""
     try:
         return importlib.import_module("decord")
     except ImportError:
@@ -416,12 +403,9 @@ def import_decord() -> Any:
 
 
 def sample_with_decord(media: MediaSource, choose_times: ChooseTimes) -> tuple[TimedFrames, Fraction, Fraction]:
-    """Sample the frames displayed at the times that ``choose_times`` returns; see ``sample_with_pyav``.
-
-    Raises:
-        UserError: decord is not installed, cannot read the source to the end, finds no timestamps in it, or returns
-            frames that are not RGB images (some narrow videos).
-    """
+    """Sample the frames displayed at the times that ``choose_times`` returns; see ``sample_with_pyav``. Raises
+    ``UserError``: decord is not installed, cannot read the source to the end, finds no timestamps in it, or returns
+    frames that are not RGB images (some narrow videos)."""
     decord = import_decord()
     with ExitStack() as stack:
         _, stream = open_video(media, stack)  # raises if the source is not a video; decord would print to stderr

@@ -12,11 +12,7 @@ from mmspec.validation import option, options
 
 @options
 class AdaptOptions:
-    """Options of adaptation.
-
-    Attributes:
-        space: size limit of the folder, in MiB.
-    """
+    """Options of adaptation. ``space``: size limit of the folder, in MiB."""
 
     folder: Path | None = option(None, "Load and save what drafters learn in this folder; implies --adapt.")
     space: int = option(256, "Limit on the size of --adapt-folder, in MiB.", ge=1)

@@ -274,11 +274,7 @@ class Store:
         return max(self._generations(), default=None)
 
     def write(self, write: Callable[[Path], None]) -> None:
-        """Write a generation.
-
-        Raises:
-            UserError: the folder cannot be written, or the disk is full.
-        """
+        """Write a generation. Raises ``UserError``: the folder cannot be written, or the disk is full."""
         before = self._generations()
         number = int(max(before).name) + 1 if before else 0
         make_folder(self.folder / f"{number:08}", write, hint="")

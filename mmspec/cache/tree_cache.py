@@ -472,6 +472,15 @@ class TreeCache(Cache):
         is (batch, nodes, earlier + nodes) bool, ancestors of each node among the uncommitted nodes."""
         return {}
 
+    def recurrent(self, weights: Any, prompt: int = 0) -> tuple[Tensor | None, Any] | tuple[()]:
+        """Ancestors and ``cpu.recurrent_buffers`` of the current pass; empty without recurrent layers. The next commit
+        uses them, and ``weights``, results of ``cpu.sublayers``.
+
+        Args:
+            prompt: rows of a prompt, whose pass advances the states; 0 for a tree.
+        """
+        return ()
+
     def commit_prompt(self, tokens: int, attention_mask: Tensor | None, batch: int) -> None:
         """Commit the ``tokens`` slots that a prefill of ``batch`` rows wrote, and remove padding.
 

@@ -44,11 +44,8 @@ class Drafter(ABC):
     _target: Target | None = None
 
     def attach(self, target: Target) -> None:
-        """Prepare for a target; a repeated call with the same target has no effect.
-
-        Raises:
-            UserError: the drafter was trained for another target.
-        """
+        """Prepare for a target; a repeated call with the same target has no effect. Raises ``UserError``: the drafter
+        was trained for another target."""
         self._target = target
 
     @abstractmethod
@@ -154,11 +151,8 @@ class Drafter(ABC):
             warnings.warn(f"{little}. Check {self.checks}", SlowWarning, stacklevel=2)
 
     def draft_chains(self, length: int) -> None:
-        """Switch to chains, one child per node, of at most ``length`` tokens if the drafter has a tree size.
-
-        Raises:
-            UserError: the drafter does not support chains (the default).
-        """
+        """Switch to chains, one child per node, of at most ``length`` tokens if the drafter has a tree size. Raises
+        ``UserError``: the drafter does not support chains (the default)."""
         raise UserError(f"chains need a drafter that can draft them: {type(self).__name__} cannot")
 
     @property

@@ -45,10 +45,6 @@ class StepTimes:
     commit: float = 0.0
     levels: int = 1
 
-    @property
-    def total(self) -> float:
-        return self.draft + self.verify + self.commit
-
 
 _SHARE = 0.02  # share of the decode time that exploration may lose
 _MOST = 2.0  # maximum credit, in plain decode steps

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from mmspec.drafters.spec import TreeShape
 from mmspec.errors import UserError, explained
 from mmspec.files import atomic, read_json, write_text
+from mmspec.targets.gguf_file import GGUFFile
 from mmspec.validation import option, options
 from mmspec.validation import read as read_options
 
@@ -134,6 +135,26 @@ def load_network(kind: Callable[[C], N], config: C, tensors: Mapping[str, Tensor
     check_tensors(tensors, shapes, "a drafter", str(folder))
     network.load_state_dict({name: tensors[name] for name in shapes}, assign=True)
     return network
+
+
+def load_stored(network: Any, weights: Mapping[str, Any], others: Collection[str], what: str, file: GGUFFile) -> None:
+    """Load tensors of a GGUF file; linear layers also have their ``stored`` rows, for ``pack_drafter``.
+
+    Args:
+        weights: of ``gguf_models``.
+        others: names of the network's tensors that come from elsewhere.
+
+    Raises:
+        UserError: see ``check_tensors``.
+    """
+    tensors = {name: weight[...] for name, weight in weights.items()}
+    shapes = {name: tuple(x.shape) for name, x in network.state_dict().items() if name not in others}
+    check_tensors(tensors, shapes, what, str(file.path))
+    network.load_state_dict(tensors, strict=False, assign=True)
+    for name, weight in weights.items():
+        layer = network.get_submodule(name.rpartition(".")[0])
+        if type(layer) is nn.Linear and (rows := weight.rows()) is not None:
+            layer.stored = [rows]  # type: ignore[assignment]
 
 
 def check_tensors(

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, Gemma4AssistantConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
@@ -25,14 +27,17 @@ from mmspec.core.target import Feature, KeysValues, Prompt, SharesKeysValues, Ta
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import RowState, TreeDrafter, write_last
-from mmspec.drafters.checkpoint import read_config
+from mmspec.drafters.checkpoint import load_stored, read_config
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.layer import take
 from mmspec.drafters.spec import DrafterSpec
-from mmspec.errors import UserError
+from mmspec.errors import UserError, explained
 from mmspec.ops import kernels
+from mmspec.targets import gguf_models
 from mmspec.targets.attention import set_attention
 from mmspec.targets.checkpoints import read_whole
+from mmspec.targets.gguf_file import GGUFFile, opened
+from mmspec.targets.gguf_keys import Keys
 from mmspec.targets.packing import drafter_kind, pack_drafter
 from mmspec.targets.support import without_output_capture
 from mmspec.targets.transformers_target import sharded
@@ -95,9 +100,10 @@ class Gemma4(TreeDrafter):
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:
-        """Load an assistant's folder; raises ``UserError`` if it is invalid."""
+        """Load an assistant's folder or GGUF file; raises ``UserError`` if it is invalid."""
         with sharing_allowed():
-            return cls(read_whole(AutoModelForCausalLM, str(folder)))
+            stored = opened(folder)
+            return cls(read_stored(stored) if stored else read_whole(AutoModelForCausalLM, str(folder)))
 
     def place(self, target: Target, probe: Tensor) -> None:
         self._sources = self._checked_sources(target)
@@ -244,6 +250,35 @@ def sharing_allowed() -> AbstractContextManager[None]:
     return replaced({(kind, "kv_sharing_modes"): _AllShared for kind in kinds if hasattr(kind, "kv_sharing_modes")})
 
 
+_STORED = "gemma4-assistant"  # llama.cpp's architecture
+
+
+def read_stored(file: GGUFFile) -> PreTrainedModel:
+    """The assistant in a GGUF file of llama.cpp's converter, which leaves out centroids.
+
+    Raises:
+        UserError: another architecture, or keys or tensors that no such assistant has, or lacks.
+    """
+    if (name := file.architecture()) != _STORED:
+        raise UserError(f"cannot load drafter {str(file.path)!r}: expected the architecture {_STORED}, found {name!r}")
+    target = gguf_models.ARCHITECTURES["gemma4"]
+
+    def more(keys: Keys) -> dict[str, Any]:
+        found = {**target.more(keys), "vocab_size_per_layer_input": 0}
+        found["attention_k_eq_v"] = found["num_key_value_heads"] != found["num_global_key_value_heads"]
+        return {**found, "backbone_hidden_size": keys("embedding_length_out")}
+
+    names = {f"nextn.{name}_projection": f"{name}_projection" for name in ("pre", "post")}
+    row = replace(target, more=more, outer={**target.outer, **names})
+    text = gguf_models.read_config(file, row)[0]
+    own = {name: getattr(text, name) for name in ("backbone_hidden_size", "tie_word_embeddings")}
+    with explained(f"cannot load drafter {str(file.path)!r}", ValueError), no_init_weights():
+        model = AutoModelForCausalLM.from_config(Gemma4AssistantConfig(text_config=text, **own))
+    load_stored(model, gguf_models.read_weights(file, model, row), model.all_tied_weights_keys, "an assistant", file)
+    model.tie_weights()
+    return model
+
+
 def _shape(config: Any, layer: int) -> tuple[int, int]:
     """Number and size of a layer's key heads, according to a configuration."""
     if getattr(config, "is_heterogeneous", False):
@@ -253,11 +288,17 @@ def _shape(config: Any, layer: int) -> tuple[int, int]:
     return getattr(config, "num_key_value_heads", None) or heads, size
 
 
+def recognises(folder: Path) -> bool:
+    """Whether a folder or GGUF file has an assistant."""
+    stored = opened(folder)
+    return stored.architecture() == _STORED if stored else (read_config(folder) or {}).get("model_type") in MODEL_TYPES
+
+
 SPEC = DrafterSpec(
     "gemma4",
     "Gemma-4 assistant",
     "a few layers that attend to the target's own keys and values, published with Gemma 4",
     Gemma4,
     weights="published",
-    recognises=lambda folder: (read_config(folder) or {}).get("model_type") in MODEL_TYPES,
+    recognises=recognises,
 )

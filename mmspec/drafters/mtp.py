@@ -38,7 +38,7 @@ from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import AHEAD, Counts, RowState, TreeDrafter, commit_chain, write_last
-from mmspec.drafters.checkpoint import check_tensors, load_weights, tensor_names, weight_files
+from mmspec.drafters.checkpoint import load_stored, load_weights, tensor_names, weight_files
 from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.drafters.hidden_state import axis_positions, causal, counted_positions, following_embeds, take
 from mmspec.drafters.spec import DrafterSpec
@@ -46,7 +46,7 @@ from mmspec.errors import UserError, explained
 from mmspec.ops import kernels
 from mmspec.targets.attention import NAME, PASS, SLIDING, TreePass, set_attention, tail_mask, tree_mask, window_of
 from mmspec.targets.checkpoints import from_pretrained
-from mmspec.targets.gguf_file import GGUFFile, file_in, is_gguf
+from mmspec.targets.gguf_file import opened
 from mmspec.targets.gguf_models import read_config, read_mtp_weights
 from mmspec.targets.packing import drafter_kind, pack_drafter
 
@@ -150,10 +150,8 @@ _SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 
 def has_mtp(folder: Path) -> bool:
     """Whether a checkpoint, a folder or a GGUF file, has tensors of native MTP layers."""
-    if folder.is_file() and not is_gguf(folder):
-        return False
-    stored = file_in(folder)
-    names = GGUFFile(stored).tensors if stored else [one for file in weight_files(folder) for one in tensor_names(file)]
+    stored = opened(folder)
+    names = stored.tensors if stored else [one for file in weight_files(folder) for one in tensor_names(file)]
     return any(_OWN.match(name) or name.endswith(".eh_proj.weight") for name in names)
 
 
@@ -168,9 +166,8 @@ def read_mtp(folder: Path) -> tuple[MTPNetwork, dict[str, Any]]:
     """
     if not has_mtp(folder):
         raise UserError(f"{folder}: expected the checkpoint of a target with native MTP layers, received none")
-    stored = None if (path := file_in(folder)) is None else GGUFFile(path)
-    if stored is not None:
-        decoder, count = read_config(stored)[0], stored.count("nextn_predict_layers")
+    if (stored := opened(folder)) is not None:
+        decoder, count = read_config(stored, alone=True)[0], stored.count("nextn_predict_layers")
         decoder.num_mtp_layers = decoder.mtp_num_hidden_layers = count
     else:
         with explained(f"{folder}: expected the configuration of a model", OSError, ValueError):
@@ -180,7 +177,8 @@ def read_mtp(folder: Path) -> tuple[MTPNetwork, dict[str, Any]]:
     with explained(f"{folder}: expected MTP layers that transformers builds", *errors), torch.device("meta"):
         built, model = build(config)
     if stored is not None:
-        _load_stored(built, stored)
+        others = {name for name in built.state_dict() if not name.startswith("layers")}
+        load_stored(built, read_mtp_weights(stored, built), others, "its MTP layers", stored)
     else:
         _load(built, model, _tensors(folder, decoder.num_hidden_layers), str(folder))
     verifier = {
@@ -239,19 +237,6 @@ def _load(built: Any, model: Any, tensors: dict[str, Tensor], source: str) -> No
     problems += [f"{name} that cannot be converted" for name in sorted(report.conversion_errors)]
     if problems:
         raise UserError(f"{source}: expected exactly the tensors of its MTP layers, received {'; '.join(problems[:3])}")
-
-
-def _load_stored(built: Any, file: GGUFFile) -> None:
-    """Load tensors of a GGUF file; linear layers also have their ``stored`` rows, for ``pack_drafter``."""
-    weights = read_mtp_weights(file, built)
-    tensors = {name: weight[...] for name, weight in weights.items()}
-    shapes = {name: tuple(x.shape) for name, x in built.state_dict().items() if name.startswith("layers")}
-    check_tensors(tensors, shapes, "its MTP layers", str(file.path))
-    built.load_state_dict(tensors, strict=False, assign=True)
-    for name, weight in weights.items():
-        layer = built.get_submodule(name.rpartition(".")[0])
-        if type(layer) is nn.Linear and (rows := weight.rows()) is not None:
-            layer.stored = [rows]  # type: ignore[assignment]
 
 
 class MTP(TreeDrafter):

@@ -130,16 +130,19 @@ def registered_name(drafter: Drafter | None) -> str | None:
 
 
 def drafters_for(home: Path) -> list[str]:
-    """Specifications of the drafters for the model in a folder, default first: drafters in the folder and drafters
-    without a checkpoint. If the model is not in a local folder, ``auto`` stands for the drafters in its folder."""
+    """Specifications of the drafters for the model in a folder or GGUF file, default first: drafters in the folder, in
+    the model's checkpoint, and without a checkpoint. If the model is not local, ``auto`` stands for the first."""
     alone = [spec.name for spec in drafter_specs() if spec.alone]
     if not home.exists():
         return [AUTO, *alone]
     homes = plugins.drafter_homes(home)
     folders = [folder for at in homes for folder in (at / "drafter", *sorted(at.glob("drafter-*")))]
     own = [name for name in map(checkpoint.drafter_name, folders) if name]
+    inside = [
+        spec.name for spec in drafter_specs() if spec.weights == "target" and spec.recognises and spec.recognises(home)
+    ]
     first = plugins.default_drafter(home)
-    return list(dict.fromkeys([*([] if first == AUTO else [first]), *own, *([] if own else [DEFAULT]), *alone]))
+    return list(dict.fromkeys([*([] if first == AUTO else [first]), *(own or [DEFAULT]), *inside, *alone]))
 
 
 def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) -> Drafter | None:

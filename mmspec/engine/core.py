@@ -125,11 +125,8 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Draft:
-    """A drafter's proposal for one step.
-
-    Attributes:
-        seconds: returns the draft time spent before the step; call it after synchronising.
-    """
+    """A drafter's proposal for one step. ``seconds``: returns the draft time spent before the step; call it after
+    synchronising."""
 
     plan: StepPlan
     tree: TokenTree
@@ -244,7 +241,8 @@ class EngineCore:
         """
         timer, policy = StepTimer(self._token.device), self._prepare()
         timer.mark("prepared")
-        draft = self._pre_launched() or self._propose(policy, self._token)
+        ahead, self._ahead = self._ahead, None
+        draft = ahead if ahead and self._remaining > 0 else self._propose(policy, self._token)
         tree = self.fit(policy, draft)
         timer.mark("drafted")
         output = self.target.verify(tree, self._reads)
@@ -291,11 +289,6 @@ class EngineCore:
     def _remaining(self) -> int:
         """Draft tokens that the longest unfinished row can still accept."""
         return max(row.remaining for row in self.running) - 1
-
-    def _pre_launched(self) -> Draft | None:
-        """The draft that the last step launched, unless the batch needs no more drafts."""
-        ahead, self._ahead = self._ahead, None
-        return ahead if self._remaining > 0 else None
 
     def _draft_ahead(
         self, policy: DraftPolicy, tree: TokenTree, verdict: Verdict, output: TargetOutput, timer: StepTimer

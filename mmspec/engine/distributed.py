@@ -182,11 +182,8 @@ class LockstepCore(EngineCore):
         return bool(self._arrived) or super().has_work
 
     def step(self) -> None:
-        """Run one step on all ranks; rank 0 first broadcasts its orders.
-
-        Raises:
-            RankError: a rank is lost, or its state differs.
-        """
+        """Run one step on all ranks; rank 0 first broadcasts its orders. Raises ``RankError``: a rank is lost, or its
+        state differs."""
         if self.leads:
             self._lead()
         super().step()
@@ -213,11 +210,8 @@ class LockstepCore(EngineCore):
         self._numbers = {sequence: number for sequence, number in self._numbers.items() if not sequence.done}
 
     def follow(self, start: Callable[[Request], Sequence]) -> None:
-        """Run rank 0's steps until it ends; ``start`` queues a request.
-
-        Raises:
-            RankError: rank 0 is lost, or its state differs.
-        """
+        """Run rank 0's steps until it ends; ``start`` queues a request. Raises ``RankError``: rank 0 is lost, or its
+        state differs."""
         self._ranks.watch(_give_up)
         sequences: dict[int, Sequence] = {}
         try:
@@ -283,11 +277,8 @@ class DistributedEngine(Engine):
         self.threads = TorchThreads(adapts=False)
 
     def admit(self, request: Request) -> Request:
-        """Return the request with a seed, so that all ranks draw the same numbers.
-
-        Raises:
-            UserError: the request depends on one rank's clock or cannot be pickled.
-        """
+        """Return the request with a seed, so that all ranks draw the same numbers. Raises ``UserError``: the request
+        depends on one rank's clock or cannot be pickled."""
         if not self.core.leads:
             return request
         if (limit := request.options.max_time) is not None:

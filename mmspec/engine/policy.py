@@ -33,11 +33,8 @@ STEADY_PLANS = (
 
 
 class DraftPolicy:
-    """Drafts a fixed plan in every step; base class of policies.
-
-    Args:
-        static_shapes: whether drafts have static shapes, which no step may change.
-    """
+    """Drafts a fixed plan in every step; base class of policies. ``static_shapes``: whether drafts have static shapes,
+    which no step may change."""
 
     def __init__(self, fixed: StepPlan = _DEFAULT, static_shapes: bool = False) -> None:
         self._fixed, self._static_shapes = fixed, static_shapes

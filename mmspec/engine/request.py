@@ -194,22 +194,15 @@ def parse(
 
 
 def num_draft_tokens_of(num_draft_tokens: int | None, nodes: int | None) -> int | None:
-    """``num_draft_tokens``, or its former name ``nodes``.
-
-    Raises:
-        UserError: both are given, or the number is negative.
-    """
+    """``num_draft_tokens``, or its former name ``nodes``. Raises ``UserError``: both are given, or the number is
+    negative."""
     if num_draft_tokens is not None and nodes is not None:
         raise UserError("nodes is the former name of num_draft_tokens: expected one of them, received both")
     return check("num_draft_tokens", NonNegativeInt | None, nodes if num_draft_tokens is None else num_draft_tokens)
 
 
 def pop_params(keywords: dict[str, Any]) -> SamplingParams:
-    """Pop ``params``, or the keywords that are its fields.
-
-    Raises:
-        UserError: as for ``parse``.
-    """
+    """Pop ``params``, or the keywords that are its fields. Raises ``UserError``: as for ``parse``."""
     params, given = keywords.pop("params", None), _pop_fields(keywords, SamplingParams)
     if params is None:
         return SamplingParams(**given)

@@ -192,11 +192,8 @@ def stopping_of(
 
 
 def logits_by_step(rows: Sequence[Sequence[Tensor]], steps: int) -> tuple[Tensor, ...]:
-    """Raw logits of each step, (batch, vocab) float32 each; zeros at rows that have ended.
-
-    Args:
-        rows: logits by row and step, (vocab,) each.
-    """
+    """Raw logits of each step, (batch, vocab) float32 each; zeros at rows that have ended. ``rows``: logits by row and
+    step, (vocab,) each."""
     return pad_sequence([torch.stack(list(row[:steps])) for row in rows]).unbind()
 
 

@@ -11,13 +11,31 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from time import perf_counter as clock
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmspec.ops import cpu_library
-from mmspec.ops.cpu_library import FORMATS, KINDS, NORMS, Attention, EagleCell, Layer, Linear, Markov, Packing, Pass
+from mmspec.ops.cpu_library import (
+    ACTIVATIONS,
+    FORMATS,
+    KINDS,
+    MIXING,
+    NORMS,
+    Attention,
+    EagleCell,
+    Experts,
+    Layer,
+    Linear,
+    Markov,
+    Packing,
+    Pass,
+    Recurrent,
+    Sublayer,
+    TreePass,
+)
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
 
@@ -199,7 +217,8 @@ def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, 
     """Descriptor of a linear layer's weights for the kernels.
 
     Args:
-        kind: ``"int4"``, ``"int8"``, ``"bfloat16"``, ``"float32"``, ``"q5"``, ``"q4_k"``, ``"q5_k"`` or ``"q6_k"``.
+        kind: ``"int4"``, ``"int8"``, ``"bfloat16"``, ``"float32"``, ``"q5"``, ``"q4_k"``, ``"q5_k"``, ``"q6_k"`` or
+            ``"mxfp4"``.
         blocks: uint8, in the layout of ``cpp/formats.h``; must outlive the result, as must ``bias``.
         bias: (outputs,) float32.
     """
@@ -367,6 +386,48 @@ def layer_outputs(weights: Layer, read: Tensor, x: Tensor) -> Tensor:
     return out
 
 
+def expert_weights(
+    gate_up: Sequence[Linear],
+    down: Linear,
+    count: int,
+    *,
+    gelu: bool = False,
+    alpha: float = 0.0,
+    limit: float = 0.0,
+    used: int = 0,
+    normalised: bool = True,
+) -> Experts:
+    """Descriptor of gated MLPs of which each row uses a few; a layer has the outputs of all, one after the other.
+
+    Args:
+        gate_up: one layer with the gates and then the ups of each expert, or a layer of gates and one of ups.
+        count: number of experts, each with multiples of 32 features.
+        gelu: the activation is GELU (tanh) instead of SiLU.
+        alpha, limit: with a limit, the product is gpt-oss's: ``gate * sigmoid(alpha * gate) * (up + 1)``, clamped.
+        used, normalised: for ``sublayer_weights``, the router's experts per row, and whether their weights add up to 1.
+    """
+    up = gate_up[1] if len(gate_up) > 1 else Linear()
+    made = Experts(gate_up[0], up, down, count, used, gelu, normalised, alpha, limit)
+    made.kept = list(gate_up), down
+    return made
+
+
+def expert_outputs(weights: Experts, x: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
+    """Sum of the chosen experts' outputs times their factors, in this order; experts out of range are skipped.
+
+    Args:
+        weights: result of ``expert_weights``.
+        x: (rows, hidden) float32, contiguous.
+        chosen: (rows, used) int64, contiguous.
+        factors: (rows, used) float32, contiguous.
+    """
+    (rows, used), out = chosen.shape, torch.empty_like(x)
+    inputs = pointer(x, torch.float32, (rows, weights.gate_up.inputs)), rows, used
+    places = pointer(chosen, torch.int64, (rows, used)), pointer(factors, torch.float32, (rows, used))
+    cpu_library.functions().expert_outputs(weights, *inputs, *places, out.data_ptr(), kernel_threads())
+    return out
+
+
 def decoder_weights(layers: Sequence[Layer]) -> Any:
     """Array of layer descriptors, for ``decode``."""
     return (Layer * len(layers))(*layers)
@@ -433,6 +494,162 @@ def _pass(
         cache_part=cache.stride(0),
         attention=_attention(batch, nodes, start + nodes, *heads, cache.stride()[1:], mask, scale),
     )
+
+
+def sublayer_weights(
+    kind: str,
+    inputs: Sequence[Linear],
+    out: Linear,
+    norm: tuple[Tensor, float],
+    inner_norm: tuple[Tensor, float] | None = None,
+    *,
+    scale: float = 1.0,
+    attention_scale: float = 0.0,
+    activation: str = "silu",
+    tensors: Mapping[str, Tensor] = MappingProxyType({}),
+    experts: Experts | None = None,
+    **sizes: int,
+) -> Sublayer:
+    """Descriptor of a residual sublayer's weights, ``x + scale * out(f(inputs(norm(x))))``, for ``decode_sublayers``.
+
+    Args:
+        kind: ``"attention"``, ``"delta"`` (Gated DeltaNet), ``"mamba"`` (Mamba-2), ``"convolution"``, ``"mlp"`` or
+            ``"experts"``.
+        inputs: projections of the normed input: queries (with gates after each head's if ``gated``), keys and values;
+            queries, keys and values, output gate, rates and step sizes; gate, inputs of the convolution and step sizes;
+            B, C and x; gate and up, or only up; router, gate and up of the shared MLP, and its gate if ``gated``.
+        norm, inner_norm: float32 gains and epsilons of RMSNorms, of the input and of heads or a mixer's output.
+        activation: ``"silu"``, ``"gelu"`` or, without a gate, ``"squared_relu"``, of an MLP.
+        tensors: float32 ``taps``, (width, channels), and ``tap_bias``; ``decay``, ``step_bias`` and ``skip``, (heads,).
+        sizes: other fields of ``Sublayer`` in ``cpp/sublayers.h``.
+    """
+    given = {name: tensor.float().contiguous() for name, tensor in tensors.items()}
+    gains = {"norm": norm, **({} if inner_norm is None else {"inner_norm": inner_norm})}
+    given |= {name: gain.float().contiguous() for name, (gain, _) in gains.items()}
+    projections = (Linear * len(inputs))(*inputs)
+    made = Sublayer(
+        ctypes.addressof(projections),
+        out,
+        **{name: tensor.data_ptr() for name, tensor in given.items()},
+        epsilon=norm[1],
+        inner_epsilon=0.0 if inner_norm is None else inner_norm[1],
+        scale=scale,
+        attention_scale=attention_scale,
+        kind=MIXING.index(kind),
+        projections=len(inputs),
+        activation=ACTIVATIONS.index(activation),
+        experts=None if experts is None else ctypes.pointer(experts),
+        **sizes,
+    )
+    made.kept = projections, list(inputs), out, given, experts
+    return made
+
+
+def sublayers(parts: Sequence[Sublayer]) -> Any:
+    """Array of sublayer descriptors, for ``decode_sublayers``."""
+    array: Any = (Sublayer * len(parts))(*parts)
+    array.kept = list(parts)
+    return array
+
+
+def decode_sublayers(
+    weights: Any,
+    x: Tensor,
+    rotation: Tensor,
+    mask: Tensor | None,
+    cache: Tensor | None,
+    start: int,
+    ancestors: Tensor | None = None,
+    recurrent: Recurrent | None = None,
+    first: Tensor | None = None,
+) -> Tensor:
+    """Run a decoder of residual sublayers over a tree.
+
+    Args:
+        weights: result of ``sublayers``.
+        x: (batch, nodes, hidden) float32, contiguous.
+        rotation: (batch, nodes, 2, rotated / 2) float32, contiguous: cosines and sines of rotated pairs, i and
+            i + rotated / 2.
+        mask, start: as for ``decode``.
+        cache: as for ``decode``, of layers with attention; None without any.
+        ancestors: (batch, nodes, nodes) bool, contiguous; [i, j] is True if j is i or an ancestor of i. None for tokens
+            of a prompt, whose pass advances the states of recurrent layers.
+        recurrent: result of ``recurrent_buffers``; None without recurrent layers.
+        first: (batch,) int64, first token of each row of a prompt, after padding; None is 0.
+
+    Returns:
+        (layers, batch, nodes, hidden), each layer's output.
+    """
+    batch, nodes, hidden = x.shape
+    states = x.new_empty(sum(part.ends_layer for part in weights), batch, nodes, hidden)
+    task = TreePass(
+        sublayers=ctypes.addressof(weights),
+        count=len(weights),
+        hidden=hidden,
+        start=start,
+        x=pointer(x, torch.float32, (batch, nodes, hidden)),
+        rotation=pointer(rotation, torch.float32, (batch, nodes, 2, rotation.shape[-1])),
+        states=states.data_ptr(),
+        ancestors=None if ancestors is None else pointer(ancestors, torch.bool, (batch, nodes, nodes)),
+        first=None if first is None else pointer(first, torch.int64, (batch,)),
+        recurrent=Recurrent() if recurrent is None else recurrent,
+        attention=Attention(batch=batch, nodes=nodes),
+    )
+    if cache is not None:
+        parts, rows, groups, slots, head_dim = cache.shape
+        shape = parts, max(rows, batch), groups, max(slots, start + nodes), head_dim
+        task.cache, task.cache_part = pointer(cache, torch.bfloat16, shape, 1), cache.stride(0)
+        task.attention = _attention(batch, nodes, start + nodes, 0, groups, head_dim, cache.stride()[1:], mask, 0.0)
+    cpu_library.functions().decode_sublayers(task, kernel_threads())
+    return states
+
+
+SCANS = MIXING.index("delta"), MIXING.index("mamba")
+"""Kinds of sublayers with states besides those of convolutions."""
+
+
+def recurrent_buffers(weights: Any, conv_state: Tensor, state: Tensor, nodes: int | None) -> Recurrent:
+    """Descriptor of recurrent states, and of new buffers for a pass's records.
+
+    Args:
+        weights: result of ``sublayers``.
+        conv_state: (rows, channels, width - 1) float32, inputs before the tree of all layers' convolutions; must
+            outlive the result, like ``state``.
+        state: (rows, units, heads, ...) float32, of these layers' scans and later ones; empty without scans.
+        nodes: number of nodes of a tree; None for a prompt, which needs no records.
+    """
+    rows, channels, before = conv_state.shape
+    scans = [part for part in weights if part.kind in SCANS]
+    recorded = max((part.groups * part.key_dim + part.heads * (part.head_dim + 1) for part in scans), default=0)
+    records = [] if nodes is None else [(rows, nodes, channels), (rows, nodes, len(scans), recorded)]
+    inputs, record = [conv_state.new_empty(shape) for shape in records] or (None, None)
+    shape = (rows, max(len(scans), state.shape[1]), *state.shape[2:]) if scans else tuple(state.shape)
+    made = Recurrent(
+        conv_state=pointer(conv_state, torch.float32, (rows, channels, before)),
+        state=pointer(state, torch.float32, shape),
+        inputs=None if inputs is None else inputs.data_ptr(),
+        record=None if record is None else record.data_ptr(),
+        channels=channels,
+        width=before + 1,
+        state_row=state.stride(0) if scans else 0,
+        unit=state.stride(1) if scans else 0,
+        recorded=recorded,
+        units=len(scans),
+        nodes=nodes or 0,
+    )
+    made.kept = conv_state, state, inputs, record
+    return made
+
+
+def advance_states(weights: Any, recurrent: Recurrent, path: Tensor) -> None:
+    """Advance the states of all recurrent sublayers along a path.
+
+    Args:
+        weights, recurrent: arguments of the last ``decode_sublayers``.
+        path: (batch, depth) int64, node indices from the root, right-padded with -1.
+    """
+    at = pointer(path, torch.int64, tuple(path.shape))
+    cpu_library.functions().advance_states(weights, len(weights), recurrent, at, *path.shape, kernel_threads())
 
 
 def greatest(x: Tensor, k: int, log_softmax: bool = False) -> tuple[Tensor, Tensor]:

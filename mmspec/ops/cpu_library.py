@@ -25,10 +25,16 @@ BUILDS = {
 }
 """Compiler flags of each build. A build uses its instructions if the processor has them; the library function
 ``instructions`` returns which."""
-KINDS = ("int4", "int8", "bfloat16", "float32", "q5", "q4_k", "q5_k", "q6_k")  # ``Kind`` of ``cpp/formats.h``
-FORMATS = {"Q4_0": "int4", "Q4_1": "int4", "Q5_0": "q5", "Q5_1": "q5", "Q8_0": "int8"}
+KINDS = ("int4", "int8", "bfloat16", "float32", "q5", "q4_k", "q5_k", "q6_k", "mxfp4")  # ``Kind`` of ``cpp/formats.h``
+FORMATS = {"Q4_0": "int4", "Q4_1": "int4", "Q5_0": "q5", "Q5_1": "q5", "Q8_0": "int8", "MXFP4": "mxfp4"}
 FORMATS |= {"Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k"}
 """GGUF formats (``Stored`` of ``cpp/stored.h``) and the kinds of their blocks."""
+
+MIXING = "attention", "delta", "mamba", "convolution", "mlp", "experts"
+"""Kinds of sublayers, ``Mixing`` of ``cpp/sublayers.h``."""
+
+ACTIVATIONS = "silu", "gelu", "squared_relu"
+"""``Activation`` of ``cpp/sublayers.h``."""
 
 NORMS = "attention", "mlp", "attention_after", "mlp_after", "head"
 
@@ -77,6 +83,54 @@ class Pass(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "middle", "cache")),
         ("cache_part", ctypes.c_int64),
         ("attention", Attention),
+    ]
+
+
+class Experts(ctypes.Structure):
+    kept: Any
+    _fields_ = [
+        *((name, Linear) for name in ("gate_up", "up", "down")),
+        *((name, ctypes.c_int64) for name in ("count", "used", "gelu", "normalised")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit")),
+    ]
+
+
+class Sublayer(ctypes.Structure):
+    kept: Any
+    _fields_ = [
+        ("inputs", ctypes.c_void_p),
+        ("out", Linear),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("norm", "inner_norm", "output_scale", "taps", "tap_bias", "decay", "step_bias", "skip")
+        ),
+        *((name, ctypes.c_float) for name in ("epsilon", "inner_epsilon", "scale", "attention_scale")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("kind", "projections", "ends_layer", "beside", "heads", "groups", "head_dim")
+        ),
+        *((name, ctypes.c_int64) for name in ("key_dim", "rotated", "gated", "width", "channels", "first_channel")),
+        *((name, ctypes.c_int64) for name in ("place", "activation", "norm_groups")),
+        ("experts", ctypes.POINTER(Experts)),
+    ]
+
+
+class Recurrent(ctypes.Structure):
+    kept: Any
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("conv_state", "state", "inputs", "record")),
+        *((name, ctypes.c_int64) for name in ("channels", "width", "state_row", "unit", "recorded", "units", "nodes")),
+    ]
+
+
+class TreePass(ctypes.Structure):
+    _fields_ = [
+        ("sublayers", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("count", "hidden", "start")),
+        *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "ancestors", "first", "cache")),
+        ("cache_part", ctypes.c_int64),
+        ("attention", Attention),
+        ("recurrent", Recurrent),
     ]
 
 
@@ -141,7 +195,10 @@ def compiled(flags: Sequence[str]) -> ctypes.CDLL | str:
     loaded.attention_inputs.argtypes = [address(Layer), pointer, pointer, count, pointer, threads]
     loaded.attention.argtypes = [address(Attention), threads]
     loaded.layer_outputs.argtypes = [address(Layer), pointer, pointer, count, pointer, threads]
+    loaded.expert_outputs.argtypes = [address(Experts), pointer, count, count, pointer, pointer, pointer, threads]
     loaded.decode.argtypes = loaded.write_keys_values.argtypes = [address(Pass), threads]
+    loaded.decode_sublayers.argtypes = [address(TreePass), threads]
+    loaded.advance_states.argtypes = [pointer, count, address(Recurrent), pointer, count, count, threads]
     loaded.greatest_of_rows.argtypes = [pointer, count, count, count, threads, pointer, pointer, threads]
     loaded.quantiles_of_rows.argtypes = [pointer, count, count, pointer, pointer, threads]
     tree = [pointer] * 3
@@ -156,8 +213,17 @@ def compiled(flags: Sequence[str]) -> ctypes.CDLL | str:
     loaded.read_bytes.argtypes, loaded.read_bytes.restype = [pointer, count, threads], count
     loaded.multiply_add.argtypes, loaded.multiply_add.restype = [count, count, threads], count
     loaded.dense_rows.argtypes = [count, pointer, count, count, threads, pointer, threads]
-    without_result = "linear", "attention_inputs", "layer_outputs", "decode", "write_keys_values", "attention"
-    for name in (*without_result, "greatest_of_rows", "quantiles_of_rows", "draft_slots"):
+    without_result = (
+        "linear",
+        "attention_inputs",
+        "layer_outputs",
+        "decode",
+        "write_keys_values",
+        "attention",
+        "decode_sublayers",
+        "expert_outputs",
+    )
+    for name in (*without_result, "advance_states", "greatest_of_rows", "quantiles_of_rows", "draft_slots"):
         getattr(loaded, name).restype = None
     return loaded
 

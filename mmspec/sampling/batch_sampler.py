@@ -271,11 +271,8 @@ def _by_path(step: _Step, logits: Tensor) -> Tensor:
 
 
 def _path_scores(step: _Step, row: SamplingState, history: list[int], scores: Tensor) -> Tensor:
-    """Scores, (1, vocab), after the grammar, and after all processors except warpers, called one by one.
-
-    Raises:
-        UserError: a processor left no token to choose.
-    """
+    """Scores, (1, vocab), after the grammar, and after all processors except warpers, called one by one. Raises
+    ``UserError``: a processor left no token to choose."""
     ids, sampler, culprit = on_device([history], scores.device), step.sampler, None
     if row.constraint is not None and row.alignment is None:
         scores = row.constraint(ids, scores)
@@ -305,11 +302,8 @@ def _empty_error(processors: Sequence[Any]) -> UserError:
 
 
 def _stars(tree: TokenTree, at: Tensor) -> TokenTree:
-    """For each given node, a tree of the node as root and its children, with their indices in ``tree``.
-
-    Args:
-        at: (some,) int64, indices into (batch * nodes).
-    """
+    """For each given node, a tree of the node as root and its children, with their indices in ``tree``. ``at``: (some,)
+    int64, indices into (batch * nodes)."""
     row, node = at // tree.nodes, at % tree.nodes
     root = torch.arange(tree.nodes, device=at.device) == 0
     children = (tree.parents[row] == node[:, None]) & tree.alive[row]

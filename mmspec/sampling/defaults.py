@@ -111,11 +111,8 @@ def _comparable(value: Any) -> Hashable:
 
 
 class Defaults:
-    """Library defaults, without logits processors beyond the sampling parameters.
-
-    Args:
-        eos_token_ids: tokens that end an answer.
-    """
+    """Library defaults, without logits processors beyond the sampling parameters. ``eos_token_ids``: tokens that end an
+    answer."""
 
     def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
         self._eos_token_ids = eos_token_ids
@@ -137,11 +134,8 @@ class Defaults:
     def processors(
         self, params: SamplingParams, input_ids: Tensor, custom: Sequence[LogitsProcessor] = ()
     ) -> LogitsProcessorList:
-        """All logits processors of a request, in the order of transformers' ``generate``.
-
-        Args:
-            input_ids: (1, length) int64, the prompt.
-        """
+        """All logits processors of a request, in the order of transformers' ``generate``. ``input_ids``: (1, length)
+        int64, the prompt."""
         return processors(params, custom, input_ids.shape[1], self._eos_token_ids)
 
     def sampler(

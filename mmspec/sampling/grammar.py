@@ -87,10 +87,8 @@ class Grammars:
     def compile(self, kind: str, text: str) -> Grammar:
         """Compile a grammar for this tokenizer, or return it from the LRU cache of ``_KEPT`` grammars.
 
-        Concurrent calls for one grammar compile it once.
-
-        Raises:
-            UserError: as for ``check_grammar``; or no output satisfies the grammar with this vocabulary.
+        Concurrent calls for one grammar compile it once. Raises ``UserError``: as for ``check_grammar``; or no output
+        satisfies the grammar with this vocabulary.
         """
         key = (kind, str(text))
         with self._lock:
@@ -127,10 +125,8 @@ class _Spelt:
     """Tokenizer interface for llguidance that turns some special tokens into ordinary tokens.
 
     llguidance treats every added token like ``<tool_call>`` as special, and text in a grammar never matches special
-    tokens. Qwen's models emit ``<tool_call>`` as this token and could not call tools.
-
-    Args:
-        text: tokens to treat as ordinary text.
+    tokens. Qwen's models emit ``<tool_call>`` as this token and could not call tools. ``text``: tokens to treat as
+    ordinary text.
     """
 
     bos_token_id = None
@@ -227,10 +223,8 @@ class Grammar:
     def _tried(self, state: _State, call: Callable[[Any], Result | None], otherwise: UserError | None) -> Result:
         """Call a function of the matcher and return its result.
 
-        A matcher that has reached a limit stays in the error state and is replaced in the state.
-
-        Raises:
-            UserError: the call failed, if possible also with a new lexer; ``otherwise`` if the matcher gives no reason.
+        A matcher that has reached a limit stays in the error state and is replaced in the state. Raises ``UserError``:
+        the call failed, if possible also with a new lexer; ``otherwise`` if the matcher gives no reason.
         """
         for again in (True, False):
             result = call(state.matcher)
@@ -264,11 +258,8 @@ class Grammar:
 
 
 class _Deferred:
-    """A ``TreeProcessor`` whose grammar starts within the output.
-
-    Args:
-        grammar: the grammar. Its state is ``inner`` of this processor's states, None before the grammar starts.
-    """
+    """A ``TreeProcessor`` whose grammar starts within the output. ``grammar``: the grammar. Its state is ``inner`` of
+    this processor's states, None before the grammar starts."""
 
     def __init__(self, grammar: Any) -> None:
         self._grammar = grammar

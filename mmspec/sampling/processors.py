@@ -198,10 +198,8 @@ def tree_form(processor: Any) -> OnTrees | TreeProcessor | None:
 def copy_for_row(processor: Any, index: int) -> Any:
     """Copy a processor for one sequence, row ``index`` of its request, called with a batch of one.
 
-    Models, tokenizers and the function of a ``PrefixConstrained...`` are shared.
-
-    Raises:
-        UserError: the processor cannot be copied.
+    Models, tokenizers and the function of a ``PrefixConstrained...`` are shared. Raises ``UserError``: the processor
+    cannot be copied.
     """
     allowed = getattr(processor, "_prefix_allowed_tokens_fn", None)
     held = [allowed, *(value for value in getattr(processor, "__dict__", {}).values() if isinstance(value, _SHARED))]
@@ -218,11 +216,8 @@ def copy_for_row(processor: Any, index: int) -> Any:
 
 
 class Warper:
-    """An ``OnTrees`` that ignores histories and may be applied to the scores of a subset of nodes.
-
-    Attributes:
-        sorts: whether it sorts scores, which takes most of the sampling time on a GPU.
-    """
+    """An ``OnTrees`` that ignores histories and may be applied to the scores of a subset of nodes. ``sorts``: whether
+    it sorts scores, which takes most of the sampling time on a GPU."""
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self._processor = processor
@@ -293,11 +288,7 @@ class AdditiveTerms(LogitsProcessor):
         return self.penalised(input_ids[:, self.prompt_length :], scores) if self.counts else scores
 
     def vector(self, scores: Tensor) -> Tensor:
-        """The biases of all tokens, (vocab,).
-
-        Raises:
-            UserError: a token is outside the vocabulary.
-        """
+        """The biases of all tokens, (vocab,). Raises ``UserError``: a token is outside the vocabulary."""
         vocab, greatest = scores.shape[-1], max(token for token, _ in self.bias)
         if greatest >= vocab:
             raise UserError(f"biased tokens must be below the vocabulary's size {vocab}: got {greatest}")

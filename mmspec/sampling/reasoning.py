@@ -76,11 +76,8 @@ class Phase(Enum):
 
 
 class Place(NamedTuple):
-    """Parser state after a token of the output.
-
-    Attributes:
-        text: bytes that may be the start of a marker; after reasoning, the rest of the marker's last token.
-    """
+    """Parser state after a token of the output. ``text``: bytes that may be the start of a marker; after reasoning, the
+    rest of the marker's last token."""
 
     phase: Phase
     text: bytes = b""

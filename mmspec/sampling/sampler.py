@@ -339,11 +339,8 @@ class Alignment:
         return allowed
 
     def reject(self) -> None:
-        """Update the weights along the rejected output, from its last token to its first.
-
-        Raises:
-            UserError: no output is left, or too many were rejected.
-        """
+        """Update the weights along the rejected output, from its last token to its first. Raises ``UserError``: no
+        output is left, or too many were rejected."""
         self.rejected += 1
         for here in reversed(self._path):
             assert here.rest is not None

@@ -55,10 +55,8 @@ class CheckedText(str):
 def check_grammar(kind: str, text: str) -> CheckedText:
     """Check a grammar by compiling it for a byte tokenizer; returns its text, marked as checked.
 
-    Recently checked valid grammars are cached.
-
-    Raises:
-        UserError: the grammar is invalid, unsupported by llguidance or too large; or llguidance is not installed.
+    Recently checked valid grammars are cached. Raises ``UserError``: the grammar is invalid, unsupported by llguidance
+    or too large; or llguidance is not installed.
     """
     if isinstance(text, CheckedText):
         return text
@@ -77,10 +75,8 @@ def check_size(kind: str, text: str) -> None:
 def compiled(kind: str, tokenizer: Any, source: str) -> Any:
     """Compile the result of ``source`` to an llguidance matcher.
 
-    The thread that compiles has a stack of ``_STACK`` bytes, as a stack overflow would end the process.
-
-    Raises:
-        UserError: the grammar is invalid or too large.
+    The thread that compiles has a stack of ``_STACK`` bytes, as a stack overflow would end the process. Raises
+    ``UserError``: the grammar is invalid or too large.
     """
     limits = library().LLParserLimits(**LIMITS, verbose_errors=False)
     with ThreadPoolExecutor(1, thread_name_prefix="grammar") as thread:

@@ -102,12 +102,10 @@ class ServerSettings:
 
     Attributes:
         loading: keywords of ``open_pipeline`` named in ``LOADING``.
-        limits: as for ``create_app``.
         access: keywords of ``create_app``: ``api_key``, ``hosts``, ``origins``, ``names``, ``tool_parser`` and
             ``allow_urls``.
         prefix_cache: memory of the prefix cache, in MiB.
         adapt: drafters learn from all requests; None copies learning drafters for each sequence.
-        others: additional drafters that requests may select.
     """
 
     loading: Mapping[str, Any]
@@ -118,35 +116,8 @@ class ServerSettings:
     others: Sequence[str] = ()
 
     def pipelines(self) -> dict[str, Pipeline]:
-        """Load one pipeline per drafter, by drafter name; all share one target.
-
-        Raises:
-            UserError: as for ``pipeline``, or two drafters have the same name.
-        """
-        from mmspec import plugins
-        from mmspec.drafters.registry import make_drafter
-        from mmspec.drafters.union import per_sequence
-        from mmspec.pipeline import Pipeline
-
-        options, home = self.loading, plugins.model_path(self.loading["model"])
-        # Check drafters first: a misspelt name must fail before a large model is loaded.
-        drafters = [per_sequence(make_drafter(name, home, options["trust_remote_code"])) for name in self.others]
-        pipe = self.pipeline()
-        common: dict[str, Any] = {"max_num_seqs": pipe.max_num_seqs, "generation_config": pipe.generation_config}
-        pipes = [pipe, *(Pipeline(pipe.target, pipe.processor, drafter, pipe.name, **common) for drafter in drafters)]
-        for one in pipes[1:]:
-            self._warm_up(one)
-        names = [_label(*one) for one in zip((options["drafter"], *self.others), pipes, strict=True)]
-        if len(set(names)) < len(names):
-            raise UserError(f"drafters must have different names: got {', '.join(names)}")
-        return dict(zip(names, pipes, strict=True))
-
-    def pipeline(self) -> Pipeline:
-        """Load the model and reserve memory for its sequences.
-
-        Raises:
-            UserError: see ``mmspec.load``.
-        """
+        """Load the model, and reserve memory for its sequences: a pipeline per drafter, by name, all on one target.
+        Raises ``UserError``: see ``mmspec.load``; or two drafters have the same name."""
         from rich.console import Console
 
         from mmspec import plugins
@@ -154,19 +125,25 @@ class ServerSettings:
         from mmspec.drafters.registry import make_drafter
         from mmspec.drafters.union import per_sequence
         from mmspec.ops.cpu import give_back_freed_memory
+        from mmspec.pipeline import Pipeline
 
         give_back_freed_memory()
         options, home = dict(self.loading), plugins.model_path(self.loading["model"])
-        drafter = make_drafter(options["drafter"], home, options.get("trust_remote_code", False))
-        options["drafter"] = per_sequence(drafter) if self.adapt is None else drafter
+        names = [options["drafter"], *self.others]
+        # Drafters first: a misspelt name must fail before a large model is loaded.
+        drafters = [make_drafter(name, home, options.get("trust_remote_code", False)) for name in names]
+        first, *others = drafters if self.adapt is not None else map(per_sequence, drafters)
         options |= {"tp_plan": "auto" if ranks() > 1 else None, "adapt": self.adapt or False, "warm_up": 0}
         options |= {"max_num_seqs": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
-        pipe = open_pipeline(Console(stderr=True), **options)
-        self._warm_up(pipe)
-        return pipe
-
-    def _warm_up(self, pipe: Pipeline) -> None:
-        pipe.warm_up(self.limits.max_running, self.limits.max_model_len or None)
+        pipe = open_pipeline(Console(stderr=True), **options | {"drafter": first})
+        common: dict[str, Any] = {"max_num_seqs": pipe.max_num_seqs, "generation_config": pipe.generation_config}
+        pipes = [pipe, *(Pipeline(pipe.target, pipe.processor, drafter, pipe.name, **common) for drafter in others)]
+        for one in pipes:
+            one.warm_up(self.limits.max_running, self.limits.max_model_len or None)
+        names = [_label(*one) for one in zip(names, pipes, strict=True)]
+        if len(set(names)) < len(names):
+            raise UserError(f"drafters must have different names: got {', '.join(names)}")
+        return dict(zip(names, pipes, strict=True))
 
     def defaults(self, pipe: Pipeline) -> str:
         """Default sampling parameters in one line, neutral values left out."""

@@ -28,6 +28,7 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
+from mmspec.quantisation.blocks import BlockLinear
 from mmspec.quantisation.linear import PackedLinear
 from mmspec.targets.attention import (
     NAME,
@@ -35,6 +36,7 @@ from mmspec.targets.attention import (
     PassAttention,
     TreePass,
     slot_attention,
+    slot_limit,
     slot_positions,
     slot_positions_applied,
     tail_mask,
@@ -43,6 +45,7 @@ from mmspec.targets.attention import (
 )
 from mmspec.targets.packing import first_layers, linear_of
 from mmspec.targets.static_forward import FusedDecoder
+from mmspec.targets.sublayers import SublayerStack
 from mmspec.targets.support import (
     cached_layers,
     computing_devices,
@@ -139,13 +142,17 @@ class Decoder:
         slots, mask = self._slots, inputs.get("attention_mask")
         with self._applied(), nullcontext() if slots is None else slot_positions_applied(slots, mask):
             if (direct := self._direct_states(inputs, cache)) is not None:
-                states, last = direct
-                layers = {name: layer_of(name) for name in names}
-                features = {name: states[layer[0] + layer[1]] for name, layer in layers.items() if layer is not None}
-                return {name: self._in_dtype(state) for name, state in {**features, "last": last}.items()}
+                return self._named(direct, names)
             with self._reading(names) as features:
                 features["last"] = self._in_dtype(self._run(inputs, cache))
         return features
+
+    def _named(self, computed: tuple[list[Tensor], Tensor], names: Sequence[Feature]) -> dict[Feature, Tensor]:
+        """The named features and ``"last"``, from layer inputs with the last layer's output, and the normed output."""
+        states, last = computed
+        layers = {name: layer_of(name) for name in names}
+        features = {name: states[layer[0] + layer[1]] for name, layer in layers.items() if layer is not None}
+        return {name: self._in_dtype(state) for name, state in {**features, "last": last}.items()}
 
     def _run(self, inputs: dict[str, Any], cache: TreeCache) -> Tensor:
         return self._module(use_cache=True, **{self._cache_argument: cache}, **inputs)[0]
@@ -157,21 +164,38 @@ class Decoder:
         if not self._direct.get(static, True):
             return None
         states = self._fused_states(inputs, cache) if static else self._stack_states(inputs, cache)
-        if states is not None and static not in self._direct:
+        if states is not None and static not in self._direct and (static or self._sublayers is None):
             # Checked once: some decoders scale their embeddings, or do more after the last layer.
             whole, computed = self._run(inputs, cache).float(), states[1].float()
             tolerance = _TOLERANCE.get(states[1].dtype, _HALF_TOLERANCE) if static else 0.0
             self._direct[static] = bool((computed - whole).norm() <= tolerance * whole.norm())
-        return states if self._direct.get(static) else None
+        return states if self._direct.get(static, True) else None
 
     def _stack_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
         """States from ``Stack.states``."""
         stack = getattr(self._first, "stack", None)
-        if stack is None or inputs.keys() != {"input_ids", "position_ids", "attention_mask"}:
+        if stack is None:
+            others = inputs.keys() - {"input_ids", "inputs_embeds", "position_ids", "attention_mask"}
+            usual = all(inputs[name] is cache for name in others)
+            return self._sublayers.states(inputs, cache) if usual and self._sublayers is not None else None
+        if inputs.keys() != {"input_ids", "position_ids", "attention_mask"}:
             return None
         nodes = inputs["input_ids"], inputs["position_ids"], inputs["attention_mask"]
         states: list[Tensor] | None = stack.states(self._module, *nodes, cache)
         return None if states is None else (states, self._module.norm(states[-1]))
+
+    @cached_property
+    def _sublayers(self) -> SublayerStack | None:
+        """The layers for the C++ kernels; None if the kernels do not support them."""
+        packed = any(isinstance(layer, BlockLinear) for layer in self._module.modules())
+        merged = getattr(self._first, "stack", None) is not None
+        if not packed or merged or self._slots is not None or slot_limit(self.config) or is_split(self._model):
+            return None
+        try:
+            with self._applied():
+                return SublayerStack(self._module, () if self.layers is None else self.layers.mixers)
+        except (AttributeError, TypeError, RuntimeError, ValueError):
+            return None
 
     def _fused_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
         """States from ``FusedDecoder.states``."""
@@ -239,7 +263,7 @@ class Decoder:
         self, given: dict[str, Any], part: slice, cache: TreeCache, names: Sequence[Feature]
     ) -> dict[Feature, Tensor]:
         """Prefill one chunk of a prompt with the inputs of ``chunk_inputs``, and return its features. Later chunks run
-        as chains of accepted nodes."""
+        as chains of accepted nodes. Padding on the left requires ``prompts_natively``."""
         inputs = {name: given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None}
         inputs = {name: value[:, part] for name, value in inputs.items()}
         if self.takes_positions:
@@ -250,17 +274,33 @@ class Decoder:
             inputs["deepstack_visual_embeds"] = [
                 embeds[first : first + count] for embeds in given["deepstack_visual_embeds"]
             ]
+        mask, nodes, device = given.get("attention_mask"), part.stop - part.start, input_device(self._model)
+        if mask is not None and bool(mask.all()):
+            mask = None
+        rows = len(next(iter(inputs.values())))
+        native = visual is None and self.prompts_natively(cache)
+        if native:
+            assert self._sublayers is not None
+            with self._applied():
+                known = None if mask is None else mask[:, : part.stop]
+                features = self._named(self._sublayers.prompt(inputs, known, cache), names)
         if part.start == 0:
-            features = self.forward(inputs, cache, names)
-            cache.commit_prompt(part.stop, None, 1)
-            return features
-        nodes, device = part.stop - part.start, input_device(self._model)
-        reach = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
-        depth = torch.arange(nodes, device=device)[None]
-        inputs["attention_mask"] = self.mask(cache, depth, None, reach)
-        features = self.forward({**inputs, **cache.arguments(reach)}, cache, names)
-        cache.commit(depth, [list(range(nodes))])
+            features = features if native else self.forward(inputs, cache, names)
+            cache.commit_prompt(part.stop, None, rows)
+        else:
+            depth = torch.arange(nodes, device=device).expand(rows, -1)
+            if not native:
+                reach = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
+                inputs["attention_mask"] = self.mask(cache, depth, None, reach)
+                features = self.forward({**inputs, **cache.arguments(reach)}, cache, names)
+            cache.commit(depth, [list(range(nodes))] * rows)
+        if mask is not None and part.stop == mask.shape[1]:
+            cache.commit_prompt(part.stop, mask, rows)  # remove padding
         return features
+
+    def prompts_natively(self, cache: TreeCache) -> bool:
+        """Whether prompts run in the C++ kernels of ``SublayerStack``, in which tokens have the bits of decoding."""
+        return self._sublayers is not None and self._sublayers.runs(cache)
 
     def run_layer(self, layer: int, inputs: dict[str, Any], attention: str) -> None:
         """Run one layer on a prompt with a separate cache, for the side effects of its hooks or attention function.

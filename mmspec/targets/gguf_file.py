@@ -306,6 +306,12 @@ class GGUFTensor:
         return StoredRows(self.format, self.shape[-1], size, places, (self.file,), in_file=True)
 
 
+def opened(name: str | Path) -> GGUFFile | None:
+    """The GGUF file of a model name, see ``file_in``; None for other files and folders."""
+    path = file_in(name)
+    return GGUFFile(path) if path and is_gguf(path) else None
+
+
 class _OpenFile:
     """A file that is closed when its last reference is dropped: tensors may outlive the reader."""
 

@@ -20,7 +20,7 @@ from mmspec.errors import UserError, explained, shown
 from mmspec.quantisation.formats import StoredRows
 from mmspec.targets import gguf_dense, gguf_mixtures, gguf_recurrent
 from mmspec.targets.gguf_file import GGUFFile, GGUFTensor
-from mmspec.targets.gguf_keys import Architecture, Change, Keys, Names, Rows
+from mmspec.targets.gguf_keys import STACKED, Architecture, Change, Keys, Names, Rows
 
 ARCHITECTURES: dict[str, Architecture] = {
     **gguf_dense.ARCHITECTURES,
@@ -30,17 +30,23 @@ ARCHITECTURES: dict[str, Architecture] = {
 """By llama.cpp's name."""
 
 
-def read_config(file: GGUFFile) -> tuple[Any, Keys]:
+def read_config(file: GGUFFile, row: Architecture | None = None, alone: bool = False) -> tuple[Any, Keys]:
     """A text model's configuration, and the record of the keys read.
+
+    Args:
+        row: the architecture's row, by default by its name.
+        alone: the file may have only the blocks that predict further tokens (MTP).
 
     Raises:
         UserError: the architecture is unknown, or a key is missing, has a wrong value or is unknown.
     """
-    row, keys, name = _row(file), Keys(file), file.architecture()
+    row, keys, name = row or _row(file), Keys(file), file.architecture()
     with explained(f"cannot load model {str(file.path)!r}", ValueError, KeyError, TypeError, StrictDataclassError):
         count, blocks = keys("block_count"), {block for one in file.tensors if (block := _block(one)) is not None}
-        layers = count - keys("nextn_predict_layers", 0)
-        if not set(range(layers)) <= blocks <= set(range(count)):
+        layers = count - keys("nextn_predict_layers", 0) or count  # an assistant of Gemma 4 has no others
+        if blocks == set(range(layers, count)) and not alone:
+            raise ValueError("expected a model, found only layers that draft for one: --drafter mtp:FILE")
+        if not set(range(layers * (not alone))) <= blocks <= set(range(count)):
             raise ValueError(f"expected tensors of {name}.block_count = {count} blocks, found {len(blocks)}")
         fields = {one: keys.uniform(key, field=one) for key, one in row.keys.items()}
         fields["num_hidden_layers"] = layers
@@ -76,7 +82,8 @@ def _block(tensor: str) -> int | None:
 def set_aside(file: GGUFFile) -> list[str]:
     """Names of the tensors that no module of the model holds: blocks that predict further tokens (MTP), which follow
     the model's layers."""
-    layers = file.get("block_count", 0) - file.get("nextn_predict_layers", 0)
+    count = file.get("block_count", 0)
+    layers = count - file.get("nextn_predict_layers", 0) or count
     return [name for name in file.tensors if (block := _block(name)) is not None and block >= layers]
 
 
@@ -110,6 +117,13 @@ class Weight:
         change = self._change or (lambda config, value: value)
         shape = torch.Size([*self.shape[:-2], self.shape[-1], self.shape[-2]])
         return Weight(self.tensors, lambda config, *read: change(config, *read).mT, self._config, shape)
+
+    def stacks(self) -> list[StoredRows] | None:
+        """The stored rows of fused experts, tensor by tensor; None if they have other values or the kernels lack a
+        format."""
+        found = [tensor.rows() if len(tensor.shape) == 3 else None for tensor in self.tensors]
+        fused = self._change is None or self._change in STACKED
+        return cast(list[StoredRows], found) if fused and None not in found else None
 
     def rows(self) -> StoredRows | None:
         """The stored rows in the model's order; None if the weight has other values or the kernels lack its format."""

@@ -20,6 +20,7 @@ from mmspec.sampling.defaults import ModelDefaults
 from mmspec.targets.decoder import Decoder, Head, VerifyRunner, new_runner
 from mmspec.targets.lora import Adapters
 from mmspec.targets.processor import Processor
+from mmspec.targets.sublayers import MAX_ROWS
 from mmspec.targets.support import (
     input_device,
     is_sharded,
@@ -166,13 +167,20 @@ class TransformersTarget:
         positions = self._positions(prompt, visual)
         tokens = {} if "inputs_embeds" in prompt.inputs else {"input_ids": ids}
         call = {**prompt.inputs, **tokens, "attention_mask": mask, "position_ids": positions}
+        native = prompt.prefill_mask is None and decoder.prompts_natively(cache)
+        if native and not self._head.checked:
+            few = {"input_ids": torch.arange(1, 5)[None], "attention_mask": None, "position_ids": torch.arange(4)[None]}
+            few_logits, _, last = decoder.prefill(few, decoder.new_cache(4, False), ())
+            self._head.check(last["last"][:, -1:], few_logits)
         splits = self._head.checked and chunk is not None and batch == 1 and length > chunk and mask is None
         inputs: dict[str, Any] | None = None
         if prompt.prefill_mask is not None:
             features, logits, inputs = self._prefill_kept(call, prompt.prefill_mask, reads, cache)
-        elif (splits or state is not None) and (inputs := decoder.chunk_inputs(call, cache)) is not None:
+        elif (splits or native or state is not None) and (inputs := decoder.chunk_inputs(call, cache)) is not None:
             passes: list[dict[Feature, Tensor]] = []
             first, size = 0 if state is None else state.length, chunk or length
+            if native:
+                size = min(size, MAX_ROWS // batch or 1)
             for start in range(first, length, size):
                 if passes:
                     yield

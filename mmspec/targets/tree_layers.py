@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -30,11 +30,13 @@ class TreeLayers(Protocol):
 
     Attributes:
         kinds: names of ``config.layer_types`` that can verify trees.
+        mixers: descriptions of mixers for the C++ kernels, see ``SublayerStack``.
         attends: whether any layer has keys and values.
         static_shapes: whether passes can have static shapes.
     """
 
     kinds: frozenset[str]
+    mixers: Sequence[Callable[[Any], dict[str, Any] | None]]
     attends: bool
     static_shapes: bool
 

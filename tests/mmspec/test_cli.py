@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 import mmspec
 from mmspec import plugins
 from mmspec.cli import app, options
+from mmspec.drafters.registry import DEFAULT
 from tests.commandline import assert_user_error, runner
 from tests.model_folders import save_gguf, save_text_model
 
@@ -224,9 +225,10 @@ def test_info_shows_what_a_file_or_folder_contains(run, model, tmp_path):
     drafts = save_gguf(tmp_path / "drafts", entries={"llama.nextn_predict_layers": 1}, factors=more)
     (shown,) = json.loads(run("info", str(drafts), "--json")[1])["models"]
     assert (shown["mtp"], shown["set_aside"]) == (True, [])
-    assert "multi-token prediction layers: drafted with by --drafter mtp" in " ".join(
-        run("info", str(drafts))[1].split()
-    )
+    ready = [one for one in json.loads(run("info", str(drafts), "--drafters", "--json")[1])["drafters"] if one["ready"]]
+    assert [(one["name"], one["default"]) for one in ready][:2] == [(DEFAULT, True), ("mtp", False)]
+    line = "drafter: mtp, in the file (--drafter mtp, or recycle+ngram+mtp)"
+    assert line in " ".join(run("info", str(drafts))[1].split())
     assert "weights: 100.0 % F32" in run("info", model)[1]
     incomplete = shutil.copytree(model, tmp_path / "incomplete", ignore=shutil.ignore_patterns("token*"))
     size = sum(file.stat().st_size for file in incomplete.iterdir())

@@ -672,8 +672,6 @@ def test_prompt_lookup():
 def test_early_exit():
     model, inputs = text_model("llama"), text_inputs(1, 9)
     assert drafted(model, inputs, assistant_early_exit=1) == "early-exit"
-    theirs = model.generate(**inputs, **OPTIONS, assistant_early_exit=1)
-    assert torch.equal(theirs, model.generate(**inputs, **OPTIONS))
 
 
 @pytest.mark.parametrize(
@@ -734,8 +732,6 @@ def test_a_gemma_4_assistant():
     assistant = gemma4.assistant_of(model)
     assistant.generation_config.num_assistant_tokens = 4
     assert drafted(model, text_inputs(1, 9), assistant_model=assistant) == "gemma4"
-    expected = model.generate(**text_inputs(1, 9), **OPTIONS)
-    assert torch.equal(model.generate(**text_inputs(1, 9), **OPTIONS, assistant_model=assistant), expected)
 
 
 def test_native_mtp(tmp_path, monkeypatch):

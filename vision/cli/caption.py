@@ -146,12 +146,9 @@ def _caption_folder(
 
 
 class Captioner:
-    """Captions batches of files with one model; a worker of ``mmspec.jobs.run_jobs``.
-
-    Args:
-        settings: ``folder``; ``prompt`` (None: ``PROMPTS``); ``loading``, options of the model; ``video``, options of
-            ``load_video``; and ``keywords`` of ``Pipeline.generate``.
-    """
+    """Captions batches of files with one model; a worker of ``mmspec.jobs.run_jobs``. ``settings``: ``folder``;
+    ``prompt`` (None: ``PROMPTS``); ``loading``, options of the model; ``video``, options of ``load_video``; and
+    ``keywords`` of ``Pipeline.generate``."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from rich.console import Console
@@ -278,10 +275,8 @@ def _find_files(folder: Path, excluded: set[Path]) -> dict[str, Line]:
     """Size and modification time of all files by relative name, without ``excluded`` and hidden files.
 
     Names that start with a dot are hidden, including folders and their contents. Broken links, links to folders,
-    unreadable folders and devices are listed like files, and fail when they are read.
-
-    Raises:
-        UserError: there are no files.
+    unreadable folders and devices are listed like files, and fail when they are read. Raises ``UserError``: there are
+    no files.
     """
     paths = [path for path in _entries(folder) if Path(os.path.realpath(path)) not in excluded]
     if not paths:
@@ -290,11 +285,7 @@ def _find_files(folder: Path, excluded: set[Path]) -> dict[str, Line]:
 
 
 def _entries(folder: Path) -> Iterator[str]:
-    """Paths of all non-hidden entries except readable folders.
-
-    Raises:
-        UserError: ``folder`` cannot be read.
-    """
+    """Paths of all non-hidden entries except readable folders. Raises ``UserError``: ``folder`` cannot be read."""
     closed: list[str] = []
     for top, folders, files in os.walk(folder, onerror=lambda error: closed.append(error.filename)):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -325,11 +316,8 @@ def _fingerprint(settings: Mapping[str, Any], out: Path, batch_size: int) -> dic
 
 
 def _read_lines(path: Path, fingerprint: Mapping[str, Any]) -> list[Line]:
-    """The complete lines of an earlier run; empty if ``path`` does not exist.
-
-    Raises:
-        UserError: a line was written with other settings.
-    """
+    """The complete lines of an earlier run; empty if ``path`` does not exist. Raises ``UserError``: a line was written
+    with other settings."""
     lines = []
     for number, line in read_rows(path, cut=True):
         if not (isinstance(line.get("settings"), dict) and isinstance(line.get("file"), str)):

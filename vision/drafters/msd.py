@@ -125,11 +125,8 @@ class Latents(nn.Module):
         self.queries = nn.Parameter(torch.randn(latents, width, dtype=torch.float32))
 
     def forward(self, hidden: Tensor, images: Images) -> Tensor:
-        """Attention weights of each latent over its image's entries, (images, latents, longest).
-
-        Args:
-            hidden: (batch, entries, hidden), the target's hidden states.
-        """
+        """Attention weights of each latent over its image's entries, (images, latents, longest). ``hidden``: (batch,
+        entries, hidden), the target's hidden states."""
         own = hidden[images.row[:, None], images.entry]  # (images, longest, hidden)
         # Normalise: hidden states of some targets are large enough to saturate the softmax.
         keys = F.rms_norm(own, own.shape[-1:])

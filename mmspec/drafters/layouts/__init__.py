@@ -69,7 +69,7 @@ from mmspec.drafters.layouts.fields import (
 from mmspec.drafters.spec import LayerShape
 from mmspec.errors import UserError
 from mmspec.files import atomic, read_json, write_text
-from mmspec.targets.gguf_file import GGUFFile, file_in
+from mmspec.targets.gguf_file import opened
 from mmspec.validation import read as read_options
 
 Published = tuple[Any, dict[str, Tensor], Tensor | None, dict[str, Any]]
@@ -154,7 +154,10 @@ def layout_of(config: Mapping[str, Any], names: set[str]) -> str | None:
 
 
 def recognise(folder: Path) -> str | None:
-    """Identify the layout of a folder without ``mmspec_drafter``, see ``layout_of``; None if unknown."""
+    """Identify the layout of a folder without ``mmspec_drafter``, see ``layout_of``, or of a GGUF file; None if
+    unknown."""
+    if stored := opened(folder):
+        return name if (name := stored.architecture()) in gguf.ARCHITECTURES else None
     config = read_config(folder)
     if config is None or "mmspec_drafter" in config:
         return None
@@ -164,8 +167,8 @@ def recognise(folder: Path) -> str | None:
 def read(folder: Path, drafter: Any) -> Published:
     """Read a published drafter of class ``drafter``, see ``convert``; ``folder`` may be a GGUF file."""
     row = LAYOUTS[drafter.name]
-    if stored := file_in(folder):
-        config, tensors = gguf.read_eagle3(GGUFFile(stored))
+    if stored := opened(folder):
+        config, tensors = gguf.read(stored)
     else:
         config, tensors = read_json(folder / "config.json"), {}
         for file in weight_files(folder):

@@ -375,4 +375,8 @@ void attend_all(const Attention& a, const Then& then) {
   });
 }
 
+inline void attend_all(const Attention& a) {
+  attend_all(a, [](int64_t, int64_t, int64_t, int64_t) {});
+}
+
 }  // namespace

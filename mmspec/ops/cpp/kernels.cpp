@@ -7,6 +7,7 @@
 #include "drafting.h"
 #include "limits.h"
 #include "stored.h"
+#include "sublayers.h"
 
 namespace {
 
@@ -88,7 +89,7 @@ void project_heads(const Layer& layer, const Rows& x, int64_t rows, const float*
 // Attention to nodes, converted to inputs of the next layer, whose features are a multiple of 32.
 void attend_then_take(const Attention& a, const Linear& layer, Rows& x) {
   if (a.heads / a.kv_heads * a.head_dim % GROUP) {
-    attend_all(a, [](int64_t, int64_t, int64_t, int64_t) {});
+    attend_all(a);
     return take(layer, x, a.read, a.batch * a.nodes);
   }
   x.shape(layer.in, a.batch * a.nodes);
@@ -115,7 +116,7 @@ void rest_of_layer(const Layer& layer, const Rows& read, const float* residual, 
   };
   add(layer.read, read, residual, layer.attention_after, &layer.gate_up, layer.mlp_norm, layer.mlp_epsilon, normed);
   if (middle) std::memcpy(middle, out, rows * layer.read.out * sizeof(float));
-  gated_product(layer.gate_up, normed, rows, layer.gelu, layer.down, hidden);
+  gated_product(layer.gate_up, normed, rows, {layer.gelu != 0}, layer.down, hidden);
   add(layer.down, hidden, out, layer.mlp_after, next ? &next->qkv : nullptr, next ? next->attention_norm : nullptr,
       next ? next->attention_epsilon : 0, inputs);
 }
@@ -214,7 +215,7 @@ void attention_inputs(const Layer* layer, const float* x, const float* rotation,
 // Masked softmax attention of nodes; head_dim is a multiple of 16, at most 256.
 void attention(const Attention* a, int threads) {
   Team team(threads);
-  attend_all(*a, [](int64_t, int64_t, int64_t, int64_t) {});
+  attend_all(*a);
 }
 
 // The rest of a layer: out (rows, hidden) from the attention output (rows, heads * head_dim) and the residual x.
@@ -225,6 +226,16 @@ void layer_outputs(const Layer* layer, const float* read, const float* x, int64_
     take(layer->read, inputs, read + first * layer->read.in, count);
     rest_of_layer(*layer, inputs, x + at, count, out + at, nullptr, nullptr);
   }
+}
+
+// out (rows, hidden) = the sum of the chosen experts' outputs times their weights; chosen, weights: (rows, used).
+void expert_outputs(const Experts* experts, const float* x, int64_t rows, int64_t used, const int64_t* chosen,
+                    const float* weights, float* out, int threads) {
+  Team team(threads);
+  Experts some = *experts;
+  some.used = used;
+  std::fill(out, out + rows * (some.down.out / some.count), 0.0f);
+  add_experts(some, {x, nullptr, 0}, rows, chosen, weights, out);
 }
 
 // Top-k of each row, k <= count: values (rows, k), optionally of log_softmax, and indices.
@@ -330,6 +341,19 @@ void write_keys_values(const Pass* pass, int threads) {
                     });
     }
   }
+}
+
+// Runs a decoder of residual sublayers.
+void decode_sublayers(const TreePass* pass, int threads) {
+  Team team(threads);
+  TreeDecoder(*pass).run(inputs);
+}
+
+// Advances the states of recurrent layers along a path of each row, (batch, depth) padded with -1.
+void advance_states(const Sublayer* sublayers, int64_t count, const Recurrent* states, const int64_t* path,
+                    int64_t batch, int64_t depth, int threads) {
+  Team team(threads);
+  advance_rows(sublayers, count, *states, path, batch, depth);
 }
 
 }  // extern "C"

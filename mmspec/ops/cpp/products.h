@@ -23,7 +23,7 @@ inline floats add_scaled(floats sum, ints first, ints last, const Scales& scale,
   floats products = scaled(kind == Q6_K ? first : first + last, scale.first);
   if constexpr (kind == Q6_K)
     products = fma(VNNI ? as_floats(last) - OFFSET : __builtin_convertvector(last, floats), scale.last, products);
-  else if constexpr (kind != INT8)
+  else if constexpr (kind != INT8 && kind != MXFP4)
     sum = fma(scale.low, splat(x.total_scaled[at]), sum);
   return fma(products, splat(x.scale[at]), sum);
 }
@@ -66,13 +66,16 @@ inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x,
     for (int row = 0; row < tile; row++)
       for (int part = 0; part < PARTS; part++) {
         if constexpr (kind == Q6_K) parts[row][part][1] += x.q6_last_start[at + row];
-        parts[row][part][0] +=
-            kind == Q6_K ? x.q6_start[at + row] : kind == INT8 && VNNI ? x.int8_start[at + row] : START;
+        parts[row][part][0] += kind == Q6_K            ? x.q6_start[at + row]
+                               : kind == MXFP4         ? x.mxfp4_start[at + row]
+                               : kind == INT8 && VNNI ? x.int8_start[at + row]
+                                                       : START;
       }
     constexpr bool early = shared_bytes[kind] > 0;  // faster for superblocks
+    constexpr int64_t scale_size = kind == MXFP4 ? 1 : 2;
     Scales scale[PARTS];
     auto take_scales = [&] {
-      for (int part = 0; part < PARTS; part++) scale[part] = scales_of<kind>(scales + 2 * LANES * part, group);
+      for (int part = 0; part < PARTS; part++) scale[part] = scales_of<kind>(scales + scale_size * LANES * part, group);
     };
     if (early) take_scales();
     dot_rows<kind>(from, &x.codes[at * GROUP], parts);
@@ -133,40 +136,58 @@ struct Products {
   int64_t origin = 0;
 };
 
-// out = x W^T * factor + bias (+ residual), for the block of output features from ``column`` on.
+// sums (rows, PARTS) = x W^T * factor + bias for a block's output features from ``column`` on, for up to 16 rows of a
+// tile from ``first`` on.
 template <Kind kind>
-void block_of_kind(const Linear& layer, int64_t column, const Products& to, int64_t at, Tiles& tiles) {
-  const Rows& x = to.x;
-  int64_t columns[PARTS];
-  floats bias[PARTS] = {};
-  for (int part = 0; part < PARTS; part++) {
-    columns[part] = std::clamp(layer.features - column - LANES * part, int64_t(0), LANES);
-    if (layer.bias) std::memcpy(&bias[part], layer.bias + column + LANES * part, columns[part] * sizeof(float));
-  }
+void block_outputs(const Linear& layer, int64_t column, const Rows& x, int64_t first, int rows, Tiles& tiles,
+                   floats* sums) {
   const uint8_t* weights = layer.blocks + column / BLOCK * block_bytes(kind, x.groups);
+  for (int i = 0; i < rows * PARTS; i++) sums[i] = floats{};
+  if (kind == BFLOAT16 && has_tiles)
+    tiles.add(&x.rounded[x.at(first, 0) * GROUP], weights, x.groups, x.width, rows, sums);
+  else
+    for (int i = 0; i < rows; i += TILE)
+      tile_product<kind>(std::min(int(TILE), rows - i), weights, x, first + i, sums + i * PARTS);
+  for (int part = 0; part < PARTS; part++) {
+    int64_t at = column + LANES * part, columns = std::clamp(layer.features - at, int64_t(0), LANES);
+    floats bias{};
+    if (layer.bias) std::memcpy(&bias, layer.bias + at, columns * sizeof(float));
+    for (int i = 0; i < rows; i++)
+      sums[i * PARTS + part] = fma(sums[i * PARTS + part], splat(x.factor[first + i]), bias);
+  }
+}
+
+// The block of a layer's output features from ``column`` on, written to column ``at``.
+template <Kind kind>
+void add_block_of(const Linear& layer, int64_t column, const Products& to, int64_t at, Tiles& tiles) {
   for (int64_t first = 0; first < to.rows; first += MOST_ROWS) {
     int count = int(std::min(MOST_ROWS, to.rows - first));
     floats sums[MOST_ROWS * PARTS];
-    for (int i = 0; i < count; i++) {
-      for (int part = 0; part < PARTS; part++) sums[i * PARTS + part] = floats{};
-      __builtin_prefetch(to.out + (first + i) * to.stride + at, 1);
-    }
-    if (kind == BFLOAT16 && has_tiles)
-      tiles.add(&x.rounded[x.at(first, 0) * GROUP], weights, x.groups, x.width, count, sums);
-    else
-      for (int i = 0; i < count; i += TILE)
-        tile_product<kind>(std::min(int(TILE), count - i), weights, x, first + i, sums + i * PARTS);
+    for (int i = 0; i < count; i++) __builtin_prefetch(to.out + (first + i) * to.stride + at, 1);
+    block_outputs<kind>(layer, column, to.x, first, count, tiles, sums);
     for (int i = 0; i < count * PARTS; i++) {
-      int64_t place = (first + i / PARTS) * to.stride + at + i % PARTS * LANES;
-      floats sum = fma(sums[i], splat(x.factor[first + i / PARTS]), bias[i % PARTS]);
-      add_columns(sum, to.residual ? to.residual + place : nullptr, columns[i % PARTS], to.out + place);
+      int64_t part = i % PARTS * LANES, place = (first + i / PARTS) * to.stride + at + part;
+      int64_t columns = std::clamp(layer.features - column - part, int64_t(0), LANES);
+      add_columns(sums[i], to.residual ? to.residual + place : nullptr, columns, to.out + place);
     }
   }
 }
 
-constexpr decltype(&block_of_kind<INT4>) block_of[] = {
-    block_of_kind<INT4>, block_of_kind<INT8>, block_of_kind<BFLOAT16>, block_of_kind<FLOAT32>,
-    block_of_kind<Q5>,   block_of_kind<Q4_K>, block_of_kind<Q5_K>,     block_of_kind<Q6_K>};
+// Calls body with a kind as a compile-time constant.
+template <class Body>
+void with_kind(int64_t kind, const Body& body) {
+  switch (Kind(kind)) {
+    case INT4: return body(std::integral_constant<Kind, INT4>{});
+    case INT8: return body(std::integral_constant<Kind, INT8>{});
+    case FLOAT32: return body(std::integral_constant<Kind, FLOAT32>{});
+    case Q5: return body(std::integral_constant<Kind, Q5>{});
+    case Q4_K: return body(std::integral_constant<Kind, Q4_K>{});
+    case Q5_K: return body(std::integral_constant<Kind, Q5_K>{});
+    case Q6_K: return body(std::integral_constant<Kind, Q6_K>{});
+    case MXFP4: return body(std::integral_constant<Kind, MXFP4>{});
+    default: return body(std::integral_constant<Kind, BFLOAT16>{});
+  }
+}
 
 inline int64_t blocks_of(const Linear& layer) { return (layer.features + BLOCK - 1) / BLOCK; }
 
@@ -175,19 +196,22 @@ inline void products(const Linear& layer, int64_t first, int64_t count, const Pr
   int64_t at = -to.origin;
   for (const Linear* part = &layer; count > 0; at += part->features, part = part->rest) {
     int64_t end = std::min(first + count, blocks_of(*part)), begin = std::min(first, end);
-    for (int64_t block = begin; block < end; block++)
-      block_of[part->kind](*part, block * BLOCK, to, at + block * BLOCK, tiles);
+    with_kind(part->kind, [&](auto kind) {
+      for (int64_t block = begin; block < end; block++)
+        add_block_of<decltype(kind)::value>(*part, block * BLOCK, to, at + block * BLOCK, tiles);
+    });
     first = std::max(first, end) - blocks_of(*part), count -= end - begin;
   }
 }
 
-// out = x W^T (+ residual), in rows ``layer.out`` apart.
-void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual = nullptr) {
+// out = x W^T (+ residual), in rows ``stride`` apart, by default ``layer.out``.
+void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual = nullptr,
+             int64_t stride = 0) {
   int64_t blocks = 0;
   for (const Linear* part = &layer; part; part = part->rest) blocks += blocks_of(*part);
   parts_of(blocks, 1, [&](int64_t begin, int64_t end) {
     Tiles tiles;
-    products(layer, begin, end - begin, {x, rows, out, layer.out, residual}, tiles);
+    products(layer, begin, end - begin, {x, rows, out, stride ? stride : layer.out, residual}, tiles);
   });
 }
 
@@ -205,15 +229,15 @@ void product_then_norm(const Linear& layer, const Rows& x, int64_t rows, float* 
   next.norm(rows, epsilon);
 }
 
-// Gated products: act(gate) * up, SiLU or GELU, as inputs of the next layer, of a multiple of 32 features.
-void gated_product(const Linear& gate_up, const Rows& x, int64_t rows, bool with_gelu, const Linear& next_layer,
+// Gated products, as inputs of the next layer, of a multiple of 32 features.
+void gated_product(const Linear& gate_up, const Rows& x, int64_t rows, Gating gating, const Linear& next_layer,
                    Rows& next) {
-  constexpr int64_t BUFFER = 8192;  // floats
-  int64_t most = std::max<int64_t>(1, BUFFER / (rows * GROUP));  // groups, read in long runs
+  constexpr int64_t BUFFER = 2 * CHUNK * GROUP;  // floats
+  int64_t most = BUFFER / (rows * GROUP);        // groups of gates, then of ups: weights are read in long runs
   next.shape(next_layer.in, rows);
   parts_of(next.groups, 1, [&](int64_t begin, int64_t end) {
     thread_local Lines<float> both;
-    both.reserve(2 * std::max(BUFFER, CHUNK * GROUP));
+    both.reserve(2 * BUFFER);
     Tiles tiles;
     for (int64_t first = begin, count; first < end; first += count) {
       count = std::min(most, end - first);
@@ -221,10 +245,8 @@ void gated_product(const Linear& gate_up, const Rows& x, int64_t rows, bool with
       float *gates = &both[0], *ups = gates + rows * stride;
       products(gate_up, gate / BLOCK, blocks, {x, rows, gates, stride, nullptr, gate}, tiles);
       products(gate_up, up / BLOCK, blocks, {x, rows, ups, stride, nullptr, up}, tiles);
-      for (int64_t i = 0; i < rows * stride; i += LANES) {
-        floats z = load<floats>(gates + i);
-        store(gates + i, (with_gelu ? gelu(z) : silu(z)) * load<floats>(ups + i));
-      }
+      for (int64_t i = 0; i < rows * stride; i += LANES)
+        store(gates + i, gating(load<floats>(gates + i), load<floats>(ups + i)));
       for (int64_t i = 0; i < rows * count; i++)
         next.set(Kind(next_layer.kind), i / count, first + i % count, gates + i * GROUP);
     }

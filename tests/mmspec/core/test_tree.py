@@ -37,15 +37,6 @@ def test_drafted_leaves_root_and_padding_out(ragged):
     assert (drafted.drafted == [8] * 4) == (not ragged)
 
 
-def test_root_alone():
-    drafted = TokenTree.root(torch.tensor([5, 6]))
-    assert (drafted.batch, drafted.nodes, drafted.max_depth) == (2, 1, 0)
-    assert drafted.tokens.tolist() == [[5], [6]]
-    assert drafted.parents.tolist() == [[-1], [-1]]
-    assert drafted.ancestors.all()
-    assert drafted.depth.tolist() == [[0], [0]]
-
-
 @pytest.mark.parametrize(
     ("tokens", "parents", "more", "message"),
     [

@@ -16,7 +16,6 @@ from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
 from mmspec.drafters.layer import rotary_of
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels
-from mmspec.targets.gguf_keys import ATTENTION, MLP
 from mmspec.targets.packing import pack_drafter
 from tests.eagle3 import (
     DRAFT,
@@ -36,7 +35,6 @@ from tests.eagle3 import (
     states_read,
 )
 from tests.mmspec.drafters.test_drafters import target_of
-from tests.model_folders import write_gguf
 from tests.published import write
 from tests.targets import prefilled, prompt_of, row_of
 from tests.tiny import shared_model
@@ -401,42 +399,3 @@ def test_a_whole_draft_vocabulary_needs_no_numbers(tmp_path):
     assert convert(config, tensors)[2] is None
     assert convert(config, tensors | {"d2t": torch.zeros(101).long(), "t2d": torch.ones(101).bool()})[2] is None
     assert torch.equal(convert(config, tensors | {"d2t": 100 - 2 * torch.arange(101)})[2], torch.arange(100, -1, -1))
-
-
-def test_a_head_in_a_file_of_llama_cpp_is_the_published_head(tmp_path):
-    """Its converter makes the features of a rotated pair adjacent, and writes tokens for their offsets."""
-    reads, base = [1, 2, 3], 5e5
-    config = {**cut(LLAMA3, reads), "rope_scaling": None, "rope_theta": base, "rms_norm_eps": 2.0**-17}
-    tensors = head_tensors(config)
-    hub = Eagle3.from_checkpoint(write(tmp_path, config, tensors))
-    names = {"fc": "fc", "norm": "output_norm", "lm_head": "output"} | {
-        f"midlayer.{place}": f"blk.0.{name}"
-        for name, place in {**ATTENTION, **MLP, "attn_norm_2": "hidden_norm"}.items()
-    }
-    stored = {"d2t": tensors["d2t"] + torch.arange(DRAFT)}
-    for name, place in names.items():
-        weight = tensors[f"{name}.weight"]
-        if name.endswith(("q_proj", "k_proj")):
-            weight = weight.view(-1, 2, 8, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-        stored[f"{place}.weight"] = weight
-    sizes = {"embedding_length": 48, "feed_forward_length": 40, "block_count": 1, "vocab_size": VOCAB}
-    sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16}
-    sizes |= {"attention.value_length": 16, "rope.dimension_count": 16, "rope.freq_base": base, "context_length": 64}
-    sizes |= {"attention.layer_norm_rms_epsilon": config["rms_norm_eps"], "target_layers": reads}
-    sizes |= {"target_hidden_size": 48, "norm_before_residual": False, "norm_before_fc": False}
-    metadata = {"general.architecture": "eagle3", **{f"eagle3.{name}": value for name, value in sizes.items()}}
-
-    def written(**more):
-        write_gguf(tmp_path / "head.gguf", metadata, {**{k: v.numpy() for k, v in stored.items()}, **more})
-        return make_drafter(f"eagle3:{tmp_path / 'head.gguf'}")
-
-    found = written()
-    assert found.network.config == hub.network.config
-    assert torch.equal(found.draft_ids, hub.draft_ids)
-    for name, weight in hub.network.state_dict().items():
-        assert torch.equal(found.network.state_dict()[name], weight), name
-    with pytest.raises(UserError, match=r"found rope_freqs\.weight, which has no place"):
-        written(**{"rope_freqs.weight": torch.ones(8).numpy()})
-    metadata["general.architecture"] = "llama"
-    with pytest.raises(UserError, match=r"expected the architecture eagle3, found 'llama'"):
-        written()

@@ -54,6 +54,8 @@ MISTAKES = [
             (["a", "b"], SEVERAL),
             ([[5, 6], [7]], SEVERAL),
             ([message(content="a")], SEVERAL),
+            ([], "the prompt must not be empty"),
+            (message(content="hi"), "chat messages need a chat template: the tokenizer has none"),
             ([5, {"role": "user"}], "prompt[0] must be an object: got 5"),
             ([{"content": "a"}], "prompt[0].role is required"),
             (message(), "prompt[0].content is required"),
@@ -123,6 +125,9 @@ MISTAKES = [
                 "expected either params or sampling keywords: got params and top_k",
             ),
             ({"params": 3}, "params must be mmspec.SamplingParams: got 3"),
+            ({"frames": 3}, "unknown option for this model: got frames"),
+            ({"stop_strings": ["a"]}, "unknown option for this model: got stop_strings; write stop instead"),
+            ({"streamer": None}, "unknown option for this model: got streamer; write Pipeline.stream instead"),
         ]
     ),
     (lambda pipe: next(pipe.stream("a", trace=1)), "trace must be true or false: got 1"),
@@ -173,11 +178,6 @@ def test_chat_messages_have_items_of_every_type():
     messages = ({"role": "system", "content": "b"}, MappingProxyType({"role": "user", "content": tuple(items)}))
     (request,) = parse([{"prompt": messages}], {})
     assert request.content == {"prompt": messages}
-
-
-def test_nodes_is_another_name_of_num_draft_tokens():
-    (request,) = parse([{"prompt": "a"}], {"num_draft_tokens": None, "nodes": 3})
-    assert request.options.num_draft_tokens == 3
 
 
 def test_params_of_a_request_take_the_place_of_the_calls():

@@ -3,7 +3,6 @@
 Pipelines that share a target or a drafter wait for each other's requests, never for the readers of these.
 """
 
-import asyncio
 import gc
 import itertools
 import random
@@ -145,45 +144,6 @@ def test_another_pipeline_answers_beside_a_stream_that_nobody_reads(kind, alone)
     said = mmspec.generate(second.model, ids, drafter=second, do_sample=False, **KEYWORDS)
     assert said[0, ids.shape[1] :].tolist() == alone[PROMPTS[3]]
     assert streamed([piece, *stream]) == alone[PROMPTS[1]]  # it did not notice
-
-
-def test_a_cancelled_task_frees_its_slot():
-    pipe = pipeline()
-
-    async def ask():
-        begun = asyncio.Event()
-
-        async def read():
-            async for _ in pipe.astream(PROMPTS[1], max_new_tokens=200):
-                begun.set()
-
-        task = asyncio.create_task(read())
-        await begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(ask())
-    pipe.generate(PROMPTS[0], **KEYWORDS)
-    assert free(pipe)
-
-
-def test_an_error_of_one_request_leaves_the_others_alone(alone):
-    pipe = pipeline(Recycle())
-    stream, first = begun(pipe)
-
-    def fails(ids, scores):
-        if ids.shape[1] > 3:
-            raise RuntimeError("a processor's own")
-        return scores
-
-    stops = [lambda ids, _: fails(ids, torch.tensor([False]))]
-    for options in ({"logits_processor": [fails]}, {"stopping_criteria": stops}):
-        for ask in (pipe.generate, lambda *given, **options: list(pipe.stream(*given, **options))):
-            with pytest.raises(RuntimeError, match="own"):
-                ask(PROMPTS[0], **KEYWORDS, **options)
-    assert streamed([first, *stream]) == alone[PROMPTS[1]]
-    assert free(pipe)
 
 
 @pytest.mark.parametrize("part", ["target.verify", "threads.end_step"])

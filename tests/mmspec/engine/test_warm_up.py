@@ -232,9 +232,9 @@ def test_how_many_sequences_are_warmed_up(monkeypatch):
     mmspec.load("tiny-llava", drafter=None, warm_up=0)
     mmspec.load("tiny-llava", drafter=None, warm_up=3)
     mmspec.load("tiny-llava", drafter=None, max_num_seqs=5, warm_up=0).warm_up(tokens=9, num_draft_tokens=[4])
-    loading = {"model": "tiny-llava", "drafter": None, "device": "cpu", "dtype": "auto", "generation_config": "auto"}
+    loading = {"model": "tiny-llava", "drafter": "none", "device": "cpu", "dtype": "auto", "generation_config": "auto"}
     monkeypatch.setattr("mmspec.ops.cpu.give_back_freed_memory", lambda: asked.append("memory"))
-    ServerSettings(loading, Limits(max_running=6, max_model_len=700), {}).pipeline()
+    ServerSettings(loading, Limits(max_running=6, max_model_len=700), {}).pipelines()
     every = (None,)
     assert asked == [(1, None, every), (3, None, every), (5, 9, [4]), "memory", (6, 700, every)]
     with pytest.raises(mmspec.UserError, match=r"^tokens must be"):

@@ -18,7 +18,6 @@ from mmspec.serving.formats import ChatFormat, TextFormat
 from mmspec.serving.metrics import _PER_REQUEST
 from mmspec.serving.schemas import ChatCompletionRequest, CompletionRequest
 from mmspec.serving.settings import Limits
-from mmspec.serving.tools import GENERIC, prompted
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.mmspec.targets.test_detokenizer import _TOKENIZERS, TOKENIZERS, _sentencepiece
@@ -313,29 +312,6 @@ def test_the_seed_of_a_choice_depends_on_its_place_among_those_of_its_prompt(ser
     assert len(set(expected)) == len(expected)
     body = {"model": "tiny-llava", "prompt": PROMPTS[:prompts], "n": n, "seed": seed, **SAMPLED}
     assert texts(server.post({**body, "max_tokens": TOKENS, "stream": stream}, "completions")) == expected
-
-
-def test_required_calls_beside_images(server, pipe):
-    """Each choice is the call that the same grammar gives in the pipeline, with the image in the prompt."""
-    pytest.importorskip("llguidance")
-    shape = {"type": "object", "properties": {"colour": {"enum": ["red", "green", "blue"]}}, "required": ["colour"]}
-    shape["additionalProperties"] = False
-    tool = {"name": "say", "parameters": shape}
-    body = question(QUESTION, data_uri(SCENE), tools=[{"type": "function", "function": tool}], max_tokens=60, n=2)
-    body |= {"tool_choice": "required", "parallel_tool_calls": False}
-    found = server.post(body).json()
-    items = [{"type": "image", "path": str(SCENE)}, {"type": "text", "text": QUESTION}]
-    messages = prompted([{"role": "user", "content": items}], [tool])
-    alone = pipe.generate(
-        messages, max_new_tokens=60, grammar=GENERIC.grammar([tool], marked=True, several=False), temperature=0
-    )
-    said = json.loads(alone.text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
-    assert found["usage"]["prompt_tokens"] == alone.stats.num_prompt_tokens
-    for choice in found["choices"]:
-        (call,) = choice["message"]["tool_calls"]
-        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
-        assert json.loads(call["function"]["arguments"]) == said["arguments"]
-        assert said["arguments"]["colour"] in ("red", "green", "blue")
 
 
 def completion(server, **fields):

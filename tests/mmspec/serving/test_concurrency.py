@@ -106,7 +106,7 @@ def test_a_client_that_goes_away_while_its_image_is_decoded(narrow, monkeypatch)
         finish.set()
 
 
-def test_a_waiting_client_that_goes_away_leaves_the_queue(narrow, slow):
+def test_requests_beyond_the_queue_are_refused_and_a_waiting_client_may_leave_it(narrow, slow):
     slow(0.05)
     slots = narrow.app.state.slots
     running = open_stream(narrow, question(stream=True, **LONG))
@@ -114,34 +114,19 @@ def test_a_waiting_client_that_goes_away_leaves_the_queue(narrow, slow):
     for stream in (True, False):
         waiting = open_stream(narrow, question(stream=stream))
         assert eventually(lambda: slots.waiting == 1)
-        assert narrow.post(question()).status_code == 429
+        refused = narrow.post(question(stream=stream))
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert "busy with 2 requests: try again" in refused.json()["error"]["message"]
+        # Requests that need no slot are answered.
+        assert httpx.get(f"{narrow.url}/health").status_code == 200
+        metrics = httpx.get(f"{narrow.url}/metrics").text
+        assert all(f'num_requests_{name}{{model_name="tiny-llava"}} 1.0' in metrics for name in ("running", "waiting"))
         waiting.close()
         assert eventually(lambda: slots.waiting == 0)
     assert slots.running == 1
     running.close()
     assert eventually(lambda: narrow.idle)
-
-
-def test_requests_beyond_the_queue_are_refused(narrow, slow):
-    slow(0.02)
-    slots = narrow.app.state.slots
-    with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(text_of, narrow, question(**{**LONG, "max_tokens": 30}))
-        assert eventually(lambda: slots.running == 1)
-        second = threads.submit(text_of, narrow, question(max_tokens=4))
-        assert eventually(lambda: slots.waiting == 1)
-        refused = narrow.post(question(stream=True))
-        assert refused.status_code == 429
-        assert refused.headers["retry-after"] == "1"
-        assert refused.json()["error"]["type"] == "rate_limit_error"
-        assert "at most 1 choices may wait, and 1 do" in refused.json()["error"]["message"]
-        # Requests that need no slot are answered.
-        assert httpx.get(f"{narrow.url}/health").status_code == 200
-        metrics = httpx.get(f"{narrow.url}/metrics").text
-        assert 'vllm:num_requests_running{model_name="tiny-llava"} 1.0' in metrics
-        assert 'vllm:num_requests_waiting{model_name="tiny-llava"} 1.0' in metrics
-        assert first.result()
-        assert second.result() == text_of(narrow, question(max_tokens=4))
 
 
 def test_a_client_that_does_not_read_occupies_no_slot(narrow, monkeypatch):
@@ -327,16 +312,3 @@ def test_millions_of_values(server):
         response = httpx.post(f"{server.url}/v1/chat/completions", content=content, timeout=60)
         assert response.status_code == 400
         assert "must have at most 1000000 values" in response.json()["error"]["message"]
-
-
-def test_outputs_that_follow_the_model_given_the_grammar(server, pipe):
-    schema = {"enum": ["a", "b"]}
-    fields = {"temperature": 1.5, "seed": 3, "grammar_aligned": True}
-    body = server.post(constrained(schema, max_tokens=4, **fields)).json()
-    alone = pipe.generate(question()["messages"], json_schema=schema, max_new_tokens=4, **fields)
-    assert body["choices"][0]["message"]["content"] == alone.text
-    figures = body["metrics"]["speculative_decoding"]
-    assert figures["num_rejected_outputs"] == alone.stats.num_rejected_outputs > 0
-    refused = server.post(constrained(schema, grammar_aligned=True, temperature=0))
-    assert refused.status_code == 400
-    assert "grammar_aligned goes with sampling" in refused.json()["error"]["message"]

@@ -30,10 +30,10 @@ def settings(model, adapt=None):
 
 def test_answers_are_equal_and_the_table_is_kept(tmp_path):
     model = save_text_model(tmp_path / "model")
-    plain = settings(model).pipeline()
+    (plain,) = settings(model).pipelines().values()
     assert isinstance(plain.drafter, PerSequence)
     options = AdaptOptions(tmp_path / "learned")
-    pipe = settings(model, options).pipeline()
+    (pipe,) = settings(model, options).pipelines().values()
     (table,) = pipe.drafter.members
     assert isinstance(table, Recycle)
     with served(pipe) as server:
@@ -45,7 +45,7 @@ def test_answers_are_equal_and_the_table_is_kept(tmp_path):
     assert table.entries > 0
     (kept,) = (tmp_path / "learned" / "recycle").iterdir()
     assert json.loads((kept / "config.json").read_text())["mmspec_drafter"] == "recycle"
-    again = settings(model, options).pipeline()
+    (again,) = settings(model, options).pipelines().values()
     assert again.drafter.entries == table.entries
     for one in (plain, pipe, again):
         one.engine.drain()

@@ -218,10 +218,10 @@ def test_the_first_line_and_mmspec_generate_have_the_defaults_of_a_gguf_file(mon
 
 def test_the_first_line_says_what_is_in_force(monkeypatch, capsys):
     class Changed(ServerSettings):
-        def pipeline(self):
-            pipe = super().pipeline()
+        def pipelines(self):
+            ((_, pipe),) = found = super().pipelines().items()
             pipe.model.generation_config.update(do_sample=True, temperature=0.5, top_p=0.5, suppress_tokens=[5])
-            return pipe
+            return dict(found)
 
     monkeypatch.setattr("mmspec.serving.command.ServerSettings", Changed)
     monkeypatch.setattr("mmspec.serving.server.run", lambda *_: None)

@@ -153,6 +153,8 @@ def test_prompts_without_a_template_for_tools():
     items = prompted(turns(lambda text: [{"type": "text", "text": text}]), TOOLS)
     assert ["".join(item["text"] for item in message["content"]) for message in items[1:]] == expected
     assert prompted(turns(str), [])[0]["content"] == "Be brief."
+    (pictured,) = prompted([{"role": "user", "content": [{"type": "image"}]}], TOOLS)
+    assert [item["type"] for item in pictured["content"]] == ["text", "text", "image"]
 
 
 TRICKY = json.dumps({"a": 'x </tool_call> <tool_call> {"name": "b"} ] } \\" [TOOL_CALLS] \n', "b": [{"c": {}}]})

@@ -177,15 +177,6 @@ def test_a_named_tool_is_called_once(client, parallel):
     assert called(required) == (calls[:1] if parallel is False else calls)
 
 
-def test_an_answer_or_a_call(client):
-    """Both have a schema."""
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["dry", "wet"]}}}
-    scripted('"wet"')
-    assert both(client, response_format=form).message.content == '"wet"'
-    scripted(written(("weather", SECOND)))
-    assert called(both(client, response_format=form)) == [("weather", SECOND)]
-
-
 def test_calls_without_a_marker(client):
     """As Qwen2.5-Coder writes calls: a valid call, and a name without a function."""
     right, other = (

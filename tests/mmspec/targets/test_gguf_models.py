@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 import mmspec
 from mmspec.drafters.registry import make_drafter
 from mmspec.targets import sources
+from mmspec.targets.gguf_file import GGUFFile
 from mmspec.targets.gguf_models import ARCHITECTURES
 from tests import gguf_mixtures
 from tests.mmspec.drafters.test_drafters import check_paths
@@ -870,6 +871,13 @@ def test_a_block_after_the_layers_drafts(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6)
     drafter.top_k = 3
     check_paths(read(file), text_inputs(2, 9), drafter, partial(gain_of, built, model), nodes=7, depth=1, new=6)
+    others = dict.fromkeys(tensor for tensor in GGUFFile(file).tensors if re.match(r"blk\.[0-3]\.", tensor))
+    alone = case.save(tmp_path / "mtp.gguf", model, keys, appended(built, 4), **others)
+    for spec in (str(alone), f"mtp:{alone}"):
+        weights = make_drafter(spec).network.layers.state_dict()  # type: ignore[union-attr]
+        assert all(torch.equal(weights[key], value) for key, value in found.items())
+    with pytest.raises(mmspec.UserError, match="expected a model, found only layers that draft for one: --drafter mtp"):
+        read(alone)
 
 
 def test_a_block_that_lacks_a_tensor_does_not_draft(tmp_path: Path) -> None:
