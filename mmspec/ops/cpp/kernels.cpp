@@ -72,7 +72,7 @@ template <class Then>
 void project_heads(const Layer& layer, const Rows& x, int64_t rows, const float* rotation, int64_t first, float* qkv,
                    const Then& then) {
   int64_t head_dim = layer.head_dim, turned = layer.heads + layer.kv_heads, blocks = head_dim / BLOCK;
-  parts_of(turned + layer.kv_heads - first, 1, [&](int64_t begin, int64_t end) {
+  parts_of(turned + layer.kv_heads - first, least_of(layer.qkv, head_dim), [&](int64_t begin, int64_t end) {
     Tiles tiles;
     products(layer.qkv, (first + begin) * blocks, (end - begin) * blocks, {x, rows, qkv, layer.qkv.out}, tiles);
     for (int64_t row = 0; row < rows; row++)

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t TILE = LANES / 2;  // input rows per load of weights
 constexpr int64_t AHEAD = 10240;     // prefetch distance in bytes
+constexpr int64_t RUN = 1 << 16;     // bytes of weights
 
 // Products times a scale. VNNI sums start from the bits of OFFSET, which avoids a conversion: OFFSET times a scale is
 // exact, because scales have few bits.
@@ -191,6 +192,13 @@ void with_kind(int64_t kind, const Body& body) {
 
 inline int64_t blocks_of(const Linear& layer) { return (layer.features + BLOCK - 1) / BLOCK; }
 
+// Minimum of items of ``features`` output features in a part of a loop: weights are read in runs of 64 KiB or more, as
+// short runs are read at half the rate.
+inline int64_t least_of(const Linear& layer, int64_t features) {
+  int64_t bytes = block_bytes(Kind(layer.kind), groups_of(layer.in)) * features / BLOCK;
+  return std::max<int64_t>(1, RUN / bytes);
+}
+
 // Products of a layer's blocks from ``first`` on.
 inline void products(const Linear& layer, int64_t first, int64_t count, const Products& to, Tiles& tiles) {
   int64_t at = -to.origin;
@@ -209,7 +217,7 @@ void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const
              int64_t stride = 0) {
   int64_t blocks = 0;
   for (const Linear* part = &layer; part; part = part->rest) blocks += blocks_of(*part);
-  parts_of(blocks, 1, [&](int64_t begin, int64_t end) {
+  parts_of(blocks, least_of(layer, BLOCK), [&](int64_t begin, int64_t end) {
     Tiles tiles;
     products(layer, begin, end - begin, {x, rows, out, stride ? stride : layer.out, residual}, tiles);
   });
@@ -219,7 +227,7 @@ void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const
 void product_then_norm(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual,
                        const Linear& next_layer, Rows& next, const float* weight, float epsilon) {
   next.shape(next_layer.in, rows);
-  parts_of(next.groups, 1, [&](int64_t begin, int64_t end) {
+  parts_of(next.groups, least_of(layer, GROUP), [&](int64_t begin, int64_t end) {
     Tiles tiles;
     products(layer, begin * GROUP / BLOCK, (end - begin) * GROUP / BLOCK, {x, rows, out, layer.out, residual}, tiles);
     for (int64_t row = 0; row < rows; row++)
@@ -235,7 +243,7 @@ void gated_product(const Linear& gate_up, const Rows& x, int64_t rows, Gating ga
   constexpr int64_t BUFFER = 2 * CHUNK * GROUP;  // floats
   int64_t most = BUFFER / (rows * GROUP);        // groups of gates, then of ups: weights are read in long runs
   next.shape(next_layer.in, rows);
-  parts_of(next.groups, 1, [&](int64_t begin, int64_t end) {
+  parts_of(next.groups, least_of(gate_up, GROUP), [&](int64_t begin, int64_t end) {
     thread_local Lines<float> both;
     both.reserve(2 * BUFFER);
     Tiles tiles;
