@@ -383,9 +383,7 @@ def layer_outputs(weights: Layer, read: Tensor, x: Tensor) -> Tensor:
     (batch, nodes, _), out = x.shape, torch.empty_like(x)
     attended = pointer(read, torch.float32, (batch, nodes, weights.read.inputs))
     residual = pointer(x, torch.float32, (batch, nodes, weights.read.outputs))
-    cpu_library.functions().layer_outputs(
-        weights, attended, residual, batch * nodes, out.data_ptr(), None, kernel_threads()
-    )
+    cpu_library.functions().layer_outputs(weights, attended, residual, batch * nodes, out.data_ptr(), kernel_threads())
     return out
 
 

@@ -205,7 +205,7 @@ def compiled(flags: Sequence[str]) -> ctypes.CDLL | str:
     loaded.linear.argtypes = [address(Linear), pointer, count, pointer, threads]
     loaded.attention_inputs.argtypes = [address(Layer), pointer, pointer, count, pointer, threads]
     loaded.attention.argtypes = [address(Attention), threads]
-    loaded.layer_outputs.argtypes = [address(Layer), pointer, pointer, count, pointer, pointer, threads]
+    loaded.layer_outputs.argtypes = [address(Layer), pointer, pointer, count, pointer, threads]
     loaded.expert_outputs.argtypes = [address(Experts), pointer, count, count, pointer, pointer, pointer, threads]
     loaded.chosen_experts.argtypes = [address(Router), pointer, count, pointer, pointer, threads]
     loaded.decode.argtypes = loaded.write_keys_values.argtypes = [address(Pass), threads]

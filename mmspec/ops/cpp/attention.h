@@ -36,16 +36,17 @@ constexpr int64_t SLOTS = 64;             // slots per block
 constexpr int64_t QUERIES = 48;           // maximum queries per read of a block, at least one node's
 constexpr int64_t WIDE = LANES / 4;       // vectors of a register block
 constexpr int64_t TILES = SLOTS / LANES;  // vectors of a block's scores
+constexpr int64_t SUMS = 2 * LANES - 8;   // of the vector registers, others have operands
+constexpr int64_t KEY_LINES = LANES / 8 + LANES / 16;  // of the next block, prefetched per 8 features of a tile
 
 // sums (queries, wide) += the products of pairs of ``left`` (pairs, wide), in vectors, and ``right`` (queries, pairs).
 template <int queries, int64_t wide>
 inline void add_products(const words* left, int64_t left_stride, const uint16_t* right, int64_t right_stride,
-                         int64_t pairs, float* sums, int64_t sums_stride, const uint16_t* ahead, int64_t step) {
+                         int64_t pairs, float* sums, int64_t sums_stride) {
   floats sum[queries][wide];
   for (int query = 0; query < queries; query++)
     for (int64_t i = 0; i < wide; i++) sum[query][i] = load<floats>(sums + query * sums_stride + i * LANES);
   for (int64_t pair = 0; pair < pairs; pair++) {
-    prefetch(ahead + pair * step, 2);
 #pragma GCC unroll 4
     for (int query = 0; query < queries; query++) {
       words other = load<uint32_t>(right + query * right_stride + 2 * pair) - words{};
@@ -59,11 +60,11 @@ inline void add_products(const words* left, int64_t left_stride, const uint16_t*
 
 // ``add_products`` for any number of queries and an even number of vectors.
 inline void add_all_products(const words* left, int64_t vectors, const uint16_t* right, int64_t right_stride,
-                             int64_t pairs, float* sums, int64_t queries, const uint16_t* ahead) {
+                             int64_t pairs, float* sums, int64_t queries) {
   int64_t stride = vectors * LANES;
   auto add = [&](auto block, auto wide, int64_t query, int64_t first) {
     add_products<block(), wide()>(left + first, vectors, right + query * right_stride, right_stride, pairs,
-                                  sums + query * stride + first * LANES, stride, ahead, query ? 0 : 2 * LINE);
+                                  sums + query * stride + first * LANES, stride);
   };
   auto add_wide = [&](auto wide, int64_t first) {
     int64_t query = 0;
@@ -98,35 +99,102 @@ struct Reading {
     counts.resize(nodes);
   }
 
+  // The next 8 features of a tile's keys, in pairs of features with a slot per lane.
+  static void take_key_tile(const uint16_t* const* rows, int64_t feature, words (&to)[4]) {
+    words part[4];
+    for (int64_t i = 0; i < 4; i++) part[i] = load_eights(rows + i, feature);
+    auto [a, b] = interleaved<1>(part[0], part[1], std::make_index_sequence<LANES>());
+    auto [c, d] = interleaved<1>(part[2], part[3], std::make_index_sequence<LANES>());
+    std::tie(to[0], to[1]) = interleaved<2>(a, c, std::make_index_sequence<LANES>());
+    std::tie(to[2], to[3]) = interleaved<2>(b, d, std::make_index_sequence<LANES>());
+  }
+
+  // The next PAIRED features of the values of two slots, in pairs of slots.
+  static std::pair<words, words> take_value_pair(const uint16_t* const* rows, int64_t feature, int64_t head_dim) {
+    auto [low, high] = interleaved<1>(load_features(rows[0] + feature, head_dim - feature),
+                                      load_features(rows[1] + feature, head_dim - feature),
+                                      std::make_index_sequence<PAIRED>());
+    return {reinterpret_cast<words>(low), reinterpret_cast<words>(high)};
+  }
+
   // Transposes the keys of a block.
-  void take_keys(const uint16_t* key, int64_t stride, int64_t head_dim, const int32_t* slots) {
-    const uint16_t* ahead = key + (slots[0] + SLOTS) * stride;
+  void take_keys(const uint16_t* const* rows, int64_t head_dim, const uint16_t* next) {
     for (int64_t tile = 0; tile < TILES; tile++)
       for (int64_t feature = 0; feature < head_dim; feature += 8) {
-        prefetch(ahead + (tile * head_dim + feature) * LANES / 2, LANES / 8);
-        words rows[4];
-        for (int64_t i = 0; i < 4; i++) rows[i] = load_eights(key, feature, stride, slots + tile * LANES + i);
-        auto [a, b] = interleaved<1>(rows[0], rows[1], std::make_index_sequence<LANES>());
-        auto [c, d] = interleaved<1>(rows[2], rows[3], std::make_index_sequence<LANES>());
-        words* to = keys.data() + feature / 2 * TILES + tile;
-        std::tie(to[0], to[TILES]) = interleaved<2>(a, c, std::make_index_sequence<LANES>());
-        std::tie(to[2 * TILES], to[3 * TILES]) = interleaved<2>(b, d, std::make_index_sequence<LANES>());
+        prefetch(next + (tile * head_dim + feature) / 8 * KEY_LINES * LINE, KEY_LINES);
+        words part[4];
+        take_key_tile(rows + tile * LANES, feature, part);
+        for (int64_t i = 0; i < 4; i++) keys[(feature / 2 + i) * TILES + tile] = part[i];
       }
   }
 
   // Transposes the values of a block.
-  void take_values(const uint16_t* value, int64_t stride, int64_t head_dim, const int32_t* slots) {
-    const uint16_t* ahead = value + (slots[0] + SLOTS) * stride;
+  void take_values(const uint16_t* const* rows, int64_t head_dim, const uint16_t* next) {
     for (int64_t i = 0; i < SLOTS; i += 2)
       for (int64_t feature = 0; feature < features; feature += PAIRED) {
-        prefetch(ahead + i / 2 * head_dim + feature, LANES / 16);
-        auto [low, high] =
-            interleaved<1>(load_features(value + slots[i] * stride + feature, head_dim - feature),
-                           load_features(value + slots[i + 1] * stride + feature, head_dim - feature),
-                           std::make_index_sequence<PAIRED>());
+        prefetch(next + i / 2 * features + feature, 1);
         words* to = values.data() + i / 2 * vectors + feature / LANES;
-        to[0] = reinterpret_cast<words>(low), to[1] = reinterpret_cast<words>(high);
+        std::tie(to[0], to[1]) = take_value_pair(rows + i, feature, head_dim);
       }
+  }
+
+  // Products with the keys of a block, transposed in registers: same sums as ``add_all_products`` for few queries.
+  template <int queries>
+  void score(const uint16_t* const* rows, int64_t head_dim, const uint16_t* next, int64_t first) {
+    constexpr int64_t wide = 2 * queries <= SUMS ? 2 : 1;  // tiles
+    const uint16_t* query = this->query.data() + first * features;
+    for (int64_t tile = 0; tile < TILES; tile += wide) {
+      floats sum[wide][queries] = {};
+      for (int64_t feature = 0; feature < head_dim; feature += 8)
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < wide; i++) {
+          prefetch(next + (tile * head_dim / 8 + feature / 8 * wide + i) * KEY_LINES * LINE, KEY_LINES);
+          words part[4];
+          take_key_tile(rows + (tile + i) * LANES, feature, part);
+#pragma GCC unroll 4
+          for (int64_t pair = 0; pair < 4; pair++)
+#pragma GCC unroll 8
+            for (int64_t j = 0; j < queries; j++) {
+              words other = load<uint32_t>(query + j * features + feature + 2 * pair) - words{};
+              sum[i][j] = dot(sum[i][j], part[pair], other);
+            }
+        }
+      for (int64_t i = 0; i < wide; i++)
+        for (int64_t j = 0; j < queries; j++)
+          store(scores.data() + (first + j) * SLOTS + (tile + i) * LANES, sum[i][j]);
+    }
+  }
+
+  // Weighted sums of the values of a block, likewise.
+  template <int queries>
+  void sum_values(const uint16_t* const* rows, int64_t head_dim, const uint16_t* next, int64_t first) {
+    const uint16_t* share = shares.data() + first * SLOTS;
+    float* to = read.data() + first * features;
+    auto add = [&](auto wide, int64_t start) {
+      floats sum[wide][2][queries];
+      for (int64_t i = 0; i < 2 * wide; i++)
+        for (int64_t j = 0; j < queries; j++)
+          sum[i / 2][i % 2][j] = load<floats>(to + j * features + start + i * LANES);
+      for (int64_t slot = 0; slot < SLOTS; slot += 2) {
+        for (int64_t i = 0; i < wide; i++) {
+          prefetch(next + start * SLOTS / 2 + (slot / 2 * wide + i) * PAIRED, 1);
+          auto [low, high] = take_value_pair(rows + slot, start + i * PAIRED, head_dim);
+#pragma GCC unroll 8
+          for (int64_t j = 0; j < queries; j++) {
+            words other = load<uint32_t>(share + j * SLOTS + slot) - words{};
+            sum[i][0][j] = dot(sum[i][0][j], low, other), sum[i][1][j] = dot(sum[i][1][j], high, other);
+          }
+        }
+      }
+      for (int64_t i = 0; i < 2 * wide; i++)
+        for (int64_t j = 0; j < queries; j++)
+          store(to + j * features + start + i * LANES, sum[i / 2][i % 2][j]);
+    };
+    constexpr int64_t wide = 4 * queries <= SUMS ? 2 : 1;
+    int64_t start = 0;
+    for (; start + wide * PAIRED <= features; start += wide * PAIRED)
+      add(std::integral_constant<int64_t, wide>(), start);
+    for (; start < features; start += PAIRED) add(std::integral_constant<int64_t, 1>(), start);
   }
 
   template <class... T>
@@ -164,20 +232,47 @@ struct Reading {
     total[index] = sum;
   }
 
-  // Accumulates a block for the queries from ``first`` on; count(query): number of attended slots in the block.
+  // Accumulates a block for ``queries`` queries from ``first`` on; count(query): number of attended slots in the block.
   template <class Count>
   void add(const Attention& a, const uint16_t* key, const uint16_t* value, const int32_t* slots, int64_t first,
-           int64_t queries, Count count) {
-    int64_t ahead = (slots[0] + SLOTS + SLOTS / 2) * a.key_slot;
+           int64_t queries, const Count& count) {
+    const uint16_t *key_rows[SLOTS], *value_rows[SLOTS];
+    for (int64_t i = 0; i < SLOTS; i++)
+      key_rows[i] = key + slots[i] * a.key_slot, value_rows[i] = value + slots[i] * a.key_slot;
+    // The next block is prefetched in small steps, as bursts would leave the memory idle between them.
+    const uint16_t *next_key = key_rows[0] + SLOTS * a.key_slot, *next_value = value_rows[0] + SLOTS * a.key_slot;
+    int64_t half = SLOTS / 2 * a.head_dim, taken = TILES * a.head_dim / 8 * KEY_LINES * LINE;
+    auto weigh_all = [&] {
+      int64_t keys_left = (2 * half - taken) / LINE / queries + 1, values_left = half / LINE / queries + 1;
+      for (int64_t i = 0; i < queries; i++) {
+        prefetch(next_key + taken + i * keys_left * LINE, keys_left);
+        prefetch(next_value + i * values_left * LINE, values_left);
+        weigh(first + i, count(first + i));
+      }
+    };
+    auto few = [&](auto queries) {
+      score<queries()>(key_rows, a.head_dim, next_key, first);
+      weigh_all();
+      sum_values<queries()>(value_rows, a.head_dim, next_value + half, first);
+    };
+    if (!has_tiles) switch (queries) {
+        case 1: return few(std::integral_constant<int, 1>());
+        case 2: return few(std::integral_constant<int, 2>());
+        case 3: return few(std::integral_constant<int, 3>());
+        case 4: return few(std::integral_constant<int, 4>());
+        case 5: return few(std::integral_constant<int, 5>());
+        case 6: return few(std::integral_constant<int, 6>());
+        case 7: return few(std::integral_constant<int, 7>());
+        case 8: return few(std::integral_constant<int, 8>());
+      }
     float* score = scores.data() + first * SLOTS;
-    take_keys(key, a.key_slot, a.head_dim, slots);
+    take_keys(key_rows, a.head_dim, next_key);
     std::fill_n(score, queries * SLOTS, 0.0f);
-    add_block(keys.data(), TILES, query.data() + first * features, features, a.head_dim / 2, score, queries,
-              key + ahead);
-    for (int64_t i = first; i < first + queries; i++) weigh(i, count(i));
-    take_values(value, a.key_slot, a.head_dim, slots);
+    add_block(keys.data(), TILES, query.data() + first * features, features, a.head_dim / 2, score, queries);
+    weigh_all();
+    take_values(value_rows, a.head_dim, next_value + half);
     add_block(values.data(), vectors, shares.data() + first * SLOTS, SLOTS, SLOTS / 2, read.data() + first * features,
-              queries, value + ahead);
+              queries);
   }
 
   // Writes a query's output.
@@ -261,7 +356,10 @@ void attend(const Attention& a, int64_t row, int64_t kv, int64_t first, int64_t 
   }
 }
 
-void attend_all(const Attention& a) {
+// Attention of nodes. Calls then(first, nodes, feature, features) with the first of some nodes, counted over all rows,
+// and the first of their features that are read.
+template <class Then>
+void attend_all(const Attention& a, const Then& then) {
   int64_t together = std::max<int64_t>(1, QUERIES * a.kv_heads / a.heads);
   int64_t runs = (a.nodes + together - 1) / together;
   parts_of(a.batch * runs * a.kv_heads, 1, [&](int64_t begin, int64_t end) {
@@ -270,9 +368,15 @@ void attend_all(const Attention& a) {
     reading.tiles = &tiles;
     for (int64_t at = begin; at < end; at++) {
       int64_t kv = at % a.kv_heads, first = at / a.kv_heads % runs * together, row = at / a.kv_heads / runs;
-      attend(a, row, kv, first, std::min(together, a.nodes - first), reading);
+      int64_t nodes = std::min(together, a.nodes - first), features = a.heads / a.kv_heads * a.head_dim;
+      attend(a, row, kv, first, nodes, reading);
+      then(row * a.nodes + first, nodes, kv * features, features);
     }
   });
+}
+
+inline void attend_all(const Attention& a) {
+  attend_all(a, [](int64_t, int64_t, int64_t, int64_t) {});
 }
 
 }  // namespace

@@ -52,13 +52,6 @@ constexpr int64_t block_bytes(Kind kind, int64_t groups) {
          (together[kind] * (code_bytes[kind] + scale_bytes[kind]) + shared_bytes[kind]);
 }
 
-// The outputs from ``first`` on, a multiple of BLOCK, of a single-kind layer.
-inline Linear outputs_from(const Linear& layer, int64_t first) {
-  int64_t skipped = first / BLOCK * block_bytes(Kind(layer.kind), groups_of(layer.in));
-  int64_t left = layer.out - first;
-  return {layer.blocks + skipped, layer.bias ? layer.bias + first : nullptr, layer.kind, layer.in, left, left, nullptr};
-}
-
 // Twice the value of each code of mxfp4, plus MXFP4_CENTRE.
 constexpr int MXFP4_CENTRE = 12;
 alignas(16) constexpr uint8_t MXFP4_VALUES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};

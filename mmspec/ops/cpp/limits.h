@@ -14,7 +14,7 @@ int64_t read_bytes(const uint8_t* from, int64_t count, int threads) {
   constexpr int64_t at_once = vectors * sizeof(bytes);
   std::atomic<int64_t> found{0};
   Team team(threads);
-  parts_of(count / 1024, 1, [&](int64_t begin, int64_t end) {
+  parts_of(count / 1024, 64, [&](int64_t begin, int64_t end) {
     bytes parts[vectors] = {};
     for (const uint8_t* at = from + begin * 1024; at < from + end * 1024; at += at_once) {
       for (int64_t i = 0; i < at_once; i += 64) __builtin_prefetch(at + AHEAD + i);
@@ -32,7 +32,7 @@ int64_t multiply_add(int64_t kind, int64_t rounds, int threads) {
   std::atomic<int64_t> done{0};
   auto run = [&](auto zero, int64_t products, auto step) {
     Team team(threads);
-    parts_of(rounds, 1, [&](int64_t begin, int64_t end) {
+    parts_of(rounds, rounds / 64 + 1, [&](int64_t begin, int64_t end) {
       auto own = step;
       auto start = zero;
       decltype(zero) sums[chains];

@@ -71,9 +71,9 @@ inline std::pair<T, T> interleaved(T x, T y, std::index_sequence<i...>) {
   return {__builtin_shufflevector(x, y, place(i)...), __builtin_shufflevector(x, y, (place(i) + lane / 2)...)};
 }
 
-// The 8 features of every fourth row from the first on.
-inline words load_eights(const uint16_t* first, int64_t feature, int64_t stride, const int32_t* slots) {
-  auto load_eight = [&](int64_t i) { return load<eight>(first + slots[4 * i] * stride + feature); };
+// 8 features of every fourth row.
+inline words load_eights(const uint16_t* const* rows, int64_t feature) {
+  auto load_eight = [&](int64_t i) { return load<eight>(rows[4 * i] + feature); };
 #if defined(__AVX512F__)
   __m512i all = _mm512_castsi128_si512((__m128i)load_eight(0));
   all = _mm512_inserti32x4(all, (__m128i)load_eight(1), 1);
@@ -97,7 +97,7 @@ constexpr int64_t LINE = 32;  // bfloat16 of a cache line
 
 // Prefetches the next block in small steps.
 inline void prefetch(const uint16_t* from, int64_t lines) {
-  for (int64_t i = 0; i < lines; i++) __builtin_prefetch(from + i * LINE, 0, 2);
+  for (int64_t i = 0; i < lines; i++) __builtin_prefetch(from + i * LINE);
 }
 
 // The first features of a row, zeros after them.

@@ -1,5 +1,7 @@
 // Thread pool for parallel loops. Threads claim chunks of a loop from an atomic counter, so that no loop waits for a
-// thread without a chunk and slow cores process fewer chunks. Idle threads spin for microseconds, then sleep.
+// thread without a chunk and slow cores process fewer items. Chunks shrink towards the end of a loop (guided
+// self-scheduling): memory is read in long runs, and threads end together. Idle threads spin for microseconds, then
+// sleep.
 
 #pragma once
 
@@ -19,7 +21,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t CHUNKS = 2;                   // chunks of a loop per thread
+constexpr int64_t SHARE = 2;                    // a chunk has 1 / (SHARE * threads) of the items left
 constexpr std::chrono::microseconds SPIN{50};   // longer than the gap between two loops of a forward pass
 
 // Spins until ``ready``, for at most SPIN; returns whether it was.
@@ -67,33 +69,34 @@ class Pool {
   bool acquire() { return !used_.test_and_set(std::memory_order_acquire); }
   void release() { used_.clear(std::memory_order_release); }
 
-  // Calls body(begin, end) for all chunks of ``size`` items of a loop, in up to ``threads`` threads.
+  // Calls body(begin, end) for chunks of at least ``least`` of a loop's ``count`` items, in up to ``threads`` threads.
   template <class Body>
-  void run(int64_t count, int64_t size, int threads, const Body& body) {
+  void run(uint32_t count, uint32_t least, int threads, const Body& body) {
     start_helpers(threads - 1);
-    next_ = next_ | UINT32_MAX;  // no chunk may be claimed while the fields change
+    next_.fetch_or(UINT32_MAX);  // no chunk may be claimed while the fields change
     call_ = [](const void* of, int64_t begin, int64_t end) { (*static_cast<const Body*>(of))(begin, end); };
-    body_ = &body, count_ = count, size_ = size, helpers_ = threads - 1, done_ = 0;
-    chunks_ = uint32_t((count + size - 1) / size);
-    next_ = next_ + 1;  // the first chunk of the next loop
+    body_ = &body, count_ = count, least_ = least, threads_ = threads, done_ = 0;
+    next_.fetch_add(1);  // the first item of the next loop
     idle_.wake();
     compute();
-    auto done = [this] { return done_ == chunks_; };
+    auto done = [&] { return done_ == count; };
     if (!spin(done)) finished_.until(done);
   }
 
  private:
-  // Processes chunks until none is left for this helper (-1: the caller). A helper may arrive late from the loop of a
+  // Processes chunks until none is left for this thread (0: the caller). A helper may arrive late from the loop of a
   // larger team.
-  void compute(int index = -1) {
+  void compute(int thread = 0) {
     for (uint64_t next = next_;;) {
       auto call = call_.load();
       const void* body = body_;
-      int64_t count = count_, size = size_, begin = int64_t(uint32_t(next)) * size;
-      if (uint32_t(next) >= chunks_ || index >= helpers_) return;
-      if (!next_.compare_exchange_strong(next, next + 1)) continue;  // success: the fields read belong to this loop
-      call(body, begin, std::min(begin + size, count));
-      done_++;
+      uint32_t begin = uint32_t(next), count = count_, threads = threads_;
+      if (begin >= count || thread >= int(threads)) return;
+      uint32_t share = SHARE * threads, size = (count - begin + share - 1) / share;
+      uint32_t end = begin + std::min(std::max(size, uint32_t(least_)), count - begin);
+      if (!next_.compare_exchange_strong(next, next + end - begin)) continue;  // success: all fields are this loop's
+      call(body, begin, end);
+      done_ += end - begin;
       finished_.wake();
       next = next_;
     }
@@ -105,30 +108,29 @@ class Pool {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals go to the program's own threads
     try {
-      for (; started_ < count; started_++) std::thread(&Pool::help, this, started_).detach();
+      for (; started_ < count; started_++) std::thread(&Pool::help, this, started_ + 1).detach();
     } catch (const std::system_error&) {  // thread limit reached; the caller works alone
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
-  [[noreturn]] void help(int index) {
-    auto called = [&] { return uint32_t(next_) < chunks_ && index < helpers_; };
-    for (;; compute(index))
+  [[noreturn]] void help(int thread) {
+    auto called = [&] { return uint32_t(next_) < count_ && thread < int(threads_); };
+    for (;; compute(thread))
       if (!spin(called)) idle_.until(called);
   }
 
   std::atomic_flag used_ = ATOMIC_FLAG_INIT;
-  int started_ = 0;
+  int started_ = 0;  // helpers
   Sleep idle_, finished_;
 
-  // The loop. Fields only change while no chunk is left, so whoever claims a chunk has read its loop's fields.
+  // The loop, in one cache line. Fields only change while no chunk is left, so whoever claims a chunk has read its
+  // loop's fields.
+  alignas(64) std::atomic<uint64_t> next_{0};  // loop number, and next item in the lower half
   std::atomic<void (*)(const void*, int64_t, int64_t)> call_{};
   std::atomic<const void*> body_{};
-  std::atomic<int64_t> count_{0}, size_{0};
-  std::atomic<int> helpers_{0};
-  std::atomic<uint32_t> chunks_{0};
-  alignas(64) std::atomic<uint64_t> next_{0};  // loop number, and next chunk in the lower half
-  alignas(64) std::atomic<uint32_t> done_{0};  // chunks
+  std::atomic<uint32_t> count_{0}, least_{0}, threads_{0};
+  alignas(64) std::atomic<uint32_t> done_{0};  // items
 };
 
 // Never deleted: its threads end with the process. A forked process starts its own threads.
@@ -156,9 +158,8 @@ class Team {
 // Calls body(begin, end) for parts that cover a loop's items; all parts except the last have at least ``least`` items.
 template <class Body>
 void parts_of(int64_t count, int64_t least, const Body& body) {
-  int64_t share = CHUNKS * team_size, size = std::max(least, (count + share - 1) / share);
-  if (team_size == 1 || count <= size) return body(int64_t(0), count);
-  pool.load()->run(count, size, team_size, body);
+  if (team_size == 1 || count <= least) return body(int64_t(0), count);
+  pool.load()->run(uint32_t(count), uint32_t(least), team_size, body);
 }
 
 // Calls body(item) for all items of a loop; ``cost``: cost of an item, in features of a row.

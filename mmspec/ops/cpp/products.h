@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t TILE = LANES / 2;  // input rows per load of weights
 constexpr int64_t AHEAD = 10240;     // prefetch distance in bytes
+constexpr int64_t RUN = 1 << 16;     // bytes of weights
 
 // Products times a scale. VNNI sums start from the bits of OFFSET, which avoids a conversion: OFFSET times a scale is
 // exact, because scales have few bits.
@@ -126,44 +127,51 @@ inline void add_columns(floats sum, const float* residual, int64_t columns, floa
   std::memcpy(out, &sum, columns * sizeof(float));
 }
 
-// sums (rows, PARTS) = a block's output features from ``column`` on, for up to 16 rows of a tile from ``first`` on.
+// Products of rows, written to ``out`` (+ ``residual``) without columns before ``origin``, in rows ``stride`` apart.
+struct Products {
+  const Rows& x;
+  int64_t rows;
+  float* out;
+  int64_t stride;
+  const float* residual = nullptr;
+  int64_t origin = 0;
+};
+
+// sums (rows, PARTS) = x W^T * factor + bias for a block's output features from ``column`` on, for up to 16 rows of a
+// tile from ``first`` on.
 template <Kind kind>
 void block_outputs(const Linear& layer, int64_t column, const Rows& x, int64_t first, int rows, Tiles& tiles,
                    floats* sums) {
   const uint8_t* weights = layer.blocks + column / BLOCK * block_bytes(kind, x.groups);
-  for (int part = 0; part < PARTS; part++) {
-    int64_t at = column + LANES * part, columns = std::clamp(layer.features - at, int64_t(0), LANES);
-    floats bias{};
-    if (layer.bias) std::memcpy(&bias, layer.bias + at, columns * sizeof(float));
-    for (int i = 0; i < rows; i++) sums[i * PARTS + part] = bias;
-  }
+  for (int i = 0; i < rows * PARTS; i++) sums[i] = floats{};
   if (kind == BFLOAT16 && has_tiles)
     tiles.add(&x.rounded[x.at(first, 0) * GROUP], weights, x.groups, x.width, rows, sums);
   else
     for (int i = 0; i < rows; i += TILE)
       tile_product<kind>(std::min(int(TILE), rows - i), weights, x, first + i, sums + i * PARTS);
+  for (int part = 0; part < PARTS; part++) {
+    int64_t at = column + LANES * part, columns = std::clamp(layer.features - at, int64_t(0), LANES);
+    floats bias{};
+    if (layer.bias) std::memcpy(&bias, layer.bias + at, columns * sizeof(float));
+    for (int i = 0; i < rows; i++)
+      sums[i * PARTS + part] = fma(sums[i * PARTS + part], splat(x.factor[first + i]), bias);
+  }
 }
 
-// out = x W^T + bias (+ residual), rows ``stride`` apart.
+// The block of a layer's output features from ``column`` on, written to column ``at``.
 template <Kind kind>
-void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, int64_t stride, const float* residual) {
-  auto columns_from = [&](int64_t column, Tiles& tiles) {
-    for (int64_t first = 0; first < rows; first += MOST_ROWS) {
-      int count = int(std::min(MOST_ROWS, rows - first));
-      floats sums[MOST_ROWS * PARTS];
-      for (int i = 0; i < count; i++) __builtin_prefetch(out + (first + i) * stride + column, 1);
-      block_outputs<kind>(layer, column, x, first, count, tiles, sums);
-      for (int i = 0; i < count * PARTS; i++) {
-        int64_t from = column + i % PARTS * LANES, at = (first + i / PARTS) * stride + from;
-        int64_t columns = std::clamp(layer.features - from, int64_t(0), LANES);
-        add_columns(sums[i], residual ? residual + at : nullptr, columns, out + at);
-      }
+void add_block_of(const Linear& layer, int64_t column, const Products& to, int64_t at, Tiles& tiles) {
+  for (int64_t first = 0; first < to.rows; first += MOST_ROWS) {
+    int count = int(std::min(MOST_ROWS, to.rows - first));
+    floats sums[MOST_ROWS * PARTS];
+    for (int i = 0; i < count; i++) __builtin_prefetch(to.out + (first + i) * to.stride + at, 1);
+    block_outputs<kind>(layer, column, to.x, first, count, tiles, sums);
+    for (int i = 0; i < count * PARTS; i++) {
+      int64_t part = i % PARTS * LANES, place = (first + i / PARTS) * to.stride + at + part;
+      int64_t columns = std::clamp(layer.features - column - part, int64_t(0), LANES);
+      add_columns(sums[i], to.residual ? to.residual + place : nullptr, columns, to.out + place);
     }
-  };
-  parts_of((layer.features + BLOCK - 1) / BLOCK, 1, [&](int64_t begin, int64_t end) {
-    Tiles tiles;
-    for (int64_t block = begin; block < end; block++) columns_from(block * BLOCK, tiles);
-  });
+  }
 }
 
 // Calls body with a kind as a compile-time constant.
@@ -182,14 +190,75 @@ void with_kind(int64_t kind, const Body& body) {
   }
 }
 
-// Rows of ``out`` and of ``residual`` are ``stride`` apart, by default ``layer.out``.
+inline int64_t blocks_of(const Linear& layer) { return (layer.features + BLOCK - 1) / BLOCK; }
+
+// Minimum of items of ``features`` output features in a part of a loop: weights are read in runs of 64 KiB or more, as
+// short runs are read at half the rate.
+inline int64_t least_of(const Linear& layer, int64_t features) {
+  int64_t bytes = block_bytes(Kind(layer.kind), groups_of(layer.in)) * features / BLOCK;
+  return std::max<int64_t>(1, RUN / bytes);
+}
+
+// Products of a layer's blocks from ``first`` on.
+inline void products(const Linear& layer, int64_t first, int64_t count, const Products& to, Tiles& tiles) {
+  int64_t at = -to.origin;
+  for (const Linear* part = &layer; count > 0; at += part->features, part = part->rest) {
+    int64_t end = std::min(first + count, blocks_of(*part)), begin = std::min(first, end);
+    with_kind(part->kind, [&](auto kind) {
+      for (int64_t block = begin; block < end; block++)
+        add_block_of<decltype(kind)::value>(*part, block * BLOCK, to, at + block * BLOCK, tiles);
+    });
+    first = std::max(first, end) - blocks_of(*part), count -= end - begin;
+  }
+}
+
+// out = x W^T (+ residual), in rows ``stride`` apart, by default ``layer.out``.
 void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual = nullptr,
              int64_t stride = 0) {
-  if (stride == 0) stride = layer.out;
-  for (const Linear* part = &layer; part; out += part->features, part = part->rest) {
-    with_kind(part->kind, [&](auto kind) { product_of<decltype(kind)::value>(*part, x, rows, out, stride, residual); });
-    if (residual) residual += part->features;
-  }
+  int64_t blocks = 0;
+  for (const Linear* part = &layer; part; part = part->rest) blocks += blocks_of(*part);
+  parts_of(blocks, least_of(layer, BLOCK), [&](int64_t begin, int64_t end) {
+    Tiles tiles;
+    products(layer, begin, end - begin, {x, rows, out, stride ? stride : layer.out, residual}, tiles);
+  });
+}
+
+// The same for inputs of a multiple of 32 features, which are also inputs of the next layer, normed by ``weight``.
+void product_then_norm(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual,
+                       const Linear& next_layer, Rows& next, const float* weight, float epsilon) {
+  next.shape(next_layer.in, rows);
+  parts_of(next.groups, least_of(layer, GROUP), [&](int64_t begin, int64_t end) {
+    Tiles tiles;
+    products(layer, begin * GROUP / BLOCK, (end - begin) * GROUP / BLOCK, {x, rows, out, layer.out, residual}, tiles);
+    for (int64_t row = 0; row < rows; row++)
+      for (int64_t group = begin, at = row * layer.out + begin * GROUP; group < end; group++, at += GROUP)
+        next.set_normed(Kind(next_layer.kind), row, group, out + at, weight + group * GROUP);
+  });
+  next.norm(rows, epsilon);
+}
+
+// Gated products, as inputs of the next layer, of a multiple of 32 features.
+void gated_product(const Linear& gate_up, const Rows& x, int64_t rows, Gating gating, const Linear& next_layer,
+                   Rows& next) {
+  constexpr int64_t BUFFER = 2 * CHUNK * GROUP;  // floats
+  int64_t most = BUFFER / (rows * GROUP);        // groups of gates, then of ups: weights are read in long runs
+  next.shape(next_layer.in, rows);
+  parts_of(next.groups, least_of(gate_up, GROUP), [&](int64_t begin, int64_t end) {
+    thread_local Lines<float> both;
+    both.reserve(2 * BUFFER);
+    Tiles tiles;
+    for (int64_t first = begin, count; first < end; first += count) {
+      count = std::min(most, end - first);
+      int64_t gate = first * GROUP, up = next_layer.in + gate, stride = count * GROUP, blocks = stride / BLOCK;
+      float *gates = &both[0], *ups = gates + rows * stride;
+      products(gate_up, gate / BLOCK, blocks, {x, rows, gates, stride, nullptr, gate}, tiles);
+      products(gate_up, up / BLOCK, blocks, {x, rows, ups, stride, nullptr, up}, tiles);
+      for (int64_t i = 0; i < rows * stride; i += LANES)
+        store(gates + i, gating(load<floats>(gates + i), load<floats>(ups + i)));
+      for (int64_t i = 0; i < rows * count; i++)
+        next.set(Kind(next_layer.kind), i / count, first + i % count, gates + i * GROUP);
+    }
+  });
 }
 
 }  // namespace

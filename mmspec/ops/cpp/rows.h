@@ -32,14 +32,17 @@ struct Rows {
   Lines<Half> rounded;
   Lines<float> exact, scale, total_scaled;
   Lines<int32_t> int8_start, mxfp4_start, q6_start, q6_last_start;  // initial sums for codes of these kinds
+  Lines<float> squares;                                             // (rows, groups) of inputs that are normed
+  Lines<float> factor;                                              // of each row's products
 
   // Allocates for ``rows`` rows, or for CHUNK.
   void shape(int64_t features, int64_t rows) {
     groups = groups_of(features), width = std::min(rows, MOST_ROWS);
     int64_t all = std::max(CHUNK, (rows + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS) * groups;
     codes.reserve(all * GROUP), rounded.reserve(all * GROUP), exact.reserve(all * GROUP);
-    scale.reserve(all), total_scaled.reserve(all);
+    scale.reserve(all), total_scaled.reserve(all), squares.reserve(all), factor.reserve(all);
     int8_start.reserve(all), mxfp4_start.reserve(all), q6_start.reserve(all), q6_last_start.reserve(all);
+    std::fill_n(&factor[0], rows, 1.0f);
   }
 
   // Index of a group of a row; within 16 rows, the same group of the next row follows.
@@ -74,6 +77,28 @@ struct Rows {
     q6_start[index] = START - 32 * sums[0], q6_last_start[index] = START - 32 * sums[1];
     scale[index] = step, total_scaled[index] = step * float(total);
   }
+
+  // Stores 32 features of a row that is normed: times the norm's ``weight``. Its factor is a factor of the products.
+  void set_normed(Kind kind, int64_t row, int64_t group, const float* x, const float* weight) {
+    float weighted[GROUP];
+    floats square{};
+    for (int64_t i = 0; i < GROUP; i += LANES) {
+      floats part = load<floats>(x + i);
+      square = fma(part, part, square);
+      store(weighted + i, part * load<floats>(weight + i));
+    }
+    squares[row * groups + group] = sum(square);
+    set(kind, row, group, weighted);
+  }
+
+  // Computes the factors of RMSNorm, once all features of ``rows`` rows are set.
+  void norm(int64_t rows, float epsilon) {
+    for (int64_t row = 0; row < rows; row++) {
+      float total = 0;
+      for (int64_t group = 0; group < groups; group++) total += squares[row * groups + group];
+      factor[row] = 1 / std::sqrt(total / float(groups * GROUP) + epsilon);
+    }
+  }
 };
 
 // Converts rows to inputs of a layer.
@@ -107,23 +132,14 @@ inline void norm_row(const float* row, int64_t features, const float* weight, fl
     store(out + i, load<floats>(row + i) * factor * load<floats>(weight + i));
 }
 
-// Converts RMSNorm(rows) to inputs of a layer; separately normed parts have a multiple of 32 features.
-void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, const float* weight, float epsilon,
-                 int64_t parts = 1) {
-  int64_t features = layer.in / parts;
+// Converts RMSNorm(rows) to inputs of a layer, of a multiple of 32 features.
+void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, const float* weight, float epsilon) {
   x.shape(layer.in, rows);
-  each(rows, layer.in, [&](int64_t row) {
-    for (int64_t part = 0; part < layer.in; part += features) {
-      const float* input = from + row * layer.in + part;
-      floats factor = norm_factor(input, features, epsilon);
-      float normed[GROUP];
-      for (int64_t at = 0; at < features; at += GROUP) {
-        for (int64_t i = 0; i < GROUP; i += LANES)
-          store(normed + i, load<floats>(input + at + i) * factor * load<floats>(weight + part + at + i));
-        x.set(Kind(layer.kind), row, (part + at) / GROUP, normed);
-      }
-    }
+  each(rows * x.groups, GROUP, [&](int64_t i) {
+    int64_t row = i / x.groups, group = i % x.groups;
+    x.set_normed(Kind(layer.kind), row, group, from + i * GROUP, weight + group * GROUP);
   });
+  x.norm(rows, epsilon);
 }
 
 // act(gate) * up, with SiLU or GELU; or with a limit, that of gpt-oss: gate * sigmoid(alpha gate) * (up + 1).
@@ -146,9 +162,8 @@ void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t stri
     int64_t row = at / x.groups, group = at % x.groups;
     const float* gate = gate_up + row * stride + group * GROUP;
     float gated[GROUP];
-    for (int64_t i = 0; i < GROUP; i += LANES) {
+    for (int64_t i = 0; i < GROUP; i += LANES)
       store(gated + i, gating(load<floats>(gate + i), load<floats>(gate + layer.in + i)));
-    }
     x.set(Kind(layer.kind), row, group, gated);
   });
 }

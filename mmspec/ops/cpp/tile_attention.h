@@ -30,11 +30,10 @@ class AttentionTiles : Registers {
  public:
   // ``add_all_products`` for an even number of vectors and a multiple of 16 pairs.
   void add(const words* left, int64_t vectors, const uint16_t* right, int64_t right_stride, int64_t pairs, float* sums,
-           int64_t queries, const uint16_t* ahead) {
+           int64_t queries) {
     int64_t stride = vectors * 16, query = 0;
     uint8_t last = queries % 16 ? queries % 16 : 16;
     configure({16, 16, 16, last, last, last, 16, 16});
-    for (int64_t pair = 0; pair < pairs; pair++) prefetch(ahead + 2 * LINE * pair, 2);
     asm volatile("" : : : "memory");
     for (; query + 16 <= queries; query += 16) {
       MMSPEC_ADD_QUERIES(0, 1, 2)

@@ -69,6 +69,28 @@ void stopped_helper() {
   }
 }
 
+// Chunks shrink from a quarter of a loop of two threads to ``least`` items, whatever thread takes them.
+void chunks() {
+  for (int64_t least : {1, 30}) {
+    std::mutex mutex;
+    std::set<std::pair<int64_t, int64_t>> found;  // first item, items
+    {
+      Team team(2);
+      parts_of(ITEMS, least, [&](int64_t begin, int64_t end) {
+        std::lock_guard<std::mutex> lock(mutex);
+        found.insert({begin, end - begin});
+      });
+    }
+    int64_t before = ITEMS / 4, last = found.rbegin()->first;
+    if (found.begin()->second != before) std::exit(1);
+    for (auto [begin, items] : found) {
+      if (items > before || (items < least && begin != last)) std::exit(1);
+      before = items;
+    }
+    if (before > least) std::exit(1);
+  }
+}
+
 // A helper that was late once, or several times, takes part in the next loop.
 void late_helper() {
   for (int i = 0; i < 10; i++)
@@ -145,6 +167,7 @@ void several_callers() {
 int main(int, char** arguments) {
   std::string name = arguments[1];
   if (name == "stopped helper") stopped_helper();
+  if (name == "chunks") chunks();
   if (name == "other teams") other_teams();
   if (name == "late helper") late_helper();
   if (name == "no helpers") no_helpers();

@@ -233,6 +233,18 @@ def test_a_node_attends_as_a_pass_of_its_own_does(prefix, kind):
 
 
 @needs_kernels
+@pytest.mark.parametrize("head_dim", [16, 48, 128])
+@pytest.mark.parametrize("group", range(1, 10))
+def test_few_queries_attend_as_many_do(group, head_dim):
+    """Keys and values are transposed in registers for up to 8 queries."""
+    query, key, value, _ = slots_of(1, 20, 150, group, 1, head_dim)
+    found = cpu.attention(query, key, value, None, 0.125)
+    for node in (0, 19):
+        parts = (part[:, :, : 131 + node] for part in (key, value))
+        assert torch.equal(found[:, node : node + 1], cpu.attention(query[:, node : node + 1], *parts, None, 0.125))
+
+
+@needs_kernels
 def test_nodes_without_slots_read_nothing_and_others_nothing_of_slots_that_they_skip():
     query, key, value, mask = slots_of(1, 6, 140, 2, 1, 32)
     mask[:, :, 2] = False

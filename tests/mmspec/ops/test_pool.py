@@ -22,7 +22,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "case", ["loops", "several callers", "stopped helper", "other teams", "late helper", "no helpers", "forked"]
+    "case",
+    ["loops", "chunks", "several callers", "stopped helper", "other teams", "late helper", "no helpers", "forked"],
 )
 def test_each_item_is_computed_once(program, case):
     done = subprocess.run([program, case], capture_output=True, text=True, timeout=120)

@@ -358,11 +358,13 @@ def test_shapes_that_the_kernels_compute_and_others(changes, compiled):
 
 
 @needs_kernels
+@pytest.mark.parametrize("length", [50, 200])
 @kinds
-def test_a_batch_of_more_rows_than_a_chunk(kind):
-    model = model_of(transformers.LlamaConfig)
+def test_a_batch_of_more_rows_than_a_chunk(kind, length):
+    """Prompts, two of which fit in a chunk, or of more than a chunk each."""
+    model = model_of(transformers.LlamaConfig, max_position_embeddings=300)
     packing.pack_model(model, kind)
-    ids = torch.randint(VOCAB, (3, 50))
+    ids = torch.randint(VOCAB, (3, length))
     together = prefilled(TransformersTarget(model), Prompt(ids), 4).logits[:, -1]
     for row, expected in zip(ids, together, strict=True):
         alone = prefilled(TransformersTarget(model), Prompt(row[None]), 4).logits[0, -1]
