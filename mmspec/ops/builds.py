@@ -1,0 +1,105 @@
+"""Builds of the C++ kernels: flags, and libraries in wheels. Imports no other package: ``setup.py`` runs this file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("cpp") / "kernels.cpp"
+PREBUILT = Path(__file__).with_name("prebuilt")
+"""Folder of the libraries that a wheel contains; absent from source trees."""
+
+LINK = ["-shared", "-fPIC", "-pthread"]
+_FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
+_YMM_FLAGS = ["-fno-schedule-insns2", "-fno-tree-ter"]  # else GCC spills accumulators
+_NATIVE = [*_FLAGS, "-march=native"]
+BUILDS = {
+    "AVX-512 VNNI": _NATIVE,
+    "AVX-VNNI": [*_NATIVE, *_YMM_FLAGS, "-mno-avx512f"],
+    "AVX2": [*_NATIVE, *_YMM_FLAGS, "-mno-avx512f", "-mno-avxvnni"],
+}
+"""Compiler flags of each build for this processor. A build uses its instructions if the processor has them; the library
+function ``instructions`` returns which."""
+
+_V3 = frozenset(["avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"])
+_V4 = _V3.union(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"])
+_XMM, _ZMM = [*_FLAGS, *_YMM_FLAGS, "-march=x86-64-v3"], [*_FLAGS, "-march=x86-64-v4", "-mavx512vnni"]
+WHEEL = (  # AMX is used after a check at run time
+    ("AVX-512 VNNI", _V4 | {"avx512_bf16"}, [*_ZMM, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]),
+    ("AVX-512 VNNI", _V4, _ZMM),
+    ("AVX-VNNI", _V3 | {"avx_vnni"}, [*_XMM, "-mavxvnni"]),
+    ("AVX2", _V3, _XMM),
+)
+"""Builds in wheels, the fastest first: name, required processor features (of /proc/cpuinfo), compiler flags."""
+
+
+def features() -> frozenset[str]:
+    """Features of this processor, by Linux' names; empty on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
+
+
+def prebuilt(build: str, features: frozenset[str], folder: Path = PREBUILT) -> Path | None:
+    """The wheel's fastest library, no faster than ``build``, for a processor with these features.
+
+    Returns:
+        None without an intact library of these sources and flags.
+    """
+    slower = list(BUILDS)[list(BUILDS).index(build) :]
+    flags = (flags for name, required, flags in WHEEL if name in slower and required <= features)
+    return next((file for one in flags if (file := intact(folder, identity(SOURCE, one)))), None)
+
+
+def find_compiler() -> str | None:
+    """Path of the C++ compiler: ``$CXX``, else the first available of the usual names; None if there is none."""
+    names = [os.environ.get("CXX"), "c++", "g++", "clang++"]
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def compile_for_wheel(folder: Path) -> bool:
+    """Compile the builds of ``WHEEL`` into a folder; returns whether any is there.
+
+    There is none without a compiler for Linux on x86-64. Compilers that are too old for flags of a build skip it.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    compiler = find_compiler()
+    target = compiler and subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True).stdout
+    if not target or not re.match("x86_64-.*linux", target):
+        return False
+    folder.mkdir()
+
+    def compiled(flags: Sequence[str]) -> bool:
+        name = identity(SOURCE, flags)
+        part = folder / f"{name}.part"
+        if subprocess.run([compiler, *flags, *LINK, "-s", "-o", part, SOURCE]).returncode == 0:
+            part.rename(folder / file_name(name, part))
+        return not part.exists()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return any(list(pool.map(compiled, [flags for *_, flags in WHEEL])))
+
+
+def identity(source: Path, flags: Sequence[str], *about: bytes) -> str:
+    """Digest of a source, its headers, compiler flags, and further facts that a library depends on."""
+    sources = [source, *sorted(source.parent.glob("*.h"))]
+    parts = [*(file.read_bytes() for file in sources), *about, " ".join(flags).encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def file_name(name: str, file: Path) -> str:
+    """File name of a library: its identity and a digest of its contents."""
+    return f"{name}-{hashlib.sha256(file.read_bytes()).hexdigest()[:32]}.so"
+
+
+def intact(folder: Path, name: str) -> Path | None:
+    """The library of an identity whose contents match the digest in its name."""
+    return next((file for file in folder.glob(f"{name}-*.so") if file.name == file_name(name, file)), None)
