@@ -23,6 +23,7 @@ BUILDS = {
     "AVX-512 VNNI": _NATIVE,
     "AVX-VNNI": [*_NATIVE, *_YMM_FLAGS, "-mno-avx512f"],
     "AVX2": [*_NATIVE, *_YMM_FLAGS, "-mno-avx512f", "-mno-avxvnni"],
+    "AArch64": _NATIVE,
 }
 """Compiler flags of each build for this processor. A build uses its instructions if the processor has them; the library
 function ``instructions`` returns which."""
@@ -30,11 +31,12 @@ function ``instructions`` returns which."""
 _V3 = frozenset(["avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"])
 _V4 = _V3.union(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"])
 _XMM, _ZMM = [*_FLAGS, *_YMM_FLAGS, "-march=x86-64-v3"], [*_FLAGS, "-march=x86-64-v4", "-mavx512vnni"]
-WHEEL = (  # AMX is used after a check at run time
+WHEEL = (  # AMX and i8mm are used after a check at run time
     ("AVX-512 VNNI", _V4 | {"avx512_bf16"}, [*_ZMM, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]),
     ("AVX-512 VNNI", _V4, _ZMM),
     ("AVX-VNNI", _V3 | {"avx_vnni"}, [*_XMM, "-mavxvnni"]),
     ("AVX2", _V3, _XMM),
+    ("AArch64", frozenset({"asimddp"}), [*_FLAGS, "-march=armv8.2-a+dotprod"]),
 )
 """Builds in wheels, the fastest first: name, required processor features (of /proc/cpuinfo), compiler flags."""
 
@@ -45,7 +47,8 @@ def features() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
+    line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(line.partition(":")[2].split())
 
 
 def prebuilt(build: str, features: frozenset[str], folder: Path = PREBUILT) -> Path | None:
@@ -65,16 +68,18 @@ def find_compiler() -> str | None:
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
-def compile_for_wheel(folder: Path) -> bool:
-    """Compile the builds of ``WHEEL`` into a folder; returns whether any is there.
+def compile_for_wheel(folder: Path) -> str | None:
+    """Compile the builds of ``WHEEL`` for the compiler's machine into a folder.
 
-    There is none without a compiler for Linux on x86-64. Compilers that are too old for flags of a build skip it.
+    Returns:
+        The machine, x86_64 or aarch64; None without a compiler for Linux that knows the flags.
     """
     shutil.rmtree(folder, ignore_errors=True)
     compiler = find_compiler()
     target = compiler and subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True).stdout
-    if not target or not re.match("x86_64-.*linux", target):
-        return False
+    machine = re.match("(x86_64|aarch64)-.*linux", target or "")
+    if machine is None:
+        return None
     folder.mkdir()
 
     def compiled(flags: Sequence[str]) -> bool:
@@ -85,7 +90,12 @@ def compile_for_wheel(folder: Path) -> bool:
         return not part.exists()
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return any(list(pool.map(compiled, [flags for *_, flags in WHEEL])))
+        made = list(
+            pool.map(
+                compiled, [flags for build, _, flags in WHEEL if (build == "AArch64") == (machine[1] == "aarch64")]
+            )
+        )
+    return machine[1] if any(made) else None
 
 
 def identity(source: Path, flags: Sequence[str], *about: bytes) -> str:

@@ -207,7 +207,9 @@ def compiled(flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL 
 
 
 def _has_instructions() -> bool:
-    """Whether the CPU has AVX2 or AVX-512; otherwise torch's kernels are faster."""
+    """Whether the CPU has AVX2 or AVX-512, or, if asked for, AArch64's dot products; else torch's kernels are faster."""
+    if os.environ.get("MMSPEC_CPU_BUILD") == "AArch64":
+        return "asimddp" in builds.features()
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
