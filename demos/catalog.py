@@ -56,7 +56,6 @@ class Catalog:
     """Models and drafters that visitors may select.
 
     Attributes:
-        models, drafters: names listed on the page.
         default: the first model: the default for texts if it reads text only, else for images and videos.
         open: whether other hub ids and folders are allowed.
         text_only: models that are known to take neither images nor videos.
@@ -163,11 +162,7 @@ class Example(NamedTuple):
 
 
 class Examples:
-    """Examples of a tab; their number is the same for all models.
-
-    Args:
-        folder: destination of copies of the package's samples.
-    """
+    """Examples of a tab, as many for all models; the package's samples are copied to ``folder``."""
 
     def __init__(self, kind: Kind, folder: Path) -> None:
         self.kind = kind

@@ -61,11 +61,8 @@ class ChatRequest:
     frames: int = option(8, f"frames sampled from the video, 1 to {MAX_FRAMES}", ge=1, le=MAX_FRAMES)
 
     def pipeline_request(self) -> dict[str, Any]:
-        """Keywords of ``Pipeline.generate``, with media decoded.
-
-        Raises:
-            UserError: the prompt or the upload is missing, a limit is exceeded, or the file cannot be decoded.
-        """
+        """Keywords of ``Pipeline.generate``, with media decoded. Raises ``UserError``: the prompt or the upload is
+        missing, a limit is exceeded, or the file cannot be decoded."""
         if not self.prompt:
             raise UserError("the prompt must not be empty: type a question")
         if len(self.history) >= MAX_TURNS:
@@ -127,12 +124,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and its answer.
-
-    Attributes:
-        tokens: tokens of the answer; tokens of one pass and origin are joined.
-        stopped: whether the visitor stopped the answer.
-    """
+    """A question and its answer. ``tokens``: tokens of the answer; tokens of one pass and origin are joined."""
 
     prompt: str
     tokens: Annotated[list[Token], Field(max_length=MAX_NEW_TOKENS)]
@@ -154,7 +146,6 @@ class ChatState:
     """State of a visitor's conversation. Stored in the page, so it survives a restart of the server.
 
     Attributes:
-        turns: oldest first.
         seed: sampling seed of all turns; 0 until the first.
         running: id of the running request; empty if none runs.
         opened: whether the tab has been used, or has shown its opening race.

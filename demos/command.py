@@ -30,6 +30,7 @@ from mmspec.cli.options import (
 )
 from mmspec.errors import UserError, missing
 from mmspec.serving.settings import is_loopback
+from mmspec.workers import on_signals
 
 _log = logging.getLogger("mmspec.demo")
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
@@ -133,19 +134,13 @@ def demo(
 @contextmanager
 def _signals_raise() -> Iterator[None]:
     """Turn termination signals into exceptions, so that cleanup code removes the uploads."""
+    # Signals that are ignored already, for example under nohup, stay ignored.
+    numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
     def handle(number: int, _: Any) -> None:
-        for other in before:
+        for other in numbers:
             signal.signal(other, signal.SIG_IGN)  # a second signal must not interrupt cleanup
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    # Signals that are ignored already, for example under nohup, stay ignored.
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, handle)
-    try:
+    with on_signals(handle, *numbers):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Callable
 from pathlib import Path
 from threading import RLock
 from typing import Any, Generic, TypeVar
@@ -22,7 +20,7 @@ from mmspec.drafters.union import per_sequence
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import MODELS
-from mmspec.serving.errors import APIError
+from mmspec.serving.middleware import RequestQueue
 from mmspec.targets.gguf_file import file_in
 
 T = TypeVar("T")
@@ -32,98 +30,8 @@ RUNNING = 8
 WAITING = 24
 """Requests that wait for their turn; further requests are rejected."""
 
-_POLL = 0.5  # seconds between cancellation checks of queued requests
 _PIPELINES = 8  # cached pipelines per model
 _TOKENS = 2048  # KV cache tokens that each reserves on a GPU
-
-
-class QueuePlace(Future[None]):
-    """A request's place in the queue; done when the request may start, alone or with others."""
-
-    def __init__(self, alone: bool) -> None:
-        super().__init__()
-        self.alone = alone
-
-
-class RequestQueue:
-    """FIFO queue of requests, which may run together or alone, and of the API's choices; see
-    ``mmspec.serving.runner.Admission``. Thread-safe.
-
-    Requests after an exclusive request start when the exclusive request has ended.
-    """
-
-    def __init__(self) -> None:
-        self._places: list[QueuePlace] = []  # running or waiting
-        self._choices: list[QueuePlace] = []  # of the API, running
-        self.waiting = 0
-        self._lock = RLock()  # re-entrant: garbage collection may end a request in any thread
-
-    def join(self, count: int = 1, *, alone: bool = False) -> list[QueuePlace]:
-        """Append ``count`` places to the queue. Raises ``UserError`` if the queue is full."""
-        with self._lock:
-            if len(self._places) + count > RUNNING + WAITING:
-                raise UserError(f"the server is busy with {RUNNING + WAITING} requests: try again in a minute")
-            joined = [QueuePlace(alone) for _ in range(count)]
-            self._places += joined
-            self._start()
-            return joined
-
-    def leave(self, places: Iterable[QueuePlace]) -> None:
-        """Remove requests that have ended or stopped waiting."""
-        with self._lock:
-            for place in places:
-                self._places.remove(place)
-            self._start()
-
-    def _start(self) -> None:
-        places = list(self._places)  # garbage collection below may call ``leave`` in this thread
-        for ahead, place in enumerate(places):
-            if ahead and (place.alone or ahead >= RUNNING or places[ahead - 1].alone):
-                break
-            if not place.done() and place.set_running_or_notify_cancel():
-                place.set_result(None)
-
-    def run(self, work: Iterator[T], waiting: Callable[[int], T], *, alone: bool = False) -> Iterator[T]:
-        """Run a request's steps, together with other requests or alone; see ``join``. Until it starts, ``waiting`` of
-        the number of requests ahead is yielded periodically."""
-        joined = self.join(alone=alone)
-        try:
-            seconds = 0.0  # report the place immediately
-            while not wait(joined, seconds).done:
-                yield waiting(self._places.index(joined[0]))
-                seconds = _POLL
-            yield from work
-        finally:
-            self.leave(joined)
-
-    @property
-    def running(self) -> int:
-        """Number of running choices."""
-        return len(self._choices)
-
-    async def acquire(self, count: int) -> None:
-        """Wait until ``count`` choices may start.
-
-        Raises:
-            APIError: status 429, the queue is full.
-        """
-        try:
-            joined = self.join(count)
-        except UserError as error:
-            raise APIError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"}) from None
-        self.waiting += count
-        try:
-            await asyncio.gather(*map(asyncio.wrap_future, joined))
-        except asyncio.CancelledError:
-            self.leave(joined)
-            raise
-        finally:
-            self.waiting -= count
-        self._choices += joined
-
-    def release(self, count: int = 1) -> None:
-        """Remove ended choices. Running choices are interchangeable."""
-        self.leave([self._choices.pop() for _ in range(count)])
 
 
 class LRU(Generic[T]):
@@ -171,11 +79,8 @@ class LoadedModel:
         return self.target.model.config.model_type in ("llava", "llava_next")
 
     def pipeline(self, method: str, *, keep: bool = False) -> Pipeline:
-        """The cached or new pipeline of a method.
-
-        Raises:
-            UserError: the drafter is unknown, made for another model, or does not draft chains.
-        """
+        """The cached or new pipeline of a method. Raises ``UserError``: the drafter is unknown, made for another model,
+        or does not draft chains."""
         return self._pipelines.get(method, self.open, keep=keep)
 
     def open(self, method: str, adapt: AdaptOptions | None = None) -> Pipeline:
@@ -192,12 +97,8 @@ class ModelCache:
     """LRU cache of loaded models, and their request queue.
 
     Args:
-        capacity: maximum number of models in memory.
         mmproj: as for ``mmspec.load``, for GGUF models.
         options: ``device``, ``dtype`` and ``generation_config`` of ``mmspec.load``.
-
-    Attributes:
-        turns: request queue.
     """
 
     def __init__(self, capacity: int = 2, mmproj: Path | None = None, **options: str) -> None:
@@ -205,7 +106,7 @@ class ModelCache:
         self._options: dict[str, Any] = {"device": "auto", "dtype": "auto", "generation_config": MODELS, **options}
         self._models = LRU[LoadedModel](capacity)
         self._threads = torch.get_num_threads()
-        self.turns = RequestQueue()
+        self.turns = RequestQueue(RUNNING, WAITING)
 
     def get(self, name: str, *, keep: bool = False) -> LoadedModel:
         """Return a model, loading it if it is not cached. Raises ``UserError`` if it is not supported as a target."""

@@ -70,11 +70,7 @@ def html(value: str, **look: Any) -> gr.HTML:
 class Controls:
     """The components of a tab.
 
-    Args:
-        folder: destination of the copied examples.
-
     Attributes:
-        claim: the tab's headline.
         settings: components of a request's settings, by the fields of ``ChatRequest``.
         media: list with the upload component; empty for texts.
     """
@@ -296,11 +292,8 @@ class Tab:
     def _stream(
         self, conversation: ChatState, chat: ChatRequest, work: Iterator[Race], *, plays: bool = False
     ) -> Iterator[Updates]:
-        """Show a request's answers. The answer becomes a turn even if it was stopped.
-
-        Args:
-            plays: whether the replay starts automatically.
-        """
+        """Show a request's answers, whose replay ``plays`` automatically or not. The answer becomes a turn even if it
+        was stopped."""
         conversation = replace(conversation, running="", seed=chat.seed, opened=True)
         running, stop = replace(conversation, running=secrets.token_hex(8)), Event()
         self._running[running.running] = stop

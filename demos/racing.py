@@ -37,8 +37,6 @@ class StreamedAnswer:
     Attributes:
         drafter: the decoding method, see ``resolved``.
         seconds: time of image preprocessing and engine steps so far, without time spent in the consumer.
-        limit: maximum number of tokens.
-        steps: the verified draft trees so far.
         pass_ends: ``seconds`` at the end of the prefill and of every pass so far.
         stats, finish_reason: set when the answer is complete.
     """
@@ -210,10 +208,7 @@ def race(loaded: LoadedModel, methods: Sequence[str], request: Mapping[str, Any]
 
     Runs are interleaved: each method answers alone, once per run, so that methods do not slow each other down and load
     on the machine affects all. The caller must prevent other decoding. All methods are warmed up first, and the first
-    run is streamed.
-
-    Raises:
-        UserError: two methods are the same drafter, or one cannot be made for this model.
+    run is streamed. Raises ``UserError``: two methods are the same drafter, or one cannot be made for this model.
     """
     pipes = warmed_up(loaded, methods, request)
     result = Race([StreamedAnswer(loaded.name, name) for name in pipes])

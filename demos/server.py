@@ -186,13 +186,11 @@ def run_server(
     """Serve the demo until the block ends; uploads are kept in a temporary folder.
 
     Args:
-        catalog: models and drafters that visitors may select.
         api: OpenAI's API; None serves only the page.
         upload_space: limit on the total size of uploads, in MiB.
         cleanup: interval of the cleanup of unused uploads, and their minimum age, in seconds.
         opened: warm up and run the first tab's opening race at startup, not for the first visitor.
         port: 0 selects a free port.
-        **launch: options of gradio's ``launch``.
 
     Raises:
         OSError: the port cannot be bound.

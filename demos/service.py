@@ -3,14 +3,14 @@
 Each endpoint yields partial results, so that clients can stream and cancel; the last result is complete.
 """
 
-# No postponed annotations: gradio reads the endpoints' types from them.
+# No postponed annotations: gradio reads the results' types from them.
 import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import wraps
+from functools import partial
 from typing import Any, TypedDict, TypeVar
 
 import gradio as gr
@@ -172,70 +172,58 @@ _PARAMETERS = {
 }
 
 
-# Endpoints are generators, but gradio expects the type of one result as their return annotation.
+_SETTINGS = {
+    name: (type(info.default), info.default)
+    for name, info in ChatRequest.__pydantic_fields__.items()  # type: ignore[attr-defined]
+    if info.description and name not in ("prompt", "frames")
+}
+_FRAMES = (int, ChatRequest.__pydantic_fields__["frames"].default)  # type: ignore[attr-defined]
+_REQUIRED = inspect.Parameter.empty
+
+
 def add_endpoints(page: gr.Blocks, service: Service) -> None:
-    def answer(kind: str, arguments: dict[str, Any]) -> Iterator[AnswerJSON]:
-        return (answer_result(race.lanes[0]) for race in service.answer(_request(kind, arguments)))
+    def add(name: str, text: str, result: type, run: Callable[[Any], Iterator[Any]], **fields: tuple[Any, Any]) -> None:
+        """Add an endpoint of these types and defaults. It streams; gradio takes the type of one result as its own."""
 
-    def caption_image(
-        image: gr.FileData,
-        prompt: str = DEFAULT_PROMPTS["image"],
-        model: str = "",
-        drafter: str = "auto",
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> AnswerJSON:
-        """Describe an image, or answer a question about it."""
-        return answer("image", locals())  # type: ignore[return-value]
+        def endpoint(*values: Any) -> Iterator[Any]:
+            try:
+                yield from run(dict(zip(fields, values, strict=True)))
+            except UserError as error:
+                raise gr.Error(str(error), print_exception=False) from None
 
-    def caption_video(
-        video: gr.FileData,
-        prompt: str = DEFAULT_PROMPTS["video"],
-        model: str = "",
-        drafter: str = "auto",
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        seed: int = 0,
-        frames: int = 8,
-    ) -> AnswerJSON:
-        """Describe a video, or answer a question about it."""
-        return answer("video", locals())  # type: ignore[return-value]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(one, kind, default=default) for one, (_, default) in fields.items()]
+        endpoint.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
+        endpoint.__annotations__ = {one: found for one, (found, _) in fields.items()} | {"return": result}
+        endpoint.__doc__ = text
+        event = gr.api(endpoint, api_name=name, concurrency_limit=None)
+        for component, one in zip(page.fns[event["id"]].inputs, fields, strict=True):
+            component._api_info["additional_description"] = _PARAMETERS[one]  # type: ignore[union-attr]
 
-    def generate(
-        prompt: str,
-        model: str = "",
-        drafter: str = "auto",
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> AnswerJSON:
-        """Answer a text prompt."""
-        return answer("text", locals())  # type: ignore[return-value]
+    def answer(kind: str, given: dict[str, Any]) -> Iterator[AnswerJSON]:
+        return (answer_result(race.lanes[0]) for race in service.answer(_request(kind, given)))
 
-    def compare(
-        prompt: str,
-        image: gr.FileData | None = None,
-        video: gr.FileData | None = None,
-        model: str = "",
-        methods: list[str] | None = None,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        seed: int = 0,
-        frames: int = 8,
-    ) -> RaceJSON:
-        """Race two to four methods of decoding on a text prompt, or on a question about an image or a video."""
-        if image is not None and video is not None:
+    def compare(given: dict[str, Any]) -> Iterator[RaceJSON]:
+        kinds = [kind for kind in ("image", "video") if given[kind] is not None] or ["text"]
+        if len(kinds) > 1:
             raise UserError("a race is about one upload: expected image or video, got both")
-        kind = "image" if image is not None else "video" if video is not None else "text"
-        chosen = check("methods", list[str], methods) if methods else None
-        return map(race_result, service.race(_request(kind, locals()), chosen))  # type: ignore[return-value]
+        chosen = check("methods", list[str], given["methods"]) if given["methods"] else None
+        return map(race_result, service.race(_request(kinds[0], given), chosen))
 
-    for endpoint in (caption_image, caption_video, generate, compare):
-        event = gr.api(_raises_gradio_errors(endpoint), api_name=endpoint.__name__, concurrency_limit=None)
-        names = inspect.signature(endpoint).parameters
-        for component, name in zip(page.fns[event["id"]].inputs, names, strict=True):
-            component._api_info["additional_description"] = _PARAMETERS[name]  # type: ignore[union-attr]
+    prompts = {kind: (str, prompt) for kind, prompt in DEFAULT_PROMPTS.items()}
+    text = "Describe an image, or answer a question about it."
+    image = {"image": (gr.FileData, _REQUIRED), "prompt": prompts["image"], **_SETTINGS}
+    add("caption_image", text, AnswerJSON, partial(answer, "image"), **image)
+    text = "Describe a video, or answer a question about it."
+    video = {"video": (gr.FileData, _REQUIRED), "prompt": prompts["video"], **_SETTINGS, "frames": _FRAMES}
+    add("caption_video", text, AnswerJSON, partial(answer, "video"), **video)
+    asked: dict[str, Any] = {"prompt": (str, _REQUIRED)}
+    add("generate", "Answer a text prompt.", AnswerJSON, partial(answer, "text"), **asked, **_SETTINGS)
+    text = "Race two to four methods of decoding on a text prompt, or on a question about an image or a video."
+    asked |= {"image": (gr.FileData | None, None), "video": (gr.FileData | None, None), "model": _SETTINGS["model"]}
+    asked |= {"methods": (list[str] | None, None)}
+    asked |= {name: _SETTINGS[name] for name in ("max_new_tokens", "temperature", "seed")}
+    add("compare", text, RaceJSON, compare, **asked, frames=_FRAMES)
 
 
 def _request(kind: str, arguments: dict[str, Any]) -> ChatRequest:
@@ -243,19 +231,6 @@ def _request(kind: str, arguments: dict[str, Any]) -> ChatRequest:
     file = arguments.get(kind)
     uploads = [] if file is None else [str(file.get("path") if isinstance(file, dict) else "")]
     return ChatRequest(**{**fields, "kind": kind, "uploads": uploads})
-
-
-def _raises_gradio_errors(endpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Stream an endpoint's results, and raise ``UserError`` as ``gr.Error``."""
-
-    @wraps(endpoint)
-    def streamed(*arguments: Any) -> Iterator[Any]:
-        try:
-            yield from endpoint(*arguments)
-        except UserError as error:
-            raise gr.Error(str(error), print_exception=False) from None
-
-    return streamed
 
 
 def answer_result(answer: StreamedAnswer) -> AnswerJSON:

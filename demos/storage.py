@@ -93,9 +93,8 @@ class UploadFolder:
 def temporary_folder(port: int = 0) -> Iterator[Path]:
     """Create a temporary folder, locked while in use and removed at the end; also removes folders of killed servers.
 
-    Args:
-        port: the server's port, or 0 for any port. A restarted server at the same port uses the same folder name, so
-            that open pages find their files after uploading them again.
+    A restarted server at the same port, unless 0, uses the same folder name, so that open pages find their files after
+    uploading them again.
     """
     parent = Path(gettempdir())
     for stale in parent.glob(f"{_PREFIX}*"):

@@ -116,11 +116,8 @@ def result_html(
     """A conversation, with the latest answer or race in detail. Texts are plain.
 
     Args:
-        prompt: the latest prompt, or empty.
         race: lanes so far (a single answer has one lane); None before the first token.
-        note: a message below.
         limits: note on inputs that the model was not trained for, or None.
-        recorded: recording for the replay.
     """
     lanes = race.lanes if race is not None and prompt and race.ahead is None else []
     # All answers may be complete while timing runs continue.

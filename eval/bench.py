@@ -1,16 +1,8 @@
-"""Benchmark in the form of llama-bench: ``python -m mmspec.eval bench``.
+"""Benchmark in the form of llama-bench: ``python -m mmspec.eval bench``, see ``docs/evaluation.md``.
 
-A row is a combination of the options that take lists: forms of the weights (``--dtypes``), CPU threads, busy programs,
-then prompt depths and nodes of a verify pass or, with ``--methods``, batch sizes and decoding methods. All combinations
-are measured interleaved, for several rounds; times are medians, ratios medians of ratios within a round or a prompt.
-
-Without ``--methods``, verify passes over chains are timed after prompts of each depth, with the prefill of the prompt
-and a loop that only reads the packed weights.
-
-With ``--methods``, requests are answered by each method; answers must equal the first method's at the first batch size.
-A batch size of one decodes one request after another, a larger one keeps as many sequences running until all requests
-are answered (goodput, SmartSpec, arXiv 2406.14066). Drafters learn from request to request,
-but start every round of a request in the same state, so no request is drafted from its own answer.
+All combinations of the options that take lists are measured interleaved, for several rounds; times are medians, ratios
+medians of ratios within a round or a prompt. Drafters learn from request to request, but start every round of a request
+in the same state, so no request is drafted from its own answer.
 """
 
 from __future__ import annotations
@@ -58,6 +50,7 @@ from mmspec.eval.suite.race import read_requests
 from mmspec.eval.suite.report import equal_of_compared
 from mmspec.eval.suite.summary import OVERALL, Record, by_request, figures, throughput
 from mmspec.pipeline import Pipeline
+from mmspec.targets.checkpoints import from_pretrained
 from mmspec.targets.packing import pack_model, packs_bfloat16
 
 _LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**5))"  # until its parent exits
@@ -286,10 +279,7 @@ def pass_rows(found: Mapping[tuple[Any, ...], Sequence[float]], nodes: Sequence[
 
 def load_requests(source: str, warm_up: int, visual: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Requests that warm up and requests to measure: of a file, or of held-out sets, ``SET:COUNT`` separated by commas.
-
-    Raises:
-        UserError: an unreadable file, an unknown set, or too few requests.
-    """
+    Raises ``UserError``: an unreadable file, an unknown set, or too few requests."""
     if Path(source).is_file():
         requests = read_requests(Path(source))
         if len(requests) <= warm_up:
@@ -308,7 +298,7 @@ def open_model(name: str, dtype: str) -> Pipeline:
     """A model for plain decoding; random weights in the shape of a ``config.json``."""
     if not name.endswith(".json"):
         return mmspec.load(name, drafter=None, dtype=dtype)
-    config = AutoConfig.from_pretrained(name).get_text_config()
+    config = from_pretrained(AutoConfig, name).get_text_config()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     if dtype not in ("auto", "bfloat16") or packs_bfloat16():

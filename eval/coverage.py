@@ -1,9 +1,8 @@
 """Every decoder class of the installed transformers under speculative decoding: ``python -m mmspec.eval coverage``.
 
-The introduction of its page, ``docs/models.md``, describes the comparison. Images are random, between random ids,
-without a tokenizer. The class's image processor, as transformers defines it, makes the pixel values; the number of
-image tokens, if it has any, follows from the model's image features. Each class runs in a process of its own with a
-time limit. The log is appended to, so that a stopped sweep resumes.
+The introduction of its page, ``docs/models.md``, describes the comparison. Pixel values are of the class's image
+processor; the number of image tokens, if it has any, follows from the model's image features. Each class runs in a
+process of its own with a time limit. The log is appended to, so that a stopped sweep resumes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import re
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -87,11 +86,7 @@ class Model:
         return published_config(Path(self.name)) if self.kind == PUBLISHED else small_config(CONFIG_MAPPING[self.name])
 
     def build(self) -> PreTrainedModel:
-        """A random model.
-
-        Raises:
-            ValueError: it would be too large.
-        """
+        """A random model. Raises ``ValueError``: it would be too large."""
         config = self.config()
         vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         auto = _AUTO[VISION if self.kind == VISION or (self.kind == PUBLISHED and vision) else TEXT]
@@ -142,18 +137,14 @@ class Outcome:
 
 
 def check(model: Model, progress: Callable[[str], None] = lambda phase: None) -> Outcome:
-    """Build a class and compare its tokens.
-
-    Args:
-        progress: called with the outcome to record if the time limit is hit from now on.
-    """
+    """Build a class and compare its tokens; ``progress`` gets the outcome of a time limit that is hit from then on."""
     progress(NOT_BUILT)
     try:
         network: Any = model.build()
     except Exception as error:
         return Outcome(NOT_BUILT, _one_line(error))
     name, compared, missing = type(network).__name__, list[str](), list[str]()
-    makers: dict[str, Any] = {label: partial(_text_inputs, lengths) for label, lengths in _PROMPTS.items()}
+    makers: dict[str, Any] = {label: partial(_prompts, lengths) for label, lengths in _PROMPTS.items()}
     if type(network.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         makers |= {label: partial(image_inputs, network, lengths) for label, lengths in _IMAGE_PROMPTS.items()}
     outcome, reason = EQUAL, ""
@@ -176,13 +167,6 @@ def check(model: Model, progress: Callable[[str], None] = lambda phase: None) ->
     if not compared:
         return Outcome(NOT_GENERATED, missing[0], name)
     return Outcome(outcome, reason, name, tuple(compared), "; ".join(missing))
-
-
-def _text_inputs(lengths: list[int]) -> dict[str, Tensor]:
-    generator, longest = torch.Generator().manual_seed(len(lengths)), max(lengths)
-    ids = torch.randint(5, WORDS, (len(lengths), longest), generator=generator)
-    padding = torch.arange(longest) < longest - torch.tensor(lengths, dtype=torch.long)[:, None]
-    return {"input_ids": ids.masked_fill(padding, 0), "attention_mask": (~padding).long()}
 
 
 def _options(network: PreTrainedModel) -> dict[str, Any]:
@@ -254,7 +238,9 @@ def image_inputs(network: PreTrainedModel, lengths: list[int]) -> dict[str, Tens
     return {**_prompts(lengths, media, token, known), **pixels}
 
 
-def _prompts(lengths: list[int], media: list[int], token: int | None, known: Mapping[str, Any]) -> dict[str, Tensor]:
+def _prompts(
+    lengths: list[int], media: Sequence[int] = (), token: int | None = None, known: Collection[str] = ()
+) -> dict[str, Tensor]:
     generator, longest = torch.Generator().manual_seed(0), max(lengths)
     rows, masks = [], []
     for length in lengths:

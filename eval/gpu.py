@@ -5,8 +5,7 @@ drafters that run at their cost and drafts that are accepted at a set rate (``--
 their torch references, and timed against their memory floor: the bytes that a kernel must read and write over the
 bandwidth of a large copy. Kernels that wait for no memory are timed as parts of drafts and passes only.
 
-Each part is a process of its own, the most important parts first: a part that fails or hangs costs that part only. The
-file is written after every part. ``--quick --device cpu`` rehearses on tiny shapes; its times mean nothing.
+Each part is a process of its own, the most important parts first: a part that fails or hangs costs that part only.
 """
 
 from __future__ import annotations
@@ -165,7 +164,6 @@ class SetAcceptance(Wrapper):
 
     Args:
         answers: plain decoding's new tokens, by prompt.
-        rate: probability that a draft is right, after right drafts.
     """
 
     drafter: CapturedDrafter
@@ -243,12 +241,9 @@ def call_seconds(calls: list[Callable[[], Any]], device: torch.device) -> float:
 
 
 def measure(kernel: Kernel, plan: Plan) -> Row:
-    """Compare a kernel with its torch reference in float32, and time it.
-
-    Raises:
-        AssertionError: floats differ by more than the tolerance (norm of the difference over the reference's), or more
-            than this share of tokens: where sums decide, their order may.
-    """
+    """Compare a kernel with its torch reference in float32, and time it. Raises ``AssertionError``: floats differ by
+    more than the tolerance (norm of the difference over the reference's), or more than this share of tokens: where sums
+    decide, their order may."""
     name, call, sizes, num_bytes, tolerance = kernel
     device, dtype = plan.device, plan.dtype
 

@@ -1,10 +1,8 @@
 """Load time of GGUF files, compared with llama.cpp: ``python -m mmspec.eval opening``.
 
-In each round, for each file, in new processes: this package loads it for the first time (its part of the cache is
-empty; kernels are compiled before) and once more, and llama.cpp's server starts until it answers, if
-``--llama-server`` is given. Seconds are without the imports of Python modules, which have a column of their own;
-memory is the resident set of the process with the loaded model, and its peak; ``written`` is the data left on disk.
-Medians over the rounds.
+In each round, for each file, in new processes: this package loads it with an empty cache (kernels are compiled before)
+and once more, and llama.cpp's server starts until it answers. Seconds are without the imports of Python modules, which
+have a column of their own; ``written`` is the data left on disk. Medians over the rounds.
 """
 
 from __future__ import annotations

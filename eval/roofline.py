@@ -2,8 +2,7 @@
 
 For each format and number of rows: the time of a product with weights that do not fit in caches, and its share of two
 limits: a loop that only reads as many bytes, and multiply-adds with operands in registers. Calls are interleaved; times
-are medians, shares medians over the rounds of shares within a round. There is a table per build of the kernels
-(``mmspec.ops.cpu_library.BUILDS``) that this processor runs.
+are medians, shares medians of shares within a round.
 """
 
 from __future__ import annotations
@@ -50,11 +49,8 @@ def _multiply(library: ctypes.CDLL, weights: Any, x: Tensor, out: Tensor, thread
 def measure(
     library: ctypes.CDLL, memory: Tensor, formats: Sequence[str], rows: Sequence[int], rounds: int
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Time products with weights that fill ``memory`` (uint8, whole KiB).
-
-    Returns:
-        The limits, GB/s of ``READ`` and billions of multiply-adds per second by format; and rows of the table.
-    """
+    """Time products with weights that fill ``memory`` (uint8, whole KiB). Returns the limits, GB/s of ``READ`` and
+    billions of multiply-adds per second by format; and rows of the table."""
     threads = torch.get_num_threads()
     calls: dict[Any, Callable[[], Any]] = {READ: partial(library.read_bytes, memory.data_ptr(), len(memory), threads)}
     outputs: dict[str, int] = {}

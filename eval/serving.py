@@ -1,13 +1,11 @@
 """Load test of the server: ``python -m mmspec.eval serving``.
 
-``mmspec serve`` runs in a process of its own. Captions and questions about held-out scenes, every fourth of them
-without its image (texts for a text model), are sent by 1, 4, 8 and 16 clients, each of which sends its next request
-when its last has been answered; one client sends the requests one after another. Loads are interleaved for several
-rounds; a load's throughput is its median, and its other metrics are over the requests of all rounds. Every answer must
-equal plain decoding's.
+Captions and questions about held-out scenes, every fourth of them without its image (texts for a text model), are sent
+by closed-loop clients, interleaved for several rounds. A load's throughput is its median, and its other metrics are
+over the requests of all rounds. Every answer must equal plain decoding's.
 
-Time to first token and inter-token latency are client-side and include HTTP and queueing. Inter-token
-latency is the time between chunks of text: a decode step may emit several tokens, so the time per token is smaller.
+Times are client-side and include HTTP and queueing. Inter-token latency is the time between chunks of text: a decode
+step may emit several tokens, so the time per token is smaller.
 """
 
 from __future__ import annotations
@@ -50,11 +48,8 @@ class RunningServer:
 
 @contextmanager
 def serving(**options: Any) -> Iterator[RunningServer]:
-    """Run ``mmspec serve`` on a free port with options; None omits an option, a tuple repeats it.
-
-    Raises:
-        UserError: the server does not start; contains the server's message.
-    """
+    """Run ``mmspec serve`` on a free port with options; None omits an option, a tuple repeats it. Raises ``UserError``:
+    the server does not start; contains the server's message."""
     program = [sys.executable, "-m", "mmspec", "serve", "--port=0"]
     for name, value in options.items():
         values = value if isinstance(value, tuple) else (value,)
@@ -78,10 +73,8 @@ class StreamedRequest:
     """Client-side measurements of one request.
 
     Attributes:
-        tokens: number of generated tokens.
         first, seconds: until the first text and until the end.
         gaps: seconds between later chunks of text; a chunk has the tokens of a decode step.
-        metrics: the server's speculative decoding metrics.
     """
 
     text: str = ""

@@ -1,10 +1,7 @@
 """Memory of a server that runs for long: ``python -m mmspec.eval soak``.
 
-``mmspec serve`` runs in a process of its own. The same load is sent again and again: short and long prompts, later
-turns, several choices, tool calls, JSON, sampling with seeds, images for vision-language models, streams that their
-clients leave, and requests without drafts, of few or many, or of another drafter. Texts differ from load to load, so
-that prompts are new, lengths do not. After each load, once no request runs, the resident memory is read; a load's peak
-is that since it began.
+The same mix of requests is sent again and again, with other texts of the same lengths. After each load, once no request
+runs, the resident memory is read; a load's peak is that since it began.
 """
 
 from __future__ import annotations
@@ -55,7 +52,6 @@ def load_bodies(
     Args:
         number: of the load; it starts the texts.
         words: prompt lengths; all kinds of requests are sent for each length, and a request for each drafter.
-        tokens: maximum tokens of an answer.
         images: of further requests, one each.
     """
     bodies = []
@@ -90,10 +86,7 @@ def send(url: str, bodies: Sequence[Any], clients: int) -> int:
 
 def compare_settled(rows: Sequence[dict[str, Any]], settled: float) -> float:
     """Add ``over_settled`` to the rows of loads: ratio of resident memory to the first load after ``settled`` minutes.
-
-    Returns:
-        The maximum of ``over_settled``.
-    """
+    Returns its maximum."""
     level = next((row for row in rows if row["minutes"] >= settled), rows[-1])
     for row in rows:
         row["over_settled"] = row["resident"] / level["resident"]

@@ -62,7 +62,6 @@ class ToolRequest:
     """A request with its expected answer.
 
     Attributes:
-        calls: expected calls, in order.
         says: expected words of an answer without calls.
         choice: ``tool_choice``; a function is given by name.
         sent: client method: ``chat.completions.create``, or the helpers ``parse`` or ``stream``, which require strict

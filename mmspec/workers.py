@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from threading import Lock, Semaphore
@@ -31,6 +31,18 @@ Handler = Callable[[Any, bytes], tuple[dict[str, Any], Iterable[bytes]]]
 """Handles a request and its body; returns the reply and the bytes to send after it."""
 
 T = TypeVar("T")
+
+
+@contextmanager
+def on_signals(handle: Callable[[int, Any], object], *numbers: int) -> Iterator[None]:
+    """Handle signals during the block, in the main thread."""
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
 
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[3:]; from mmspec.workers import serve; serve(sys.argv[1], int(sys.argv[2]))"

@@ -34,15 +34,22 @@ def mamba(module: Any) -> Part | None:
     """Mamba-2."""
     if not all(hasattr(module, name) for name in ("in_proj", "conv1d", "A_log", "dt_bias", "D", "n_groups")):
         return None
+    tensors = {**_convolution(module.conv1d), **_recurrence(module), "skip": module.D.detach()}
+    if hasattr(module, "mup_vector"):
+        tensors["output_scale"] = module.mup_vector.flatten()
+    weight, norms = getattr(module.norm, "weight", None), {}
+    if weight is not None:
+        groups = getattr(module.norm, "n_groups", None) or weight.numel() // module.norm.group_size
+        norms = dict(inner_norm=(weight.detach(), module.norm.variance_epsilon), norm_groups=groups)
     return dict(
+        **norms,
         kind="mamba",
         inputs=[module.in_proj],
         out=module.out_proj,
-        inner_norm=(module.norm.weight.detach(), module.norm.variance_epsilon),
-        tensors={**_convolution(module.conv1d), **_recurrence(module), "skip": module.D.detach()},
+        input_scale=float(getattr(module, "ssm_in_multiplier", 1.0)),
+        tensors=tensors,
         heads=module.num_heads,
         groups=module.n_groups,
-        norm_groups=module.norm.weight.numel() // module.norm.group_size,
         head_dim=_whole(module.head_dim),
         key_dim=_whole(module.ssm_state_size),
         channels=module.conv_dim,

@@ -25,6 +25,9 @@ def random_rows(
     blocks = random.integers(0, 256, (shape[0], shape[1] // count, size), dtype=np.uint8)
     if fill is not None:
         blocks[:] = fill
+    if form == "MXFP4":
+        blocks[..., 0] = random.integers(110, 124, blocks.shape[:2])
+        return blocks.reshape(shape[0], -1)
     for place in _HALVES.get(form, [0]):
         halves = random.standard_normal((*blocks.shape[:2], 1)) * scale
         blocks[..., place : place + 2] = halves.astype(np.float16).view(np.uint8)

@@ -22,7 +22,7 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossInput, LossOutput, PassCache, TokenLosses
-from mmspec.training.options import HeadOptions, Passes, TreeOptions
+from mmspec.training.options import NetworkOptions, Passes, TreeOptions
 from mmspec.training.tasks import (
     DrafterTraining,
     OnlineLearner,
@@ -69,7 +69,7 @@ class SlotLosses(Losses):
 
 @options(kw_only=True)
 @with_fields_of(MSDConfig)
-class MSDOptions(Losses, HeadOptions):
+class MSDOptions(Losses, NetworkOptions):
     """Options of ``mmspec train msd``."""
 
     fit: bool = option(

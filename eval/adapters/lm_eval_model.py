@@ -31,9 +31,6 @@ class MmspecLM(HFLM):
         pretrained, drafter, device, dtype: as for ``mmspec.load``.
         nodes: draft tokens per step; None is adaptive.
         **options: of the harness's ``HFLM``.
-
-    Attributes:
-        stats: statistics by request.
     """
 
     def __init__(

@@ -27,9 +27,6 @@ class MmspecLMM(lmms):
         frames: per video; None takes the default number.
         batch_size: requests decoded at once.
         max_batch_size: always passed by lmms-eval; ignored.
-
-    Attributes:
-        stats: statistics by request.
     """
 
     is_simple = False
@@ -88,11 +85,8 @@ class MmspecLMM(lmms):
 
 
 def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate lmms-eval's generation options to keywords of ``Pipeline.generate``.
-
-    Raises:
-        UserError: beam search, which is not supported.
-    """
+    """Translate lmms-eval's generation options to keywords of ``Pipeline.generate``. Raises ``UserError``: beam search,
+    which is not supported."""
     if int(options.get("num_beams") or 1) > 1:
         raise UserError(f"num_beams must be 1: speculation has one sequence per prompt, got {options['num_beams']}")
     keywords = {name: options[name] for name in GENERATING if options.get(name) is not None}

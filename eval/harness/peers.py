@@ -52,11 +52,7 @@ class Completion:
 
 
 def gguf_file(engine: str, model: str) -> str:
-    """Resolve a model name to its GGUF file.
-
-    Raises:
-        UserError: the model has another format.
-    """
+    """Resolve a model name to its GGUF file. Raises ``UserError``: the model has another format."""
     file = file_in(plugins.model_path(model))
     if file is None:
         raise UserError(f"{engine} decodes GGUF files: expected a model of that format, received {model!r}")
@@ -67,13 +63,9 @@ class LlamaServer:
     """A llama-server process with one slot and without prompt cache: every request includes a prefill.
 
     Args:
-        program: path of llama-server.
         model: a GGUF file, or the name of a GGUF model.
         speculation: value of ``--spec-type``, and further options after blanks, quoted as in a shell; empty for plain
             decoding.
-
-    Attributes:
-        close: terminates the process; also called when this object is collected.
 
     Raises:
         UserError: the model is not a GGUF file, a quote is open, or the server does not start.
@@ -107,11 +99,7 @@ class LlamaServer:
         raise self._failure("did not load the model")
 
     def complete(self, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool = False) -> Completion:
-        """Decode a prompt of token ids.
-
-        Raises:
-            UserError: the server refuses the request, or has ended.
-        """
+        """Decode a prompt of token ids. Raises ``UserError``: the server refuses the request, or has ended."""
         request: dict[str, Any] = {"prompt": list(prompt), "n_predict": max_new_tokens, "ignore_eos": ignore_eos}
         request |= {"samplers": ["top_k"], "top_k": 1, "cache_prompt": False, "return_tokens": True}
         try:

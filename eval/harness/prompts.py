@@ -79,10 +79,8 @@ def held_out_requests(name: str, count: int) -> list[dict[str, Any]]:
     """The first questions of a held-out set's conversations, each with its media.
 
     ``images`` and ``clips`` are to be captioned, ``mixed`` has captions and questions, ``prompts`` has texts of all
-    kinds that the embedded hybrid model was trained on; ``warm-up-images`` and ``warm-up-prompts`` have others.
-
-    Raises:
-        UserError: an unknown or too small set.
+    kinds that the embedded hybrid model was trained on; ``warm-up-images`` and ``warm-up-prompts`` have others. Raises
+    ``UserError``: an unknown or too small set.
     """
     known = sorted(file.stem for file in _HELD_OUT.glob("*.jsonl"))
     if name not in known:

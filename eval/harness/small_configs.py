@@ -102,11 +102,8 @@ _INCONSISTENT: dict[str, dict[str, Any]] = {
 
 
 def small_config(config_class: type[PreTrainedConfig], **changes: Any) -> PreTrainedConfig:
-    """A class's default configuration with sizes cut, and with ``changes`` of further fields.
-
-    Raises:
-        TypeError: the class has no such field.
-    """
+    """A class's default configuration with sizes cut, and with ``changes`` of further fields. Raises ``TypeError``: the
+    class has no such field."""
     default = config_class()
     if unknown := sorted(changes.keys() - vars(default).keys()):
         raise TypeError(f"{config_class.__name__} has no {', '.join(unknown)}")
@@ -114,11 +111,8 @@ def small_config(config_class: type[PreTrainedConfig], **changes: Any) -> PreTra
 
 
 def published_config(file: Path) -> PreTrainedConfig:
-    """A published configuration, with layers, experts and vocabulary cut and without quantisation.
-
-    Raises:
-        ValueError: transformers has no class for it.
-    """
+    """A published configuration, with layers, experts and vocabulary cut and without quantisation. Raises
+    ``ValueError``: transformers has no class for it."""
     data = json.loads(file.read_text())
     data.pop("quantization_config", None)
     data.pop("auto_map", None)
@@ -159,11 +153,8 @@ def _merged(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _changes(config: PreTrainedConfig, *, widths: bool, tokens: dict[int, int]) -> dict[str, Any]:
-    """Changed fields of a cut configuration; sub-configurations are dictionaries.
-
-    Args:
-        tokens: remapped token ids so far, old to new.
-    """
+    """Changed fields of a cut configuration; sub-configurations are dictionaries. ``tokens`` maps the token ids that
+    were moved so far, old to new."""
     fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     changes = _layer_changes(config, fields)
     equal = {"head_dim": 8, "num_key_value_heads": 4} if "qk_rope_head_dim" in fields else {}  # by definition of MLA

@@ -70,7 +70,6 @@ class TimedBatch:
     """Answers to one batch of requests, with times.
 
     Attributes:
-        answers: new tokens of each row.
         stats: statistics of each row. For transformers, acceptance lengths only; empty for its batches and for other
             engines.
         seconds: ``total``; ``decoding`` (after the first token); ``PHASES`` where known; ``tree`` and ``pass``, the
@@ -125,9 +124,6 @@ class Method:
         target: target for verification; None is the pipeline's target.
         max_num_seqs: batch size, unless another pipeline over this target has a larger batch size.
         generate_options: options of transformers' ``generate``, which then decodes; None decodes with our engine.
-        peer: another engine that decodes instead.
-        policy: drafting policy with its learned state.
-        lossy: as for ``SamplingParams``.
     """
 
     name: str
@@ -146,11 +142,7 @@ class Method:
 
 
 class ProfiledDrafter(Wrapper):
-    """A drafter wrapper that counts and times ``propose``.
-
-    Attributes:
-        proposals, seconds: drafted trees and the time they took, ``begin`` left out.
-    """
+    """A drafter wrapper that counts drafted trees (``proposals``) and times them (``seconds``), without ``begin``."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -179,10 +171,8 @@ def run_interleaved(
 ) -> dict[str, list[TimedBatch]]:
     """Decode a batch of requests with every method, interleaved, for several rounds.
 
-    Drafters and policies start every round in the same state, and keep the state learned in the last round.
-
-    Returns:
-        The results of each method by its name, one per round.
+    Drafters and policies start every round in the same state, and keep the state learned in the last round. Returns the
+    results of each method by its name, one per round.
     """
     batches: dict[str, list[TimedBatch]] = {method.name: [] for method in methods}
     for turn in range(rounds):

@@ -1,13 +1,6 @@
 """Decoding methods of a ``--methods`` option; ``docs/evaluation.md`` lists them.
 
-    generate, lookup, assisted:FOLDER           transformers
-    generate:mtp, generate:dflash:FOLDER        its speculation by native layers, and by a DFlash model of its own
-    llama.cpp[:TYPE], openvino[:lookup]         other engines, on the same GGUF file
-    none, SPEC[@SHAPE][~NATS]                   mmspec: SPEC is a drafter as for ``mmspec.load`` or new:NAME, SHAPE is
-                                                tree, a number of nodes, chain or chainN
-
-Any of them may be prefixed by ``LABEL=``; by default, a folder is labelled by its last part. Options of llama.cpp with
-commas are in double quotes. ``auto`` is all methods that need nothing but the target's folder.
+Options of llama.cpp with commas are in double quotes; by default, a folder is labelled by its last part.
 """
 
 from __future__ import annotations
@@ -45,14 +38,8 @@ def auto_methods(home: Path) -> list[str]:
 def parse_methods(
     specs: str, target: TransformersTarget, peers: Mapping[str, Callable[[str], Peer]] | None = None
 ) -> list[Method]:
-    """The methods of a ``--methods`` option, after the baselines: ``generate``, if it is listed, and ``none``.
-
-    Args:
-        peers: other engines by name, which are started with a speculation.
-
-    Raises:
-        UserError: an unknown method, or a duplicate label.
-    """
+    """The methods of a ``--methods`` option, after the baselines: ``generate``, if it is listed, and ``none``. Raises
+    ``UserError``: an unknown method, or a duplicate label."""
     home = target.model.config.name_or_path or ""
     parts = [part.strip() for part in re.findall(r'(?:"[^"]*"|[^,])+', specs) if part.strip()]
     listed = [name for part in parts for name in (auto_methods(Path(home)) if part == "auto" else [part])]

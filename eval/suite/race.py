@@ -30,11 +30,8 @@ from mmspec.progress import Show
 
 def read_requests(path: Path) -> list[dict[str, Any]]:
     """Requests of a file: a text file has a prompt per line; a ``.jsonl`` file an object per line, with ``prompt`` (or
-    the first of ``turns``), and optionally ``images`` and ``videos``, file names relative to it.
-
-    Raises:
-        UserError: an unreadable file or row, or none at all.
-    """
+    the first of ``turns``), and optionally ``images`` and ``videos``, file names relative to it. Raises ``UserError``:
+    an unreadable file or row, or none at all."""
     if path.suffix == ".jsonl":
         requests = []
         for row in rows_of(path):
@@ -61,8 +58,6 @@ class Contender:
     Attributes:
         ratios: speedup of whole requests over plain decoding, by prompt; clipped to the prompt's mean acceptance
             length, since a verify pass is not faster than a plain step.
-        lengths: mean acceptance lengths, by prompt.
-        equal: number of prompts whose answer equals plain decoding's.
         noisy: number of prompts whose speed clearly exceeded the tokens per step.
     """
 
@@ -142,11 +137,7 @@ def race(
 ) -> list[Contender]:
     """Measure methods until time or prompts run out, or a single method remains.
 
-    Args:
-        requests: requests in decoding order; the first of several requests is the warm-up.
-        methods: methods to measure in addition to plain decoding.
-        seconds: time limit; the current method completes its prompt, which is then dropped.
-        show: shows the time, and the number of remaining methods with the fastest one.
+    The first of several requests is the warm-up. At the time limit, in seconds, the current prompt is dropped.
 
     Returns:
         All methods: the remaining methods, then dropped methods, each group from fast to slow.
@@ -178,7 +169,9 @@ def race(
         for contender in left:
             contender.add(batches[contender.method.name], base)
         left.sort(key=lambda contender: -contender.speed)
-        slow = [contender for contender in left[1:] if turn and _is_slower(contender, left[0])]
+        limit = 1.0 if turn + 1 >= _FEWEST else _CLEARLY  # of the ratios to the fastest on the same prompts
+        ratios = [[a / b for a, b in zip(one.ratios, left[0].ratios, strict=True)] for one in left]
+        slow = [one for one, own in zip(left, ratios, strict=True) if turn and median_interval(own)["high"] < limit]
         left = [contender for contender in left if contender not in slow]
         out = slow + out
         fastest = f"{len(left)} left, fastest: {left[0].method.name} {left[0].speed:.2f}x"
@@ -196,12 +189,6 @@ def tied(contenders: Sequence[Contender]) -> str:
     close = [one.method.name for one in left if one.interval[1] >= low] if low > 1 else ["plain decoding"]
     chance = f"{'; '.join([best.method.name, *close])}: they differ by no more than chance"
     return best.doubt or (chance if close and high >= 1 else "")
-
-
-def _is_slower(one: Contender, best: Contender) -> bool:
-    """Whether ``one`` is significantly slower than ``best`` on the same prompts."""
-    ratios = [a / b for a, b in zip(one.ratios, best.ratios, strict=True)]
-    return median_interval(ratios)["high"] < (1.0 if len(ratios) >= _FEWEST else _CLEARLY)
 
 
 def print_table(contenders: Sequence[Contender]) -> None:

@@ -33,14 +33,6 @@ def _interval(field: str) -> str:
     return f"{{{field}[median]:.2f}}x ({{{field}[low]:.2f}} to {{{field}[high]:.2f}})"
 
 
-def _over_none(row: Mapping[str, Any]) -> str:
-    return "" if row["baseline"] == PLAIN else cell_text(_interval("decoding_plain"), row)
-
-
-def _scores(row: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value:.3g}" for name, value in row.get("score", {}).items())
-
-
 _LONGER = "{acceptance_difference[difference]:+.2f} "
 _LONGER += "({acceptance_difference[low]:+.2f} to {acceptance_difference[high]:+.2f})"
 _METHOD = "`none` is our own plain decoding"
@@ -54,12 +46,20 @@ COLUMNS: Sequence[tuple[str, Cell, str]] = (
     ("whole request", _interval("end_to_end"), "speedup over `{baseline}`, preprocessing and prefill included"),
     ("vs llama.cpp", _interval("end_to_end_llama"), "the same over its plain decoding, whose answers differ"),
     ("decoding", _interval("decoding"), "speedup over `{baseline}` after the first token"),
-    ("vs none", _over_none, "the same over `none`"),
+    (
+        "vs none",
+        lambda row: cell_text(_interval("decoding_plain"), row) * (row["baseline"] != PLAIN),
+        "the same over `none`",
+    ),
     ("tokens/s", "{tokens_per_second:.1f}", "tokens per second of whole requests"),
     ("first token", milliseconds("time_to_first_token", 1), "milliseconds to it"),
     ("memory", mebibytes("memory"), "peak in MiB of the process on a CPU, of torch's tensors on a GPU"),
     ("equal", equal_of_compared, _EQUAL),
-    ("score", _scores, "of the answers; on a terminal, the column has the name of the measure"),
+    (
+        "score",
+        lambda row: ", ".join(f"{k} {x:.3g}" for k, x in row.get("score", {}).items()),
+        "of the answers; on a terminal, the column has the name of the measure",
+    ),
 )
 """Name, cell and meaning."""
 

@@ -1,13 +1,9 @@
 """A complete run of ``mmspec eval``: decodes missing batches, then writes answers, summary and report.
 
 Every conversation starts from the state of drafters and policies after the warm-up. So results do not depend on other
-conversations, and a run can be resumed or split over several machines.
+conversations, and a run can be resumed, after its last complete record, or split over several machines.
 
-A run's folder has its settings and a record per batch of conversations. ``settings.json`` is written before anything is
-measured; ``records.jsonl`` gets a line per job. A stopped run resumes after its last complete line.
-
-``answers/`` is in Spec-Bench's format, for its ``evaluation/speed.py`` and ``equal.py`` (arXiv 2401.07851): a file per
-method, temperature and batch size, a line per conversation. Tokens are counted as generated; the time of a batch is
+``answers/`` is in Spec-Bench's format (arXiv 2401.07851). Tokens are counted as generated; the time of a batch is
 divided evenly among its rows.
 """
 
@@ -50,14 +46,8 @@ _RECORDS = "records.jsonl"
 
 
 class Evaluator:
-    """A model with its methods, callable with a job to decode a batch of conversations.
-
-    Args:
-        settings: fields of ``SuiteSettings``.
-
-    Attributes:
-        refused: the reason why a method cannot decode, by (method, temperature, batch size).
-    """
+    """A model with its methods, callable with a job to decode a batch of conversations. ``refused``: the reason why a
+    method cannot decode, by (method, temperature, batch size)."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         transformers.logging.set_verbosity_error()
@@ -194,11 +184,8 @@ def job_key(job: Job) -> tuple[Any, ...]:
 
 
 def read_records(folder: Path, settings: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The records of a run by ``job_key``. A new run's folder gets its ``settings.json``.
-
-    Raises:
-        UserError: the folder holds a run with other settings, or a damaged record.
-    """
+    """The records of a run by ``job_key``. A new run's folder gets its ``settings.json``. Raises ``UserError``: the
+    folder holds a run with other settings, or a damaged record."""
     settings_file, path, records = folder / "settings.json", folder / _RECORDS, {}
     if settings_file.exists():
         check_settings(folder, read_json(settings_file), settings)

@@ -21,10 +21,8 @@ class Sample:
     """One conversation of a task.
 
     Attributes:
-        id: unique within its task.
         category: groups samples in Spec-Bench's results.
         references: accepted answers by turn, for at most as many turns as the conversation has.
-        metadata: anything else that the scorer needs.
     """
 
     id: str
@@ -263,10 +261,8 @@ def cider(answered: Sequence[Answered]) -> dict[str, float]:
     """CIDEr, computed by pycocoevalcap.
 
     Words are lower-case runs of letters and digits, instead of the original's Java tokeniser. Document frequencies come
-    from the given references, so a subset of a benchmark scores differently from the whole.
-
-    Raises:
-        UserError: pycocoevalcap is not installed.
+    from the given references, so a subset of a benchmark scores differently from the whole. Raises ``UserError``:
+    pycocoevalcap is not installed.
     """
     try:
         from pycocoevalcap.cider.cider import Cider

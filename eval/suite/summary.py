@@ -73,7 +73,6 @@ def copy_oracle(answers: Sequence[Sequence[int]], seconds: Callable[[int], float
 
     Args:
         answers: results of ``copy_lengths`` for each answer.
-        seconds: returns the seconds of a pass over a number of nodes.
 
     Returns:
         ``tokens_per_step`` by the largest number of draft tokens, bonus token included, without the prefill's; and the
@@ -182,7 +181,6 @@ def summarise(
             row |= figures(measured, method)
             compared = method in drafting[1:]
             row["acceptance_difference"] = _difference(measured, method, drafting[0]) if compared else None
-            row["categories"] = _by_category(measured, method)
             row["requests"] = by_request(measured, method)
             row["copy_oracle"] = _copy_oracle(measured) if method == PLAIN else None
             if task != ALL:
@@ -285,17 +283,6 @@ def figures(records: Sequence[Record], method: str) -> dict[str, Any]:
             for difference in turn["methods"][method]["differences"]
         ],
     }
-
-
-def _by_category(records: Sequence[Record], method: str) -> dict[str, dict[str, Any]]:
-    """Selected metrics by conversation category, such as Spec-Bench's, without batches of mixed categories."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        if len(set(record["categories"])) == 1 and record["categories"][0]:
-            groups.setdefault(record["categories"][0], []).append(record)
-    names = "conversations", "end_to_end_plain", "decoding_plain", "acceptance"
-    every = {category: figures(part, method) for category, part in groups.items()}
-    return {category: {name: found[name] for name in names} for category, found in every.items()}
 
 
 def _requests(records: Sequence[Record], method: str) -> dict[tuple[str, int, int, int], Record]:

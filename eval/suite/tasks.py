@@ -1,12 +1,7 @@
-"""Tasks of ``mmspec eval`` by name, groups of them, and their rows.
+"""Tasks of ``mmspec eval`` by name, groups of them, and their rows; ``docs/evaluation.md`` describes the local files.
 
-The embedded suite is held-out scenes, clips and texts of the kinds that the embedded models were trained on. Edits of
-code are for larger models; ``code-edits-tuning`` is to choose settings on. The others are published benchmarks of
-images and videos (captions, short answers, choices, yes or no, open-ended) and of texts, read from ``--data FOLDER`` or
-from the hub through ``datasets``. Open-ended benchmarks have official scores from large judge models. Here their score
-is the overlap with the reference, which shows whether methods differ, not how good a model is.
-
-``docs/evaluation.md`` describes the local files.
+Open-ended benchmarks have official scores from large judge models. Here their score is the overlap with the reference,
+which shows whether methods differ, not how good a model is.
 """
 
 from __future__ import annotations
@@ -36,7 +31,6 @@ class DatasetRow:
 
     Attributes:
         where: file and line, for error messages.
-        number: index from 0.
         folder: folder of its media files; None if fields contain the media.
     """
 
@@ -46,11 +40,7 @@ class DatasetRow:
     folder: Path | None = None
 
     def __getitem__(self, field: str) -> Any:
-        """A field.
-
-        Raises:
-            UserError: it is missing.
-        """
+        """A field. Raises ``UserError``: it is missing."""
         if field not in self.values:
             raise UserError(f"{self.where}: expected a field {field!r}, received {', '.join(self.values) or 'none'}")
         return self.values[field]
@@ -93,11 +83,7 @@ class DatasetRow:
 
 
 def local_rows(name: str, data: Path) -> Iterator[DatasetRow]:
-    """The rows of a local benchmark.
-
-    Raises:
-        UserError: missing files, or lines that are not JSON objects.
-    """
+    """The rows of a local benchmark. Raises ``UserError``: missing files, or lines that are not JSON objects."""
     single, folder = data / f"{name}.jsonl", data / name
     files = [single] if single.is_file() else sorted(folder.glob("*.jsonl"))
     if not files:
@@ -108,11 +94,8 @@ def local_rows(name: str, data: Path) -> Iterator[DatasetRow]:
 
 
 def pages(name: str, data: Path) -> Iterator[DatasetRow]:
-    """A row per image in ``DATA/NAME/``; its category is whether a text file of the same name exists.
-
-    Raises:
-        UserError: the folder has no images.
-    """
+    """A row per image in ``DATA/NAME/``; its category is whether a text file of the same name exists. Raises
+    ``UserError``: the folder has no images."""
     folder = data / name
     images = sorted(path for path in folder.glob("*") if path.suffix.lower() in _IMAGES)
     if not images:
@@ -123,11 +106,7 @@ def pages(name: str, data: Path) -> Iterator[DatasetRow]:
 
 
 def rows_of(file: Path) -> Iterator[DatasetRow]:
-    """The rows of a JSON Lines file.
-
-    Raises:
-        UserError: it cannot be read, or a line is not a JSON object.
-    """
+    """The rows of a JSON Lines file. Raises ``UserError``: it cannot be read, or a line is not a JSON object."""
     for number, values in read_rows(file):
         yield DatasetRow(values, f"{file}, line {number}", number - 1, file.parent)
 
@@ -153,11 +132,8 @@ def lmms_lab(name: str, *options: Any) -> HubDataset:
 
 
 def hub_rows(name: str, hub: HubDataset, limit: int | None) -> Iterator[DatasetRow]:
-    """The rows of a benchmark, read lazily.
-
-    Raises:
-        UserError: ``datasets`` is not installed, or the data cannot be read.
-    """
+    """The rows of a benchmark, read lazily. Raises ``UserError``: ``datasets`` is not installed, or the data cannot be
+    read."""
     try:
         import datasets
     except ImportError:
@@ -206,11 +182,8 @@ class EvalTask:
     """A benchmark.
 
     Attributes:
-        description: one line for ``mmspec eval --list``.
         visual: whether samples have images or videos, which a text model cannot take.
         score: the scorer; None if only speed and equality are measured.
-        max_new_tokens: default limit of its answers.
-        read: converts a row to a sample, from local files and ``datasets`` alike.
         hub: where ``datasets`` finds it; None if it is only read from local files.
         rows: the samples of a task that the package contains.
         local: reads its rows from a folder of data.
@@ -227,11 +200,8 @@ class EvalTask:
     local: Callable[[str, Path], Iterator[DatasetRow]] = local_rows
 
     def samples(self, data: Path | None, limit: int | None) -> list[Sample]:
-        """The samples, or the first ``limit``, from a folder of local benchmark files or through ``datasets``.
-
-        Raises:
-            UserError: data is missing or has another layout.
-        """
+        """The samples, or the first ``limit``, from a folder of local benchmark files or through ``datasets``. Raises
+        ``UserError``: data is missing or has another layout."""
         if self.rows is not None:
             return list(islice(self.rows(), limit))
         assert self.read is not None
@@ -439,10 +409,7 @@ GROUPS: dict[str, tuple[str, ...]] = {"embedded": tuple(task.name for task in _E
 
 def select_tasks(names: str, visual: bool) -> list[EvalTask]:
     """The tasks of a ``--tasks`` option, names and groups separated by commas, for a model that is ``visual`` or not.
-
-    Raises:
-        UserError: an unknown name, none at all, or a visual task for a text model.
-    """
+    Raises ``UserError``: an unknown name, none at all, or a visual task for a text model."""
     selected: dict[str, EvalTask] = {}
     for name in filter(None, (part.strip() for part in names.split(","))):
         if name in GROUPS:

@@ -76,24 +76,18 @@ _SERVER_DRAWS, _SERVER_AT_ONCE = 320, 8
 _CANDIDATES, _LONGEST_DRAW = 20, 300.0  # candidates per token of longer answers; maximum seconds of sampling
 
 
-@case("prose", "Continuous text has the same tokens as plain decoding.")
-def _prose(trial: Trial) -> None:
-    trial.same(Question.user(_STORY), Question.user(_RAIN))
+def _same(trial: Trial, asked: Sequence[Question]) -> None:
+    trial.same(*asked)
 
 
-@case("code", "Code, which is highly predictable, has the same tokens as plain decoding.")
-def _code(trial: Trial) -> None:
-    trial.same(Question.user(_CODE, max_tokens=64), Question.user(_SQL))
-
-
-@case("list", "A list with a repeated line pattern has the same tokens as plain decoding.")
-def _list(trial: Trial) -> None:
-    trial.same(Question.user(_LIST), Question.user(_COUNT, max_tokens=64))
-
-
-@case("copy", "Long accepted drafts, of text copied from the prompt, leave a correct state.")
-def _copy(trial: Trial) -> None:
-    trial.same(Question.user(_COPY, max_tokens=96))
+for _name, _proves, _lengths in (
+    ("prose", "Continuous text has the same tokens as plain decoding.", {_STORY: 48, _RAIN: 48}),
+    ("code", "Code, which is highly predictable, has the same tokens as plain decoding.", {_CODE: 64, _SQL: 48}),
+    ("list", "A list with a repeated line pattern has the same tokens as plain decoding.", {_LIST: 48, _COUNT: 64}),
+    ("copy", "Long accepted drafts, of text copied from the prompt, leave a correct state.", {_COPY: 96}),
+):
+    _asked = [Question.user(text, max_tokens=most) for text, most in _lengths.items()]
+    case(_name, _proves)(partial(_same, asked=_asked))
 
 
 @case("rehearsed", "Drafts with a correct beginning are rejected from the first wrong token on, at every depth.")
@@ -404,12 +398,9 @@ OTHER = -1
 
 
 class Outcomes:
-    """All possible answers to a question with few tokens and candidates, with their probabilities.
-
-    Args:
-        bound: if the least probable candidate's logit exceeds the next token's logit by at most this, rounding decides
-            which of the two is a candidate, and answers that continue with either are merged into one outcome.
-    """
+    """All possible answers to a question with few tokens and candidates, with their probabilities. ``bound``: if the
+    least probable candidate's logit exceeds the next token's logit by at most this, rounding decides which of the two
+    is a candidate, and answers that continue with either are merged into one outcome."""
 
     def __init__(self, pipe: Pipeline, question: Question, bound: float) -> None:
         params, prompt = pipe.defaults.complete(question.params()), pipe.encode([LocalSide(pipe).request(question)])
@@ -466,11 +457,7 @@ FAILING = ("different", "failed")
 
 
 def chosen(names: str | None) -> list[str]:
-    """Parse a comma-separated list of case names; None selects all cases.
-
-    Raises:
-        UserError: a case is unknown.
-    """
+    """Parse a comma-separated list of case names; None selects all cases. Raises ``UserError``: a case is unknown."""
     asked = list(CASES) if names is None else [name.strip() for name in names.split(",") if name.strip()]
     if unknown := [name for name in asked if name not in CASES]:
         raise UserError(f"cases must be of {', '.join(CASES)}: got {unknown[0]}")

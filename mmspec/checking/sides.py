@@ -161,11 +161,8 @@ class LocalSide:
         return {**about, "context_limit": self.limit, **_tools(question)}
 
     def ask(self, *questions: Question) -> list[list[Answer]]:
-        """Return the choices of each question; all questions are sent concurrently.
-
-        Raises:
-            SkippedError: this side does not support the questions.
-        """
+        """Return the choices of each question; all questions are sent concurrently. Raises ``SkippedError``: this side
+        does not support the questions."""
         keywords = self.keywords(questions[0])
         requests = [
             {**self.request(question), "params": question.params(choice)}

@@ -76,7 +76,6 @@ class Trial:
     Args:
         references: reference sides, plain decoding first. Their greedy answers are cached.
         bound: maximum margin of a tie.
-        images: data URIs of the user's images.
     """
 
     def __init__(self, tested: Side, references: Sequence[Side], bound: float, images: Sequence[str] = ()) -> None:
@@ -86,11 +85,7 @@ class Trial:
 
     @property
     def pipe(self) -> Pipeline:
-        """The tested pipeline.
-
-        Raises:
-            SkippedError: the tested side is a server.
-        """
+        """The tested pipeline. Raises ``SkippedError``: the tested side is a server."""
         if not isinstance(self.tested, LocalSide):
             raise SkippedError("needs the model in this process")
         return self.tested.pipe
@@ -110,11 +105,8 @@ class Trial:
         return self.drafted(Oracle(list(map(list, answers)), vocab=self.pipe.target.config.vocab_size))
 
     def variant(self, change: Callable[[Drafter], Drafter] = lambda one: one, **options: Any) -> LocalSide:
-        """A side with a modified copy of the drafter; further arguments as for ``LocalSide``.
-
-        Raises:
-            SkippedError: the tested side is a server.
-        """
+        """A side with a modified copy of the drafter; further arguments as for ``LocalSide``. Raises ``SkippedError``:
+        the tested side is a server."""
         drafter = self.pipe.drafter
         copied = None if drafter is None else drafter.fork(self.pipe.target)
         return self.drafted(None if copied is None else change(copied), **options)
@@ -152,11 +144,8 @@ class Trial:
         return found
 
     def expect(self, question: Question, reference: Side | None = None) -> list[Answer]:
-        """A reference's choices for a question sent alone; plain decoding by default.
-
-        Raises:
-            SkippedError: the reference does not support the question.
-        """
+        """A reference's choices for a question sent alone; plain decoding by default. Raises ``SkippedError``: the
+        reference does not support the question."""
         key = reference or self.references[0], question
         if key not in self._kept:
             try:
@@ -171,7 +160,6 @@ class Trial:
         """Compare the tested side's answers with all references' answers.
 
         Args:
-            side: replaces the tested side.
             together: send all questions to the tested side concurrently.
             rehearse: decode also with drafts of the known answer.
 

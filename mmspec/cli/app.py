@@ -17,6 +17,7 @@ import click
 from mmspec import __version__
 from mmspec.cli.commands import CLOSED_PIPE, Commands
 from mmspec.errors import CutWarning, SlowWarning, UserError
+from mmspec.workers import on_signals
 
 INTERNAL_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 128 + 2
 _SPINNING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}  # GCC's OpenMP; LLVM's and Intel's, in milliseconds
@@ -33,9 +34,6 @@ cli = click.version_option(__version__, prog_name="mmspec")(
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line.
-
-    Args:
-        args: arguments without the program's name; by default from ``sys.argv``.
 
     Returns:
         The exit status: 0; 1 after an internal error and 2 after a user error, each reported in one line on stderr; 3
@@ -72,17 +70,13 @@ def sigterm_exits() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
+    with on_signals(lambda number, _: sys.exit(128 + number), signal.SIGTERM):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def limit_spinning() -> None:
     """Lets idle OpenMP threads sleep after microseconds instead of milliseconds, as spinning threads compete with other
-    programs. Call only in a program, before it imports torch; the user's settings take precedence.
-    """
+    programs. Call only in a program, before it imports torch; the user's settings take precedence."""
     if "torch" not in sys.modules and not any(name in os.environ for name in ("OMP_WAIT_POLICY", *_SPINNING)):
         os.environ.update(_SPINNING)
 

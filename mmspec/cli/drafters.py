@@ -104,14 +104,12 @@ def _tokens(row: dict[str, Any], where: str, processor: Any, vocab_size: int) ->
         raise UserError(f"{where}: expected an object with text or conversations, received another")
     tokens: list[int] = []
 
-    def are_tokens(given: Any) -> bool:
-        return isinstance(given, list) and all(type(one) is int and 0 <= one < vocab_size for one in given)
-
     for turn in turns:
         value, recorded = turn.get("value"), turn.get("token_ids")
         if not isinstance(value, str):
             raise UserError(f"{where}: expected an object with text or conversations, received another")
-        if not (recorded is None or are_tokens(recorded)):
+        are_tokens = isinstance(recorded, list) and all(type(x) is int and 0 <= x < vocab_size for x in recorded)
+        if not (recorded is None or are_tokens):
             raise UserError(f"{where}: expected token_ids in [0, {vocab_size - 1}], received {shown(recorded)}")
         tokens += recorded or processor.text_ids(value, add_special_tokens=False)
     return tokens

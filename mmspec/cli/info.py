@@ -6,7 +6,6 @@ import json
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +16,6 @@ import click
 from mmspec import __version__, plugins
 from mmspec.cli.commands import Command
 from mmspec.cli.options import json_option
-from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError, first_line
 
 _PACKAGES = ("torch", "transformers", "av", "decord", "triton", "mamba-ssm", "causal-conv1d")
@@ -94,23 +92,18 @@ def drafters_of(model: str) -> list[dict[str, Any]]:
     from mmspec.drafters.registry import drafter_specs, drafters_for
 
     specs, ready = {spec.name: spec for spec in drafter_specs()}, drafters_for(Path(plugins.model_path(model)))
-    entries: list[dict[str, Any]] = [
-        {"name": name, "default": place == 0, "ready": True, "summary": _summary(name, specs)}
-        for place, name in enumerate(ready)
-    ]
+    entries: list[dict[str, Any]] = []
+    for place, name in enumerate(ready):
+        other = (
+            f"one tree of {name.replace('+', ' and ')}" if "+" in name else "the drafter in the model's folder, if any"
+        )
+        summary = specs[name].summary if name in specs else other
+        entries.append({"name": name, "default": place == 0, "ready": True, "summary": summary})
     for spec in specs.values():
         if spec.name not in ready:
             train = f"mmspec train {spec.train} --model {model}" if spec.train else None
             entries.append({"name": spec.name, "ready": False, "train": train, "summary": spec.summary})
     return entries
-
-
-def _summary(name: str, specs: Mapping[str, DrafterSpec]) -> str:
-    if name in specs:
-        return specs[name].summary
-    return (
-        f"one tree of {' and '.join(name.split('+'))}" if "+" in name else "the drafter in the model's folder, if any"
-    )
 
 
 def _version(package: str) -> str | None:
@@ -219,14 +212,6 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in entries.items() if value is not None and name not in _NOT_SAMPLING}
 
 
-def _superseded(folders: list[dict[str, Any]]) -> list[str]:
-    total = sum(one["bytes"] for one in folders)
-    return [
-        f"mmspec clean removes {total / 1e6:,.0f} MB that earlier versions left in the cache",
-        *(f"{one['folder']}: {one['bytes'] / 1e6:,.0f} MB" for one in folders),
-    ]
-
-
 def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
     def device(d: dict[str, Any]) -> str:
         details = [d["kind"]]
@@ -273,6 +258,8 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
             ("at hand", [drafter(d) for d in ready]),
             ("with a checkpoint", [needed(d) for d in facts["drafters"] if d not in ready]),
         ]
+    superseded = [f"{one['folder']}: {one['bytes'] / 1e6:,.0f} MB" for one in facts["superseded"]]
+    freed = f"{sum(one['bytes'] for one in facts['superseded']) / 1e6:,.0f} MB that earlier versions left in the cache"
     return [
         ("mmspec", [facts["mmspec"]]),
         ("python", [f"{facts['python']} on {facts['platform']}"]),
@@ -285,7 +272,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         ("targets", [f"{t['name']}: {t['class']}" for t in facts["targets"]]),
         ("drafters", [drafter(d) for d in facts["drafters"]]),
         ("cache", [facts["cache"]]),
-        *([("superseded", _superseded(facts["superseded"]))] if facts["superseded"] else []),
+        *([("superseded", [f"mmspec clean removes {freed}", *superseded])] if superseded else []),
     ]
 
 

@@ -40,11 +40,7 @@ def stack(*options: Decorator) -> Decorator:
 
 
 def read_stdin(argument: str, expected: str) -> bytes:
-    """Read standard input, for an ``argument`` given as ``-``.
-
-    Raises:
-        UserError: standard input is closed.
-    """
+    """Read standard input, for an ``argument`` given as ``-``. Raises ``UserError``: standard input is closed."""
     if sys.stdin is None or sys.stdin.closed:
         raise UserError(f"{argument} is -: expected {expected} on standard input, which is closed")
     return sys.stdin.buffer.read()
@@ -397,13 +393,7 @@ def steps_shown() -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Secret:
-    """A key or login that clients need.
-
-    Attributes:
-        name: name with article, for messages.
-        form: metavar of the option.
-        variable: environment variable used without the option.
-    """
+    """A key or login that clients need. ``name``: name with article, for messages."""
 
     name: str
     option: str
@@ -423,11 +413,8 @@ class Secret:
         return click.option(self.option, metavar=self.form, envvar=self.variable, help=text, callback=not_empty)
 
     def check(self, given: str | None, no_auth: bool, public: bool) -> None:
-        """Check that a public address has either the secret or ``--no-auth``.
-
-        Raises:
-            UserError: neither or both are given.
-        """
+        """Check that a public address has either the secret or ``--no-auth``. Raises ``UserError``: neither or both are
+        given."""
         if given and no_auth:
             raise UserError(
                 f"{self.option} and --no-auth (or {self.variable}) exclude each other: expected one of them, got both"
@@ -441,11 +428,8 @@ API_KEY = Secret("a key", "--api-key", "KEY", "MMSPEC_API_KEY", "Key that client
 
 
 def check_api_key(key: str | None, no_auth: bool, public: bool) -> None:
-    """Check ``--api-key``; see ``Secret.check``.
-
-    Raises:
-        UserError: the key cannot be sent in a header, or is missing.
-    """
+    """Check ``--api-key``; see ``Secret.check``. Raises ``UserError``: the key cannot be sent in a header, or is
+    missing."""
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         raise UserError("--api-key (or MMSPEC_API_KEY) must be printable ASCII without blanks")
     API_KEY.check(key, no_auth, public)

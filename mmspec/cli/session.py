@@ -37,13 +37,8 @@ _CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) 
 
 
 def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = False) -> None:
-    """Answers one request with the options of ``generation_options``.
-
-    Args:
-        request: ``prompt``, ``images``, ``videos``.
-        options: values of all options of ``generation_options``.
-        sample: whether the request is an embedded sample, for which the model's limits are not shown.
-    """
+    """Answers one request with the options of ``generation_options``. ``sample``: whether the request is an embedded
+    sample, for which the model's limits are not shown."""
     keywords = generation_keywords(options)
     notes = Console(stderr=True)
     if options["compare"] and ranks() > 1:
@@ -83,11 +78,8 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
 
 
 def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of ``Pipeline.generate`` from the options of ``generation_options``.
-
-    Raises:
-        UserError: an option is out of range.
-    """
+    """Keywords of ``Pipeline.generate`` from the options of ``generation_options``. Raises ``UserError``: an option is
+    out of range."""
     keywords = {name: options[name] for name in GENERATING} | {"stop": list(options["stop"]) or None}
     SamplingParams(**{name: keywords[name] for name in SamplingParams.__dataclass_fields__})
     return keywords | ({} if options.get("chat_template", True) else {"chat_template": False})

@@ -85,16 +85,12 @@ def compile_for_wheel(folder: Path) -> str | None:
     def compiled(flags: Sequence[str]) -> bool:
         name = identity(SOURCE, flags)
         part = folder / f"{name}.part"
-        if subprocess.run([compiler, *flags, *LINK, "-s", "-o", part, SOURCE]).returncode == 0:
-            part.rename(folder / file_name(name, part))
-        return not part.exists()
+        done = subprocess.run([compiler, *flags, *LINK, "-s", "-o", part, SOURCE])
+        return done.returncode == 0 and part.rename(folder / file_name(name, part)).exists()
 
+    flags = [flags for name, _, flags in WHEEL if (name == "AArch64") == (machine[1] == "aarch64")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = list(
-            pool.map(
-                compiled, [flags for build, _, flags in WHEEL if (build == "AArch64") == (machine[1] == "aarch64")]
-            )
-        )
+        made = list(pool.map(compiled, flags))
     return machine[1] if any(made) else None
 
 

@@ -26,6 +26,7 @@ from mmspec.ops.cpu_library import (
     NORMS,
     Attention,
     EagleCell,
+    Experts,
     Layer,
     Linear,
     Markov,
@@ -216,7 +217,8 @@ def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, 
     """Descriptor of a linear layer's weights for the kernels.
 
     Args:
-        kind: ``"int4"``, ``"int8"``, ``"bfloat16"``, ``"float32"``, ``"q5"``, ``"q4_k"``, ``"q5_k"`` or ``"q6_k"``.
+        kind: ``"int4"``, ``"int8"``, ``"bfloat16"``, ``"float32"``, ``"q5"``, ``"q4_k"``, ``"q5_k"``, ``"q6_k"`` or
+            ``"mxfp4"``.
         blocks: uint8, in the layout of ``cpp/formats.h``; must outlive the result, as must ``bias``.
         bias: (outputs,) float32.
     """
@@ -386,6 +388,48 @@ def layer_outputs(weights: Layer, read: Tensor, x: Tensor) -> Tensor:
     return out
 
 
+def expert_weights(
+    gate_up: Sequence[Linear],
+    down: Linear,
+    count: int,
+    *,
+    gelu: bool = False,
+    alpha: float = 0.0,
+    limit: float = 0.0,
+    used: int = 0,
+    normalised: bool = True,
+) -> Experts:
+    """Descriptor of gated MLPs of which each row uses a few; a layer has the outputs of all, one after the other.
+
+    Args:
+        gate_up: one layer with the gates and then the ups of each expert, or a layer of gates and one of ups.
+        count: number of experts, each with multiples of 32 features.
+        gelu: the activation is GELU (tanh) instead of SiLU.
+        alpha, limit: with a limit, the product is gpt-oss's: ``gate * sigmoid(alpha * gate) * (up + 1)``, clamped.
+        used, normalised: for ``sublayer_weights``, the router's experts per row, and whether their weights add up to 1.
+    """
+    up = gate_up[1] if len(gate_up) > 1 else Linear()
+    made = Experts(gate_up[0], up, down, count, used, gelu, normalised, alpha, limit)
+    made.kept = list(gate_up), down
+    return made
+
+
+def expert_outputs(weights: Experts, x: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
+    """Sum of the chosen experts' outputs times their factors, in this order; experts out of range are skipped.
+
+    Args:
+        weights: result of ``expert_weights``.
+        x: (rows, hidden) float32, contiguous.
+        chosen: (rows, used) int64, contiguous.
+        factors: (rows, used) float32, contiguous.
+    """
+    (rows, used), out = chosen.shape, torch.empty_like(x)
+    inputs = pointer(x, torch.float32, (rows, weights.gate_up.inputs)), rows, used
+    places = pointer(chosen, torch.int64, (rows, used)), pointer(factors, torch.float32, (rows, used))
+    cpu_library.functions().expert_outputs(weights, *inputs, *places, out.data_ptr(), kernel_threads())
+    return out
+
+
 def decoder_weights(layers: Sequence[Layer]) -> Any:
     """Array of layer descriptors, for ``decode``."""
     return (Layer * len(layers))(*layers)
@@ -465,15 +509,17 @@ def sublayer_weights(
     attention_scale: float = 0.0,
     activation: str = "silu",
     tensors: Mapping[str, Tensor] = MappingProxyType({}),
+    experts: Experts | None = None,
     **sizes: int,
 ) -> Sublayer:
     """Descriptor of a residual sublayer's weights, ``x + scale * out(f(inputs(norm(x))))``, for ``decode_sublayers``.
 
     Args:
-        kind: ``"attention"``, ``"delta"`` (Gated DeltaNet), ``"mamba"`` (Mamba-2), ``"convolution"`` or ``"mlp"``.
+        kind: ``"attention"``, ``"delta"`` (Gated DeltaNet), ``"mamba"`` (Mamba-2), ``"convolution"``, ``"mlp"`` or
+            ``"experts"``.
         inputs: projections of the normed input: queries (with gates after each head's if ``gated``), keys and values;
             queries, keys and values, output gate, rates and step sizes; gate, inputs of the convolution and step sizes;
-            B, C and x; gate and up, or only up.
+            B, C and x; gate and up, or only up; router, gate and up of the shared MLP, and its gate if ``gated``.
         norm, inner_norm: float32 gains and epsilons of RMSNorms, of the input and of heads or a mixer's output.
         activation: ``"silu"``, ``"gelu"`` or, without a gate, ``"squared_relu"``, of an MLP.
         tensors: float32 ``taps``, (width, channels), and ``tap_bias``; ``decay``, ``step_bias`` and ``skip``, (heads,).
@@ -494,9 +540,10 @@ def sublayer_weights(
         kind=MIXING.index(kind),
         projections=len(inputs),
         activation=ACTIVATIONS.index(activation),
+        experts=None if experts is None else ctypes.pointer(experts),
         **sizes,
     )
-    made.kept = projections, list(inputs), out, given
+    made.kept = projections, list(inputs), out, given, experts
     return made
 
 

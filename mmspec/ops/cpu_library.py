@@ -16,12 +16,12 @@ from mmspec.errors import UserError
 from mmspec.ops import builds, compiler
 from mmspec.ops.builds import BUILDS
 
-KINDS = ("int4", "int8", "bfloat16", "float32", "q5", "q4_k", "q5_k", "q6_k")  # ``Kind`` of ``cpp/formats.h``
-FORMATS = {"Q4_0": "int4", "Q4_1": "int4", "Q5_0": "q5", "Q5_1": "q5", "Q8_0": "int8"}
+KINDS = ("int4", "int8", "bfloat16", "float32", "q5", "q4_k", "q5_k", "q6_k", "mxfp4")  # ``Kind`` of ``cpp/formats.h``
+FORMATS = {"Q4_0": "int4", "Q4_1": "int4", "Q5_0": "q5", "Q5_1": "q5", "Q8_0": "int8", "MXFP4": "mxfp4"}
 FORMATS |= {"Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k"}
 """GGUF formats (``Stored`` of ``cpp/stored.h``) and the kinds of their blocks."""
 
-MIXING = "attention", "delta", "mamba", "convolution", "mlp"
+MIXING = "attention", "delta", "mamba", "convolution", "mlp", "experts"
 """Kinds of sublayers, ``Mixing`` of ``cpp/sublayers.h``."""
 
 ACTIVATIONS = "silu", "gelu", "squared_relu"
@@ -77,16 +77,32 @@ class Pass(ctypes.Structure):
     ]
 
 
+class Experts(ctypes.Structure):
+    kept: Any
+    _fields_ = [
+        *((name, Linear) for name in ("gate_up", "up", "down")),
+        *((name, ctypes.c_int64) for name in ("count", "used", "gelu", "normalised")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit")),
+    ]
+
+
 class Sublayer(ctypes.Structure):
     kept: Any
     _fields_ = [
         ("inputs", ctypes.c_void_p),
         ("out", Linear),
-        *((name, ctypes.c_void_p) for name in ("norm", "inner_norm", "taps", "tap_bias", "decay", "step_bias", "skip")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("norm", "inner_norm", "output_scale", "taps", "tap_bias", "decay", "step_bias", "skip")
+        ),
         *((name, ctypes.c_float) for name in ("epsilon", "inner_epsilon", "scale", "attention_scale")),
-        *((name, ctypes.c_int64) for name in ("kind", "projections", "ends_layer", "heads", "groups", "head_dim")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("kind", "projections", "ends_layer", "beside", "heads", "groups", "head_dim")
+        ),
         *((name, ctypes.c_int64) for name in ("key_dim", "rotated", "gated", "width", "channels", "first_channel")),
         *((name, ctypes.c_int64) for name in ("place", "activation", "norm_groups")),
+        ("experts", ctypes.POINTER(Experts)),
     ]
 
 
@@ -175,6 +191,7 @@ def compiled(flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL 
     loaded.attention_inputs.argtypes = [address(Layer), pointer, pointer, count, pointer, threads]
     loaded.attention.argtypes = [address(Attention), threads]
     loaded.layer_outputs.argtypes = [address(Layer), pointer, pointer, count, pointer, pointer, threads]
+    loaded.expert_outputs.argtypes = [address(Experts), pointer, count, count, pointer, pointer, pointer, threads]
     loaded.decode.argtypes = loaded.write_keys_values.argtypes = [address(Pass), threads]
     loaded.decode_sublayers.argtypes = [address(TreePass), threads]
     loaded.advance_states.argtypes = [pointer, count, address(Recurrent), pointer, count, count, threads]
@@ -200,6 +217,7 @@ def compiled(flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL 
         "write_keys_values",
         "attention",
         "decode_sublayers",
+        "expert_outputs",
     )
     for name in (*without_result, "advance_states", "greatest_of_rows", "quantiles_of_rows", "draft_slots"):
         getattr(loaded, name).restype = None
@@ -207,7 +225,7 @@ def compiled(flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL 
 
 
 def _has_instructions() -> bool:
-    """Whether the CPU has AVX2 or AVX-512, or, if asked for, AArch64's dot products; else torch's kernels are faster."""
+    """Whether the CPU has AVX2 or AVX-512, or AArch64's dot products if requested; else torch's kernels are faster."""
     if os.environ.get("MMSPEC_CPU_BUILD") == "AArch64":
         return "asimddp" in builds.features()
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mmspec.errors import UserError
 from mmspec.ops import cpu, cpu_library
@@ -260,6 +261,33 @@ class Q5Blocks(Int4Blocks):
     bits = 5
 
 
+class MXFP4Blocks(BlockLinear):
+    """4-bit codes of 16 values with a power of two per row and group: MXFP4. Parts: codes (rows, features) and
+    exponents (rows, groups), uint8."""
+
+    kind = "mxfp4"
+
+    def _pack(self, weight: Tensor) -> None:
+        raise NotImplementedError(f"weights in {self.kind} are read from a file")
+
+    def _unpacked(self) -> Tensor:
+        codes, exponents = self._parts()
+        size = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.float32)  # twice the values
+        scale = (exponents.int() - 1).clamp(min=0).bitwise_left_shift(23).view(torch.float32)
+        weight = torch.cat([size, -size])[codes.int()].unflatten(1, (-1, GROUP)) * scale[..., None]
+        return weight.flatten(1)[: self.out_features, : self.in_features].bfloat16()
+
+    def _laid_out(self, *parts: Tensor) -> Tensor:
+        codes, exponents = packed_codes(parts[0], 4), parts[1].unflatten(0, (-1, LANES)).transpose(1, 2)
+        fours = [F.pad(part, (0, 0, 0, -self._groups % 4)).unflatten(1, (-1, 4)) for part in (codes, exponents)]
+        return torch.cat([part.flatten(2) for part in fours], dim=2).flatten(1)
+
+    def _parts(self) -> list[Tensor]:
+        fours = self._blocks.unflatten(1, (-1, 4 * (256 + LANES))).split([4 * 256, 4 * LANES], dim=2)
+        codes, exponents = (part.unflatten(2, (4, -1)).flatten(1, 2)[:, : self._groups] for part in fours)
+        return [unpacked_codes(codes, 4), exponents.transpose(1, 2).flatten(0, 1)]
+
+
 class SuperBlocks(BlockLinear):
     """Weights of a K format. Parts: codes (rows, features) uint8, pairs of factors (rows, groups, 2) uint8, and d and
     dmin (rows, superblocks, 2) float16."""
@@ -325,6 +353,6 @@ class Q6KBlocks(SuperBlocks):
         return (codes - 32) * scale.repeat_interleave(GROUP // 2, dim=2)
 
 
-_KINDS = {cls.kind: cls for cls in (Int4Blocks, Q5Blocks, Int8Blocks, Q4KBlocks, Q5KBlocks, Q6KBlocks)}
+_KINDS = {cls.kind: cls for cls in (Int4Blocks, Q5Blocks, Int8Blocks, MXFP4Blocks, Q4KBlocks, Q5KBlocks, Q6KBlocks)}
 FORMATS: dict[str, type[BlockLinear]] = {name: _KINDS[kind] for name, kind in cpu_library.FORMATS.items()}
 """Layer class of each GGUF type."""

@@ -28,9 +28,18 @@ from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.formats import WireFormat
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
-from mmspec.serving.middleware import CLIENT_GONE, LOG, PROBES, AccessGuard, RequestLimit, RequestLog, Watched
+from mmspec.serving.middleware import (
+    CLIENT_GONE,
+    LOG,
+    PROBES,
+    AccessGuard,
+    RequestLimit,
+    RequestLog,
+    RequestQueue,
+    Watched,
+)
 from mmspec.serving.responses import ResponsesRequest, StoredResponses
-from mmspec.serving.runner import Admission, GenerationJob, GrammarChecker, JobBuilder, RequestRunner, Slots
+from mmspec.serving.runner import GenerationJob, GrammarChecker, JobBuilder, RequestRunner
 from mmspec.serving.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -64,26 +73,21 @@ def create_app(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     allow_urls: bool = False,
     scrape: Callable[[], Awaitable[Collector]] | None = None,
-    slots: Admission | None = None,
+    slots: RequestQueue | None = None,
 ) -> FastAPI:
     """Create the application.
 
     Args:
         pipes: pipelines over one target by drafter, the default first; ``max_num_seqs`` of each must be at least
             ``limits.max_running``.
-        api_key: required API key; None requires none.
         hosts: accepted Host names; None accepts all.
-        origins: origins of web pages that may call the server.
         names: model names that requests may use, of which responses use the first; by default the pipeline's name.
-        tool_parser: format of tool calls; see ``tool_format``.
         reasoning_parser: format of reasoning; see ``mmspec.sampling.reasoning``.
-        chat_template_kwargs: default variables of the chat template.
-        allow_urls: whether images and videos are downloaded from public addresses.
         scrape: collects the metrics for ``GET /metrics``; None for this application's own.
-        slots: admission of requests; None creates slots.
+        slots: queue that the application shares with others; None creates one.
     """
     pipe = next(iter(pipes.values()))
-    slots = slots or Slots(limits.max_running, limits.max_waiting)
+    slots = slots or RequestQueue(limits.max_running, limits.max_waiting)
     names = tuple(names) or (pipe.name,)
     counts = (lambda: slots.running, lambda: slots.waiting, lambda: pipe.engine.threads.count)
     metrics = Metrics(names[0], *counts, {*pipes, PLAIN})
@@ -264,11 +268,7 @@ async def _events(runner: RequestRunner, job: GenerationJob, form: WireFormat, l
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """Read a request body of at most ``most`` bytes.
-
-    Raises:
-        APIError: status 413, the body is too large.
-    """
+    """Read a request body of at most ``most`` bytes. Raises ``APIError``: status 413, the body is too large."""
     error = APIError(413, f"a request's body must have at most {most} bytes: got more")
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length) > most:
@@ -282,11 +282,8 @@ async def read_body(request: Request, most: int) -> bytes:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``, and cancel it when the client of the request, whose body has been read, disconnects.
-
-    Raises:
-        ClientDisconnect: the client has disconnected.
-    """
+    """Await ``work``, and cancel it when the client of the request, whose body has been read, disconnects. Raises
+    ``ClientDisconnect``: the client has disconnected."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

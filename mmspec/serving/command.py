@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from threading import Event
 from typing import Any
 
 import click
@@ -32,6 +33,7 @@ from mmspec.jobs import rank, ranks
 from mmspec.plugins import quick_imports
 from mmspec.sampling.reasoning import AUTO, FORMATS, NAMES
 from mmspec.serving.settings import Limits, ServeOptions, ServerSettings, host_names, is_loopback, server_url
+from mmspec.workers import on_signals
 
 _log = logging.getLogger("mmspec.serve")
 
@@ -116,8 +118,12 @@ def serve(
         if ranks() > 1:
             raise UserError(f"--engine ray starts its own processes: got one of {ranks()} ranks of a job")
         _on_ray(settings, replicas, replica_gpus, host, port)
-    elif rank():
-        _follow(settings)
+    elif rank():  # only rank 0 receives requests
+        with steps_shown():
+            (pipe,) = settings.pipelines().values()
+        for ending in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(ending, signal.SIG_IGN)  # all ranks receive the signal; rank 0 notifies the others at its end
+        pipe.follow()
     else:
         _here(settings, host, port)
 
@@ -144,18 +150,9 @@ def _here(settings: ServerSettings, host: str, port: int) -> None:
         run(create_app(pipes, settings.limits, **settings.access), settings.limits, listening, pipe.engine)
 
 
-def _follow(settings: ServerSettings) -> None:
-    """Execute rank 0's steps until it shuts down; only rank 0 receives requests."""
-    with steps_shown():
-        (pipe,) = settings.pipelines().values()
-    for ending in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ending, signal.SIG_IGN)  # all ranks receive the signal; rank 0 notifies the others at its end
-    pipe.follow()
-
-
 def _on_ray(settings: ServerSettings, replicas: int, gpus: int, host: str, port: int) -> None:
     from mmspec.serving.on_ray import deployed
-    from mmspec.serving.server import listen, wait_for_sigterm
+    from mmspec.serving.server import listen
 
     with listen(host, port) as free:
         port = free.getsockname()[1]
@@ -163,7 +160,9 @@ def _on_ray(settings: ServerSettings, replicas: int, gpus: int, host: str, port:
         _log.info("starting %d replicas of %s on Ray", replicas, settings.loading["model"])
     with deployed(settings, replicas, gpus, host, port):
         _announce(host, port, f"model {settings.loading['model']}, {replicas} replicas on Ray")
-        wait_for_sigterm()
+        ended = Event()
+        with on_signals(lambda *_: ended.set(), signal.SIGTERM):
+            ended.wait()
 
 
 def _announce(host: str, port: int, what: str) -> None:

@@ -32,13 +32,7 @@ def spelt(token: bytes) -> str:
 
 
 class WireFormat(ABC):
-    """Builds the response of one request from the pieces of its choices.
-
-    Args:
-        processor: of the model, for the bytes of tokens.
-        before: text to prepend to each choice.
-        drafter: drafter name in the statistics.
-    """
+    """Builds the response of one request from the pieces of its choices. ``before``: text to prepend to each choice."""
 
     prefix: str
     whole_object: str

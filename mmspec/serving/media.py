@@ -25,13 +25,7 @@ _SECONDS, _MEMORY = 20, 2 << 30  # limits of a decoding worker, per file
 
 @dataclass(frozen=True)
 class Medium:
-    """An image or a video of a request.
-
-    Attributes:
-        kind: "image" or "video", as declared by the request.
-        url: data URI, or an http or https URL.
-        param: path of the URL's field in the request.
-    """
+    """An image or a video of a request. ``param``: path of the URL's field in the request."""
 
     kind: Literal["image", "video"]
     url: str
@@ -39,12 +33,7 @@ class Medium:
 
 
 class MediaReader:
-    """Reads images and videos of untrusted requests.
-
-    Args:
-        processor: has the decoder that reads the files.
-        allow_urls: whether files are downloaded from public addresses.
-    """
+    """Reads images and videos of untrusted requests."""
 
     def __init__(self, processor: Processor, limits: Limits, *, allow_urls: bool = False) -> None:
         self._limits, self._allow_urls = limits, allow_urls
@@ -58,11 +47,8 @@ class MediaReader:
             self._decoder.close()
 
     def check(self, media: Sequence[Medium]) -> None:
-        """Check the number of files and their URL schemes before reading any file.
-
-        Raises:
-            APIError: a limit is exceeded, the model reads text only, or a URL is not supported.
-        """
+        """Check the number of files and their URL schemes before reading any file. Raises ``APIError``: a limit is
+        exceeded, the model reads text only, or a URL is not supported."""
         for kind, most in (("image", self._limits.max_images), ("video", self._limits.max_videos)):
             found = [medium for medium in media if medium.kind == kind]
             if len(found) > most:
@@ -79,11 +65,8 @@ class MediaReader:
                 raise APIError(400, f"{medium.kind}_url must be {expected}: got {medium.url[:40]!r}", medium.param)
 
     async def read(self, media: Sequence[Medium]) -> dict[str, list[Any]]:
-        """Decode files: ``images`` and ``videos`` in their order.
-
-        Raises:
-            APIError: a file cannot be read, or exceeds a limit.
-        """
+        """Decode files: ``images`` and ``videos`` in their order. Raises ``APIError``: a file cannot be read, or
+        exceeds a limit."""
         loop = asyncio.get_running_loop()
         found: dict[str, list[Any]] = {"images": [], "videos": []}
         for medium in media:
@@ -140,7 +123,6 @@ def download(url: str, largest: int, seconds: float = SECONDS) -> bytes:
     """Download a file. Follows redirects, whose addresses are checked, too.
 
     Args:
-        url: http or https.
         largest: maximum file size in bytes.
         seconds: time limit of the whole download.
 

@@ -33,7 +33,6 @@ class Metrics:
     """Metrics of one server.
 
     Args:
-        model: label of all metrics.
         threads: returns the current number of threads for decode steps on a CPU.
 
     Attributes:

@@ -8,10 +8,12 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from threading import RLock
 from time import perf_counter as clock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers
@@ -19,7 +21,7 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmspec.errors import first_line
+from mmspec.errors import UserError, first_line
 from mmspec.serving.errors import APIError, as_api_error
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ LOG = "mmspec.log"
 
 _log = logging.getLogger("mmspec.serving")
 _PORT = re.compile(r":\d*$")  # of a Host header
+_POLL = 0.5  # seconds between cancellation checks of queued requests
+
+T = TypeVar("T")
 
 
 class Unready:
@@ -59,7 +64,6 @@ class Watched:
         status: status of the response; None before its start.
         ended: whether the response is sent completely.
         form: response format; None for endpoints without generation, and before the request has been read.
-        error: why the request failed.
     """
 
     form: WireFormat | None = None
@@ -95,7 +99,6 @@ class RequestLimit:
 
     Args:
         running: tasks of the running requests; modified.
-        most: maximum concurrent requests.
     """
 
     def __init__(self, app: ASGIApp, running: set[asyncio.Task[Any]], most: int) -> None:
@@ -118,6 +121,95 @@ class RequestLimit:
                 await response.complete(error, scope, receive)
         finally:
             self._running.discard(task)
+
+
+class QueuePlace(Future[None]):
+    """A request's place in the queue; done when the request may start, alone or with others."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.alone = alone
+
+
+class RequestQueue:
+    """FIFO queue of requests, which may run together or alone, and of the API's choices. Thread-safe.
+
+    Requests after an exclusive request start when the exclusive request has ended.
+
+    Args:
+        size: requests and choices that run at the same time.
+        longest: maximum number of further ones, which wait.
+    """
+
+    def __init__(self, size: int, longest: int) -> None:
+        self._size, self._longest = size, longest
+        self._places: list[QueuePlace] = []  # running or waiting
+        self._choices: list[QueuePlace] = []  # of the API, running
+        self.waiting = 0
+        self._lock = RLock()  # re-entrant: garbage collection may end a request in any thread
+
+    def join(self, count: int = 1, *, alone: bool = False) -> list[QueuePlace]:
+        """Append ``count`` places to the queue. Raises ``UserError`` if the queue is full."""
+        with self._lock:
+            if len(self._places) + count > (most := self._size + self._longest):
+                raise UserError(f"the server is busy with {most} requests: try again in a minute")
+            joined = [QueuePlace(alone) for _ in range(count)]
+            self._places += joined
+            self._start()
+            return joined
+
+    def leave(self, places: Iterable[QueuePlace]) -> None:
+        """Remove requests that have ended or stopped waiting."""
+        with self._lock:
+            for place in places:
+                self._places.remove(place)
+            self._start()
+
+    def _start(self) -> None:
+        places = list(self._places)  # garbage collection below may call ``leave`` in this thread
+        for ahead, place in enumerate(places):
+            if ahead and (place.alone or ahead >= self._size or places[ahead - 1].alone):
+                break
+            if not place.done() and place.set_running_or_notify_cancel():
+                place.set_result(None)
+
+    def run(self, work: Iterator[T], waiting: Callable[[int], T], *, alone: bool = False) -> Iterator[T]:
+        """Run a request's steps, together with other requests or alone; see ``join``. Until it starts, ``waiting`` of
+        the number of requests ahead is yielded periodically."""
+        joined = self.join(alone=alone)
+        try:
+            seconds = 0.0  # report the place immediately
+            while not wait(joined, seconds).done:
+                yield waiting(self._places.index(joined[0]))
+                seconds = _POLL
+            yield from work
+        finally:
+            self.leave(joined)
+
+    @property
+    def running(self) -> int:
+        """Number of running choices."""
+        return len(self._choices)
+
+    async def acquire(self, count: int) -> None:
+        """Wait until ``count`` choices may start. Raises ``APIError``: status 429, the queue is full."""
+        try:
+            joined = self.join(count)
+        except UserError as error:
+            raise APIError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"}) from None
+        self.waiting += count
+        try:
+            await asyncio.gather(*(asyncio.wrap_future(place) for place in joined if not place.done()))
+        except asyncio.CancelledError:
+            self.leave(joined)
+            raise
+        finally:
+            self.waiting -= count
+        self._choices += joined
+
+    def release(self, count: int = 1) -> None:
+        """Remove ended choices. Running choices are interchangeable."""
+        self.leave([self._choices.pop() for _ in range(count)])
 
 
 def log_to_stderr(level: str) -> None:
@@ -191,7 +283,6 @@ class AccessGuard:
     Args:
         hosts: accepted names in the Host header, without ports; None accepts all.
         origins: allowed origins such as ``http://localhost:3000``, in addition to the server's own.
-        api_key: required API key; None requires none.
     """
 
     def __init__(

@@ -110,10 +110,8 @@ ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 def chat_messages(items: Sequence[Item], instructions: str | None = None) -> list[ChatMessage]:
     """Convert validated items to chat messages.
 
-    Calls join the preceding assistant message, reasoning joins the following one.
-
-    Raises:
-        APIError: too many messages.
+    Calls join the preceding assistant message, reasoning joins the following one. Raises ``APIError``: too many
+    messages.
     """
     message = ChatMessage.model_construct
     system = [TextPart.model_construct(type="text", text=instructions)]
@@ -308,7 +306,16 @@ class ResponsesFormat(ChatFormat):
         yield self._event("response.failed", response=self._response("failed") | {"error": about})
 
     def _ended(self) -> dict[str, Any]:
-        response = self._response(self._status()) | self._usage()
+        figures = self._figures()
+        usage = figures["usage"]
+        figures["usage"] = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+        }
+        response = self._response(self._status()) | figures
         if response["status"] == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._store is not None:
@@ -322,19 +329,6 @@ class ResponsesFormat(ChatFormat):
         head = {"id": self._head["id"], "object": "response", "created_at": self._head["created"], "status": status}
         none = {"background": False, "error": None, "incomplete_details": None, "usage": None}
         return {**head, "model": self._head["model"], **none, **self._about, "output": [*self._output]}
-
-    def _usage(self) -> dict[str, Any]:
-        figures = self._figures()
-        usage = figures["usage"]
-        return figures | {
-            "usage": {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": usage["completion_tokens_details"],
-                "total_tokens": usage["total_tokens"],
-            }
-        }
 
     def _grow(self, reasoning: str, text: str, logprobs: Iterable[Any]) -> Iterator[Event]:
         """Events for new output, with the final events if the answer has ended; log probabilities exclude reasoning."""
@@ -439,31 +433,21 @@ class StoredResponses:
             self._trim()
 
     def items(self, name: str | None) -> Sequence[Item]:
-        """The conversation up to and including a response; empty if ``name`` is None.
-
-        Raises:
-            APIError: status 400, the response is not stored.
-        """
+        """The conversation up to and including a response; empty if ``name`` is None. Raises ``APIError``: status 400,
+        the response is not stored."""
         if name is None:
             return ()
         message = f"previous_response_id must be that of a response which the server keeps: got {name[:80]!r}"
         return self._find(name, APIError(400, message, "previous_response_id", "previous_response_not_found")).items
 
     def get(self, name: str) -> dict[str, Any]:
-        """Return a stored response.
-
-        Raises:
-            APIError: status 404, the response is not stored.
-        """
+        """Return a stored response. Raises ``APIError``: status 404, the response is not stored."""
         error = APIError(404, f"no response of this id is kept: got {name[:80]!r}", "response_id")
         return self._find(name, error).response
 
     def delete(self, name: str) -> dict[str, Any]:
-        """Delete a response; returns OpenAI's deletion object.
-
-        Raises:
-            APIError: status 404, the response is not stored.
-        """
+        """Delete a response; returns OpenAI's deletion object. Raises ``APIError``: status 404, the response is not
+        stored."""
         self.get(name)
         with self._lock:
             self._kept.pop(name, None)

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from time import perf_counter as clock
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from mmspec.drafters.registry import PLAIN
 from mmspec.errors import UserError
@@ -25,6 +25,7 @@ from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat, InfillFormat, TextFormat, WireFormat
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.metrics import Metrics
+from mmspec.serving.middleware import RequestQueue
 from mmspec.serving.responses import ResponsesFormat, ResponsesRequest, StoredResponses, chat_messages
 from mmspec.serving.schemas import (
     ChatCompletionRequest,
@@ -56,7 +57,6 @@ class GenerationJob:
         constraint: the unchecked grammar of the outputs.
         media: images and videos; requires a single prompt.
         keywords: further keywords of ``Pipeline.stream``.
-        drafter: name of a loaded drafter.
         trigger: text after which the grammar applies; None applies it from the start of the output.
         schemas: JSON schemas of tools and outputs in the grammar, by their names in errors.
     """
@@ -95,9 +95,7 @@ class JobBuilder:
     Args:
         names: model names that requests may use; responses use the first name. Requests may omit a single name, and
             may name a file without folder and suffix.
-        stored: responses that later requests continue.
         reasoning: format of the model's reasoning; None for models without reasoning.
-        variables: default variables of the chat template.
         drafters: names of selectable drafters, the default first.
 
     Raises:
@@ -267,55 +265,6 @@ def effort_variables(effort: str | None, template: str) -> dict[str, Any]:
     return {"reasoning_effort": effort} if reads else {}
 
 
-class Admission(Protocol):
-    """Admission of choices: the server's own ``Slots``, or slots that are shared with other users."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    async def acquire(self, count: int) -> None: ...
-    def release(self, count: int = 1) -> None: ...
-
-
-class Slots:
-    """FIFO semaphore of decoding slots. Used from one event loop only.
-
-    Args:
-        longest: maximum number of slots that are waited for; further requests are refused.
-    """
-
-    def __init__(self, size: int, longest: int) -> None:
-        self.size, self.longest = size, longest
-        self.running = self.waiting = 0
-        self._turn = asyncio.Lock()  # held by the first request of the queue
-        self._released = asyncio.Event()
-
-    async def acquire(self, count: int) -> None:
-        """Wait for ``count`` slots.
-
-        Raises:
-            APIError: status 429, the queue is full.
-        """
-        if (self.waiting or self.running + count > self.size) and self.waiting + count > self.longest:
-            message = f"the server is busy: at most {self.longest} choices may wait, and {self.waiting} do; try again"
-            raise APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
-        self.waiting += count
-        try:
-            async with self._turn:
-                while self.running + count > self.size:
-                    self._released.clear()
-                    await self._released.wait()
-                self.running += count
-        finally:
-            self.waiting -= count
-
-    def release(self, count: int = 1) -> None:
-        """Give slots back."""
-        self.running -= count
-        self._released.set()
-
-
 _WORKERS = 2
 _KEPT = 64  # results, of at most 128 KiB each
 
@@ -333,11 +282,8 @@ class GrammarChecker:
         self._trial.close()
 
     async def check(self, constraint: Constraint) -> CheckedText:
-        """Check a grammar. When no request waits for the result, terminates the worker and waits for its exit.
-
-        Raises:
-            UserError: see ``GrammarTrial.check``.
-        """
+        """Check a grammar. When no request waits for the result, terminates the worker and waits for its exit. Raises
+        ``UserError``: see ``GrammarTrial.check``."""
         if (check := self._checks.pop(constraint, None)) is None:
             stop = Cancellation()
             check = _Check(self._threads.submit(self._trial.check, *constraint, stop=stop), stop)
@@ -389,7 +335,7 @@ class RequestRunner:
     pipes: Mapping[str, Pipeline]
     media: MediaReader
     grammars: GrammarChecker
-    slots: Admission
+    slots: RequestQueue
     metrics: Metrics
     seconds: float = 0
 
@@ -417,12 +363,22 @@ class RequestRunner:
             raise
         pieces: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
         tasks = []
+
+        async def iterate() -> Pieces:
+            choices = job.choices
+            while choices:
+                index, piece = await deadline.wait(pieces.get())
+                if isinstance(piece, Exception):
+                    raise piece
+                choices -= piece.finish_reason is not None
+                yield index, piece
+
         for index in range(job.choices):
             task = asyncio.create_task(self._choice(job, index, params, media, pieces, arrived))
             task.add_done_callback(lambda _: self.slots.release())  # also if the task is cancelled before it starts
             tasks.append(task)
         try:
-            yield _iterate(pieces, len(tasks), deadline)
+            yield iterate()
         finally:
             for task in tasks:
                 task.cancel()
@@ -482,15 +438,6 @@ class RequestRunner:
             pieces.put_nowait((index, error))
 
 
-async def _iterate(pieces: asyncio.Queue[tuple[int, Piece | Exception]], choices: int, deadline: Deadline) -> Pieces:
-    while choices:
-        index, piece = await deadline.wait(pieces.get())
-        if isinstance(piece, Exception):
-            raise piece
-        choices -= piece.finish_reason is not None
-        yield index, piece
-
-
 T = TypeVar("T")
 
 
@@ -502,11 +449,8 @@ class Deadline:
         self._end = asyncio.get_running_loop().time() + seconds if seconds else None
 
     async def wait(self, work: Awaitable[T]) -> T:
-        """Await ``work``, and cancel it at the deadline.
-
-        Raises:
-            APIError: status 504, the deadline has passed. Clients should not retry automatically.
-        """
+        """Await ``work``, and cancel it at the deadline. Raises ``APIError``: status 504, the deadline has passed.
+        Clients should not retry automatically."""
         try:
             async with asyncio.timeout_at(self._end) as limit:
                 return await work

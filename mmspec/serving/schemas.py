@@ -91,12 +91,9 @@ F = TypeVar("F", bound=Fields)
 
 
 def parse(kind: type[F], body: bytes, ignored: Callable[[str], object] = str) -> F:
-    """Parse a request body, and call ``ignored`` with the names of ignored fields. Takes long for large bodies.
-
-    Raises:
-        APIError: the body is not JSON, or a field is missing, unknown, of another type or out of range (the message
-            names the first such field), or the body has too many values: parsing millions blocks all threads.
-    """
+    """Parse a request body, and call ``ignored`` with the names of ignored fields. Takes long for large bodies. Raises
+    ``APIError``: the body is not JSON, or a field is missing, unknown, of another type or out of range (the message
+    names the first such field), or the body has too many values: parsing millions blocks all threads."""
     if (found := sum(body.count(mark) for mark in (b",", b"[", b"{"))) > _MOST_VALUES:
         raise APIError(400, f"a request's body must have at most {_MOST_VALUES} values: got about {found}")
     try:
@@ -249,11 +246,8 @@ class ChatMessage(Fields):
 
 
 def conversation(given: Sequence[ChatMessage], reads_media: bool) -> tuple[list[dict[str, Any]], list[Medium]]:
-    """Convert messages to transformers' format; also returns their images and videos in order.
-
-    Args:
-        reads_media: whether the model's template takes lists of parts; templates of text models expect a string.
-    """
+    """Convert messages to transformers' format; also returns their images and videos in order. Only templates of models
+    with ``reads_media`` take lists of parts."""
     messages, media = [], []
     names: dict[str, str] = {}  # function names by call id
     for place, message in enumerate(given):
@@ -368,11 +362,8 @@ class ResponseFormat(Fields):
 
 
 def grammar_of_format(kind: str, schema: dict[str, Any] | None) -> tuple[str, str] | None:
-    """Kind and unchecked text of a response format's grammar; None for plain text.
-
-    Raises:
-        UserError: the schema is not JSON.
-    """
+    """Kind and unchecked text of a response format's grammar; None for plain text. Raises ``UserError``: the schema is
+    not JSON."""
     if kind == "text":
         return None
     return "json_schema", check("json_schema", SchemaText, {"type": "object"} if schema is None else schema)
@@ -390,13 +381,9 @@ _Sampling: Any = create_model("_Sampling", __base__=Fields, **_SAMPLING)
 
 
 class GenerationRequest(_Sampling):
-    """Fields of all generation endpoints: ``SamplingParams`` and further fields.
+    """Fields of all generation endpoints: ``SamplingParams`` and further fields."""
 
-    Attributes:
-        limit_name: the endpoint's own name of ``max_tokens``.
-    """
-
-    limit_name: ClassVar[str] = "max_tokens"
+    limit_name: ClassVar[str] = "max_tokens"  # the endpoint's own name of it
     model: str | None = None
     n: int = Field(1, ge=1)
     max_tokens: MaxTokens | None = None
@@ -453,14 +440,8 @@ class GenerationRequest(_Sampling):
         return {"logprobs": self.alternatives, "num_draft_tokens": drafts, **times}
 
     def drafter(self, limits: Limits, names: Sequence[str]) -> str:
-        """The name of the request's drafter.
-
-        Args:
-            names: loaded drafters, the default first.
-
-        Raises:
-            APIError: unknown drafter, or the server's limits allow no choice of drafter.
-        """
+        """The name of the request's drafter. Raises ``APIError``: unknown drafter, or the server's limits allow no
+        choice of drafter."""
         asked = self.speculative
         for name, value in (("speculative", asked), ("num_draft_tokens", self.num_draft_tokens)):
             if value is not None and limits.fixed_speculation:
@@ -476,13 +457,7 @@ class GenerationRequest(_Sampling):
     def sampling(self, limits: Limits, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of ``SamplingParams`` of the first choice, without ``constraint``, which takes long to check.
 
-        ``max_tokens`` is clipped to the server's limit.
-
-        Args:
-            defaults: values of omitted fields.
-
-        Raises:
-            APIError: a value exceeds the server's limits.
+        ``max_tokens`` is clipped to the server's limit. Raises ``APIError``: a value exceeds the server's limits.
         """
         if self.n > limits.max_running:
             raise APIError(400, f"n must be at most {limits.max_running}: got {self.n}", "n")

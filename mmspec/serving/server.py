@@ -6,9 +6,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Event, Thread, Timer
+from threading import Thread, Timer
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from mmspec.errors import UserError
 from mmspec.serving.middleware import Unready, log_to_stderr
 from mmspec.serving.settings import Limits
+from mmspec.workers import on_signals
 
 if TYPE_CHECKING:
     from mmspec.engine.engine import Engine
@@ -27,11 +28,7 @@ _IDLE_CONNECTIONS = 256  # without a request, which clients keep for their next 
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket; port 0 selects a free port.
-
-    Raises:
-        UserError: the address cannot be bound.
-    """
+    """Open a listening socket; port 0 selects a free port. Raises ``UserError``: the address cannot be bound."""
     name = host.strip("[]")
     found = socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET)
     try:
@@ -86,36 +83,14 @@ class Server(uvicorn.Server):
 def run(app: FastAPI, limits: Limits, listening: socket.socket, engine: Engine) -> NoReturn:
     """Serve until SIGTERM or SIGINT; running requests then have ``limits.shutdown_timeout`` seconds to finish.
 
-    SIGTERM closes the engine and exits the process directly: the interpreter's finalization takes seconds.
-
-    Raises:
-        KeyboardInterrupt: after SIGINT.
+    SIGTERM closes the engine and exits the process directly: the interpreter's finalization takes seconds. Raises
+    ``KeyboardInterrupt``: after SIGINT.
     """
     log_to_stderr(limits.log_level)
     # uvicorn raises the signal again after shutdown, which would change the exit status.
-    with _on_sigterm(lambda: None):
+    with on_signals(lambda *_: None, signal.SIGTERM):
         Server(app, limits, abandon=True).run(sockets=[listening])
     engine.close()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def wait_for_sigterm() -> None:
-    """Wait until the process receives SIGTERM.
-
-    Raises:
-        KeyboardInterrupt: SIGINT arrived first.
-    """
-    received = Event()
-    with _on_sigterm(received.set):
-        received.wait()
-
-
-@contextmanager
-def _on_sigterm(act: Callable[[], None]) -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, lambda *_: act())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

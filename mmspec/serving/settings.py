@@ -102,12 +102,10 @@ class ServerSettings:
 
     Attributes:
         loading: keywords of ``open_pipeline`` named in ``LOADING``.
-        limits: as for ``create_app``.
         access: keywords of ``create_app``: ``api_key``, ``hosts``, ``origins``, ``names``, ``tool_parser`` and
             ``allow_urls``.
         prefix_cache: memory of the prefix cache, in MiB.
         adapt: drafters learn from all requests; None copies learning drafters for each sequence.
-        others: additional drafters that requests may select.
     """
 
     loading: Mapping[str, Any]
@@ -119,10 +117,7 @@ class ServerSettings:
 
     def pipelines(self) -> dict[str, Pipeline]:
         """Load the model, and reserve memory for its sequences: a pipeline per drafter, by name, all on one target.
-
-        Raises:
-            UserError: see ``mmspec.load``; or two drafters have the same name.
-        """
+        Raises ``UserError``: see ``mmspec.load``; or two drafters have the same name."""
         from rich.console import Console
 
         from mmspec import plugins

@@ -64,7 +64,6 @@ class ToolFormat:
         """Grammar of calls, in llguidance's variant of Lark's syntax.
 
         Args:
-            tools: functions in OpenAI's format.
             marked: whether the grammar includes the marker; otherwise it applies after the marker.
             several: whether to allow several calls, if the format supports them.
             bare: whether to allow unmarked calls at the start, if the format supports them.
@@ -129,14 +128,8 @@ Results follow between <tool_response> and </tool_response>. Answer without a ca
 
 
 def tool_format(processor: Processor, name: str = AUTO) -> ToolFormat:
-    """The format of a model's calls.
-
-    Args:
-        name: name of a format; ``AUTO`` detects the format from the chat template.
-
-    Raises:
-        UserError: the named format needs a chat template that renders tools, and the model has none.
-    """
+    """The format of a model's calls. Raises ``UserError``: the named format needs a chat template that renders tools,
+    and the model has none."""
     template = processor.chat_template_text()
     if name != AUTO:
         if name != GENERIC.name and "tools" not in template:
@@ -219,12 +212,7 @@ _LONGEST_HEAD = 200  # characters; a longer head is not a call
 
 @dataclass
 class Delta:
-    """Increment of a streamed message.
-
-    Attributes:
-        content: new text of the message.
-        calls: call deltas by index, in OpenAI's format.
-    """
+    """Increment of a streamed message. ``calls``: call deltas by index, in OpenAI's format."""
 
     content: str = ""
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -244,9 +232,6 @@ class CallReader:
     Args:
         names: functions whose unmarked calls are parsed, too.
         begun: whether the prompt ends with the marker.
-
-    Attributes:
-        calls: number of calls so far.
     """
 
     def __init__(self, form: ToolFormat, names: Sequence[str] = (), *, begun: bool = False) -> None:
@@ -369,10 +354,8 @@ class ToolPlan:
     """Effect of a request's tools on prompt, grammar and parsing.
 
     Attributes:
-        keywords: keywords of ``Processor.encode``.
         grammar, trigger: constraint of the output; see ``SamplingParams``.
         schemas: JSON schemas in the grammar, by their names in errors.
-        reader: factory of parsers for outputs.
         as_text: functions to render in the messages, for chat templates without tools.
     """
 
@@ -399,9 +382,6 @@ def plan_tools(
     """Plan the tools of a request.
 
     Args:
-        functions: declarations of the tools; empty without tools.
-        choice: OpenAI's ``tool_choice``.
-        several: whether to allow several calls.
         schema: the JSON schema of outputs without calls; None leaves them unconstrained.
 
     Raises:

@@ -112,7 +112,7 @@ def dtype_of(file: GGUFFile) -> str | torch.dtype | None:
     sizes: Counter[str | torch.dtype] = Counter()
     for tensor in file.tensors.values():
         if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
-            bits = re.match(r"I?Q(\d)", tensor.format)
+            bits = re.match(r"(?:I?Q|MXFP)(\d)", tensor.format)
             plain = {"F16": torch.float16, "BF16": torch.bfloat16}.get(tensor.format, torch.float32)
             sizes[plain if bits is None else "int4" if int(bits[1]) <= 4 else "int8"] += int(np.prod(tensor.shape))
     return sizes.most_common(1)[0][0] if sizes else None

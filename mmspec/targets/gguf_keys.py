@@ -180,6 +180,19 @@ def joined_experts(config: Any, *tensors: Tensor) -> Tensor:
     return torch.cat(tensors, 1)
 
 
+def alternating_experts(config: Any, gate: Tensor, up: Tensor) -> Tensor:
+    """Joins gate and up features, alternating: biases, (experts, 2 * features), and transposed weights, (experts,
+    hidden, 2 * features)."""
+    return torch.stack([part.mT if part.ndim == 3 else part for part in (gate, up)], -1).flatten(-2)
+
+
+def transposed_experts(config: Any, weight: Tensor) -> Tensor:
+    return weight.mT.contiguous()
+
+
+STACKED = joined_experts, alternating_experts, transposed_experts
+"""Changes that keep the rows of experts' gates, ups and downs."""
+
 Names = dict[str, str | tuple[str, Change | None]]
 
 

@@ -19,11 +19,13 @@ from mmspec.targets.gguf_keys import (
     Architecture,
     Keys,
     Names,
+    alternating_experts,
     decoder,
     experts,
     granite_scales,
     rope,
     sliding,
+    transposed_experts,
 )
 
 _SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's expert_gating_func
@@ -68,21 +70,15 @@ def _gpt_oss(keys: Keys) -> dict[str, Any]:
     return found
 
 
-def _interleaved(config: Any, gate: Tensor, up: Tensor) -> Tensor:
-    """Joins gate and up features, alternating: biases, (experts, 2 * features), and transposed weights, (experts,
-    hidden, 2 * features)."""
-    return torch.stack([part.mT if part.ndim == 3 else part for part in (gate, up)], -1).flatten(-2)
-
-
 _OSS: Names = {
     **_NORMED,
     "attn_sinks": "self_attn.sinks",
     "ffn_gate_inp": "mlp.router",
-    "ffn_gate_exps": ("mlp.experts.gate_up_proj", _interleaved),
-    "ffn_up_exps": ("mlp.experts.gate_up_proj", _interleaved),
-    "ffn_down_exps": ("mlp.experts.down_proj", lambda config, weight: weight.mT.contiguous()),
-    "ffn_gate_exps.bias": ("mlp.experts.gate_up_proj_bias", _interleaved),
-    "ffn_up_exps.bias": ("mlp.experts.gate_up_proj_bias", _interleaved),
+    "ffn_gate_exps": ("mlp.experts.gate_up_proj", alternating_experts),
+    "ffn_up_exps": ("mlp.experts.gate_up_proj", alternating_experts),
+    "ffn_down_exps": ("mlp.experts.down_proj", transposed_experts),
+    "ffn_gate_exps.bias": ("mlp.experts.gate_up_proj_bias", alternating_experts),
+    "ffn_up_exps.bias": ("mlp.experts.gate_up_proj_bias", alternating_experts),
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }
 

@@ -20,7 +20,7 @@ from mmspec.errors import UserError, explained, shown
 from mmspec.quantisation.formats import StoredRows
 from mmspec.targets import gguf_dense, gguf_mixtures, gguf_recurrent
 from mmspec.targets.gguf_file import GGUFFile, GGUFTensor
-from mmspec.targets.gguf_keys import Architecture, Change, Keys, Names, Rows
+from mmspec.targets.gguf_keys import STACKED, Architecture, Change, Keys, Names, Rows
 
 ARCHITECTURES: dict[str, Architecture] = {
     **gguf_dense.ARCHITECTURES,
@@ -117,6 +117,13 @@ class Weight:
         change = self._change or (lambda config, value: value)
         shape = torch.Size([*self.shape[:-2], self.shape[-1], self.shape[-2]])
         return Weight(self.tensors, lambda config, *read: change(config, *read).mT, self._config, shape)
+
+    def stacks(self) -> list[StoredRows] | None:
+        """The stored rows of fused experts, tensor by tensor; None if they have other values or the kernels lack a
+        format."""
+        found = [tensor.rows() if len(tensor.shape) == 3 else None for tensor in self.tensors]
+        fused = self._change is None or self._change in STACKED
+        return cast(list[StoredRows], found) if fused and None not in found else None
 
     def rows(self) -> StoredRows | None:
         """The stored rows in the model's order; None if the weight has other values or the kernels lack its format."""

@@ -28,7 +28,9 @@ from mmspec.cache.tree_cache import TreeCache, cache_in
 from mmspec.errors import missing
 from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear, BlockMemory, JoinedLinear
+from mmspec.quantisation.experts import pack_experts
 from mmspec.quantisation.formats import (
+    MXFP4Blocks,
     Q4KBlocks,
     Q5Blocks,
     Q5KBlocks,
@@ -88,6 +90,8 @@ def start_packing(model: PreTrainedModel, kind: str) -> Callable[[], None]:
         if isinstance(table, nn.Embedding) and (rows := getattr(table, "stored", None)):
             StoredEmbedding.of(table, rows[0], torch.bfloat16)
     merge_layers(decoder)
+    if kind in BLOCKS and cpu_library.available():
+        pack_experts(model)
     kinds = {id(layer): kind for layer in decoder.modules()}
     kinds[id(output)] = head_kind(kind)
     found, later = _linears(model, kinds), list[tuple[StoredRows, Tensor]]()
@@ -206,7 +210,7 @@ def packs_bfloat16() -> bool:
 def weights_kind(model: nn.Module) -> str | None:
     """Class name of the packed linear layers with the smallest weights; None if no layer is packed."""
     usual = [cls for kind in ("int4", "int8", "bfloat16") for cls in (KINDS[kind], BLOCKS[kind])]
-    order = [Q4KBlocks, *usual[:2], Q5KBlocks, Q5Blocks, Q6KBlocks, *usual[2:]]
+    order = [MXFP4Blocks, Q4KBlocks, *usual[:2], Q5KBlocks, Q5Blocks, Q6KBlocks, *usual[2:]]
     classes = {type(module) for module in model.modules()}
     return next((cls.__name__ for cls in order if cls in classes), None)
 

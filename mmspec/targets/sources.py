@@ -29,6 +29,8 @@ from mmspec import plugins
 from mmspec.errors import UserError, explained, missing
 from mmspec.files import cache_folder, fill_folder
 from mmspec.ops import cpu, cpu_library
+from mmspec.quantisation.experts import WEIGHTS as EXPERTS
+from mmspec.quantisation.experts import reproduced_experts, stacks_of
 from mmspec.quantisation.formats import StoredRows, quantised_rows
 from mmspec.targets import gguf, gguf_file, gguf_models
 from mmspec.targets.checkpoints import from_pretrained, read_whole, refuse_other_weights
@@ -38,9 +40,9 @@ from mmspec.targets.tree_layers import replaced
 
 _LARGE = 1_000_000_000  # parameters; larger models keep the checkpoint's dtype on a CPU, to save memory
 
-Takes = Mapping[str, Callable[[Tensor], StoredRows]]
-"""Functions that convert a weight to rows, by the weight's name. The layer keeps the rows as ``stored`` for
-``pack_model``; its ``weight`` stays on the meta device."""
+Takes = Mapping[str, Callable[[Tensor], list[StoredRows]]]
+"""Functions that convert a weight to rows, by the weight's name: of a layer, or of fused experts, in several stacks.
+The layer keeps the rows as ``stored`` for ``pack_model`` (experts: by weight); its weight stays on the meta device."""
 
 PARTS = "parts.json"
 """File of an incomplete folder: {"language_model": registered model, "vision_tower": registered tower or missing}."""
@@ -250,33 +252,55 @@ def _quantised(kind: str, model: PreTrainedModel) -> Takes:
     kinds = {id(layer): kind for layer in model.get_decoder().modules()}
     kinds[id(model.get_output_embeddings())] = head_kind(kind)
     linear = {f"{name}.weight": id(layer) for name, layer in model.named_modules() if type(layer) is nn.Linear}
-    return {
-        name: partial(_quantised_rows, kinds[layer], name)
-        for name, layer in linear.items()
-        if layer in kinds and name not in tied
-    }
+    names = {name: kinds[layer] for name, layer in linear.items() if layer in kinds and name not in tied}
+    takes = {name: partial(_quantised_rows, kind, name, None) for name, kind in names.items()}
+    packed = {name: module for name, module in _expert_weights(model) if id(module) in kinds}
+    return takes | {name: partial(_quantised_rows, kind, name, module) for name, module in packed.items()}
 
 
-def _quantised_rows(kind: str, name: str, weight: Any) -> StoredRows:
+def _expert_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules of the fused weights of experts that ``pack_model`` packs."""
+    packed = {id(module) for _, _, module, _ in reproduced_experts(model)}
+    for name, module in model.named_modules():
+        if id(module) in packed:
+            yield from ((f"{name}.{weight}", module) for weight in EXPERTS)
+
+
+def _quantised_rows(kind: str, name: str, experts: nn.Module | None, weight: Any) -> list[StoredRows]:
     dense = weight[...]
     refuse_not_finite([(name, dense)])
-    return quantised_rows(dense, kind)
+    parts = [dense] if experts is None else stacks_of(experts, name.rpartition(".")[2], dense)
+    return [quantised_rows(part, kind) for part in parts]
+
+
+def _keep(model: nn.Module, name: str, rows: list[StoredRows]) -> None:
+    """Set the ``stored`` rows of a weight."""
+    layer, leaf = _layer(model, name), name.rpartition(".")[2]
+    layer.stored = rows if leaf == "weight" else {**getattr(layer, "stored", {}), leaf: rows}
 
 
 def _rows(model: PreTrainedModel, state: Mapping[str, Any]) -> Takes:
     """Take stored rows of linear layers and embeddings whose shapes match; rows of other values, such as reordered
     columns, are quantised to int8, so that little of the file's precision is lost."""
     layers = {f"{name}.weight": layer for name, layer in model.named_modules()}
-    takes: dict[str, Callable[[Any], StoredRows]] = {}
+    takes: dict[str, Callable[[Any], list[StoredRows]]] = {}
     for name in layers.keys() & state.keys():
         layer, weight = layers[name], state[name]
         rows = getattr(weight, "rows", lambda: None)()
         keeps = type(layer) is nn.Linear or isinstance(layer, nn.Embedding)
         if keeps and rows is not None and (len(rows.places), rows.features) == layer.weight.shape:
-            takes[name] = partial(lambda rows, weight: rows, rows)
+            takes[name] = partial(_stored, [rows])
         elif type(layer) is nn.Linear and rows is None and getattr(weight, "changed", False):
-            takes[name] = partial(_quantised_rows, "int8", name)
+            takes[name] = partial(_quantised_rows, "int8", name, None)
+    for name in state.keys() & dict(_expert_weights(model)).keys():
+        stacks = getattr(state[name], "stacks", lambda: None)()
+        if stacks is not None and state[name].shape == model.get_parameter(name).shape:
+            takes[name] = partial(_stored, stacks)
     return takes
+
+
+def _stored(rows: list[StoredRows], weight: Any) -> list[StoredRows]:
+    return rows
 
 
 def _fill(model: Any, state: Mapping[str, Any], takes: Takes, dtype: torch.dtype, name: str) -> None:
@@ -288,8 +312,10 @@ def _fill(model: Any, state: Mapping[str, Any], takes: Takes, dtype: torch.dtype
     for key in state.keys() & empty.keys():
         if key in takes:
             rows = takes[key](state[key])
-            shapes[key] = torch.Size((len(rows.places), rows.features))
-            _layer(model, key).stored = [rows]
+            found = torch.Size((sum(len(part.places) for part in rows), rows[0].features))
+            fused = empty[key].ndim > 2 and found.numel() == empty[key].numel()
+            shapes[key] = empty[key].shape if fused else found
+            _keep(model, key, rows)
             continue
         value: Tensor = state[key][...]
         shapes[key] = value.shape
@@ -386,14 +412,14 @@ class _Take(ConversionOps):
             name = full_layer_name if len(input_dict) == 1 else name
             tensor = value[0] if isinstance(value, list) else value
             if name in self._takes:
-                layer = model.get_submodule(name.rpartition(".")[0])
-                if tensor.shape == layer.weight.shape:
+                expected = model.get_parameter(name).shape
+                if tensor.shape == expected:
                     try:
-                        layer.stored = [self._takes[name](tensor)]
+                        _keep(model, name, self._takes[name](tensor))
                     except UserError as error:
                         self._config.refused.append(error)
                 else:
-                    self._config.mismatched.add((name, tensor.shape, layer.weight.shape))
+                    self._config.mismatched.add((name, tensor.shape, expected))
                 missing_keys.discard(name)
                 cpu.trim()  # otherwise the allocator keeps as much memory again as all rows
             else:

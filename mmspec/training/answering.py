@@ -24,11 +24,7 @@ _GROUP = 2  # batches per yield; a finished sequence frees its slot for the next
 
 @dataclass
 class PendingConversation:
-    """A conversation whose answers are being generated.
-
-    Attributes:
-        expected: estimated length of each answer, in characters.
-    """
+    """A conversation whose answers, of ``expected`` lengths in characters, are being generated."""
 
     id: str
     questions: list[list[dict[str, Any]]]
@@ -51,11 +47,6 @@ class PendingConversation:
     def prompt(self) -> list[dict[str, Any]]:
         """The messages up to the next question."""
         return [*self.messages, {"role": "user", "content": self.questions[len(self.answers)]}]
-
-    def add_answer(self, text: str, token_ids: Sequence[int]) -> None:
-        """Append the next question and its answer."""
-        self.messages = [*self.prompt(), {"role": "assistant", "content": text.strip()}]
-        self.answers.append(tuple(token_ids))
 
     def result(self) -> data.Conversation:
         """The conversation so far."""
@@ -113,7 +104,8 @@ class AnswerGenerator:
                 self.failures.append(f"{job.id}: {answer}")
                 del job.questions[len(job.answers) :]
                 continue
-            job.add_answer(answer.text, answer.token_ids)
+            job.messages = [*job.prompt(), {"role": "assistant", "content": answer.text.strip()}]
+            job.answers.append(tuple(answer.token_ids))
             self.answers += 1
             self.tokens += len(answer.token_ids)
 
@@ -133,11 +125,8 @@ _MARK = "mmspec-user-turn"
 def draw_prompts(
     pipe: Pipeline, numbers: Sequence[int], done: Collection[str], params: SamplingParams, *, chunk: int = 256
 ) -> Iterator[PendingConversation]:
-    """Sample prompts and yield them as conversations to answer, without duplicates and unusable prompts.
-
-    Args:
-        numbers: numbers of the prompts; a number and ``params`` determine the prompt.
-    """
+    """Sample prompts and yield them as conversations to answer, without duplicates and unusable prompts. A number and
+    ``params`` determine a prompt."""
     opening = user_opening(pipe.processor.tokenizer)
     seen: set[str] = set()
     left = [number for number in numbers if prompt_id(number) not in done]
@@ -155,11 +144,8 @@ def prompt_id(number: int) -> str:
 
 
 def user_opening(tokenizer: Any) -> list[int]:
-    """The chat template's tokens before the content of the first user message.
-
-    Raises:
-        UserError: there is no chat template, or it does not render a user message verbatim.
-    """
+    """The chat template's tokens before the content of the first user message. Raises ``UserError``: there is no chat
+    template, or it does not render a user message verbatim."""
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("a model that writes its own prompts needs a chat template: its tokenizer has none")
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)

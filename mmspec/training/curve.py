@@ -14,11 +14,8 @@ from mmspec.files import atomic, read_rows
 
 
 def draw(log: Path, out: Path) -> None:
-    """Plot losses (training: thin line, held-out: points) and mean acceptance lengths of a run by step, as SVG.
-
-    Raises:
-        UserError: the log is damaged, or ``out`` cannot be written.
-    """
+    """Plot losses (training: thin line, held-out: points) and mean acceptance lengths of a run by step, as SVG. Raises
+    ``UserError``: the log is damaged, or ``out`` cannot be written."""
     rows, name = [row for _, row in read_rows(log)], log.resolve().parent.name
     figure = Figure(figsize=(10, 4), layout="constrained")
     losses, acceptance = figure.subplots(1, 2)

@@ -79,7 +79,6 @@ def read(path: Path, images: Path | None = None, *, answered: bool = True) -> Co
     """Read a file of conversations.
 
     Args:
-        path: a JSON array or JSON Lines.
         images: folder that media paths are relative to; by default the folder of the file.
         answered: skip conversations without an answer, and drop the turns after the last answer; otherwise keep
             every conversation with a question.
@@ -125,11 +124,7 @@ def to_record(conversation: Conversation, root: Path) -> dict[str, Any]:
 
 
 def split(conversations: Sequence[Conversation], share: float) -> tuple[list[Conversation], list[Conversation]]:
-    """Split into training and held-out conversations by a hash of their ids, deterministic across runs.
-
-    Args:
-        share: of held-out conversations; at least one if it is above 0.
-    """
+    """Split into training conversations and a held-out ``share``, at least one if above 0, by a hash of their ids."""
 
     def rank(conversation: Conversation) -> bytes:
         return hashlib.sha256(conversation.id.encode()).digest()
@@ -145,11 +140,8 @@ def text_of(content: Any) -> str:
 
 
 def as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with strings as content, the format of text models' chat templates.
-
-    Raises:
-        UserError: a message contains images or videos.
-    """
+    """Messages with strings as content, the format of text models' chat templates. Raises ``UserError``: a message
+    contains images or videos."""
     if any(item["type"] in MEDIA for m in messages if not isinstance(m["content"], str) for item in m["content"]):
         raise UserError("a text model reads text only: received a conversation with images or videos")
     return [{**message, "content": text_of(message["content"])} for message in messages]

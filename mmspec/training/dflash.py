@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from math import exp
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossInput, LossOutput, TokenLosses, token_loss
-from mmspec.training.options import NetworkOptions, Passes, TreeOptions
+from mmspec.training.options import NetworkOptions, NextTokenLoss, TreeOptions
 from mmspec.training.tasks import (
     DrafterTraining,
     TrainingTask,
@@ -41,7 +41,7 @@ _OPTIONAL = ("q_norm.weight", "k_norm.weight")
 
 
 @options
-class DFlashObjective:
+class DFlashObjective(NextTokenLoss):
     """Loss of blocks against the target's next-token distributions (arXiv 2602.06036, section 4).
 
     An anchor is an answer token followed by another answer token. Its block attends to the context of all earlier
@@ -56,7 +56,6 @@ class DFlashObjective:
 
     anchors: int = option(24, "Blocks per conversation.", ge=1)
     gamma: float = option(4.0, "Slots have weights exp(-(k-1)/gamma).", gt=0)
-    loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")
 
     def __call__(self, network: DFlashNetwork, given: LossInput) -> LossOutput:
         """The losses; samples anchors."""
@@ -145,10 +144,7 @@ def _network_config(options: DFlashOptions, pipe: Pipeline, start: DFlash | None
 def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
     """Initialise the layers and the last norm from the target's last layers and norm, whose inputs include the last
     states that the drafter reads. Query and key norms without a counterpart in the target keep their initial values.
-
-    Raises:
-        UserError: the target's layers have another architecture or shape.
-    """
+    Raises ``UserError``: the target's layers have another architecture or shape."""
     last = range(target.config.num_hidden_layers)[-network.config.layers :]
     theirs, own = decoder_weights(target, last), network.state_dict()
     parts = {

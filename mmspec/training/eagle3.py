@@ -19,7 +19,7 @@ from mmspec.drafters.layer import rotary_of, take
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.objectives import LossInput, LossOutput, PassCache, TokenLosses
-from mmspec.training.options import HeadOptions, Passes, TreeOptions
+from mmspec.training.options import NetworkOptions, Passes, TreeOptions
 from mmspec.training.tasks import (
     DrafterTraining,
     TrainingTask,
@@ -96,7 +96,7 @@ class Eagle3Objective(Passes):
 
 @options(kw_only=True)
 @with_fields_of(Eagle3Config)
-class Eagle3Options(Eagle3Objective, HeadOptions):
+class Eagle3Options(Eagle3Objective, NetworkOptions):
     """Options of ``mmspec train eagle3``."""
 
     depth: int = inherited(TreeOptions, "depth", default=8)

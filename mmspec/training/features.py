@@ -139,9 +139,8 @@ class Encoder:
         """Encode a conversation without trailing turns beyond the maximum length.
 
         If the first turn does not fit, its answer is truncated. Returns None if fewer than two of its tokens fit.
-
-        Raises:
-            UserError: a file cannot be read, or the processor adds other tokens around media than the chat template.
+        Raises ``UserError``: a file cannot be read, or the processor adds other tokens around media than the chat
+        template.
         """
         encoded = self._encode(conversation)
         if encoded is None or self.max_length is None or len(encoded.tokens) <= self.max_length:
@@ -350,10 +349,8 @@ class StoredFeatures:
 
     Keys are ``HASH/FIELD``, with a hash of a conversation's messages and answers, and a field of
     ``ConversationFeatures``. Floating point features are in the target's dtype. The metadata has the reasons for which
-    conversations were skipped.
-
-    Raises:
-        UserError: a file is damaged, or has features of a target of another hidden size.
+    conversations were skipped. Raises ``UserError``: a file is damaged, or has features of a target of another hidden
+    size.
     """
 
     def __init__(self, folders: Sequence[Path], target: TransformersTarget) -> None:
@@ -384,11 +381,7 @@ class StoredFeatures:
         return name in self._places or name in self._reasons
 
     def __call__(self, conversations: Sequence[Conversation]) -> Features:
-        """The features of a batch.
-
-        Raises:
-            UserError: a conversation has no features, or a file is damaged.
-        """
+        """The features of a batch. Raises ``UserError``: a conversation has no features, or a file is damaged."""
         rows = [self._row(conversation) for conversation in conversations]
         return collate([row for row in rows if row is not None], self.target)
 
@@ -426,11 +419,7 @@ def _opened(path: Path) -> Any:
 
 
 def recorded_features(folders: Sequence[Path], target: TransformersTarget) -> StoredFeatures:
-    """Features that ``Recorder`` wrote.
-
-    Raises:
-        UserError: there are none.
-    """
+    """Features that ``Recorder`` wrote. Raises ``UserError``: there are none."""
     if not any(path for folder in folders for path in folder.glob("*.safetensors")):
         raise UserError(f"expected features of make-data --record in {', '.join(map(str, folders))}, received none")
     return StoredFeatures(folders, target)
@@ -444,7 +433,6 @@ class FeatureCache(StoredFeatures):
 
     Args:
         extractor: computes missing features. Its target and settings must match the folder; it may read fewer layers.
-        size: conversations per file.
 
     Raises:
         UserError: the folder holds features of another target or other settings, or a file is damaged.
@@ -468,12 +456,8 @@ class FeatureCache(StoredFeatures):
     def fill(
         self, batch: int = 16, rank: int = 0, processes: int = 1, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Compute the missing features, in order of length, which saves padding.
-
-        Args:
-            rank, processes: compute the features of every ``processes``-th conversation, starting at ``rank``.
-            progress: called with the number of conversations done and their total.
-        """
+        """Compute the missing features, in order of length, which saves padding. ``rank``, ``processes``: compute the
+        features of every ``processes``-th conversation, starting at ``rank``."""
         todo = sorted((one for one in self.conversations[rank::processes] if one not in self), key=lambda one: one.size)
         for first in range(0, len(todo), self.size):
             part, rows = todo[first : first + self.size], []
@@ -541,11 +525,8 @@ def _fingerprint(conversation: Conversation) -> str:
 
 
 class Recorder(Drafter):
-    """Records the target's last hidden states of whole text sequences; drafts no tokens.
-
-    Attributes:
-        finished: hidden states, (length - 1, hidden), of finished sequences by tokens of prompt and answer.
-    """
+    """Records the target's last hidden states of whole text sequences; drafts no tokens. ``finished`` has the states of
+    finished sequences, (length - 1, hidden), by tokens of prompt and answer."""
 
     learns: ClassVar[bool] = False
     features: ClassVar[tuple[Feature, ...]] = ("last",)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,13 +12,13 @@ from mmspec.drafters.medusa import Hydra, Medusa, MedusaConfig, MedusaNetwork
 from mmspec.drafters.spec import RotaryShape
 from mmspec.pipeline import Pipeline
 from mmspec.training.objectives import LossInput, LossOutput, TokenLosses, causal_pass
-from mmspec.training.options import Passes, TreeOptions
+from mmspec.training.options import NextTokenLoss, Passes, TreeOptions
 from mmspec.training.tasks import DrafterTraining, OnlineLearner, TrainingTask, head_weight
 from mmspec.validation import inherited, option, options, part
 
 
 @options
-class MedusaObjective:
+class MedusaObjective(NextTokenLoss):
     """Loss of heads against the target's next-token distributions: the sum of ``decay ** i`` times the loss of head i
     (arXiv 2401.10774, section 2.2.1, which trains on tokens; arXiv 2402.05109, section 3.1).
 
@@ -29,7 +28,6 @@ class MedusaObjective:
     """
 
     decay: float = inherited(Passes, "decay", "Weight of a head to the one before.")
-    loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")
 
     def __call__(self, network: MedusaNetwork, given: LossInput) -> LossOutput:
         """The losses; deterministic."""

@@ -26,13 +26,8 @@ _ENTROPY, _DISTANCE = 0.1, 0.9  # weights of the two terms of the TV loss in dee
 
 @dataclass(frozen=True)
 class LossInput:
-    """Inputs of an objective, besides the drafter's network.
-
-    Attributes:
-        draft_ids: (n,) int64, draft vocabulary that distributions are restricted to; None for all tokens.
-        generator: of noise and random choices.
-        progress: of the run, from 0 to 1.
-    """
+    """Inputs of an objective, besides the drafter's network. ``draft_ids``: (n,) int64, draft vocabulary that
+    distributions are restricted to; None for all tokens."""
 
     target: Target
     batch: Features
@@ -43,11 +38,7 @@ class LossInput:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Loss of a batch.
-
-    Attributes:
-        total: scalar to minimise, a mean over the batch's loss positions.
-    """
+    """Loss of a batch: ``total``, a scalar to minimise, is a mean over the batch's loss positions."""
 
     total: Tensor
     metrics: dict[str, float] = field(default_factory=dict)
@@ -132,12 +123,8 @@ def next_token_loss(
     kind: TokenLoss, given: LossInput, states: Callable[[], Tensor], output_layer: Any = None
 ) -> LossOutput:
     """Loss against the target's next-token distributions at the same positions, over answer tokens followed by another
-    answer token. Metrics: ``token_1`` and ``right_1``, loss and accuracy.
-
-    Args:
-        states: returns the drafter's last hidden states, (batch, length, hidden); only called if needed.
-        output_layer: output layer of the drafter; by default the target's.
-    """
+    answer token. Metrics: ``token_1`` and ``right_1``, loss and accuracy. ``states``: returns the drafter's last hidden
+    states, (batch, length, hidden); only called if needed."""
     batch = given.batch
     wanted = batch.answer[:, :-1] & batch.answer[:, 1:]
     losses = TokenLosses(kind, given, batch.hidden[:, :-1], wanted)

@@ -34,11 +34,8 @@ class Schedule:
 
 @options(kw_only=True)
 class RunOptions(Schedule):
-    """Options common to all training commands.
-
-    Raises:
-        UserError: more than one length is given, or a value is out of range.
-    """
+    """Options common to all training commands. Raises ``UserError``: more than one length is given, or a value is out
+    of range."""
 
     target: str = option(default_model, "Target model.", names=("--model", "--target"), default_text=DEFAULT_MODEL)
     text: Many[FilePath] = option((), "Conversations without media (stage 1); repeatable.")
@@ -79,16 +76,22 @@ class TreeOptions(RunOptions):
 
 
 @options
-class Passes:
-    """Settings of an objective over several passes."""
+class NextTokenLoss:
+    """Settings of a next-token objective."""
 
-    passes: int = option(3, "Forward passes over a batch, each fed with the previous predictions.", ge=1)
-    decay: float = option(0.8, "Weight of a pass to the one before.", gt=0)
     loss: Literal["kl", "lk", "tv"] = option(
         "kl",
         "Token loss: cross-entropy, or mixed with the expected acceptance (LK, arXiv 2602.23881) or the total "
         "variation (DSpark, arXiv 2607.05147).",
     )
+
+
+@options
+class Passes(NextTokenLoss):
+    """Settings of an objective over several passes."""
+
+    passes: int = option(3, "Forward passes over a batch, each fed with the previous predictions.", ge=1)
+    decay: float = option(0.8, "Weight of a pass to the one before.", gt=0)
 
 
 @options(kw_only=True)
@@ -99,15 +102,3 @@ class NetworkOptions(TreeOptions):
     start: DirectoryPath | None = option(
         None, "Initialise from this drafter: its settings, draft vocabulary and weights, unless options differ."
     )
-
-
-@options(kw_only=True)
-class HeadOptions(Passes, NetworkOptions):
-    """Options of drafters that are trained over several passes."""
-
-
-@options
-class NextTokenLoss:
-    """Settings of a next-token objective."""
-
-    loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")

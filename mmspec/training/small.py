@@ -118,11 +118,8 @@ def _new_model(pipe: Pipeline, layers: int, hidden: int | None) -> Any:
 
 
 def _first_layers(pipe: Pipeline, layers: int, hidden: int | None) -> Any:
-    """The target's first layers, embedding, last norm and output layer.
-
-    Raises:
-        UserError: the target has another width, fewer layers, or a text part without its own class in transformers.
-    """
+    """The target's first layers, embedding, last norm and output layer. Raises ``UserError``: the target has another
+    width, fewer layers, or a text part without its own class in transformers."""
     target, shape = pipe.target, pipe.target.config.to_dict()
     known = {"hidden": target.config.hidden_size, "layers": target.config.num_hidden_layers}
     if hidden not in (None, known["hidden"]) or layers > known["layers"]:

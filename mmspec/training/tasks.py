@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -66,11 +67,8 @@ class TrainingTask(NamedTuple):
 
 
 class DrafterTraining(NamedTuple):
-    """Plug-in of the group ``train``: a command that trains one kind of drafter.
-
-    Attributes:
-        setup: creates the task from options, pipeline and draft vocabulary.
-    """
+    """Plug-in of the group ``train``: a command that trains one kind of drafter. ``setup`` creates the task from
+    options, pipeline and draft vocabulary."""
 
     options: type[RunOptions]
     setup: Callable[..., TrainingTask]
@@ -199,7 +197,9 @@ class DrafterTask:
         rate = options.rate or RATES[options.optimiser]
         self.optimisers = Optimisers(self.network, options.optimiser, rate)
         self._options, self._bfloat16 = options, bfloat16
-        prompts = [_first_prompt(conversation) for conversation in _spread(held_out, options.prompts)]
+        # The messages before the first answers.
+        asked = (one.messages for one in _spread(held_out, options.prompts))
+        prompts = [list(takewhile(lambda message: message["role"] != "assistant", messages)) for messages in asked]
         self._prompts = prompts if pipe.processor.reads_media else [data.as_text(one) for one in prompts]
         self._held_out = sorted(_spread(held_out, MAX_HELD_OUT), key=lambda one: one.size)
 
@@ -256,12 +256,6 @@ class DrafterTask:
                 emitted += sum(stats.accept_lengths)
                 steps += stats.num_spec_steps
         return {"mean_acceptance_length": emitted / steps} if steps else {}
-
-
-def _first_prompt(conversation: Conversation) -> list[dict[str, Any]]:
-    """The messages before the first answer."""
-    roles = [message["role"] for message in conversation.messages]
-    return list(conversation.messages[: roles.index("assistant")])
 
 
 def _spread(conversations: Sequence[Conversation], count: int) -> list[Conversation]:

@@ -11,9 +11,8 @@ import math
 import signal
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,11 @@ from torch import Tensor, nn
 
 from mmspec import files
 from mmspec.errors import UserError
-from mmspec.progress import Show, show_progress
+from mmspec.progress import show_progress
 from mmspec.training.curve import draw
 from mmspec.training.options import Schedule
 from mmspec.training.tasks import DrafterTask
+from mmspec.workers import on_signals
 
 CHECKPOINT, SETTINGS, LOG, CURVE = "checkpoint.pt", "settings.json", "log.jsonl", "curve.svg"
 DRAFTER = "drafter"
@@ -241,31 +241,20 @@ def train_with_progress(trainer: Trainer, console: Console) -> bool:
 
     SIGINT and SIGTERM stop the run after the current step and its checkpoint.
     """
-    with show_progress(console, "training") as bar, _stop_signals() as stopped:
-        trainer.notify = partial(_show, bar, {})
-        trainer.train(stopped)
+    received, shown = list[int](), dict[str, str]()
+
+    def notify(row: dict[str, Any]) -> None:
+        """Show a row of the log, with the latest stage, loss and acceptance length."""
+        if row["event"] == "train":
+            shown.update(stage=f"stage {row['stage']}", loss=f"loss {row['loss']:.3f}")
+        if "mean_acceptance_length" in row:
+            shown["acceptance"] = f"acceptance {row['mean_acceptance_length']:.2f}"
+        bar(row["progress"], 1.0, " ".join([f"step {row['step']}", *shown.values()]))
+
+    stop = on_signals(lambda number, _: received.append(number), signal.SIGINT, signal.SIGTERM)
+    with show_progress(console, "training") as bar, stop:
+        trainer.notify = notify
+        trainer.train(lambda: bool(received))
     if not trainer.done:
         console.print(f"training stopped at step {trainer.step}; run the same command again to resume", markup=False)
     return trainer.done
-
-
-@contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether SIGINT or SIGTERM was received."""
-    received: list[int] = []
-    stops = signal.SIGINT, signal.SIGTERM
-    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in stops}
-    try:
-        yield lambda: bool(received)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _show(bar: Show, shown: dict[str, str], row: dict[str, Any]) -> None:
-    """Show a row of the training log, and in ``shown`` the latest stage, loss and acceptance length."""
-    if row["event"] == "train":
-        shown |= {"stage": f"stage {row['stage']}", "loss": f"loss {row['loss']:.3f}"}
-    if "mean_acceptance_length" in row:
-        shown["acceptance"] = f"acceptance {row['mean_acceptance_length']:.2f}"
-    bar(row["progress"], 1.0, " ".join([f"step {row['step']}", *shown.values()]))

@@ -18,13 +18,14 @@ from mmspec.demos import models as models_module
 from mmspec.demos import racing
 from mmspec.demos.catalog import Catalog
 from mmspec.demos.chat_request import ChatRequest
-from mmspec.demos.models import LoadedModel, ModelCache, RequestQueue
+from mmspec.demos.models import LoadedModel, ModelCache
 from mmspec.demos.racing import Race, StreamedAnswer, race, resolved, stream_answer
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder
 from mmspec.engine.stats import Stats
 from mmspec.pipeline import Piece
-from mmspec.serving.errors import APIError
+from mmspec.serving import middleware
+from mmspec.serving.middleware import RequestQueue
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
@@ -49,7 +50,7 @@ def models(monkeypatch):
         return opened(model)
 
     monkeypatch.setattr(models_module, "open_pipeline", open_pipeline)
-    monkeypatch.setattr(models_module, "_POLL", 0.01)
+    monkeypatch.setattr(middleware, "_POLL", 0.01)
     made = ModelCache(capacity=2)
     made.loaded = loaded
     return made
@@ -97,7 +98,7 @@ def test_requests_do_not_share_learned_drafts():
         loaded.pipeline("nonsense")
 
 
-def test_a_race_runs_alone_and_the_queue_has_an_end(models, monkeypatch):
+def test_a_race_runs_alone_and_the_queue_has_an_end(models):
     """It waits for earlier requests, and later requests wait for it."""
     started = {
         name: models.turns.run(iter("xy"), lambda ahead: ahead, alone=name == "race")
@@ -115,9 +116,8 @@ def test_a_race_runs_alone_and_the_queue_has_an_end(models, monkeypatch):
     requests[1].close()  # it has been cancelled
     assert list(requests[2]) == ["a", "b"]
     requests[0].close()
-    monkeypatch.setattr(models_module, "RUNNING", 2)
-    monkeypatch.setattr(models_module, "WAITING", 1)
-    running, other, third, fourth = (models.turns.run(iter("ab"), lambda ahead: ahead) for _ in range(4))
+    turns = RequestQueue(2, 1)
+    running, other, third, fourth = (turns.run(iter("ab"), lambda ahead: ahead) for _ in range(4))
     assert [next(running), next(other), next(third)] == ["a", "a", 2]
     with pytest.raises(UserError, match=r"busy with 3 requests: try again"):
         next(fourth)
@@ -129,7 +129,7 @@ def test_a_request_may_end_while_another_starts():
     """As by garbage collection, in the same thread."""
 
     def scenario():
-        turns = RequestQueue()
+        turns = RequestQueue(2, 3)
         race, waiting, last = turns.join(alone=True), turns.join(), turns.join()
         waiting[0].add_done_callback(lambda _: turns.leave(waiting))
         turns.leave(race)
@@ -142,42 +142,22 @@ def test_a_request_may_end_while_another_starts():
     assert started == [True]
 
 
-def test_the_api_shares_the_queue_in_order(monkeypatch):
-    monkeypatch.setattr(models_module, "RUNNING", 3)
-    monkeypatch.setattr(models_module, "WAITING", 3)
-
+def test_choices_of_the_api_and_a_race_wait_for_each_other():
     async def scenario():
-        turns, order = RequestQueue(), []
-
-        async def ask(name, count):
-            await turns.acquire(count)
-            order.append(name)
-
-        page, tasks = turns.join(), []
-        for name, count in (("a", 2), ("b", 2), ("c", 1)):
-            tasks.append(asyncio.ensure_future(ask(name, count)))
-            await asyncio.sleep(0.01)
-        assert (order, turns.running, turns.waiting) == (["a"], 2, 3)
-        with pytest.raises(APIError) as full:
-            await turns.acquire(1)
-        found = full.value.status, full.value.code, full.value.headers
-        assert found == (429, "rate_limit_exceeded", {"Retry-After": "1"})
-        tasks[1].cancel()
-        turns.leave(page)
-        await asyncio.wait_for(tasks[2], 60)
-        assert (order, turns.running, turns.waiting) == (["a", "c"], 3, 0)
-        race = turns.join(alone=True)
-        later = asyncio.ensure_future(ask("later", 1))
+        turns = RequestQueue(3, 3)
+        page = turns.join()
+        await turns.acquire(2)
+        race, later = turns.join(alone=True), asyncio.ensure_future(turns.acquire(1))
         await asyncio.sleep(0.01)
         turns.release(2)
         assert not race[0].done()
-        turns.release()
+        turns.leave(page)
         assert race[0].done()
         await asyncio.sleep(0.05)
-        assert (order, turns.running, turns.waiting) == (["a", "c"], 0, 1)
+        assert (later.done(), turns.running, turns.waiting) == (False, 0, 1)
         turns.leave(race)
         await asyncio.wait_for(later, 60)
-        assert (order[-1], turns.running) == ("later", 1)
+        assert (turns.running, turns.waiting) == (1, 0)
 
     asyncio.run(scenario())
 
@@ -278,7 +258,7 @@ class Timed(Service):
     """Races of two lanes whose speedups are given."""
 
     def __init__(self, folder, speedups):
-        queue = SimpleNamespace(turns=RequestQueue())
+        queue = SimpleNamespace(turns=RequestQueue(2, 2))
         super().__init__(queue, Catalog.of(["tiny-llava"]), UploadFolder(folder, 2**20))
         self.speedups = iter([*speedups, 2.0])
 

@@ -20,11 +20,10 @@ from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
 
 import mmspec
-from mmspec.demos import models as models_module
 from mmspec.demos import service
 from mmspec.demos.catalog import Catalog
 from mmspec.demos.chat_request import MAX_UPLOAD_MIB
-from mmspec.demos.models import ModelCache
+from mmspec.demos.models import RUNNING, WAITING, ModelCache
 from mmspec.demos.racing import Race
 from mmspec.demos.server import make_api
 from tests.demos.serving import SHORT, TIMEOUT, demo_server, stored_path, upload
@@ -223,7 +222,7 @@ def test_cancelled_requests_free_their_slots(client, address, engine):
     assert (sequence.done, sequence.finish_reason, sequence.error) == (True, None, None)
 
 
-def test_paths_and_limits_of_both(address, client, monkeypatch):
+def test_paths_and_limits_of_both(models, address, client):
     assert httpx.get(address).headers["content-type"].startswith("text/html")
     assert httpx.get(f"{address}v1/models").json()["data"][0]["id"] == "tiny-llava"
     assert httpx.get(f"{address}health").status_code == 200
@@ -233,13 +232,13 @@ def test_paths_and_limits_of_both(address, client, monkeypatch):
         assert httpx.get(f"{address}v1/models", headers=headers).status_code == 403
     assert "at most 8 images" in post(address, question("x", *[data_uri(SCENE)] * 9)).json()["error"]["message"]
     assert post(address, question(n=9)).status_code == 400
-    monkeypatch.setattr(models_module, "RUNNING", 0)
-    monkeypatch.setattr(models_module, "WAITING", 0)
+    places = models.turns.join(RUNNING + WAITING)
     refused = post(address, question())
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     for name in ("/generate", "/compare"):
-        with pytest.raises(AppError, match="the server is busy with 0 requests: try again in a minute"):
+        with pytest.raises(AppError, match="the server is busy with 32 requests: try again in a minute"):
             client.predict("Work out: 3 + 4", api_name=name)
+    models.turns.leave(places)
 
 
 RACED = []

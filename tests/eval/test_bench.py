@@ -272,11 +272,6 @@ def test_passes_are_timed_once_weights_are_in_huge_pages():
     assert ended.is_set()
 
 
-def test_the_order_rotates():
-    assert [timing.rotated("abc", turn) for turn in range(4)] == [[*"abc"], [*"bca"], [*"cab"], [*"abc"]]
-    assert timing.rotated([], 1) == []
-
-
 # ------------------------------------------------------------------ passes
 
 

@@ -42,12 +42,27 @@ FAMILIES = {
     "nemotron_h": dict(layers_block_type=[RECURRENT, "mlp", ATTENDING, "mlp"], n_groups=2, mlp_bias=True),
     "lfm2": dict(conv_bias=True),
     "mamba2": dict(n_groups=2),
+    "falcon_h1": dict(
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        mamba_n_groups=2,
+        key_multiplier=0.7,
+        attention_in_multiplier=1.3,
+        attention_out_multiplier=0.8,
+        ssm_in_multiplier=1.2,
+        ssm_out_multiplier=0.6,
+        ssm_multipliers=[0.9, 1.1, 0.8, 1.3, 0.7],
+        mlp_multipliers=[1.4, 0.6],
+        embedding_multiplier=3.0,
+        lm_head_multiplier=0.5,
+    ),
+    "falcon_h1 without norm": dict(mamba_rms_norm=False),
 }
 
 
 def model_of(family, kind="int4"):
     """A packed model in bfloat16; in float32 and not packed if ``kind`` is None."""
-    config = small_config(transformers.CONFIG_MAPPING[family], vocab_size=VOCAB, **FAMILIES[family])
+    config = small_config(transformers.CONFIG_MAPPING[family.split()[0]], vocab_size=VOCAB, **FAMILIES[family])
     model = random_model(config)
     for module in model.modules():  # defaults are zeros and ones
         for name in ("bias", "D", "dt_bias"):
@@ -186,9 +201,9 @@ def other_norm(model):
     ("change", "message"),
     [
         (dense, "expected a packed linear layer: got Linear"),
-        (other_norm, "expected a norm"),
+        (other_norm, "expected norms and known parts"),
         (doubled, "computes more than its layers and norm"),
-        (lambda model: setattr(model.get_decoder().layers[0], "linear_attn", nn.Linear(64, 64)), "expected a norm"),
+        (lambda model: setattr(model.get_decoder().layers[0], "linear_attn", nn.Linear(64, 64)), "expected norms"),
     ],
 )
 def test_other_layers_are_refused(change, message):

@@ -73,8 +73,8 @@ inline void dot_rows(const uint8_t* from, const int8_t* inputs, ints (&sums)[row
   }
 #endif
 #if defined(MMSPEC_AVX2)
-  // number of sums of two products, at most 15, 31, 63 or 128 times 127 each, that fit in 16 bits
-  constexpr int deep = kind == INT8 ? 1 : 8 >> (code_bytes[kind] - 256) / 64;
+  // number of sums of two products, at most 15, 24, 31, 63 or 128 times 127 each, that fit in 16 bits
+  constexpr int deep = kind == INT8 ? 1 : kind == MXFP4 ? 4 : 8 >> (code_bytes[kind] - 256) / 64;
   __m256i pairs[rows][PARTS], ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {

@@ -180,9 +180,19 @@ void layer_outputs(const Layer* layer, const float* read, const float* x, int64_
     if (middle) std::memcpy(middle + at, out + at, count * first_linear.out * sizeof(float));
     take_normed(gate_up, operand, out + at, count, layer->mlp_norm, layer->mlp_epsilon);
     product(gate_up, operand, count, between.data(), nullptr, gate_stride);
-    take_gated(down, gated, between.data(), gate_stride, count, layer->gelu);
+    take_gated(down, gated, between.data(), gate_stride, count, {layer->gelu != 0});
     add(down, gated, count, out + at, layer->mlp_after, out + at);
   }
+}
+
+// out (rows, hidden) = the sum of the chosen experts' outputs times their weights; chosen, weights: (rows, used).
+void expert_outputs(const Experts* experts, const float* x, int64_t rows, int64_t used, const int64_t* chosen,
+                    const float* weights, float* out, int threads) {
+  Team team(threads);
+  Experts some = *experts;
+  some.used = used;
+  std::fill(out, out + rows * (some.down.out / some.count), 0.0f);
+  add_experts(some, {x, nullptr, 0}, rows, chosen, weights, out);
 }
 
 // Top-k of each row, k <= count: values (rows, k), optionally of log_softmax, and indices.

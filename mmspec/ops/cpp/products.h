@@ -23,7 +23,7 @@ inline floats add_scaled(floats sum, ints first, ints last, const Scales& scale,
   floats products = scaled(kind == Q6_K ? first : first + last, scale.first);
   if constexpr (kind == Q6_K)
     products = fma(VNNI ? as_floats(last) - OFFSET : __builtin_convertvector(last, floats), scale.last, products);
-  else if constexpr (kind != INT8)
+  else if constexpr (kind != INT8 && kind != MXFP4)
     sum = fma(scale.low, splat(x.total_scaled[at]), sum);
   return fma(products, splat(x.scale[at]), sum);
 }
@@ -66,13 +66,16 @@ inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x,
     for (int row = 0; row < tile; row++)
       for (int part = 0; part < PARTS; part++) {
         if constexpr (kind == Q6_K) parts[row][part][1] += x.q6_last_start[at + row];
-        parts[row][part][0] +=
-            kind == Q6_K ? x.q6_start[at + row] : kind == INT8 && VNNI ? x.int8_start[at + row] : START;
+        parts[row][part][0] += kind == Q6_K            ? x.q6_start[at + row]
+                               : kind == MXFP4         ? x.mxfp4_start[at + row]
+                               : kind == INT8 && VNNI ? x.int8_start[at + row]
+                                                       : START;
       }
     constexpr bool early = shared_bytes[kind] > 0;  // faster for superblocks
+    constexpr int64_t scale_size = kind == MXFP4 ? 1 : 2;
     Scales scale[PARTS];
     auto take_scales = [&] {
-      for (int part = 0; part < PARTS; part++) scale[part] = scales_of<kind>(scales + 2 * LANES * part, group);
+      for (int part = 0; part < PARTS; part++) scale[part] = scales_of<kind>(scales + scale_size * LANES * part, group);
     };
     if (early) take_scales();
     dot_rows<kind>(from, &x.codes[at * GROUP], parts);
@@ -123,33 +126,37 @@ inline void add_columns(floats sum, const float* residual, int64_t columns, floa
   std::memcpy(out, &sum, columns * sizeof(float));
 }
 
+// sums (rows, PARTS) = a block's output features from ``column`` on, for up to 16 rows of a tile from ``first`` on.
+template <Kind kind>
+void block_outputs(const Linear& layer, int64_t column, const Rows& x, int64_t first, int rows, Tiles& tiles,
+                   floats* sums) {
+  const uint8_t* weights = layer.blocks + column / BLOCK * block_bytes(kind, x.groups);
+  for (int part = 0; part < PARTS; part++) {
+    int64_t at = column + LANES * part, columns = std::clamp(layer.features - at, int64_t(0), LANES);
+    floats bias{};
+    if (layer.bias) std::memcpy(&bias, layer.bias + at, columns * sizeof(float));
+    for (int i = 0; i < rows; i++) sums[i * PARTS + part] = bias;
+  }
+  if (kind == BFLOAT16 && has_tiles)
+    tiles.add(&x.rounded[x.at(first, 0) * GROUP], weights, x.groups, x.width, rows, sums);
+  else
+    for (int i = 0; i < rows; i += TILE)
+      tile_product<kind>(std::min(int(TILE), rows - i), weights, x, first + i, sums + i * PARTS);
+}
+
 // out = x W^T + bias (+ residual), rows ``stride`` apart.
 template <Kind kind>
 void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, int64_t stride, const float* residual) {
-  int64_t block_size = block_bytes(kind, x.groups);
   auto columns_from = [&](int64_t column, Tiles& tiles) {
-    int64_t columns[PARTS];
-    floats bias[PARTS] = {};
-    for (int part = 0; part < PARTS; part++) {
-      columns[part] = std::clamp(layer.features - column - LANES * part, int64_t(0), LANES);
-      if (layer.bias) std::memcpy(&bias[part], layer.bias + column + LANES * part, columns[part] * sizeof(float));
-    }
-    const uint8_t* weights = layer.blocks + column / BLOCK * block_size;
     for (int64_t first = 0; first < rows; first += MOST_ROWS) {
       int count = int(std::min(MOST_ROWS, rows - first));
       floats sums[MOST_ROWS * PARTS];
-      for (int i = 0; i < count; i++) {
-        for (int part = 0; part < PARTS; part++) sums[i * PARTS + part] = bias[part];
-        __builtin_prefetch(out + (first + i) * stride + column, 1);
-      }
-      if (kind == BFLOAT16 && has_tiles)
-        tiles.add(&x.rounded[x.at(first, 0) * GROUP], weights, x.groups, x.width, count, sums);
-      else
-        for (int i = 0; i < count; i += TILE)
-          tile_product<kind>(std::min(int(TILE), count - i), weights, x, first + i, sums + i * PARTS);
+      for (int i = 0; i < count; i++) __builtin_prefetch(out + (first + i) * stride + column, 1);
+      block_outputs<kind>(layer, column, x, first, count, tiles, sums);
       for (int i = 0; i < count * PARTS; i++) {
-        int64_t at = (first + i / PARTS) * stride + column + i % PARTS * LANES;
-        add_columns(sums[i], residual ? residual + at : nullptr, columns[i % PARTS], out + at);
+        int64_t from = column + i % PARTS * LANES, at = (first + i / PARTS) * stride + from;
+        int64_t columns = std::clamp(layer.features - from, int64_t(0), LANES);
+        add_columns(sums[i], residual ? residual + at : nullptr, columns, out + at);
       }
     }
   };
@@ -159,16 +166,20 @@ void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, in
   });
 }
 
-void product_of_kind(const Linear& layer, const Rows& x, int64_t rows, float* out, int64_t stride,
-                     const float* residual) {
-  if (layer.kind == INT4) return product_of<INT4>(layer, x, rows, out, stride, residual);
-  if (layer.kind == INT8) return product_of<INT8>(layer, x, rows, out, stride, residual);
-  if (layer.kind == FLOAT32) return product_of<FLOAT32>(layer, x, rows, out, stride, residual);
-  if (layer.kind == Q5) return product_of<Q5>(layer, x, rows, out, stride, residual);
-  if (layer.kind == Q4_K) return product_of<Q4_K>(layer, x, rows, out, stride, residual);
-  if (layer.kind == Q5_K) return product_of<Q5_K>(layer, x, rows, out, stride, residual);
-  if (layer.kind == Q6_K) return product_of<Q6_K>(layer, x, rows, out, stride, residual);
-  product_of<BFLOAT16>(layer, x, rows, out, stride, residual);
+// Calls body with a kind as a compile-time constant.
+template <class Body>
+void with_kind(int64_t kind, const Body& body) {
+  switch (Kind(kind)) {
+    case INT4: return body(std::integral_constant<Kind, INT4>{});
+    case INT8: return body(std::integral_constant<Kind, INT8>{});
+    case FLOAT32: return body(std::integral_constant<Kind, FLOAT32>{});
+    case Q5: return body(std::integral_constant<Kind, Q5>{});
+    case Q4_K: return body(std::integral_constant<Kind, Q4_K>{});
+    case Q5_K: return body(std::integral_constant<Kind, Q5_K>{});
+    case Q6_K: return body(std::integral_constant<Kind, Q6_K>{});
+    case MXFP4: return body(std::integral_constant<Kind, MXFP4>{});
+    default: return body(std::integral_constant<Kind, BFLOAT16>{});
+  }
 }
 
 // Rows of ``out`` and of ``residual`` are ``stride`` apart, by default ``layer.out``.
@@ -176,7 +187,7 @@ void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const
              int64_t stride = 0) {
   if (stride == 0) stride = layer.out;
   for (const Linear* part = &layer; part; out += part->features, part = part->rest) {
-    product_of_kind(*part, x, rows, out, stride, residual);
+    with_kind(part->kind, [&](auto kind) { product_of<decltype(kind)::value>(*part, x, rows, out, stride, residual); });
     if (residual) residual += part->features;
   }
 }

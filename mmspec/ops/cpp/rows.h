@@ -31,15 +31,15 @@ struct Rows {
   Lines<int8_t> codes;
   Lines<Half> rounded;
   Lines<float> exact, scale, total_scaled;
-  Lines<int32_t> int8_start, q6_start, q6_last_start;  // initial sums for codes of these kinds
+  Lines<int32_t> int8_start, mxfp4_start, q6_start, q6_last_start;  // initial sums for codes of these kinds
 
-  // Allocates for ``rows`` rows, at most CHUNK.
+  // Allocates for ``rows`` rows, or for CHUNK.
   void shape(int64_t features, int64_t rows) {
     groups = groups_of(features), width = std::min(rows, MOST_ROWS);
-    int64_t all = CHUNK * groups;
+    int64_t all = std::max(CHUNK, (rows + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS) * groups;
     codes.reserve(all * GROUP), rounded.reserve(all * GROUP), exact.reserve(all * GROUP);
     scale.reserve(all), total_scaled.reserve(all);
-    int8_start.reserve(all), q6_start.reserve(all), q6_last_start.reserve(all);
+    int8_start.reserve(all), mxfp4_start.reserve(all), q6_start.reserve(all), q6_last_start.reserve(all);
   }
 
   // Index of a group of a row; within 16 rows, the same group of the next row follows.
@@ -70,6 +70,7 @@ struct Rows {
       sums[part] = quantise(x + part * GROUP / 2, inverse, &codes[first + part * GROUP / 2]);
     int32_t total = sums[0] + sums[1];
     int8_start[index] = START - (VNNI ? 128 * total : 0);
+    mxfp4_start[index] = START - MXFP4_CENTRE * total;
     q6_start[index] = START - 32 * sums[0], q6_last_start[index] = START - 32 * sums[1];
     scale[index] = step, total_scaled[index] = step * float(total);
   }
@@ -125,16 +126,28 @@ void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, 
   });
 }
 
-// Converts act(gate) * up, SiLU or GELU, to inputs of a layer; rows are ``stride`` apart, ``in`` a multiple of 32.
-void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t stride, int64_t rows, bool with_gelu) {
+// act(gate) * up, with SiLU or GELU; or with a limit, that of gpt-oss: gate * sigmoid(alpha gate) * (up + 1).
+struct Gating {
+  bool with_gelu;
+  float alpha = 0, limit = 0;
+
+  floats operator()(floats gate, floats up) const {
+    if (limit == 0) return (with_gelu ? gelu(gate) : silu(gate)) * up;
+    floats most = splat(limit);
+    gate = gate < most ? gate : most, up = up < most ? up : most, up = up > -most ? up : -most;
+    return times_sigmoid(gate, splat(alpha) * gate) * (up + 1);
+  }
+};
+
+// Converts gated features to inputs of a layer; rows are ``stride`` apart, ``in`` a multiple of 32.
+void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t stride, int64_t rows, Gating gating) {
   x.shape(layer.in, rows);
   each(rows * x.groups, 4 * GROUP, [&](int64_t at) {
     int64_t row = at / x.groups, group = at % x.groups;
     const float* gate = gate_up + row * stride + group * GROUP;
     float gated[GROUP];
     for (int64_t i = 0; i < GROUP; i += LANES) {
-      floats z = load<floats>(gate + i);
-      store(gated + i, (with_gelu ? gelu(z) : silu(z)) * load<floats>(gate + layer.in + i));
+      store(gated + i, gating(load<floats>(gate + i), load<floats>(gate + layer.in + i)));
     }
     x.set(Kind(layer.kind), row, group, gated);
   });

@@ -12,10 +12,10 @@
 
 namespace {
 
-enum class Stored : int64_t { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
+enum class Stored : int64_t { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, Q4_K, Q5_K, Q6_K };
 
-constexpr Kind stored_kind[] = {INT4, INT4, Q5, Q5, INT8, Q4_K, Q5_K, Q6_K};
-constexpr int64_t stored_bytes[] = {18, 20, 22, 24, 34, 144, 176, 210};  // bytes per block
+constexpr Kind stored_kind[] = {INT4, INT4, Q5, Q5, INT8, MXFP4, Q4_K, Q5_K, Q6_K};
+constexpr int64_t stored_bytes[] = {18, 20, 22, 24, 34, 17, 144, 176, 210};  // bytes per block
 
 constexpr bool is_super(Stored format) { return format >= Stored::Q4_K; }
 
@@ -24,7 +24,7 @@ constexpr int64_t row_bytes(Stored format, int64_t groups) {
 }
 
 // A group of a row: codes in the kernels' layout and two 16-bit numbers: scale and value of code 0 (float16), or in K
-// formats two factors (uint8) and nothing.
+// formats two factors (uint8) and nothing; of MXFP4 an exponent.
 struct Stored32 {
   uint8_t codes[GROUP];
   uint16_t first, second;
@@ -54,6 +54,9 @@ inline Stored32 stored_group(const uint8_t* row, int64_t group) {
   if constexpr (format == Stored::Q8_0) {
     out.first = load<uint16_t>(block), out.second = 0;
     for (int i = 0; i < 32; i++) out.codes[i] = block[2 + i] ^ 128;
+  } else if constexpr (format == Stored::MXFP4) {
+    out.first = block[0], out.second = 0;
+    for (int i = 0; i < 16; i++) out.codes[i] = block[1 + i] & 15, out.codes[16 + i] = block[1 + i] >> 4;
   } else if constexpr (format == Stored::Q6_K) {
     const uint8_t *low = block + place / 4 * 64 + place % 2 * 32, *high = block + 128 + place / 4 * 32;
     int nibble = place % 4 / 2 * 4, pair = place % 4 * 2;
@@ -100,6 +103,10 @@ void dense_row(const uint8_t* row, int64_t groups, float* out) {
     Stored32 group = stored_group<format>(row, g);
     float first = from_half(group.first), second = first, low = from_half(group.second);
     int centre = format == Stored::Q4_0 ? 8 : format == Stored::Q5_0 ? 16 : format == Stored::Q8_0 ? 128 : 0;
+    if constexpr (format == Stored::MXFP4) {
+      first = second = mxfp4_scale(uint8_t(group.first)), centre = MXFP4_CENTRE;
+      for (uint8_t& code : group.codes) code = MXFP4_VALUES[code];
+    }
     if constexpr (is_super(format)) {
       auto [d, dmin] = stored_shared<format>(row, g);
       int a = group.first & 255, b = group.first >> 8;
@@ -133,7 +140,8 @@ bool pack_block(const uint8_t* const* rows, int64_t groups, uint8_t* block) {
     for (int64_t lane = 0; lane < BLOCK; lane++) {
       Stored32 group = rows[lane] ? stored_group<format>(rows[lane], g) : Stored32{};
       for (int i = 0; i < 8; i++) std::memcpy(&vectors[i][4 * lane], &group.codes[4 * i], 4);
-      std::memcpy(scales + 2 * lane, &group.first, 2);
+      if constexpr (kind == MXFP4) scales[lane] = uint8_t(group.first);
+      else std::memcpy(scales + 2 * lane, &group.first, 2);
       if constexpr (kind == INT4 || kind == Q5) std::memcpy(scales + 2 * (BLOCK + lane), &group.second, 2);
       if constexpr (!is_super(format)) finite = finite && is_finite(group.first) && is_finite(group.second);
       if constexpr (is_super(format)) {
@@ -211,6 +219,7 @@ bool with_format(Stored format, const Body& body) {
     case Stored::Q5_0: return body(std::integral_constant<Stored, Stored::Q5_0>{});
     case Stored::Q5_1: return body(std::integral_constant<Stored, Stored::Q5_1>{});
     case Stored::Q8_0: return body(std::integral_constant<Stored, Stored::Q8_0>{});
+    case Stored::MXFP4: return body(std::integral_constant<Stored, Stored::MXFP4>{});
     case Stored::Q4_K: return body(std::integral_constant<Stored, Stored::Q4_K>{});
     case Stored::Q5_K: return body(std::integral_constant<Stored, Stored::Q5_K>{});
     default: return body(std::integral_constant<Stored, Stored::Q6_K>{});

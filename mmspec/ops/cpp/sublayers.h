@@ -1,4 +1,5 @@
-// Decoders of residual sublayers, x += scale * f(RMSNorm(x)): attention, recurrent mixers, short convolutions and MLPs.
+// Decoders of residual sublayers, x += scale * f(RMSNorm(x)): attention, recurrent mixers, short convolutions, MLPs and
+// mixtures of experts.
 //
 // A recurrent mixer has a state S per head and computes, at each node of a tree, S = decay * S' + key (x) update, where
 // S' is the state after the node's parent. Nodes are visited depth first: a node's result is computed by the same
@@ -9,7 +10,7 @@
 #pragma once
 
 #include "attention.h"
-#include "products.h"
+#include "experts.h"
 
 extern "C" {
 
@@ -19,16 +20,19 @@ struct Sublayer {
   Linear out;
   const float* norm;
   const float* inner_norm;  // attention: (heads + groups, head_dim); mixers: gain of the gated norm
+  const float* output_scale;               // of the projections' outputs, (outputs)
   const float *taps, *tap_bias;            // convolution: (width, channels), (channels)
   const float *decay, *step_bias, *skip;   // (heads)
   float epsilon, inner_epsilon, scale, attention_scale;
   int64_t kind, projections;
-  int64_t ends_layer;                            // whether the output is a layer's
+  int64_t ends_layer, beside;                    // whether the output is a layer's; whether the input is that of the
+                                                 // sublayer before it
   int64_t heads, groups, head_dim, key_dim;      // groups: heads of keys
   int64_t rotated, gated;                        // attention: rotated features of a head; whether outputs have gates
   int64_t width, channels, first_channel;        // convolution: taps; channels, and the first among all layers'
   int64_t place;                                 // index among layers with keys and values, or with states
   int64_t activation, norm_groups;               // of an MLP; groups of features of a mixer's norm
+  const Experts* experts;  // inputs: router, shared MLP, its gate if ``gated``; out: of the shared MLP, if any
 };
 
 // Buffers of a decoder's recurrent states and of a pass's nodes. All strides are in elements.
@@ -55,7 +59,7 @@ struct TreePass {
 
 namespace {
 
-enum Mixing : int64_t { ATTENTION, GATED_DELTA, MAMBA2, SHORT_CONV, MLP };
+enum Mixing : int64_t { ATTENTION, GATED_DELTA, MAMBA2, SHORT_CONV, MLP, EXPERTS };
 enum Activation : int64_t { SILU, GELU, SQUARED_RELU };
 
 constexpr int64_t WINDOW = 8;    // maximum taps of a convolution
@@ -340,6 +344,10 @@ struct TreeDecoder {
         product(linear, operand, count, projected.data() + first * stride + column, nullptr, stride);
         column += linear.out;
       }
+      if (layer.output_scale)
+        each(count, column, [&](int64_t row) {
+          for (int64_t i = 0; i < column; i++) projected[(first + row) * stride + i] *= layer.output_scale[i];
+        });
     }
   }
 
@@ -450,7 +458,7 @@ struct TreeDecoder {
         delta ? one.delta() : one.mamba();
       }
     });
-    if (delta) return;
+    if (delta || !layer.inner_norm) return;
     int64_t grouped = values / layer.norm_groups;
     each(rows * layer.norm_groups, grouped, [&](int64_t at) {
       norm_row(mixed.data() + at * grouped, grouped, layer.inner_norm + at % layer.norm_groups * grouped,
@@ -478,7 +486,7 @@ struct TreeDecoder {
       int64_t count = std::min(CHUNK, rows - first);
       float* from = projected.data() + first * stride;
       if (layer.activation != SQUARED_RELU) {
-        take_gated(layer.out, operand, from, stride, count, layer.activation == GELU);
+        take_gated(layer.out, operand, from, stride, count, {layer.activation == GELU});
       } else {
         each(count, layer.out.in, [&](int64_t row) {
           for (int64_t i = 0; i < layer.out.in; i += LANES) {
@@ -492,13 +500,43 @@ struct TreeDecoder {
     }
   }
 
+  // added = outputs of the shared MLP, times the sigmoid of its gate.
+  void add_shared(const Sublayer& layer, Rows& operand) {
+    int64_t stride = stride_of(layer), column = layer.experts->count, hidden = pass.hidden;
+    if (!layer.out.in) return std::fill(added.begin(), added.end(), 0.0f);
+    for (int64_t first = 0; first < rows; first += CHUNK) {
+      int64_t count = std::min(CHUNK, rows - first);
+      const float* from = projected.data() + first * stride + column;
+      take_gated(layer.out, operand, from, stride, count, {layer.activation == GELU});
+      product(layer.out, operand, count, added.data() + first * hidden);
+    }
+    for (int64_t row = 0; layer.gated && row < rows; row++) {
+      float gate = sigmoid(projected[row * stride + column + 2 * layer.out.in]);
+      for (int64_t i = row * hidden; i < (row + 1) * hidden; i++) added[i] *= gate;
+    }
+  }
+
+  void mixture(const Sublayer& layer, const float* x, float* to, Rows& operand) {
+    int64_t used = layer.experts->used, stride = stride_of(layer);
+    std::vector<int64_t> chosen(rows * used);
+    std::vector<float> weights(rows * used);
+    for (int64_t row = 0; row < rows; row++)
+      choose_experts(*layer.experts, projected.data() + row * stride, &chosen[row * used], &weights[row * used]);
+    add_shared(layer, operand);
+    add_experts(*layer.experts, {x, layer.norm, layer.epsilon}, rows, chosen.data(), weights.data(), added.data());
+    for (int64_t i = 0; i < rows * pass.hidden; i++) to[i] = x[i] + layer.scale * added[i];
+  }
+
   void run(Rows& operand) {
-    const float* x = pass.x;
+    const float *x = pass.x, *input = x;
     float* to = pass.states;
     for (const Sublayer* layer = pass.sublayers; layer < pass.sublayers + pass.count; layer++) {
-      project(*layer, x, operand);
+      if (!layer->beside) input = x;
+      project(*layer, input, operand);
       if (layer->kind == MLP) {
         mlp(*layer, x, to, operand);
+      } else if (layer->kind == EXPERTS) {
+        mixture(*layer, x, to, operand);
       } else {
         if (layer->kind == ATTENTION) {
           std::vector<float> read(rows * layer->out.in);

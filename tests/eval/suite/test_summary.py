@@ -221,18 +221,6 @@ def test_scorers_get_the_answers_of_each_conversation():
     assert (rows["none"]["score"], rows["none"]["not_scored"]) == ({}, "no such package")
 
 
-def test_figures_by_category_are_those_of_its_conversations():
-    made = [record(k, {"generate": method(4.0), "none": method(fast)}) for k, fast in enumerate((4.0, 2.0, 1.0))]
-    for one, category in zip(made, ("qa", "rag", "rag"), strict=True):
-        one["categories"] = [category]
-    mixed = record(3, {}, ids=["3", "4"])
-    mixed["categories"] = ["qa", "rag"]
-    found = rows_of(*made)["generate"]["categories"]
-    assert {name: one["conversations"] for name, one in found.items()} == {"qa": 1, "rag": 2}
-    assert [found[name]["end_to_end_plain"]["median"] for name in ("qa", "rag")] == [1.0, 0.375]
-    assert rows_of(mixed)["none"]["categories"] == rows_of(record(0, {}))["none"]["categories"] == {}
-
-
 def test_the_cost_of_a_draft_is_in_one_node_passes():
     def timed(tree, one):
         found = method(1.0)

@@ -106,7 +106,7 @@ def test_a_client_that_goes_away_while_its_image_is_decoded(narrow, monkeypatch)
         finish.set()
 
 
-def test_a_waiting_client_that_goes_away_leaves_the_queue(narrow, slow):
+def test_requests_beyond_the_queue_are_refused_and_a_waiting_client_may_leave_it(narrow, slow):
     slow(0.05)
     slots = narrow.app.state.slots
     running = open_stream(narrow, question(stream=True, **LONG))
@@ -114,34 +114,19 @@ def test_a_waiting_client_that_goes_away_leaves_the_queue(narrow, slow):
     for stream in (True, False):
         waiting = open_stream(narrow, question(stream=stream))
         assert eventually(lambda: slots.waiting == 1)
-        assert narrow.post(question()).status_code == 429
+        refused = narrow.post(question(stream=stream))
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert "busy with 2 requests: try again" in refused.json()["error"]["message"]
+        # Requests that need no slot are answered.
+        assert httpx.get(f"{narrow.url}/health").status_code == 200
+        metrics = httpx.get(f"{narrow.url}/metrics").text
+        assert all(f'num_requests_{name}{{model_name="tiny-llava"}} 1.0' in metrics for name in ("running", "waiting"))
         waiting.close()
         assert eventually(lambda: slots.waiting == 0)
     assert slots.running == 1
     running.close()
     assert eventually(lambda: narrow.idle)
-
-
-def test_requests_beyond_the_queue_are_refused(narrow, slow):
-    slow(0.02)
-    slots = narrow.app.state.slots
-    with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(text_of, narrow, question(**{**LONG, "max_tokens": 30}))
-        assert eventually(lambda: slots.running == 1)
-        second = threads.submit(text_of, narrow, question(max_tokens=4))
-        assert eventually(lambda: slots.waiting == 1)
-        refused = narrow.post(question(stream=True))
-        assert refused.status_code == 429
-        assert refused.headers["retry-after"] == "1"
-        assert refused.json()["error"]["type"] == "rate_limit_error"
-        assert "at most 1 choices may wait, and 1 do" in refused.json()["error"]["message"]
-        # Requests that need no slot are answered.
-        assert httpx.get(f"{narrow.url}/health").status_code == 200
-        metrics = httpx.get(f"{narrow.url}/metrics").text
-        assert 'vllm:num_requests_running{model_name="tiny-llava"} 1.0' in metrics
-        assert 'vllm:num_requests_waiting{model_name="tiny-llava"} 1.0' in metrics
-        assert first.result()
-        assert second.result() == text_of(narrow, question(max_tokens=4))
 
 
 def test_a_client_that_does_not_read_occupies_no_slot(narrow, monkeypatch):

@@ -42,7 +42,7 @@ from tests.tiny import Script
 
 package = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
-OTHERS = ("TQ1_0", "TQ2_0", "MXFP4", "NVFP4")  # of other families: held in float32
+OTHERS = ("TQ1_0", "TQ2_0", "NVFP4")  # of other families: held in float32
 WIDTH = 256  # a block of the K formats
 READ = ("attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")  # queries and keys are reordered
 SIZES = {"embedding_length": WIDTH, "feed_forward_length": WIDTH, "rope.dimension_count": WIDTH // 4}

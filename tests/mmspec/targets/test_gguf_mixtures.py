@@ -16,11 +16,12 @@ from torch import Tensor
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
 from mmspec.quantisation.blocks import BLOCKS
+from mmspec.quantisation.experts import PackedExperts
 from mmspec.quantisation.formats import FORMATS
 from mmspec.targets import sources
 from mmspec.targets.gguf_file import GGUFFile, GGUFTensor
 from mmspec.targets.gguf_models import read_config, set_aside
-from mmspec.targets.packing import pack_drafter
+from mmspec.targets.packing import pack_drafter, pack_model
 from tests.compiled import needs_kernels
 from tests.gguf_mixtures import ROWS, blocks, build, load, package, save
 from tests.mmspec.drafters.test_drafters import check_paths
@@ -175,3 +176,34 @@ def test_experts_are_not_read_in_float32_beside_packed_layers(tmp_path: Path) ->
     assert layer.self_attn.q_proj.stored
     assert torch.equal(layer.mlp.experts.down_proj, expected.mlp.experts.down_proj.bfloat16())
     assert layer.mlp.gate.weight.dtype == torch.float32
+
+
+@needs_kernels
+@pytest.mark.parametrize("row", ["qwen3moe", "llama", "granitemoe", "gpt-oss"])
+def test_experts_are_packed_as_they_are_in_the_file(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates, ups and downs in three formats, without dense experts."""
+    kind, name, fields, keys = ROWS[row]
+    width = "moe_intermediate_size" if row == "qwen3moe" else "intermediate_size"
+    length = "expert_feed_forward_length" if row in ("qwen3moe", "gpt-oss") else "feed_forward_length"
+    monkeypatch.setitem(ROWS, row, (kind, name, {**fields, width: 32}, {**keys, length: 32}))
+    forms, dense = {"gate": "MXFP4" if row == "gpt-oss" else "Q4_0", "up": "Q5_1", "down": "Q8_0"}, {}
+    for part, form in forms.items():
+        weight = np.random.default_rng(len(part)).standard_normal((8, 32, 32), dtype=np.float32)
+        dense[part] = package.quantize(weight, package.GGMLQuantizationType[form]), package.GGMLQuantizationType[form]
+    tensors = {f"blk.{layer}.ffn_{part}_exps.weight": one for layer in range(3) for part, one in dense.items()}
+    save(row, tmp_path / "one.gguf", tensors=tensors)
+    source = sources.find(str(tmp_path / "one.gguf"))
+    model, dtype = source.model(transformers.AutoModelForCausalLM, source.config(), "auto", True)
+    assert not [one for one in model.parameters() if one.ndim == 3 and not one.is_meta]
+    pack_model(model, dtype)
+    experts = [module for module in model.modules() if isinstance(module, PackedExperts)]
+    assert len(experts) == 3
+    for one in experts:
+        for layer, (data, form) in zip((*one.gate_up, one.down), dense.values(), strict=True):
+            assert isinstance(layer, FORMATS[form.name])
+            expected = torch.from_numpy(package.dequantize(data, form)).flatten(0, 1)
+            torch.testing.assert_close(layer.weight.float(), expected, rtol=1e-2, atol=1e-2)
+    ids, plain = torch.arange(20)[None], load(tmp_path / "one.gguf")
+    with torch.no_grad():
+        expected, found = plain(ids).logits, model(ids).logits
+    assert (found - expected).norm(dim=-1).median() < 0.1 * expected.norm(dim=-1).median()  # some use other experts

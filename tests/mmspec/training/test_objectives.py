@@ -105,7 +105,7 @@ def eagle3_case(target, config, layout, folder):
 def test_passes_of_eagle3(config, layout, loss, target, tmp_path):
     tensors, network, draft_ids, batch = eagle3_case(target, config, layout, tmp_path)
     tensors = {k: v.requires_grad_() if v.is_floating_point() else v for k, v in tensors.items()}
-    output = Eagle3Objective(4, decay=0.5, loss=loss)(network, LossInput(target, batch, draft_ids))
+    output = Eagle3Objective(passes=4, decay=0.5, loss=loss)(network, LossInput(target, batch, draft_ids))
     losses = eagle3_chains(eagle3.PlainHead(config, tensors, target.embed), target, batch, 4, loss)
     total = assert_losses(output, {"token": losses}, partial(pow, 0.5))
     names = ["fc.weight", "norm.weight", "lm_head.weight"]
@@ -121,7 +121,7 @@ def test_chains_that_are_dropped_leave_the_losses_of_the_others(config, target, 
     layout = "B" if "transformer_layer_config" in config else "A"
     tensors, network, draft_ids, batch = eagle3_case(target, config, layout, tmp_path)
     generator = torch.Generator().manual_seed(3)
-    output = Eagle3Objective(3, decay=0.5, keep=0.6)(network, LossInput(target, batch, draft_ids, generator))
+    output = Eagle3Objective(passes=3, decay=0.5, keep=0.6)(network, LossInput(target, batch, draft_ids, generator))
     with torch.no_grad():
         plain = eagle3_chains(eagle3.PlainHead(config, tensors, target.embed), target, batch, 3, "kl")
     kept = [plain[0]]
@@ -131,7 +131,7 @@ def test_chains_that_are_dropped_leave_the_losses_of_the_others(config, target, 
         kept.append(next(some for some in subsets if float(sum(some)) / len(some) == pytest.approx(mean, rel=1e-5)))
     assert len(kept[1]) < len(plain[1])
     assert_losses(detached(output), {"token": kept}, partial(pow, 0.5))
-    none = Eagle3Objective(3, decay=0.5, keep=0.0)(network, LossInput(target, batch, draft_ids))
+    none = Eagle3Objective(passes=3, decay=0.5, keep=0.0)(network, LossInput(target, batch, draft_ids))
     assert_losses(detached(none), {"token": plain[:1]}, partial(pow, 0.5))
 
 
@@ -229,7 +229,9 @@ def test_anchors_are_drawn_from_the_answers_without_repetition(target, tmp_path)
 
     def drawn(anchors, seed):
         generator = torch.Generator().manual_seed(seed)
-        return float(DFlashObjective(anchors)(network, LossInput(target, batch, generator=generator)).total.detach())
+        return float(
+            DFlashObjective(anchors=anchors)(network, LossInput(target, batch, generator=generator)).total.detach()
+        )
 
     assert drawn(1, 0) == drawn(1, 0) != drawn(1, 5)
     assert drawn(99, 0) == pytest.approx(drawn(99, 5), rel=1e-5)
@@ -355,7 +357,7 @@ def plain_chains(network, target, batch, passes, draft_ids, offset, loss):
 def check_chains(network, target, batch, passes, draft_ids=None, seed=0, loss="kl"):
     """Compares losses and gradients; returns the number of depths."""
     objective = HiddenStateObjective(
-        passes, decay=0.5, slot_decay=0.9, hidden_weight=0.7, token_weight=0.3, noise=0.0, loss=loss, top_k=3
+        passes=passes, decay=0.5, slot_decay=0.9, hidden_weight=0.7, token_weight=0.3, noise=0.0, loss=loss, top_k=3
     )
     output = objective(network, LossInput(target, batch, draft_ids, torch.Generator().manual_seed(seed)))
     slots = network.config.slots
