@@ -57,10 +57,7 @@ _HOME = {name: f"mmspec.{module}" for module, names in _HOMES.items() for name i
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'mmspec' has no attribute {name!r}")
-    from mmspec.plugins import quick_imports
-
-    with quick_imports():
-        value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
     return value
 
 

@@ -23,13 +23,11 @@ imported before it is used. Groups:
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -277,18 +275,6 @@ def default_drafter(home: Path) -> str:
 def _packaged_as(home: Path) -> list[PackagedModel]:
     models = loaded("models").values()
     return [model for model in models if isinstance(model, PackagedModel) and home.name in (model.package, model.name)]
-
-
-@contextmanager
-def quick_imports() -> Iterator[None]:
-    """Pauses Python's garbage collector, which takes a fifth of the time of importing torch and transformers."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 @cache  # reading entry points takes 10 ms or more: the metadata of every installed package

@@ -9,7 +9,6 @@ import click
 from mmspec.cli.commands import Command
 from mmspec.cli.options import generation_options, read_stdin
 from mmspec.errors import UserError
-from mmspec.plugins import quick_imports
 from mmspec.validation import is_text
 
 
@@ -31,7 +30,6 @@ def generate(text: str, **options: Any) -> None:
     if not is_text(prompt):
         raise UserError("TEXT must be UTF-8: got bytes that are not")
 
-    with quick_imports():
-        from mmspec.cli.session import answer
+    from mmspec.cli.session import answer
 
     answer({"prompt": prompt}, options)

@@ -7,8 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("cpp") / "kernels.cpp"
@@ -41,25 +40,15 @@ WHEEL = (  # AMX and i8mm are used after a check at run time
 """Builds in wheels, the fastest first: name, required processor features (of /proc/cpuinfo), compiler flags."""
 
 
-def features() -> frozenset[str]:
-    """Features of this processor, by Linux' names; empty on other systems."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return frozenset(line.partition(":")[2].split())
-
-
-def prebuilt(build: str, features: frozenset[str], folder: Path = PREBUILT) -> Path | None:
-    """The wheel's fastest library, no faster than ``build``, for a processor with these features.
-
-    Returns:
-        None without an intact library of these sources and flags.
-    """
+def prebuilt(build: str, features: Collection[str], folder: Path = PREBUILT) -> Path | None:
+    """The wheel's fastest library of these sources, no faster than ``build``, for a processor with the features."""
     slower = list(BUILDS)[list(BUILDS).index(build) :]
-    flags = (flags for name, required, flags in WHEEL if name in slower and required <= features)
-    return next((file for one in flags if (file := intact(folder, identity(SOURCE, one)))), None)
+    files = (_library(folder, flags) for name, needs, flags in WHEEL if name in slower and needs.issubset(features))
+    return next(filter(Path.exists, files), None)
+
+
+def _library(folder: Path, flags: Sequence[str]) -> Path:
+    return folder / f"{identity(SOURCE, flags)}.so"
 
 
 def find_compiler() -> str | None:
@@ -81,17 +70,10 @@ def compile_for_wheel(folder: Path) -> str | None:
     if machine is None:
         return None
     folder.mkdir()
-
-    def compiled(flags: Sequence[str]) -> bool:
-        name = identity(SOURCE, flags)
-        part = folder / f"{name}.part"
-        done = subprocess.run([compiler, *flags, *LINK, "-s", "-o", part, SOURCE])
-        return done.returncode == 0 and part.rename(folder / file_name(name, part)).exists()
-
-    flags = [flags for name, _, flags in WHEEL if (name == "AArch64") == (machine[1] == "aarch64")]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = list(pool.map(compiled, flags))
-    return machine[1] if any(made) else None
+    found = [flags for name, _, flags in WHEEL if (name == "AArch64") == (machine[1] == "aarch64")]
+    commands = [[compiler, *flags, *LINK, "-s", "-o", _library(folder, flags), SOURCE] for flags in found]
+    codes = [process.wait() for process in [subprocess.Popen(command) for command in commands]]
+    return machine[1] if 0 in codes else None
 
 
 def identity(source: Path, flags: Sequence[str], *about: bytes) -> str:
@@ -99,13 +81,3 @@ def identity(source: Path, flags: Sequence[str], *about: bytes) -> str:
     sources = [source, *sorted(source.parent.glob("*.h"))]
     parts = [*(file.read_bytes() for file in sources), *about, " ".join(flags).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def file_name(name: str, file: Path) -> str:
-    """File name of a library: its identity and a digest of its contents."""
-    return f"{name}-{hashlib.sha256(file.read_bytes()).hexdigest()[:32]}.so"
-
-
-def intact(folder: Path, name: str) -> Path | None:
-    """The library of an identity whose contents match the digest in its name."""
-    return next((file for file in folder.glob(f"{name}-*.so") if file.name == file_name(name, file)), None)

@@ -7,6 +7,7 @@ loading it would crash the process.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
 import platform
@@ -20,7 +21,7 @@ import torch
 
 from mmspec.errors import UserError, first_line
 from mmspec.files import cache_folder, settle, temporary
-from mmspec.ops.builds import LINK, file_name, find_compiler, identity, intact
+from mmspec.ops.builds import LINK, find_compiler, identity
 
 _log = logging.getLogger("mmspec.kernels")
 _SECONDS = 120  # timeout of the compiler
@@ -35,10 +36,7 @@ class CompilerError(Exception):
 def load(source: Path, flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL:
     """Load the library of a source; compiles it unless cached for the same source, headers, compiler and processor.
 
-    Args:
-        prebuilt: a library to load instead, if this system can load it.
-
-    Safe for concurrent processes.
+    Loads ``prebuilt`` instead if this system can. Safe for concurrent processes.
 
     Raises:
         CompilerError: no compiler, failed compilation, or a cache that is not writable or does not allow executables.
@@ -69,22 +67,27 @@ def load(source: Path, flags: Sequence[str], prebuilt: Path | None = None) -> ct
 def _identity(source: Path, compiler: str, flags: Sequence[str]) -> str:
     with _explained(f"{compiler} does not run"):
         version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_SECONDS, check=True).stdout
-    return identity(source, flags, compiler.encode(), version, _processor().encode())
+    return identity(source, flags, compiler.encode(), version, processor().encode())
 
 
 def _kept(folder: Path, name: str) -> Path | None:
     """A cached library with a matching digest; deletes other libraries of the same name."""
-    found = intact(folder, name)
-    for file in set(folder.glob(f"{name}-*.so")) - {found}:
+    for file in folder.glob(f"{name}-*.so"):
+        if file.name == _file_name(name, file):
+            return file
         file.unlink(missing_ok=True)
-    return found
+    return None
+
+
+def _file_name(name: str, file: Path) -> str:
+    return f"{name}-{hashlib.sha256(file.read_bytes()).hexdigest()[:32]}.so"
 
 
 def _compiled(source: Path, command: Sequence[str], folder: Path, name: str) -> Path:
     with temporary(folder / f"{name}.so") as part:
         run_compiler([*command, "-o", str(part), str(source)], [folder, Path(tempfile.gettempdir())])
         settle(part)
-        file = folder / file_name(name, part)
+        file = folder / _file_name(name, part)
         os.replace(part, file)
     return file
 
@@ -126,11 +129,11 @@ def _explained(message: str, advice: str = "") -> Iterator[None]:
         raise CompilerError(f"{message}: {first_line(error)}{advice}") from error
 
 
-def _processor() -> str:
+def processor() -> str:
     """Model and features of this processor, because machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         about = {line.partition(":")[0].strip(): line for line in reversed(lines)}
-        return "".join(about.get(key, "") for key in ("model name", "flags", "Features", "CPU part"))
+        return " ".join(about.get(key, "") for key in ("model name", "flags", "Features", "CPU part"))
     except OSError:
         return f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()}"

@@ -170,15 +170,11 @@ def functions() -> Any:
 def library() -> ctypes.CDLL | str:
     """The compiled kernels, or the reason why they are not available."""
     name = build()
-    return compiled(BUILDS[name], builds.prebuilt(name, builds.features()))
+    return compiled(BUILDS[name], builds.prebuilt(name, compiler.processor().split()))
 
 
 def compiled(flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL | str:
-    """The kernels compiled with the given flags of ``BUILDS``, or the reason why they are not available.
-
-    Args:
-        prebuilt: a library of a wheel, loaded instead.
-    """
+    """The kernels ``prebuilt``, else compiled with flags of ``BUILDS``, or the reason why they are not available."""
     if not _has_instructions():
         return "expected a processor with AVX2"
     try:
@@ -227,7 +223,7 @@ def compiled(flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL 
 def _has_instructions() -> bool:
     """Whether the CPU has AVX2 or AVX-512, or AArch64's dot products if requested; else torch's kernels are faster."""
     if os.environ.get("MMSPEC_CPU_BUILD") == "AArch64":
-        return "asimddp" in builds.features()
+        return "asimddp" in compiler.processor().split()
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 

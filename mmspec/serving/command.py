@@ -30,7 +30,6 @@ from mmspec.cli.options import (
 )
 from mmspec.errors import UserError
 from mmspec.jobs import rank, ranks
-from mmspec.plugins import quick_imports
 from mmspec.sampling.reasoning import AUTO, FORMATS, NAMES
 from mmspec.serving.settings import Limits, ServeOptions, ServerSettings, host_names, is_loopback, server_url
 from mmspec.workers import on_signals
@@ -131,8 +130,7 @@ def serve(
 def _here(settings: ServerSettings, host: str, port: int) -> None:
     with steps_shown():
         _log.info("importing torch and transformers")
-        with quick_imports():
-            from mmspec.serving.server import listen, loading, run
+        from mmspec.serving.server import listen, loading, run
 
     with listen(host, port) as listening:
         with loading(listening), steps_shown():

@@ -25,7 +25,6 @@ from mmspec.cli.options import LOADING, OUT_FILE, Finite, generation_options, re
 from mmspec.errors import UserError
 from mmspec.files import alone, append_text, check_settings, read_rows, write_text
 from mmspec.jobs import ENGINES, import_ray, run_jobs
-from mmspec.plugins import quick_imports
 
 EXIT_SKIPPED = 3  # exit status when files of a folder were skipped
 PROMPTS = {"image": "Describe the image.", "video": "Describe the video."}
@@ -92,8 +91,7 @@ def caption(
     media = MediaDecoder().load(source, name="standard input" if piped else file, **video)
     kind = "video" if isinstance(media, Video) else "image"
 
-    with quick_imports():
-        from mmspec.cli.session import answer
+    from mmspec.cli.session import answer
     from mmspec.vision.embedded import samples
 
     sample = not piped and Path(file).resolve().parent == samples().resolve()
