@@ -205,17 +205,9 @@ def compiled(flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL 
     loaded.read_bytes.argtypes, loaded.read_bytes.restype = [pointer, count, threads], count
     loaded.multiply_add.argtypes, loaded.multiply_add.restype = [count, count, threads], count
     loaded.dense_rows.argtypes = [count, pointer, count, count, threads, pointer, threads]
-    without_result = (
-        "linear",
-        "attention_inputs",
-        "layer_outputs",
-        "decode",
-        "write_keys_values",
-        "attention",
-        "decode_sublayers",
-        "expert_outputs",
-    )
-    for name in (*without_result, "advance_states", "greatest_of_rows", "quantiles_of_rows", "draft_slots"):
+    layers = "linear", "attention_inputs", "layer_outputs", "decode", "write_keys_values", "attention"
+    others = "decode_sublayers", "expert_outputs", "advance_states", "draft_slots"
+    for name in (*layers, *others, "greatest_of_rows", "quantiles_of_rows"):
         getattr(loaded, name).restype = None
     return loaded
 

@@ -1,4 +1,4 @@
-"""Prebuilt kernels of wheels: chosen by the processor, refused if stale or damaged, loaded without a compiler."""
+"""Prebuilt kernels of wheels: chosen by the processor, refused if stale, loaded without a compiler."""
 
 from __future__ import annotations
 
@@ -34,11 +34,9 @@ PROCESSORS = {
 @pytest.fixture
 def libraries(tmp_path: Path) -> list[Path]:
     """A file for each build of a wheel."""
-    files = []
-    for *_, flags in builds.WHEEL:
-        part = tmp_path / "part"
-        part.write_text(" ".join(flags))
-        files.append(part.rename(tmp_path / builds.file_name(builds.identity(builds.SOURCE, flags), part)))
+    files = [builds._library(tmp_path, flags) for *_, flags in builds.WHEEL]
+    for file in files:
+        file.touch()
     return files
 
 
@@ -61,26 +59,22 @@ def test_features_are_those_of_this_processor() -> None:
     assert "avx2" in compiler.processor().split()
 
 
-def changed_header(source: Path, library: Path) -> None:
+def changed_header(source: Path) -> None:
     header = source.with_name("dots.h")
     header.write_text(header.read_text() + "\n")
 
 
-def changed_source(source: Path, library: Path) -> None:
+def changed_source(source: Path) -> None:
     source.write_text(source.read_text() + "\n")
 
 
-def damaged(source: Path, library: Path) -> None:
-    library.write_bytes(library.read_bytes()[:-1])
-
-
-@pytest.mark.parametrize("change", [changed_header, changed_source, damaged])
-def test_stale_and_damaged_libraries_are_not_loaded(change, libraries, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("change", [changed_header, changed_source])
+def test_stale_libraries_are_not_loaded(change, libraries, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(builds, "SOURCE", tmp_path / "cpp" / "kernels.cpp")
     shutil.copytree(Path(builds.__file__).with_name("cpp"), tmp_path / "cpp")
     features = frozenset(V3.split())
     assert builds.prebuilt("AVX2", features, tmp_path) == libraries[3]
-    change(builds.SOURCE, libraries[3])
+    change(builds.SOURCE)
     assert builds.prebuilt("AVX2", features, tmp_path) is None
 
 
@@ -120,18 +114,18 @@ def test_a_wheel_without_a_compiler_is_pure(tree: Path) -> None:
 
 @pytest.mark.long
 def test_a_wheel_brings_kernels_that_need_no_compiler(tree: Path, tmp_path: Path) -> None:
-    if not cpu_library._has_instructions() or compiler.find_compiler() is None or not compiler.processor().split():
+    if not cpu_library._has_instructions() or compiler.find_compiler() is None or sys.platform != "linux":
         pytest.skip("needs Linux, AVX2 and a C++ compiler")
     wheel = run(tree, BUILD)
     assert wheel.endswith("-py3-none-linux_x86_64.whl")
     zipfile.ZipFile(tmp_path / wheel).extractall(tmp_path / "site")
     folder, cache = tmp_path / "site/mmspec/ops/prebuilt", tmp_path / "cache"
     made = {builds.identity(builds.SOURCE, flags): name for name, _, flags in builds.WHEEL if name != "AArch64"}
-    assert sorted(file.name.split("-")[0] for file in folder.iterdir()) == sorted(made)
+    assert sorted(file.stem for file in folder.iterdir()) == sorted(made)
     for name in ("AVX-512 VNNI", "AVX-VNNI", "AVX2"):
         file = builds.prebuilt(name, compiler.processor().split(), folder)
         alone = {"PATH": "", "MMSPEC_CACHE": str(cache), "MMSPEC_KERNELS": "auto", "MMSPEC_CPU_BUILD": name}
-        assert run(tmp_path / "site", SCRIPT, **alone) == made[file.name.split("-")[0]]
+        assert run(tmp_path / "site", SCRIPT, **alone) == made[file.stem]
     assert not cache.exists()
 
 

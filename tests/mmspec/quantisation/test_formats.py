@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmspec.errors import UserError
-from mmspec.ops import builds, cpu, cpu_library
+from mmspec.ops import builds, compiler, cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear, JoinedLinear
 from mmspec.quantisation.formats import FORMATS, StoredRows, concatenated, stored_layer
 from mmspec.targets.gguf_file import _OpenFile
