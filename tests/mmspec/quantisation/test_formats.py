@@ -155,5 +155,5 @@ def test_a_build_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu_library.library.__wrapped__()
         assert (cpu_library.build(), compiled.pop()) == (name, flags)
     monkeypatch.setenv("MMSPEC_CPU_BUILD", "SSE")
-    with pytest.raises(UserError, match="MMSPEC_CPU_BUILD must be one of AVX-512 VNNI, AVX-VNNI, AVX2: got 'SSE'"):
+    with pytest.raises(UserError, match=r"MMSPEC_CPU_BUILD must be one of AVX-512 VNNI, .*, AArch64: got 'SSE'"):
         cpu_library.build()
