@@ -11,8 +11,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("cpp") / "kernels.cpp"
-PREBUILT = Path(__file__).with_name("prebuilt")
-"""Folder of the libraries that a wheel contains; absent from source trees."""
+PREBUILT = Path(__file__).with_name("prebuilt")  # libraries of a wheel; absent from source trees
 
 LINK = ["-shared", "-fPIC", "-pthread"]
 _FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
