@@ -63,9 +63,9 @@ def compile_for_wheel(folder: Path) -> str | None:
         The machine, x86_64 or aarch64; None without a compiler for Linux that knows the flags.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    compiler = find_compiler()
+    compiler = find_compiler() or ""
     target = compiler and subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True).stdout
-    machine = re.match("(x86_64|aarch64)-.*linux", target or "")
+    machine = re.match("(x86_64|aarch64)-.*linux", target)
     if machine is None:
         return None
     folder.mkdir()
