@@ -70,7 +70,7 @@ def compile_for_wheel(folder: Path) -> str | None:
         return None
     folder.mkdir()
     found = [flags for name, _, flags in WHEEL if (name == "AArch64") == (machine[1] == "aarch64")]
-    commands = [[compiler, *flags, *LINK, "-s", "-o", _library(folder, flags), SOURCE] for flags in found]
+    commands = [[compiler, *flags, *LINK, "-s", "-o", str(_library(folder, flags)), str(SOURCE)] for flags in found]
     codes = [process.wait() for process in [subprocess.Popen(command) for command in commands]]
     return machine[1] if 0 in codes else None
 
