@@ -3,7 +3,7 @@
 #   docker build -t mmspec-cuda --build-arg BACKEND= .    # with NVIDIA's libraries
 FROM python:3.11-slim
 
-# Compiles the CPU kernels of packed decoders, at their first use.
+# Compiles the CPU kernels of packed decoders into the wheel, and Triton kernels at their first use.
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 
 # A CPU build of torch; an empty BACKEND takes the usual one, with NVIDIA's libraries.
@@ -11,7 +11,7 @@ ARG BACKEND=cpu
 RUN pip install --no-cache-dir uv && uv pip install --system --no-cache ${BACKEND:+--torch-backend $BACKEND} torch==2.13.0
 
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY src src
 COPY mmspec mmspec
 COPY vision vision

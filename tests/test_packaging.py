@@ -73,7 +73,7 @@ def test_what_the_dockerfile_copies_installs_and_runs_exists() -> None:
     copied = {source for line in instructions("COPY") for source in shlex.split(line)[:-1]}
     assert all((ROOT / source).exists() for source in copied)
     packages = {"src", "mmspec", *(link.name for link in (ROOT / "mmspec").iterdir() if link.is_symlink())}
-    assert copied == {*packages, "pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]}
+    assert copied == {*packages, "pyproject.toml", "setup.py", PROJECT["readme"], *PROJECT["license-files"]}
     (extras,) = (re.findall(r'"\.\[(.+)\]"', line)[0] for line in instructions("RUN") if '".[' in line)
     assert {"serve"} <= set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
     (version,) = re.findall(r"^CPU_TORCH := torch==(.+)\+cpu$", (ROOT / "Makefile").read_text(), re.MULTILINE)

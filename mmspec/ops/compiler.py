@@ -11,7 +11,6 @@ import hashlib
 import logging
 import os
 import platform
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,8 +21,8 @@ import torch
 
 from mmspec.errors import UserError, first_line
 from mmspec.files import cache_folder, settle, temporary
+from mmspec.ops.builds import LINK, find_compiler, identity
 
-_LINK = ["-shared", "-fPIC", "-pthread"]
 _log = logging.getLogger("mmspec.kernels")
 _SECONDS = 120  # timeout of the compiler
 _PROBE = 4 << 20  # bytes; more than a compiler's output
@@ -34,20 +33,19 @@ class CompilerError(Exception):
     """A source cannot be compiled or its library cannot be loaded; the message is one line."""
 
 
-def find_compiler() -> str | None:
-    """Path of the C++ compiler: ``$CXX``, else the first available of the usual names; None if there is none."""
-    names = [os.environ.get("CXX"), "c++", "g++", "clang++"]
-    return next((path for name in names if name and (path := shutil.which(name))), None)
-
-
-def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
+def load(source: Path, flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL:
     """Load the library of a source; compiles it unless cached for the same source, headers, compiler and processor.
 
-    Safe for concurrent processes.
+    Loads ``prebuilt`` instead if this system can. Safe for concurrent processes.
 
     Raises:
         CompilerError: no compiler, failed compilation, or a cache that is not writable or does not allow executables.
     """
+    if prebuilt:
+        try:
+            return ctypes.CDLL(str(prebuilt))
+        except OSError as error:  # such as of another C library
+            _log.info("compiling kernels, because the wheel's cannot be loaded: %s", error)
     compiler = find_compiler()
     if compiler is None:
         raise CompilerError("expected a C++ compiler (g++ or clang++), found none")
@@ -58,7 +56,7 @@ def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
         if file is None:
             _log.info("compiling kernels with %s, which are kept in %s", compiler, folder)
             try:
-                file = _compiled(source, [compiler, *flags, *_LINK], folder, name)
+                file = _compiled(source, [compiler, *flags, *LINK], folder, name)
             except UserError as error:  # of `temporary`: its reason has a message of this module's
                 raise error.__cause__ or error from None
     expected = f"expected a folder whose files may be executed (not mounted noexec); {_ANOTHER}"
@@ -69,15 +67,7 @@ def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
 def _identity(source: Path, compiler: str, flags: Sequence[str]) -> str:
     with _explained(f"{compiler} does not run"):
         version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_SECONDS, check=True).stdout
-    sources = [source, *sorted(source.parent.glob("*.h"))]
-    parts = [
-        *(file.read_bytes() for file in sources),
-        compiler.encode(),
-        version,
-        _processor().encode(),
-        " ".join(flags).encode(),
-    ]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    return identity(source, flags, compiler.encode(), version, processor().encode())
 
 
 def _kept(folder: Path, name: str) -> Path | None:
@@ -139,11 +129,11 @@ def _explained(message: str, advice: str = "") -> Iterator[None]:
         raise CompilerError(f"{message}: {first_line(error)}{advice}") from error
 
 
-def _processor() -> str:
+def processor() -> str:
     """Model and features of this processor, because machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         about = {line.partition(":")[0].strip(): line for line in reversed(lines)}
-        return "".join(about.get(key, "") for key in ("model name", "flags", "Features", "CPU part"))
+        return " ".join(about.get(key, "") for key in ("model name", "flags", "Features", "CPU part"))
     except OSError:
         return f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()}"

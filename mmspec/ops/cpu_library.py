@@ -13,18 +13,9 @@ import torch
 from torch import Tensor
 
 from mmspec.errors import UserError
-from mmspec.ops import compiler
+from mmspec.ops import builds, compiler
+from mmspec.ops.builds import BUILDS
 
-SOURCE = Path(__file__).with_name("cpp") / "kernels.cpp"
-_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
-_YMM_FLAGS = ["-mno-avx512f", "-fno-schedule-insns2", "-fno-tree-ter"]  # else GCC spills accumulators
-BUILDS = {
-    "AVX-512 VNNI": _FLAGS,
-    "AVX-VNNI": [*_FLAGS, *_YMM_FLAGS],
-    "AVX2": [*_FLAGS, *_YMM_FLAGS, "-mno-avxvnni"],
-}
-"""Compiler flags of each build. A build uses its instructions if the processor has them; the library function
-``instructions`` returns which."""
 KINDS = ("int4", "int8", "bfloat16", "float32", "q5", "q4_k", "q5_k", "q6_k", "mxfp4")  # ``Kind`` of ``cpp/formats.h``
 FORMATS = {"Q4_0": "int4", "Q4_1": "int4", "Q5_0": "q5", "Q5_1": "q5", "Q8_0": "int8", "MXFP4": "mxfp4"}
 FORMATS |= {"Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k"}
@@ -189,15 +180,16 @@ def functions() -> Any:
 @cache
 def library() -> ctypes.CDLL | str:
     """The compiled kernels, or the reason why they are not available."""
-    return compiled(BUILDS[build()])
+    name = build()
+    return compiled(BUILDS[name], builds.prebuilt(name, compiler.processor().split()))
 
 
-def compiled(flags: Sequence[str]) -> ctypes.CDLL | str:
-    """The kernels compiled with the given flags of ``BUILDS``, or the reason why they are not available."""
+def compiled(flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL | str:
+    """The kernels ``prebuilt``, else compiled with flags of ``BUILDS``, or the reason why they are not available."""
     if not _has_instructions():
         return "expected a processor with AVX2"
     try:
-        loaded = compiler.load(SOURCE, flags)
+        loaded = compiler.load(builds.SOURCE, flags, prebuilt)
     except compiler.CompilerError as error:
         return str(error)
     pointer, count, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -225,24 +217,17 @@ def compiled(flags: Sequence[str]) -> ctypes.CDLL | str:
     loaded.read_bytes.argtypes, loaded.read_bytes.restype = [pointer, count, threads], count
     loaded.multiply_add.argtypes, loaded.multiply_add.restype = [count, count, threads], count
     loaded.dense_rows.argtypes = [count, pointer, count, count, threads, pointer, threads]
-    without_result = (
-        "linear",
-        "attention_inputs",
-        "layer_outputs",
-        "decode",
-        "write_keys_values",
-        "attention",
-        "decode_sublayers",
-        "expert_outputs",
-        "chosen_experts",
-    )
-    for name in (*without_result, "advance_states", "greatest_of_rows", "quantiles_of_rows", "draft_slots"):
+    layers = "linear", "attention_inputs", "layer_outputs", "decode", "write_keys_values", "attention"
+    others = "decode_sublayers", "expert_outputs", "chosen_experts", "advance_states", "draft_slots"
+    for name in (*layers, *others, "greatest_of_rows", "quantiles_of_rows"):
         getattr(loaded, name).restype = None
     return loaded
 
 
 def _has_instructions() -> bool:
-    """Whether the CPU has AVX2 or AVX-512; otherwise torch's kernels are faster."""
+    """Whether the CPU has AVX2 or AVX-512, or AArch64's dot products if requested; else torch's kernels are faster."""
+    if os.environ.get("MMSPEC_CPU_BUILD") == "AArch64":
+        return "asimddp" in compiler.processor().split()
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmspec.errors import UserError
-from mmspec.ops import cpu, cpu_library
+from mmspec.ops import builds, compiler, cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear, JoinedLinear
 from mmspec.quantisation.formats import FORMATS, StoredRows, concatenated, stored_layer
 from mmspec.targets.gguf_file import _OpenFile
@@ -23,7 +23,11 @@ from tests.compiled import needs_kernels
 from tests.gguf_rows import dequantised, random_rows, stored
 
 THREADS = (1, 2, 3)
-BUILDS = {"portable": ["-std=c++17", "-O1", "-ffp-contract=off", "-DMMSPEC_PORTABLE"], **cpu_library.BUILDS}
+BUILDS = [
+    ("portable", frozenset(), ["-std=c++17", "-O1", "-ffp-contract=off", "-DMMSPEC_PORTABLE"]),
+    *((name, frozenset(), flags) for name, flags in builds.BUILDS.items()),
+    *builds.WHEEL,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -110,10 +114,12 @@ def extremes(form: str) -> Iterator[tuple[BlockLinear, Tensor]]:
 
 @pytest.mark.long
 @needs_kernels
-@pytest.mark.parametrize("build", BUILDS)
-def test_other_builds_give_the_same_bits(build: str) -> None:
-    """What other processors run: without vector instructions, and with vectors of 256 bits, with and without VNNI."""
-    library = cpu_library.compiled(BUILDS[build])
+@pytest.mark.parametrize(("build", "features", "flags"), BUILDS)
+def test_other_builds_give_the_same_bits(build: str, features: frozenset[str], flags: list[str]) -> None:
+    """What other processors run: without vector instructions, with vectors of 256 bits, and the builds of wheels."""
+    if not features <= set(compiler.processor().split()):
+        pytest.skip(f"needs a processor with {', '.join(features)}")
+    library = cpu_library.compiled(flags)
     assert isinstance(library, ctypes.CDLL), library
     if library.instructions().decode() != build:
         pytest.skip(f"needs a processor with {build}")
@@ -143,11 +149,11 @@ def test_a_build_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_library.build() in cpu_library.BUILDS
     compiled: list[list[str]] = []
     monkeypatch.setattr(cpu_library, "_has_instructions", lambda: True)
-    monkeypatch.setattr(cpu_library, "compiled", compiled.append)
+    monkeypatch.setattr(cpu_library, "compiled", lambda flags, prebuilt: compiled.append(flags))
     for name, flags in cpu_library.BUILDS.items():
         monkeypatch.setenv("MMSPEC_CPU_BUILD", name)
         cpu_library.library.__wrapped__()
         assert (cpu_library.build(), compiled.pop()) == (name, flags)
     monkeypatch.setenv("MMSPEC_CPU_BUILD", "SSE")
-    with pytest.raises(UserError, match="MMSPEC_CPU_BUILD must be one of AVX-512 VNNI, AVX-VNNI, AVX2: got 'SSE'"):
+    with pytest.raises(UserError, match=r"MMSPEC_CPU_BUILD must be one of AVX-512 VNNI, .*, AArch64: got 'SSE'"):
         cpu_library.build()
