@@ -231,7 +231,7 @@ _GEMMA4 = gguf_dense.ARCHITECTURES["gemma4"]
 WITH_EXPERTS: dict[str, Architecture] = {
     "gemma4": replace(
         _GEMMA4,
-        keys=_GEMMA4.keys | expert_keys("num_experts") | {"expert_used_count": "top_k_experts"},
+        keys={**_GEMMA4.keys, **expert_keys("num_experts"), "expert_used_count": "top_k_experts"},
         names=_GEMMA4.names | _BESIDE,
     ),
     "llama": Architecture("mixtral", SIZES | _LOCAL, {**ATTENTION, **ROTARY, **ROUTED}, more=decoder),
