@@ -168,9 +168,6 @@ class GGUFFile:
     def text(self, key: str, default: Any = _REQUIRED) -> str:
         return str(self._value(key, default, "a text", lambda x: isinstance(x, str)))
 
-    def flag(self, key: str, default: Any = _REQUIRED) -> bool:
-        return bool(self._value(key, default, "true or false", lambda x: isinstance(x, bool)))
-
     def _value(self, key: str, default: Any, expected: str, fits: Callable[[Any], bool]) -> Any:
         if key not in self.metadata and not key.startswith(("general.", "tokenizer.", "split.")):
             key = f"{self.architecture()}.{key}"

@@ -384,18 +384,17 @@ def test_mistakes_are_named(message: str, file: Path, cache: Path, tmp_path: Pat
 
 
 def test_values_of_keys_have_the_type_asked_for(tmp_path: Path) -> None:
-    found = gguf_file.GGUFFile(save_gguf(tmp_path / "a.gguf", entries={"llama.kv": [1, 2], "llama.causal": True}))
+    found = gguf_file.GGUFFile(save_gguf(tmp_path / "a.gguf", entries={"llama.kv": [1, 2]}))
     assert (found.count("block_count"), found.count("missing", 5), found.count("llama.block_count")) == (2, 5, 2)
     assert (found.counts("kv", 2), found.counts("block_count", 3), found.counts("no", 2, [7])) == ([1, 2], [2] * 3, [7])
     assert (found.number("rope.freq_base"), found.number("block_count"), found.number("no", 0.5)) == (1e4, 2.0, 0.5)
-    assert (found.text("general.name"), found.text("no", "x"), found.flag("causal")) == ("stand-in", "x", True)
+    assert (found.text("general.name"), found.text("no", "x")) == ("stand-in", "x")
     wrong: dict[str, Callable[[], Any]] = {
         "a whole number from 1 to 134217728 in llama.no, found none": lambda: found.count("no"),
         "a whole number from 1 to 1 in llama.block_count, found 2": lambda: found.count("block_count", most=1),
         r"whole numbers from 2 to 134217728 in llama.kv, found \[1, 2\]": lambda: found.counts("kv", least=2),
         "a number in general.name, found 'stand-in'": lambda: found.number("general.name"),
         "a text in llama.block_count, found 2": lambda: found.text("block_count"),
-        "true or false in llama.block_count, found 2": lambda: found.flag("block_count"),
     }
     for message, read in wrong.items():
         with pytest.raises(mmspec.UserError, match=rf"^cannot load model '.*a\.gguf': expected {message}$"):
