@@ -39,7 +39,8 @@ def mamba(module: Any) -> Part | None:
         tensors["output_scale"] = module.mup_vector.flatten()
     weight, norms = getattr(module.norm, "weight", None), {}
     if weight is not None:
-        groups = getattr(module.norm, "n_groups", None) or weight.numel() // module.norm.group_size
+        size = getattr(module.norm, "group_size", weight.numel())  # absent from transformers 5.21
+        groups = getattr(module.norm, "n_groups", None) or weight.numel() // size
         norms = dict(inner_norm=(weight.detach(), module.norm.variance_epsilon), norm_groups=groups)
     return dict(
         **norms,
