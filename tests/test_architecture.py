@@ -44,7 +44,7 @@ LAYERS = [
 COMMANDS = {"cli", "serving", "eval", "demos", "__main__"}
 """Rooms and packages that may import ``mmspec.cli``."""
 
-LARGEST = {"modules": 233, "lines": 55_200, "lines of tests": 49_600}
+LARGEST = {"modules": 237, "lines": 55_320, "lines of tests": 49_730}
 """Size of the project. Lower a number when possible; raise one only for a users' feature."""
 
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")) if not path.is_symlink()]

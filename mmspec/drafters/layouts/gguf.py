@@ -35,7 +35,10 @@ def read(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if (name := file.architecture()) not in ARCHITECTURES:
             raise ValueError(f"expected the architecture {' or '.join(ARCHITECTURES)}, found {name!r}")
         sizes = {field: keys.uniform(key) for key, field in SIZES.items() if key != "context_length" or key in keys}
-        config = {**sizes, **decoder(keys), **(_eagle3(keys) if name == "eagle3" else _dflash(keys, file))}
+        fields = decoder(keys)
+        if fields["rope_parameters"]["partial_rotary_factor"] == 1.0:
+            del fields["rope_parameters"]["partial_rotary_factor"]
+        config = {**sizes, **fields, **(_eagle3(keys) if name == "eagle3" else _dflash(keys, file))}
         for key, value in keys.unread().items():
             raise ValueError(
                 f"expected keys of {name} drafters, found {name}.{key} = {shown(value)}, which is not known"

@@ -156,9 +156,12 @@ def test_a_wrong_server_is_found(name, changes, servers):
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in CASES if name not in LOCAL]
 )
 def test_a_server_with_drafts_equals_one_without(name, servers):
-    found = result(servers[0].url, f"{servers[1].url}/v1/", name)
-    assert found["outcome"] == "equal", found
-    assert found["tokens"] > 15
+    for _ in range(3):  # on a busy machine, the policy may draft nothing
+        found = result(servers[0].url, f"{servers[1].url}/v1/", name)
+        assert found["outcome"] == "equal", found
+        assert found["tokens"] > 15
+        if found["accepted"]:
+            break
     assert found["accepted"] > 0
 
 
