@@ -16,7 +16,7 @@ from mmspec.quantisation.linear import GROUP
 
 WEIGHTS = "gate_up_proj", "down_proj"
 """Fused weights of transformers' experts: (experts, gates and ups, hidden) and (experts, hidden, features); in gpt-oss
-transposed, with gates and ups in turn, and with biases."""
+transposed, with interleaved gate and up rows, and with biases."""
 
 _BIASES = "gate_up_proj_bias", "down_proj_bias"
 

@@ -242,7 +242,7 @@ def test_packed_forward():
     assert attention_layers(target.config) == [1]
     output = prefilled(target, Prompt(ids), reads=(1,))
     found = prompt_attention(target, 1, output, 0, QUERIES)
-    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(found, expected, atol=0.04, rtol=0.05)
     assert torch.allclose(found.sum(-1), torch.ones(1, QUERIES))
 
 
