@@ -17,7 +17,7 @@ def delta(module: Any) -> Part | None:
         return None
     return dict(
         kind="delta",
-        inputs=[module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a],
+        inputs=[[module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a]],
         out=module.out_proj,
         inner_norm=(module.norm.weight.detach(), module.layer_norm_epsilon),
         tensors={**_convolution(module.conv1d), **_recurrence(module)},
@@ -45,7 +45,7 @@ def mamba(module: Any) -> Part | None:
     return dict(
         **norms,
         kind="mamba",
-        inputs=[module.in_proj],
+        inputs=[[module.in_proj]],
         out=module.out_proj,
         input_scale=float(getattr(module, "ssm_in_multiplier", 1.0)),
         tensors=tensors,
@@ -64,7 +64,7 @@ def short_convolution(module: Any) -> Part | None:
         return None
     return dict(
         kind="convolution",
-        inputs=[module.in_proj],
+        inputs=[[module.in_proj]],
         out=module.out_proj,
         tensors=_convolution(module.conv),
         channels=_whole(module.conv.in_channels),
