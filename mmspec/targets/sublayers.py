@@ -240,7 +240,9 @@ class SublayerStack:
         cached = attention is not None and all(part["kind"] in ("attention", "mlp", "experts") for part in parts)
         out = plain(x, **options, **({cache_argument(layer): cache} if cached else {}))
         out = out[0] if isinstance(out, tuple) else out
-        states = cache.kv.states(attention["module"].layer_idx) if cached and attention is not None else []
+        states: list[Tensor] = []
+        if cached and attention is not None:
+            states = [state[:, :, :5] for state in cache.kv.states(attention["module"].layer_idx)]
         turns = self._rotation(positions, (2, 5)).contiguous()
         for choice in product(range(len(_orders(parts, norms))), (True, False)):
             made = self._sublayers(layer, parts, norms, *choice)
