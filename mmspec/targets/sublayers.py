@@ -45,6 +45,9 @@ _MULTIPLIERS = {
 _SHARED = "shared_expert", "shared_experts", "shared_mlp"
 _FINAL_NORMS = "norm", "embedding_norm", "final_layernorm", "norm_f"
 _TOLERANCE = 0.03  # of a layer's update, relative: inputs rounded to 8 bits, and keys and values to bfloat16
+_SCORES = 1 / 8
+"""Factor of attention scores in comparisons: rounding queries and keys changes small scores little."""
+
 _FORMS = {"float32": "float32", "bfloat16": "bfloat16"}
 """Forms of the kernels' inputs, by kind of weights; other kinds take int8."""
 
@@ -227,6 +230,8 @@ class SublayerStack:
 
         for original, child in zip(layer.children(), plain.children(), strict=True):
             child.register_forward_pre_hook(partial(record, original), with_kwargs=True)
+            if hasattr(child, "scaling"):
+                child.scaling *= _SCORES
         x = torch.randn(2, 5, _hidden(parts), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         positions = torch.tensor([[0, 1, 2, 3, 4], [3, 5, 9, 20, 50]], dtype=torch.long)
         options: dict[str, Any] = {"attention_mask": None}
@@ -256,7 +261,8 @@ class SublayerStack:
         made: list[Part], x: Tensor, rotation: Tensor, expected: list[Tensor], states: Sequence[Tensor]
     ) -> bool:
         """Whether the kernels' residuals after sublayers of a layer, keys and values are those expected."""
-        weights = _weights([[{**part, "ends_layer": 1} for part in made]])
+        scaled = [{**part, "attention_scale": _SCORES * part.get("attention_scale", 0.0)} for part in made]
+        weights = _weights([[{**part, "ends_layer": 1} for part in scaled]])
         shapes = [(2, 2, part["groups"], 5, part["head_dim"]) for part in made if part["kind"] == "attention"]
         keys = torch.zeros(shapes[0], dtype=torch.bfloat16) if shapes else None
         buffers = cpu.recurrent_buffers(weights, *zero_states(weights, 2), None)

@@ -32,7 +32,7 @@ from mmspec.targets import gguf, gguf_file, gguf_models, packing, sources, templ
 from mmspec.targets.gguf_keys import Rows, minus_one
 from mmspec.targets.gguf_models import Weight
 from mmspec.targets.infill import Infill
-from mmspec.targets.packing import drafter_kind, merge_layers, pack_drafter, pack_model, weights_kind
+from mmspec.targets.packing import drafter_kind, pack_drafter, pack_model, weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.gguf_rows import random_rows
@@ -256,7 +256,7 @@ def test_matrices_of_other_shapes_are_refused(dtype: str, cache: Path, tmp_path:
 
 @needs_kernels
 def test_layers_with_rows_of_the_kernels_formats_and_others(cache: Path, tmp_path: Path) -> None:
-    """Rows of the joined layer are quantised again."""
+    """Keys that the file does not quantise stay so, in the same layers."""
 
     def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
         if name != "attn_k":
@@ -265,12 +265,11 @@ def test_layers_with_rows_of_the_kernels_formats_and_others(cache: Path, tmp_pat
         return weight.astype(np.float16), package.GGMLQuantizationType.F16
 
     file = save_gguf(tmp_path / "a.gguf", matrix)
-    exact = model_in(file, "float32")
-    model = model_in(file)
-    merge_layers(exact.model)
-    for layer, plain in zip(model.model.layers, exact.model.layers, strict=True):
-        assert layer.qkv.weight.shape == plain.qkv.weight.shape
-        assert (layer.qkv.weight.float() - plain.qkv.weight).abs().max() < 0.06
+    exact, pipe = model_in(file, "float32"), load(file)
+    for layer, plain in zip(pipe.model.model.layers, exact.model.layers, strict=True):
+        assert torch.equal(layer.self_attn.k_proj.weight, plain.self_attn.k_proj.weight.bfloat16())
+        assert type(layer.self_attn.q_proj) is Int4Blocks
+    assert pipe.target.decoder._sublayers is not None
 
 
 @needs_kernels
