@@ -350,7 +350,10 @@ class NativeLayers(Native):
                 cpu.sublayer_weights(
                     *("attention", [qkv], out),
                     *(_gain([(norm, 1) for norm in layer.attention_norms], shape), _gain([*heads], shape)),
-                    **dict(heads=shape.heads, groups=shape.kv_heads, head_dim=shape.head_dim, rotated=shape.head_dim),
+                    heads=shape.heads,
+                    groups=shape.kv_heads,
+                    head_dim=shape.head_dim,
+                    rotated=shape.head_dim,
                     attention_scale=shape.head_dim**-0.5,
                     parts=max(1, len(layer.attention_norms)),
                     normed_residual=layer.normed_residual,

@@ -475,10 +475,10 @@ def decode_sublayers(
     mask: Tensor | None,
     cache: Tensor | None,
     start: int,
+    window: Tensor | None = None,
     ancestors: Tensor | None = None,
     recurrent: Recurrent | None = None,
     first: Tensor | None = None,
-    window: Tensor | None = None,
 ) -> Tensor:
     """Run a decoder of residual sublayers over a tree.
 
@@ -491,11 +491,11 @@ def decode_sublayers(
         cache: (2 * layers or more, rows, kv_heads, slots, head_dim) bfloat16, the last axis contiguous: keys and values
             by layer with attention; None without any. New keys and values are written to the first rows, starting at
             slot ``start``.
+        window: as ``mask``, for ``windowed`` sublayers; None is ``mask``.
         ancestors: (batch, nodes, nodes) bool, contiguous; [i, j] is True if j is i or an ancestor of i. None for tokens
             of a prompt, whose pass advances the states of recurrent layers.
         recurrent: result of ``recurrent_buffers``; None without recurrent layers.
         first: (batch,) int64, first token of each row of a prompt, after padding; None is 0.
-        window: as ``mask``, for ``windowed`` sublayers; None is ``mask``.
 
     Returns:
         (layers, batch, nodes, hidden), the outputs of sublayers that end a layer.

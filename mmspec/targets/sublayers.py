@@ -160,7 +160,7 @@ class SublayerStack:
             keys = cache.kv.shared(cache.attending, batch, nodes, self._keys, start)
         rotation = self._rotation(inputs.get("position_ids"), (batch, nodes)).contiguous()
         task = self.weights, x.float().contiguous(), rotation, masks[0], keys, start
-        outputs = cpu.decode_sublayers(*task, *recurrent, window=masks[1])
+        outputs = cpu.decode_sublayers(*task, masks[1], *recurrent)
         return [x, *outputs], self._norm(outputs[-1].to(x.dtype))
 
     def _rotation(self, positions: Tensor | None, shape: tuple[int, int]) -> Tensor:
@@ -182,7 +182,9 @@ class SublayerStack:
         return turns[..., : turns.shape[-1] // 2] if self._repeated else turns
 
     def _turned(self, x: Tensor, positions: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-        return self._rotary(x, position_ids=positions, **({"layer_type": kind} if kind else {}))
+        rotary: Any = self._rotary
+        cos, sin = rotary(x, position_ids=positions, **({"layer_type": kind} if kind else {}))
+        return cos, sin
 
     def _repeats(self) -> bool:
         """Whether cosines are repeated for the second feature of each pair (not in gpt-oss)."""
@@ -248,7 +250,7 @@ class SublayerStack:
         states: list[Tensor] = []
         if cached and attention is not None:
             states = [state[:, :, :5] for state in cache.kv.states(attention["module"].layer_idx)]
-        turns = self._rotation(positions, (2, 5)).contiguous()
+        turns = self._turns(positions).contiguous()
         for choice in product(range(len(_orders(parts, norms))), (True, False)):
             made = self._sublayers(layer, parts, norms, *choice)
             expected = [inputs[part["first"]] for part in made if not part.get("beside")]
@@ -266,14 +268,14 @@ class SublayerStack:
         shapes = [(2, 2, part["groups"], 5, part["head_dim"]) for part in made if part["kind"] == "attention"]
         keys = torch.zeros(shapes[0], dtype=torch.bfloat16) if shapes else None
         buffers = cpu.recurrent_buffers(weights, *zero_states(weights, 2), None)
-        outputs = cpu.decode_sublayers(weights, x, rotation, None, keys, 0, None, buffers)
+        outputs = cpu.decode_sublayers(weights, x, rotation, None, keys, 0, recurrent=buffers)
         ends = [not part.get("beside") for part in made[1:]] + [True]
         computed = [x, *(output for output, end in zip(outputs, ends, strict=True) if end)]
         updates = (
             (after - before, end - start)
             for (before, after), (start, end) in zip(pairwise(computed), pairwise(expected), strict=True)
         )
-        pairs = [*updates, *((keys[place].float(), state) for place, state in enumerate(states))]
+        pairs = [*updates, *zip(() if keys is None else keys.float(), states, strict=False)]
         # The rounding of a token's inputs may change its experts.
         errors = [
             ((mine - theirs).norm(dim=-1) / theirs.norm(dim=-1)).flatten().quantile(0.6) for mine, theirs in pairs
