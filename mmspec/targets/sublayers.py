@@ -130,15 +130,17 @@ class SublayerStack:
         """
         x = self._embedded(inputs)
         (batch, tokens, _), start = x.shape, cache.get_seq_length()
-        causal = torch.ones(batch, 1, tokens, start + tokens, dtype=torch.bool).tril(start)
-        first = None
+        first, masks = None, (None, None)
+        slides = self._window is not None and start + tokens > self._window
+        if mask is not None or slides:
+            allowed = torch.ones(tokens, start + tokens, dtype=torch.bool).tril(start).expand(batch, 1, -1, -1)
+            allowed = allowed if mask is None else allowed & mask[:, None, None].bool()
+            near = allowed.triu(start + 1 - self._window) if self._window is not None and slides else None
+            masks = None if mask is None else allowed, near
         if mask is not None:
             first = ((mask == 0).sum(1) - start).clamp(0, tokens)
-            causal &= mask[:, None, None].bool()
-        slides = self._window is not None and start + tokens > self._window
-        near = causal.triu(start + 1 - self._window) if self._window is not None and slides else None
         recurrent = cache.recurrent(self.weights, batch) or (None, None)
-        return self._states(x, inputs, (None if mask is None else causal, near), cache, *recurrent, first)
+        return self._states(x, inputs, masks, cache, *recurrent, first)
 
     def runs(self, cache: Any) -> bool:
         """Whether passes over a cache run in the kernels."""
@@ -241,7 +243,7 @@ class SublayerStack:
         if self._rotary is not None:
             kind = self._types[0 if attention is None else attention["rotation"]]
             options["position_embeddings"] = self._turned(x, positions, kind)
-        if self._decoder.config._attn_implementation == "eager":
+        if attention is not None and self._decoder.config._attn_implementation == "eager":
             options["attention_mask"] = torch.full((2, 1, 5, 5), -torch.inf, dtype=torch.float32).triu(1)
         cache = TreeCache(len(self._decoder.layers))
         cached = attention is not None and all(part["kind"] in ("attention", "mlp", "experts") for part in parts)
@@ -380,8 +382,10 @@ def _joined(layers: Sequence[Any]) -> Iterator[Any]:
 
 
 def _native(linear: Any) -> Any:
-    if not isinstance(linear, BlockLinear) or linear.in_features % GROUP:
-        raise ValueError(f"expected a packed linear layer of a multiple of {GROUP} inputs: got {linear}")
+    if not isinstance(linear, BlockLinear):
+        raise ValueError(f"expected a packed linear layer: got {type(linear).__name__}")
+    if linear.in_features % GROUP:
+        raise ValueError(f"inputs of a layer must be a multiple of {GROUP}: got {linear.in_features}")
     return linear.native
 
 
