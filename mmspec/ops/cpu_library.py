@@ -85,8 +85,8 @@ class Sublayer(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("attention_scale", "gate_scale")),
         *((name, ctypes.c_int64) for name in ("kind", "projections", "ends_layer", "beside", "parts")),
         *((name, ctypes.c_int64) for name in ("normed_residual", "heads", "groups", "head_dim", "key_dim", "rotated")),
-        *((name, ctypes.c_int64) for name in ("gated", "rotation", "windowed", "width", "channels", "first_channel")),
-        *((name, ctypes.c_int64) for name in ("place", "activation", "norm_groups")),
+        *((name, ctypes.c_int64) for name in ("gated", "rotation", "windowed", "interleaved", "width", "channels")),
+        *((name, ctypes.c_int64) for name in ("first_channel", "place", "activation", "norm_groups")),
         ("experts", ctypes.POINTER(Experts)),
         ("router", ctypes.POINTER(Router)),
     ]

@@ -37,6 +37,7 @@ struct Sublayer {
   int64_t heads, groups, head_dim, key_dim;      // groups: heads of keys
   int64_t rotated, gated;                        // attention: rotated features of a head; whether outputs have gates
   int64_t rotation, windowed;                    // index of the rotations; whether attention is by ``window``
+  int64_t interleaved;                           // see ``DeltaColumns``
   int64_t width, channels, first_channel;        // convolution: taps; channels, and the first among all layers'
   int64_t place;                                 // index among layers with keys and values, or with states
   int64_t activation, norm_groups;               // of an MLP; groups of features of a mixer's norm
@@ -176,6 +177,33 @@ inline void read_columns(const float* state, int64_t stride, const float* key, c
   for (int j = 0; j < wide; j++) of_key[j] = keys[0][j] + keys[1][j], of_query[j] = queries[0][j] + queries[1][j];
 }
 
+// Columns of Gated DeltaNet among the outputs of projections: parts of all heads one after the other, or, if
+// interleaved, those of the heads of each group.
+struct DeltaColumns {
+  const Sublayer& layer;
+  int64_t keys = layer.key_dim, values = layer.head_dim, shared = layer.heads / layer.groups, wide = shared * values;
+  int64_t all_keys = layer.groups * keys, all_values = layer.heads * values, whole = 2 * (keys + wide);
+
+  // Of a convolution's channel: queries, keys, values.
+  int64_t channel(int64_t at) const {
+    if (!layer.interleaved) return at;
+    if (at < 2 * all_keys) return at % all_keys / keys * whole + at / all_keys * keys + at % keys;
+    return (at - 2 * all_keys) / wide * whole + 2 * keys + (at - 2 * all_keys) % wide;
+  }
+
+  // Of the output gates of a head.
+  int64_t gate(int64_t head) const {
+    if (!layer.interleaved) return 2 * all_keys + all_values + head * values;
+    return head / shared * whole + 2 * keys + wide + head % shared * values;
+  }
+
+  // Of the rate (0) or the step size (1) of a head.
+  int64_t rate(int64_t head, int64_t part) const {
+    int64_t place = layer.interleaved ? (head / shared * 2 + part) * shared + head % shared : part * layer.heads + head;
+    return 2 * all_keys + 2 * all_values + place;
+  }
+};
+
 // Per-thread buffers of a head.
 struct HeadBuffers {
   Lines<float> slots;
@@ -233,14 +261,15 @@ struct Scan {
   void delta() const {
     buffers.normed.resize(nodes * 2 * keys), buffers.gates.resize(nodes);
     buffers.update.resize(COLUMNS), buffers.slots.reserve(order.slots * keys * COLUMNS);
+    DeltaColumns columns{layer};
     for (const Visit& visit : order.visits) {
       int64_t at = row * nodes + visit.node;
-      const float *mixed = convolved + at * layer.channels, *gates = projected + at * stride + 2 * all_keys + 2 * all_values;
+      const float *mixed = convolved + at * layer.channels, *from = projected + at * stride;
       float *query = buffers.normed.data() + visit.node * 2 * keys, *key = query + keys;
       normalise(mixed + group * keys, keys, 1 / std::sqrt(float(keys)), query);
       normalise(mixed + all_keys + group * keys, keys, 1, key);
-      float step = softplus(gates[layer.heads + head] + layer.step_bias[head]);
-      buffers.gates[visit.node] = {sigmoid(gates[head]), std::exp(layer.decay[head] * step), dot_of(key, query, keys)};
+      float step = softplus(from[columns.rate(head, 1)] + layer.step_bias[head]);
+      buffers.gates[visit.node] = {sigmoid(from[columns.rate(head, 0)]), std::exp(layer.decay[head] * step), dot_of(key, query, keys)};
       record(visit.node, key, buffers.gates[visit.node].decay);
     }
     int64_t column = 0;
@@ -248,7 +277,7 @@ struct Scan {
     for (; column < values; column += LANES) delta_columns<1>(column);
     for (const Visit& visit : order.visits) {
       int64_t at = row * nodes + visit.node;
-      const float* gate = projected + at * stride + 2 * all_keys + all_values + head * values;
+      const float* gate = projected + at * stride + columns.gate(head);
       float* out = y + (at * layer.heads + head) * values;
       norm_row(out, values, layer.inner_norm, layer.inner_epsilon, out);
       for (int64_t i = 0; i < values; i += LANES) store(out + i, load<floats>(out + i) * silu(load<floats>(gate + i)));
@@ -540,8 +569,11 @@ struct TreeDecoder {
     int64_t stride = stride_of(layer), values = layer.heads * layer.head_dim;
     mixed.reserve(rows * values);
     bool delta = layer.kind == GATED_DELTA;
-    const float* first = &projected[0] + (delta ? 0 : values);
-    convolve(layer, true, [&](int64_t row, int64_t channel) { return load<floats>(first + row * stride + channel); });
+    DeltaColumns columns{layer};
+    convolve(layer, true, [&](int64_t row, int64_t channel) {
+      int64_t column = delta ? columns.channel(channel) : values + channel;
+      return load<floats>(&projected[0] + row * stride + column);
+    });
     parts_of(batch * layer.heads, 1, [&](int64_t begin, int64_t end) {
       thread_local HeadBuffers buffers;
       for (int64_t at = begin; at < end; at++) {
