@@ -381,10 +381,10 @@ class NativeLayers(Native):
         """
         storage, start = self._storage(cache, x)
         mask = allowed if allowed is None or allowed.stride(3) == 1 else allowed.contiguous()
-        *_, between, last = cpu.decode_sublayers(
+        states = cpu.decode_sublayers(
             self._weights, x.float().contiguous(), _rotations(rotation, x), mask, storage, start
         )
-        return (torch.cat([last, between], dim=-1) if middle else last).to(x.dtype)
+        return (torch.cat([states[-1], states[-2]], dim=-1) if middle else states[-1]).to(x.dtype)
 
     def write(self, x: Tensor, rotation: Rotation, cache: TreeCache) -> None:
         """Write the layers' keys and values of states, (batch, nodes, hidden), to the cache."""
