@@ -130,7 +130,8 @@ class SublayerStack:
         """
         x = self._embedded(inputs)
         (batch, tokens, _), start = x.shape, cache.get_seq_length()
-        first, masks = None, (None, None)
+        first: Tensor | None = None
+        masks: tuple[Tensor | None, Tensor | None] = None, None
         slides = self._window is not None and start + tokens > self._window
         if mask is not None or slides:
             allowed = torch.ones(tokens, start + tokens, dtype=torch.bool).tril(start).expand(batch, 1, -1, -1)
