@@ -191,7 +191,9 @@ class SublayerStack:
 
     def _repeats(self) -> bool:
         """Whether cosines are repeated for the second feature of each pair (not in gpt-oss)."""
-        cosines = self._turned(torch.empty(0, dtype=torch.float32), torch.ones(1, 1).long(), self._types[0])[0]
+        cosines = self._turned(torch.empty(0, dtype=torch.float32), torch.ones(1, 1, dtype=torch.long), self._types[0])[
+            0
+        ]
         return torch.equal(*cosines.chunk(2, dim=-1))
 
     def _sublayers(self, layer: Any, parts: list[Part], norms: list[Any], order: int, rotates: bool) -> list[Part]:
