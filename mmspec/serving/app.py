@@ -24,6 +24,7 @@ from mmspec.drafters.registry import PLAIN
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.reasoning import reasoning_format
+from mmspec.serving.call_formats import AUTO, tool_format
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.formats import WireFormat
 from mmspec.serving.media import MediaReader
@@ -51,7 +52,6 @@ from mmspec.serving.schemas import (
     parse,
 )
 from mmspec.serving.settings import Limits
-from mmspec.serving.tools import AUTO, tool_format
 from mmspec.targets.processor import template_variables
 
 _STORED_SECONDS = 3600
@@ -68,7 +68,7 @@ def create_app(
     hosts: Collection[str] | None = None,
     origins: Sequence[str] = (),
     names: Sequence[str] = (),
-    tool_parser: str = AUTO,
+    tool_call_parser: str = AUTO,
     reasoning_parser: str = AUTO,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     allow_urls: bool = False,
@@ -94,7 +94,7 @@ def create_app(
     media = MediaReader(pipe.processor, limits, allow_urls=allow_urls)
     runner = RequestRunner(pipes, media, GrammarChecker(), slots, metrics, limits.request_timeout)
     stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
-    tools = tool_format(pipe.processor, tool_parser)
+    tools = tool_format(pipe.processor, tool_call_parser)
     variables = template_variables(pipe.processor.plain, chat_template_kwargs) if chat_template_kwargs else {}
     form = reasoning_format(reasoning_parser, pipe.processor.chat_template_text())
     reasoning = None if form is None else form.name

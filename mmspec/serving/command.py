@@ -31,6 +31,7 @@ from mmspec.cli.options import (
 from mmspec.errors import UserError
 from mmspec.jobs import rank, ranks
 from mmspec.sampling.reasoning import AUTO, FORMATS, NAMES
+from mmspec.serving.call_formats import NAMES as PARSERS
 from mmspec.serving.settings import Limits, ServeOptions, ServerSettings, host_names, is_loopback, server_url
 from mmspec.workers import on_signals
 
@@ -69,6 +70,14 @@ _log = logging.getLogger("mmspec.serve")
     metavar="NAME",
     help=f"Format of the model's reasoning: {', '.join(one.name for one in FORMATS)}, a name of vLLM's, or none; auto: "
     "from the chat template.",
+)
+@click.option(
+    "--tool-call-parser",
+    type=click.Choice(PARSERS),
+    default=AUTO,
+    show_default=True,
+    metavar="NAME",
+    help=f"Format of the model's tool calls: {', '.join(PARSERS[1:])}; auto: from the chat template.",
 )
 @click.option(
     "--chat-template-kwargs",

@@ -21,6 +21,7 @@ from mmspec.pipeline import Piece, Pipeline
 from mmspec.sampling.grammar import BeyondEndError
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.syntax import CheckedText, GrammarTrial
+from mmspec.serving.call_formats import ToolFormat
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat, InfillFormat, TextFormat, WireFormat
 from mmspec.serving.media import MediaReader, Medium
@@ -38,7 +39,7 @@ from mmspec.serving.schemas import (
     conversation,
 )
 from mmspec.serving.settings import Limits
-from mmspec.serving.tools import ToolFormat, ToolPlan, plan_tools
+from mmspec.serving.tools import ToolPlan, plan_tools
 from mmspec.targets.infill import Infill
 from mmspec.workers import Cancellation
 

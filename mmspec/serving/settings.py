@@ -66,9 +66,6 @@ class ServeOptions:
     """Further options of ``mmspec serve``."""
 
     allow_urls: bool = option(False, "Download images and videos of requests from public addresses.")
-    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral", "generic"] = option(
-        "auto", "Format of the model's tool calls; auto: from the chat template."
-    )
     prefix_cache: int = option(512, "Memory for the states of earlier prompts; 0 computes every prompt.", ge=0)
     engine: Literal["local", "ray"] = option("local", "local: this process; ray: replicas on Ray Serve.")
     replicas: int = option(1, "With --engine ray.", ge=1)
@@ -102,7 +99,7 @@ class ServerSettings:
 
     Attributes:
         loading: keywords of ``open_pipeline`` named in ``LOADING``.
-        access: keywords of ``create_app``: ``api_key``, ``hosts``, ``origins``, ``names``, ``tool_parser`` and
+        access: keywords of ``create_app``: ``api_key``, ``hosts``, ``origins``, ``names``, ``tool_call_parser`` and
             ``allow_urls``.
         prefix_cache: memory of the prefix cache, in MiB.
         adapt: drafters learn from all requests; None copies learning drafters for each sequence.

@@ -243,7 +243,7 @@ class AnswerReader:
         self._open = ""  # text that may belong to the reasoning or to the answer
         self._count = self.num_reasoning_tokens = 0
         self._place = parser.first if parser else Place(Phase.PLAIN)
-        self.answer = StopFilter(stop, [_WHITE] if parser else [prefix] if prefix else [])
+        self.answer = StopFilter(stop, [_WHITE, *parser.form.headers] if parser else [prefix] if prefix else [])
         if parser is not None:
             marked = self._place.phase is Phase.OPEN and parser.start_id is None
             drops = [_WHITE, parser.form.start, _WHITE] if marked else [_WHITE]

@@ -18,7 +18,7 @@ from mmspec.sampling import reasoning
 from mmspec.serving.command import serve
 from mmspec.serving.server import listen, loading
 from mmspec.serving.settings import Limits, ServerSettings
-from mmspec.serving.tools import AUTO, FORMATS
+from mmspec.serving.call_formats import NAMES
 from tests.model_folders import save_gguf
 from tests.testkit.serve_process import KEY, answers, gone, long_stream, process
 from tests.testkit.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, question
@@ -179,7 +179,7 @@ def test_options(options, expected, monkeypatch):
 
 def test_formats_are_those_of_the_command_line():
     options = {one.name: one for one in serve.params}
-    assert options["tool_parser"].type.choices == (AUTO, *FORMATS)
+    assert options["tool_call_parser"].type.choices == NAMES
     assert all(one.name in options["reasoning_parser"].help for one in reasoning.FORMATS)
 
 
