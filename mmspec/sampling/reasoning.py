@@ -71,7 +71,9 @@ def reasoning_format(name: str | None, template: str) -> ReasoningFormat | None:
         template: the chat template.
     """
     if name == AUTO:
-        return next((one for one in FORMATS if one.start in template or one.end in template), None)
+        return next(
+            (one for one in FORMATS if one.start in template or (one.end in template and not one.headers)), None
+        )  # <|end|> ends messages of other models, too
     return next((one for one in FORMATS if name in (one.name, *one.aliases)), None)
 
 

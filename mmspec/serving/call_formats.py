@@ -131,7 +131,7 @@ class ToolFormat:
 
     def _arguments(self, name: str, schema: Mapping[str, Any]) -> list[str]:
         """Rules of a function's arguments, the first with this name. Apart from JSON, strings are constrained by
-        ``enum`` and ``const`` only, and values within ``quote`` format's objects and lists are free."""
+        ``enum``, ``const`` and ``maxLength`` only, and the objects and lists of formats with ``quote`` are free."""
         if self.argument is None:
             return [f"{name}: {json_rule(schema)}"]
         before, between, after = self.argument
@@ -148,7 +148,9 @@ class ToolFormat:
             elif texts:
                 value += f" ({' | '.join(texts)}) {_lark(close or self.quote)}"
             else:
-                rules.append(f"{item}_text[suffix={_lark(close or self.quote)}]: /(?s:.*)/")
+                most = one.get("maxLength", _LONGEST) if isinstance(one, Mapping) else _LONGEST
+                length = f"{{0,{most}}}" if type(most) is int and 0 <= most < _LONGEST else "*"
+                rules.append(f"{item}_text[suffix={_lark(close or self.quote)}]: /(?s:.{length})/")
                 value += f" {item}_text"
             rules.append(f"{item}: {_lark(before + key + between)} {value}")
             items.append(item)
@@ -165,6 +167,8 @@ class ToolFormat:
         body = " ".join(f"{item}{'?' * may}" for item, may in zip(items, optional, strict=True))
         return [f"{name}: {body or json.dumps('')}", *rules]
 
+
+_LONGEST = 1000  # longer strings are not counted: automata have a state per character
 
 _ANY = r"""any: quoted | NUMBER | WORD | "[" (any ("," any)*)? "]" | "{{" (pair ("," pair)*)? "}}"
 pair: /[^\s:<,{{}}\[\]]+:/ any
@@ -309,7 +313,7 @@ GEMMA = ToolFormat(
 OPENAI = ToolFormat(
     "openai",
     " to=functions.",
-    call=("", r"/(<\|channel\|>commentary)? ?(<\|constrain\|>)?(json)?<\|message\|>/", ""),
+    call=("", r"/(<\|channel\|>commentary)?(( | ?<\|constrain\|>)json)?<\|message\|>/", ""),
     before=("<|start|>assistant", "<|channel|>commentary"),
     signs=("<|channel|>", "to=functions."),
 )
