@@ -63,7 +63,8 @@ class Piece:
     ``token_ids`` are the generated tokens of this part. ``text`` is their text, up to a stop string, without the blank
     that some chat templates put before an answer ("ASSISTANT: answer"). With ``trace=True``, ``trees`` are the verified
     trees of the answer so far, one per step. With ``logprobs=K``, ``logprobs`` are the tokens' log probabilities.
-    ``seconds`` is the engine's time for the answer so far, including waiting and prefill. With ``reasoning="auto"`` or
+    ``stop_string`` is the stop string that ended the answer. ``seconds`` is the engine's time for the answer so far,
+    including waiting and prefill. With ``reasoning="auto"`` or
     a format, ``reasoning`` is the reasoning before the text, and ``num_reasoning_tokens`` its number of tokens, markers
     included.
     """
@@ -77,6 +78,7 @@ class Piece:
     reasoning: str = ""
     num_reasoning_tokens: int = 0
     seconds: float = 0.0
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ class _PieceReader:
         before, self._num_reasoning_tokens = self._num_reasoning_tokens, self._reader.num_reasoning_tokens
         token_ids, logprobs, self._token_ids, self._logprobs = self._token_ids, self._logprobs, [], []
         record = list(self._trees), logprobs, reasoning, self._num_reasoning_tokens - before, last.seconds
-        return Piece(text, token_ids, last.finish_reason, last.stats, *record)
+        stop = self._reader.answer.stopped
+        return Piece(text, token_ids, last.finish_reason, last.stats, *record, stop)
 
 
 class Pipeline:

@@ -1,4 +1,4 @@
-"""The ASGI application: OpenAI's endpoints, vLLM's token endpoints, and llama.cpp's ``/infill``."""
+"""The ASGI application: the endpoints of OpenAI's, Anthropic's and Ollama's APIs, of vLLM and of llama.cpp."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -25,9 +26,10 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.reasoning import reasoning_format
 from mmspec.serving.call_formats import AUTO, tool_format
-from mmspec.serving.errors import APIError, as_api_error
+from mmspec.serving.errors import MESSAGES, APIError, as_api_error
 from mmspec.serving.formats import WireFormat
 from mmspec.serving.media import MediaReader
+from mmspec.serving.messages import MessagesFormat, MessagesRequest
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.middleware import (
     CLIENT_GONE,
@@ -155,17 +157,25 @@ def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, bo
         async def answer(request: Request) -> Response:
             asked, (job, form) = await parsed(request, kind, lambda asked: (asked, build(asked)))
             request.scope[LOG].form = form
+            if "anthropic-beta" in request.headers:
+                runner.metrics.ignored("anthropic-beta")
             if not asked.stream:
                 return JSONResponse(await unless_gone(request.receive, _whole(runner, job, form)))
             events = _events(runner, job, form, request.scope[LOG])
             # Errors before the first token still determine the response's status.
             await unless_gone(request.receive, events.__anext__())
-            return EventStream(events)
+            return EventStream(events, form.media_type)
 
     add("/v1/chat/completions", ChatCompletionRequest, builder.chat)
     add("/v1/completions", CompletionRequest, builder.completion)
     add("/v1/responses", ResponsesRequest, builder.response)
     add("/infill", InfillRequest, builder.infill)
+    add(MESSAGES, MessagesRequest, partial(builder.chat, form=MessagesFormat))
+
+    @app.post(f"{MESSAGES}/count_tokens")
+    async def count(request: Request) -> dict[str, int]:
+        job, _ = await parsed(request, MessagesRequest, builder.chat)
+        return {"input_tokens": await unless_gone(request.receive, runner.count(job))}
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -207,7 +217,7 @@ _INSTEAD: Mapping[str, Sequence[str]] = {
     "send requests to POST /v1/chat/completions at the same time: they decode together": ("/v1/batches",),
     "use POST /v1/responses with previous_response_id": ("/v1/conversations", "/v1/assistants", "/v1/threads"),
     "the server does not train: see the command mmspec train": ("/v1/fine_tuning",),
-    "this is OpenAI's API: use POST /v1/chat/completions": ("/v1/messages", "/api"),
+    "this is OpenAI's API: use POST /v1/chat/completions": ("/api",),
     "this is OpenAI's API: use POST /v1/completions": ("/completion", "/generate"),
     "the base URL ends with /v1": ("/chat/completions", "/completions", "/responses"),
 }
@@ -231,7 +241,7 @@ async def _respond(request: Request, error: Exception) -> Response:
         expected = next(known, f"expected one of {', '.join(_endpoints(request.app))}")
         error = APIError(404, f"there is no {path[:100]} here: {expected}")
     request.scope[LOG].error = error
-    return as_api_error(error).response()
+    return as_api_error(error).response(request.url.path)
 
 
 async def _whole(runner: RequestRunner, job: GenerationJob, form: WireFormat) -> dict[str, Any]:
@@ -307,9 +317,9 @@ class EventStream(StreamingResponse):
     starlette's ``StreamingResponse`` leaves an open generator to the garbage collector.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], media_type: str) -> None:
         self._events = events
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(events, media_type=media_type, headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

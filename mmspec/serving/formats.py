@@ -16,8 +16,8 @@ from mmspec.engine.stats import Stats, TokenLogprob
 from mmspec.pipeline import Piece
 from mmspec.serving.errors import APIError
 from mmspec.serving.metrics import per_request
-from mmspec.serving.schemas import REASONING_FIELDS, GenerationRequest
-from mmspec.serving.tools import CallReader
+from mmspec.serving.schemas import GenerationRequest
+from mmspec.serving.tools import CallReader, Delta
 from mmspec.targets.processor import Processor
 
 _LEAST = -9999.0  # JSON has no infinity
@@ -39,6 +39,9 @@ class WireFormat(ABC):
     chunk_object: str
     end = b"data: [DONE]\n\n"
     """What ends a stream."""
+
+    api, media_type = "", "text/event-stream"
+    """Path of the API, for the format of errors, and content type of streams."""
 
     def __init__(
         self, model: str, processor: Processor, asked: GenerationRequest, before: Sequence[str], drafter: str = PLAIN
@@ -78,8 +81,9 @@ class WireFormat(ABC):
         return self.choices[index]
 
     def event(self, chunk: dict[str, Any]) -> bytes:
-        """A chunk as a server-sent event."""
-        return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+        """A chunk as a server-sent event, named by its type if it has one."""
+        name = f"event: {chunk['type']}\n".encode() if "type" in chunk else b""
+        return name + b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
     def first_chunks(self) -> Iterable[dict[str, Any]]:
         """Chunks before the first piece."""
@@ -98,7 +102,7 @@ class WireFormat(ABC):
 
     def failed(self, error: APIError) -> Iterable[dict[str, Any]]:
         """Chunks of an error after the first piece."""
-        return [error.content()]
+        return [error.content(self.api)]
 
     def logged(self) -> dict[str, Any]:
         """Fields for the request log; values that are known only after choices end are None until then."""
@@ -164,25 +168,23 @@ class ChatFormat(WireFormat):
         for index in range(len(self.choices)):
             yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
+    def _read(self, index: int, piece: Piece) -> Delta:
+        """Parse a piece of a choice, or the whole."""
+        if self._readers is None:
+            return Delta(piece.text, reasoning=piece.reasoning)
+        final = piece.finish_reason is not None
+        return self._readers[index].feed(piece.text, final=final, reasoning=piece.reasoning)
+
     def _content(self, index: int, choice: Piece) -> Mapping[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-        if self._readers is not None:
-            read = self._readers[index].feed(choice.text, final=True).to_dict()
-            calls = read.get("tool_calls", [])
-            for call in calls:
-                del call["index"]
-            message["content"] = read.get("content", None if calls else "")
-            message |= {"tool_calls": calls} if calls else {}
-        if choice.reasoning:
-            message |= {"content": message["content"] or None, **dict.fromkeys(REASONING_FIELDS, choice.reasoning)}
-        return {"message": message}
+        read = self._read(index, choice).to_dict()
+        empty = None if "tool_calls" in read or choice.reasoning else ""
+        calls = [{key: one for key, one in call.items() if key != "index"} for call in read.pop("tool_calls", ())]
+        message = {"role": "assistant", "content": empty, "refusal": None, **read}
+        return {"message": message | ({"tool_calls": calls} if calls else {})}
 
     def _delta(self, index: int, piece: Piece) -> Mapping[str, Any]:
-        delta: dict[str, Any] = dict.fromkeys(REASONING_FIELDS, piece.reasoning) if piece.reasoning else {}
-        if self._readers is not None:
-            final = piece.finish_reason is not None
-            return {"delta": delta | self._readers[index].feed(piece.text, final=final).to_dict()}
-        return {"delta": delta | ({"content": piece.text} if piece.text or not delta else {})}
+        delta = self._read(index, piece).to_dict()
+        return {"delta": delta or ({"content": ""} if self._readers is None else {})}
 
     def _finish_reason(self, index: int) -> str | None:
         reason = super()._finish_reason(index)

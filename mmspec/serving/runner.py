@@ -25,6 +25,7 @@ from mmspec.serving.call_formats import ToolFormat
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat, InfillFormat, TextFormat, WireFormat
 from mmspec.serving.media import MediaReader, Medium
+from mmspec.serving.messages import MessagesRequest
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.middleware import RequestQueue
 from mmspec.serving.responses import ResponsesFormat, ResponsesRequest, StoredResponses, chat_messages
@@ -133,10 +134,12 @@ class JobBuilder:
         own = {"context_limit": self.limits.max_model_len or None}
         return (name, own | {"adapter": name}) if name in self.pipe.adapters else (self.names[0], own)
 
-    def chat(self, asked: ChatCompletionRequest) -> tuple[GenerationJob, WireFormat]:
+    def chat(
+        self, asked: ChatCompletionRequest | MessagesRequest, form: type[ChatFormat] = ChatFormat
+    ) -> tuple[GenerationJob, WireFormat]:
         """Job and response format of a chat request."""
-        job, plan = self._chat(asked, asked.messages)
-        return job, ChatFormat(*self._form(asked, job, [""] * job.n), reader=plan.reader)
+        job, plan = self._chat(asked, asked.turns)
+        return job, form(*self._form(asked, job, [""] * job.n), reader=plan.reader)
 
     def response(self, asked: ResponsesRequest) -> tuple[GenerationJob, WireFormat]:
         """Job and response format of a Responses API request."""
@@ -147,7 +150,7 @@ class JobBuilder:
         return job, ResponsesFormat(*self._form(asked, job, [""]), reader=plan.reader, about=about, store=store)
 
     def _chat(
-        self, asked: ChatCompletionRequest | ResponsesRequest, messages: Sequence[ChatMessage]
+        self, asked: ChatCompletionRequest | MessagesRequest | ResponsesRequest, messages: Sequence[ChatMessage]
     ) -> tuple[GenerationJob, ToolPlan]:
         self.check_model(asked.model)
         functions = [tool.declaration for tool in asked.tools]
@@ -384,6 +387,15 @@ class RequestRunner:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def count(self, job: GenerationJob) -> int:
+        """Number of tokens of a job's prompt, images and videos included. Raises as ``start``."""
+        _, media = await self._prepared(job)
+        pipe = self.pipes[job.drafter]
+        options = {name: value for name, value in job.keywords.items() if name in pipe.processor.options}
+        (prompt,) = job.prompts
+        encoded = await asyncio.to_thread(pipe.processor.encode, [{"prompt": prompt, **media}], **options)
+        return int(encoded.input_ids.shape[1])
 
     async def _prepared(self, job: GenerationJob) -> tuple[SamplingParams, Mapping[str, Any]]:
         """Check the grammar and decode the media: sampling parameters of the first choice, and media."""

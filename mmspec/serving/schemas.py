@@ -16,6 +16,7 @@ from pydantic import (
     NonNegativeInt,
     PlainValidator,
     ValidationError,
+    ValidationInfo,
     create_model,
     field_validator,
     model_validator,
@@ -56,9 +57,11 @@ class Fields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop(cls, given: Any) -> Any:
+    def _drop(cls, given: Any, info: ValidationInfo) -> Any:
         if not isinstance(given, dict):
             return given
+        if info.context is not None:  # a set
+            info.context.update(name for name in cls.ignored if given.get(name) is not None)
         known = {field.alias or name for name, field in cls.model_fields.items()}
         left = {}
         for name, value in given.items():
@@ -101,13 +104,12 @@ def parse(kind: type[F], body: bytes, ignored: Callable[[str], object] = str) ->
     except ValueError as error:
         raise APIError(400, f"the body must be JSON: {error}") from None
     try:
-        asked = kind.model_validate(given)
+        asked = kind.model_validate(given, context=(dropped := set[str]()))
     except ValidationError as error:
         path, message = explain(error, "the body", tags=Variant.tags)
         raise APIError(400, message, path or None) from None
-    for name in kind.ignored:
-        if given.get(name) is not None:
-            ignored(name)
+    for name in dropped:
+        ignored(name)
     return asked
 
 
@@ -269,7 +271,7 @@ def conversation(given: Sequence[ChatMessage], reads_media: bool) -> tuple[list[
     return messages, media
 
 
-_Name = Annotated[
+FunctionName = Annotated[
     str,
     condition(
         "1 to 64 letters, digits, and any of _.-",
@@ -280,7 +282,7 @@ _Name = Annotated[
 
 class Function(Fields):
     ignored: ClassVar[Sequence[str]] = ("strict",)  # arguments are constrained strictly in any case
-    name: _Name
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -511,6 +513,10 @@ class ChatCompletionRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs: true")
         return self
+
+    @property
+    def turns(self) -> list[ChatMessage]:
+        return self.messages
 
     @property
     def alternatives(self) -> int | None:

@@ -35,11 +35,11 @@ def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
     for message in messages:
         role, content = message["role"], message["content"]
         if role == "tool":
-            text = f"<tool_response>\n{_text(content)}\n</tool_response>"
+            content = _joined(_joined(_like(content, "<tool_response>"), content), "</tool_response>")
             if before == "tool":
-                found[-1]["content"] = _joined(found[-1]["content"], text)
+                found[-1]["content"] = _joined(found[-1]["content"], content)
             else:
-                found.append({"role": "user", "content": _like(content, text)})
+                found.append({"role": "user", "content": content})
         else:
             for call in message.get("tool_calls", ()):
                 function = call["function"]
@@ -56,10 +56,6 @@ def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "\n".join(item.get("text", "") for item in content)
 
 
 def _like(content: Any, text: str) -> Any:
@@ -91,10 +87,12 @@ class Delta:
 
     content: str = ""
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    reasoning: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The non-empty fields, as in a delta or message."""
-        content = {"content": self.content} if self.content else {}
+        content = dict.fromkeys(REASONING_FIELDS, self.reasoning) if self.reasoning else {}
+        content |= {"content": self.content} if self.content else {}
         return {**content, "tool_calls": list(self.calls.values())} if self.calls else content
 
 
@@ -134,10 +132,10 @@ class CallReader:
         self._said = False  # whether there was content: some markers count only at the start
         self._arguments: _Object | _Tagged | _Quoted = _Object()
 
-    def feed(self, text: str, *, final: bool = False) -> Delta:
+    def feed(self, text: str, *, final: bool = False, reasoning: str = "") -> Delta:
         """Parse the next piece of the output, which may be the last."""
         self._rest += text
-        delta = Delta()
+        delta = Delta(reasoning=reasoning)
         while self._step(delta, final):
             pass
         return delta

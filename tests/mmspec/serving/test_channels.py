@@ -77,7 +77,16 @@ MODELS = {
         gemma,
     ),
     "GLM": (
-        ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+        [
+            "<think>",
+            "</think>",
+            "<tool_call>",
+            "</tool_call>",
+            "<arg_key>",
+            "</arg_key>",
+            "<arg_value>",
+            "</arg_value>",
+        ],
         "<think><tool_call></arg_key>\n<arg_value>",
         "<|assistant|>\n",
         "<think>{}</think>\n",
@@ -152,7 +161,7 @@ def test_calls_answers_and_forms(running, thinks):
 
 
 def test_required_calls(running):
-    name, pipe, client = running
+    _, pipe, client = running
     script(pipe, "No.")
     found = both(client, tools=[TOOL], tool_choice="required", logit_bias={str(END): 100}, max_tokens=400)
     ((function, arguments),) = called(found)
@@ -173,7 +182,9 @@ def test_arguments_are_constrained(running):
 def test_text_before_a_call(running):
     name, pipe, client = running
     *_, write = MODELS[name]
-    said = "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant" if name == "gpt-oss" else "Let me see."
+    said = (
+        "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant" if name == "gpt-oss" else "Let me see."
+    )
     script(pipe, said + write(UNIT))
     found = both(client, tools=[TOOL])
     assert (found.message.content, called(found)) == ("Let me see.", [("weather", UNIT)])

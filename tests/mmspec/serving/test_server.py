@@ -15,10 +15,10 @@ import mmspec
 from mmspec.adaptation import AdaptOptions
 from mmspec.cli import main
 from mmspec.sampling import reasoning
+from mmspec.serving.call_formats import NAMES
 from mmspec.serving.command import serve
 from mmspec.serving.server import listen, loading
 from mmspec.serving.settings import Limits, ServerSettings
-from mmspec.serving.call_formats import NAMES
 from tests.model_folders import save_gguf
 from tests.testkit.serve_process import KEY, answers, gone, long_stream, process
 from tests.testkit.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, question
