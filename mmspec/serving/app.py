@@ -41,6 +41,7 @@ from mmspec.serving.middleware import (
     RequestQueue,
     Watched,
 )
+from mmspec.serving.ollama import OllamaFormat, OllamaRequest, ShowRequest, describe
 from mmspec.serving.responses import ResponsesRequest, StoredResponses
 from mmspec.serving.runner import GenerationJob, GrammarChecker, JobBuilder, RequestRunner
 from mmspec.serving.schemas import (
@@ -116,7 +117,7 @@ def create_app(
             pipe.adaptation.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
-    _add_generation(app, runner, builder, limits.body_bytes)
+    _add_generation(app, runner, builder, limits.body_bytes, slots)
     context_limit = limits.context_limit(pipe.context_limit)
     _add_models(app, (*names, *pipe.adapters), builder.check_model, context_limit)
     app.get("/v1/responses/{name}")(stored.get)
@@ -144,7 +145,9 @@ def create_app(
     return app
 
 
-def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, body_bytes: int) -> None:
+def _add_generation(
+    app: FastAPI, runner: RequestRunner, builder: JobBuilder, body_bytes: int, slots: RequestQueue
+) -> None:
     """Add the POST endpoints."""
 
     async def parsed(request: Request, kind: type[F], use: Callable[[F], Any]) -> Any:
@@ -172,10 +175,19 @@ def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, bo
     add("/infill", InfillRequest, builder.infill)
     add(MESSAGES, MessagesRequest, partial(builder.chat, form=MessagesFormat))
 
+    add("/api/chat", OllamaRequest, partial(builder.chat, form=OllamaFormat))
+    add("/api/generate", OllamaRequest, partial(builder.chat, form=partial(OllamaFormat, generates=True)))
+
     @app.post(f"{MESSAGES}/count_tokens")
     async def count(request: Request) -> dict[str, int]:
         job, _ = await parsed(request, MessagesRequest, builder.chat)
         return {"input_tokens": await unless_gone(request.receive, runner.count(job))}
+
+    described = describe(app, builder, slots)
+
+    @app.post("/api/show")
+    async def show(request: Request) -> dict[str, Any]:
+        return await parsed(request, ShowRequest, described)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -209,7 +221,10 @@ def _add_models(app: FastAPI, names: Sequence[str], check: Callable[[str], None]
 
 
 _INSTEAD: Mapping[str, Sequence[str]] = {
-    "the model generates text: use a server of embeddings": ("/v1/embeddings", "/v1/rerank", "/v1/score"),
+    "the model generates text: use a server of embeddings": (
+        *("/v1/embeddings", "/v1/rerank", "/v1/score", "/api/embed", "/api/embeddings"),
+    ),
+    "the server has one model: see mmspec serve --help": ("/api/pull", "/api/push", "/api/create", "/api/delete"),
     "the model generates text: ask it through POST /v1/chat/completions": ("/v1/moderations",),
     "the model reads no audio: use POST /v1/chat/completions": ("/v1/audio", "/v1/realtime"),
     "the model generates text only: use POST /v1/chat/completions": ("/v1/images", "/v1/videos"),
@@ -217,7 +232,6 @@ _INSTEAD: Mapping[str, Sequence[str]] = {
     "send requests to POST /v1/chat/completions at the same time: they decode together": ("/v1/batches",),
     "use POST /v1/responses with previous_response_id": ("/v1/conversations", "/v1/assistants", "/v1/threads"),
     "the server does not train: see the command mmspec train": ("/v1/fine_tuning",),
-    "this is OpenAI's API: use POST /v1/chat/completions": ("/api",),
     "this is OpenAI's API: use POST /v1/completions": ("/completion", "/generate"),
     "the base URL ends with /v1": ("/chat/completions", "/completions", "/responses"),
 }

@@ -345,10 +345,7 @@ MISTRAL_ARGS = replace(
 GENERIC = replace(HERMES, name="generic", signs=())
 """The format of Hermes, explained in the prompt: for chat templates without tools, or with other formats."""
 
-FORMATS = (
-    *(QWEN3_CODER, SEED_OSS, MINIMAX, GLM, GLM47, GEMMA, OPENAI, MISTRAL_ARGS, MISTRAL, HERMES, LLAMA),
-    GENERIC,
-)
+FORMATS = (*(QWEN3_CODER, SEED_OSS, MINIMAX, GLM, GLM47, GEMMA, OPENAI, MISTRAL_ARGS, MISTRAL, HERMES, LLAMA), GENERIC)
 """Of the formats whose signs a template contains, the first is its format."""
 
 NAMES = (AUTO, *dict.fromkeys(name for one in FORMATS for name in (one.name, *one.aliases)))

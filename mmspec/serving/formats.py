@@ -31,6 +31,16 @@ def spelt(token: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
+def _timings(usage: Mapping[str, Any], *seconds: float) -> dict[str, float]:
+    """llama.cpp's ``timings``, given the seconds until the first token and after it."""
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    counts, found = (usage["prompt_tokens"] - cached, usage["completion_tokens"]), {"cache_n": cached}
+    for name, count, passed in zip(("prompt", "predicted"), counts, seconds, strict=True):
+        found |= {f"{name}_n": count, f"{name}_ms": passed * 1e3}
+        found |= {f"{name}_per_token_ms": passed * 1e3 / max(count, 1), f"{name}_per_second": count / max(passed, 1e-9)}
+    return found
+
+
 class WireFormat(ABC):
     """Builds the response of one request from the pieces of its choices. ``before``: text to prepend to each choice."""
 
@@ -96,7 +106,8 @@ class WireFormat(ABC):
         chunk = self._chunk({"index": index, **delta, "finish_reason": self._finish_reason(index)})
         ended = all(choice.finish_reason is not None for choice in self.choices)
         if not self._include_usage:
-            return [{**chunk, "metrics": self._figures()["metrics"]} if ended else chunk]
+            figures = self._figures() if ended else {}
+            return [chunk | {name: figures[name] for name in ("metrics", "timings") if ended}]
         last = [{**self._chunk(), **self._figures()}] if ended else []
         return [{**chunk, "usage": None}, *last]
 
@@ -136,7 +147,9 @@ class WireFormat(ABC):
             "prompt_tokens_details": {"cached_tokens": asked.num_cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": sum(one.num_reasoning_tokens for one in self.choices)},
         }
-        return {"usage": usage, "metrics": per_request(whole, self._drafter)}
+        first = self._times.get("first_token_s", 0.0)
+        seconds = first - self._times.get("queue_s", 0.0), clock() - self._made - first
+        return {"usage": usage, "metrics": per_request(whole, self._drafter), "timings": _timings(usage, *seconds)}
 
     def _finish_reason(self, index: int) -> str | None:
         """OpenAI's finish reason; None while the choice is running."""

@@ -90,7 +90,7 @@ def raw_events(client, **fields):
 
 
 @pytest.fixture(scope="module")
-def client():
+def client(server):  # started before the threads of this module are counted
     with served(pipeline("hermes")) as server, client_of(server) as found:
         yield found
 
@@ -223,8 +223,8 @@ def test_images(server):
         assert with_image - count(tools=tools) > 10
         result["content"] = [text, IMAGE]
         assert client.messages.create(**fields, messages=turns, tools=tools).usage.input_tokens == with_image
+        url = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/a.png"}}
         with pytest.raises(anthropic.BadRequestError, match="must be a data URI"):
-            url = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/a.png"}}
             client.messages.create(**fields, messages=[{"role": "user", "content": [url]}])
 
 
@@ -287,7 +287,8 @@ def test_an_error_in_a_stream(server, monkeypatch):
     """After the first event, the error is an event, which the client raises."""
     monkeypatch.setattr(AnswerReader, "append", at_call(2, AnswerReader.append))
     events = []
-    with client_of(server) as client, pytest.raises(anthropic.APIError, match="internal error"):
-        for event in client.messages.create(**asked(model="tiny-llava"), stream=True):
-            events.append(event.type)
-    assert events[0] == "message_start"
+    with client_of(server) as client:
+        stream = client.messages.create(**asked(model="tiny-llava"), stream=True)
+        with pytest.raises(anthropic.APIError, match="internal error"):
+            events.extend(event.type for event in stream)
+    assert "message_stop" not in events
