@@ -75,6 +75,7 @@ def create_app(
     reasoning_parser: str = AUTO,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     allow_urls: bool = False,
+    num_draft_tokens: int | None = None,
     scrape: Callable[[], Awaitable[Collector]] | None = None,
     slots: RequestQueue | None = None,
 ) -> FastAPI:
@@ -86,6 +87,7 @@ def create_app(
         hosts: accepted Host names; None accepts all.
         names: model names that requests may use, of which responses use the first; by default the pipeline's name.
         reasoning_parser: format of reasoning; see ``mmspec.sampling.reasoning``.
+        num_draft_tokens: draft tokens per step of requests that name no number; None chooses adaptively.
         scrape: collects the metrics for ``GET /metrics``; None for this application's own.
         slots: queue that the application shares with others; None creates one.
     """
@@ -101,7 +103,7 @@ def create_app(
     variables = template_variables(pipe.processor.plain, chat_template_kwargs) if chat_template_kwargs else {}
     form = reasoning_format(reasoning_parser, pipe.processor.chat_template_text())
     reasoning = None if form is None else form.name
-    builder = JobBuilder(pipe, limits, names, tools, media, stored, reasoning, variables, list(pipes))
+    builder = JobBuilder(pipe, limits, names, tools, media, stored, reasoning, variables, list(pipes), num_draft_tokens)
 
     running = set[asyncio.Task[Any]]()
 
@@ -331,7 +333,7 @@ class EventStream(StreamingResponse):
     starlette's ``StreamingResponse`` leaves an open generator to the garbage collector.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes], media_type: str) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], media_type: str = "text/event-stream") -> None:
         self._events = events
         super().__init__(events, media_type=media_type, headers={"Cache-Control": "no-cache"})
 

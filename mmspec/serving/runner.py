@@ -99,6 +99,7 @@ class JobBuilder:
             may name a file without folder and suffix.
         reasoning: format of the model's reasoning; None for models without reasoning.
         drafters: names of selectable drafters, the default first.
+        num_draft_tokens: number for requests without one; None chooses adaptively.
 
     Raises:
         APIError: raised by each method for requests beyond the limits, or for another model.
@@ -113,6 +114,7 @@ class JobBuilder:
     reasoning: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     drafters: Sequence[str] = (PLAIN,)
+    num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self._known: list[str | None] = [*self.names, *self.pipe.adapters]
@@ -165,12 +167,23 @@ class JobBuilder:
         constraint = constraint if plan.grammar is None else ("grammar", plan.grammar)
         variables = effort_variables(asked.reasoning_effort, processor.chat_template_text())
         variables |= asked.chat_template_kwargs
-        keywords = {**asked.keywords, **plan.keywords, **self._answers(asked.model)[1], **self._rendering(variables)}
+        keywords = {
+            **self._keywords(asked),
+            **plan.keywords,
+            **self._answers(asked.model)[1],
+            **self._rendering(variables),
+        }
         if self.reasoning and "answer_start" not in keywords:  # a call starts at once there
             keywords["reasoning"] = self.reasoning
         prompts = [plan.messages(turns)]
         common = (prompts, sampling, constraint, asked.n, media, keywords, asked.drafter(self.limits, self.drafters))
         return GenerationJob(*common, plan.trigger, plan.schemas), plan
+
+    def _keywords(self, asked: GenerationRequest) -> dict[str, Any]:
+        keywords = asked.keywords | self._answers(asked.model)[1]
+        if keywords["num_draft_tokens"] is None:
+            keywords["num_draft_tokens"] = self.num_draft_tokens
+        return keywords
 
     def _form(self, asked: GenerationRequest, job: GenerationJob, texts: Sequence[str]) -> tuple[Any, ...]:
         """Constructor arguments of a ``WireFormat``."""
@@ -214,7 +227,9 @@ class JobBuilder:
         return job, InfillFormat(*self._form(asked, job, [""]))
 
     def _raw(self, asked: GenerationRequest, prompts: Sequence[Any], stops: Sequence[int] = ()) -> GenerationJob:
-        keywords = asked.keywords | {"chat_template": False, "stop_token_ids": stops} | self._answers(asked.model)[1]
+        keywords = (
+            self._keywords(asked) | {"chat_template": False, "stop_token_ids": stops} | self._answers(asked.model)[1]
+        )
         sampling = asked.sampling(self.limits, self.pipe.defaults.served)
         drafter = asked.drafter(self.limits, self.drafters)
         return GenerationJob(prompts, sampling, asked.constraint(), asked.n, (), keywords, drafter)

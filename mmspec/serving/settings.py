@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmspec.adaptation import AdaptOptions
-from mmspec.errors import UserError
+from mmspec.errors import UserError, shown
 from mmspec.jobs import ranks
 from mmspec.sampling.params import LIBRARY
 from mmspec.validation import option, options
@@ -72,6 +72,30 @@ class ServeOptions:
     replica_gpus: int = option(1, "GPUs per replica on Ray; --device-map auto spreads the model over them.", ge=1)
 
 
+_METHODS = {
+    **dict.fromkeys(("ngram", "suffix", "mtp", "eagle", "eagle3", "medusa", "dflash"), "{method}"),
+    **dict.fromkeys(("eagle+", "eagle3+", "medusa+", "dflash+", "mtp+"), "{model}"),
+    "draft_model+": "small:{model}",
+}
+"""Drafters by method; a plus follows where a model is given."""
+
+
+def drafter_of(config: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The drafter and the number of draft tokens of vLLM's ``--speculative-config``. Raises ``UserError``: a field or a
+    method is unknown, or of another type."""
+    left = dict(config)
+    method, model, count = (left.pop(name, None) for name in ("method", "model", "num_speculative_tokens"))
+    if left:
+        known = "method, model and num_speculative_tokens"
+        raise UserError(f"--speculative-config has the fields {known}: got {', '.join(left)}")
+    if count is not None and (type(count) is not int or count < 1):
+        raise UserError(f"num_speculative_tokens must be a positive integer: got {shown(count)}")
+    if not isinstance(model, str | None) or f"{method}{'+' * (model is not None)}" not in _METHODS:
+        methods = ", ".join(name.replace("+", " (with model)") for name in _METHODS)
+        raise UserError(f"method must be one of {methods}: got {shown(method)}{' with model' * (model is not None)}")
+    return _METHODS[f"{method}{'+' * (model is not None)}"].format(method=method, model=model), count
+
+
 def is_loopback(host: str) -> bool:
     """Whether a listening host is a loopback address; False for names, which may resolve to any address."""
     if host == "localhost":
@@ -99,8 +123,7 @@ class ServerSettings:
 
     Attributes:
         loading: keywords of ``open_pipeline`` named in ``LOADING``.
-        access: keywords of ``create_app``: ``api_key``, ``hosts``, ``origins``, ``names``, ``tool_call_parser`` and
-            ``allow_urls``.
+        access: keywords of ``create_app``: ``api_key``, ``hosts``, ``origins``, ``names``, ``allow_urls``, ...
         prefix_cache: memory of the prefix cache, in MiB.
         adapt: drafters learn from all requests; None copies learning drafters for each sequence.
     """
