@@ -119,7 +119,7 @@ class _PieceReader:
         before, self._num_reasoning_tokens = self._num_reasoning_tokens, self._reader.num_reasoning_tokens
         token_ids, logprobs, self._token_ids, self._logprobs = self._token_ids, self._logprobs, [], []
         record = list(self._trees), logprobs, reasoning, self._num_reasoning_tokens - before, last.seconds
-        stop = self._reader.answer.stopped
+        stop = self._reader.answer.stopped or None
         return Piece(text, token_ids, last.finish_reason, last.stats, *record, stop)
 
 

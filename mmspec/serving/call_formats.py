@@ -258,26 +258,6 @@ QWEN3_CODER = replace(
 )
 """``<function=NAME><parameter=KEY>VALUE</parameter></function>`` of Qwen3-Coder, Qwen3.5 and Nemotron 3."""
 
-SEED_OSS = replace(
-    QWEN3_CODER,
-    name="seed_oss",
-    marker="<seed:tool_call>",
-    between="\n</seed:tool_call>\n<seed:tool_call>\n",
-    end="\n</seed:tool_call>",
-    signs=("<seed:tool_call>", "<function="),
-    aliases=(),
-)
-
-MINIMAX = ToolFormat(
-    "minimax_m2",
-    "<minimax:tool_call>",
-    between="",
-    end="</minimax:tool_call>",
-    call=('<invoke name="', '">\n', "</invoke>\n"),
-    argument=('<parameter name="', '">', "</parameter>\n"),
-    signs=("<minimax:tool_call>", "<invoke"),
-)
-
 GLM = ToolFormat(
     "glm45",
     "<tool_call>",
@@ -345,7 +325,7 @@ MISTRAL_ARGS = replace(
 GENERIC = replace(HERMES, name="generic", signs=())
 """The format of Hermes, explained in the prompt: for chat templates without tools, or with other formats."""
 
-FORMATS = (*(QWEN3_CODER, SEED_OSS, MINIMAX, GLM, GLM47, GEMMA, OPENAI, MISTRAL_ARGS, MISTRAL, HERMES, LLAMA), GENERIC)
+FORMATS = (*(QWEN3_CODER, GLM, GLM47, GEMMA, OPENAI, MISTRAL_ARGS, MISTRAL, HERMES, LLAMA), GENERIC)
 """Of the formats whose signs a template contains, the first is its format."""
 
 NAMES = (AUTO, *dict.fromkeys(name for one in FORMATS for name in (one.name, *one.aliases)))

@@ -1,204 +1,98 @@
-"""Anthropic's Messages API: requests, conversion of blocks to chat messages, responses and events."""
+"""Anthropic's Messages API: requests, which become chat requests, responses and events."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from mmspec.pipeline import Piece
-from mmspec.sampling.params import MaxTokens
 from mmspec.serving.formats import ChatFormat
-from mmspec.serving.schemas import (
-    IGNORED,
-    MOST_ITEMS,
-    NEUTRAL,
-    CalledFunction,
-    ChatMessage,
-    Fields,
-    Function,
-    FunctionName,
-    GenerationRequest,
-    MediaPart,
-    TextPart,
-    ToolCall,
-    Variant,
-    as_parts,
-    choice_of,
-    grammar_of_format,
-)
+from mmspec.serving.schemas import CACHE, ChatCompletionRequest
 from mmspec.targets.processor import called_arguments
 
-_CACHE = "cache_control"
-"""Field that is ignored everywhere: all prefixes of prompts are kept."""
 
-
-class _Text(TextPart):
-    ignored: ClassVar = (_CACHE, "citations")
-    type: Literal["text"]
-
-
-class _Source(Fields):
-    ignored: ClassVar = ("media_type",)  # files are recognised by their content
-    type: Literal["base64", "url"]
-    data: str = ""
-    url: str = ""
-
-
-class _Image(MediaPart):
-    ignored: ClassVar = (_CACHE,)
-    kind = "image"
-    type: Literal["image"]
-    image: _Source = Field(alias="source")
-
-    @property
-    def source(self) -> str:
-        return self.image.url if self.image.type == "url" else f"data:image/any;base64,{self.image.data}"
-
-
-class _Thinking(Variant):
-    ignored: ClassVar = ("signature",)
-    type: Literal["thinking"]
-    thinking: str
-
-
-class _Redacted(Variant):
-    ignored: ClassVar = ("data",)
-    type: Literal["redacted_thinking"]
-
-
-class _ToolUse(Variant):
-    ignored: ClassVar = (_CACHE, "caller")
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-_Parts = Annotated[list[Annotated[_Text | _Image, Field(discriminator="type")]], as_parts("text")]
-
-
-class _ToolResult(Variant):
-    ignored: ClassVar = (_CACHE, "is_error")  # the content tells of the error
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: _Parts = Field([], max_length=MOST_ITEMS)
-
-
-_Block = Annotated[_Text | _Image | _Thinking | _Redacted | _ToolUse | _ToolResult, Field(discriminator="type")]
-
-
-class Message(Fields):
-    """A message of blocks; a text is one block."""
-
-    role: Literal["user", "assistant"]
-    content: Annotated[list[_Block], Field(max_length=MOST_ITEMS), as_parts("text")]
-
-    def turns(self) -> Iterator[ChatMessage]:
-        """The results of calls, a message each, and a message of the other blocks."""
-        message, parts, calls, thoughts = ChatMessage.model_construct, list[Any](), list[ToolCall](), ""
-        for block in self.content:
-            if isinstance(block, _ToolResult):
-                yield message(role="tool", tool_call_id=block.tool_use_id, content=block.content)
-            elif isinstance(block, _ToolUse):
-                function = CalledFunction.model_construct(name=block.name, arguments=json.dumps(block.input))
-                calls.append(ToolCall.model_construct(id=block.id, function=function))
-            elif isinstance(block, _Thinking):
-                thoughts += block.thinking
-            elif not isinstance(block, _Redacted):
-                parts.append(block)
-        if parts or calls or thoughts:
-            own = {"tool_calls": calls or None, "reasoning_content": thoughts or None}
-            yield message(role=self.role, content=parts, **own)
-
-
-class _Tool(Fields):
-    ignored: ClassVar = (
-        _CACHE,
-        "strict",
-        "eager_input_streaming",
-        "input_examples",
-        "defer_loading",
-        "allowed_callers",
-    )
-    type: Literal["custom"] = "custom"
-    name: FunctionName
-    description: str | None = None
-    input_schema: dict[str, Any]
-
-    @property
-    def declaration(self) -> dict[str, Any]:
-        function = Function(name=self.name, description=self.description, parameters=self.input_schema)
-        return function.declaration
-
-
-class _ThinkingConfig(Fields):
-    ignored: ClassVar = ("budget_tokens", "display")  # max_tokens counts reasoning, too
-    type: Literal["enabled", "adaptive", "disabled"]
-
-
-class _OutputFormat(Fields):
-    type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class _OutputConfig(Fields):
-    effort: str | None = None
-    format: _OutputFormat | None = None
-
-
-class MessagesRequest(GenerationRequest):
+class MessagesRequest(ChatCompletionRequest):
     """``POST /v1/messages``, and ``POST /v1/messages/count_tokens``."""
 
     # Contexts are edited on request of agents, to save tokens.
-    ignored = (*IGNORED, _CACHE, "container", "context_management", "diagnostics", "inference_geo", "speed")
-    neutral: ClassVar = {**NEUTRAL, "mcp_servers": ([],)}
-    refused: ClassVar = {"mcp_servers": "the client makes the calls"}
+    ignored = (
+        *(*ChatCompletionRequest.ignored, *CACHE),
+        *("container", "context_management", "diagnostics", "inference_geo", "speed"),
+    )
+    neutral: ClassVar = {**ChatCompletionRequest.neutral, "mcp_servers": ([],)}
+    refused: ClassVar = {**ChatCompletionRequest.refused, "mcp_servers": "the client makes the calls"}
     n: Literal[1] = 1
-    max_tokens: MaxTokens | None = None
-    messages: list[Message] = Field(min_length=1, max_length=MOST_ITEMS)
-    system: Annotated[list[_Text], as_parts("text")] = Field([], max_length=MOST_ITEMS)
-    tools: list[_Tool] = Field([], max_length=MOST_ITEMS)
-    tool_choice: Annotated[Any, choice_of('{"type": "auto", "any", "none" or "tool"}', "type", "name")] = "auto"
-    parallel_tool_calls: bool = True
-    thinking: _ThinkingConfig | None = None
-    output_config: _OutputConfig = _OutputConfig()
 
     @model_validator(mode="before")
     @classmethod
-    def _renamed(cls, given: Any) -> Any:
-        """Give the fields of the tool choice and the stop strings the names of OpenAI's API."""
+    def _as_chat(cls, given: Any) -> Any:
+        """Convert a body to that of a chat request."""
         if not isinstance(given, dict):
             return given
-        given = dict(given)
-        if (stop := given.pop("stop_sequences", None)) is not None:
-            given["stop"] = stop
-        if isinstance(choice := given.get("tool_choice"), dict):
-            choice = dict(choice)
-            given["parallel_tool_calls"] = not choice.pop("disable_parallel_tool_use", False)
-            names = {"auto": "auto", "any": "required", "none": "none"}
-            kind = choice.get("type")
-            given["tool_choice"] = {**choice, "type": "function"} if kind == "tool" else names.get(str(kind), choice)
+        asked = {{"stop_sequences": "stop"}.get(name, name): value for name, value in given.items()}
+        system, messages, tools = asked.pop("system", None), asked.get("messages"), asked.get("tools")
+        if isinstance(messages, list):
+            before = [{"role": "system", "content": system}] if system else []
+            asked["messages"] = [*before, *(turn for message in messages for turn in _turns(message))]
+        if isinstance(tools, list):
+            asked["tools"] = list(map(_tool, tools))
+        if isinstance(choice := asked.get("tool_choice"), dict):
+            asked["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use", False)
+            called = {"type": "function", "function": {"name": choice.get("name")}}
+            asked["tool_choice"] = {"any": "required", "tool": called}.get(kind := str(choice.get("type")), kind)
+        if isinstance(thinking := asked.pop("thinking", None), dict):
+            asked["chat_template_kwargs"] = {"enable_thinking": thinking.get("type") != "disabled"}
+        if isinstance(config := asked.pop("output_config", None), dict):
+            asked["reasoning_effort"] = config.get("effort")
+            if isinstance(form := config.get("format"), dict):
+                asked["response_format"] = {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
+        return asked
+
+
+def _turns(given: Any) -> Iterator[Any]:
+    """The results of calls in a message, a chat message each, and the chat message of its other blocks."""
+    if not isinstance(given, dict) or not isinstance(given.get("content"), list):
+        yield given
+        return
+    message: dict[str, Any] = {**given, "content": [], "tool_calls": [], "reasoning_content": ""}
+    for block in given["content"]:
+        rest = dict(block) if isinstance(block, dict) else {"type": None}
+        kind = rest.pop("type", None)
+        if kind == "tool_result":
+            content = rest.pop("content", None) or []
+            content = list(map(_part, content)) if isinstance(content, list) else content
+            rest.pop("is_error", None)  # the content tells of the error
+            yield {"role": "tool", "tool_call_id": rest.pop("tool_use_id", None), "content": content, **rest}
+        elif kind == "tool_use":
+            function = {"name": rest.pop("name", None), "arguments": json.dumps(rest.pop("input", None))}
+            message["tool_calls"].append({**rest, "function": function})
+        elif kind == "thinking":
+            message["reasoning_content"] += str(rest.get("thinking"))
+        elif kind != "redacted_thinking":
+            message["content"].append(_part(block))
+    if message["content"] or message["tool_calls"] or message["reasoning_content"]:
+        yield message | {"reasoning_content": message["reasoning_content"] or None}
+
+
+def _part(block: Any) -> Any:
+    """A part of a chat message."""
+    if not isinstance(block, dict) or block.get("type") != "image" or not isinstance(block.get("source"), dict):
+        return block
+    rest, source = {**block, "type": "image_url"}, block["source"]
+    del rest["source"]
+    return {**rest, "image_url": source.get("url") or f"data:image/any;base64,{source.get('data')}"}
+
+
+def _tool(given: Any) -> Any:
+    if not isinstance(given, dict):
         return given
-
-    @property
-    def turns(self) -> list[ChatMessage]:
-        system = [ChatMessage.model_construct(role="system", content=self.system)] if self.system else []
-        return [*system, *(turn for message in self.messages for turn in message.turns())]
-
-    @property
-    def reasoning_effort(self) -> str | None:
-        return "none" if self.thinking and self.thinking.type == "disabled" else self.output_config.effort
-
-    @property
-    def chat_template_kwargs(self) -> dict[str, Any]:
-        return {"enable_thinking": self.thinking.type != "disabled"} if self.thinking else {}
-
-    def constraint(self) -> tuple[str, str] | None:
-        form = self.output_config.format
-        return None if form is None else grammar_of_format(form.type, form.schema_)
+    rest = {{"input_schema": "parameters"}.get(name, name): value for name, value in given.items()}
+    if rest.get("type") == "custom":
+        del rest["type"]
+    return {"type": "function", "function": rest}
 
 
 Event = dict[str, Any]

@@ -23,8 +23,7 @@ _NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 
 _OPTIONS = (
     *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_keep", "num_thread", "numa", "low_vram", "f16_kv"),
-    *("use_mmap", "use_mlock", "vocab_only", "logits_all", "penalize_newline", "repeat_last_n", "draft_num_predict"),
-    *("mirostat_tau", "mirostat_eta"),
+    *("use_mmap", "use_mlock", "vocab_only", "logits_all", "draft_num_predict", "mirostat_tau", "mirostat_eta"),
 )
 """Options that are ignored: they concern memory and speed, or go with options that are refused."""
 
@@ -35,7 +34,7 @@ class OllamaRequest(ChatCompletionRequest):
     ignored = (*ChatCompletionRequest.ignored, *_OPTIONS, "shift", "truncate")
     neutral: ClassVar = {
         **{**ChatCompletionRequest.neutral, "raw": (False,), "context": ([],), "max_tokens": (-1, -2)},
-        **dict.fromkeys(("template", "suffix"), ("",)),
+        **{"template": ("",), "suffix": ("",), "repeat_last_n": (-1,), "penalize_newline": (True,)},
     }
     refused: ClassVar = {
         **ChatCompletionRequest.refused,

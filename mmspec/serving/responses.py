@@ -18,7 +18,7 @@ from mmspec.sampling.params import LIBRARY, Logprobs, MaxTokens
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat
 from mmspec.serving.schemas import (
-    CACHE_BREAKPOINT,
+    CACHE,
     IGNORED,
     MOST_ITEMS,
     NEUTRAL,
@@ -46,12 +46,12 @@ _LOGPROBS = "message.output_text.logprobs"
 
 class _Text(TextPart):
     # Annotations and logprobs occur in answers that clients send back.
-    ignored: ClassVar = ("annotations", "logprobs", CACHE_BREAKPOINT)
+    ignored: ClassVar = ("annotations", "logprobs", *CACHE)
     type: Literal["input_text", "output_text"]  # type: ignore[assignment]
 
 
 class _Image(MediaPart):
-    ignored: ClassVar = ("detail", CACHE_BREAKPOINT)
+    ignored: ClassVar = ("detail", *CACHE)
     refused: ClassVar = {"file_id": "files are not uploaded, image_url may be a data URI"}
     kind = "image"
     type: Literal["input_image"]
@@ -140,9 +140,6 @@ class _FunctionType(Fields):
 
 class FunctionTool(Function, _FunctionType):  # the type is checked first
     """A function declaration; chat requests nest these fields under ``function``."""
-
-    # Tool search and programmatic calls are not supported; results are text.
-    ignored: ClassVar = (*Function.ignored, "allowed_callers", "async", "defer_loading", "output_schema")
 
 
 class _TextFormat(Fields):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,6 @@ from mmspec.serving.call_formats import ToolFormat
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat, InfillFormat, TextFormat, WireFormat
 from mmspec.serving.media import MediaReader, Medium
-from mmspec.serving.messages import MessagesRequest
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.middleware import RequestQueue
 from mmspec.serving.responses import ResponsesFormat, ResponsesRequest, StoredResponses, chat_messages
@@ -137,10 +136,10 @@ class JobBuilder:
         return (name, own | {"adapter": name}) if name in self.pipe.adapters else (self.names[0], own)
 
     def chat(
-        self, asked: ChatCompletionRequest | MessagesRequest, form: type[ChatFormat] = ChatFormat
+        self, asked: ChatCompletionRequest, form: Callable[..., ChatFormat] = ChatFormat
     ) -> tuple[GenerationJob, WireFormat]:
         """Job and response format of a chat request."""
-        job, plan = self._chat(asked, asked.turns)
+        job, plan = self._chat(asked, asked.messages)
         return job, form(*self._form(asked, job, [""] * job.n), reader=plan.reader)
 
     def response(self, asked: ResponsesRequest) -> tuple[GenerationJob, WireFormat]:
@@ -152,7 +151,7 @@ class JobBuilder:
         return job, ResponsesFormat(*self._form(asked, job, [""]), reader=plan.reader, about=about, store=store)
 
     def _chat(
-        self, asked: ChatCompletionRequest | MessagesRequest | ResponsesRequest, messages: Sequence[ChatMessage]
+        self, asked: ChatCompletionRequest | ResponsesRequest, messages: Sequence[ChatMessage]
     ) -> tuple[GenerationJob, ToolPlan]:
         self.check_model(asked.model)
         functions = [tool.declaration for tool in asked.tools]

@@ -116,8 +116,8 @@ def parse(kind: type[F], body: bytes, ignored: Callable[[str], object] = str) ->
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 """Names of an assistant's reasoning in messages: DeepSeek's name, and the name in current versions of vLLM."""
 
-CACHE_BREAKPOINT = "prompt_cache_breakpoint"
-"""Field of parts that is ignored: all prefixes of prompts are kept."""
+CACHE = ("cache_control", "prompt_cache_breakpoint")
+"""Fields of parts, messages and tools that are ignored: all prefixes of prompts are kept."""
 
 
 class _URL(Fields):
@@ -126,7 +126,7 @@ class _URL(Fields):
 
 
 class TextPart(Variant):
-    ignored: ClassVar[Sequence[str]] = (CACHE_BREAKPOINT,)
+    ignored: ClassVar[Sequence[str]] = (*CACHE, "citations")
     type: Literal["text"]
     text: str
 
@@ -157,7 +157,7 @@ class MediaPart(Variant):
 class ImagePart(MediaPart):
     """An image; ``image_url`` may be the URL as a string."""
 
-    ignored: ClassVar = (CACHE_BREAKPOINT,)
+    ignored: ClassVar = CACHE
     kind = "image"
     type: Literal["image_url"]
     image_url: Annotated[_URL, BeforeValidator(lambda given: {"url": given} if isinstance(given, str) else given)]
@@ -185,7 +185,7 @@ class CalledFunction(Fields):
 
 
 class ToolCall(Fields):
-    ignored: ClassVar = ("index",)
+    ignored: ClassVar = (*CACHE, "index", "caller")
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -194,6 +194,7 @@ class ToolCall(Fields):
 class ChatMessage(Fields):
     """One message; string content means one text part, an assistant's content may be null or a refusal."""
 
+    ignored: ClassVar = CACHE
     refused: ClassVar = {"audio": "answers are text", "function_call": "tool_calls replaces it"}
     neutral: ClassVar = {"annotations": ([],), "tool_calls": ([],)}  # in answers that clients send back
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -281,7 +282,11 @@ FunctionName = Annotated[
 
 
 class Function(Fields):
-    ignored: ClassVar[Sequence[str]] = ("strict",)  # arguments are constrained strictly in any case
+    # Arguments are constrained strictly in any case; tool search and programmatic calls are not supported.
+    ignored: ClassVar[Sequence[str]] = (
+        *(*CACHE, "strict", "allowed_callers", "async", "defer_loading", "output_schema"),
+        *("eager_input_streaming", "input_examples"),
+    )
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -482,7 +487,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     limit_name = "max_completion_tokens"
     # A prediction affects only speed; only /v1/responses stores responses.
-    ignored = (*IGNORED, "prediction", "store", "verbosity")
+    ignored: ClassVar[Sequence[str]] = (*IGNORED, "prediction", "store", "verbosity")
     neutral: ClassVar = {
         **NEUTRAL,
         "functions": ([],),
@@ -513,10 +518,6 @@ class ChatCompletionRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs: true")
         return self
-
-    @property
-    def turns(self) -> list[ChatMessage]:
-        return self.messages
 
     @property
     def alternatives(self) -> int | None:

@@ -189,14 +189,14 @@ class StopFilter:
         trims: remove trailing white space.
 
     Attributes:
-        stopped, rest: the stop string that was found, or None, and the text after it.
+        stopped, rest: the stop string that was found, or "", and the text after it.
         length: characters so far, including held characters.
     """
 
     def __init__(self, stop: Sequence[str], drops: Iterable[str] = (), *, trims: bool = False) -> None:
         self._stop, self._drops, self._trims = stop, list(drops), trims
         self._held, self._sent, self.length = "", 0, 0
-        self.rest, self.stopped = "", None
+        self.rest, self.stopped = "", ""
 
     def feed(self, text: str, *, final: bool = False) -> str:
         """Add text and return the text to emit; ``final`` releases held text."""

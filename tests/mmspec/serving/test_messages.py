@@ -175,9 +175,9 @@ def test_a_conversation_is_that_of_chat_completions(client):
     body = {"messages": messages, "system": system, "max_tokens": 5}
     asked_of = parse(MessagesRequest, json.dumps(body).encode())
     chat = parse(ChatCompletionRequest, json.dumps({"messages": wanted}).encode())
-    assert conversation(asked_of.turns, False) == conversation(chat.turns, False)
+    assert conversation(asked_of.messages, False) == conversation(chat.messages, False)
     text = parse(MessagesRequest, json.dumps({**body, "system": "Be\nbrief."}).encode())
-    assert conversation(text.turns, False) == conversation(chat.turns, False)
+    assert conversation(text.messages, False) == conversation(chat.messages, False)
 
 
 def test_thinking():
@@ -246,7 +246,7 @@ def test_fields_of_agents_are_ignored_and_counted(server):
         for name, value in figures(server).items()
         if name.startswith("vllm:ignored_fields_total/") and value > before.get(name, 0)
     }
-    assert grown == {"metadata", "service_tier", "context_management", "cache_control", "display", "anthropic-beta"}
+    assert grown == {"metadata", "service_tier", "context_management", "cache_control", "anthropic-beta"}
 
 
 @pytest.mark.parametrize(
@@ -254,10 +254,17 @@ def test_fields_of_agents_are_ignored_and_counted(server):
     [
         ({"mcp_servers": [{"name": "a"}]}, "mcp_servers is not supported, the client makes the calls"),
         ({"messages": []}, "messages must be a list of at least 1"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role must be"),
+        ({"messages": [{"role": "model", "content": "a"}]}, "messages[0].role must be"),
+        ({"messages": [5]}, "messages[0] must be an object"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": 5}]}]}, "tool_call_id"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}]}, "tool_calls"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "xyz": 1}]}]}, "xyz is not supported"),
+        ({"system": 5}, "messages[0].content"),
+        ({"tools": [5]}, "tools[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0]"),
         ({"tool_choice": {"type": "some"}}, "tool_choice must be"),
-        ({"tools": [{"name": "a", "type": "web_search_20250305"}]}, "tools[0]"),
+        ({"tools": [{"name": "a", "type": "web_search_20250305"}]}, "type is not supported"),
         ({"n": 2}, "n must be"),
         ({"stop_sequences": [5]}, "stop must be"),
     ],

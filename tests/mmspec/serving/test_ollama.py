@@ -175,6 +175,7 @@ def test_timings_of_llama_cpp(server, stream):
     ("fields", "error"),
     [
         ({"options": {"mirostat": 2}}, "mirostat is not supported"),
+        ({"options": {"repeat_last_n": 64}}, "repeat_last_n is not supported"),
         ({"options": 5}, "options is not supported"),
         ({"template": "{{ . }}"}, "template is not supported, the model's is used"),
         ({"raw": True}, "raw is not supported, /v1/completions has no template"),

@@ -17,12 +17,10 @@ from mmspec.serving.call_formats import (
     GLM47,
     HERMES,
     LLAMA,
-    MINIMAX,
     MISTRAL,
     MISTRAL_ARGS,
     OPENAI,
     QWEN3_CODER,
-    SEED_OSS,
     tool_format,
 )
 from mmspec.serving.tools import CallReader, prompted
@@ -42,8 +40,8 @@ TEMPLATES = {
     "Mistral 7B v0.3, Nemo": ("{{ '[AVAILABLE_TOOLS]' + tools }}{{ '[TOOL_CALLS] [' }}", MISTRAL),
     "Mistral, later": ("{{ tools }}{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}", MISTRAL_ARGS),
     "Qwen3-Coder, Qwen3.5": ("{{ tools }}<tool_call>\n<function=name>\n{{ arguments }}", QWEN3_CODER),
-    "Seed-OSS": ("{{ tools }}<seed:tool_call>\n<function=name>\n{{ arguments }}", SEED_OSS),
-    "MiniMax-M2": ('{{ tools }}<minimax:tool_call>\n<invoke name="n">{{ arguments }}', MINIMAX),
+    "Seed-OSS": ("{{ tools }}<seed:tool_call>\n<function=name>\n{{ arguments }}", GENERIC),
+    "MiniMax-M2": ('{{ tools }}<minimax:tool_call>\n<invoke name="n">{{ arguments }}', GENERIC),
     "GLM-4.5": ("{{ tools }}<tool_call>name\n<arg_key>a</arg_key>\n<arg_value>{{ arguments }}", GLM),
     "GLM-4.7": ("{{ tools }}<tool_call>name<arg_key>a</arg_key><arg_value>{{ arguments }}", GLM47),
     "Gemma 4": ("{{ tools }}{{- '<|tool_call>call:' + function['name'] + '{' -}}", GEMMA),
@@ -111,23 +109,17 @@ def written(form, *calls):
     texts = [json.dumps({"name": name, form.key: arguments}) for name, arguments in calls]
     tags = {
         QWEN3_CODER: ("<function={}>\n", "<parameter={}>\n{}\n</parameter>\n", "</function>"),
-        MINIMAX: ('<invoke name="{}">\n', '<parameter name="{}">{}</parameter>\n', "</invoke>"),
         GLM: ("{}\n", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n", ""),
         GLM47: ("{}", "<arg_key>{}</arg_key><arg_value>{}</arg_value>", ""),
     }
-    tags[SEED_OSS] = tags[QWEN3_CODER]
     if form in tags:
         head, item, end = tags[form]
         texts = [
             head.format(name) + "".join(item.format(key, plain(value)) for key, value in arguments.items()) + end
             for name, arguments in calls
         ]
-    if form is MINIMAX:
-        return "<minimax:tool_call>\n{}\n</minimax:tool_call>".format("\n".join(texts))
     if form in (GLM, GLM47):
         return ("\n" if form is GLM else "").join(f"<tool_call>{text}</tool_call>" for text in texts)
-    if form is SEED_OSS:
-        return "\n".join(f"<seed:tool_call>\n{text}\n</seed:tool_call>" for text in texts)
     if form is GEMMA:
         return "".join(f"<|tool_call>call:{name}{quoted(arguments)}<tool_call|>" for name, arguments in calls)
     if form is OPENAI:
