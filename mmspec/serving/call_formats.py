@@ -119,7 +119,10 @@ class ToolFormat:
         for number, tool in enumerate(tools):
             head = f"{_lark(first)} {json.dumps(tool['name'])} {_lark(then)}"
             rules.append(f"call_{number}: {head} args_{number} {_lark(last)}")
-            rules += self._arguments(f"args_{number}", parameters(tool))
+            try:
+                rules += self._arguments(f"args_{number}", parameters(tool))
+            except (AttributeError, LookupError, TypeError):
+                raise UserError(f"the parameters of the tool {tool['name']} must be a JSON schema: got none") from None
             if bare:
                 gap = r"\s{0,9}"
                 head = rf'\{{{gap}"name":{gap}"{tool["name"]}",{gap}"{self.key}":{gap}'

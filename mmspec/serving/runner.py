@@ -166,12 +166,7 @@ class JobBuilder:
         constraint = constraint if plan.grammar is None else ("grammar", plan.grammar)
         variables = effort_variables(asked.reasoning_effort, processor.chat_template_text())
         variables |= asked.chat_template_kwargs
-        keywords = {
-            **self._keywords(asked),
-            **plan.keywords,
-            **self._answers(asked.model)[1],
-            **self._rendering(variables),
-        }
+        keywords = {**self._keywords(asked), **plan.keywords, **self._rendering(variables)}
         if self.reasoning and "answer_start" not in keywords:  # a call starts at once there
             keywords["reasoning"] = self.reasoning
         prompts = [plan.messages(turns)]
@@ -179,6 +174,7 @@ class JobBuilder:
         return GenerationJob(*common, plan.trigger, plan.schemas), plan
 
     def _keywords(self, asked: GenerationRequest) -> dict[str, Any]:
+        """Keywords of ``Pipeline.stream`` that do not depend on the prompt."""
         keywords = asked.keywords | self._answers(asked.model)[1]
         if keywords["num_draft_tokens"] is None:
             keywords["num_draft_tokens"] = self.num_draft_tokens
@@ -226,9 +222,7 @@ class JobBuilder:
         return job, InfillFormat(*self._form(asked, job, [""]))
 
     def _raw(self, asked: GenerationRequest, prompts: Sequence[Any], stops: Sequence[int] = ()) -> GenerationJob:
-        keywords = (
-            self._keywords(asked) | {"chat_template": False, "stop_token_ids": stops} | self._answers(asked.model)[1]
-        )
+        keywords = self._keywords(asked) | {"chat_template": False, "stop_token_ids": stops}
         sampling = asked.sampling(self.limits, self.pipe.defaults.served)
         drafter = asked.drafter(self.limits, self.drafters)
         return GenerationJob(prompts, sampling, asked.constraint(), asked.n, (), keywords, drafter)

@@ -73,27 +73,29 @@ class ServeOptions:
 
 
 _METHODS = {
-    **dict.fromkeys(("ngram", "suffix", "mtp", "eagle", "eagle3", "medusa", "dflash"), "{method}"),
-    **dict.fromkeys(("eagle+", "eagle3+", "medusa+", "dflash+", "mtp+"), "{model}"),
-    "draft_model+": "small:{model}",
+    **{name: name for name in ("ngram", "suffix", "mtp")},
+    **dict.fromkeys(("eagle", "eagle3", "medusa", "dflash"), "{model}"),
+    "draft_model": "small:{model}",
 }
-"""Drafters by method; a plus follows where a model is given."""
+"""Drafters by vLLM's methods."""
 
 
 def drafter_of(config: Mapping[str, Any]) -> tuple[str, int | None]:
     """The drafter and the number of draft tokens of vLLM's ``--speculative-config``. Raises ``UserError``: a field or a
     method is unknown, or of another type."""
-    left = dict(config)
-    method, model, count = (left.pop(name, None) for name in ("method", "model", "num_speculative_tokens"))
-    if left:
-        known = "method, model and num_speculative_tokens"
-        raise UserError(f"--speculative-config has the fields {known}: got {', '.join(left)}")
+    known = ("method", "model", "num_speculative_tokens")
+    if unknown := config.keys() - set(known):
+        raise UserError(f"--speculative-config has the fields {', '.join(known)}: got {', '.join(sorted(unknown))}")
+    method, model, count = map(config.get, known)
     if count is not None and (type(count) is not int or count < 1):
         raise UserError(f"num_speculative_tokens must be a positive integer: got {shown(count)}")
-    if not isinstance(model, str | None) or f"{method}{'+' * (model is not None)}" not in _METHODS:
-        methods = ", ".join(name.replace("+", " (with model)") for name in _METHODS)
-        raise UserError(f"method must be one of {methods}: got {shown(method)}{' with model' * (model is not None)}")
-    return _METHODS[f"{method}{'+' * (model is not None)}"].format(method=method, model=model), count
+    if not isinstance(method, str) or method not in _METHODS:
+        raise UserError(f"method must be one of {', '.join(_METHODS)}: got {shown(method)}")
+    drafter = _METHODS[method]
+    if isinstance(model, str) != ("{model}" in drafter) or not isinstance(model, str | None):
+        expected = "a model" if "{model}" in drafter else "no model"
+        raise UserError(f"the method {method} needs {expected}: got {shown(model)}")
+    return drafter.format(model=model), count
 
 
 def is_loopback(host: str) -> bool:

@@ -109,12 +109,7 @@ class CallReader:
     """
 
     def __init__(
-        self,
-        form: ToolFormat,
-        functions: Sequence[Mapping[str, Any]] = (),
-        *,
-        bare: bool = True,
-        begun: bool = False,
+        self, form: ToolFormat, functions: Sequence[Mapping[str, Any]] = (), *, bare: bool = True, begun: bool = False
     ) -> None:
         self._form, self.calls, self._schemas = form, 0, {one["name"]: parameters(one) for one in functions}
         self._bare = re.compile(form.bare_begin(self._schemas)) if form.bare and bare and functions else None
@@ -176,10 +171,9 @@ class CallReader:
             call = {"index": self.calls, "id": f"{prefix}{uuid.uuid4().hex[:length]}", "type": "function"}
             delta.calls[self.calls] = {**call, "function": {"name": found[1], "arguments": ""}}
             self._rest, self._step = self._rest[found.end() :], self._in_arguments
-            form, schema = self._form, self._schemas.get(found[1], {})
-            self._arguments = _Tagged(form, schema) if form.argument else _Object()
-            if form.quote:
-                self._arguments = _Quoted(form.quote)
+            self._arguments = _Quoted(self._form.quote) if self._form.quote else _Object()
+            if self._form.argument and not self._form.quote:
+                self._arguments = _Tagged(self._form, self._schemas.get(found[1], {}))
             return True
         if final or len(self._rest) > _LONGEST_HEAD:
             self._say(delta, self._rest)

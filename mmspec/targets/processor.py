@@ -285,7 +285,7 @@ class Processor:
         """Id of the special token with this name; None without one."""
         return self.special_tokens.get(text)
 
-    @property
+    @cached_property
     def special_tokens(self) -> dict[str, int]:
         """Ids of the special tokens by name."""
         known = getattr(self.tokenizer, "added_tokens_decoder", {}).items()

@@ -142,6 +142,8 @@ def test_grammars(form):
     many = {"several": True, "marked": True}
     assert accepts(form.grammar(TOOLS, **many), written(form, heat))
     assert accepts(form.grammar(TOOLS, **many), written(form, stop))
+    free = [{"name": "heat", "parameters": {"properties": {"unit": True, "n": {}}}}]
+    assert accepts(form.grammar(free, **many), written(form, ("heat", {"unit": "K", "n": [1, {"a": None}]})))
     if form.between is not None:
         assert accepts(form.grammar(TOOLS, **many), written(form, heat, stop, heat))
         assert not accepts(form.grammar(TOOLS, marked=True, several=False), written(form, heat, stop))
@@ -321,6 +323,15 @@ def test_all_formats_at_all_pieces(form):
         for (name, arguments), (right, whole) in zip(found, read(form, [text])[1], strict=False):
             assert name == right
             assert whole.startswith(arguments)
+
+
+@pytest.mark.parametrize("schema", [{"properties": 5}, {"properties": {"a": {"anyOf": 5}}}, {"required": 5}], ids=str)
+def test_schemas_that_are_none(schema):
+    """In JSON, llguidance checks them."""
+    tool = {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}, **schema}}
+    for form in (QWEN3_CODER, GLM, GEMMA):
+        with pytest.raises(UserError, match="the parameters of the tool f must be a JSON schema"):
+            form.grammar([tool], marked=True, several=True)
 
 
 def test_parts_of_a_value_are_searched_once():
