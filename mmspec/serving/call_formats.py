@@ -298,7 +298,7 @@ OPENAI = ToolFormat(
     " to=functions.",
     call=("", r"/(<\|channel\|>commentary)?(( | ?<\|constrain\|>)json)?<\|message\|>/", ""),
     before=("<|start|>assistant", "<|channel|>commentary"),
-    signs=("<|channel|>", "to=functions."),
+    signs=("<|channel|>", "<|start|>assistant to="),
 )
 """``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{json}`` of gpt-oss: one call."""
 

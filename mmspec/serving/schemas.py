@@ -243,7 +243,7 @@ class ChatMessage(Fields):
             for call in self.tool_calls or ()
         ]
         name = self.name if self.role == "tool" else None  # the function's name; speaker names are ignored
-        values: dict[str, Any] = dict.fromkeys(REASONING_FIELDS, self.reasoning_text)
+        values: dict[str, Any] = dict.fromkeys((*REASONING_FIELDS, "thinking"), self.reasoning_text)  # gpt-oss' name
         values |= {"tool_calls": calls or None, "tool_call_id": self.tool_call_id, "name": name}
         return {name: value for name, value in values.items() if value is not None}
 

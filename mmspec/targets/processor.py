@@ -26,7 +26,7 @@ from mmspec.targets.tree_layers import replaced
 from mmspec.validation import check
 
 _MARK = "\ue0a1"  # a private-use character
-_RENDERED = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning")
+_RENDERED = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
 """Message fields that templates render in addition to role and content."""
 
 _COMPILER = (chat_template_utils, "_compile_jinja_template")

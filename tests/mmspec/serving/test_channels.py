@@ -62,7 +62,7 @@ MODELS = {
     # special tokens; what a template says of calls and ends with; reasoning; before a call, before an answer; a call
     "gpt-oss": (
         ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"],
-        "to=functions.<|channel|>analysis<|message|>",
+        "<|start|>assistant to=<|channel|>analysis<|message|>",
         "<|start|>assistant",
         "<|channel|>analysis<|message|>{}<|end|><|start|>assistant",
         "<|channel|>final<|message|>{}",
