@@ -63,10 +63,9 @@ class Piece:
     ``token_ids`` are the generated tokens of this part. ``text`` is their text, up to a stop string, without the blank
     that some chat templates put before an answer ("ASSISTANT: answer"). With ``trace=True``, ``trees`` are the verified
     trees of the answer so far, one per step. With ``logprobs=K``, ``logprobs`` are the tokens' log probabilities.
-    ``stop_string`` is the stop string that ended the answer. ``seconds`` is the engine's time for the answer so far,
-    including waiting and prefill. With ``reasoning="auto"`` or
+    ``seconds`` is the engine's time for the answer so far, including waiting and prefill. With ``reasoning="auto"`` or
     a format, ``reasoning`` is the reasoning before the text, and ``num_reasoning_tokens`` its number of tokens, markers
-    included.
+    included. ``num_prompt_tokens`` is the number of prompt tokens, ``stop_string`` the stop string that ended the answer.
     """
 
     text: str
@@ -78,6 +77,7 @@ class Piece:
     reasoning: str = ""
     num_reasoning_tokens: int = 0
     seconds: float = 0.0
+    num_prompt_tokens: int = 0
     stop_string: str | None = None
 
 
@@ -118,9 +118,9 @@ class _PieceReader:
             return None
         before, self._num_reasoning_tokens = self._num_reasoning_tokens, self._reader.num_reasoning_tokens
         token_ids, logprobs, self._token_ids, self._logprobs = self._token_ids, self._logprobs, [], []
-        record = list(self._trees), logprobs, reasoning, self._num_reasoning_tokens - before, last.seconds
-        stop = self._reader.answer.stopped or None
-        return Piece(text, token_ids, last.finish_reason, last.stats, *record, stop)
+        tokens, stop = self._num_reasoning_tokens - before, self._reader.answer.stopped or None
+        record = list(self._trees), logprobs, reasoning, tokens, last.seconds, last.num_prompt_tokens, stop
+        return Piece(text, token_ids, last.finish_reason, last.stats, *record)
 
 
 class Pipeline:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
@@ -118,12 +118,15 @@ class MessagesFormat(ChatFormat):
                 block["input"] = called_arguments(block["input"])
         return {**self._message(), "content": self._blocks, **self._ended(), "metrics": self._figures()["metrics"]}
 
-    def first_chunks(self) -> Iterator[Event]:
-        yield {"type": "message_start", "message": self._message()}
-        yield {"type": "ping"}
+    def first_chunks(self) -> Iterable[Event]:
+        return ()  # the start has the number of prompt tokens, which the first piece tells
 
     def chunks(self, index: int, piece: Piece) -> Iterator[Event]:
-        self.add(index, piece)
+        if not self.choices[0].num_prompt_tokens:
+            yield {"type": "message_start", "message": self._message(self.add(index, piece).num_prompt_tokens)}
+            yield {"type": "ping"}
+        else:
+            self.add(index, piece)
         yield from self._grow(piece)
         if piece.finish_reason is not None:
             ended = self._ended()
@@ -131,8 +134,8 @@ class MessagesFormat(ChatFormat):
             yield {"type": "message_delta", "delta": ended, "usage": usage, "metrics": self._figures()["metrics"]}
             yield {"type": "message_stop"}
 
-    def _message(self) -> dict[str, Any]:
-        none = {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": 0, "output_tokens": 0}}
+    def _message(self, prompt: int = 0) -> dict[str, Any]:
+        none = {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": prompt, "output_tokens": 0}}
         head = {"id": self._head["id"], "type": "message", "role": "assistant", "model": self._head["model"]}
         return {**head, "content": [], **none}
 

@@ -110,6 +110,7 @@ def test_texts_and_limits(client):
     )
     usage, counted = whole.usage, client.messages.count_tokens(model="tiny", messages=USER).input_tokens
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted
+    assert next(iter(raw_events(client)))["message"]["usage"] == {"input_tokens": counted, "output_tokens": 0}
     scripted("", tools=())
     assert both(client).content == []
 

@@ -45,7 +45,10 @@ TEMPLATES = {
     "GLM-4.5": ("{{ tools }}<tool_call>name\n<arg_key>a</arg_key>\n<arg_value>{{ arguments }}", GLM),
     "GLM-4.7": ("{{ tools }}<tool_call>name<arg_key>a</arg_key><arg_value>{{ arguments }}", GLM47),
     "Gemma 4": ("{{ tools }}{{- '<|tool_call>call:' + function['name'] + '{' -}}", GEMMA),
-    "gpt-oss": ("{{ tools }}{{ '<|start|>assistant to=' }}{{ 'functions.' + name + '<|channel|>commentary ' }}", OPENAI),
+    "gpt-oss": (
+        "{{ tools }}{{ '<|start|>assistant to=' }}{{ 'functions.' + name + '<|channel|>commentary ' }}",
+        OPENAI,
+    ),
     "no tools": ("{{ messages }}", GENERIC),
     "no template": (None, GENERIC),
 }
