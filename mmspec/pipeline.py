@@ -65,7 +65,7 @@ class Piece:
     trees of the answer so far, one per step. With ``logprobs=K``, ``logprobs`` are the tokens' log probabilities.
     ``seconds`` is the engine's time for the answer so far, including waiting and prefill. With ``reasoning="auto"`` or
     a format, ``reasoning`` is the reasoning before the text, and ``num_reasoning_tokens`` its number of tokens, markers
-    included. ``num_prompt_tokens`` is the number of prompt tokens, ``stop_string`` the stop string that ended the answer.
+    included. ``num_prompt_tokens`` is the number of prompt tokens, ``stop_string`` what ended the answer.
     """
 
     text: str

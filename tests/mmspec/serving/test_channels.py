@@ -110,9 +110,10 @@ def pipeline(name):
     tokenizer = copy.deepcopy(byte_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(one, normalized=False) for one in tokens]})
     tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}SAYS{% endif %}".replace("SAYS", says) + TURNS + prompt
-    torch.manual_seed(0)
     changed = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096}
-    model = LlamaForCausalLM(LlamaConfig(**{**byte_model().config.to_dict(), **changed})).eval()
+    config = LlamaConfig(**{**byte_model().config.to_dict(), **changed})
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
     drafter = Union([Recycle(top_k=3), Ngram()])
     return Pipeline(TransformersTarget(model), Processor(tokenizer), drafter, "tiny", max_num_seqs=4)
 
@@ -161,8 +162,8 @@ def test_calls_answers_and_forms(running, thinks):
 
 
 def test_required_calls(running):
-    _, pipe, client = running
-    script(pipe, "No.")
+    name, pipe, client = running
+    script(pipe, " to" if name == "gpt-oss" else "No.")  # without reasoning, which would end at once
     found = both(client, tools=[TOOL], tool_choice="required", logit_bias={str(END): 100}, max_tokens=400)
     ((function, arguments),) = called(found)
     assert (function, found.finish_reason, type(arguments["town"])) == ("weather", "tool_calls", str)
