@@ -100,7 +100,7 @@ class ToolFormat:
         """
         parts = [] if self.in_call else ["/[ \\n]?/", json.dumps(self.opening)]
         if marked and not self.in_call:
-            parts.insert(0, json.dumps(self.marker))
+            parts = ["/ ?/", json.dumps(self.marker)] if self.before else [json.dumps(self.marker), *parts]
         parts.append("call")
         if several and self.between is not None:
             parts.append(f"({json.dumps(self.between)} call)*")
@@ -295,7 +295,7 @@ GEMMA = ToolFormat(
 
 OPENAI = ToolFormat(
     "openai",
-    " to=functions.",
+    "to=functions.",
     call=("", r"/(<\|channel\|>commentary)?(( | ?<\|constrain\|>)json)?<\|message\|>/", ""),
     before=("<|start|>assistant", "<|channel|>commentary"),
     signs=("<|channel|>", "<|start|>assistant to="),

@@ -118,7 +118,7 @@ class CallReader:
         first, then, last = form.around
         call = HEAD if form.call is None else rf"{pattern(first)}{NAME}{pattern(then)}"
         separator = "," if form.between is None else form.between
-        optional = "".join(rf"(?:{re.escape(text)})?" for text in self._starts)
+        optional = "".join(rf"(?:\s*{re.escape(text)})?" for text in self._starts)
         self._head = re.compile(rf"{self._around.pattern}{optional}\s*(?:{re.escape(form.opening.strip())})?\s*{call}")
         self._end = re.compile(rf"\s*{pattern(last)}\s*{re.escape(form.end.strip())}")
         self._next = re.compile(rf"\s*{pattern(last)}\s*{pattern(separator.strip())}\s*(?={call})")

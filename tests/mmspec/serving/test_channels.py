@@ -189,3 +189,13 @@ def test_text_before_a_call(running):
     script(pipe, said + write(UNIT))
     found = both(client, tools=[TOOL])
     assert (found.message.content, called(found)) == ("Let me see.", [("weather", UNIT)])
+
+
+@pytest.mark.parametrize("before", ["", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"])
+@pytest.mark.parametrize("middle", ["<|channel|>commentary json", "<|channel|>commentary", " <|constrain|>json"])
+def test_recipients_before_the_channel(before, middle):
+    pipe = pipeline("gpt-oss")
+    with served(pipe) as server, client_of(server) as client:
+        script(pipe, f"{before} to=functions.weather{middle}<|message|>{json.dumps(UNIT)}")
+        found = both(client, tools=[TOOL])
+        assert (found.message.content, called(found)) == (None, [("weather", UNIT)])

@@ -154,7 +154,7 @@ def test_grammars(form):
         assert not accepts(form.grammar(TOOLS, **many), written(form, wrong))
     if not form.in_call:
         after = form.grammar(TOOLS, marked=False, several=True)
-        assert accepts(after, written(form, heat).removeprefix(form.marker))
+        assert accepts(after, written(form, heat).lstrip().removeprefix(form.marker))
         assert not accepts(after, written(form, heat))
     bare = form.grammar(TOOLS, **many, bare=True)
     assert accepts(bare, written(form, heat))
@@ -310,7 +310,7 @@ def read(form, pieces, begun=False):
 @pytest.mark.parametrize("form", FORMATS, ids=label)
 def test_all_formats_at_all_pieces(form):
     calls = MIXED if form.between is not None else MIXED[:1]
-    text = ("" if form is LLAMA else "So.\n\n" if form.marker[0] != " " else "So.") + written(form, *calls)
+    text = ("" if form is LLAMA else "So." if form.before else "So.\n\n") + written(form, *calls)
     expected = ("" if form is LLAMA else "So.", calls)
 
     def parsed(pieces):
