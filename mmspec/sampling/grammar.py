@@ -369,7 +369,7 @@ class AfterReasoning(_Deferred):
 
     Up to ``MOST_BLANKS`` bytes of white space before the answer are allowed, as models write it after reasoning. The
     last token of an end marker must not contain text of the answer, unless the answer starts unconstrained. Headers of
-    an answer's channel are such a gap, too.
+    an answer's channel are treated like white space.
 
     Args:
         answer: grammar of the answer; with a ``TriggeredGrammar``, the answer starts unconstrained.

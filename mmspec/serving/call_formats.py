@@ -212,7 +212,7 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def json_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """JSON types that a schema allows, as far as its keywords tell.
+    """JSON types that a schema allows by ``type``, values or alternatives; all types for other schemas.
 
     Args:
         root: the schema that ``$ref`` points into.

@@ -114,7 +114,7 @@ def serve(
     replica_gpus: int,
     **options: Any,
 ) -> None:
-    """Serve a model through OpenAI's API.
+    """Serve a model through OpenAI's, Anthropic's and Ollama's APIs.
 
     Clients use http://HOST:PORT/v1 as the base URL. On an address that is not a loopback one, --api-key or --no-auth is
     required.

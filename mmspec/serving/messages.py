@@ -29,7 +29,7 @@ class MessagesRequest(ChatCompletionRequest):
     @model_validator(mode="before")
     @classmethod
     def _as_chat(cls, given: Any) -> Any:
-        """Convert a body to that of a chat request."""
+        """Convert the body to the body of a chat request."""
         if not isinstance(given, dict):
             return given
         asked = {{"stop_sequences": "stop"}.get(name, name): value for name, value in given.items()}

@@ -48,7 +48,7 @@ class OllamaRequest(ChatCompletionRequest):
     @model_validator(mode="before")
     @classmethod
     def _as_chat(cls, given: Any) -> Any:
-        """Convert a body to that of a chat request."""
+        """Convert the body to the body of a chat request."""
         if not isinstance(given, dict):
             return given
         asked = dict(given)

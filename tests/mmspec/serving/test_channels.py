@@ -59,7 +59,7 @@ def mistral(arguments):
 
 
 MODELS = {
-    # special tokens; what a template says of calls and ends with; reasoning; before a call, before an answer; a call
+    # special tokens; text of the template; its end; reasoning; before a call, before an answer; a call
     "gpt-oss": (
         ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"],
         "<|start|>assistant to=<|channel|>analysis<|message|>",

@@ -116,7 +116,7 @@ def test_thinking():
 
 
 def test_images(server, tiny_llava):
-    """The client reads the file; the answer is that of the same chat request."""
+    """The client reads the file; the answer equals the chat request's."""
     client, limit = tiny_llava, {"num_predict": 16}
     content = server.post(question("Describe the image.", data_uri(SCENE))).json()["choices"][0]["message"]["content"]
     message = {"role": "user", "content": "Describe the image.", "images": [SCENE]}
