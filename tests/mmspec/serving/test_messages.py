@@ -6,7 +6,9 @@ import json
 import httpx
 import pytest
 
-from mmspec.serving.messages import MessagesRequest
+from mmspec.engine.stats import Stats
+from mmspec.pipeline import Piece
+from mmspec.serving.messages import MessagesFormat, MessagesRequest
 from mmspec.serving.schemas import ChatCompletionRequest, conversation, parse
 from mmspec.serving.settings import Limits
 from mmspec.targets.detokenizer import AnswerReader
@@ -285,6 +287,10 @@ def test_keys_and_other_errors(pipe):
                 assert client.messages.create(**fields).usage.output_tokens == 2
                 with pytest.raises(anthropic.NotFoundError, match="unknown model"):
                     client.messages.create(**{**fields, "model": "claude"})
+        for key, status in (("secret", 200), ("other", 401), ("", 401)):
+            assert (
+                httpx.post(f"{server.url}/v1/messages", json=fields, headers={"x-api-key": key}).status_code == status
+            )
         with client_of(server, api_key="other") as client:
             with pytest.raises(anthropic.AuthenticationError) as caught:
                 client.messages.create(**fields)
@@ -300,3 +306,20 @@ def test_an_error_in_a_stream(server, monkeypatch):
         with pytest.raises(anthropic.APIError, match="internal error"):
             events.extend(event.type for event in stream)
     assert "message_stop" not in events
+
+
+def test_figures_of_an_answer():
+    """Cached tokens are counted apart; the start has those of the prompt."""
+    form = MessagesFormat("m", None, MessagesRequest(messages=USER, max_tokens=5, stream=True), [""], "flash")
+    stats = Stats(num_prompt_tokens=11, num_cached_tokens=5, num_generated_tokens=3)
+    pieces = [Piece("", [1], reasoning="Hm", num_prompt_tokens=11), Piece("A", [2, 3], "stop", stats, stop_string="B")]
+    events = [event for piece in pieces for event in form.chunks(0, piece)]
+    assert events[0]["message"]["usage"] == {"input_tokens": 11, "output_tokens": 0}
+    ended = events[-2]
+    assert ended["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "B"}
+    cached = {"cache_read_input_tokens": 5, "cache_creation_input_tokens": 0}
+    assert ended["usage"] == {"input_tokens": 6, "output_tokens": 3, **cached}
+    assert [(event["type"], event.get("index")) for event in events[2:-2]] == [
+        ("content_block_start", 0), ("content_block_delta", 0), ("content_block_stop", 0),
+        ("content_block_start", 1), ("content_block_delta", 1), ("content_block_stop", 1),
+    ]  # fmt: skip
