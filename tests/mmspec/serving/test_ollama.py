@@ -123,6 +123,10 @@ def test_images(server, tiny_llava):
     assert client.chat("tiny-llava", [message], options=limit).message.content == content
     found = client.generate("tiny-llava", "Describe the image.", images=[SCENE.read_bytes()], options=limit)
     assert found.response == content
+    plain = {"temperature": 2.0, "seed": 5, "top_p": 0.9, "top_k": 9, "presence_penalty": 1.5, "frequency_penalty": 1.0}
+    body = question("Describe the image.", data_uri(SCENE), repetition_penalty=1.7, **plain)
+    answer = client.chat("tiny-llava", [message], options={**limit, "repeat_penalty": 1.7, **plain})
+    assert answer.message.content == server.post(body).json()["choices"][0]["message"]["content"] != content
     system = client.generate("tiny-llava", "Describe the image.", system="Be brief.", images=[SCENE], options=limit)
     assert system.prompt_eval_count > found.prompt_eval_count
 
