@@ -25,6 +25,7 @@ class MessagesRequest(ChatCompletionRequest):
     neutral: ClassVar = {**ChatCompletionRequest.neutral, "mcp_servers": ([],)}
     refused: ClassVar = {**ChatCompletionRequest.refused, "mcp_servers": "the client makes the calls"}
     n: Literal[1] = 1
+    logprobs: Literal[False] = False
 
     @model_validator(mode="before")
     @classmethod

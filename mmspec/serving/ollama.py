@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from fastapi import FastAPI
 from pydantic import model_validator
@@ -43,6 +43,7 @@ class OllamaRequest(ChatCompletionRequest):
         "suffix": "/v1/completions and /infill have it",
         "template": "the model's is used",
     }
+    n: Literal[1] = 1
     stream: bool = True
 
     @model_validator(mode="before")
@@ -133,10 +134,11 @@ class OllamaFormat(ChatFormat):
                 {"id": name, "function": {"index": index, "name": function, "arguments": called_arguments(given)}}
                 for index, (name, function, given) in enumerate(map(dict.values, self._calls))
             ]
-        answer = said if self._generates else {"message": {"role": "assistant", **said}}
-        return {"model": self._head["model"], "created_at": _now(), **answer, "done": ended} | (
-            self._ended() if ended else {}
-        )
+        answer: dict[str, Any] = said if self._generates else {"message": {"role": "assistant", **said}}
+        if (found := self._logprobs_of(piece.logprobs, self.choices[0])) is not None:
+            answer["logprobs"] = found["content"]
+        head = {"model": self._head["model"], "created_at": _now(), "done": ended}
+        return head | answer | (self._ended() if ended else {})
 
     def _ended(self) -> dict[str, Any]:
         """Fields of the end; durations are in nanoseconds."""

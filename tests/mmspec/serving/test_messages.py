@@ -269,6 +269,7 @@ def test_fields_of_agents_are_ignored_and_counted(server):
         ({"tool_choice": {"type": "some"}}, "tool_choice must be"),
         ({"tools": [{"name": "a", "type": "web_search_20250305"}]}, "type is not supported"),
         ({"n": 2}, "n must be"),
+        ({"logprobs": True}, "logprobs must be"),
         ({"stop_sequences": [5]}, "stop must be"),
     ],
 )

@@ -127,6 +127,10 @@ def test_images(server, tiny_llava):
     body = question("Describe the image.", data_uri(SCENE), repetition_penalty=1.7, **plain)
     answer = client.chat("tiny-llava", [message], options={**limit, "repeat_penalty": 1.7, **plain})
     assert answer.message.content == server.post(body).json()["choices"][0]["message"]["content"] != content
+    parts = client.chat("tiny-llava", [message], options=limit, logprobs=True, top_logprobs=2, stream=True)
+    tokens = [one for part in parts for one in part.logprobs or ()]
+    assert "".join(one.token for one in tokens).removesuffix("</s>").strip() == content
+    assert all(len(one.top_logprobs) == 2 and one.top_logprobs[0].logprob == one.logprob for one in tokens)
     system = client.generate("tiny-llava", "Describe the image.", system="Be brief.", images=[SCENE], options=limit)
     assert system.prompt_eval_count > found.prompt_eval_count
 
@@ -182,6 +186,7 @@ def test_timings_of_llama_cpp(server, stream):
         ({"options": {"repeat_last_n": 64}}, "repeat_last_n is not supported"),
         ({"options": 5}, "options is not supported"),
         ({"template": "{{ . }}"}, "template is not supported, the model's is used"),
+        ({"n": 2}, "n must be"),
         ({"raw": True}, "raw is not supported, /v1/completions has no template"),
         ({"context": [1, 2]}, "context is not supported"),
         ({"suffix": "a"}, "suffix is not supported"),
