@@ -8,13 +8,16 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import PositiveInt
 
 from mmspec.adaptation import AdaptOptions
 from mmspec.errors import UserError, shown
 from mmspec.jobs import ranks
 from mmspec.sampling.params import LIBRARY
-from mmspec.validation import option, options
+from mmspec.validation import check, option, options
 
 if TYPE_CHECKING:
     from mmspec.pipeline import Pipeline
@@ -87,15 +90,11 @@ def drafter_of(config: Mapping[str, Any]) -> tuple[str, int | None]:
     if unknown := config.keys() - set(known):
         raise UserError(f"--speculative-config has the fields {', '.join(known)}: got {', '.join(sorted(unknown))}")
     method, model, count = map(config.get, known)
-    if count is not None and (type(count) is not int or count < 1):
-        raise UserError(f"num_speculative_tokens must be a positive integer: got {shown(count)}")
-    if not isinstance(method, str) or method not in _METHODS:
+    if not isinstance(method, str) or (drafter := _METHODS.get(method)) is None:
         raise UserError(f"method must be one of {', '.join(_METHODS)}: got {shown(method)}")
-    drafter = _METHODS[method]
-    if isinstance(model, str) != ("{model}" in drafter) or not isinstance(model, str | None):
-        expected = "a model" if "{model}" in drafter else "no model"
-        raise UserError(f"the method {method} needs {expected}: got {shown(model)}")
-    return drafter.format(model=model), count
+    if not isinstance(model, str if "{model}" in drafter else NoneType):
+        raise UserError(f"the method {method} needs {'a' if '{model}' in drafter else 'no'} model: got {shown(model)}")
+    return drafter.format(model=model), check("num_speculative_tokens", PositiveInt | None, count)
 
 
 def is_loopback(host: str) -> bool:

@@ -150,7 +150,7 @@ def speculative(**fields):
         (speculative(method="eagle3", model=5), "the method eagle3 needs a model: got 5"),
         (speculative(method=["ngram"]), "got ['ngram']"),
         (speculative(num_speculative_tokens=3), "got None"),
-        (speculative(method="ngram", num_speculative_tokens=0), "must be a positive integer: got 0"),
+        (speculative(method="ngram", num_speculative_tokens=0), "num_speculative_tokens must be > 0: got 0"),
         (["--drafter", "ngram", *speculative(method="ngram")], "goes in place of --drafter: got both"),
         (["--frames", "513"], "513 is not in the range 1<=x<=512"),
         (["--model", "nobody/nothing", "--port", "0"], "cannot load model 'nobody/nothing'"),
