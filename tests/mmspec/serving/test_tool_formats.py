@@ -145,7 +145,8 @@ def test_grammars(form):
     many = {"several": True, "marked": True}
     assert accepts(form.grammar(TOOLS, **many), written(form, heat))
     assert accepts(form.grammar(TOOLS, **many), written(form, stop))
-    free = [{"name": "heat", "parameters": {"properties": {"unit": True, "n": {}}}}]
+    record = {"$schema": "http://json-schema.org/draft-07/schema#", "propertyNames": {"type": "string"}}
+    free = [{"name": "heat", "parameters": {**record, "properties": {"unit": True, "n": {}}}}]
     assert accepts(form.grammar(free, **many), written(form, ("heat", {"unit": "K", "n": [1, {"a": None}]})))
     if form.between is not None:
         assert accepts(form.grammar(TOOLS, **many), written(form, heat, stop, heat))
