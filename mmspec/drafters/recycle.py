@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -447,9 +448,8 @@ class Recycle(LookUpDrafter):
     def _learn(self, contexts: list[Context], logits: Tensor) -> None:
         """Update the contexts' entries with the rankings of ``logits``, (contexts, vocab)."""
         ranked, log_probs = ops.top_log_probs(logits, self.top_k)
-        probs = log_probs.exp()
-        for context, tokens, chances in zip(contexts, ranked.tolist(), probs.tolist(), strict=True):
-            latest = [(token, p) for token, p in zip(tokens, chances, strict=True) if p >= UNLIKELY]
+        for context, tokens, logs in zip(contexts, ranked.tolist(), log_probs.tolist(), strict=True):
+            latest = [(token, p) for token, log in zip(tokens, logs, strict=True) if (p := exp(log)) >= UNLIKELY]
             self._average((_ANY, context[1]), latest)
             if self.pairs:
                 self._average(context, latest)

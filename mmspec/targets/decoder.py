@@ -101,6 +101,7 @@ class Decoder:
                 )
             self._module = self._with_layers(first_layers(self._stack, count))
         self._slots = slot_attention(self.config, self._module)
+        self._limited = self._slots is not None or slot_limit(self.config) is not None
         self.has_position_axes = hasattr(model.base_model, "get_rope_index")
         self.takes_positions = "position_ids" in signature(self._module.forward).parameters
         self._cache_argument = cache_argument(self._module)
@@ -130,6 +131,8 @@ class Decoder:
         self, cache: TreeCache, depth: Tensor | None, tail_depth: Tensor | None, reach: Tensor
     ) -> Tensor | dict[str, Tensor | None] | None:
         """``tree_mask`` in the form that the passes' attention implementation requires."""
+        if reach.shape[1:] == (1, 1) and not self._limited and not cache.padded:
+            return None  # a single node attends to everything
         with self.attention.applied():
             mask = tree_mask(self.config, cache, depth, tail_depth, reach, self._model.dtype)
         if self._slots is None or not isinstance(mask, Tensor):
@@ -404,7 +407,8 @@ class Head:
         self.checked = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        logits = self._scale(_by_rows(self._layer, self._before(hidden)))[..., : self._size]
+        logits = self._scale(_by_rows(self._layer, self._before(hidden)))
+        logits = logits if self._size is None else logits[..., : self._size]
         return logits.to(hidden.device)  # a dispatched model's output layer may be on another device
 
     def narrow(self, token_ids: Tensor) -> Head:

@@ -185,18 +185,24 @@ int64_t pack_rows(const Packing* packings, int64_t count, int threads) {
   return count;
 }
 
-// Dequantises rows to out (count, features), whole groups; returns false if the file is too short.
+// Dequantises rows to out (count, features), whole groups; returns 0 if the file is too short, -1 if a number is not
+// finite, else 1.
 int dense_rows(int64_t format, const int64_t* places, int64_t count, int64_t features, int file, float* out,
                int threads) {
   Team team(threads);
   int64_t groups = groups_of(features);
-  return with_format(Stored(format), [&](auto of) {
+  std::atomic<bool> finite{true};
+  bool done = with_format(Stored(format), [&](auto of) {
     constexpr Stored stored = decltype(of)::value;
     return each_block({places, count, row_bytes(stored, groups), file}, [&](int64_t first, const uint8_t* const* rows) {
-      for (int64_t i = 0; i < BLOCK && rows[i]; i++)
-        dense_row<stored>(rows[i], groups, out + (first + i) * groups * GROUP);
+      for (int64_t i = 0; i < BLOCK && rows[i]; i++) {
+        float* to = out + (first + i) * groups * GROUP;
+        dense_row<stored>(rows[i], groups, to);
+        if (!std::all_of(to, to + groups * GROUP, [](float x) { return std::isfinite(x); })) finite = false;
+      }
     });
   });
+  return !done ? 0 : finite ? 1 : -1;
 }
 
 // Queries and keys, with optional norms and rotary positions, and values: x (rows, parts * hidden) -> qkv (rows, heads
