@@ -45,7 +45,7 @@ from mmspec.targets.attention import (
 )
 from mmspec.targets.packing import first_layers, linear_of
 from mmspec.targets.static_forward import FusedDecoder
-from mmspec.targets.sublayers import SublayerStack
+from mmspec.targets.sublayers import States, SublayerStack
 from mmspec.targets.support import (
     cached_layers,
     computing_devices,
@@ -150,31 +150,30 @@ class Decoder:
                 features["last"] = self._in_dtype(self._run(inputs, cache))
         return features
 
-    def _named(self, computed: tuple[list[Tensor], Tensor], names: Sequence[Feature]) -> dict[Feature, Tensor]:
-        """The named features and ``"last"``, from layer inputs with the last layer's output, and the normed output."""
-        states, last = computed
-        layers = {name: layer_of(name) for name in names}
-        features = {name: states[layer[0] + layer[1]] for name, layer in layers.items() if layer is not None}
+    def _named(self, computed: States, names: Sequence[Feature]) -> dict[Feature, Tensor]:
+        """The named features and ``"last"``."""
+        first, outputs, last = computed
+        places = {name: sum(layer) for name in names if (layer := layer_of(name)) is not None}
+        features = {name: outputs[place - 1] if place else first for name, place in places.items()}
         return {name: self._in_dtype(state) for name, state in {**features, "last": last}.items()}
 
     def _run(self, inputs: dict[str, Any], cache: TreeCache) -> Tensor:
         return self._module(use_cache=True, **{self._cache_argument: cache}, **inputs)[0]
 
-    def _direct_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
-        """Layer inputs and last layer's output, and the normed output, computed without the decoder's forward; None if
-        the forward is needed."""
+    def _direct_states(self, inputs: dict[str, Any], cache: TreeCache) -> States | None:
+        """States computed without the decoder's forward; None if the forward is needed."""
         static = PASS in inputs
         if not self._direct.get(static, True):
             return None
         states = self._fused_states(inputs, cache) if static else self._stack_states(inputs, cache)
         if states is not None and static not in self._direct and (static or self._sublayers is None):
             # Checked once: some decoders scale their embeddings, or do more after the last layer.
-            whole, computed = self._run(inputs, cache).float(), states[1].float()
-            tolerance = _TOLERANCE.get(states[1].dtype, _HALF_TOLERANCE) if static else 0.0
+            whole, computed = self._run(inputs, cache).float(), states[2].float()
+            tolerance = _TOLERANCE.get(states[2].dtype, _HALF_TOLERANCE) if static else 0.0
             self._direct[static] = bool((computed - whole).norm() <= tolerance * whole.norm())
         return states if self._direct.get(static, True) else None
 
-    def _stack_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
+    def _stack_states(self, inputs: dict[str, Any], cache: TreeCache) -> States | None:
         """States from ``Stack.states``."""
         stack = getattr(self._first, "stack", None)
         if stack is None:
@@ -185,7 +184,7 @@ class Decoder:
             return None
         nodes = inputs["input_ids"], inputs["position_ids"], inputs["attention_mask"]
         states: list[Tensor] | None = stack.states(self._module, *nodes, cache)
-        return None if states is None else (states, self._module.norm(states[-1]))
+        return None if states is None else (states[0], states[1:], self._module.norm(states[-1]))
 
     @cached_property
     def _sublayers(self) -> SublayerStack | None:
@@ -200,14 +199,15 @@ class Decoder:
         except (AttributeError, TypeError, RuntimeError, ValueError):
             return None
 
-    def _fused_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
+    def _fused_states(self, inputs: dict[str, Any], cache: TreeCache) -> States | None:
         """States from ``FusedDecoder.states``."""
         fused, usual = self._fused, inputs.keys() == {"input_ids", "position_ids", "attention_mask", PASS}
         if fused is None or not usual or not fused.current:
             return None
         positions = inputs["position_ids"]
         positions = positions.expand(3, -1, -1) if self.has_position_axes else positions
-        return fused.states(inputs["input_ids"], positions, inputs["attention_mask"], inputs[PASS], cache)
+        states, last = fused.states(inputs["input_ids"], positions, inputs["attention_mask"], inputs[PASS], cache)
+        return states[0], states[1:], last
 
     @cached_property
     def _fused(self) -> FusedDecoder | None:

@@ -24,6 +24,9 @@ from mmspec.targets.recognise import PROJECTIONS, epsilon_of, gain_of, gate_of, 
 Part = dict[str, Any]
 """Arguments of ``cpu.sublayer_weights``, with linear layers as modules."""
 
+States = tuple[Tensor, Sequence[Tensor] | Tensor, Tensor]
+"""The first layer's input, all layers' outputs, and the normed output of the last, (batch, nodes, hidden) each."""
+
 Describe = Callable[[Any], Part | None]
 """Description of a module, without norm and places; None for modules of other kinds."""
 
@@ -80,15 +83,15 @@ class SublayerStack:
             (torch.empty(part["groups"], 0, part["head_dim"], dtype=torch.bfloat16) for part in attending), None
         )
 
-    def states(self, inputs: dict[str, Any], cache: Any) -> tuple[list[Tensor], Tensor] | None:
-        """Inputs of all layers and the last layer's output, and the normed output, of a verify pass.
+    def states(self, inputs: dict[str, Any], cache: Any) -> States | None:
+        """States of a verify pass.
 
         Args:
             inputs: the decoder's inputs: (batch, nodes) token ids, positions, and mask.
             cache: the ``TreeCache``.
 
         Returns:
-            (batch, nodes, hidden) each; None if the decoder's forward is needed.
+            None if the decoder's forward is needed.
         """
         mask = inputs.get("attention_mask")
         verifies = not self._recurrent or cache.verifying
@@ -100,8 +103,8 @@ class SublayerStack:
         allowed = None if mask is None else allowed_slots(mask, len(x))
         return self._states(x, inputs, allowed, cache, *cache.recurrent(self.weights))
 
-    def prompt(self, inputs: dict[str, Any], mask: Tensor | None, cache: Any) -> tuple[list[Tensor], Tensor]:
-        """As ``states``, of tokens of a prompt after those in the cache; advances the states of recurrent layers.
+    def prompt(self, inputs: dict[str, Any], mask: Tensor | None, cache: Any) -> States:
+        """States of tokens of a prompt after those in the cache; advances the states of recurrent layers.
 
         Args:
             mask: (batch, slots), 0 at padding on the left, up to the last of these tokens; None without padding.
@@ -129,14 +132,14 @@ class SublayerStack:
 
     def _states(
         self, x: Tensor, inputs: dict[str, Any], allowed: Tensor | None, cache: Any, *recurrent: Any
-    ) -> tuple[list[Tensor], Tensor]:
+    ) -> States:
         (batch, nodes, _), start, keys = x.shape, cache.get_seq_length(), None
         if self._keys is not None:
             keys = cache.kv.shared(cache.attending, batch, nodes, self._keys, start)
         rotation = self._rotation(inputs.get("position_ids"), (batch, nodes)).contiguous()
         task = self.weights, x.float().contiguous(), rotation, allowed, keys, start
         outputs = cpu.decode_sublayers(*task, *recurrent)
-        return [x, *outputs], self._norm(outputs[-1].to(x.dtype))
+        return x, outputs, self._norm(outputs[-1].to(x.dtype))
 
     def _rotation(self, positions: Tensor | None, shape: tuple[int, int]) -> Tensor:
         """``_turns`` of a pass, from a table where rotations depend on the position alone."""
