@@ -406,7 +406,7 @@ class Recycle(LookUpDrafter):
         if drafted or (self._spare.allowed and any((_ANY, last) not in self._table for _, last in contexts)):
             self._learn(contexts, output.logits.flatten(0, 1))
         if not drafted:
-            self._spare.elapse(1.0, (clock() - start) / step)
+            self._spare.elapse(1.0, (clock() - start) / max(step, 1e-9))
 
     @torch.inference_mode()
     def fit(self, texts: Iterable[tuple[Sequence[int], Tensor]], contexts: int | None = None) -> None:
