@@ -713,6 +713,15 @@ def greatest(x: Tensor, k: int, log_softmax: bool = False) -> tuple[Tensor, Tens
     return best, places
 
 
+def norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm of (..., features) float32, contiguous, a multiple of 16 features; ``gain``: (features,) float32."""
+    out, features = torch.empty_like(x), x.shape[-1]
+    task = pointer(x, torch.float32, tuple(x.shape)), x.numel() // features, features
+    gains = pointer(gain, torch.float32, (features,))
+    cpu_library.functions().norm_rows(*task, gains, epsilon, out.data_ptr(), kernel_threads())
+    return out
+
+
 def quantile(scores: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF sampling from ``softmax(scores)``.
 

@@ -261,6 +261,13 @@ void greatest_of_rows(const float* x, int64_t rows, int64_t count, int64_t k, in
   });
 }
 
+// out (rows, features) = RMSNorm(x); features: a multiple of LANES.
+void norm_rows(const float* x, int64_t rows, int64_t features, const float* gain, float epsilon, float* out,
+               int threads) {
+  Team team(threads);
+  each(rows, features, [&](int64_t row) { norm_row(x + row * features, features, gain, epsilon, out + row * features); });
+}
+
 // The token of each row at which the cumulative distribution softmax(row) exceeds uniform[row].
 void quantiles_of_rows(const float* x, int64_t rows, int64_t count, const float* uniform, int64_t* tokens,
                        int threads) {
