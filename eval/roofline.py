@@ -45,7 +45,7 @@ _SIMULATION: list[Column] = [
     ("threads", "{threads}"),
     ("simulated", "{simulated:.1f}"),
     ("measured", "{measured:.1f}"),
-    ("of it no products", "{rest:.1f}"),
+    ("rest, serial", "{rest:.1f}"),
 ]
 
 COLUMNS: list[Column] = [
@@ -180,8 +180,8 @@ def costs_of(library: ctypes.CDLL, memory: Tensor, kinds: Sequence[str], rows: i
 
 
 def simulate(library: ctypes.CDLL, memory: Tensor, model: str, nodes: int, rounds: int) -> list[dict[str, Any]]:
-    """Simulated times of a pass by number of threads, beside measured times of one and two threads. What is no product
-    (attention, norms, Python) is the rest of the time of one thread, which further threads do not shorten."""
+    """Simulated times of a pass by number of threads, with measured times of one and two threads. The rest of a pass
+    (attention, norms, Python) takes the measured time of one thread less its products, with any number of threads."""
     target = mmspec.load(model, drafter=None).target
     wait_for_huge_pages()
     layers = layers_of(target.model)

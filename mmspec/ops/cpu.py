@@ -109,7 +109,7 @@ def trim() -> None:
 
 
 def kernel_threads() -> int:
-    """Number of threads of C++ kernels in calls from this thread: that of ``use_kernel_threads``, else torch's."""
+    """Number of threads of C++ kernels in calls from this thread: set by ``use_kernel_threads``, else torch's."""
     return getattr(_LOCAL, "kernels", None) or torch.get_num_threads()
 
 

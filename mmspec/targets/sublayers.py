@@ -132,9 +132,7 @@ class SublayerStack:
         embeds = inputs.get("inputs_embeds")
         return (self._embed(inputs["input_ids"]) if embeds is None else embeds) * self._scale
 
-    def _states(
-        self, x: Tensor, inputs: dict[str, Any], allowed: Tensor | None, cache: Any, *recurrent: Any
-    ) -> States:
+    def _states(self, x: Tensor, inputs: dict[str, Any], allowed: Tensor | None, cache: Any, *recurrent: Any) -> States:
         (batch, nodes, _), start, keys = x.shape, cache.get_seq_length(), None
         if self._keys is not None:
             keys = cache.kv.shared(cache.attending, batch, nodes, self._keys, start)

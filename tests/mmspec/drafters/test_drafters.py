@@ -260,7 +260,9 @@ def test_recycle_learns_from_every_node():
     assert drafter.propose(torch.tensor([2]), StepPlan(4)).nodes == 1
 
 
-@pytest.mark.parametrize(("cost", "drafts", "least", "most"), [(0.1, 0, 30, 75), (0.01, 0, 200, 200), (0.1, 1, 200, 200)])
+@pytest.mark.parametrize(
+    ("cost", "drafts", "least", "most"), [(0.1, 0, 30, 75), (0.01, 0, 200, 200), (0.1, 1, 200, 200)]
+)
 def test_plain_steps_spend_little_time_on_learning(cost, drafts, least, most, monkeypatch):
     """Learning takes a part of a step. Of 200 steps over new tokens, the first take the initial credit of two steps."""
     now, drafter = {"time": 10.0}, Recycle(top_k=1, pairs=False)
