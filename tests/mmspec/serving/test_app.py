@@ -93,6 +93,15 @@ def test_a_stream_is_the_whole_answer_in_pieces(server):
     assert [chunk["choices"][0]["finish_reason"] for chunk in pieces] == [None] * (len(pieces) - 1) + ["length"]
     assert all(chunk.get("usage") is None for chunk in pieces)
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    each = events(
+        server.post({**body, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}})
+    )
+    counts = [chunk["usage"] for chunk in each[1:-1]]
+    prompt = whole["usage"]["prompt_tokens"]
+    assert {count["prompt_tokens"] for count in counts} == {prompt}
+    generated = [count["completion_tokens"] for count in counts]
+    assert generated == sorted(set(generated))
+    assert counts[-1] == {"prompt_tokens": prompt, "completion_tokens": 40, "total_tokens": prompt + 40}
     # Without the option, the last chunk has the metrics.
     assert "usage" not in (final := events(server.post({**body, "stream": True}))[-1])
     assert final["metrics"]["speculative_decoding"].keys() == whole["metrics"]["speculative_decoding"].keys()
@@ -563,6 +572,7 @@ def test_chunks_of_reasoning_and_figures_of_two_choices():
     figures |= {"lossless": True, "num_rejected_outputs": 0, "drafter_error": "", "drafter": "flash"}
     assert (last["choices"], last["usage"]) == ((), usage | details)
     assert last["metrics"] == {"speculative_decoding": figures}
+    assert [last["timings"][name] for name in ("cache_n", "prompt_n", "predicted_n")] == [5, 6, 11]
     logged = form.logged()
     assert float(logged.pop("queue_s")) < 5
     assert logged.pop("id").startswith("chatcmpl-")
