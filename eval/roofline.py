@@ -22,7 +22,7 @@ from typing import Any
 
 import click
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import mmspec
 from mmspec.cli.options import Listed
@@ -30,7 +30,7 @@ from mmspec.eval.harness.output import Column, benchmark, make_table, processor,
 from mmspec.eval.harness.timing import pass_seconds, rotated, wait_for_huge_pages
 from mmspec.eval.suite import SIZES
 from mmspec.ops import cpu, cpu_library
-from mmspec.quantisation.blocks import BlockLinear, JoinedLinear
+from mmspec.quantisation.blocks import BlockLinear
 
 FORMATS = ("int4", "int8", "bfloat16", "q5", "q4_k", "q5_k", "q6_k")
 INPUTS = 4096  # input features of the weights
@@ -126,34 +126,22 @@ class Costs:
     barrier: float
 
 
-Blocks = list[tuple[str, int]]
-"""Kind and bytes of the blocks of a layer, which a loop claims in chunks."""
+Layer = tuple[str, int, int]
+"""Kind of a layer's blocks, their bytes and their number; a loop claims them in chunks."""
 
 
-def simulated(layers: Sequence[Blocks], costs: Costs, threads: int) -> float:
+def simulated(layers: Sequence[Layer], costs: Costs, threads: int) -> float:
     """Seconds of the products of all layers, one loop each."""
     others, total = threads - 1, 0.0
-    for blocks in layers:
-        least = max(1, _RUN // blocks[0][1])
-        seconds = [size * max(costs.products[kind], costs.read * (1 + costs.share * others)) for kind, size in blocks]
-        free, start = [0.0] * threads, 0
-        while start < len(blocks):
-            end = start + max(least, -(-(len(blocks) - start) // (_SHARE * threads)))
-            heapreplace(free, free[0] + costs.claim * others + sum(seconds[start:end]))
-            start = end
+    for kind, size, blocks in layers:
+        seconds = size * max(costs.products[kind], costs.read * (1 + costs.share * others))
+        free, left = [0.0] * threads, blocks
+        while left > 0:
+            chunk = min(left, max(1, _RUN // size, -(-left // (_SHARE * threads))))
+            heapreplace(free, free[0] + costs.claim * others + chunk * seconds)
+            left -= chunk
         total += max(free) + costs.barrier * others
     return total
-
-
-def layers_of(model: nn.Module) -> list[Blocks]:
-    """The packed layers of a model; layers that are joined have one loop."""
-    joined = [part for part in model.modules() if isinstance(part, JoinedLinear)]
-    inner = {id(part) for whole in joined for part in whole.parts}
-    alone = [part for part in model.modules() if isinstance(part, BlockLinear) and id(part) not in inner]
-    return [
-        [(part.kind, part._blocks.shape[1]) for part in parts for _ in range(len(part._blocks))]
-        for parts in [[part] for part in alone] + [list(whole.parts) for whole in joined]
-    ]
 
 
 def costs_of(library: ctypes.CDLL, memory: Tensor, kinds: Sequence[str], rows: int, rounds: int) -> Costs:
@@ -184,19 +172,19 @@ def simulate(library: ctypes.CDLL, memory: Tensor, model: str, nodes: int, round
     (attention, norms, Python) takes the measured time of one thread less its products, with any number of threads."""
     target = mmspec.load(model, drafter=None).target
     wait_for_huge_pages()
-    layers = layers_of(target.model)
-    costs = costs_of(library, memory, sorted({kind for blocks in layers for kind, _ in blocks}), nodes, rounds)
+    packed = [part for part in target.model.modules() if isinstance(part, BlockLinear)]
+    layers = [(part.kind, part._blocks.shape[1], len(part._blocks)) for part in packed]
+    costs = costs_of(library, memory, sorted({kind for kind, *_ in layers}), nodes, rounds)
     measured: dict[int, list[float]] = {1: [], 2: []}
     for turn, count in product(range(rounds + 1), measured):  # the first is a warm-up
         torch.set_num_threads(count)
         measured[count] += [pass_seconds(target, _DEPTH, [nodes])[nodes]] if turn else []
     rest = median(measured[1]) - simulated(layers, costs, 1)
-    known = {name: value for name, value in vars(costs).items() if name != "products"}
     rows = []
     for count in _SIMULATED:
         row = {"nodes": nodes, "threads": count, "simulated": 1000 * (rest + simulated(layers, costs, count))}
         row["measured"] = 1000 * median(measured[count]) if count in measured else None
-        rows.append({**row, "rest": 1000 * rest, **known})
+        rows.append({**row, "rest": 1000 * rest, **vars(costs)})
     return rows
 
 
