@@ -182,7 +182,11 @@ def simulate(library: ctypes.CDLL, memory: Tensor, model: str, nodes: int, round
     rest = median(measured[1]) - simulated(layers, costs, 1)
     rows = []
     for count in _SIMULATED:
-        row = {"nodes": nodes, "threads": count, "simulated": 1000 * (rest + simulated(layers, costs, count))}
+        row: dict[str, Any] = {
+            "nodes": nodes,
+            "threads": count,
+            "simulated": 1000 * (rest + simulated(layers, costs, count)),
+        }
         row["measured"] = 1000 * median(measured[count]) if count in measured else None
         rows.append({**row, "rest": 1000 * rest, **vars(costs)})
     return rows
