@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import mmspec
 from mmspec.cli.options import Listed
 from mmspec.drafters.ngram import Ngram
+from mmspec.engine.threads import fix_threads
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, describe, make_table, wide_console
 from mmspec.eval.harness.peers import LLAMA, LlamaServer, engines
@@ -118,7 +119,7 @@ def measure(
                     pairs = [(one, method) for one in alike if one.busy == busy for method in one.methods]
                     with busy_programs(busy):
                         for one, method in rotated(pairs, turn):
-                            torch.set_num_threads(one.threads)
+                            fix_threads(one.threads)
                             batch = decode(one.pipe, method, asked, options, learn=turn == rounds - 1)
                             timed.setdefault((id(one), method.name), []).append(batch)
             for one in alike:
@@ -240,7 +241,7 @@ def time_passes(
     found: dict[tuple[Any, ...], list[float]] = {}
     for turn in range(rounds + 1):
         for count in threads:
-            torch.set_num_threads(count)
+            fix_threads(count)
             for depth in rotated(depths, turn):
                 for name, pipe in rotated(list(pipes.items()), turn):
                     for part, seconds in pass_seconds(pipe.target, depth, rotated(nodes, turn)).items():
@@ -378,12 +379,12 @@ def main(
         conditions = conditions_of(pipes, methods, threads, busy, batch_sizes, peers, temperature > 0)
         options = DecodingOptions(max_new_tokens, temperature)
         for one in conditions:
-            torch.set_num_threads(one.threads)
+            fix_threads(one.threads)
             for method, request in product(one.methods, first):
                 decode(one.pipe, method, [request], options)
         measure(conditions, requests, rounds, options)
     finally:
-        torch.set_num_threads(before)
+        fix_threads(before)
     rows = rows_of(conditions)
     print_rows(_ANSWERS, rows, f"{len(requests)} requests, medians and minima of speedups in seconds per token")
     print_rows(_TIMES, [row for row in rows if row["shares"]], "shares of a request's time; cost of a tree")
