@@ -105,7 +105,7 @@ _MISTRAL = Engine(
     _read_mistral,
     command=shlex.join([sys.executable, str(Path(__file__).with_name("mistral_server.py"))]),
 )
-_IK_LLAMA = replace(_LLAMA, options=f"{_LLAMA.options} --log-disable")  # no file in the current folder
+_IK_LLAMA = replace(_LLAMA, options=f"{_LLAMA.options} --jinja --log-disable")  # without its log file
 ENGINES: Mapping[str, Engine] = {LLAMA: _LLAMA, IK_LLAMA: _IK_LLAMA, MISTRAL: _MISTRAL}
 
 

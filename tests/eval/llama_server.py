@@ -74,7 +74,7 @@ def install(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    given = [word for word in sys.argv[1:] if word != "--log-disable"]
+    given = [word for word in sys.argv[1:] if word not in ("--jinja", "--log-disable")]
     OPTIONS = {**dict(zip(given[::2], given[1::2], strict=True)), "--log-disable": given != sys.argv[1:]}
     if OPTIONS.get("--spec-type") == "nonsense":
         print("error: unknown speculative type: nonsense\n\nto show complete usage, run with -h", file=sys.stderr)
