@@ -61,7 +61,7 @@ def test_requests_are_greedy_and_use_no_cache(program: str, model: str) -> None:
 
 
 def test_a_command_with_options_and_a_reply_without_tokens(program: str, model: str) -> None:
-    """The options of the command come first, those of the speculation last, so that these win."""
+    """Options of the command come first, options of the speculation last: the last value of an option holds."""
     server = Server(IK_LLAMA, f"'{program}' --text 'a b' --threads 9", model, 1, "suffix --ctx-size 99")
     assert server.complete([5], 3) == Completion(3, pytest.approx(2 * STEP), pytest.approx(PROMPT_STEP), "a b", None)
     (options, _) = log(program)
