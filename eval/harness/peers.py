@@ -26,6 +26,7 @@ from mmspec.http_client import TIMEOUT, open_client
 from mmspec.targets.gguf_file import file_in
 
 LLAMA, IK_LLAMA, MISTRAL, OPENVINO = "llama.cpp", "ik_llama.cpp", "mistral.rs", "openvino"
+LOOKUP = "lookup"  # the speculation of OpenVINO
 CONTEXT = 16384  # tokens of a prompt and its answer
 _HOST = "127.0.0.1"
 _COMPLAINT = re.compile(r"^(?!.* exiting ).*(error|fail|couldn't)", re.IGNORECASE)
@@ -182,9 +183,6 @@ def _end(process: subprocess.Popen[bytes], client: httpx.Client) -> None:
     client.close()
     process.kill()
     process.wait()
-
-
-LOOKUP = "lookup"
 
 
 class OpenVino:

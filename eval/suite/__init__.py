@@ -23,10 +23,7 @@ MEASURED = 6
 
 SIZES = Listed(click.IntRange(1))  # type of an option that lists whole numbers above 0
 peer_option = click.option(
-    "--peer",
-    "peers",
-    multiple=True,
-    help="NAME=COMMAND: the server of llama.cpp or ik_llama.cpp, built for this machine; may be repeated.",
+    "--peer", "peers", multiple=True, help="NAME=COMMAND: the server of llama.cpp or ik_llama.cpp; may be repeated."
 )
 
 
