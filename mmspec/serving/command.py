@@ -12,7 +12,6 @@ import click
 from mmspec.cli.commands import Command
 from mmspec.cli.options import (
     API_KEY,
-    JSON_OBJECT,
     LOADING,
     adapt_of,
     adapt_options,
@@ -25,12 +24,13 @@ from mmspec.cli.options import (
     listen_options,
     mmproj_option,
     model_options,
+    reasoning_options,
     steps_shown,
+    threads_option,
     trust_option,
 )
 from mmspec.errors import UserError
 from mmspec.jobs import rank, ranks
-from mmspec.sampling.reasoning import AUTO, FORMATS, NAMES
 from mmspec.serving.settings import Limits, ServeOptions, ServerSettings, host_names, is_loopback, server_url
 from mmspec.workers import on_signals
 
@@ -44,6 +44,7 @@ _log = logging.getLogger("mmspec.serve")
 @trust_option
 @drafters_option
 @generation_config_option
+@threads_option
 @listen_options(8000)
 @API_KEY.declared
 @click.option(
@@ -61,22 +62,7 @@ _log = logging.getLogger("mmspec.serve")
     help="Model name in requests, in place of --model; repeatable, responses have the first name.",
 )
 @adapter_option
-@click.option(
-    "--reasoning-parser",
-    type=click.Choice(NAMES),
-    default=AUTO,
-    show_default=True,
-    metavar="NAME",
-    help=f"Format of the model's reasoning: {', '.join(one.name for one in FORMATS)}, a name of vLLM's, or none; auto: "
-    "from the chat template.",
-)
-@click.option(
-    "--chat-template-kwargs",
-    type=JSON_OBJECT,
-    default="{}",
-    metavar="JSON",
-    help='Default variables of the chat template, such as {"enable_thinking": false}.',
-)
+@reasoning_options
 @adapt_options
 @derived(Limits)
 @derived(ServeOptions, settings={"prefix_cache": {"metavar": "MIB"}})

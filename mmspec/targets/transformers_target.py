@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ from mmspec.targets.support import (
     without_output_capture,
 )
 
+_log = logging.getLogger("mmspec.prefill")
 RESERVED_NODES = 64
 """KV slots reserved for a tree, after prompt and answer."""
 
@@ -183,6 +185,7 @@ class TransformersTarget:
                 size = min(size, MAX_ROWS // batch or 1)
             for start in range(first, length, size):
                 if passes:
+                    _log.debug("reading the prompt: %d of %d tokens", start, length)
                     yield
                 passes.append(decoder.prefill_chunk(inputs, slice(start, min(start + size, length)), cache, reads))
             features = {name: torch.cat([one[name] for one in passes], dim=1) for name in reads if passes}
