@@ -63,8 +63,8 @@ def show_progress(console: Console, title: str) -> Iterator[Show]:
 class Steps(logging.Handler):
     """Shows the current step, as logged at level INFO, until the next step.
 
-    On a terminal with a spinner, also its parts, of level DEBUG; else in a line after ``SLOW`` seconds. Records of higher
-    levels are printed at once.
+    On a terminal with a spinner, also parts of steps (level DEBUG), else in a line after ``SLOW`` seconds. Records of
+    higher levels are printed at once.
     """
 
     def __init__(self, console: Console) -> None:
