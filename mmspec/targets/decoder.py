@@ -184,12 +184,16 @@ class Decoder:
         states: list[Tensor] | None = stack.states(self._module, *nodes, cache)
         return None if states is None else (states, self._module.norm(states[-1]))
 
+    @property
+    def merged(self) -> bool:
+        """Whether a pass over packed layers is one call, see ``mmspec.targets.packing``."""
+        return getattr(self._first, "stack", None) is not None
+
     @cached_property
     def _sublayers(self) -> SublayerStack | None:
         """The layers for the C++ kernels; None if the kernels do not support them."""
         packed = any(isinstance(layer, BlockLinear) for layer in self._module.modules())
-        merged = getattr(self._first, "stack", None) is not None
-        if not packed or merged or self._slots is not None or slot_limit(self.config) or is_split(self._model):
+        if not packed or self.merged or self._slots is not None or slot_limit(self.config) or is_split(self._model):
             return None
         try:
             with self._applied():
