@@ -36,7 +36,7 @@ PAGES = sorted(
     for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "*/embedded/*/README.md")
     for path in ROOT.glob(pattern)
 )
-OTHERS = {"apt-get", "curl", "docker", "eval", "lm-eval", "lmms-eval", "pre-commit", "source"}
+OTHERS = {"apt-get", "curl", "docker", "eval", "lm-eval", "lmms-eval", "pre-commit", "source", "sudo"}
 """Programs whose options are not checked."""
 
 
