@@ -89,12 +89,13 @@ SAMPLING = """temperature=[0,] top_p=[0,1] top_k=[0,] min_p=[0,1] repetition_pen
     num_draft_tokens=[0,512] threads=[1,] max_model_len=0[0,]"""
 NUMBERS = {
     "generate": SAMPLING,
-    "chat": f"{SAMPLING} prefix_cache=4096[0,]",
+    "chat": SAMPLING,
     "caption": f"{SAMPLING} frames=[1,512] fps=[0,] batch_size=8[1,] workers=1[1,]",
     "serve": """port=8000[0,65535] max_running=8[1,] max_waiting=32[0,] max_body=32[1,] max_characters=500000[1,]
         max_tokens=2048[1,] max_draft_tokens=64[0,512] max_model_len=0[0,] max_images=8[0,] max_videos=2[0,]
         max_pixels=16777216[1,] frames=8[1,512] max_video_seconds=300[1,] max_stored=256[0,] request_timeout=0[0,]
-        shutdown_timeout=3[0,] prefix_cache=512[0,] replicas=1[1,] replica_gpus=1[1,] adapt_space=256[1,] threads=[1,]""",
+        shutdown_timeout=3[0,] prefix_cache=512[0,] replicas=1[1,] replica_gpus=1[1,] adapt_space=256[1,]
+        threads=[1,]""",
     "demo": "port=7860[0,65535] adapt_space=256[1,] upload_space=2048[64,]",
 }
 
