@@ -35,9 +35,9 @@ _COMMANDS = {
     "/image": ("PATH...", "add images to the next message; their paths may also end it"),
     "/reset": ("", "forget all messages but the system prompt"),
     "/save": ("FILE", 'write the messages as JSON, as in OpenAI\'s API: {"messages": [...]}'),
-    "/load": ("FILE", "continue such a file"),
-    "/help": ("", f"show this; {_QUOTES} begins and ends a message of several lines, and a backslash continues a line"),
-    "/exit": ("", "end, like Ctrl-D; Ctrl-C stops an answer, and a second one ends"),
+    "/load": ("FILE", "continue a saved conversation"),
+    "/help": ("", f"show this; {_QUOTES} starts and ends a message of several lines, and a backslash continues a line"),
+    "/exit": ("", "end, like Ctrl-D; Ctrl-C stops an answer, and a second Ctrl-C ends"),
 }
 
 
@@ -109,7 +109,7 @@ class Chat:
             limit = self.keywords["context_limit"] or self.pipe.context_limit
             line = stats_line(generation, registered_name(self.pipe.drafter), limit)
         except LongPromptError as error:
-            raise UserError(f"{error}; the message was dropped: /reset begins anew, after /save FILE") from None
+            raise UserError(f"{error}; the message was dropped: /reset starts again, after /save FILE") from None
         except KeyboardInterrupt:
             kept = f"{len(answer.token_ids)} tokens are kept" if answer.token_ids else "the message was dropped"
         if answer.token_ids:
@@ -176,7 +176,7 @@ def read_message() -> str:
             try:
                 text += "\n" + _read_line("... ")
             except EOFError:
-                raise UserError(f"a message that begins with {_QUOTES} must end with them: got none") from None
+                raise UserError(f"a message that starts with {_QUOTES} must end with them: got no end") from None
         return text.rstrip().removesuffix(_QUOTES).strip("\n")
     with suppress(EOFError):
         while text.endswith("\\"):

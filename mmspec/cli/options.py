@@ -337,7 +337,7 @@ def _biases(text: str) -> dict[str, float]:
 SAMPLING = tuple(one.name for one in fields(SamplingParams))
 
 threads_option = click.option(
-    "--threads", type=click.IntRange(1), help="CPU threads; by default those of torch, fewer beside other programs."
+    "--threads", type=click.IntRange(1), help="CPU threads; by default torch's, and fewer while other programs run."
 )
 
 max_model_len_option = click.option(
@@ -364,7 +364,7 @@ reasoning_options = stack(
         type=JSON_OBJECT,
         default="{}",
         metavar="JSON",
-        help='Variables of the chat template, such as {"enable_thinking": false}.',
+        help='Variables of the chat template, as {"enable_thinking": false}.',
     ),
 )
 

@@ -147,11 +147,11 @@ def stats_line(generation: Generation, drafter: str | None, context_limit: int |
 
 
 class Answer:
-    """An answer as far as it has been read.
+    """An answer that is being read; after an error, the part before it.
 
     Args:
         show: print its text to standard output as it arrives. Its reasoning is dim, or on standard error if standard
-            output is no terminal.
+            output is not a terminal.
         drafts: underline accepted draft tokens; of a request with ``trace=True``.
     """
 

@@ -108,7 +108,7 @@ WRONG = {
     "/load other.json": "other.json: expected an object with a list of messages, received none",
     "/load wrong.json": "content",
     "\udc80": "a message must be UTF-8: got bytes that are not",
-    '"""begun': 'a message that begins with """ must end with them: got none',
+    '"""begun': 'a message that starts with """ must end with them: got no end',
     f"{'long ' * 900}": "the prompt must be shorter than the model's context of 4096 tokens: got",
 }
 
