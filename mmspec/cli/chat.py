@@ -167,7 +167,7 @@ class Chat:
 
 
 def read_message() -> str:
-    """Read a message from standard input: a line, with the next one after a backslash, or lines in triple quotes.
+    """Read a message from standard input: a line, lines that a backslash joins, or lines in triple quotes.
     Raises ``EOFError`` at the end of the input."""
     text = _read_line(">>> ")
     if text.startswith(_QUOTES):

@@ -170,14 +170,16 @@ class TransformersTarget:
         positions = self._positions(prompt, visual)
         tokens = {} if "inputs_embeds" in prompt.inputs else {"input_ids": ids}
         call = {**prompt.inputs, **tokens, "attention_mask": mask, "position_ids": positions}
-        native = prompt.prefill_mask is None and decoder.prompts_natively(cache)
-        # Packed layers take parts of a prompt at no loss of speed.
-        parts = native or (decoder.merged and length > MAX_ROWS)
+        # Longrope's rotations depend on the last position of a pass.
+        divisible = prompt.prefill_mask is None and not any(rope_side(self.config, length))
+        native = divisible and decoder.prompts_natively(cache)
+        # Parts of a prompt take packed layers no longer than the whole.
+        parts = native or (divisible and decoder.merged and length > MAX_ROWS)
         if parts and not self._head.checked:
             few = {"input_ids": torch.arange(1, 5)[None], "attention_mask": None, "position_ids": torch.arange(4)[None]}
             few_logits, _, last = decoder.prefill(few, decoder.new_cache(4, False), ())
             self._head.check(last["last"][:, -1:], few_logits)
-        chunk = MAX_ROWS if parts and chunk is None else chunk
+        chunk = (MAX_ROWS if parts and chunk is None else chunk) if divisible else None
         splits = self._head.checked and chunk is not None and batch == 1 and length > chunk and mask is None
         inputs: dict[str, Any] | None = None
         if prompt.prefill_mask is not None:
