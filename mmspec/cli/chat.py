@@ -73,6 +73,8 @@ class Chat:
                 show_notes(self.notes, "" if typed != "" else "\nCtrl-C again or Ctrl-D ends")
             except UserError as error:
                 report("error", error, USER_ERROR)
+            except OSError:  # of standard input or output
+                raise
             except Exception as error:  # the conversation must not be lost
                 report("internal error", error, INTERNAL_ERROR)
 

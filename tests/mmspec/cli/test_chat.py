@@ -50,24 +50,32 @@ def counts(err: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("model", "first", "second"),
-    [("tiny-llava", "Describe the image.", "How many objects are there?"), ("tiny-hybrid", FIRST, "And with 4 bags?")],
+    ("model", "asked", "first", "second"),
+    [
+        (
+            "tiny-llava",
+            ['/image "{path}"', "Describe the image."],
+            "Describe the image.",
+            "How many objects are there?",
+        ),
+        ("tiny-llava", ['Describe the image. "{path}"'], "Describe the image.", "How many objects are there?"),
+        ("tiny-hybrid", [FIRST], FIRST, "And with 4 bags?"),
+    ],
 )
 def test_a_turn_continues_the_one_before_and_reads_only_what_is_new(
-    model: str, first: str, second: str, run: Run, typed: Callable[..., None], tmp_path: Path
+    model: str, asked: list[str], first: str, second: str, run: Run, typed: Callable[..., None], tmp_path: Path
 ) -> None:
     """A hybrid's states are kept after a whole prompt, and after an answer that does not end among draft tokens."""
     path = tmp_path / "a picture's copy.png"
     path.write_bytes(SCENE.read_bytes())
-    pasted = f' "{path}"' if model == "tiny-llava" else ""
-    typed(f"{first}{pasted}", "", second, f"/save {tmp_path / 'chat.json'}")
+    typed(*(line.format(path=path) for line in asked), "", second, f"/save {tmp_path / 'chat.json'}")
     status, out, err = run("--model", "smollm2", model, "--max-new-tokens", "40", "-c", "400")
     assert status == 0
     messages = json.loads((tmp_path / "chat.json").read_text())["messages"]
     assert [one["role"] for one in messages] == ["user", "assistant"] * 2
     uri = f"data:image/png;base64,{base64.b64encode(SCENE.read_bytes()).decode()}"
     image = {"type": "image_url", "image_url": {"url": uri}}
-    assert messages[0]["content"] == ([image, {"type": "text", "text": first}] if pasted else first)
+    assert messages[0]["content"] == ([image, {"type": "text", "text": first}] if "llava" in model else first)
     assert messages[2]["content"] == second
     assert out == "".join(f"{one['content']}\n" for one in messages[1::2])
     pipe = mmspec.load(model, drafter=None)
@@ -203,7 +211,9 @@ def test_ctrl_c_stops_an_answer_and_twice_the_chat(monkeypatch: pytest.MonkeyPat
     events: Iterator[Any] = iter(["A", "B", "unsent", "C", "/reset", KeyboardInterrupt, "D", KeyboardInterrupt, "E"])
 
     def line() -> str:
-        text = next(events)
+        text = next(events, None)
+        if text is None:
+            raise EOFError
         monkeypatch.setattr(module, "_typed", lambda: "unsent" if text == "unsent" else "")
         if text in ("unsent", KeyboardInterrupt):
             raise KeyboardInterrupt
