@@ -60,7 +60,8 @@ class Chat:
         if sys.stdin.isatty():
             drafter = registered_name(self.pipe.drafter) or "none"
             show_notes(self.notes, f"{self.pipe.name}, drafter {drafter}; /help lists commands")
-        interrupted, typed = False, ""
+        interrupted = False
+        typed: str | None = ""  # in the line that Ctrl-C dropped; None at the end
         while not interrupted or typed is not None:
             try:
                 text, interrupted = read_message(), False
