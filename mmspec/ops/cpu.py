@@ -318,22 +318,24 @@ def attention_inputs(weights: Layer, x: Tensor, rotation: Tensor) -> Tensor:
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention whose result does not depend on the positions of the attended slots.
 
-    Queries, keys, values and softmax weights are bfloat16; accumulation is float32.
+    Keys and values are bfloat16, as are then queries and softmax weights, with accumulation in float32; or int8, with
+    integer products.
 
     Args:
         query: (batch, nodes, heads, head_dim) float32, heads of a node contiguous; ``head_dim`` in ``HEAD_DIMS``.
-        key, value: (batch, kv_heads, slots, head_dim) bfloat16 with equal strides, slots contiguous.
+        key, value: (batch, kv_heads, slots, head_dim) bfloat16, or of ``int8_heads``, with equal strides, slots
+            contiguous.
         mask: (batch, 1, nodes, slots) bool, slots contiguous; None is causal, with the nodes in the last slots.
 
     Returns:
         (batch, nodes, heads * head_dim).
     """
     batch, nodes, heads, head_dim = query.shape
-    _, kv_heads, slots, _ = shape = key.shape
+    _, kv_heads, slots, _ = key.shape
     out = query.new_empty(batch, nodes, heads * head_dim)
-    task = _attention(batch, nodes, slots, heads, kv_heads, head_dim, key.stride(), mask, scale)
+    task = _attention(nodes, heads, head_dim, key, mask, scale)
     task.query, task.read = pointer(query, torch.float32, tuple(query.shape), 2), out.data_ptr()
-    task.key, task.value = (pointer(part, torch.bfloat16, (batch, *shape[1:3], head_dim), 1) for part in (key, value))
+    task.key, task.value = (_stored(part, (batch, kv_heads, slots), head_dim) for part in (key, value))
     if key.stride() != value.stride():
         raise RuntimeError(f"keys and values must have equal strides: got {key.stride()} and {value.stride()}")
     task.query_row, task.query_node, *_ = query.stride()
@@ -341,19 +343,44 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     return out
 
 
+def int8_heads(states: Tensor, keys: bool) -> Tensor:
+    """Keys or values, (..., head_dim), in int8: (..., head_dim + 4) uint8, see ``cpp/attention.h``."""
+    x, head_dim = states.float().contiguous(), states.shape[-1]
+    out = x.new_empty(*x.shape[:-1], head_dim + 4, dtype=torch.uint8)
+    rows = x.data_ptr(), x.numel() // head_dim, head_dim
+    cpu_library.functions().int8_heads(*rows, keys, out.data_ptr(), kernel_threads())
+    return out
+
+
+def float_heads(stored: Tensor, keys: bool) -> Tensor:
+    """Keys or values of ``int8_heads``, (..., head_dim) float32."""
+    unit = stored[..., -4:].contiguous().view(torch.float32)
+    states = (stored[..., :-4].float() - 128) * unit
+    return states @ _hadamard(states.shape[-1]) if keys else states
+
+
+@cache
+def _hadamard(size: int) -> Tensor:
+    """The matrix that keys are multiplied by before they are rounded, (size, size) float32: symmetric, orthonormal."""
+    matrix, block = torch.ones(1, 1, dtype=torch.float32), size & -size
+    while len(matrix) < block:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float32), matrix)
+    return torch.block_diag(*[matrix * block**-0.5] * (size // block))
+
+
+def _stored(states: Tensor, shape: tuple[int, ...], head_dim: int) -> int:
+    """``pointer`` to keys or values of a cache, (*shape, head_dim) bfloat16 or (*shape, head_dim + 4) uint8."""
+    coded = states.dtype is torch.uint8
+    return pointer(states, torch.uint8 if coded else torch.bfloat16, (*shape, head_dim + 4 * coded), 1)
+
+
 def _attention(
-    batch: int,
-    nodes: int,
-    slots: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    strides: Sequence[int],
-    mask: Tensor | None,
-    scale: float,
+    nodes: int, heads: int, head_dim: int, keys: Tensor, mask: Tensor | None, scale: float, slots: int | None = None
 ) -> Attention:
-    """Attention descriptor; ``strides`` are the strides of (batch, kv_heads, slots, head_dim) keys."""
-    row, head, slot, _ = strides
+    """Attention descriptor; ``keys`` are (batch, kv_heads, slots, ...), of which ``slots``, or all, are in use."""
+    batch, kv_heads, whole, _ = keys.shape
+    slots = whole if slots is None else slots
+    row, head, slot, _ = (stride * keys.element_size() for stride in keys.stride())
     masked = {}
     if mask is not None:
         allowed = pointer(mask, torch.bool, (batch, 1, nodes, slots), 1)
@@ -368,6 +395,7 @@ def _attention(
         key_row=row,
         key_head=head,
         key_slot=slot,
+        stored=keys.dtype is torch.uint8,
         scale=scale,
         **masked,
     )
@@ -486,8 +514,9 @@ def decode(
         x: (batch, nodes, parts * hidden) float32, contiguous.
         rotation: see ``attention_inputs``.
         mask: (batch, 1, nodes, slots), see ``attention``; covers the slots up to the last written slot.
-        cache: (2 * layers or more, rows, kv_heads, slots, head_dim) bfloat16, the last axis contiguous: keys and values
-            by layer. New keys and values are written to the first rows, starting at slot ``start``.
+        cache: (2 * layers or more, rows, kv_heads, slots, head_dim) bfloat16, or of ``int8_heads``, the last axis
+            contiguous: keys and values by layer. New keys and values are written to the first rows, starting at slot
+            ``start``.
         middle: (batch, nodes, hidden) float32; output buffer for the last layer's residual before its MLP.
 
     Returns:
@@ -518,17 +547,15 @@ def _pass(
 ) -> Pass:
     """Descriptor of a forward pass that writes to a cache; arguments as for ``decode``."""
     (batch, nodes, _), layer = x.shape, weights[0]
-    heads = layer.heads, layer.kv_heads, layer.head_dim
     parts, rows, _, slots, _ = map(max, cache.shape, (2 * len(weights), batch, 0, start + nodes, 0))  # at least these
     return Pass(
         layers=ctypes.addressof(weights),
         count=len(weights),
-        start=start,
         x=pointer(x, torch.float32, (batch, nodes, layer.qkv.inputs)),
         rotation=pointer(rotation, torch.complex64, (batch, nodes, 1, layer.head_dim // 2)),
-        cache=pointer(cache, torch.bfloat16, (parts, rows, layer.kv_heads, slots, layer.head_dim), 1),
-        cache_part=cache.stride(0),
-        attention=_attention(batch, nodes, start + nodes, *heads, cache.stride()[1:], mask, scale),
+        cache=_stored(cache, (parts, rows, layer.kv_heads, slots), layer.head_dim),
+        cache_part=cache.stride(0) * cache.element_size(),
+        attention=_attention(nodes, layer.heads, layer.head_dim, cache[0, :batch], mask, scale, start + nodes),
     )
 
 
@@ -624,7 +651,6 @@ def decode_sublayers(
         sublayers=ctypes.addressof(weights),
         count=len(weights),
         hidden=hidden,
-        start=start,
         x=pointer(x, torch.float32, (batch, nodes, hidden)),
         rotation=pointer(rotation, torch.float32, (batch, nodes, 2, rotation.shape[-1])),
         states=states.data_ptr(),
@@ -634,10 +660,11 @@ def decode_sublayers(
         attention=Attention(batch=batch, nodes=nodes),
     )
     if cache is not None:
-        parts, rows, groups, slots, head_dim = cache.shape
-        shape = parts, max(rows, batch), groups, max(slots, start + nodes), head_dim
-        task.cache, task.cache_part = pointer(cache, torch.bfloat16, shape, 1), cache.stride(0)
-        task.attention = _attention(batch, nodes, start + nodes, 0, groups, head_dim, cache.stride()[1:], mask, 0.0)
+        parts, rows, groups, slots, width = cache.shape
+        head_dim = width - 4 * (cache.dtype is torch.uint8)
+        task.cache = _stored(cache, (parts, max(rows, batch), groups, max(slots, start + nodes)), head_dim)
+        task.cache_part = cache.stride(0) * cache.element_size()
+        task.attention = _attention(nodes, 0, head_dim, cache[0, :batch], mask, 0.0, start + nodes)
     cpu_library.functions().decode_sublayers(task, kernel_threads())
     return states
 

@@ -63,14 +63,14 @@ class Attention(ctypes.Structure):
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int64) for name in ("batch", "nodes", "slots", "heads", "kv_heads", "head_dim")),
         *((name, ctypes.c_int64) for name in ("query_row", "query_node", "key_row", "key_head", "key_slot")),
-        *((name, ctypes.c_int64) for name in ("mask_row", "mask_node")),
+        *((name, ctypes.c_int64) for name in ("mask_row", "mask_node", "stored")),
     ]
 
 
 class Pass(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("count", "hidden", "start")),
+        *((name, ctypes.c_int64) for name in ("count", "hidden")),
         *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "middle", "cache")),
         ("cache_part", ctypes.c_int64),
         ("attention", Attention),
@@ -128,7 +128,7 @@ class Recurrent(ctypes.Structure):
 class TreePass(ctypes.Structure):
     _fields_ = [
         ("sublayers", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("count", "hidden", "start")),
+        *((name, ctypes.c_int64) for name in ("count", "hidden")),
         *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "ancestors", "first", "cache")),
         ("cache_part", ctypes.c_int64),
         ("attention", Attention),
@@ -197,6 +197,7 @@ def compiled(flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL 
     loaded.linear.argtypes = [address(Linear), pointer, count, pointer, threads]
     loaded.attention_inputs.argtypes = [address(Layer), pointer, pointer, count, pointer, threads]
     loaded.attention.argtypes = [address(Attention), threads]
+    loaded.int8_heads.argtypes = [pointer, count, count, threads, pointer, threads]
     loaded.layer_outputs.argtypes = [address(Layer), pointer, pointer, count, pointer, threads]
     loaded.expert_outputs.argtypes = [address(Experts), pointer, count, count, pointer, pointer, pointer, threads]
     loaded.chosen_experts.argtypes = [address(Router), pointer, count, pointer, pointer, threads]
@@ -218,7 +219,7 @@ def compiled(flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL 
     loaded.multiply_add.argtypes, loaded.multiply_add.restype = [count, count, threads], count
     loaded.dense_rows.argtypes = [count, pointer, count, count, threads, pointer, threads]
     layers = "linear", "attention_inputs", "layer_outputs", "decode", "write_keys_values", "attention"
-    others = "decode_sublayers", "expert_outputs", "chosen_experts", "advance_states", "draft_slots"
+    others = "decode_sublayers", "int8_heads", "expert_outputs", "chosen_experts", "advance_states", "draft_slots"
     for name in (*layers, *others, "greatest_of_rows", "quantiles_of_rows"):
         getattr(loaded, name).restype = None
     return loaded

@@ -48,6 +48,13 @@ inline ints dot(ints sum, bytes codes, const int8_t* inputs) {
     halves[half] = vdotq_s32(halves[half], weights[half], vreinterpretq_s8_s32(vdupq_n_s32(load<int32_t>(inputs))));
   }
   return load<ints>(halves);
+#elif defined(MMSPEC_AVX2)
+  __m256i input = _mm256_set1_epi32(load<int32_t>(inputs)), weights = (__m256i)codes;
+  if (kind == INT8) {
+    weights = _mm256_xor_si256(weights, _mm256_set1_epi8(-128));
+    input = _mm256_sign_epi8(input, weights), weights = _mm256_abs_epi8(weights);
+  }
+  return sum + reinterpret_cast<ints>(_mm256_madd_epi16(_mm256_maddubs_epi16(weights, input), _mm256_set1_epi16(1)));
 #else
   for (int i = 0; i < 4; i++)
     for (int lane = 0; lane < LANES; lane++)

@@ -125,16 +125,16 @@ void rest_of_layer(const Layer& layer, const Rows& read, const float* residual, 
 
 extern "C" {
 
-// A forward pass through all decoder layers. New keys and values go to the slots from ``start`` on of a cache (layers,
-// 2, rows, kv_heads, slots, head_dim); ``attention`` describes one layer of it.
+// A forward pass through all decoder layers. New keys and values go to the last slots of a cache (layers, 2, rows,
+// kv_heads, slots, head_dim); ``attention`` describes one layer of it.
 struct Pass {
   const Layer* layers;
-  int64_t count, hidden, start;
+  int64_t count, hidden;
   const float *x, *rotation;
   float* states;  // (layers, batch * nodes, hidden): each layer's output
   float* middle;  // (batch * nodes, hidden): the last layer's residual before its MLP; may be null
-  uint16_t* cache;  // bfloat16
-  int64_t cache_part;  // stride between the keys and the values of a layer
+  uint8_t* cache;
+  int64_t cache_part;  // bytes between the keys and the values of a layer
   Attention attention;
 };
 
@@ -212,6 +212,14 @@ void attention_inputs(const Layer* layer, const float* x, const float* rotation,
   }
 }
 
+// Heads of keys or values, (rows, head_dim), in int8: (rows, head_dim + 4).
+void int8_heads(const float* x, int64_t rows, int64_t head_dim, int is_key, uint8_t* out, int threads) {
+  Team team(threads);
+  each(rows, head_dim, [&](int64_t row) {
+    store_head(1, is_key, x + row * head_dim, head_dim, out + row * (head_dim + 4));
+  });
+}
+
 // Masked softmax attention of nodes; head_dim is a multiple of 16, at most 256.
 void attention(const Attention* a, int threads) {
   Team team(threads);
@@ -262,14 +270,6 @@ void quantiles_of_rows(const float* x, int64_t rows, int64_t count, const float*
   each(rows, count, [&](int64_t row) { tokens[row] = quantile_of(x + row * count, count, uniform[row]); });
 }
 
-// Writes a head of keys or values of a node, from query heads on, to its slot of the cache.
-static void write_slot(const Pass* pass, int64_t index, int64_t row, int64_t head, const float* from) {
-  const Attention& a = pass->attention;
-  uint16_t* to = pass->cache + (2 * index + head / a.kv_heads) * pass->cache_part + row / a.nodes * a.key_row +
-                 (pass->start + row % a.nodes) * a.key_slot + head % a.kv_heads * a.key_head;
-  store_rounded(to, from, a.head_dim);
-}
-
 // The residual of a layer with several input parts or a normed residual, (rows, hidden).
 static void residual_of(const Layer* layer, const float* x, int64_t rows, int64_t hidden, float* out) {
   int64_t skipped = (layer->parts - 1) * hidden;
@@ -313,7 +313,8 @@ void decode(const Pass* pass, int threads) {
       if (!taken) take_inputs(layer, inputs, x + first * layer.qkv.in, count);
       project_heads(layer, inputs, count, pass->rotation + first * a.head_dim, 0, qkv.data() + first * width,
                     [&](int64_t row, int64_t head, const float* from) {
-                      if (head >= a.heads) write_slot(pass, index, first + row, head - a.heads, from);
+                      int64_t key = head - a.heads;
+                      if (key >= 0) store_slot(a, key < a.kv_heads, first + row, key % a.kv_heads, from);
                     });
     }
     float* out = pass->states + index * rows * pass->hidden;
@@ -332,17 +333,18 @@ void decode(const Pass* pass, int threads) {
 // Writes the keys and values of each layer for the rows of ``x``, skipping the norm before attention.
 void write_keys_values(const Pass* pass, int threads) {
   Team team(threads);
-  const Attention& a = pass->attention;
+  Attention a = pass->attention;
   int64_t rows = a.batch * a.nodes, width = pass->layers->qkv.out;
   std::vector<float> qkv(std::min(rows, CHUNK) * width);
   for (int64_t first = 0; first < rows; first += CHUNK) {
     int64_t count = std::min(CHUNK, rows - first);
     for (int64_t index = 0; index < pass->count; index++) {
       const Linear& qkv_of = pass->layers[index].qkv;
+      a.key = pass->cache + 2 * index * pass->cache_part, a.value = a.key + pass->cache_part;
       take(qkv_of, inputs, pass->x + first * qkv_of.in, count);
       project_heads(pass->layers[index], inputs, count, pass->rotation + first * a.head_dim, a.heads, qkv.data(),
                     [&](int64_t row, int64_t head, const float* from) {
-                      write_slot(pass, index, first + row, head - a.heads, from);
+                      store_slot(a, head < a.heads + a.kv_heads, first + row, (head - a.heads) % a.kv_heads, from);
                     });
     }
   }

@@ -45,12 +45,12 @@ struct Recurrent {
 
 struct TreePass {
   const Sublayer* sublayers;
-  int64_t count, hidden, start;
+  int64_t count, hidden;
   const float *x, *rotation;  // rotation: (batch * nodes, 2, rotated / 2), cosines and sines
   float* states;              // (layers, batch * nodes, hidden)
   const uint8_t* ancestors;   // (batch, nodes, nodes); null for a prompt
   const int64_t* first;       // (batch): first token of each row of a prompt, after padding; null: 0
-  uint16_t* cache;            // as in ``Pass``
+  uint8_t* cache;             // as in ``Pass``
   int64_t cache_part;
   Attention attention;
   Recurrent recurrent;
@@ -371,8 +371,8 @@ struct TreeDecoder {
   void attend(const Sublayer& layer, float* read) {
     int64_t stride = stride_of(layer), head_dim = layer.head_dim, half = layer.rotated / 2;
     int64_t queries = layer.heads * head_dim, keys = layer.groups * head_dim, each_query = head_dim << layer.gated;
-    uint16_t* cached = pass.cache + 2 * layer.place * pass.cache_part;
     Attention a = pass.attention;
+    a.key = pass.cache + 2 * layer.place * pass.cache_part, a.value = a.key + pass.cache_part;
     a.heads = layer.heads, a.kv_heads = layer.groups, a.head_dim = head_dim, a.scale = layer.attention_scale;
     each(rows, stride, [&](int64_t row) {
       float *from = projected.data() + row * stride, *key = from + (queries << layer.gated);
@@ -391,9 +391,7 @@ struct TreeDecoder {
       }
       for (int part = 0; part < 2; part++)
         for (int64_t head = 0; head < layer.groups; head++)
-          store_rounded(cached + part * pass.cache_part + row / nodes * a.key_row + head * a.key_head +
-                            (pass.start + row % nodes) * a.key_slot,
-                        key + part * keys + head * head_dim, head_dim);
+          store_slot(a, !part, row, head, key + part * keys + head * head_dim);
       if (layer.gated)
         for (int64_t head = 0; head < layer.heads; head++)
           std::memcpy(mixed.data() + row * queries + head * head_dim, from + head * each_query,
@@ -402,7 +400,7 @@ struct TreeDecoder {
     int64_t query_stride = layer.gated ? queries : stride;
     a.query = layer.gated ? mixed.data() : projected.data();
     a.query_row = nodes * query_stride, a.query_node = query_stride;
-    a.key = cached, a.value = cached + pass.cache_part, a.read = read;
+    a.read = read;
     attend_all(a);
     if (layer.gated)
       each(rows, queries, [&](int64_t row) {
