@@ -333,9 +333,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     batch, nodes, heads, head_dim = query.shape
     _, kv_heads, slots, _ = key.shape
     out = query.new_empty(batch, nodes, heads * head_dim)
-    task = _attention(nodes, heads, head_dim, key, mask, scale)
+    for part in (key, value):
+        _check_stored(part, (batch, kv_heads, slots), head_dim)
+    task = _attention(nodes, heads, head_dim, [key, value], mask, scale)
     task.query, task.read = pointer(query, torch.float32, tuple(query.shape), 2), out.data_ptr()
-    task.key, task.value = (_stored(part, (batch, kv_heads, slots), head_dim) for part in (key, value))
     if key.stride() != value.stride():
         raise RuntimeError(f"keys and values must have equal strides: got {key.stride()} and {value.stride()}")
     task.query_row, task.query_node, *_ = query.stride()
@@ -343,20 +344,28 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     return out
 
 
-def int8_heads(states: Tensor, keys: bool) -> Tensor:
-    """Keys or values, (..., head_dim), in int8: (..., head_dim + 4) uint8, see ``cpp/attention.h``."""
-    x, head_dim = states.float().contiguous(), states.shape[-1]
-    out = x.new_empty(*x.shape[:-1], head_dim + 4, dtype=torch.uint8)
-    rows = x.data_ptr(), x.numel() // head_dim, head_dim
-    cpu_library.functions().int8_heads(*rows, keys, out.data_ptr(), kernel_threads())
+def int8_heads(states: Tensor, centre: Tensor | None = None) -> Tensor:
+    """Keys or values in int8, see ``cpp/attention.h``.
+
+    Args:
+        states: (batch, kv_heads, slots, head_dim).
+        centre: (kv_heads, head_dim) float32, subtracted from keys; None for values.
+
+    Returns:
+        (batch, kv_heads, slots, head_dim + 4) uint8.
+    """
+    x = (states.float() if centre is None else states.float() - centre[:, None]).contiguous()
+    out = x.new_empty(*x.shape[:-1], x.shape[-1] + 4, dtype=torch.uint8)
+    rows = x.data_ptr(), x.numel() // x.shape[-1], x.shape[-1]
+    cpu_library.functions().int8_heads(*rows, centre is not None, out.data_ptr(), kernel_threads())
     return out
 
 
-def float_heads(stored: Tensor, keys: bool) -> Tensor:
-    """Keys or values of ``int8_heads``, (..., head_dim) float32."""
+def float_heads(stored: Tensor, centre: Tensor | None = None) -> Tensor:
+    """Keys or values of ``int8_heads``, (batch, kv_heads, slots, head_dim) float32."""
     unit = stored[..., -4:].contiguous().view(torch.float32)
     states = (stored[..., :-4].float() - 128) * unit
-    return states @ _hadamard(states.shape[-1]) if keys else states
+    return states if centre is None else states @ _hadamard(states.shape[-1]) + centre[:, None]
 
 
 @cache
@@ -368,19 +377,32 @@ def _hadamard(size: int) -> Tensor:
     return torch.block_diag(*[matrix * block**-0.5] * (size // block))
 
 
-def _stored(states: Tensor, shape: tuple[int, ...], head_dim: int) -> int:
-    """``pointer`` to keys or values of a cache, (*shape, head_dim) bfloat16 or (*shape, head_dim + 4) uint8."""
+def _check_stored(states: Tensor, shape: tuple[int, ...], head_dim: int) -> None:
+    """Check keys or values of a cache: (*shape, head_dim) bfloat16 or (*shape, head_dim + 4) uint8."""
     coded = states.dtype is torch.uint8
-    return pointer(states, torch.uint8 if coded else torch.bfloat16, (*shape, head_dim + 4 * coded), 1)
+    pointer(states, torch.uint8 if coded else torch.bfloat16, (*shape, head_dim + 4 * coded), 1)
 
 
 def _attention(
-    nodes: int, heads: int, head_dim: int, keys: Tensor, mask: Tensor | None, scale: float, slots: int | None = None
+    nodes: int,
+    heads: int,
+    head_dim: int,
+    stored: Sequence[Tensor] | Tensor,
+    mask: Tensor | None,
+    scale: float,
+    slots: int | None = None,
+    centre: Tensor | None = None,
 ) -> Attention:
-    """Attention descriptor; ``keys`` are (batch, kv_heads, slots, ...), of which ``slots``, or all, are in use."""
-    batch, kv_heads, whole, _ = keys.shape
+    """Attention descriptor.
+
+    Args:
+        stored: keys and values of the first layer, (batch, kv_heads, slots, ...) each.
+        slots: number of slots in use; None means all.
+        centre: (layers, kv_heads, head_dim) float32, to write keys in int8.
+    """
+    (batch, kv_heads, whole, _), size = stored[0].shape, stored[0].element_size()
     slots = whole if slots is None else slots
-    row, head, slot, _ = (stride * keys.element_size() for stride in keys.stride())
+    row, head, slot, _ = (stride * size for stride in stored[0].stride())
     masked = {}
     if mask is not None:
         allowed = pointer(mask, torch.bool, (batch, 1, nodes, slots), 1)
@@ -395,7 +417,10 @@ def _attention(
         key_row=row,
         key_head=head,
         key_slot=slot,
-        stored=keys.dtype is torch.uint8,
+        key=stored[0].data_ptr(),
+        value=stored[1].data_ptr(),
+        centre=None if centre is None else pointer(centre, torch.float32, (len(centre), kv_heads, head_dim)),
+        stored=size == 1,
         scale=scale,
         **masked,
     )
@@ -506,6 +531,7 @@ def decode(
     cache: Tensor,
     start: int,
     middle: Tensor | None = None,
+    centre: Tensor | None = None,
 ) -> Tensor:
     """Run all layers of a decoder.
 
@@ -518,6 +544,7 @@ def decode(
             contiguous: keys and values by layer. New keys and values are written to the first rows, starting at slot
             ``start``.
         middle: (batch, nodes, hidden) float32; output buffer for the last layer's residual before its MLP.
+        centre: (layers, kv_heads, head_dim) float32, subtracted from keys in int8.
 
     Returns:
         (layers, batch, nodes, hidden), each layer's output.
@@ -525,7 +552,7 @@ def decode(
     batch, nodes, _ = x.shape
     hidden = weights[0].read.outputs
     states = x.new_empty(len(weights), batch, nodes, hidden)
-    work = _pass(weights, x, rotation, cache, start, mask, scale)
+    work = _pass(weights, x, rotation, cache, start, mask, scale, centre)
     work.hidden, work.states = hidden, states.data_ptr()
     work.middle = None if middle is None else pointer(middle, torch.float32, (batch, nodes, hidden))
     cpu_library.functions().decode(work, kernel_threads())
@@ -543,19 +570,26 @@ def write_keys_values(weights: Any, x: Tensor, rotation: Tensor, cache: Tensor, 
 
 
 def _pass(
-    weights: Any, x: Tensor, rotation: Tensor, cache: Tensor, start: int, mask: Tensor | None = None, scale: float = 0.0
+    weights: Any,
+    x: Tensor,
+    rotation: Tensor,
+    cache: Tensor,
+    start: int,
+    mask: Tensor | None = None,
+    scale: float = 0.0,
+    centre: Tensor | None = None,
 ) -> Pass:
     """Descriptor of a forward pass that writes to a cache; arguments as for ``decode``."""
     (batch, nodes, _), layer = x.shape, weights[0]
     parts, rows, _, slots, _ = map(max, cache.shape, (2 * len(weights), batch, 0, start + nodes, 0))  # at least these
+    _check_stored(cache, (parts, rows, layer.kv_heads, slots), layer.head_dim)
+    task = nodes, layer.heads, layer.head_dim, cache[:2, :batch], mask, scale, start + nodes, centre
     return Pass(
         layers=ctypes.addressof(weights),
         count=len(weights),
         x=pointer(x, torch.float32, (batch, nodes, layer.qkv.inputs)),
         rotation=pointer(rotation, torch.complex64, (batch, nodes, 1, layer.head_dim // 2)),
-        cache=_stored(cache, (parts, rows, layer.kv_heads, slots), layer.head_dim),
-        cache_part=cache.stride(0) * cache.element_size(),
-        attention=_attention(nodes, layer.heads, layer.head_dim, cache[0, :batch], mask, scale, start + nodes),
+        attention=_attention(*task),
     )
 
 
@@ -627,6 +661,7 @@ def decode_sublayers(
     ancestors: Tensor | None = None,
     recurrent: Recurrent | None = None,
     first: Tensor | None = None,
+    centre: Tensor | None = None,
 ) -> Tensor:
     """Run a decoder of residual sublayers over a tree.
 
@@ -636,7 +671,7 @@ def decode_sublayers(
         rotation: (batch, nodes, 2, rotated / 2) float32, contiguous: cosines and sines of rotated pairs, i and
             i + rotated / 2.
         mask, start: as for ``decode``.
-        cache: as for ``decode``, of layers with attention; None without any.
+        cache, centre: as for ``decode``, of layers with attention; None without any.
         ancestors: (batch, nodes, nodes) bool, contiguous; [i, j] is True if j is i or an ancestor of i. None for tokens
             of a prompt, whose pass advances the states of recurrent layers.
         recurrent: result of ``recurrent_buffers``; None without recurrent layers.
@@ -662,9 +697,8 @@ def decode_sublayers(
     if cache is not None:
         parts, rows, groups, slots, width = cache.shape
         head_dim = width - 4 * (cache.dtype is torch.uint8)
-        task.cache = _stored(cache, (parts, max(rows, batch), groups, max(slots, start + nodes)), head_dim)
-        task.cache_part = cache.stride(0) * cache.element_size()
-        task.attention = _attention(nodes, 0, head_dim, cache[0, :batch], mask, 0.0, start + nodes)
+        _check_stored(cache, (parts, max(rows, batch), groups, max(slots, start + nodes)), head_dim)
+        task.attention = _attention(nodes, 0, head_dim, cache[:2, :batch], mask, 0.0, start + nodes, centre)
     cpu_library.functions().decode_sublayers(task, kernel_threads())
     return states
 

@@ -59,7 +59,7 @@ class Layer(ctypes.Structure):
 
 class Attention(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "mask", "read")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "centre", "mask", "read")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int64) for name in ("batch", "nodes", "slots", "heads", "kv_heads", "head_dim")),
         *((name, ctypes.c_int64) for name in ("query_row", "query_node", "key_row", "key_head", "key_slot")),
@@ -71,8 +71,7 @@ class Pass(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("count", "hidden")),
-        *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "middle", "cache")),
-        ("cache_part", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "middle")),
         ("attention", Attention),
     ]
 
@@ -129,8 +128,7 @@ class TreePass(ctypes.Structure):
     _fields_ = [
         ("sublayers", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("count", "hidden")),
-        *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "ancestors", "first", "cache")),
-        ("cache_part", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "ancestors", "first")),
         ("attention", Attention),
         ("recurrent", Recurrent),
     ]

@@ -451,8 +451,13 @@ class Stack:
         storage = cache.kv.shared(cache.attending, *x.shape[:2], like, start)
         allowed, scaling = None if mask is None else allowed_slots(mask, len(x)), first.self_attn.scaling
         inputs = x.float().contiguous(), rotation.contiguous(), allowed, scaling
-        *inner, last = cpu.decode(self._weights, *inputs, storage, start)
+        *inner, last = cpu.decode(self._weights, *inputs, storage, start, centre=cache.kv.centre)
         return [*inner, self._layers[-1].rounded(last)]
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layers' attention runs in the kernels."""
+        return self._weights is not None
 
     @cached_property
     def _weights(self) -> Any:

@@ -80,6 +80,11 @@ class SublayerStack:
             (torch.empty(part["groups"], 0, part["head_dim"], dtype=torch.bfloat16) for part in attending), None
         )
 
+    @property
+    def attends(self) -> bool:
+        """Whether any layer has keys and values."""
+        return self._keys is not None
+
     def states(self, inputs: dict[str, Any], cache: Any) -> tuple[list[Tensor], Tensor] | None:
         """Inputs of all layers and the last layer's output, and the normed output, of a verify pass.
 
@@ -135,7 +140,7 @@ class SublayerStack:
             keys = cache.kv.shared(cache.attending, batch, nodes, self._keys, start)
         rotation = self._rotation(inputs.get("position_ids"), (batch, nodes)).contiguous()
         task = self.weights, x.float().contiguous(), rotation, allowed, keys, start
-        outputs = cpu.decode_sublayers(*task, *recurrent)
+        outputs = cpu.decode_sublayers(*task, *recurrent, centre=cache.kv.centre)
         return [x, *outputs], self._norm(outputs[-1].to(x.dtype))
 
     def _rotation(self, positions: Tensor | None, shape: tuple[int, int]) -> Tensor:

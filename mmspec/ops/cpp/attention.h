@@ -5,10 +5,11 @@
 // transposed once. With bfloat16, queries and softmax weights are also rounded to it: both products are dot products of
 // pairs.
 //
-// In int8, a head of a slot is codes, to which 128 is added, and their float scale. Keys and queries are multiplied by a
-// Hadamard matrix, which spreads outliers over all features and leaves their products unchanged (QuaRot, arXiv
-// 2404.00456). Queries are int8, too, and the weights of a block, times the scales of its values, 14 bits in two int8.
-// Sums of products are integers, exact in any order.
+// In int8, a head of a slot is codes, to which 128 is added, and their float scale. A constant is subtracted from keys,
+// which changes no softmax (SageAttention, arXiv 2410.02367); keys and queries are multiplied by a Hadamard matrix, which
+// spreads outliers over all features and leaves their products unchanged (QuaRot, arXiv 2404.00456). Queries are int8,
+// too, and the weights of a block, times the scales of its values, 14 bits in two int8. Sums of products are integers,
+// exact in any order.
 
 #pragma once
 
@@ -25,6 +26,7 @@ extern "C" {
 struct Attention {
   const float* query;
   uint8_t *key, *value;  // in the form of ``stored``
+  const float* centre;   // (kv_heads, head_dim): subtracted from keys in int8
   const uint8_t* mask;   // null: causal, with the nodes in the last slots
   float* read;
   float scale;
@@ -119,12 +121,11 @@ inline std::pair<float, int32_t> store_codes(const float* x, int64_t count, int8
   return {magnitude / 127, total};
 }
 
-// Stores a head of keys or values.
-inline void store_head(int64_t stored, bool is_key, const float* from, int64_t head_dim, uint8_t* to) {
-  if (!stored) return store_rounded(reinterpret_cast<uint16_t*>(to), from, head_dim);
+// Stores a head of keys or values as int8; ``centre``: subtracted from keys, null for values.
+inline void store_int8(const float* from, const float* centre, int64_t head_dim, uint8_t* to) {
   float mixed[256];
-  std::memcpy(mixed, from, head_dim * sizeof(float));
-  if (is_key) mix(mixed, head_dim);
+  for (int64_t i = 0; i < head_dim; i++) mixed[i] = centre ? from[i] - centre[i] : from[i];
+  if (centre) mix(mixed, head_dim);
   float unit = store_codes(mixed, head_dim, reinterpret_cast<int8_t*>(to)).first;
   for (int64_t i = 0; i < head_dim; i++) to[i] ^= 128;
   std::memcpy(to + head_dim, &unit, sizeof unit);
@@ -134,7 +135,16 @@ inline void store_head(int64_t stored, bool is_key, const float* from, int64_t h
 inline void store_slot(const Attention& a, bool is_key, int64_t row, int64_t head, const float* from) {
   int64_t slot = a.slots - a.nodes + row % a.nodes;
   uint8_t* to = (is_key ? a.key : a.value) + row / a.nodes * a.key_row + head * a.key_head + slot * a.key_slot;
-  store_head(a.stored, is_key, from, a.head_dim, to);
+  if (a.stored) return store_int8(from, is_key ? a.centre + head * a.head_dim : nullptr, a.head_dim, to);
+  store_rounded(reinterpret_cast<uint16_t*>(to), from, a.head_dim);
+}
+
+// Attention of layer ``place`` of a cache (layers, 2, ...), from that of its first layer.
+inline Attention of_layer(Attention a, int64_t place) {
+  int64_t first = 2 * place * (a.value - a.key);
+  a.key += first, a.value += first;
+  if (a.stored) a.centre += place * a.kv_heads * a.head_dim;
+  return a;
 }
 
 // sums (queries, wide) = or += the products of ``left`` (count, wide), in vectors, and ``right`` (queries, count).

@@ -126,15 +126,13 @@ void rest_of_layer(const Layer& layer, const Rows& read, const float* residual, 
 extern "C" {
 
 // A forward pass through all decoder layers. New keys and values go to the last slots of a cache (layers, 2, rows,
-// kv_heads, slots, head_dim); ``attention`` describes one layer of it.
+// kv_heads, slots, head_dim); ``attention`` describes its first layer.
 struct Pass {
   const Layer* layers;
   int64_t count, hidden;
   const float *x, *rotation;
   float* states;  // (layers, batch * nodes, hidden): each layer's output
   float* middle;  // (batch * nodes, hidden): the last layer's residual before its MLP; may be null
-  uint8_t* cache;
-  int64_t cache_part;  // bytes between the keys and the values of a layer
   Attention attention;
 };
 
@@ -212,11 +210,12 @@ void attention_inputs(const Layer* layer, const float* x, const float* rotation,
   }
 }
 
-// Heads of keys or values, (rows, head_dim), in int8: (rows, head_dim + 4).
+// Heads of keys, less their centres, or of values, (rows, head_dim), in int8: (rows, head_dim + 4).
 void int8_heads(const float* x, int64_t rows, int64_t head_dim, int is_key, uint8_t* out, int threads) {
+  static const float none[256] = {};
   Team team(threads);
   each(rows, head_dim, [&](int64_t row) {
-    store_head(1, is_key, x + row * head_dim, head_dim, out + row * (head_dim + 4));
+    store_int8(x + row * head_dim, is_key ? none : nullptr, head_dim, out + row * (head_dim + 4));
   });
 }
 
@@ -294,20 +293,20 @@ static Attention nodes_of(Attention a, int64_t first, int64_t count) {
 
 void decode(const Pass* pass, int threads) {
   Team team(threads);
-  Attention a = pass->attention;
-  int64_t rows = a.batch * a.nodes, width = (a.heads + 2 * a.kv_heads) * a.head_dim;
+  Attention whole = pass->attention;
+  int64_t rows = whole.batch * whole.nodes, width = (whole.heads + 2 * whole.kv_heads) * whole.head_dim;
   auto count_from = [=](int64_t first) {  // whole rows, or nodes of one
-    return a.nodes < CHUNK ? std::min(CHUNK / a.nodes * a.nodes, rows - first)
-                           : std::min(CHUNK, a.nodes - first % a.nodes);
+    return whole.nodes < CHUNK ? std::min(CHUNK / whole.nodes * whole.nodes, rows - first)
+                               : std::min(CHUNK, whole.nodes - first % whole.nodes);
   };
-  std::vector<float> qkv(rows * width), read(std::min(rows, CHUNK) * a.heads * a.head_dim);
-  a.query = qkv.data(), a.read = read.data(), a.query_row = a.nodes * width, a.query_node = width;
+  std::vector<float> qkv(rows * width), read(std::min(rows, CHUNK) * whole.heads * whole.head_dim);
+  whole.query = qkv.data(), whole.read = read.data(), whole.query_row = whole.nodes * width, whole.query_node = width;
   const float* x = pass->x;
   bool taken = false;  // ``inputs`` are the layer's inputs
   for (int64_t index = 0; index < pass->count; index++) {
     const Layer &layer = pass->layers[index], *next = index + 1 < pass->count ? &layer + 1 : nullptr;
     if (next && (count_from(0) < rows || !next->attention_norm || next->parts > 1)) next = nullptr;
-    a.key = pass->cache + 2 * index * pass->cache_part, a.value = a.key + pass->cache_part;
+    Attention a = of_layer(whole, index);
     for (int64_t first = 0, count; first < rows; first += count) {
       count = count_from(first);
       if (!taken) take_inputs(layer, inputs, x + first * layer.qkv.in, count);
@@ -333,14 +332,14 @@ void decode(const Pass* pass, int threads) {
 // Writes the keys and values of each layer for the rows of ``x``, skipping the norm before attention.
 void write_keys_values(const Pass* pass, int threads) {
   Team team(threads);
-  Attention a = pass->attention;
-  int64_t rows = a.batch * a.nodes, width = pass->layers->qkv.out;
+  const Attention& whole = pass->attention;
+  int64_t rows = whole.batch * whole.nodes, width = pass->layers->qkv.out;
   std::vector<float> qkv(std::min(rows, CHUNK) * width);
   for (int64_t first = 0; first < rows; first += CHUNK) {
     int64_t count = std::min(CHUNK, rows - first);
     for (int64_t index = 0; index < pass->count; index++) {
       const Linear& qkv_of = pass->layers[index].qkv;
-      a.key = pass->cache + 2 * index * pass->cache_part, a.value = a.key + pass->cache_part;
+      Attention a = of_layer(whole, index);
       take(qkv_of, inputs, pass->x + first * qkv_of.in, count);
       project_heads(pass->layers[index], inputs, count, pass->rotation + first * a.head_dim, a.heads, qkv.data(),
                     [&](int64_t row, int64_t head, const float* from) {

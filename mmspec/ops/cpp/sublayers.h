@@ -50,9 +50,7 @@ struct TreePass {
   float* states;              // (layers, batch * nodes, hidden)
   const uint8_t* ancestors;   // (batch, nodes, nodes); null for a prompt
   const int64_t* first;       // (batch): first token of each row of a prompt, after padding; null: 0
-  uint8_t* cache;             // as in ``Pass``
-  int64_t cache_part;
-  Attention attention;
+  Attention attention;  // of the first layer with keys and values
   Recurrent recurrent;
 };
 
@@ -372,8 +370,8 @@ struct TreeDecoder {
     int64_t stride = stride_of(layer), head_dim = layer.head_dim, half = layer.rotated / 2;
     int64_t queries = layer.heads * head_dim, keys = layer.groups * head_dim, each_query = head_dim << layer.gated;
     Attention a = pass.attention;
-    a.key = pass.cache + 2 * layer.place * pass.cache_part, a.value = a.key + pass.cache_part;
     a.heads = layer.heads, a.kv_heads = layer.groups, a.head_dim = head_dim, a.scale = layer.attention_scale;
+    a = of_layer(a, layer.place);
     each(rows, stride, [&](int64_t row) {
       float *from = projected.data() + row * stride, *key = from + (queries << layer.gated);
       const float *cosine = pass.rotation + row * 2 * half, *sine = cosine + half;
