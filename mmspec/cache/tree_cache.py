@@ -87,7 +87,7 @@ class KVBuffers:
         self.version = object()
         shape = tensors, rows, like.shape[-3], slots, like.shape[-1]
         size = prod(shape) * like.element_size()
-        memory = cpu.zeros(size) if like.device.type == "cpu" and size >= _LEAST_BYTES else None
+        memory = cpu.zeros(size, huge=True) if like.device.type == "cpu" and size >= _LEAST_BYTES else None
         return like.new_zeros(shape) if memory is None else memory.view(like.dtype).view(shape)
 
     def allocate(self, rows: int, slots: int, used: int) -> None:

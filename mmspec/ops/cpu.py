@@ -55,9 +55,12 @@ _COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1, not defined in Python
 _LOCAL = threading.local()  # ``kernels``: kernel threads for calls from this thread
 
 
-def zeros(count: int) -> Tensor:
-    """``count`` zeros, (count,) uint8, aligned to a huge page; see ``use_huge_pages``."""
+def zeros(count: int, huge: bool = False) -> Tensor:
+    """``count`` zeros, (count,) uint8, aligned to a huge page; see ``use_huge_pages``. ``huge``: take huge pages at the
+    first write, if the system supports them."""
     pages = mmap.mmap(-1, count + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     return memory[-memory.data_ptr() % PAGE :][:count]
 

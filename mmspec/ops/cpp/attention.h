@@ -57,10 +57,8 @@ struct Halves {
 
   // Values of IN_WORD slots, ``left`` features from ``feature`` on.
   static void take_values(const uint8_t* const* rows, int64_t feature, int64_t left, words* to) {
-    auto [low, high] = interleaved<1>(load_first<row_halves>(rows[0] + 2 * feature, 2 * left),
-                                      load_first<row_halves>(rows[1] + 2 * feature, 2 * left),
-                                      std::make_index_sequence<PAIRED>());
-    to[0] = reinterpret_cast<words>(low), to[1] = reinterpret_cast<words>(high);
+    auto row = [=](int64_t i) { return load_first<row_halves>(rows[i] + 2 * feature, 2 * left); };
+    std::tie(to[0], to[1]) = interleaved_as<words, row_halves>(row(0), row(1));
   }
 };
 
@@ -73,15 +71,12 @@ struct Codes {
   }
 
   static void take_values(const uint8_t* const* rows, int64_t feature, int64_t left, words* to) {
-    constexpr auto all = std::make_index_sequence<4 * LANES>();
     bytes row[4];
     for (int64_t i = 0; i < 4; i++) row[i] = load_first<bytes>(rows[i] + feature, left);
-    auto [a, b] = interleaved<1>(row[0], row[1], all);
-    auto [c, d] = interleaved<1>(row[2], row[3], all);
-    auto [e, f] = interleaved<2>(a, c, all);
-    auto [g, h] = interleaved<2>(b, d, all);
-    to[0] = reinterpret_cast<words>(e), to[1] = reinterpret_cast<words>(f);
-    to[2] = reinterpret_cast<words>(g), to[3] = reinterpret_cast<words>(h);
+    auto [a, b] = interleaved(row[0], row[1]);
+    auto [c, d] = interleaved(row[2], row[3]);
+    std::tie(to[0], to[1]) = interleaved_as<words, row_halves>(a, c);
+    std::tie(to[2], to[3]) = interleaved_as<words, row_halves>(b, d);
   }
 };
 
@@ -147,34 +142,29 @@ inline Attention of_layer(Attention a, int64_t place) {
   return a;
 }
 
-// sums (queries, wide) = or += the products of ``left`` (count, wide), in vectors, and ``right`` (queries, count).
+// sum (queries, wide) += the products of ``left`` (count, wide), in vectors, and ``right`` (queries, count).
 template <class Form, int queries, int64_t wide>
 inline void add_products(const words* left, int64_t left_stride, const uint32_t* right, int64_t right_stride,
-                         int64_t count, float* sums, int64_t sums_stride, bool adds) {
-  typename Form::Sums sum[queries][wide] = {};
-  for (int query = 0; adds && query < queries; query++)
-    for (int64_t i = 0; i < wide; i++)
-      sum[query][i] = load<typename Form::Sums>(sums + query * sums_stride + i * LANES);
+                         int64_t count, typename Form::Sums (&sum)[queries][wide]) {
   for (int64_t word = 0; word < count; word++) {
 #pragma GCC unroll 4
-    for (int query = 0; query < queries; query++) {
+    for (int query = 0; query < queries; query++)
 #pragma GCC unroll 4
       for (int64_t i = 0; i < wide; i++)
         sum[query][i] = Form::dot(sum[query][i], left[word * left_stride + i], right + query * right_stride + word);
-    }
   }
-  for (int query = 0; query < queries; query++)
-    for (int64_t i = 0; i < wide; i++) std::memcpy(sums + query * sums_stride + i * LANES, &sum[query][i], sizeof(words));
 }
 
-// ``add_products`` for any number of queries and an even number of vectors.
-template <class Form>
+// ``add_products`` for any number of queries and an even number of vectors, in blocks. Calls begin(query, vector, sum)
+// and end(query, vector, sum) before and after each block.
+template <class Form, class Begin, class End>
 inline void add_all_products(const words* left, int64_t vectors, const uint32_t* right, int64_t right_stride,
-                             int64_t count, float* sums, int64_t queries, bool adds) {
-  int64_t stride = vectors * LANES;
+                             int64_t count, int64_t queries, const Begin& begin, const End& end) {
   auto add = [&](auto block, auto wide, int64_t query, int64_t first) {
-    add_products<Form, block(), wide()>(left + first, vectors, right + query * right_stride, right_stride, count,
-                                        sums + query * stride + first * LANES, stride, adds);
+    typename Form::Sums sum[block()][wide()] = {};
+    begin(query, first, sum);
+    add_products<Form>(left + first, vectors, right + query * right_stride, right_stride, count, sum);
+    end(query, first, sum);
   };
   auto add_wide = [&](auto wide, int64_t first) {
     int64_t query = 0;
@@ -188,6 +178,15 @@ inline void add_all_products(const words* left, int64_t vectors, const uint32_t*
   int64_t first = 0;
   for (; first + WIDE <= vectors; first += WIDE) add_wide(std::integral_constant<int64_t, WIDE>(), first);
   for (; first < vectors; first += 2) add_wide(std::integral_constant<int64_t, 2>(), first);
+}
+
+// Calls body(query, i) for all sums of a block, unrolled to keep them in registers.
+template <class T, int queries, int64_t wide, class Body>
+inline void each_sum(T (&)[queries][wide], const Body& body) {
+#pragma GCC unroll 4
+  for (int query = 0; query < queries; query++)
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < wide; i++) body(query, i);
 }
 
 // Prefetches the next block in small steps, as bursts would leave the memory idle between them.
@@ -237,8 +236,9 @@ struct Layout {
 // Attention, and per-thread scratch, for the query heads of some nodes that share a key head.
 template <class Form>
 struct Reading {
-  static constexpr bool CODED = Form::PLANES > 1;
-  static constexpr int64_t IN_WORD = Form::IN_WORD, UNIT = IN_WORD * LANES;  // features of a value in IN_WORD vectors
+  static constexpr int64_t PLANES = Form::PLANES, IN_WORD = Form::IN_WORD;
+  static constexpr bool CODED = PLANES > 1;
+  static constexpr int64_t UNIT = IN_WORD * LANES;  // features of a value in IN_WORD vectors
   static constexpr int64_t WORDS = SLOTS / IN_WORD;
   static constexpr int64_t KEY_LINES = CODED ? 2 : LANES / 8 + LANES / 16;  // prefetched per 4 words of a tile
 
@@ -249,19 +249,17 @@ struct Reading {
   Layout layout;
   int64_t head_dim, features, vectors, words_of;  // per head: features padded
   AttentionTiles* tiles;
-  // of codes: sums of a block's values, (queries * PLANES, features); per query: units, and sums to subtract
-  std::vector<float> sums, query_unit, share_unit;
-  std::vector<int32_t> query_start, share_start;
+  std::vector<float> query_unit, share_unit;       // of codes, per query
+  std::vector<int32_t> query_start, share_start;  // subtracted from sums of codes
   float key_unit[SLOTS], value_unit[SLOTS];
 
   void shape(int64_t queries, int64_t nodes, const Attention& a) {
     head_dim = a.head_dim, features = (head_dim + UNIT - 1) / UNIT * UNIT, vectors = features / LANES;
     words_of = head_dim / IN_WORD;
     keys.resize(words_of * TILES), values.resize(WORDS * vectors);
-    query.resize(queries * words_of), shares.resize(queries * Form::PLANES * WORDS), scores.resize(queries * SLOTS);
+    query.resize(queries * words_of), shares.resize(queries * PLANES * WORDS), scores.resize(queries * SLOTS);
     read.assign(queries * features, 0), top.assign(queries, -INFINITY), total.assign(queries, floats{});
     layout.counts.resize(nodes);
-    if (CODED) sums.resize(queries * Form::PLANES * features);
     for (auto* of : {&query_unit, &share_unit}) of->resize(queries);
     for (auto* of : {&query_start, &share_start}) of->resize(queries);
   }
@@ -281,10 +279,10 @@ struct Reading {
   static void take_key_tile(const uint8_t* const* rows, int64_t word, words (&to)[4]) {
     words part[4];
     for (int64_t i = 0; i < 4; i++) part[i] = load_quarters(rows + i, 4 * word);
-    auto [a, b] = interleaved<1>(part[0], part[1], std::make_index_sequence<LANES>());
-    auto [c, d] = interleaved<1>(part[2], part[3], std::make_index_sequence<LANES>());
-    std::tie(to[0], to[1]) = interleaved<2>(a, c, std::make_index_sequence<LANES>());
-    std::tie(to[2], to[3]) = interleaved<2>(b, d, std::make_index_sequence<LANES>());
+    auto [a, b] = interleaved(part[0], part[1]);
+    auto [c, d] = interleaved(part[2], part[3]);
+    std::tie(to[0], to[1]) = interleaved_as<words, longs>(a, c);
+    std::tie(to[2], to[3]) = interleaved_as<words, longs>(b, d);
   }
 
   // Transposes the keys of a block.
@@ -362,16 +360,55 @@ struct Reading {
     for (; start < features; start += UNIT) add(std::integral_constant<int64_t, 1>(), start);
   }
 
-  void add_block(const words* left, int64_t wide, const std::vector<uint32_t>& right, int64_t first, int64_t count,
-                 float* to, int64_t queries, bool adds) {
-    const uint32_t* from = right.data() + first * count;
-    if (!CODED && has_tiles && count % 16 == 0) {
-      if (!adds) std::fill_n(to, queries * wide * LANES, 0.0f);
-      tiles->add(left, wide, reinterpret_cast<const uint16_t*>(from), 2 * count, count, to, queries);
+  // Products with the keys of a block.
+  void add_keys(int64_t first, int64_t queries) {
+    const uint32_t* from = query.data() + first * words_of;
+    float* to = scores.data() + first * SLOTS;
+    if (!CODED && has_tiles && words_of % 16 == 0) {
+      std::fill_n(to, queries * SLOTS, 0.0f);
+      return tiles->add(keys.data(), TILES, halves_of(from), 2 * words_of, words_of, to, queries);
+    }
+    add_all_products<Form>(
+        keys.data(), TILES, from, words_of, words_of, queries, [](auto...) {},
+        [&](int64_t query, int64_t tile, auto& sum) {
+          each_sum(sum, [&](int j, int64_t i) {
+            std::memcpy(to + (query + j) * SLOTS + (tile + i) * LANES, &sum[j][i], sizeof sum[j][i]);
+          });
+        });
+  }
+
+  // Weighted sums of the values of a block.
+  void add_values(int64_t first, int64_t queries) {
+    const uint32_t* from = shares.data() + first * PLANES * WORDS;
+    float* to = read.data() + first * features;
+    if constexpr (CODED) {
+      add_all_products<Form>(
+          values.data(), vectors, from, WORDS, WORDS, queries * PLANES, [](auto...) {},
+          [&](int64_t row, int64_t vector, auto& sum) {
+            each_sum(sum, [&](int j, int64_t i) {
+              int64_t index = first + (row + j) / PLANES;
+              float* at = read.data() + index * features + (vector + i) * LANES;
+              if (j % PLANES) return;
+              ints whole = sum[j][i] * 128 + sum[j + 1][i] - share_start[index];
+              store(at, fma(__builtin_convertvector(whole, floats), splat(share_unit[index]), load<floats>(at)));
+            });
+          });
+    } else if (has_tiles) {
+      tiles->add(values.data(), vectors, halves_of(from), SLOTS, WORDS, to, queries);
     } else {
-      add_all_products<Form>(left, wide, from, count, count, to, queries, adds);
+      auto at = [&](int64_t query, int64_t vector) { return to + query * features + vector * LANES; };
+      add_all_products<Form>(
+          values.data(), vectors, from, WORDS, WORDS, queries,
+          [&](int64_t query, int64_t vector, auto& sum) {
+            each_sum(sum, [&](int j, int64_t i) { sum[j][i] = load<floats>(at(query + j, vector + i)); });
+          },
+          [&](int64_t query, int64_t vector, auto& sum) {
+            each_sum(sum, [&](int j, int64_t i) { store(at(query + j, vector + i), sum[j][i]); });
+          });
     }
   }
+
+  static const uint16_t* halves_of(const uint32_t* from) { return reinterpret_cast<const uint16_t*>(from); }
 
   floats score_of(int64_t index, int64_t tile) const {
     const float* from = scores.data() + index * SLOTS + tile * LANES;
@@ -382,9 +419,9 @@ struct Reading {
 
   // Converts a query's scores in a block to softmax weights; only the first ``count`` slots are attended.
   void weigh(int64_t index, int64_t count) {
-    uint32_t* share = shares.data() + index * Form::PLANES * WORDS;
+    uint32_t* share = shares.data() + index * PLANES * WORDS;
     share_unit[index] = 0, share_start[index] = 0;
-    if (count <= 0) return std::fill_n(share, Form::PLANES * WORDS, 0), void();
+    if (count <= 0) return std::fill_n(share, PLANES * WORDS, 0), void();
     auto known = [&](floats x, int64_t tile, float other) {
       return count < SLOTS ? lanes() < int32_t(count - tile * LANES) ? x : splat(other) : x;
     };
@@ -436,29 +473,19 @@ struct Reading {
     share_start[index] = VNNI ? 128 * int32_t(sum(__builtin_convertvector(all, floats))) : 0;
   }
 
-  // Adds the sums of a block's values.
-  void add_sums(int64_t first, int64_t queries) {
-    for (int64_t index = first; index < first + queries; index++) {
-      const float* from = sums.data() + 2 * (index - first) * features;
-      float* to = read.data() + index * features;
-      for (int64_t i = 0; i < features; i += LANES) {
-        ints whole = load<ints>(from + i) * 128 + load<ints>(from + features + i) - share_start[index];
-        store(to + i, fma(__builtin_convertvector(whole, floats), splat(share_unit[index]), load<floats>(to + i)));
-      }
-    }
-  }
-
   // Accumulates a block for ``queries`` queries from ``first`` on; count(query): number of attended slots in the block.
   template <class Count>
   void add(const Attention& a, const uint8_t* key, const uint8_t* value, const int32_t* slots, int64_t first,
            int64_t queries, const Count& count) {
     const uint8_t *key_rows[SLOTS], *value_rows[SLOTS];
+    const int64_t slot = a.key_slot, head_dim = a.head_dim;  // copies in registers
     for (int64_t i = 0; i < SLOTS; i++) {
-      key_rows[i] = key + slots[i] * a.key_slot, value_rows[i] = value + slots[i] * a.key_slot;
-      if (CODED) std::memcpy(key_unit + i, key_rows[i] + head_dim, 4), std::memcpy(value_unit + i, value_rows[i] + head_dim, 4);
+      key_rows[i] = key + slots[i] * slot, value_rows[i] = value + slots[i] * slot;
+      if (CODED) std::memcpy(key_unit + i, key_rows[i] + head_dim, 4);
+      if (CODED) std::memcpy(value_unit + i, value_rows[i] + head_dim, 4);
     }
-    int64_t lines = SLOTS * a.key_slot / 64 + CODED, of_keys = TILES * words_of / 4 * KEY_LINES;
-    Ahead next_key{key_rows[0] + SLOTS * a.key_slot}, next_value{value_rows[0] + SLOTS * a.key_slot};
+    int64_t lines = SLOTS * slot / 64 + CODED, of_keys = TILES * words_of / 4 * KEY_LINES;
+    Ahead next_key{key_rows[0] + SLOTS * slot}, next_value{value_rows[0] + SLOTS * slot};
     auto weigh_all = [&] {
       int64_t keys_left = (lines - of_keys) / queries + 1;
       int64_t values_left = (lines - WORDS * features / UNIT) / queries + 1;
@@ -484,20 +511,20 @@ struct Reading {
         case 8: return few(std::integral_constant<int, 8>());
       }
     take_keys(key_rows, next_key);
-    add_block(keys.data(), TILES, query, first, words_of, scores.data() + first * SLOTS, queries, false);
+    add_keys(first, queries);
     weigh_all();
     take_values(value_rows, next_value);
-    float* to = CODED ? sums.data() : read.data() + first * features;
-    add_block(values.data(), vectors, shares, first * Form::PLANES, WORDS, to, queries * Form::PLANES, !CODED);
-    if (CODED) add_sums(first, queries);
+    add_values(first, queries);
   }
 
   // Writes a query's output.
   void write(int64_t index, float* to) const {
     float whole = sum(total[index]), inverse = whole > 0 ? 1 / whole : 0;  // padding without slots yields 0
     constexpr int64_t run = 4 * IN_WORD;  // features of the same 128 bits
-    for (int64_t i = 0; i < head_dim; i++)
-      to[i] = inverse * read[index * features + i / UNIT * UNIT + i % UNIT / run * 4 + i % run / 4 * LANES + i % 4];
+    for (int64_t i = 0; i < head_dim; i += 4) {
+      const float* from = &read[index * features + i / UNIT * UNIT + i % UNIT / run * 4 + i % run / 4 * LANES];
+      for (int64_t j = 0; j < 4; j++) to[i + j] = from[j] * inverse;
+    }
   }
 
   void attend(const Attention& a, int64_t row, int64_t kv, int64_t first, int64_t nodes) {

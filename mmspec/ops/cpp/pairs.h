@@ -9,6 +9,7 @@
 namespace {
 
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));       // pairs of bfloat16
+typedef uint64_t longs __attribute__((vector_size(4 * LANES)));
 typedef uint16_t row_halves __attribute__((vector_size(4 * LANES)));  // bfloat16
 typedef uint16_t eight __attribute__((vector_size(16)));
 
@@ -55,14 +56,24 @@ inline void store_rounded(uint16_t* to, const float* from, int64_t count) {
   }
 }
 
-// Interleaves runs of ``unit`` elements of x and y, from the lower and upper half of each 128 bits.
-template <size_t unit, class T, size_t... i>
+// Interleaves the elements of x and y, from the lower and upper half of each 128 bits.
+template <class T, size_t... i>
 inline std::pair<T, T> interleaved(T x, T y, std::index_sequence<i...>) {
-  constexpr size_t all = sizeof...(i), lane = all * 4 / LANES;
-  constexpr auto place = [](size_t at) {
-    return at / lane * lane + at % lane / (2 * unit) * unit + at % unit + at / unit % 2 * all;
-  };
+  constexpr size_t all = sizeof...(i), lane = all * 16 / sizeof(T);
+  constexpr auto place = [](size_t at) { return at / lane * lane + at % lane / 2 + at % 2 * all; };
   return {__builtin_shufflevector(x, y, place(i)...), __builtin_shufflevector(x, y, (place(i) + lane / 2)...)};
+}
+
+template <class T>
+inline std::pair<T, T> interleaved(T x, T y) {
+  return interleaved(x, y, std::make_index_sequence<sizeof(T) / sizeof(x[0])>());
+}
+
+// ``interleaved`` in elements of ``Unit``.
+template <class To, class Unit, class T>
+inline std::pair<To, To> interleaved_as(T x, T y) {
+  auto [low, high] = interleaved(reinterpret_cast<Unit>(x), reinterpret_cast<Unit>(y));
+  return {reinterpret_cast<To>(low), reinterpret_cast<To>(high)};
 }
 
 // 16 bytes of every fourth row.
