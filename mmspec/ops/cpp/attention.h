@@ -5,7 +5,7 @@
 // transposed once. With bfloat16, queries and softmax weights are also rounded to it: both products are dot products of
 // pairs.
 //
-// In int8, a head of a slot is codes, to which 128 is added, and their float scale. A constant is subtracted from keys,
+// In int8, a head of a slot is codes, of keys plus 128, and their float scale. A constant is subtracted from keys,
 // which changes no softmax (SageAttention, arXiv 2410.02367); keys and queries are multiplied by a Hadamard matrix, which
 // spreads outliers over all features and leaves their products unchanged (QuaRot, arXiv 2404.00456). Queries are int8,
 // too, and the weights of a block, times the scales of its values, 14 bits in two int8. Sums of products are integers,
@@ -46,14 +46,14 @@ constexpr int64_t QUERIES = 48;           // maximum queries per read of a block
 constexpr int64_t WIDE = LANES / 4;       // vectors of a register block
 constexpr int64_t TILES = SLOTS / LANES;  // vectors of a block's scores
 constexpr int64_t SUMS = 2 * LANES - 8;   // of the vector registers, others have operands
-constexpr int64_t MOST_CODE = (1 << 14) - 1;  // of softmax weights
 
 // Forms of keys and values. A word has IN_WORD features of a key, or a feature of the values of IN_WORD slots.
 struct Halves {
   typedef floats Sums;
   static constexpr int64_t IN_WORD = 2, PLANES = 1;
 
-  static floats dot(floats sum, words left, const uint32_t* right) { return ::dot(sum, left, *right - words{}); }
+  static floats dot_keys(floats sum, words left, const uint32_t* right) { return dot(sum, left, *right - words{}); }
+  static floats dot_values(floats sum, words left, const uint32_t* right) { return dot(sum, left, *right - words{}); }
 
   // Values of IN_WORD slots, ``left`` features from ``feature`` on.
   static void take_values(const uint8_t* const* rows, int64_t feature, int64_t left, words* to) {
@@ -64,10 +64,13 @@ struct Halves {
 
 struct Codes {
   typedef ints Sums;
-  static constexpr int64_t IN_WORD = 4, PLANES = 2;  // of weights
+  static constexpr int64_t IN_WORD = 4, PLANES = 2;  // of 7 bits of weights
 
-  static ints dot(ints sum, words left, const uint32_t* right) {
-    return ::dot<INT8>(sum, reinterpret_cast<bytes>(left), reinterpret_cast<const int8_t*>(right));
+  static ints dot_keys(ints sum, words left, const uint32_t* right) {
+    return dot<INT8>(sum, reinterpret_cast<bytes>(left), reinterpret_cast<const int8_t*>(right));
+  }
+  static ints dot_values(ints sum, words left, const uint32_t* right) {
+    return dot_signed(sum, reinterpret_cast<bytes>(left), reinterpret_cast<const uint8_t*>(right));
   }
 
   static void take_values(const uint8_t* const* rows, int64_t feature, int64_t left, words* to) {
@@ -122,7 +125,7 @@ inline void store_int8(const float* from, const float* centre, int64_t head_dim,
   for (int64_t i = 0; i < head_dim; i++) mixed[i] = centre ? from[i] - centre[i] : from[i];
   if (centre) mix(mixed, head_dim);
   float unit = store_codes(mixed, head_dim, reinterpret_cast<int8_t*>(to)).first;
-  for (int64_t i = 0; i < head_dim; i++) to[i] ^= 128;
+  for (int64_t i = 0; centre && i < head_dim; i++) to[i] ^= 128;
   std::memcpy(to + head_dim, &unit, sizeof unit);
 }
 
@@ -142,28 +145,39 @@ inline Attention of_layer(Attention a, int64_t place) {
   return a;
 }
 
+// Keeps the compiler from loading x again for each product.
+inline words in_register(words x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#endif
+  return x;
+}
+
 // sum (queries, wide) += the products of ``left`` (count, wide), in vectors, and ``right`` (queries, count).
-template <class Form, int queries, int64_t wide>
+template <int queries, int64_t wide, class Sums, class Dot>
 inline void add_products(const words* left, int64_t left_stride, const uint32_t* right, int64_t right_stride,
-                         int64_t count, typename Form::Sums (&sum)[queries][wide]) {
+                         int64_t count, Sums (&sum)[queries][wide], const Dot& dot) {
   for (int64_t word = 0; word < count; word++) {
+    words own[wide];
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < wide; i++) own[i] = in_register(left[word * left_stride + i]);
 #pragma GCC unroll 4
     for (int query = 0; query < queries; query++)
 #pragma GCC unroll 4
       for (int64_t i = 0; i < wide; i++)
-        sum[query][i] = Form::dot(sum[query][i], left[word * left_stride + i], right + query * right_stride + word);
+        sum[query][i] = dot(sum[query][i], own[i], right + query * right_stride + word);
   }
 }
 
 // ``add_products`` for any number of queries and an even number of vectors, in blocks. Calls begin(query, vector, sum)
 // and end(query, vector, sum) before and after each block.
-template <class Form, class Begin, class End>
-inline void add_all_products(const words* left, int64_t vectors, const uint32_t* right, int64_t right_stride,
-                             int64_t count, int64_t queries, const Begin& begin, const End& end) {
+template <class Sums, class Dot, class Begin, class End>
+inline void add_all_products(const words* left, int64_t vectors, const uint32_t* right, int64_t count, int64_t queries,
+                             const Dot& dot, const Begin& begin, const End& end) {
   auto add = [&](auto block, auto wide, int64_t query, int64_t first) {
-    typename Form::Sums sum[block()][wide()] = {};
+    Sums sum[block()][wide()] = {};
     begin(query, first, sum);
-    add_products<Form>(left + first, vectors, right + query * right_stride, right_stride, count, sum);
+    add_products(left + first, vectors, right + query * count, count, count, sum, dot);
     end(query, first, sum);
   };
   auto add_wide = [&](auto wide, int64_t first) {
@@ -237,7 +251,7 @@ struct Layout {
 template <class Form>
 struct Reading {
   static constexpr int64_t PLANES = Form::PLANES, IN_WORD = Form::IN_WORD;
-  static constexpr bool CODED = PLANES > 1;
+  static constexpr bool CODED = IN_WORD == 4;
   static constexpr int64_t UNIT = IN_WORD * LANES;  // features of a value in IN_WORD vectors
   static constexpr int64_t WORDS = SLOTS / IN_WORD;
   static constexpr int64_t KEY_LINES = CODED ? 2 : LANES / 8 + LANES / 16;  // prefetched per 4 words of a tile
@@ -250,8 +264,8 @@ struct Reading {
   int64_t head_dim, features, vectors, words_of;  // per head: features padded
   AttentionTiles* tiles;
   std::vector<float> query_unit, share_unit;       // of codes, per query
-  std::vector<int32_t> query_start, share_start;  // subtracted from sums of codes
-  float key_unit[SLOTS], value_unit[SLOTS];
+  std::vector<int32_t> query_start;                // subtracted from sums of codes
+  float key_unit[SLOTS], value_unit[SLOTS], value_most;  // units of codes, the greatest of values
 
   void shape(int64_t queries, int64_t nodes, const Attention& a) {
     head_dim = a.head_dim, features = (head_dim + UNIT - 1) / UNIT * UNIT, vectors = features / LANES;
@@ -261,7 +275,7 @@ struct Reading {
     read.assign(queries * features, 0), top.assign(queries, -INFINITY), total.assign(queries, floats{});
     layout.counts.resize(nodes);
     for (auto* of : {&query_unit, &share_unit}) of->resize(queries);
-    for (auto* of : {&query_start, &share_start}) of->resize(queries);
+    query_start.resize(queries);
   }
 
   // Takes a query, whose scores are logarithms to base 2 of weights.
@@ -322,7 +336,7 @@ struct Reading {
           for (int64_t at = 0; at < 4; at++)
 #pragma GCC unroll 8
             for (int64_t j = 0; j < queries; j++)
-              sum[i][j] = Form::dot(sum[i][j], part[at], &query[(first + j) * words_of + word + at]);
+              sum[i][j] = Form::dot_keys(sum[i][j], part[at], &query[(first + j) * words_of + word + at]);
         }
       for (int64_t i = 0; i < wide; i++)
         for (int64_t j = 0; j < queries; j++)
@@ -347,7 +361,7 @@ struct Reading {
 #pragma GCC unroll 8
           for (int64_t j = 0; j < queries; j++)
             for (int64_t half = 0; half < 2; half++)
-              sum[i][half][j] = Form::dot(sum[i][half][j], part[half], &shares[(first + j) * WORDS + word]);
+              sum[i][half][j] = Form::dot_values(sum[i][half][j], part[half], &shares[(first + j) * WORDS + word]);
         }
       }
       for (int64_t i = 0; i < 2 * wide; i++)
@@ -368,8 +382,8 @@ struct Reading {
       std::fill_n(to, queries * SLOTS, 0.0f);
       return tiles->add(keys.data(), TILES, halves_of(from), 2 * words_of, words_of, to, queries);
     }
-    add_all_products<Form>(
-        keys.data(), TILES, from, words_of, words_of, queries, [](auto...) {},
+    add_all_products<typename Form::Sums>(
+        keys.data(), TILES, from, words_of, queries, dot_keys, [](auto...) {},
         [&](int64_t query, int64_t tile, auto& sum) {
           each_sum(sum, [&](int j, int64_t i) {
             std::memcpy(to + (query + j) * SLOTS + (tile + i) * LANES, &sum[j][i], sizeof sum[j][i]);
@@ -382,23 +396,23 @@ struct Reading {
     const uint32_t* from = shares.data() + first * PLANES * WORDS;
     float* to = read.data() + first * features;
     if constexpr (CODED) {
-      add_all_products<Form>(
-          values.data(), vectors, from, WORDS, WORDS, queries * PLANES, [](auto...) {},
+      add_all_products<ints>(
+          values.data(), vectors, from, WORDS, queries * PLANES, dot_values, [](auto...) {},
           [&](int64_t row, int64_t vector, auto& sum) {
             each_sum(sum, [&](int j, int64_t i) {
-              int64_t index = first + (row + j) / PLANES;
-              float* at = read.data() + index * features + (vector + i) * LANES;
               if (j % PLANES) return;
-              ints whole = sum[j][i] * 128 + sum[j + 1][i] - share_start[index];
-              store(at, fma(__builtin_convertvector(whole, floats), splat(share_unit[index]), load<floats>(at)));
+              float* at = to + (row + j) / PLANES * features + (vector + i) * LANES;
+              floats unit = splat(share_unit[first + (row + j) / PLANES]);
+              ints whole = PLANES == 1 ? sum[j][i] : sum[j][i] * 128 + sum[j + PLANES - 1][i];
+              store(at, fma(__builtin_convertvector(whole, floats), unit, load<floats>(at)));
             });
           });
     } else if (has_tiles) {
       tiles->add(values.data(), vectors, halves_of(from), SLOTS, WORDS, to, queries);
     } else {
       auto at = [&](int64_t query, int64_t vector) { return to + query * features + vector * LANES; };
-      add_all_products<Form>(
-          values.data(), vectors, from, WORDS, WORDS, queries,
+      add_all_products<floats>(
+          values.data(), vectors, from, WORDS, queries, dot_values,
           [&](int64_t query, int64_t vector, auto& sum) {
             each_sum(sum, [&](int j, int64_t i) { sum[j][i] = load<floats>(at(query + j, vector + i)); });
           },
@@ -407,6 +421,9 @@ struct Reading {
           });
     }
   }
+
+  static constexpr auto dot_keys = [](auto... of) { return Form::dot_keys(of...); };
+  static constexpr auto dot_values = [](auto... of) { return Form::dot_values(of...); };
 
   static const uint16_t* halves_of(const uint32_t* from) { return reinterpret_cast<const uint16_t*>(from); }
 
@@ -420,8 +437,7 @@ struct Reading {
   // Converts a query's scores in a block to softmax weights; only the first ``count`` slots are attended.
   void weigh(int64_t index, int64_t count) {
     uint32_t* share = shares.data() + index * PLANES * WORDS;
-    share_unit[index] = 0, share_start[index] = 0;
-    if (count <= 0) return std::fill_n(share, PLANES * WORDS, 0), void();
+    if (count <= 0) return share_unit[index] = 0, std::fill_n(share, PLANES * WORDS, 0), void();
     auto known = [&](floats x, int64_t tile, float other) {
       return count < SLOTS ? lanes() < int32_t(count - tile * LANES) ? x : splat(other) : x;
     };
@@ -430,47 +446,52 @@ struct Reading {
       score[i] = known(score_of(index, i), i, -INFINITY);
       most = score[i] > most ? score[i] : most;
     }
-    if (greater(most, splat(top[index]))) {
-      float greatest_score = greatest(most);
-      floats factor = power_of_two(splat(top[index]) - greatest_score);
+    float greatest_score = CODED || greater(most, splat(top[index])) ? greatest(most) : top[index];
+    if (greatest_score > top[index]) {
+      floats factor = power_of_two(splat(top[index] - greatest_score));
       top[index] = greatest_score, total[index] *= factor;
       for (int64_t i = index * features; i < (index + 1) * features; i += LANES)
         store(read.data() + i, load<floats>(read.data() + i) * factor);
     }
-    floats sum = total[index], highest = splat(top[index]), weight[TILES];
+    if constexpr (CODED) return code(index, count, score, greatest_score, known);
+    floats sum = total[index], highest = splat(top[index]);
     for (int64_t i = 0; i < TILES; i++) {
-      weight[i] = known(power_of_two(score[i] - highest), i, 0);
-      if (!CODED) {
-        halves part = to_halves(weight[i]);
-        weight[i] = reinterpret_cast<floats>(__builtin_convertvector(part, words) << 16);
-        std::memcpy(share + i * LANES / 2, &part, sizeof part);
-      }
-      sum += weight[i];
+      halves part = to_halves(known(power_of_two(score[i] - highest), i, 0));
+      sum += reinterpret_cast<floats>(__builtin_convertvector(part, words) << 16);
+      std::memcpy(share + i * LANES / 2, &part, sizeof part);
     }
     total[index] = sum;
-    if (CODED) code(index, weight, known);
   }
 
-  // Stores the weights of a block's values as codes of 14 bits: the upper 7 and the lower 7 of each.
-  template <class Known>
-  void code(int64_t index, floats (&weight)[TILES], const Known& known) {
-    typedef uint8_t quarter __attribute__((vector_size(LANES)));
+  // The greatest unit of the first ``count`` slots' values.
+  float greatest_unit(int64_t count) const {
     floats most{};
     for (int64_t i = 0; i < TILES; i++) {
-      weight[i] = known(weight[i] * load<floats>(value_unit + i * LANES), i, 0);
-      most = weight[i] > most ? weight[i] : most;
+      floats part = load<floats>(value_unit + i * LANES);
+      most = (lanes() < int32_t(count - i * LANES)) & (part > most) ? part : most;
     }
-    float magnitude = greatest(most), inverse = magnitude > 0 ? MOST_CODE / magnitude : 0;
-    uint8_t* share = reinterpret_cast<uint8_t*>(shares.data() + index * 2 * WORDS);
-    ints all{};
+    return greatest(most);
+  }
+
+  // Stores the weights of a block's values as codes. They depend on nothing but the attended slots.
+  template <class Known>
+  void code(int64_t index, int64_t count, const floats (&score)[TILES], float greatest_score, const Known& known) {
+    constexpr float most_code = (1 << 7 * PLANES) - 1;
+    typedef uint8_t quarter __attribute__((vector_size(LANES)));
+    uint8_t* share = reinterpret_cast<uint8_t*>(shares.data() + index * PLANES * WORDS);
+    floats sum{}, highest = splat(greatest_score), of_top = power_of_two(splat(greatest_score - top[index]));
+    float most = count < SLOTS ? greatest_unit(count) : value_most, inverse = most > 0 ? most_code / most : 0;
     for (int64_t i = 0; i < TILES; i++) {
-      ints whole = reinterpret_cast<ints>(weight[i] * inverse + OFFSET) - 0x4b400000;
-      quarter high = __builtin_convertvector(whole >> 7, quarter), low = __builtin_convertvector(whole & 127, quarter);
-      std::memcpy(share + i * LANES, &high, LANES), std::memcpy(share + SLOTS + i * LANES, &low, LANES);
-      all += whole;
+      floats weight = known(power_of_two(score[i] - highest), i, 0);
+      floats scaled = known(weight * load<floats>(value_unit + i * LANES) * inverse, i, 0);
+      ints whole = reinterpret_cast<ints>(scaled + OFFSET) - 0x4b400000;
+      for (int64_t plane = 0; plane < PLANES; plane++) {
+        quarter part = __builtin_convertvector((whole >> (7 * (PLANES - 1 - plane))) & 127, quarter);
+        std::memcpy(share + plane * SLOTS + i * LANES, &part, LANES);
+      }
+      sum += weight;
     }
-    share_unit[index] = magnitude / MOST_CODE;
-    share_start[index] = VNNI ? 128 * int32_t(sum(__builtin_convertvector(all, floats))) : 0;
+    total[index] += sum * of_top, share_unit[index] = most / most_code * of_top[0];
   }
 
   // Accumulates a block for ``queries`` queries from ``first`` on; count(query): number of attended slots in the block.
@@ -484,6 +505,7 @@ struct Reading {
       if (CODED) std::memcpy(key_unit + i, key_rows[i] + head_dim, 4);
       if (CODED) std::memcpy(value_unit + i, value_rows[i] + head_dim, 4);
     }
+    if (CODED) value_most = greatest_unit(SLOTS);
     int64_t lines = SLOTS * slot / 64 + CODED, of_keys = TILES * words_of / 4 * KEY_LINES;
     Ahead next_key{key_rows[0] + SLOTS * slot}, next_value{value_rows[0] + SLOTS * slot};
     auto weigh_all = [&] {

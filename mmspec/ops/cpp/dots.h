@@ -63,6 +63,22 @@ inline ints dot(ints sum, bytes codes, const int8_t* inputs) {
 #endif
 }
 
+// sum + dot products of 4 int8 per lane with factors of at most 127
+inline ints dot_signed(ints sum, bytes values, const uint8_t* factors) {
+#if defined(MMSPEC_VNNI) && defined(__AVX512F__)
+  __m512i left = _mm512_set1_epi32(load<int32_t>(factors));
+  return reinterpret_cast<ints>(_mm512_dpbusd_epi32((__m512i)sum, left, (__m512i)values));
+#elif defined(MMSPEC_VNNI)
+  __m256i left = _mm256_set1_epi32(load<int32_t>(factors));
+  return reinterpret_cast<ints>(_mm256_dpbusd_avx_epi32((__m256i)sum, left, (__m256i)values));
+#elif defined(MMSPEC_AVX2)
+  __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi32(load<int32_t>(factors)), (__m256i)values);
+  return sum + reinterpret_cast<ints>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#else
+  return dot<INT8>(sum, values ^ uint8_t(128), reinterpret_cast<const int8_t*>(factors));
+#endif
+}
+
 // sums (rows, PARTS, 2) += products of a block's codes in a group with the inputs of several rows; for Q6_K, separately
 // for the first and last 16 inputs. Inputs are loaded once for all parts, as loads are the bottleneck.
 template <Kind kind, int rows>
