@@ -28,11 +28,12 @@ struct Attention {
   uint8_t *key, *value;  // in the form of ``stored``
   const float* centre;   // (kv_heads, head_dim): subtracted from keys in int8
   const uint8_t* mask;   // null: causal, with the nodes in the last slots
+  const float* sinks;    // (heads), scores without values; null: none
   float* read;
   float scale;
   int64_t batch, nodes, slots, heads, kv_heads, head_dim;
-  int64_t query_row, query_node;  // strides in elements; heads of a query are adjacent
-  int64_t key_row, key_head, key_slot;    // strides in bytes
+  int64_t query_row, query_node, query_head;  // strides in elements
+  int64_t key_row, key_head, key_slot;        // strides in bytes
   int64_t mask_row, mask_node;
   int64_t stored;  // 0: bfloat16, 1: int8
 };
@@ -46,6 +47,7 @@ constexpr int64_t QUERIES = 48;           // maximum queries per read of a block
 constexpr int64_t WIDE = LANES / 4;       // vectors of a register block
 constexpr int64_t TILES = SLOTS / LANES;  // vectors of a block's scores
 constexpr int64_t SUMS = 2 * LANES - 8;   // of the vector registers, others have operands
+constexpr float LOG2E = 1.44269504f;      // softmax weights are powers of two
 
 // Forms of keys and values. A word has IN_WORD features of a key, or a feature of the values of IN_WORD slots.
 struct Halves {
@@ -278,11 +280,13 @@ struct Reading {
     query_start.resize(queries);
   }
 
-  // Takes a query, whose scores are logarithms to base 2 of weights.
+  // Adds a score without a value.
+  void start(int64_t index, float score) { top[index] = score, total[index][0] = 1; }
+
   void take_query(int64_t index, const float* from, float scale) {
     float scaled[256];
     uint32_t* to = query.data() + index * words_of;
-    for (int64_t i = 0; i < head_dim; i++) scaled[i] = from[i] * (scale * 1.44269504f);
+    for (int64_t i = 0; i < head_dim; i++) scaled[i] = from[i] * scale;
     if (!CODED) return store_rounded(reinterpret_cast<uint16_t*>(to), scaled, head_dim);
     mix(scaled, head_dim);
     std::tie(query_unit[index], query_start[index]) = store_codes(scaled, head_dim, reinterpret_cast<int8_t*>(to));
@@ -557,8 +561,11 @@ struct Reading {
     for (int64_t node = 0; node < nodes; node++) {
       if (!a.mask) layout.counts[node] = a.slots - a.nodes + first + node + 1;
       longest = std::max(longest, layout.counts[node]);
-      const float* from = a.query + row * a.query_row + (first + node) * a.query_node + kv * group * head_dim;
-      for (int64_t head = 0; head < group; head++) take_query(node * group + head, from + head * head_dim, a.scale);
+      const float* from = a.query + row * a.query_row + (first + node) * a.query_node + kv * group * a.query_head;
+      for (int64_t head = 0; head < group; head++) {
+        take_query(node * group + head, from + head * a.query_head, a.scale * LOG2E);
+        if (a.sinks) start(node * group + head, a.sinks[kv * group + head] * LOG2E);
+      }
     }
     const uint8_t *key = a.key + row * a.key_row + kv * a.key_head, *value = a.value + row * a.key_row + kv * a.key_head;
     int32_t slots[SLOTS];
