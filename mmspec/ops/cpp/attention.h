@@ -564,7 +564,11 @@ struct Reading {
       const float* from = a.query + row * a.query_row + (first + node) * a.query_node + kv * group * a.query_head;
       for (int64_t head = 0; head < group; head++) {
         take_query(node * group + head, from + head * a.query_head, a.scale * LOG2E);
-        if (a.sinks) start(node * group + head, a.sinks[kv * group + head] * LOG2E);
+        if (!a.sinks) continue;
+        float sink = a.sinks[kv * group + head];
+        for (int64_t i = 0; CODED && i < head_dim; i++)  // the constant that all keys lack
+          sink -= a.scale * from[head * a.query_head + i] * a.centre[kv * head_dim + i];
+        start(node * group + head, sink * LOG2E);
       }
     }
     const uint8_t *key = a.key + row * a.key_row + kv * a.key_head, *value = a.value + row * a.key_row + kv * a.key_head;
