@@ -291,16 +291,16 @@ def load_requests(source: str, warm_up: int, visual: bool) -> tuple[list[dict[st
     return warm_up_requests(warm_up, visual), measured
 
 
-def open_model(name: str, dtype: str) -> Pipeline:
-    """A model for plain decoding; random weights in the shape of a ``config.json``."""
+def open_model(name: str, dtype: str, keys: str) -> Pipeline:
+    """A model for plain decoding; random weights in the shape of a ``config.json``. ``keys``: ``kv_cache_dtype``."""
     if not name.endswith(".json"):
-        return mmspec.load(name, drafter=None, dtype=dtype)
+        return mmspec.load(name, drafter=None, dtype=dtype, kv_cache_dtype=keys)
     config = from_pretrained(AutoConfig, name).get_text_config()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     if dtype not in ("auto", "bfloat16") or packs_bfloat16():
         pack_model(model, "bfloat16" if dtype == "auto" else dtype)
-    return mmspec.load(model, drafter=None, processor=number_processor(config.vocab_size))
+    return mmspec.load(model, drafter=None, processor=number_processor(config.vocab_size), kv_cache_dtype=keys)
 
 
 @benchmark
@@ -313,6 +313,7 @@ def open_model(name: str, dtype: str) -> Pipeline:
     help="Models, as for mmspec.load, or config.json files of text models, which get random weights.",
 )
 @click.option("--dtypes", type=Listed(click.STRING), default="auto", show_default=True, help="Forms of weights.")
+@click.option("--kv-cache-dtypes", "keys", type=Listed(click.STRING), default="auto", help="Of keys and values.")
 @click.option("--threads", type=SIZES, help="CPU threads; torch's default if not given.")
 @click.option("--busy", type=Listed(click.IntRange(0)), default="0", show_default=True, help="Busy programs beside it.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
@@ -329,6 +330,7 @@ def open_model(name: str, dtype: str) -> Pipeline:
 def main(
     models: Sequence[str],
     dtypes: Sequence[str],
+    keys: Sequence[str],
     threads: Sequence[int] | None,
     busy: Sequence[int],
     rounds: int,
@@ -354,8 +356,10 @@ def main(
         return {name: cache(start) for name, start in engines(model, count, llama_server).items()}
 
     pipes = {
-        dtype if len(models) == 1 else f"{Path(name).stem} {dtype}": open_model(name, dtype)
-        for name, dtype in product(models, dtypes)
+        " ".join([Path(name).stem] * (len(models) > 1) + [dtype] + [form] * (len(keys) > 1)): open_model(
+            name, dtype, form
+        )
+        for name, dtype, form in product(models, dtypes, keys)
     }
     about = {"model": ", ".join(models), **describe(next(iter(pipes.values())).target), "rounds": rounds}
     wait_for_huge_pages()

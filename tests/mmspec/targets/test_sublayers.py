@@ -256,30 +256,40 @@ def test_layers_with_hooks_run_in_the_decoder(family, keys):
     hooked.model.get_decoder().layers[1].register_forward_hook(lambda *_: calls.append(1))
     ids = torch.arange(9)[None]
     found, expected = [(prefilled(one, Prompt(ids)), step(one, [3])) for one in (hooked, target)]
-    assert len(calls) == 2
+    assert len(calls) == 2 + (keys == "int8")  # for the mean of keys
     assert (found[1] - expected[1]).norm() < 0.1 * expected[1].norm()
 
 
 @needs_kernels
 @torch.inference_mode()
-@keys_of_both
 @pytest.mark.parametrize("family", ["qwen2", "gpt_oss"])
-def test_keys_in_int8_are_near_those_in_bfloat16(family, keys):
-    """Large biases, as Qwen2.5 has, in some features of keys cost no precision, with sinks (gpt-oss) neither."""
-    model = model_of(family, None)
-    for layer in model.get_decoder().layers:
-        layer.self_attn.k_proj.bias.data[::16] += 50
-    pack_model(model.bfloat16(), "bfloat16")
-    exact, near = target_of(model), target_of(model, keys)
-    ids = torch.arange(60)[None]
-    prompts = [prefilled(one, Prompt(ids), 9).logits for one in (exact, near)]
-    steps = [step(one, [5]) for one in (exact, near)]
-    for expected, found in (prompts, steps):
-        error = (found - expected).norm() / expected.norm()
-        assert error == 0 if keys == "auto" else 0 < error < 0.02
-    (whole,), (half,) = exact.runner.cache.tensors(), near.runner.cache.tensors()
+def test_keys_in_int8_are_near_those_in_bfloat16(family):
+    """Large biases of keys in features that rotate slowly, as in Qwen2.5, cost no precision, with sinks (gpt-oss)
+    neither."""
+    torch.manual_seed(0)
+    plain = model_of(family, None)
+    for layer in plain.get_decoder().layers:
+        size = layer.self_attn.head_dim
+        layer.self_attn.k_proj.bias.data.view(-1, size)[:, [size // 2 - 1, -1]] += 50
+    model = copy.deepcopy(plain).bfloat16()
+    pack_model(model, "bfloat16")
+    targets = [TransformersTarget(plain), target_of(model), target_of(model, "int8")]
+    states = []
+    for target in targets:
+        prefilled(target, Prompt(torch.arange(60)[None]), 9)
+        known = target.keys_values(target.runner.cache.attending[-1], 1)
+        states.append([known.keys.float(), known.values.float()])
+    exact, *found = states
+    # A token may use other experts.
+    usual, coded = ([_error(*pair) for pair in zip(one, exact, strict=True)] for one in found)
+    assert all(mine < 3 * theirs for mine, theirs in zip(coded, usual, strict=True))
+    (whole,), (half,) = (target.runner.cache.tensors() for target in targets[1:])
     assert half.dtype == torch.uint8
     assert half[..., 0].numel() * 2 * (half.shape[-1] - 4) == whole.nbytes
+
+
+def _error(found, exact):
+    return (found - exact).norm(dim=-1).flatten().quantile(0.6)
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", None), ("mamba2", "int4")])
