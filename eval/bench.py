@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -355,12 +355,10 @@ def main(
     def peers(count: int) -> dict[str, Any]:
         return {name: cache(start) for name, start in engines(model, count, llama_server).items()}
 
-    pipes = {
-        " ".join([Path(name).stem] * (len(models) > 1) + [dtype] + [form] * (len(keys) > 1)): open_model(
-            name, dtype, form
-        )
-        for name, dtype, form in product(models, dtypes, keys)
-    }
+    pipes = {}
+    for name, dtype, form in product(models, dtypes, keys):
+        about_it = [Path(name).stem] * (len(models) > 1), [dtype], [form] * (len(keys) > 1)
+        pipes[" ".join(chain(*about_it))] = open_model(name, dtype, form)
     about = {"model": ", ".join(models), **describe(next(iter(pipes.values())).target), "rounds": rounds}
     wait_for_huge_pages()
     try:
