@@ -135,7 +135,8 @@ class SublayerStack:
         """
         x = self._embedded(inputs)
         (batch, tokens, _), start = x.shape, cache.get_seq_length()
-        first, masks = None, (None, None)
+        first: Tensor | None = None
+        masks: tuple[Tensor | None, Tensor | None] = None, None
         slides = self._window is not None and start + tokens > self._window
         if mask is not None or slides:
             allowed = torch.ones(tokens, start + tokens, dtype=torch.bool).tril(start).expand(batch, 1, -1, -1)
@@ -195,7 +196,9 @@ class SublayerStack:
 
     def _repeats(self) -> bool:
         """Whether cosines are repeated for the second feature of each pair (not in gpt-oss)."""
-        cosines = self._turned(torch.empty(0, dtype=torch.float32), torch.ones(1, 1).long(), self._types[0])[0]
+        cosines = self._turned(torch.empty(0, dtype=torch.float32), torch.ones(1, 1, dtype=torch.long), self._types[0])[
+            0
+        ]
         return torch.equal(*cosines.chunk(2, dim=-1))
 
     def _sublayers(self, layer: Any, parts: list[Part], norms: list[Any], order: int, rotates: bool) -> list[Part]:

@@ -38,7 +38,9 @@ FAMILIES = {
     "gpt_oss": WINDOWS,
     # Values in more heads than keys, and heads of keys and values that differ in size.
     "qwen3_5_text": dict(linear_num_key_heads=2, linear_value_head_dim=48),
-    "qwen3_next": dict(linear_num_key_heads=2, linear_value_head_dim=48, layer_types=[RECURRENT, ATTENDING]),
+    "qwen3_next": dict(
+        linear_num_key_heads=2, linear_value_head_dim=48, num_hidden_layers=2, layer_types=[RECURRENT, ATTENDING]
+    ),
     "granitemoehybrid": dict(
         num_local_experts=0,
         num_experts_per_tok=0,
