@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import mmspec
 from mmspec.cli.options import Listed
+from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, describe, make_table, wide_console
@@ -52,6 +53,7 @@ from mmspec.eval.suite.summary import OVERALL, Record, by_request, figures, thro
 from mmspec.pipeline import Pipeline
 from mmspec.targets.checkpoints import from_pretrained
 from mmspec.targets.packing import pack_model, packs_bfloat16
+from mmspec.targets.transformers_target import TransformersTarget
 
 _LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**5))"  # until its parent exits
 
@@ -212,7 +214,15 @@ def divergences(model: str, pipes: Mapping[str, Pipeline]) -> dict[str, float]:
     ids = exact.processor.tokenizer(_TEXT.read_text(), return_tensors="pt")["input_ids"][:, :400]
     expected = exact.model(ids).logits
     del exact
-    return {name: kl_divergence(expected, pipe.model(ids).logits) for name, pipe in pipes.items()}
+    return {name: kl_divergence(expected, prompt_logits(pipe.target, ids)) for name, pipe in pipes.items()}
+
+
+def prompt_logits(target: TransformersTarget, ids: Tensor) -> Tensor:
+    """Logits after each token of a prompt, (1, length, vocab)."""
+    *_, output = target.prefill([Prompt(ids)], [1], ["last"])
+    target.keep([])
+    assert output is not None
+    return target.head(output.features["last"])
 
 
 def kl_divergence(exact: Tensor, logits: Tensor) -> float:

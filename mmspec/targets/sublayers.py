@@ -168,7 +168,8 @@ class SublayerStack:
             keys = cache.kv.shared(cache.attending, batch, nodes, self._keys, start)
         rotation = self._rotation(inputs.get("position_ids"), (batch, nodes)).contiguous()
         task = self.weights, x.float().contiguous(), rotation, masks[0], keys, start
-        outputs = cpu.decode_sublayers(*task, masks[1], *recurrent, centre=cache.kv.centre)
+        passed = dict(zip(("ancestors", "recurrent", "first"), recurrent, strict=False))
+        outputs = cpu.decode_sublayers(*task, masks[1], **passed, centre=cache.kv.centre)
         return [x, *outputs], self._norm(outputs[-1].to(x.dtype))
 
     def _rotation(self, positions: Tensor | None, shape: tuple[int, int]) -> Tensor:
