@@ -371,8 +371,10 @@ generation_options = stack(
     json_option,
 )
 
-LOADING = ("model", "mmproj", "drafter", "device", "dtype", "trust_remote_code", "generation_config", "device_map")
-LOADING += ("kv_cache_dtype",)
+LOADING = (
+    *("model", "mmproj", "drafter", "device", "dtype", "kv_cache_dtype"),
+    *("trust_remote_code", "generation_config", "device_map"),
+)
 GENERATING = (*SAMPLING, "num_draft_tokens")
 
 

@@ -284,7 +284,7 @@ def test_keys_in_int8_are_near_those_in_bfloat16(family):
     exact, *found = states
     # A token may use other experts.
     usual, coded = ([_error(*pair) for pair in zip(one, exact, strict=True)] for one in found)
-    assert all(mine < 3 * theirs for mine, theirs in zip(coded, usual, strict=True))
+    assert all(mine < 1.5 * theirs for mine, theirs in zip(coded, usual, strict=True))
     (whole,), (half,) = (target.runner.cache.tensors() for target in targets[1:])
     assert half.dtype == torch.uint8
     assert half[..., 0].numel() * 2 * (half.shape[-1] - 4) == whole.nbytes
