@@ -358,7 +358,7 @@ class NativeLayers(Native):
                     parts=max(1, len(layer.attention_norms)),
                     normed_residual=layer.normed_residual,
                     place=place,
-                    ends_layer=layer is layers[-1],  # its output is that of ``middle``
+                    ends_layer=layer is layers[-1],  # for ``middle``
                 )
             )
             mlp_norm = _gain([(layer.mlp_norm, 1)], shape)

@@ -230,8 +230,8 @@ class SublayerStack:
 
     @torch.inference_mode()
     def _choice(self, layer: Any, parts: list[Part], norms: list[Any]) -> tuple[int, bool]:
-        """Order of norms, and whether attention has rotary positions: those with which the kernels' updates of random
-        hidden states, and keys and values, are those of a copy of the layer in float32."""
+        """Order of norms, and whether attention has rotary positions, with which the kernels reproduce a copy of the
+        layer in float32: the updates of random hidden states, keys and values."""
         plain, inputs = copy.deepcopy(layer), dict[nn.Module, Tensor]()
         for module in plain.modules():
             if not isinstance(module, BlockLinear):

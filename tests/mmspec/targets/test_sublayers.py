@@ -29,7 +29,7 @@ FAMILIES = {
     "mistral": dict(sliding_window=8),
     "qwen2": dict(use_sliding_window=True, max_window_layers=0, **WINDOWS),
     "qwen3": dict(num_key_value_heads=1),
-    # Two sets of frequencies, and a scale that is not that of the size of heads.
+    # Two sets of frequencies, and a scale that is not derived from the size of heads.
     "gemma3_text": dict(query_pre_attn_scalar=12, **WINDOWS),
     "gemma": {},
     "granite": dict(residual_multiplier=0.3, embedding_multiplier=5.0, attention_multiplier=0.1),
