@@ -208,7 +208,6 @@ inline void each_sum(T (&)[queries][wide], const Body& body) {
 // Prefetches the next block in small steps, as bursts would leave the memory idle between them.
 struct Ahead {
   const uint8_t* at;
-
   void operator()(int64_t lines) {
     for (int64_t i = 0; i < lines; i++, at += 64) __builtin_prefetch(at);
   }
@@ -219,7 +218,6 @@ struct Layout {
   int64_t begin, common;
   std::vector<int32_t> own;     // (nodes, slots): slots after the shared blocks
   std::vector<int64_t> counts;  // (nodes): number of slots attended by each node
-
   // Computes the number of slots of each node, and its slots after the shared blocks.
   void take(const uint8_t* mask, int64_t stride, int64_t slots, int64_t nodes) {
     auto next = [&](int64_t node, int value, int64_t from) {
