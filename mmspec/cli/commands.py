@@ -67,7 +67,10 @@ class Command(click.Command):
             *("max_new_tokens", "temperature", "minutes", "host", "port", "api_key", "compare", "refresh"),
             *("url", "against", "only", "out", "resume", "as_json", "listing", "layout", "system"),
         ),
-        "Loading": ("mmproj", "device", "dtype", "device_map", "trust_remote_code", "generation_config", "threads"),
+        "Loading": (
+            *("mmproj", "device", "dtype", "kv_cache_dtype", "device_map", "trust_remote_code", "generation_config"),
+            "threads",
+        ),
         "Images and videos": (
             *("frames", "fps", "video_backend", "images", "max_images", "max_videos"),
             *("max_pixels", "max_video_seconds"),

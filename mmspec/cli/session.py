@@ -23,6 +23,7 @@ from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
 from mmspec.drafters.registry import make_drafter, registered_name
 from mmspec.engine.stats import token_origins
+from mmspec.engine.threads import fix_threads
 from mmspec.errors import UserError
 from mmspec.jobs import ranks
 from mmspec.loading import load
@@ -105,7 +106,7 @@ def open_pipeline(
 ) -> Pipeline:
     """Call ``mmspec.load`` with a status line and ``threads`` of torch, hiding messages of other libraries."""
     if threads is not None:
-        torch.set_num_threads(threads)
+        fix_threads(threads)
     if not os.environ.get("MMSPEC_DEBUG"):
         transformers.logging.set_verbosity_error()
     downloading = is_on_hub(model) and notes.is_terminal  # shows the progress bars of transformers

@@ -22,6 +22,7 @@ from mmspec.cli.options import (
     device_map_option,
     drafters_option,
     generation_config_option,
+    kv_cache_dtype_option,
     listen_options,
     mmproj_option,
     model_options,
@@ -62,6 +63,7 @@ _log = logging.getLogger("mmspec.serve")
 )
 @generation_config_option
 @threads_option
+@kv_cache_dtype_option
 @listen_options(8000)
 @API_KEY.declared
 @click.option(

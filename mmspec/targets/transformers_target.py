@@ -47,6 +47,7 @@ class TransformersTarget:
     Args:
         model: any causal language model; subclasses support multimodal models.
         exact: whether to reject prompts whose trees cannot be verified exactly; False for draft models.
+        kv_cache_dtype: as for ``mmspec.load``.
 
     Attributes:
         auto_class: the class of transformers that loads these models.
@@ -62,14 +63,15 @@ class TransformersTarget:
     auto_class: ClassVar[Any] = AutoModelForCausalLM
     processor_class: ClassVar[type[Processor]] = Processor
 
-    def __init__(self, model: PreTrainedModel, exact: bool = True) -> None:
-        self.model, self._exact = model, exact
+    def __init__(self, model: PreTrainedModel, exact: bool = True, kv_cache_dtype: str = "auto") -> None:
+        self.model, self._exact, self._kv_cache_dtype = model, exact, kv_cache_dtype
         self.architecture, self.model_config = type(model).__name__, model.config
         self.config = model.config.get_text_config()
         self.context_limit = getattr(self.config, "max_position_embeddings", None)
         self.adapters = Adapters(model)
         # Set in each pass, as other targets of this model choose other adapters.
-        self.decoder = Decoder(model, prepare=lambda: self.adapters.use(self.adapters.chosen))
+        prepare = lambda: self.adapters.use(self.adapters.chosen)  # noqa: E731
+        self.decoder = Decoder(model, prepare=prepare, kv_cache_dtype=kv_cache_dtype)
         self.embedding: Any = model.get_input_embeddings()
         self._head = Head(model)
         self.runner = new_runner(self.decoder, self._head)
@@ -82,18 +84,18 @@ class TransformersTarget:
 
     def fork(self) -> TransformersTarget:
         """The same weights, without sequences."""
-        return type(self)(self.model, self._exact)
+        return type(self)(self.model, self._exact, self._kv_cache_dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the model, without sequences."""
         with self.decoder.attention.lock:
             model = without_output_capture(self.model)
-        return type(self), (model, self._exact)
+        return type(self), (model, self._exact, self._kv_cache_dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformersTarget:
         with self.decoder.attention.lock:
             model = copy.deepcopy(self.model, memo)
-        return type(self)(model, self._exact)
+        return type(self)(model, self._exact, self._kv_cache_dtype)
 
     @property
     def device(self) -> torch.device:
