@@ -7,6 +7,8 @@ of a job.
 from __future__ import annotations
 
 import copy
+import hashlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from inspect import signature
@@ -14,6 +16,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
@@ -22,6 +25,8 @@ from mmspec import plugins
 from mmspec.cache.tree_cache import cache_argument
 from mmspec.errors import UserError, missing, shown
 from mmspec.jobs import ranks
+from mmspec.ops import builds, cpu_library
+from mmspec.quantisation.linear import PackedLinear
 from mmspec.targets.attention import slot_attention, slot_limit
 from mmspec.targets.recognise import CAPTURE
 from mmspec.targets.tree_layers import ATTENTION, TreeLayers
@@ -53,6 +58,7 @@ def without_output_capture(model: PreTrainedModel) -> PreTrainedModel:
     return same
 
 
+_ROW_BYTES = 1 << 15
 _WIDEST = 2048  # features; transposed weights that are wider measured slower
 
 
@@ -310,6 +316,47 @@ def computing_devices(model: PreTrainedModel) -> set[str]:
         return {str(model.device)}
     main = str(input_device(model))
     return {main if str(place) in _OFFLOADED else str(place) for place in places.values()}
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """Hash of all that the states of a model's tokens depend on: weights, adapters included, configuration, device,
+    kernels and versions.
+
+    Weights are hashed by sums of their rows and columns, at memory bandwidth.
+
+    Raises:
+        UserError: weights are neither in memory nor in a GGUF file.
+    """
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
+    kernels = builds.identity(builds.SOURCE, [cpu_library.build(), os.environ.get("MMSPEC_KERNELS", "auto")])
+    about = [torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability(), device, kernels]
+    digest = hashlib.blake2b(" ".join([*about, model.config.to_json_string(use_diff=False)]).encode(), digest_size=16)
+    known = set()
+    for name, module in model.named_modules():
+        stored, packed = (
+            vars(module).get("stored"),
+            isinstance(module, PackedLinear) and "_blocks" not in module._buffers,
+        )
+        tensors = [*module._parameters.values(), *module._buffers.values(), *(module._parts() if packed else ())]
+        for tensor in [stored.data()] if stored is not None else tensors:
+            if tensor is None:
+                continue
+            if tensor.is_meta:
+                raise UserError(f"prefix_cache_dir needs weights in memory: {name} is read from a disk in each pass")
+            memory = tensor.untyped_storage()
+            digest.update(f"{name} {tensor.dtype} {tensor.shape} {tensor.stride()} {tensor.storage_offset()}".encode())
+            if memory.data_ptr() not in known:
+                known.add(memory.data_ptr())
+                for part in _sums(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)):
+                    digest.update(part.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _sums(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over rows and columns of (n,) uint8 as a table of integers of 8 bytes, and the rest."""
+    whole = len(data) - len(data) % _ROW_BYTES
+    table = data[:whole].view(torch.int64).view(-1, _ROW_BYTES // 8)
+    return table.sum(0), table.sum(1), data[whole:]
 
 
 def _hook(model: PreTrainedModel) -> Any:

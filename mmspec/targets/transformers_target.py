@@ -11,7 +11,18 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.target import Feature, KeysValues, Prompt, State, Target, TargetOutput, at_text
+from mmspec.core.target import (
+    BLOCK,
+    Feature,
+    KeysValues,
+    Prompt,
+    State,
+    Stop,
+    Target,
+    TargetOutput,
+    at_text,
+    spaced,
+)
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.errors import UserError
@@ -22,6 +33,7 @@ from mmspec.targets.lora import Adapters
 from mmspec.targets.processor import Processor
 from mmspec.targets.sublayers import MAX_ROWS
 from mmspec.targets.support import (
+    fingerprint,
     input_device,
     is_sharded,
     refuse_inner_padding,
@@ -122,16 +134,31 @@ class TransformersTarget:
         reads: Sequence[Feature] = (),
         chunk: int | None = None,
     ) -> Iterator[TargetOutput | None]:
-        return self._prefill(Prompt.stack(prompts), max_new_tokens, reads, chunk, None)
+        return self._prefill(Prompt.stack(prompts), max_new_tokens, reads, chunk)
 
     def restore(
-        self, state: State, prompt: Prompt, max_new_tokens: int, reads: Sequence[Feature] = (), chunk: int | None = None
+        self,
+        state: State | None,
+        prompt: Prompt,
+        max_new_tokens: int,
+        reads: Sequence[Feature] = (),
+        chunk: int | None = None,
+        room: int = 0,
     ) -> Iterator[TargetOutput | None]:
-        return self._prefill(prompt, [max_new_tokens], reads, chunk, state)
+        room = room if self.decoder.layers is not None else 0
+        return self._prefill(
+            prompt, [max_new_tokens], reads, min(chunk or BLOCK, BLOCK) if room else chunk, state, room
+        )
 
     @torch.inference_mode()
     def _prefill(
-        self, prompt: Prompt, new: Sequence[int], reads: Sequence[Feature], chunk: int | None, state: State | None
+        self,
+        prompt: Prompt,
+        new: Sequence[int],
+        reads: Sequence[Feature],
+        chunk: int | None,
+        state: State | None = None,
+        room: int = 0,
     ) -> Iterator[TargetOutput | None]:
         if self.model.training and any(getattr(part, "gradient_checkpointing", False) for part in self.model.modules()):
             raise UserError("gradient checkpointing keeps no keys and values in training mode: call model.eval() first")
@@ -149,16 +176,21 @@ class TransformersTarget:
         cache = self.decoder.new_cache(reserve if self.runner.adopts else length + 1, False)
         if state is not None:
             cache.append(state.cache, length + 1)
-            if state.length < cache.length:
-                cache.truncate(state.length)
-        output = yield from self._passes(prompt, reads, chunk, cache, state)
+            cache.truncate(state.length, () if state.cuts else state.stops[state.length].recurrent)
+        output = yield from self._passes(prompt, reads, chunk, cache, state, room)
         position = next_position(output.positions, len(ids), self.architecture)
         last_position = (position + on_device(new, ids.device) - 1).clamp(min=(self.context_limit or 0) - 1)
         self.runner.join(cache, reserve, position, last_position)
         yield output
 
     def _passes(
-        self, prompt: Prompt, reads: Sequence[Feature], chunk: int | None, cache: TreeCache, state: State | None
+        self,
+        prompt: Prompt,
+        reads: Sequence[Feature],
+        chunk: int | None,
+        cache: TreeCache,
+        state: State | None,
+        room: int,
     ) -> Generator[None, None, TargetOutput]:
         """Prefill the tokens after ``state``, whose tokens are in ``cache``; yields between passes."""
         decoder, ids, mask = self.decoder, prompt.input_ids, prompt.attention_mask
@@ -168,12 +200,13 @@ class TransformersTarget:
         tokens = {} if "inputs_embeds" in prompt.inputs else {"input_ids": ids}
         call = {**prompt.inputs, **tokens, "attention_mask": mask, "position_ids": positions}
         native = prompt.prefill_mask is None and decoder.prompts_natively(cache)
-        if native and not self._head.checked:
+        if (native or room) and not self._head.checked:
             few = {"input_ids": torch.arange(1, 5)[None], "attention_mask": None, "position_ids": torch.arange(4)[None]}
             few_logits, _, last = decoder.prefill(few, decoder.new_cache(4, False), ())
             self._head.check(last["last"][:, -1:], few_logits)
         splits = self._head.checked and chunk is not None and batch == 1 and length > chunk and mask is None
         inputs: dict[str, Any] | None = None
+        stops: dict[int, Stop] = {}
         if prompt.prefill_mask is not None:
             features, logits, inputs = self._prefill_kept(call, prompt.prefill_mask, reads, cache)
         elif (splits or native or state is not None) and (inputs := decoder.chunk_inputs(call, cache)) is not None:
@@ -181,10 +214,14 @@ class TransformersTarget:
             first, size = 0 if state is None else state.length, chunk or length
             if native:
                 size = min(size, MAX_ROWS // batch or 1)
-            for start in range(first, length, size):
+            end = first
+            while end < length:
                 if passes:
                     yield
-                passes.append(decoder.prefill_chunk(inputs, slice(start, min(start + size, length)), cache, reads))
+                start, end = end, min(end + size - end % size, length)  # at multiples, as stops are
+                passes.append(decoder.prefill_chunk(inputs, slice(start, end), cache, reads))
+                if room and end % BLOCK == 0:
+                    stops = spaced({**stops, end: Stop(cache.row_states(0))}, room)
             features = {name: torch.cat([one[name] for one in passes], dim=1) for name in reads if passes}
             if passes:
                 logits = self._head(passes[-1]["last"][:, -1:])
@@ -200,7 +237,7 @@ class TransformersTarget:
         if decoder.takes_positions or prompt.prefill_mask is not None:
             positions = inputs.get("position_ids")
         read = {name: features[name] for name in reads if features}
-        return TargetOutput(logits, read, visual, inputs.get("inputs_embeds"), positions, prompt=prompt)
+        return TargetOutput(logits, read, visual, inputs.get("inputs_embeds"), positions, prompt=prompt, stops=stops)
 
     def _prefill_kept(
         self, call: dict[str, Any], kept: Tensor, reads: Sequence[Feature], cache: TreeCache
@@ -257,7 +294,16 @@ class TransformersTarget:
         length = running.lengths[row]
         cache = self.decoder.new_cache(length + 1, False)
         cache.append(running, length + 1, [row])
-        return State(cache, length, sum(x.nbytes for x in cache.tensors()), cuts=self.decoder.layers is None)
+        size, stops = sum(buffer.nbytes for buffer in cache.kv.tensors), {length: Stop(cache.row_states(0))}
+        return State(cache, length, size, self.decoder.layers is None, stops)
+
+    def loaded(self, layout: Any, parts: Sequence[Tensor], recurrent: tuple[Tensor, ...], length: int) -> TreeCache:
+        cache = self.decoder.new_cache(length + 1, False)
+        cache.load(layout, parts, recurrent, length)
+        return cache
+
+    def identity(self) -> str:
+        return fingerprint(self.model)
 
     def batch_key(self, prompt: Prompt) -> Hashable:
         return rope_side(self.config, prompt.input_ids.shape[1]), self.adapters.key(prompt.adapter)
