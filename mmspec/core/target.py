@@ -198,13 +198,13 @@ class Stop:
 
 
 def spaced(stops: Mapping[int, Stop], room: int) -> dict[int, Stop]:
-    """The last two stops, and at most 16 earlier ones at about equal distances that take at most ``room`` bytes."""
-    last, size = max(stops, default=0), max((stop.nbytes for stop in stops.values()), default=0)
-    most = min(_MOST_STOPS, room // max(size, 1) - 2)
-    kept: dict[int, Stop] = {}
-    for length in sorted(stops, reverse=True):
-        if len(kept) < 2 or (most > 0 and (min(kept) - length) * most >= last):
-            kept[length] = stops[length]
+    """At most 16 of the stops, at distances that are about equal, in ``room`` bytes, and always the last two."""
+    size = max((stop.nbytes for stop in stops.values()), default=0)
+    kept = dict(sorted(stops.items()))
+    while len(kept) > max(2, min(_MOST_STOPS, room // max(size, 1))):
+        ends = [0, *kept]
+        *_, closest = min((after - before, end) for before, end, after in zip(ends, ends[1:-2], ends[2:], strict=False))
+        del kept[closest]
     return kept
 
 

@@ -331,23 +331,16 @@ def fingerprint(model: PreTrainedModel) -> str:
     kernels = builds.identity(builds.SOURCE, [cpu_library.build(), os.environ.get("MMSPEC_KERNELS", "auto")])
     about = [torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability(), device, kernels]
     digest = hashlib.blake2b(" ".join([*about, model.config.to_json_string(use_diff=False)]).encode(), digest_size=16)
-    known = set()
     for name, module in model.named_modules():
-        stored, packed = (
-            vars(module).get("stored"),
-            isinstance(module, PackedLinear) and "_blocks" not in module._buffers,
-        )
+        stored, packed = vars(module).get("stored"), isinstance(module, PackedLinear) and "_blocks" not in module._buffers
         tensors = [*module._parameters.values(), *module._buffers.values(), *(module._parts() if packed else ())]
         for tensor in [stored.data()] if stored is not None else tensors:
-            if tensor is None:
-                continue
-            if tensor.is_meta:
+            if tensor is not None and tensor.is_meta:
                 raise UserError(f"prefix_cache_dir needs weights in memory: {name} is read from a disk in each pass")
-            memory = tensor.untyped_storage()
-            digest.update(f"{name} {tensor.dtype} {tensor.shape} {tensor.stride()} {tensor.storage_offset()}".encode())
-            if memory.data_ptr() not in known:
-                known.add(memory.data_ptr())
-                for part in _sums(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)):
+            if tensor is not None:
+                order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)  # as in memory
+                digest.update(f"{name} {tensor.dtype} {[*tensor.shape]} {order}".encode())
+                for part in _sums(tensor.detach().permute(order).contiguous().view(-1).view(torch.uint8)):
                     digest.update(part.cpu().numpy().tobytes())
     return digest.hexdigest()
 
@@ -355,6 +348,8 @@ def fingerprint(model: PreTrainedModel) -> str:
 def _sums(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over rows and columns of (n,) uint8 as a table of integers of 8 bytes, and the rest."""
     whole = len(data) - len(data) % _ROW_BYTES
+    if data.storage_offset() % 8:
+        data = data.clone()
     table = data[:whole].view(torch.int64).view(-1, _ROW_BYTES // 8)
     return table.sum(0), table.sum(1), data[whole:]
 

@@ -1,0 +1,225 @@
+"""Prefixes in files: a later process computes no prompt again, and its answers are those without a cache."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mmspec import SamplingParams
+from mmspec.cache import prefix as files_module
+from mmspec.cache.prefix import PrefixFiles
+from mmspec.cache.prefix_cache import PrefixCache
+from mmspec.core.plan import StepPlan
+from mmspec.core.target import Prompt
+from mmspec.drafters.ngram import Ngram
+from mmspec.engine.stopping import Stopper
+from mmspec.errors import UserError
+from mmspec.sampling import defaults
+from mmspec.targets import transformers_target
+from mmspec.targets.support import fingerprint
+from tests.conversations import Reader, answered, followed, new_target, prompts_of
+from tests.decoding import SteppedEngine
+from tests.targets import prompt_of
+from tests.tiny import shared_model
+from tests.tiny.configs import VIDEO
+from tests.tiny.models import text_inputs, video_inputs
+
+MEMORY = 1 << 24
+ATTENTION = ["llama", "gemma2", "doge", "llava", "qwen3_vl"]
+RECURRENT = ["bamba", "mamba2", "qwen3_next", "llava_bamba", "qwen3_5"]
+
+
+@pytest.fixture(autouse=True)
+def block(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Few tokens per file, and between recurrent states."""
+    for module in (files_module, transformers_target):
+        monkeypatch.setattr(module, "BLOCK", 8)
+    return 8
+
+
+def restarted(folder, limit=1 << 30, memory=MEMORY):
+    """The cache of a new process."""
+    return PrefixCache(memory, PrefixFiles(folder, limit))
+
+
+def saved(folder, model, prompts, **options):
+    """Answer prompts in one process, which then ends."""
+    cache, target = restarted(folder), new_target(model)
+    answers = [answered(target, cache, prompt, **options)[0] for prompt in prompts]
+    cache.close()
+    return answers
+
+
+def changed(prompt, place):
+    """The prompt with another token at a place."""
+    ids = prompt.input_ids.clone()
+    ids[0, place] = 7 if ids[0, place] != 7 else 9
+    return replace(prompt, input_ids=ids)
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, *RECURRENT])
+def test_answers_after_a_restart_are_those_without_a_cache(name, tmp_path):
+    model, turns = prompts_of(name)
+    assert saved(tmp_path, model, [prompt for prompt, _ in turns]) == [answer for _, answer in turns]
+    same = copy.deepcopy(model)
+    for prompt, answer in turns:
+        assert answered(new_target(same), restarted(tmp_path), prompt) == (answer, prompt.input_ids.shape[1])
+    last, answer = turns[-1]
+    again, length = followed(last, answer), last.input_ids.shape[1]
+    expected, _ = answered(new_target(same), None, again)
+    assert answered(new_target(same), restarted(tmp_path), again) == (expected, length + len(answer) - 1)
+    for place in (length - 3, length - 12):  # an edited history
+        edited = changed(last, place)
+        expected, _ = answered(new_target(same), None, edited)
+        found, known = answered(new_target(same), restarted(tmp_path), edited)
+        assert found == expected
+        assert known == place if name in ATTENTION else place - 8 < known <= place
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_edited_histories_use_recurrent_states_within_prompts(name):
+    """In memory: from states at multiples of a block, whatever the chunks."""
+    model, turns = prompts_of(name, 1)
+    media = turns[0][0]
+    prompt = followed(media, turns[0][1], tuple(range(20, 60)))
+    least, length = media.input_ids.shape[1], prompt.input_ids.shape[1]
+    for chunk in (3, 8, 20, 512):
+        target, cache = new_target(model), PrefixCache(MEMORY)
+        expected, _ = answered(new_target(model), None, prompt)
+        assert answered(target, cache, prompt, chunk=chunk) == (expected, 0)
+        for place in (length - 1, length - 9, length - 30):
+            edited = changed(prompt, place)
+            expected, _ = answered(new_target(model), None, edited)
+            assert answered(target, cache, edited, chunk=chunk) == (expected, place // 8 * 8)
+    assert least < (length - 30) // 8 * 8
+
+
+@pytest.mark.parametrize("name", ["llama", "llava", "qwen3_vl", "bamba", "qwen3_5"])
+def test_drafters_read_after_a_restart_what_they_read_of_a_whole_prompt(name, tmp_path):
+    model, turns = prompts_of(name, 2)
+    prompts = [prompt for prompt, _ in turns]
+    saved(tmp_path, model, prompts, drafter=Reader())
+    for prompt, answer in turns:
+        found, expected = Reader(), Reader()
+        given, known = answered(new_target(model), restarted(tmp_path), prompt, found)
+        assert (given, known) == (answer, prompt.input_ids.shape[1])
+        assert answered(new_target(model), None, prompt, expected)[0] == answer
+        for ours, theirs in zip(*found.read, *expected.read, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    # Hidden states that were not saved are computed.
+    saved(tmp_path / "plain", model, prompts)
+    assert answered(new_target(model), restarted(tmp_path / "plain"), prompts[0], Reader()) == (turns[0][1], 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "bamba", "qwen3_vl"])
+def test_rows_of_a_batch_are_saved_and_found(name, tmp_path):
+    model, turns = prompts_of(name, 1)
+    prompts = [turns[0][0], *(followed(turns[0][0], [], (n, 5, n, 5, n)) for n in (3, 9))]
+    cache = restarted(tmp_path)
+
+    def together(prefixes):
+        engine = SteppedEngine(new_target(model), Ngram(), StepPlan(6, 3), prefixes, max_num_seqs=8)
+        sampler, stopper = defaults.sampler(SamplingParams()), Stopper(9, criteria=[])
+        rows = [engine.add(one, sampler, stopper)[0] for one in prompts]
+        engine.wait(lambda: all(row.done for row in rows))
+        return rows
+
+    expected = [answered(new_target(model), None, prompt, new=9)[0] for prompt in prompts]
+    assert [row.token_ids for row in together(cache)] == expected
+    cache.close()
+    rows = together(restarted(tmp_path))
+    assert [row.token_ids for row in rows] == expected
+    least = turns[0][0].input_ids.shape[1]
+    assert all(row.stats.num_cached_tokens >= least // 8 * 8 for row in rows)
+
+
+def test_a_prefix_ends_after_its_media(tmp_path):
+    model = shared_model("qwen3_vl")
+    prompt = prompt_of(video_inputs("qwen3_vl"))
+    end = int((prompt.input_ids[0] == VIDEO).nonzero().max()) + 1
+    saved(tmp_path, model, [prompt])
+    for place, known in ((end, 0), (end + 1, end + 1)):
+        edited = changed(prompt, place)
+        assert answered(new_target(model), restarted(tmp_path), edited)[1] == known
+    other = replace(prompt, inputs={**prompt.inputs, "pixel_values_videos": -prompt.inputs["pixel_values_videos"]})
+    assert answered(new_target(model), restarted(tmp_path), other)[1] == 0
+
+
+def test_states_of_another_model_or_dtype_are_not_used(tmp_path):
+    model = copy.deepcopy(shared_model("llama"))
+    prompt = Prompt(text_inputs(1, 20)["input_ids"])
+    saved(tmp_path, model, [prompt])
+    known = fingerprint(model)
+    assert fingerprint(copy.deepcopy(model)) == known
+
+    def found(other):
+        answer, shared = answered(new_target(other), restarted(tmp_path), prompt)
+        assert answer == answered(new_target(other), None, prompt)[0]
+        return shared
+
+    assert found(copy.deepcopy(model)) == 20
+    for place in (0, -1):
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.model.layers[1].mlp.down_proj.weight.view(-1)[place] += 0.5
+        assert found(other) == 0
+    swapped = copy.deepcopy(model)
+    one, two = swapped.model.layers[:2]
+    one.mlp.load_state_dict(model.model.layers[1].mlp.state_dict())
+    two.mlp.load_state_dict(model.model.layers[0].mlp.state_dict())
+    assert found(swapped) == 0
+    configured = copy.deepcopy(model)
+    configured.config.rms_norm_eps *= 2
+    assert fingerprint(configured) != known
+    assert fingerprint(copy.deepcopy(model).double()) != known
+    with torch.device("meta"), pytest.raises(UserError, match="needs weights in memory: model"):
+        fingerprint(type(model)(model.config))
+
+
+def test_weights_that_change_are_other_weights_after_a_clear(tmp_path):
+    model = copy.deepcopy(shared_model("llama"))
+    prompt, target, cache = Prompt(text_inputs(1, 20)["input_ids"]), new_target(model), restarted(tmp_path)
+    before, _ = answered(target, cache, prompt)
+    cache.close()
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    cache.clear()
+    after, known = answered(target, cache, prompt)
+    assert (after, known) == (answered(new_target(model), None, prompt)[0], 0)
+    assert after != before
+    cache.close()
+    assert answered(new_target(model), restarted(tmp_path), prompt) == (after, 20)
+
+
+def test_damaged_and_foreign_files_are_ignored(tmp_path):
+    model, turns = prompts_of("llama")
+    prompt, answer = turns[-1]
+    saved(tmp_path, model, [prompt])
+    own = sorted(tmp_path.iterdir())
+    assert len(own) == 7  # of 44 tokens, and 7 of the answer
+    contents = {path: path.read_bytes() for path in own}
+    # An unfinished file has another name; folders and files of other names stay.
+    (tmp_path / "note.txt").write_text("mine")
+    (tmp_path / f"{'0' * 32}-{'1' * 32}.safetensors").write_bytes(contents[own[0]])
+    (tmp_path / f"{own[0].name[:32]}-{'1' * 32}.safetensors").mkdir()
+    for path in own:
+        for damage in (contents[path][:-1], contents[path][:40], b"", os.urandom(200)):
+            path.write_bytes(damage)
+            found, known = answered(new_target(model), restarted(tmp_path), prompt)
+            assert found == answer
+            assert known % 8 == 0
+            assert known < 44 or path not in own[:5]
+        path.write_bytes(contents[path])
+    own[0].unlink()
+    cache = restarted(tmp_path)
+    found, known = answered(new_target(model), cache, prompt)
+    assert (found, known < 44) == (answer, True)
+    cache.close()
+    assert answered(new_target(model), restarted(tmp_path), prompt) == (answer, 44)  # what was missing is written again
+    assert (tmp_path / "note.txt").read_text() == "mine"
