@@ -332,9 +332,11 @@ def fingerprint(model: PreTrainedModel) -> str:
     about = [torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability(), device, kernels]
     digest = hashlib.blake2b(" ".join([*about, model.config.to_json_string(use_diff=False)]).encode(), digest_size=16)
     for name, module in model.named_modules():
-        stored, packed = vars(module).get("stored"), isinstance(module, PackedLinear) and "_blocks" not in module._buffers
-        tensors = [*module._parameters.values(), *module._buffers.values(), *(module._parts() if packed else ())]
-        for tensor in [stored.data()] if stored is not None else tensors:
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        if isinstance(module, PackedLinear) and "_blocks" not in module._buffers:
+            tensors += module._parts()
+        stored = vars(module).get("stored")
+        for tensor in tensors if stored is None else [stored.data()]:
             if tensor is not None and tensor.is_meta:
                 raise UserError(f"prefix_cache_dir needs weights in memory: {name} is read from a disk in each pass")
             if tensor is not None:

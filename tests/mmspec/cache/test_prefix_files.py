@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
+import mmspec
 from mmspec import SamplingParams
 from mmspec.cache import prefix as files_module
-from mmspec.cache.prefix import PrefixFiles
+from mmspec.cache.prefix import Prefix, PrefixFiles
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.core.plan import StepPlan
-from mmspec.core.target import Prompt
+from mmspec.core.target import Prompt, Stop, spaced
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
@@ -208,14 +210,15 @@ def test_damaged_and_foreign_files_are_ignored(tmp_path):
     (tmp_path / "note.txt").write_text("mine")
     (tmp_path / f"{'0' * 32}-{'1' * 32}.safetensors").write_bytes(contents[own[0]])
     (tmp_path / f"{own[0].name[:32]}-{'1' * 32}.safetensors").mkdir()
+    lengths: list[int] = []
     for path in own:
-        for damage in (contents[path][:-1], contents[path][:40], b"", os.urandom(200)):
+        for damage in (contents[path][:-1], os.urandom(200)):
             path.write_bytes(damage)
             found, known = answered(new_target(model), restarted(tmp_path), prompt)
             assert found == answer
-            assert known % 8 == 0
-            assert known < 44 or path not in own[:5]
+            lengths.append(known)
         path.write_bytes(contents[path])
+    assert sorted(lengths) == sorted(2 * [0, 8, 16, 24, 32, 40, 44])  # where the damaged file begins
     own[0].unlink()
     cache = restarted(tmp_path)
     found, known = answered(new_target(model), cache, prompt)
@@ -223,3 +226,118 @@ def test_damaged_and_foreign_files_are_ignored(tmp_path):
     cache.close()
     assert answered(new_target(model), restarted(tmp_path), prompt) == (answer, 44)  # what was missing is written again
     assert (tmp_path / "note.txt").read_text() == "mine"
+
+
+def one_prefix(tokens):
+    """A prefix of attention alone, of 64 bytes per token, with logits at its end."""
+    model = new_target(shared_model("llama"))
+    list(model.restore(None, Prompt(torch.tensor([tokens])), 1))
+    state = model.snapshot(0)
+    stops = {len(tokens): Stop((), torch.ones(1, 1, 4))}
+    return Prefix(tokens, "key", replace(state, stops=stops), {})
+
+
+def test_the_least_recently_used_files_are_removed_and_the_ends_of_prefixes_first(tmp_path):
+    files, prefixes = PrefixFiles(tmp_path, 1 << 30), [one_prefix([*range(n, n + 24)]) for n in (0, 30, 60)]
+
+    def known():
+        found = [files.find([*one.tokens, 1, 2], "key", ()) for one in prefixes]
+        return [one and one[1] for one in found]
+
+    for one in prefixes[:2]:
+        assert len(list(files.write(one))) == 3
+        assert list(files.write(one)) == []
+    assert known() == [24, 24, None]
+    assert files.find(prefixes[0].tokens, "another key", ()) is None
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    chain, length = files.find(prefixes[0].tokens, "key", ())
+    assert files.read(chain, length, "key", new_target(shared_model("llama"))).tokens == prefixes[0].tokens
+    files.limit = size
+    list(files.write(prefixes[2]))
+    assert known() == [24, None, 24]  # the first was used since
+    files.limit = size // 2
+    list(files.write(one_prefix([*range(90, 98)])))
+    assert known()[0] in (None, 8, 16)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= size // 2
+    files.limit = size // 8  # less than one file
+    list(files.write(one_prefix([*range(70, 94)])))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_processes_share_a_folder(tmp_path, monkeypatch):
+    one, other = (PrefixFiles(tmp_path, 1 << 30) for _ in range(2))
+    first, second = one_prefix([*range(24)]), one_prefix([*range(20), 50, 51])
+    list(one.write(first))
+    assert other.find(second.tokens, "key", ())[1] == 20
+    assert len(list(other.write(second))) == 1  # common blocks are there
+    chain, length = one.find(second.tokens, "key", ())
+    for path in tmp_path.iterdir():  # the other process removes files between find and read
+        path.unlink()
+    assert one.read(chain, length, "key", new_target(shared_model("llama"))) is None
+    assert one.find(second.tokens, "key", ()) is None
+    # A file is in the folder whole or not at all.
+    written = files_module.save_file
+
+    def cut(tensors, path, about):
+        written(tensors, path, about)
+        path.write_bytes(path.read_bytes()[:50])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files_module, "save_file", cut)
+    with pytest.raises(UserError, match=r"expected a place that can be written, received .*No space left"):
+        list(one.write(first))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_written_while_no_sequence_runs(tmp_path):
+    pipe = mmspec.load("tiny-hybrid", "ngram", prefix_cache=MEMORY, prefix_cache_dir=tmp_path / "deep" / "folder")
+    folder, cache = tmp_path / "deep" / "folder", pipe.engine.prefixes
+    stream = pipe.stream("Work out: 37 + 48", max_new_tokens=200, ignore_eos=True)
+    for number, _ in enumerate(stream):
+        assert list(folder.iterdir()) == []
+        if number == 5:
+            break
+    stream.close()
+    pipe.engine.drain()
+    assert cache.pending
+    pipe.generate("Work out: 37 + 49", max_new_tokens=2)
+    with pipe.engine._changed:
+        assert pipe.engine._changed.wait_for(lambda: not cache.pending, 60)
+    assert len(list(folder.iterdir())) >= 3
+    again = mmspec.load("tiny-hybrid", "ngram", prefix_cache=MEMORY, prefix_cache_dir=folder)
+    assert again.generate("Work out: 37 + 48", max_new_tokens=2).stats.num_cached_tokens > 8
+    # At the end of a process too, of which no files are written twice.
+    again.generate("Another question?", max_new_tokens=2)
+    before = {path: path.stat().st_ino for path in folder.iterdir()}
+    again.engine.close()
+    after = {path: path.stat().st_ino for path in folder.iterdir()}
+    assert len(after) > len(before)
+    assert before.items() <= after.items()
+
+
+def test_recurrent_states_are_kept_at_about_equal_distances():
+    def stops(ends, size=4):
+        return {end: Stop((torch.zeros(size // 4),)) for end in ends}
+
+    assert list(spaced(stops(range(10, 161, 10)), 1 << 20)) == [*range(10, 161, 10)]
+    assert list(spaced(stops(range(10, 171, 10)), 1 << 20)) == [*range(20, 171, 10)]
+    kept: dict[int, Stop] = {}
+    for end in range(10, 2001, 10):
+        kept = spaced({**kept, end: Stop()}, 1 << 20)
+    ends = [0, *kept]
+    assert len(kept) == 16
+    assert ends[-2:] == [1990, 2000]
+    assert max(after - before for before, after in pairwise(ends)) <= 2 * 2000 // 14 + 10
+    assert list(spaced(stops([10, 20, 30, 40], 8), 24)) == [20, 30, 40]  # the room is for three
+    assert list(spaced(stops([10, 20, 30, 40], 8), 0)) == [30, 40]
+
+
+def test_mistakes_are_named(tmp_path):
+    model, options = shared_model("llama"), {"prefix_cache": MEMORY}
+    with pytest.raises(UserError, match="needs prefix_cache, memory for the states, to be > 0: got 0"):
+        mmspec.Pipeline(new_target(model), prefix_cache_dir=tmp_path)
+    with pytest.raises(UserError, match="prefix_cache_size must be > 0: got 0"):
+        mmspec.Pipeline(new_target(model), **options, prefix_cache_dir=tmp_path, prefix_cache_size=0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"must be a folder that can be made: got .*File exists: .*file"):
+        mmspec.Pipeline(new_target(model), **options, prefix_cache_dir=tmp_path / "file")
