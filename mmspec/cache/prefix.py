@@ -122,9 +122,7 @@ class PrefixFiles:
         try:
             self.folder.mkdir(0o700, parents=True, exist_ok=True)  # prompts can be read from the states
         except OSError as error:
-            raise UserError(
-                f"prefix_cache_dir must be a folder that can be made: got {first_line(error)}"
-            ) from error
+            raise UserError(f"prefix_cache_dir must be a folder that can be made: got {first_line(error)}") from error
 
     def find(self, tokens: Sequence[int], key: Hashable, reads: Sequence[Feature]) -> tuple[list[str], int] | None:
         """Files with the most tokens that a prompt can reuse, and the number of these tokens."""
