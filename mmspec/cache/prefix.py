@@ -16,6 +16,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import time_ns
 from typing import Any
 
 import torch
@@ -202,7 +203,7 @@ class PrefixFiles:
         """Mark files as used, the first in the chain as the last, so that those after it are removed before it."""
         for name in reversed(chain):
             with suppress(OSError):
-                os.utime(self.folder / name)
+                os.utime(self.folder / name, ns=(time_ns(), time_ns()))  # finer than the clock of files
 
     def _evict(self) -> None:
         files = []
@@ -246,7 +247,9 @@ def _save(prefix: Prefix, part: slice, stops: Mapping[int, Stop], path: Path) ->
         tensors |= {f"stop.{at}.{number:04}": states for number, states in enumerate(stop.recurrent)}
         tensors |= {} if stop.logits is None else {f"stop.{at}.logits": stop.logits}
     tensors = {name: states.clone(memory_format=torch.contiguous_format).cpu() for name, states in tensors.items()}
-    save_file({**tensors, "tokens": torch.tensor(prefix.tokens[part])}, path, {_FORMAT: json.dumps(about)})
+    save_file(
+        {**tensors, "tokens": torch.tensor(prefix.tokens[part], dtype=torch.long)}, path, {_FORMAT: json.dumps(about)}
+    )
 
 
 def _joined(

@@ -130,15 +130,15 @@ class PrefixReuse:
         if len(prompts) > 1 or not prompt.is_single:
             yield from self._target.prefill(prompts, max_new_tokens, reads, chunk)
             return
-        prefix, room = self._prefix(prompt, reads), self.prefixes.limit // 4
+        prefix = self._prefix(prompt, reads)
         if prefix is None:
-            yield from self._target.restore(None, prompt, *max_new_tokens, reads, chunk, room)
+            yield from self._target.restore(State(None, 0, 0, True), prompt, *max_new_tokens, reads, chunk)
             return
         shared, ids = len(prefix.tokens), prompt.input_ids
         positions = continued(prefix.positions, shared, ids.shape[1])
         known = {} if positions is None else {"position_ids": positions}
         rest = Prompt(ids, inputs=known, adapter=prompt.adapter)
-        for output in self._target.restore(prefix.state, rest, *max_new_tokens, reads, chunk, room):
+        for output in self._target.restore(prefix.state, rest, *max_new_tokens, reads, chunk):
             if output is None:
                 yield None
                 continue
@@ -229,7 +229,7 @@ class PrefixReuse:
         if known is None or state is None:
             return
         end = replace(state.stops[state.length], logits=logits)
-        known.stops = spaced({**known.stops, state.length: end}, self.prefixes.limit // 4)
+        known.stops = spaced({**known.stops, state.length: end})
         # After a stop among draft tokens, recurrent states include the tokens after it.
         length = len(tokens) if state.cuts else max((end for end in known.stops if end <= len(tokens)), default=0)
         if length <= known.cached:

@@ -177,7 +177,7 @@ def at_text(positions: Tensor | None, place: int) -> bool:
 BLOCK = 512
 """Recurrent states within a prompt are kept at multiples of this number of tokens."""
 
-_MOST_STOPS = 16
+_MOST_STOPS, _MOST_BYTES = 16, 1 << 27
 
 
 @dataclass(frozen=True)
@@ -197,11 +197,11 @@ class Stop:
         return sum(part.nbytes for part in self.recurrent) + (0 if self.logits is None else self.logits.nbytes)
 
 
-def spaced(stops: Mapping[int, Stop], room: int) -> dict[int, Stop]:
-    """At most 16 of the stops, at distances that are about equal, in ``room`` bytes, and always the last two."""
+def spaced(stops: Mapping[int, Stop]) -> dict[int, Stop]:
+    """At most 16 of the stops, of at most 128 MiB, at distances that are about equal, and always the last two."""
     size = max((stop.nbytes for stop in stops.values()), default=0)
     kept = dict(sorted(stops.items()))
-    while len(kept) > max(2, min(_MOST_STOPS, room // max(size, 1))):
+    while len(kept) > max(2, min(_MOST_STOPS, _MOST_BYTES // max(size, 1))):
         ends = [0, *kept]
         *_, closest = min((after - before, end) for before, end, after in zip(ends, ends[1:-2], ends[2:], strict=False))
         del kept[closest]
@@ -250,17 +250,10 @@ class KeepsStates(Protocol):
         """``State.cache`` from its ``layout`` and ``parts`` (see ``TreeCache``) and the last recurrent states."""
 
     def restore(
-        self,
-        state: State | None,
-        prompt: Prompt,
-        max_new_tokens: int,
-        reads: Sequence[Feature] = (),
-        chunk: int | None = None,
-        room: int = 0,
+        self, state: State, prompt: Prompt, max_new_tokens: int, reads: Sequence[Feature] = (), chunk: int | None = None
     ) -> Iterator[TargetOutput | None]:
-        """``prefill`` of a single prompt after the tokens of ``state``, its first tokens; None computes all tokens.
-        Features and embeddings cover the tokens after ``state``. ``room``: bytes for recurrent states within the
-        prompt."""
+        """``prefill`` of a single prompt after the tokens of ``state``, its first tokens, which may be none. Features
+        and embeddings cover the tokens after ``state``."""
 
 
 @dataclass(frozen=True)

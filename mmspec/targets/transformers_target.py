@@ -134,31 +134,17 @@ class TransformersTarget:
         reads: Sequence[Feature] = (),
         chunk: int | None = None,
     ) -> Iterator[TargetOutput | None]:
-        return self._prefill(Prompt.stack(prompts), max_new_tokens, reads, chunk)
+        return self._prefill(Prompt.stack(prompts), max_new_tokens, reads, chunk, None)
 
     def restore(
-        self,
-        state: State | None,
-        prompt: Prompt,
-        max_new_tokens: int,
-        reads: Sequence[Feature] = (),
-        chunk: int | None = None,
-        room: int = 0,
+        self, state: State, prompt: Prompt, max_new_tokens: int, reads: Sequence[Feature] = (), chunk: int | None = None
     ) -> Iterator[TargetOutput | None]:
-        room = room if self.decoder.layers is not None else 0
-        return self._prefill(
-            prompt, [max_new_tokens], reads, min(chunk or BLOCK, BLOCK) if room else chunk, state, room
-        )
+        chunk = chunk if self.decoder.layers is None else min(chunk or BLOCK, BLOCK)
+        return self._prefill(prompt, [max_new_tokens], reads, chunk, state)
 
     @torch.inference_mode()
     def _prefill(
-        self,
-        prompt: Prompt,
-        new: Sequence[int],
-        reads: Sequence[Feature],
-        chunk: int | None,
-        state: State | None = None,
-        room: int = 0,
+        self, prompt: Prompt, new: Sequence[int], reads: Sequence[Feature], chunk: int | None, state: State | None
     ) -> Iterator[TargetOutput | None]:
         if self.model.training and any(getattr(part, "gradient_checkpointing", False) for part in self.model.modules()):
             raise UserError("gradient checkpointing keeps no keys and values in training mode: call model.eval() first")
@@ -174,23 +160,17 @@ class TransformersTarget:
             self.runner = new_runner(self.decoder, self._head)
         # Rows to be copied to another cache need no slots for the answer.
         cache = self.decoder.new_cache(reserve if self.runner.adopts else length + 1, False)
-        if state is not None:
+        if state is not None and state.length:
             cache.append(state.cache, length + 1)
             cache.truncate(state.length, () if state.cuts else state.stops[state.length].recurrent)
-        output = yield from self._passes(prompt, reads, chunk, cache, state, room)
+        output = yield from self._passes(prompt, reads, chunk, cache, state)
         position = next_position(output.positions, len(ids), self.architecture)
         last_position = (position + on_device(new, ids.device) - 1).clamp(min=(self.context_limit or 0) - 1)
         self.runner.join(cache, reserve, position, last_position)
         yield output
 
     def _passes(
-        self,
-        prompt: Prompt,
-        reads: Sequence[Feature],
-        chunk: int | None,
-        cache: TreeCache,
-        state: State | None,
-        room: int,
+        self, prompt: Prompt, reads: Sequence[Feature], chunk: int | None, cache: TreeCache, state: State | None
     ) -> Generator[None, None, TargetOutput]:
         """Prefill the tokens after ``state``, whose tokens are in ``cache``; yields between passes."""
         decoder, ids, mask = self.decoder, prompt.input_ids, prompt.attention_mask
@@ -199,8 +179,11 @@ class TransformersTarget:
         positions = self._positions(prompt, visual)
         tokens = {} if "inputs_embeds" in prompt.inputs else {"input_ids": ids}
         call = {**prompt.inputs, **tokens, "attention_mask": mask, "position_ids": positions}
-        native = prompt.prefill_mask is None and decoder.prompts_natively(cache)
-        if (native or room) and not self._head.checked:
+        native, keeps = prompt.prefill_mask is None and decoder.prompts_natively(cache), False
+        first = 0
+        if state is not None:
+            first, keeps = state.length, decoder.layers is not None
+        if (native or keeps) and not self._head.checked:
             few = {"input_ids": torch.arange(1, 5)[None], "attention_mask": None, "position_ids": torch.arange(4)[None]}
             few_logits, _, last = decoder.prefill(few, decoder.new_cache(4, False), ())
             self._head.check(last["last"][:, -1:], few_logits)
@@ -209,9 +192,9 @@ class TransformersTarget:
         stops: dict[int, Stop] = {}
         if prompt.prefill_mask is not None:
             features, logits, inputs = self._prefill_kept(call, prompt.prefill_mask, reads, cache)
-        elif (splits or native or state is not None) and (inputs := decoder.chunk_inputs(call, cache)) is not None:
+        elif (splits or native or first) and (inputs := decoder.chunk_inputs(call, cache)) is not None:
             passes: list[dict[Feature, Tensor]] = []
-            first, size = 0 if state is None else state.length, chunk or length
+            size = chunk or length
             if native:
                 size = min(size, MAX_ROWS // batch or 1)
             end = first
@@ -220,8 +203,8 @@ class TransformersTarget:
                     yield
                 start, end = end, min(end + size - end % size, length)  # at multiples, as stops are
                 passes.append(decoder.prefill_chunk(inputs, slice(start, end), cache, reads))
-                if room and end % BLOCK == 0:
-                    stops = spaced({**stops, end: Stop(cache.row_states(0))}, room)
+                if keeps and end % BLOCK == 0:
+                    stops = spaced({**stops, end: Stop(cache.row_states(0))})
             features = {name: torch.cat([one[name] for one in passes], dim=1) for name in reads if passes}
             if passes:
                 logits = self._head(passes[-1]["last"][:, -1:])
