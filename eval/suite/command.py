@@ -28,7 +28,7 @@ from mmspec.sampling.params import SamplingParams
 @click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True)
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model-holding actors on Ray.")
 @click.option("--out", type=OUT_FOLDER, help="Folder of the run; required unless --list is given.")
-@click.option("--published", is_flag=True, help="Show figures of papers, on others' hardware, beside the run.")
+@click.option("--published", is_flag=True, help="Show results of papers, on others' hardware, next to the run.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object instead of tables.")
 def evaluate(
     listing: bool,

@@ -78,7 +78,7 @@ REQUEST_COLUMNS: Sequence[tuple[str, Cell, str]] = (
     ("equal", equal_of_compared, _EQUAL),
 )
 
-PUBLISHED = "Published figures, on others' hardware"
+PUBLISHED = "Published results, on others' hardware"
 
 _DIFFERENCES: Sequence[Column] = (
     ("method", "`{method}`"),
@@ -91,13 +91,13 @@ _DIFFERENCES: Sequence[Column] = (
 
 
 def published() -> tuple[list[str], list[list[str]]]:
-    """Header and cells of the figures of papers and projects, all measured on their authors' hardware."""
-    rows = tomllib.loads((Path(__file__).parents[1] / "published.toml").read_text(encoding="utf-8"))["figures"]
+    """Header and cells of the results of papers and projects, measured on their authors' hardware."""
+    rows = tomllib.loads((Path(__file__).parents[1] / "published.toml").read_text(encoding="utf-8"))["results"]
     return [*rows[0]], [[*row.values()] for row in rows]
 
 
 def write_report(summary: dict[str, Any], folder: Path, others: bool = False) -> Path:
-    """Write the report; ``others``: with the published figures."""
+    """Write the report; ``others``: with the published results."""
     about, settings, rows = summary["about"], summary["settings"], summary["rows"]
     lines = [f"# {about['model']}", "", _introduction(about, settings), ""]
     lines += [f"- {line}" for line in legend(rows)] + [""]
@@ -159,7 +159,7 @@ def _by_condition(rows: Sequence[Figures]) -> Iterator[tuple[str, list[Figures]]
 
 def print_summary(summary: dict[str, Any], others: bool = False) -> None:
     """Print the tables of methods and requests per task, temperature and batch size, split to fit the terminal, and
-    their legend; ``others``: with the published figures."""
+    their legend; ``others``: with the published results."""
     console = wide_console()
     for title, group in _by_condition(summary["rows"]):
         for name, (header, cells) in {

@@ -96,7 +96,7 @@ def reusable(shared: int, prompt: int, stops: Mapping[int, bool], cuts: bool, le
 
 @dataclass(frozen=True)
 class _Header:
-    """Contents of a file besides its states; ``stops`` as for ``reusable``, the others as in ``Prefix``."""
+    """Contents of a file without its states; ``stops`` as for ``reusable``, other attributes as in ``Prefix``."""
 
     tokens: list[int]
     stops: dict[int, bool]

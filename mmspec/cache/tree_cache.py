@@ -531,7 +531,7 @@ class TreeCache(Cache):
 
     @property
     def layout(self) -> list[Any]:
-        """What ``load`` needs besides tensors, for JSON."""
+        """What ``load`` needs in addition to tensors, for JSON."""
         return self.kv.layout
 
     def parts(self, part: slice) -> list[Tensor]:

@@ -199,11 +199,11 @@ def test_a_report_without_matplotlib_and_with_notes_of_single_tables(whole, tmp_
     assert {part.partition(",")[0] for part in noted} == {"scenes-turns"}
 
 
-def test_published_figures_are_beside_a_run_and_name_their_source(whole, tmp_path, capsys):
+def test_published_results_are_next_to_a_run_and_name_their_source(whole, tmp_path, capsys):
     assert PUBLISHED not in (whole[0] / "report.md").read_text()
     text = write_report(whole[1], tmp_path, others=True).read_text()
     section = text.split(f"## {PUBLISHED}")[1].strip().splitlines()
-    assert section[0] == "| method | model | task | figures | hardware | source |"
+    assert section[0] == "| method | model | task | results | hardware | source |"
     header, cells = published()
     assert section[2:] == [f"| {' | '.join(row)} |" for row in cells]
     methods = {"MSD", "FLASH", "STree", "EAGLE-3", "DFlash", "DREAM-S"}
