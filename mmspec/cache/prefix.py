@@ -1,8 +1,8 @@
 """Prefixes: states of a prompt's first tokens, and files of them for later processes.
 
-A file holds up to 512 tokens, which follow those of another file. Its name has two hashes: of all inputs and tokens
-before the file, and of these with its own tokens. So prefixes share the files of common blocks, and a folder needs no
-index and no lock for several processes.
+A file holds up to 512 tokens, which follow the tokens of another file. Its name has two hashes: of all inputs and
+tokens before the file, and of these with its own tokens. So prefixes share the files of common blocks, and a folder
+needs no index and no lock for several processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mmspec.core.target import BLOCK, Feature, KeepsStates, State, Stop
+from mmspec.core.target import BLOCK, Feature, State, Stop
 from mmspec.errors import UserError, first_line
 from mmspec.files import atomic
 
@@ -144,7 +144,7 @@ class PrefixFiles:
             chain.append(whole)
             parent, start = _own(whole), start + BLOCK
 
-    def read(self, chain: Sequence[str], length: int, key: Hashable, target: KeepsStates) -> Prefix | None:
+    def read(self, chain: Sequence[str], length: int, key: Hashable, target: Any) -> Prefix | None:
         """The first ``length`` tokens in files from ``find``; None if one is damaged or was removed."""
         try:
             files = [load_file(self.folder / name) for name in chain]
@@ -253,7 +253,7 @@ def _save(prefix: Prefix, part: slice, stops: Mapping[int, Stop], path: Path) ->
 
 
 def _joined(
-    files: Sequence[dict[str, Tensor]], headers: Sequence[Any], length: int, key: Hashable, target: KeepsStates
+    files: Sequence[dict[str, Tensor]], headers: Sequence[Any], length: int, key: Hashable, target: Any
 ) -> Prefix:
     """A prefix from the contents of its files."""
     device, last = target.device, headers[-1]

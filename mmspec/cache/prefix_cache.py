@@ -29,7 +29,7 @@ class PrefixCache:
         self.limit, self.files = limit, files
         self.nbytes = self.cleared = 0
         self._entries: list[Prefix] = []  # most recently used last
-        self._unsaved: list[Prefix] = []  # those of the entries that are not in files
+        self._unsaved: list[Prefix] = []  # entries that are not in files
         self._writing: Iterator[None] | None = None
         self._lock = threading.Lock()
 

@@ -230,7 +230,7 @@ class KVBuffers:
         return [self._used, [[*place, found] for place, found in self._places.items()]]
 
     def load(self, layout: list[Any], tensors: Sequence[Tensor]) -> None:
-        """Use these buffers, whose ``layout`` is that of the buffers they were copied from."""
+        """Use these buffers, copies from buffers with this ``layout``."""
         self.tensors, self.version, self._used = list(tensors), object(), layout[0]
         self._places = {(layer, count): [(*at,) for at in found] for layer, count, found in layout[1]}
 
@@ -531,7 +531,7 @@ class TreeCache(Cache):
 
     @property
     def layout(self) -> list[Any]:
-        """What ``load`` needs in addition to tensors, for JSON."""
+        """Arguments of ``load`` other than tensors, for JSON."""
         return self.kv.layout
 
     def parts(self, part: slice) -> list[Tensor]:

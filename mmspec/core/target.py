@@ -182,7 +182,7 @@ _MOST_STOPS, _MOST_BYTES = 16, 1 << 27
 
 @dataclass(frozen=True)
 class Stop:
-    """What is known after a sequence's first tokens, in addition to keys and values.
+    """Recurrent states and logits after a sequence's first tokens.
 
     Attributes:
         recurrent: recurrent states, in the target's own form; empty for attention alone.

@@ -138,9 +138,9 @@ def serve(
     limits = Limits(**{name: options.pop(name) for name in Limits.__dataclass_fields__})
     adapters = dict(options.pop("adapters"))
     loading = {name: options.pop(name) for name in LOADING} | {"adapters": adapters}
-    prefixes = [options.pop(f"prefix_cache{name}") for name in ("", "_dir", "_size")]
+    prefixes = {name: options.pop(name) for name in ("prefix_cache", "prefix_cache_dir", "prefix_cache_size")}
     access = {**options, "api_key": api_key, "hosts": host_names(host)}
-    settings = ServerSettings(loading, limits, access, *prefixes, adapt, others)
+    settings = ServerSettings(loading, limits, access, adapt=adapt, others=others, **prefixes)
     if engine == "ray":
         if ranks() > 1:
             raise UserError(f"--engine ray starts its own processes: got one of {ranks()} ranks of a job")
