@@ -195,7 +195,7 @@ class PrefixFiles:
                 keys = file.keys()
                 names = [one.split(".")[1:] for one in keys if one.startswith("stop.")]
                 stops = {int(at): [at, "logits"] in names for at, _ in names}
-                if _own(name) == _digest(name.split("-")[0], tokens):
+                if file.metadata()["name"] == name:
                     self._headers[name] = _Header(tokens, stops, **about)
         return self._headers[name]
 
@@ -247,9 +247,8 @@ def _save(prefix: Prefix, part: slice, stops: Mapping[int, Stop], path: Path) ->
         tensors |= {f"stop.{at}.{number:04}": states for number, states in enumerate(stop.recurrent)}
         tensors |= {} if stop.logits is None else {f"stop.{at}.logits": stop.logits}
     tensors = {name: states.clone(memory_format=torch.contiguous_format).cpu() for name, states in tensors.items()}
-    save_file(
-        {**tensors, "tokens": torch.tensor(prefix.tokens[part], dtype=torch.long)}, path, {_FORMAT: json.dumps(about)}
-    )
+    tensors["tokens"] = torch.tensor(prefix.tokens[part], dtype=torch.long)
+    save_file(tensors, path, {_FORMAT: json.dumps(about), "name": path.name})
 
 
 def _joined(

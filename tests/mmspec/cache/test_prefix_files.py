@@ -186,18 +186,26 @@ def test_states_of_another_model_or_dtype_are_not_used(tmp_path):
 
 
 def test_weights_that_change_are_other_weights_after_a_clear(tmp_path):
-    model = copy.deepcopy(shared_model("llama"))
-    prompt, target, cache = Prompt(text_inputs(1, 20)["input_ids"]), new_target(model), restarted(tmp_path)
-    before, _ = answered(target, cache, prompt)
-    cache.close()
+    pipe = mmspec.load("tiny-hybrid", None, prefix_cache=MEMORY, prefix_cache_dir=tmp_path)
+    model = pipe.model
+
+    def answer(one):
+        found = one.generate("Work out: 37 + 48", max_new_tokens=8, temperature=0.0, ignore_eos=True)
+        one.engine.drain()
+        return found.token_ids, found.stats.num_cached_tokens
+
+    before, _ = answer(pipe)
+    pipe.engine.prefixes.close()
     with torch.no_grad():
-        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
-    cache.clear()
-    after, known = answered(target, cache, prompt)
-    assert (after, known) == (answered(new_target(model), None, prompt)[0], 0)
+        model.get_input_embeddings().weight.mul_(-1)
+    pipe.engine.prefixes.clear()
+    after, known = answer(pipe)
+    assert (after, known) == (answer(mmspec.Pipeline(new_target(model), pipe.processor))[0], 0)
     assert after != before
-    cache.close()
-    assert answered(new_target(model), restarted(tmp_path), prompt) == (after, 20)
+    pipe.engine.prefixes.close()
+    later = mmspec.Pipeline(new_target(model), pipe.processor, prefix_cache=MEMORY, prefix_cache_dir=tmp_path)
+    assert answer(later)[0] == after
+    assert answer(later)[1] > 8
 
 
 def test_damaged_and_foreign_files_are_ignored(tmp_path):
@@ -211,6 +219,9 @@ def test_damaged_and_foreign_files_are_ignored(tmp_path):
     (tmp_path / "note.txt").write_text("mine")
     (tmp_path / f"{'0' * 32}-{'1' * 32}.safetensors").write_bytes(contents[own[0]])
     (tmp_path / f"{own[0].name[:32]}-{'1' * 32}.safetensors").mkdir()
+    renamed = tmp_path / f"{own[0].name[:32]}-{'2' * 32}.safetensors"
+    renamed.write_bytes(contents[own[0]])
+    assert PrefixFiles(tmp_path, 1)._header(renamed.name) is None
     lengths: list[int] = []
     for path in own:
         for damage in (contents[path][:-1], os.urandom(200)):
@@ -250,6 +261,15 @@ def test_the_least_recently_used_files_are_removed_and_the_ends_of_prefixes_firs
         assert list(files.write(one)) == []
     assert known() == [24, 24, None]
     assert files.find(prefixes[0].tokens, "another key", ()) is None
+    media = replace(one_prefix([*range(24)]), key="media", least=18)  # which end after 18 tokens
+    files.folder = tmp_path / "media"
+    list(files.write(media))
+    assert files.find([*range(18), 99], "media", ())[1] == 18
+    assert files.find([*range(17), 99], "media", ()) is None
+    files.folder = tmp_path
+    for path in (tmp_path / "media").iterdir():
+        path.unlink()
+    (tmp_path / "media").rmdir()
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     chain, length = files.find(prefixes[0].tokens, "key", ())
     assert files.read(chain, length, "key", new_target(shared_model("llama"))).tokens == prefixes[0].tokens
