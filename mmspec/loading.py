@@ -55,6 +55,8 @@ def load(
     processor: Any = None,
     max_num_seqs: int = MAX_NUM_SEQS,
     prefix_cache: int = 0,
+    prefix_cache_dir: str | PathLike[str] | None = None,
+    prefix_cache_size: int = 2**33,
     generation_config: str = MODELS,
     kv_cache_dtype: str = "auto",
     adapt: Any = False,
@@ -83,6 +85,8 @@ def load(
         max_num_seqs: maximum number of concurrent requests; each needs memory for its KV cache.
         prefix_cache: memory in bytes for states of prompts, so that a prompt with a cached prefix, such as the next
             turn of a conversation, computes only its new tokens. 0 disables.
+        prefix_cache_dir: folder for files of these states, so that later processes compute no prompt again.
+        prefix_cache_size: limit on the size of these files, in bytes.
         generation_config: source of unset sampling parameters. ``"auto"`` is the model's generation config, whose other
             entries (``suppress_tokens``, ``no_repeat_ngram_size``, ...) are also applied, so that tokens equal
             ``model.generate``'s; ``"mmspec"`` uses the defaults of ``SamplingParams``.
@@ -111,6 +115,7 @@ def load(
     check("warm_up", NonNegativeInt, warm_up)
     check("kv_cache_dtype", Literal["auto", "int8"], kv_cache_dtype)
     settings: dict[str, Any] = {"max_num_seqs": max_num_seqs, "prefix_cache": prefix_cache}
+    settings |= {"prefix_cache_dir": prefix_cache_dir, "prefix_cache_size": prefix_cache_size}
     settings |= {"generation_config": generation_config, "adapt": AdaptOptions.of(adapt)}
     known = {*signature(load).parameters, "trust_remote_code"} - {"options"}
     model = base_model(model)

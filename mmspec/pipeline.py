@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Semaphore
 from typing import Any, Literal, Unpack, overload
@@ -21,6 +22,7 @@ from torch import nn
 
 from mmspec.adaptation import AdaptOptions
 from mmspec.adaptation.adaptation import Adaptation
+from mmspec.cache.prefix import PrefixFiles
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.core.drafter import Drafter
 from mmspec.core.target import HasDefaults, Prompt, Target
@@ -142,7 +144,8 @@ class Pipeline:
         name: name that the model was loaded by; by default ``name_or_path`` of its configuration.
         max_num_seqs: maximum number of concurrent requests; further requests wait. Pipelines of one target share the
             largest value.
-        prefix_cache: see ``mmspec.load``; for targets that keep states (``KeepsStates``).
+        prefix_cache, prefix_cache_dir, prefix_cache_size: see ``mmspec.load``; for targets that keep states
+            (``KeepsStates``).
         generation_config: see ``mmspec.load``; targets without their own defaults use the library's.
         adapt: see ``mmspec.load``; None does not adapt.
         policy: drafting policy with the learned state of another pipeline; None starts without history.
@@ -164,6 +167,8 @@ class Pipeline:
         *,
         max_num_seqs: int = MAX_NUM_SEQS,
         prefix_cache: int = 0,
+        prefix_cache_dir: str | os.PathLike[str] | None = None,
+        prefix_cache_size: int = 2**33,
         generation_config: str = MODELS,
         adapt: AdaptOptions | None = None,
         policy: DraftPolicy | None = None,
@@ -177,10 +182,16 @@ class Pipeline:
         self.generation_config = check("generation_config", Source, generation_config)
         self.max_num_seqs = check("max_num_seqs", PositiveInt, max_num_seqs)
         check("prefix_cache", NonNegativeInt, prefix_cache)
+        check("prefix_cache_size", PositiveInt, prefix_cache_size)
+        if prefix_cache_dir is not None and not prefix_cache:
+            raise UserError("prefix_cache_dir needs prefix_cache, memory for the states, to be > 0: got 0")
+        if prefix_cache_dir is not None and sharded(target):  # ranks would find different prefixes
+            raise UserError("prefix_cache_dir is read by one process: got a target that is sharded over ranks")
         self.adaptation = None if adapt is None else Adaptation(drafter, target, adapt)
         self._connect(drafter if self.adaptation is None else self.adaptation.drafter, policy)
         if prefix_cache:
-            self.engine.use_prefixes(PrefixCache(prefix_cache))
+            files = None if prefix_cache_dir is None else PrefixFiles(Path(prefix_cache_dir), prefix_cache_size)
+            self.engine.use_prefixes(PrefixCache(prefix_cache, files))
         if self.adaptation is not None:
             self.engine.idle.add(self.adaptation)
 

@@ -393,11 +393,28 @@ class StateCache(TreeCache):
         self.kv.device = index.device
         super().append(prompt, reserve, chosen)
 
-    def tensors(self) -> list[Tensor]:
-        return [*super().tensors(), self._conv.state.data, self._scans.state.data]
+    def truncate(self, length: int, recurrent: Sequence[Tensor] = ()) -> None:
+        for part, states in zip(self._states, recurrent, strict=True):
+            part.write(states.clone())
+        super().truncate(length)
 
-    def truncate(self, length: int) -> None:
-        raise UserError("recurrent states cannot be truncated: only whole prefixes can be reused")
+    def row_states(self, row: int) -> tuple[Tensor, ...]:
+        return tuple(part.data[row : row + 1].clone() for part in self._states)
+
+    @property
+    def _states(self) -> list[RowTensor]:
+        return [self._conv.state, *([self._scans.state] if len(self._scans) else [])]
+
+    @property
+    def layout(self) -> list[Any]:
+        return [super().layout, [[*key, span.start, span.stop] for key, span in self._conv._channels.items()]]
+
+    def load(self, layout: list[Any], parts: Sequence[Tensor], recurrent: Sequence[Tensor], length: int) -> None:
+        self._conv._channels = {(layer, number): slice(*span) for layer, number, *span in layout[1]}
+        for part, states in zip(self._states, recurrent, strict=True):
+            part.append(states)
+        self.kv.device = recurrent[0].device
+        super().load(layout[0], parts, recurrent, length)
 
     def select(self, rows: Sequence[int]) -> None:
         self._conv.state.select(rows)

@@ -28,6 +28,7 @@ from mmspec.sampling.params import SamplingParams
 @click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True)
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model-holding actors on Ray.")
 @click.option("--out", type=OUT_FOLDER, help="Folder of the run; required unless --list is given.")
+@click.option("--published", is_flag=True, help="Show results of papers, on others' hardware, next to the run.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object instead of tables.")
 def evaluate(
     listing: bool,
@@ -36,6 +37,7 @@ def evaluate(
     engine: str,
     workers: int,
     out: Path | None,
+    published: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -53,7 +55,7 @@ def evaluate(
     if out is None:
         raise UserError("expected --out FOLDER for the results, received none")
 
-    from mmspec.eval.suite.report import print_summary
+    from mmspec.eval.suite.report import print_summary, write_report
     from mmspec.eval.suite.run import run_suite
     from mmspec.eval.suite.tasks import select_tasks
     from mmspec.loading import load_config
@@ -64,10 +66,12 @@ def evaluate(
     settings = SuiteSettings(tasks=selected, data=None if data is None else str(data.resolve()), **options)
     with alone(out / ".lock", out):
         summary = run_suite(settings, out, engine, workers)
+        if published:
+            write_report(summary, out, published)
     if as_json:
         click.echo(json.dumps(summary))
         return
-    print_summary(summary)
+    print_summary(summary, published)
     click.echo(out / "report.md", err=True)
 
 

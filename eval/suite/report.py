@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from math import nan
 from pathlib import Path
@@ -77,6 +78,8 @@ REQUEST_COLUMNS: Sequence[tuple[str, Cell, str]] = (
     ("equal", equal_of_compared, _EQUAL),
 )
 
+PUBLISHED = "Published results, on others' hardware"
+
 _DIFFERENCES: Sequence[Column] = (
     ("method", "`{method}`"),
     ("temperature", "{temperature:g}"),
@@ -87,7 +90,14 @@ _DIFFERENCES: Sequence[Column] = (
 )
 
 
-def write_report(summary: dict[str, Any], folder: Path) -> Path:
+def published() -> tuple[list[str], list[list[str]]]:
+    """Header and cells of the results of papers and projects, measured on their authors' hardware."""
+    rows = tomllib.loads((Path(__file__).parents[1] / "published.toml").read_text(encoding="utf-8"))["results"]
+    return [*rows[0]], [[*row.values()] for row in rows]
+
+
+def write_report(summary: dict[str, Any], folder: Path, others: bool = False) -> Path:
+    """Write the report; ``others``: with the published results."""
     about, settings, rows = summary["about"], summary["settings"], summary["rows"]
     lines = [f"# {about['model']}", "", _introduction(about, settings), ""]
     lines += [f"- {line}" for line in legend(rows)] + [""]
@@ -99,6 +109,8 @@ def write_report(summary: dict[str, Any], folder: Path) -> Path:
     lines += _differences(rows)
     if refused := refusals(summary):
         lines += ["## Not supported", "", *(f"- {line}" for line in refused)]
+    if others:
+        lines += ["", f"## {PUBLISHED}", "", *markdown(*published())]
     path = folder / "report.md"
     write_text(path, "\n".join(lines).rstrip() + "\n")
     return path
@@ -145,9 +157,9 @@ def _by_condition(rows: Sequence[Figures]) -> Iterator[tuple[str, list[Figures]]
         yield f"{key[0]}, temperature {key[1]:g}, batch {key[2]}", group
 
 
-def print_summary(summary: dict[str, Any]) -> None:
+def print_summary(summary: dict[str, Any], others: bool = False) -> None:
     """Print the tables of methods and requests per task, temperature and batch size, split to fit the terminal, and
-    their legend."""
+    their legend; ``others``: with the published results."""
     console = wide_console()
     for title, group in _by_condition(summary["rows"]):
         for name, (header, cells) in {
@@ -165,6 +177,12 @@ def print_summary(summary: dict[str, Any]) -> None:
                 console.print(table)
     for line in [*legend(summary["rows"]), *refusals(summary)]:
         click.echo(line)
+    if others:
+        header, cells = published()
+        table = Table(*header, title=PUBLISHED)
+        for row in cells:
+            table.add_row(*row)
+        console.print(table)
 
 
 def _fitting(widths: Sequence[int], width: int) -> list[list[int]]:

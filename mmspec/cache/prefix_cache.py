@@ -11,66 +11,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.core.target import Feature, Prompt, State, Target, TargetOutput, at_text
+from mmspec.cache.prefix import LEAST_TOKENS, Prefix, PrefixFiles, common
+from mmspec.core.target import Feature, Prompt, State, Stop, Target, TargetOutput, at_text, spaced
 from mmspec.core.verify import Verdict
-
-LEAST_TOKENS = 8
-"""Minimum length of a prefix to reuse."""
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Tokens of one row, a prompt or a prompt with its answer, and their states and features.
-
-    Attributes:
-        key: key of all inputs except tokens that the states depend on.
-        least: minimum number of tokens to use: a prefix must contain all images and videos.
-        features: (1, length, hidden) each, hidden states that drafters read.
-        embeds: (1, length, hidden), input embeddings; None if the decoder embeds the tokens itself.
-        positions: (1, length) or (axes, 1, length) int64, the decoder's ``position_ids``; None if it has no such input.
-    """
-
-    tokens: list[int]
-    key: Hashable
-    state: State
-    features: dict[Feature, Tensor]
-    embeds: Tensor | None = None
-    positions: Tensor | None = None
-    least: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        tensors = [self.state.logits, self.embeds, self.positions, *self.features.values()]
-        return self.state.nbytes + sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 class PrefixCache:
-    """LRU cache of prefixes, of at most ``limit`` bytes. Thread-safe. A single prefix above the limit is not cached."""
+    """LRU cache of prefixes, of at most ``limit`` bytes. Thread-safe. A single prefix above the limit is not cached.
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.nbytes = 0
+    With ``files``, it is an idle task of its engine: prefixes are written while no sequence runs or waits.
+
+    Attributes:
+        cleared: number of calls of ``clear``.
+    """
+
+    def __init__(self, limit: int, files: PrefixFiles | None = None) -> None:
+        self.limit, self.files = limit, files
+        self.nbytes = self.cleared = 0
         self._entries: list[Prefix] = []  # most recently used last
+        self._unsaved: list[Prefix] = []  # entries that are not in files
+        self._writing: Iterator[None] | None = None
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PrefixCache, (self.limit,)  # copies of a pipeline start with an empty cache
+        return PrefixCache, (self.limit, self.files)  # copies of a pipeline start with an empty cache
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def find(self, tokens: Sequence[int], key: Hashable, features: Sequence[Feature]) -> tuple[Prefix, int] | None:
-        """The prefix with the most tokens in common with a prompt, and their number. The prefix must have the prompt's
+        """The prefix with the most tokens that a prompt can reuse, and their number. The prefix must have the prompt's
         key and all ``features``."""
         with self._lock:
-            best, most = None, LEAST_TOKENS - 1
+            best, most = None, 0
             for entry in self._entries:
-                if entry.key == key and entry.features.keys() >= set(features):
-                    shared, whole = common(entry.tokens, tokens), len(entry.tokens)
-                    if shared == len(tokens) and (entry.state.logits is None or shared < whole):
-                        shared -= 1  # logits of the last token are unknown
-                    if shared > most and shared >= entry.least and (shared == whole or entry.state.cuts):
-                        best, most = entry, shared
+                fits = entry.key == key and entry.features.keys() >= set(features)
+                if fits and (shared := entry.shared(tokens)) > most:
+                    best, most = entry, shared
             if best is None:
                 return None
             self._entries.remove(best)
@@ -88,12 +65,32 @@ class PrefixCache:
             while sum(sizes) + size > self.limit:
                 self._entries, sizes = self._entries[1:], sizes[1:]
             self._entries.append(prefix)
+            self._unsaved = [entry for entry in (*self._unsaved, prefix) if entry in self._entries and self.files]
             self.nbytes = sum(sizes) + size
 
     def clear(self) -> None:
-        """Drop all prefixes."""
+        """Drop all prefixes; files that were written stay, for the weights with which they were."""
         with self._lock:
-            self._entries, self.nbytes = [], 0
+            self._entries, self._unsaved, self._writing, self.nbytes = [], [], None, 0
+            self.cleared += 1
+
+    @property
+    def pending(self) -> bool:
+        """Whether a prefix is not in files."""
+        return self._writing is not None or bool(self._unsaved)
+
+    def turn(self) -> None:
+        """Write a file of the newest prefix that is not in files."""
+        with self._lock:
+            if self._writing is None and self._unsaved and self.files is not None:
+                self._writing = self.files.write(self._unsaved.pop())
+            writing = self._writing
+        if writing is not None and next(writing, writing) is writing:
+            self._writing = None
+
+    def close(self) -> None:
+        while self.pending:
+            self.turn()
 
 
 @dataclass
@@ -107,6 +104,8 @@ class _Row:
     positions: Tensor | None
     features: list[dict[Feature, Tensor]]
     length: int  # committed tokens
+    stops: dict[int, Stop]
+    cached: int = 0  # tokens in the cache
 
 
 class PrefixReuse:
@@ -117,30 +116,51 @@ class PrefixReuse:
         self._target: Any = target
         self._rows: list[_Row | None] = []  # None if the row's states are not cached
         self._step: tuple[Verdict, dict[Feature, Tensor]] | None = None  # last commit, until read by the host
+        self._known_identity = self._identity()
+
+    def _identity(self) -> tuple[int, str]:
+        """Identity of the target, for files, and the number of ``clear`` calls before."""
+        return self.prefixes.cleared, "" if self.prefixes.files is None else self._target.identity()
 
     def prefill(
         self, prompts: Sequence[Prompt], max_new_tokens: Sequence[int], reads: Sequence[Feature], chunk: int | None
     ) -> Iterator[TargetOutput | None]:
         """``Target.prefill``, of a single prompt after its longest cached prefix."""
         prompt = prompts[0]
-        found = self._find(prompt, reads) if len(prompts) == 1 and prompt.is_single else None
-        if found is None or not at_text(found[0].positions, found[1] - 1):
+        if len(prompts) > 1 or not prompt.is_single:
             yield from self._target.prefill(prompts, max_new_tokens, reads, chunk)
             return
-        (prefix, shared), ids = found, prompt.input_ids
+        prefix = self._prefix(prompt, reads)
+        if prefix is None:
+            yield from self._target.restore(State(None, 0, 0, True), prompt, *max_new_tokens, reads, chunk)
+            return
+        shared, ids = len(prefix.tokens), prompt.input_ids
         positions = continued(prefix.positions, shared, ids.shape[1])
         known = {} if positions is None else {"position_ids": positions}
-        rest, state = Prompt(ids, inputs=known, adapter=prompt.adapter), prefix.state.first(shared)
-        for output in self._target.restore(state, rest, *max_new_tokens, reads, chunk):
+        rest = Prompt(ids, inputs=known, adapter=prompt.adapter)
+        for output in self._target.restore(prefix.state, rest, *max_new_tokens, reads, chunk):
             if output is None:
                 yield None
                 continue
-            before = {name: prefix.features[name][:, :shared] for name in reads}
             more, embeds = output.features, prefix.embeds
+            before = {name: prefix.features[name] for name in reads}
             features = {name: torch.cat([x, more[name]], 1) if more else x for name, x in before.items()}
             if embeds is not None:
-                embeds = torch.cat([embeds[:, :shared], self._target.embed(ids[:, shared:])], dim=1)
-            yield replace(output, features=features, embeds=embeds, cached_tokens=shared, prompt=prompt)
+                embeds = torch.cat([embeds, self._target.embed(ids[:, shared:])], dim=1)
+            stops = {**prefix.state.stops, **output.stops}
+            yield replace(output, features=features, embeds=embeds, cached_tokens=shared, prompt=prompt, stops=stops)
+
+    def _prefix(self, prompt: Prompt, reads: Sequence[Feature]) -> Prefix | None:
+        """The longest cached prefix of a prompt, from memory or files."""
+        found = self._find(prompt, reads)
+        prefix = None if found is None else found[0].first(found[1])
+        shared = 0 if found is None else found[1]
+        while (stored := self._find_stored(prompt, reads)) is not None and stored[1] >= shared + LEAST_TOKENS:
+            assert self.prefixes.files is not None
+            if (read := self.prefixes.files.read(*stored, self._key(prompt), self._target)) is not None:
+                prefix = read
+                break
+        return prefix if prefix is not None and at_text(prefix.positions, -1) else None
 
     def resumes(self, prompt: Prompt, others: Sequence[Prompt]) -> bool:
         """Whether the cache holds at least half of a prompt's tokens, or will after ``others``."""
@@ -148,8 +168,7 @@ class PrefixReuse:
             return False
         ids, key = prompt.input_ids[0].tolist(), self._key(prompt)
         shared = [common(ids, other.input_ids[0].tolist()) for other in others if self._key(other) == key]
-        if match := self._find(prompt, ()):
-            shared.append(match[1])
+        shared += [match[1] for match in (self._find(prompt, ()), self._find_stored(prompt, ())) if match]
         return 2 * max(shared, default=0) >= len(ids)
 
     @torch.inference_mode()
@@ -173,6 +192,7 @@ class PrefixReuse:
             None if positions is None else positions[..., own, last],
             [{name: states[own, last] for name, states in output.features.items()}],
             length,
+            dict(output.stops),
         )
 
     @torch.inference_mode()
@@ -206,15 +226,24 @@ class PrefixReuse:
     def _add(self, row: int, tokens: list[int], logits: Tensor | None = None) -> None:
         known = self._rows[row]
         state: State | None = None if known is None else self._target.snapshot(row)
-        if known is None or state is None or not (state.cuts or state.length == len(tokens)):
-            return  # recurrent states include draft tokens after the stop
-        length, embeds = len(tokens), known.embeds
+        if known is None or state is None:
+            return
+        end = replace(state.stops[state.length], logits=logits)
+        known.stops = spaced({**known.stops, state.length: end})
+        # After a stop among draft tokens, recurrent states include the tokens after it.
+        length = len(tokens) if state.cuts else max((end for end in known.stops if end <= len(tokens)), default=0)
+        if length <= known.cached:
+            return
+        known.cached, tokens, embeds = length, tokens[:length], known.embeds
         parts = known.features
         features = {name: torch.cat([part[name] for part in parts], 1)[:, :length] for name in parts[0]}
         if embeds is not None and length > known.prompt:
             new = torch.tensor([tokens[known.prompt :]], dtype=torch.long, device=embeds.device)
             embeds = torch.cat([embeds, self._target.embed(new)], dim=1)
-        state, positions = replace(state.first(length), logits=logits), continued(known.positions, known.prompt, length)
+        state, positions = (
+            replace(state, stops=known.stops).first(length),
+            continued(known.positions, known.prompt, length),
+        )
         self.prefixes.add(Prefix(tokens, known.key, state, features, embeds, positions, known.least))
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -225,8 +254,15 @@ class PrefixReuse:
     def _find(self, prompt: Prompt, reads: Sequence[Feature]) -> tuple[Prefix, int] | None:
         return self.prefixes.find(prompt.input_ids[0].tolist(), self._key(prompt), reads)
 
+    def _find_stored(self, prompt: Prompt, reads: Sequence[Feature]) -> tuple[list[str], int] | None:
+        files = self.prefixes.files
+        return None if files is None else files.find(prompt.input_ids[0].tolist(), self._key(prompt), reads)
+
     def _key(self, prompt: Prompt) -> Hashable:
-        return self._target.batch_key(prompt), media_key(prompt), self._target.device, self._target.dtype
+        if self._known_identity[0] != self.prefixes.cleared:  # the weights may have changed
+            self._known_identity = self._identity()
+        target = self._target
+        return target.batch_key(prompt), media_key(prompt), str(target.device), target.dtype, self._known_identity[1]
 
 
 def continued(positions: Tensor | None, common: int, length: int) -> Tensor | None:
@@ -238,16 +274,14 @@ def continued(positions: Tensor | None, common: int, length: int) -> Tensor | No
     return torch.cat([known, known[..., -1:] + 1 + torch.arange(length - common, device=positions.device)], dim=-1)
 
 
-def common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common prefix of two sequences."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
 def _replaces(new: Prefix, old: Prefix) -> bool:
     """Whether a new prefix makes an old prefix redundant."""
     extends = new.key == old.key and new.tokens[: len(old.tokens)] == old.tokens
-    return extends and new.features.keys() >= old.features.keys() and (new.tokens == old.tokens or new.state.cuts)
+    return (
+        extends
+        and new.features.keys() >= old.features.keys()
+        and (new.state.cuts or len(old.tokens) in new.state.stops)
+    )
 
 
 def media_key(prompt: Prompt) -> str:

@@ -240,6 +240,16 @@ class KVBuffers:
         """Free the buffers."""
         self.tensors, self._used, self._places = [], [], {}
 
+    @property
+    def layout(self) -> list[Any]:
+        """Places of the layers' states in the buffers, for JSON."""
+        return [self._used, [[*place, found] for place, found in self._places.items()]]
+
+    def load(self, layout: list[Any], tensors: Sequence[Tensor]) -> None:
+        """Use these buffers, copies from buffers with this ``layout``."""
+        self.tensors, self.version, self._used = list(tensors), object(), layout[0]
+        self._places = {(layer, count): [(*at,) for at in found] for layer, count, found in layout[1]}
+
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Update row lengths after rows were added, removed or truncated."""
 
@@ -464,10 +474,6 @@ class TreeCache(Cache):
             self._attended = torch.arange(self.length, device=device) < lengths[:, None]
         return self._attended
 
-    def tensors(self) -> list[Tensor]:
-        """All buffers, to measure memory."""
-        return self.kv.tensors
-
     def keys_values(self, layer: int, rows: int) -> KeysValues:
         """Keys and values of a layer, see ``SharesKeysValues``; with static shapes, of all slots."""
         keys, values = (states[:rows] for states in self.kv.states(layer))
@@ -534,8 +540,26 @@ class TreeCache(Cache):
         self.offset = 0
         self._changed([self.lengths[row] for row in rows])
 
-    def truncate(self, length: int) -> None:
-        """Drop the tokens of a single row from ``length`` on."""
+    def truncate(self, length: int, recurrent: Sequence[Tensor] = ()) -> None:
+        """Drop the tokens of a single row from ``length`` on; ``recurrent`` are its ``row_states`` at this length."""
+        self._changed([length])
+
+    def row_states(self, row: int) -> tuple[Tensor, ...]:
+        """Copies of a row's recurrent states, (1, ...) each."""
+        return ()
+
+    @property
+    def layout(self) -> list[Any]:
+        """Arguments of ``load`` other than tensors, for JSON."""
+        return self.kv.layout
+
+    def parts(self, part: slice) -> list[Tensor]:
+        """Keys and values of some tokens of a single row, (tensors, 1, kv_heads, tokens, head_dim) each."""
+        return [buffer[:, :1, :, part] for buffer in self.kv.tensors]
+
+    def load(self, layout: list[Any], parts: Sequence[Tensor], recurrent: Sequence[Tensor], length: int) -> None:
+        """Fill an empty cache with a row of ``length`` tokens."""
+        self.kv.load(layout, parts)
         self._changed([length])
 
     def _changed(self, lengths: list[int]) -> None:

@@ -83,7 +83,8 @@ class Command(click.Command):
         "Drafting": ("num_draft_tokens", "show_drafts", "sizes", "lossy", "adapt", "adapt_folder", "adapt_space"),
         "Access": ("no_auth", "auth", "api", "origins", "allow_urls", "share", "names"),
         "Limits": (
-            *("prefix_cache", "upload_space", "max_running", "max_waiting", "max_body", "max_characters"),
+            *("prefix_cache", "prefix_cache_dir", "prefix_cache_size"),
+            *("upload_space", "max_running", "max_waiting", "max_body", "max_characters"),
             *("max_tokens", "max_model_len", "max_stored", "request_timeout", "shutdown_timeout"),
         ),
         "Several files or machines": ("batch_size", "engine", "workers", "replicas", "replica_gpus"),

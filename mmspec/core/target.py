@@ -5,7 +5,7 @@ A target prefills prompts, verifies trees and commits accepted paths. It owns it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -152,6 +152,7 @@ class TargetOutput:
             several axes (Qwen-VL), the last three are time, height and width.
         cached_tokens: tokens of the prompt whose states came from the prefix cache.
         prompt: the prompts as one left-padded batch, prefill only.
+        stops: after ``KeepsStates.restore``, recurrent states within the prompt, see ``State``.
     """
 
     logits: Tensor
@@ -161,6 +162,7 @@ class TargetOutput:
     positions: Tensor | None = None
     cached_tokens: int = 0
     prompt: Prompt | None = None
+    stops: Mapping[int, Stop] = field(default_factory=dict)
 
 
 def at_text(positions: Tensor | None, place: int) -> bool:
@@ -172,41 +174,86 @@ def at_text(positions: Tensor | None, place: int) -> bool:
     return bool((axes == axes[0]).all())
 
 
+BLOCK = 512
+"""Recurrent states within a prompt are kept at multiples of this number of tokens."""
+
+_MOST_STOPS, _MOST_BYTES = 16, 1 << 27
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Recurrent states and logits after a sequence's first tokens.
+
+    Attributes:
+        recurrent: recurrent states, in the target's own form; empty for attention alone.
+        logits: (1, 1, vocab), logits after the last token; None if unknown.
+    """
+
+    recurrent: tuple[Tensor, ...] = ()
+    logits: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.recurrent) + (0 if self.logits is None else self.logits.nbytes)
+
+
+def spaced(stops: Mapping[int, Stop]) -> dict[int, Stop]:
+    """At most 16 of the stops, of at most 128 MiB, at distances that are about equal, and always the last two."""
+    size = max((stop.nbytes for stop in stops.values()), default=0)
+    kept = dict(sorted(stops.items()))
+    while len(kept) > max(2, min(_MOST_STOPS, _MOST_BYTES // max(size, 1))):
+        ends = [0, *kept]
+        *_, closest = min((after - before, end) for before, end, after in zip(ends, ends[1:-2], ends[2:], strict=False))
+        del kept[closest]
+    return kept
+
+
 @dataclass(frozen=True)
 class State:
     """A target's states of the tokens of one sequence, apart from its running sequences.
 
     Attributes:
-        cache: keys, values and recurrent states, in the target's own form.
+        cache: keys and values of all tokens, or of more, in the target's own form.
         length: number of tokens.
-        nbytes: memory of the states.
-        cuts: whether ``first`` is possible.
-        logits: (1, 1, vocab), logits after the last token; None if unknown.
+        nbytes: memory of ``cache``.
+        cuts: whether any number of first tokens can be continued; if not, only the numbers in ``stops``.
+        stops: by number of tokens.
     """
 
     cache: Any
     length: int
     nbytes: int
     cuts: bool
-    logits: Tensor | None = None
+    stops: Mapping[int, Stop] = field(default_factory=dict)
+
+    @property
+    def logits(self) -> Tensor | None:
+        """(1, 1, vocab), logits after the last token; None if unknown."""
+        return self.stops[self.length].logits if self.length in self.stops else None
 
     def first(self, length: int) -> State:
         """States of the first ``length`` tokens."""
-        return self if length == self.length else replace(self, length=length, logits=None)
+        return replace(self, length=length, stops={end: stop for end, stop in self.stops.items() if end <= length})
 
 
 @runtime_checkable
 class KeepsStates(Protocol):
     """Interface of a target whose sequences can be continued by later prompts, as the prefix cache requires."""
 
+    def identity(self) -> str:
+        """Hash of the weights, and of all else that the states of a prompt depend on."""
+
     def snapshot(self, row: int) -> State | None:
-        """Copy the states of a running sequence; None if no later prompt can continue them."""
+        """Copy the states of a running sequence, with one stop; None if no later prompt can continue them."""
+
+    def loaded(self, layout: Any, parts: Sequence[Tensor], recurrent: tuple[Tensor, ...], length: int) -> Any:
+        """``State.cache`` from its ``layout`` and ``parts`` (see ``TreeCache``) and the last recurrent states."""
 
     def restore(
         self, state: State, prompt: Prompt, max_new_tokens: int, reads: Sequence[Feature] = (), chunk: int | None = None
     ) -> Iterator[TargetOutput | None]:
-        """``prefill`` of a single prompt after the tokens of ``state``, its first tokens. Features and embeddings cover
-        the tokens after ``state``."""
+        """``prefill`` of a single prompt after the tokens of ``state``, its first tokens, which may be none. Features
+        and embeddings cover the tokens after ``state``."""
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,11 @@ class Engine:
             name = type(self.target).__name__
             raise UserError(f"prefix_cache needs a target that keeps states: {name} does not")
         with self.drained():
+            if (before := self.prefixes) is not None:
+                self.idle.discard(before)
             self.core.use_prefixes(prefixes)
+            if prefixes is not None:
+                self.idle.add(prefixes)
 
     def admit(self, request: Request) -> Request:
         """Adapt a request to this engine, before encoding. Raises ``UserError``: the engine cannot decode the

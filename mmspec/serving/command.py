@@ -92,13 +92,12 @@ _log = logging.getLogger("mmspec.serve")
 )
 @adapt_options
 @derived(Limits)
-@derived(ServeOptions, settings={"prefix_cache": {"metavar": "MIB"}})
+@derived(ServeOptions, settings={"prefix_cache": {"metavar": "MIB"}, "prefix_cache_size": {"metavar": "MIB"}})
 def serve(
     host: str,
     port: int,
     api_key: str | None,
     no_auth: bool,
-    prefix_cache: int,
     engine: str,
     replicas: int,
     replica_gpus: int,
@@ -129,8 +128,9 @@ def serve(
     limits = Limits(**{name: options.pop(name) for name in Limits.__dataclass_fields__})
     adapters = dict(options.pop("adapters"))
     loading = {name: options.pop(name) for name in LOADING} | {"adapters": adapters}
+    prefixes = {name: options.pop(name) for name in ("prefix_cache", "prefix_cache_dir", "prefix_cache_size")}
     access = {**options, "api_key": api_key, "hosts": host_names(host)}
-    settings = ServerSettings(loading, limits, access, prefix_cache, adapt, others)
+    settings = ServerSettings(loading, limits, access, adapt=adapt, others=others, **prefixes)
     if engine == "ray":
         if ranks() > 1:
             raise UserError(f"--engine ray starts its own processes: got one of {ranks()} ranks of a job")

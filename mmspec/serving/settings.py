@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -72,6 +73,8 @@ class ServeOptions:
 
     allow_urls: bool = option(False, "Download images and videos of requests from public addresses.")
     prefix_cache: int = option(512, "Memory for the states of earlier prompts; 0 computes every prompt.", ge=0)
+    prefix_cache_dir: Path | None = option(None, "Save these states in this folder, for later servers too.")
+    prefix_cache_size: int = option(8192, "Limit on the size of --prefix-cache-dir.", ge=1)
     engine: Literal["local", "ray"] = option("local", "local: this process; ray: replicas on Ray Serve.")
     replicas: int = option(1, "With --engine ray.", ge=1)
     replica_gpus: int = option(1, "GPUs per replica on Ray; --device-map auto spreads the model over them.", ge=1)
@@ -127,7 +130,7 @@ class ServerSettings:
     Attributes:
         loading: keywords of ``open_pipeline`` named in ``LOADING``.
         access: keywords of ``create_app``: ``api_key``, ``hosts``, ``origins``, ``names``, ``allow_urls``, ...
-        prefix_cache: memory of the prefix cache, in MiB.
+        prefix_cache, prefix_cache_dir, prefix_cache_size: as in ``ServeOptions``, in MiB.
         adapt: drafters learn from all requests; None copies learning drafters for each sequence.
     """
 
@@ -135,6 +138,8 @@ class ServerSettings:
     limits: Limits
     access: Mapping[str, Any]
     prefix_cache: int = 0
+    prefix_cache_dir: Path | None = None
+    prefix_cache_size: int = 8192
     adapt: AdaptOptions | None = None
     others: Sequence[str] = ()
 
@@ -158,6 +163,7 @@ class ServerSettings:
         first, *others = drafters if self.adapt is not None else map(per_sequence, drafters)
         options |= {"tp_plan": "auto" if ranks() > 1 else None, "adapt": self.adapt or False, "warm_up": 0}
         options |= {"max_num_seqs": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
+        options |= {"prefix_cache_dir": self.prefix_cache_dir, "prefix_cache_size": self.prefix_cache_size << 20}
         pipe = open_pipeline(Console(stderr=True), **options | {"drafter": first})
         common: dict[str, Any] = {"max_num_seqs": pipe.max_num_seqs, "generation_config": pipe.generation_config}
         pipes = [pipe, *(Pipeline(pipe.target, pipe.processor, drafter, pipe.name, **common) for drafter in others)]

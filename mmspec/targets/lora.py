@@ -9,6 +9,7 @@ from os import PathLike, fspath, path
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from uuid import uuid4
 
 from safetensors import SafetensorError
 from torch import nn
@@ -117,6 +118,8 @@ class Adapters:
         self._model, self._owner = model, object()
         self._layers: list[Any] = []
         self._find()
+        if not self._layers:
+            self._version = ""  # the same in all processes
 
     def _find(self) -> None:
         """Find the LoRA layers again if the user has wrapped or unwrapped the model: peft replaces ``peft_config``."""
@@ -124,7 +127,7 @@ class Adapters:
         if owner is not self._owner:
             layers = (layer for layer in self._model.modules() if hasattr(layer, "active_adapters"))
             self._layers = [layer for layer in layers if hasattr(layer, "lora_A")]
-            self._owner, self._version = owner, object()
+            self._owner, self._version = owner, uuid4().hex
 
     def check(self, name: str | None) -> None:
         """Raise ``UserError`` for an unknown adapter; None, for no adapter, is valid."""

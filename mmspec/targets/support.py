@@ -7,6 +7,9 @@ of a job.
 from __future__ import annotations
 
 import copy
+import hashlib
+import os
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from inspect import signature
@@ -14,6 +17,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
@@ -22,6 +26,8 @@ from mmspec import plugins
 from mmspec.cache.tree_cache import cache_argument
 from mmspec.errors import UserError, missing, shown
 from mmspec.jobs import ranks
+from mmspec.ops import builds, cpu_library
+from mmspec.quantisation.linear import PackedLinear
 from mmspec.targets.attention import slot_attention, slot_limit
 from mmspec.targets.recognise import CAPTURE
 from mmspec.targets.tree_layers import ATTENTION, TreeLayers
@@ -310,6 +316,33 @@ def computing_devices(model: PreTrainedModel) -> set[str]:
         return {str(model.device)}
     main = str(input_device(model))
     return {main if str(place) in _OFFLOADED else str(place) for place in places.values()}
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """Hash of all that the states of a model's tokens depend on: weights, adapters included, configuration, device,
+    kernels and versions.
+
+    Raises:
+        UserError: weights are neither in memory nor in a GGUF file.
+    """
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
+    kernels = builds.identity(builds.SOURCE, [cpu_library.build(), os.environ.get("MMSPEC_KERNELS", "auto")])
+    about = [torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability(), device, kernels]
+    digest = hashlib.blake2b(" ".join([*about, model.config.to_json_string(use_diff=False)]).encode(), digest_size=16)
+    for name, module in model.named_modules():
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        if isinstance(module, PackedLinear) and "_blocks" not in module._buffers:
+            tensors += module._parts()
+        stored = vars(module).get("stored")
+        for tensor in tensors if stored is None else [stored.data()]:
+            if tensor is not None and tensor.is_meta:
+                raise UserError(f"prefix_cache_dir needs weights in memory: {name} is read from a disk in each pass")
+            if tensor is not None:
+                order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)  # as in memory
+                data = tensor.detach().permute(order).contiguous().view(-1).view(torch.uint8)
+                check = zlib.crc32(data.cpu().numpy())
+                digest.update(f"{name} {tensor.dtype} {[*tensor.shape]} {order} {check}".encode())
+    return digest.hexdigest()
 
 
 def _hook(model: PreTrainedModel) -> Any:

@@ -12,7 +12,18 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.target import Feature, KeysValues, Prompt, State, Target, TargetOutput, at_text
+from mmspec.core.target import (
+    BLOCK,
+    Feature,
+    KeysValues,
+    Prompt,
+    State,
+    Stop,
+    Target,
+    TargetOutput,
+    at_text,
+    spaced,
+)
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.errors import UserError
@@ -24,6 +35,7 @@ from mmspec.targets.lora import Adapters
 from mmspec.targets.processor import Processor
 from mmspec.targets.sublayers import MAX_ROWS
 from mmspec.targets.support import (
+    fingerprint,
     input_device,
     is_sharded,
     refuse_inner_padding,
@@ -132,6 +144,7 @@ class TransformersTarget:
     def restore(
         self, state: State, prompt: Prompt, max_new_tokens: int, reads: Sequence[Feature] = (), chunk: int | None = None
     ) -> Iterator[TargetOutput | None]:
+        chunk = chunk if self.decoder.layers is None else min(chunk or BLOCK, BLOCK)
         return self._prefill(prompt, [max_new_tokens], reads, chunk, state)
 
     @torch.inference_mode()
@@ -152,10 +165,9 @@ class TransformersTarget:
             self.runner = new_runner(self.decoder, self._head)
         # Rows to be copied to another cache need no slots for the answer.
         cache = self.decoder.new_cache(reserve if self.runner.adopts else length + 1, False)
-        if state is not None:
+        if state is not None and state.length:
             cache.append(state.cache, length + 1)
-            if state.length < cache.length:
-                cache.truncate(state.length)
+            cache.truncate(state.length, () if state.cuts else state.stops[state.length].recurrent)
         output = yield from self._passes(prompt, reads, chunk, cache, state)
         position = next_position(output.positions, len(ids), self.architecture)
         last_position = (position + on_device(new, ids.device) - 1).clamp(min=(self.context_limit or 0) - 1)
@@ -174,26 +186,34 @@ class TransformersTarget:
         call = {**prompt.inputs, **tokens, "attention_mask": mask, "position_ids": positions}
         # Longrope's rotations depend on the last position of a pass.
         divisible = prompt.prefill_mask is None and not any(rope_side(self.config, length))
-        native = divisible and decoder.prompts_natively(cache)
-        if native and not self._head.checked:
+        native, keeps = divisible and decoder.prompts_natively(cache), False
+        first = 0
+        if state is not None:
+            first, keeps = state.length, divisible and decoder.layers is not None
+        if (native or keeps) and not self._head.checked:
             few = {"input_ids": torch.arange(1, 5)[None], "attention_mask": None, "position_ids": torch.arange(4)[None]}
             few_logits, _, last = decoder.prefill(few, decoder.new_cache(4, False), ())
             self._head.check(last["last"][:, -1:], few_logits)
         chunk = (MAX_ROWS if native and chunk is None else chunk) if divisible else None
         splits = self._head.checked and chunk is not None and batch == 1 and length > chunk and mask is None
         inputs: dict[str, Any] | None = None
+        stops: dict[int, Stop] = {}
         if prompt.prefill_mask is not None:
             features, logits, inputs = self._prefill_kept(call, prompt.prefill_mask, reads, cache)
-        elif (splits or native or state is not None) and (inputs := decoder.chunk_inputs(call, cache)) is not None:
+        elif (splits or native or first) and (inputs := decoder.chunk_inputs(call, cache)) is not None:
             passes: list[dict[Feature, Tensor]] = []
-            first, size = 0 if state is None else state.length, chunk or length
+            size = chunk or length
             if native:
                 size = min(size, MAX_ROWS // batch or 1)
-            for start in range(first, length, size):
+            end = first
+            while end < length:
                 if passes:
-                    _log.log(PART, "reading the prompt: %d of %d tokens", start, length)
+                    _log.log(PART, "reading the prompt: %d of %d tokens", end, length)
                     yield
-                passes.append(decoder.prefill_chunk(inputs, slice(start, min(start + size, length)), cache, reads))
+                start, end = end, min(end + size - end % size, length)  # at multiples, as stops are
+                passes.append(decoder.prefill_chunk(inputs, slice(start, end), cache, reads))
+                if keeps and end % BLOCK == 0:
+                    stops = spaced({**stops, end: Stop(cache.row_states(0))})
             features = {name: torch.cat([one[name] for one in passes], dim=1) for name in reads if passes}
             if passes:
                 logits = self._head(passes[-1]["last"][:, -1:])
@@ -209,7 +229,7 @@ class TransformersTarget:
         if decoder.takes_positions or prompt.prefill_mask is not None:
             positions = inputs.get("position_ids")
         read = {name: features[name] for name in reads if features}
-        return TargetOutput(logits, read, visual, inputs.get("inputs_embeds"), positions, prompt=prompt)
+        return TargetOutput(logits, read, visual, inputs.get("inputs_embeds"), positions, prompt=prompt, stops=stops)
 
     def _prefill_kept(
         self, call: dict[str, Any], kept: Tensor, reads: Sequence[Feature], cache: TreeCache
@@ -266,7 +286,16 @@ class TransformersTarget:
         length = running.lengths[row]
         cache = self.decoder.new_cache(length + 1, False)
         cache.append(running, length + 1, [row])
-        return State(cache, length, sum(x.nbytes for x in cache.tensors()), cuts=self.decoder.layers is None)
+        size, stops = sum(buffer.nbytes for buffer in cache.kv.tensors), {length: Stop(cache.row_states(0))}
+        return State(cache, length, size, self.decoder.layers is None, stops)
+
+    def loaded(self, layout: Any, parts: Sequence[Tensor], recurrent: tuple[Tensor, ...], length: int) -> TreeCache:
+        cache = self.decoder.new_cache(length + 1, False)
+        cache.load(layout, parts, recurrent, length)
+        return cache
+
+    def identity(self) -> str:
+        return f"{fingerprint(self.model)} {self._kv_cache_dtype}"
 
     def batch_key(self, prompt: Prompt) -> Hashable:
         return rope_side(self.config, prompt.input_ids.shape[1]), self.adapters.key(prompt.adapter)

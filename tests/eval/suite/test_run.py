@@ -21,7 +21,7 @@ from mmspec.errors import UserError
 from mmspec.eval.suite import SuiteSettings, run
 from mmspec.eval.suite.command import evaluate
 from mmspec.eval.suite.methods import auto_methods, parse_methods
-from mmspec.eval.suite.report import write_report
+from mmspec.eval.suite.report import PUBLISHED, print_summary, published, write_report
 from mmspec.eval.suite.run import Evaluator, answer_lines, read_records, run_suite
 from mmspec.eval.suite.summary import summarise
 from mmspec.files import alone
@@ -197,6 +197,25 @@ def test_a_report_without_matplotlib_and_with_notes_of_single_tables(whole, tmp_
     assert "they need the package matplotlib" in text
     noted = [part for part in text.split("\n## ") if "Not scored: no package." in part]
     assert {part.partition(",")[0] for part in noted} == {"scenes-turns"}
+
+
+def test_published_results_are_next_to_a_run_and_name_their_source(whole, tmp_path, capsys):
+    assert PUBLISHED not in (whole[0] / "report.md").read_text()
+    text = write_report(whole[1], tmp_path, others=True).read_text()
+    section = text.split(f"## {PUBLISHED}")[1].strip().splitlines()
+    assert section[0] == "| method | model | task | results | hardware | source |"
+    header, cells = published()
+    assert section[2:] == [f"| {' | '.join(row)} |" for row in cells]
+    methods = {"MSD", "FLASH", "STree", "EAGLE-3", "DFlash", "DREAM-S"}
+    assert {row[0] for row in cells} == methods
+    assert all(len(row) == len(header) and all(row) for row in cells)
+    assert (
+        "| STree | Llama3.1-Mamba2-8B-distill | one short prompt | 1456 ms, plain decoding 2118 ms | RTX 3090 |" in text
+    )
+    print_summary(whole[1], others=True)
+    printed = capsys.readouterr().out
+    assert PUBLISHED in printed
+    assert "RTX 3090" in printed
 
 
 def test_a_difference_is_reported_with_its_margin(folder, tmp_path, monkeypatch):

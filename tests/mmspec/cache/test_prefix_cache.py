@@ -10,17 +10,19 @@ import pytest
 import torch
 
 import mmspec
-from mmspec import SamplingParams, plugins
-from mmspec.cache.prefix_cache import Prefix, PrefixCache, media_key
+from mmspec import SamplingParams
+from mmspec.cache.prefix import Prefix
+from mmspec.cache.prefix_cache import PrefixCache, media_key
 from mmspec.checking.oracle import Oracle
 from mmspec.core.plan import StepPlan
-from mmspec.core.target import Prompt, State
+from mmspec.core.target import Prompt, State, Stop
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.sampling import defaults
+from tests.conversations import Reader, answered, followed, new_target, prompts_of
 from tests.decoding import SteppedEngine, decode
 from tests.targets import prompt_of
 from tests.tiny import shared_model
@@ -31,7 +33,8 @@ BYTES = 1 << 24
 
 
 def prefix(tokens, key="", cuts=True, logits=True, least=0, names=("last",)):
-    state = State(None, len(tokens), 64 * len(tokens), cuts, torch.zeros(1, 1, 4) if logits else None)
+    stops = {len(tokens): Stop((), torch.zeros(1, 1, 4) if logits else None)}
+    state = State(None, len(tokens), 64 * len(tokens), cuts, stops)
     return Prefix(list(tokens), key, state, {name: torch.zeros(1, len(tokens), 16) for name in names}, least=least)
 
 
@@ -120,46 +123,6 @@ def test_keys_tell_media_apart():
     assert media_key(typed) == media_key(prompts[1])
 
 
-def new_target(model):
-    return plugins.target_class(model.config)(model)
-
-
-def answered(target, prefixes, prompt, drafter=None, nodes=6, new=8, **settings):
-    """Tokens of a prompt's answer, and how many of the prompt's states were known."""
-    sampler = defaults.sampler(SamplingParams(seed=3))
-    plan = StepPlan(nodes, 3)
-    *_, (row,) = decode(
-        target, drafter, prompt, sampler, Stopper(new, criteria=[]), plan, prefixes=prefixes, **settings
-    )
-    return row.token_ids, row.stats.num_cached_tokens
-
-
-def followed(prompt, answer, question=(5, 6, 7, 8)):
-    """The prompt of the next turn."""
-    ids = torch.cat([prompt.input_ids, torch.tensor([[*answer, *question]])], dim=1)
-    more = ids.shape[1] - prompt.input_ids.shape[1]
-    grown = {
-        name: torch.nn.functional.pad(value, (0, more)) if value.shape == prompt.input_ids.shape else value
-        for name, value in prompt.inputs.items()
-    }
-    return Prompt(ids, None, grown)
-
-
-def prompts_of(name, turns=3):
-    """A conversation's prompts, its answers as a pipeline without cached prefixes gives them."""
-    model = shared_model(name)
-    vision = hasattr(model.config, "vision_config")
-    prompt = prompt_of(vision_inputs(name, 1, 2) if vision else text_inputs(1, 20))
-    prompt.attention_mask = None
-    target, found = new_target(model), []
-    for _ in range(turns):
-        answer, known = answered(target, None, prompt)
-        assert known == 0
-        found.append((prompt, answer))
-        prompt = followed(prompt, answer)
-    return model, found
-
-
 ATTENTION = ["llama", "gemma2", "mistral-window", "qwen2", "doge", "llava", "llava_next", "qwen2_vl", "qwen3_vl"]
 RECURRENT = ["bamba", "mamba2", "qwen3_next", "llava_bamba", "qwen3_5"]
 
@@ -173,24 +136,9 @@ def test_conversations_go_on_from_known_states(name):
         answer, known = answered(target, prefixes, prompt, chunk=3)
         assert (answer, known) == (expected, before)
         before = prompt.input_ids.shape[1] + len(answer) - 1  # the last token has not been in a pass
-    # The same prompt again needs no pass, or one over its last token, if its state is cut from that after the answer.
-    length = turns[-1][0].input_ids.shape[1]
-    assert answered(target, prefixes, turns[-1][0]) == (turns[-1][1], length - (name not in RECURRENT))
-
-
-class Reader(Ngram):
-    """Records all outputs that a drafter reads after a prefill."""
-
-    features = "last", 1
-
-    def __init__(self):
-        super().__init__()
-        self.read = []
-
-    def begin(self, prompt, output, history):
-        super().begin(prompt, output, history)
-        parts = output.logits, output.visual, output.embeds, output.positions, *map(output.features.get, self.features)
-        self.read.append([None if part is None else part.clone() for part in parts])
+    for prompt, expected in turns:  # the same prompts again need no pass
+        assert answered(target, prefixes, prompt) == (expected, prompt.input_ids.shape[1])
+    assert len(prefixes) == 1
 
 
 @pytest.mark.parametrize(

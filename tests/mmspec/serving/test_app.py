@@ -17,7 +17,7 @@ from mmspec.sampling.defaults import Defaults
 from mmspec.serving.formats import ChatFormat, TextFormat
 from mmspec.serving.metrics import _PER_REQUEST
 from mmspec.serving.schemas import ChatCompletionRequest, CompletionRequest
-from mmspec.serving.settings import Limits
+from mmspec.serving.settings import Limits, ServerSettings
 from mmspec.targets.processor import Processor
 from tests.mmspec.targets.test_detokenizer import _TOKENIZERS, TOKENIZERS, _sentencepiece, pipeline_of
 from tests.testkit.served import CLIP, QUESTION, SCENE, TIMEOUT, data_uri, events, question, served, texts
@@ -160,6 +160,23 @@ def test_a_follow_up_computes_its_own_tokens(pipe):
         assert first["usage"]["prompt_tokens"] - 4 < known < then["usage"]["prompt_tokens"]
         shared = figures(server)["vllm:prefix_cache_hits_total"] - known
         assert shared in (first["usage"]["prompt_tokens"], first["usage"]["prompt_tokens"] - 1)  # together or later
+
+
+def test_a_restarted_server_computes_no_prompt_again(pipe, tmp_path):
+    asked = question(QUESTION, data_uri(SCENE), max_tokens=12, temperature=0)
+    loading = {"model": "tiny-llava", "drafter": "recycle+ngram", "device": "cpu", "dtype": "float32"}
+    options = {"prefix_cache": 64, "prefix_cache_dir": tmp_path, "prefix_cache_size": 16}
+    answers = []
+    for _ in range(2):
+        (started,) = ServerSettings(loading, Limits(), {}, **options).pipelines().values()
+        with served(started) as server:
+            answers.append(server.post(asked).json())
+        started.engine.close()
+    first, again = ((one["choices"][0]["message"], one["usage"]["prompt_tokens_details"]) for one in answers)
+    assert first[0] == again[0]
+    assert first[0]["content"] == pipe.generate(QUESTION, images=str(SCENE), max_new_tokens=12).text
+    assert (first[1]["cached_tokens"], again[1]["cached_tokens"]) == (0, answers[0]["usage"]["prompt_tokens"])
+    assert started.engine.prefixes.files.limit == 16 << 20
 
 
 def test_logprobs(server, pipe):

@@ -195,21 +195,31 @@ def test_kernels_are_as_close_to_float32_as_the_decoder_is(family, kind):
 @pytest.mark.parametrize(
     ("family", "keys"), [*product(FAMILIES, ["auto"]), *product(["llama", "qwen3_5_text"], ["int8"])]
 )
-def test_answers_are_equal_with_drafts_and_in_later_turns(family, keys):
-    """Plain, drafted, batched, and continued from the prefix cache."""
+def test_answers_are_equal_with_drafts_in_later_turns_and_processes(family, keys, tmp_path):
+    """Plain, drafted, batched, and continued from the prefix cache and its files, to the bits of the logits."""
     model = model_of(family)
     prompts = ["hello hello hello hello", "abc abc abd " * 50, "x"]
     answers = []
     for drafter in (None, "recycle", "early-exit:1"):
-        options = dict(processor=byte_tokenizer(), prefix_cache=1 << 26, kv_cache_dtype=keys)
-        pipeline = mmspec.load(model, drafter=drafter, **options)
-        options = dict(max_new_tokens=24, ignore_eos=True)
+        kept = dict(prefix_cache=1 << 26, prefix_cache_dir=tmp_path / str(drafter), kv_cache_dtype=keys)
+        pipeline = mmspec.load(model, drafter=drafter, processor=byte_tokenizer(), **kept)
+        options = dict(max_new_tokens=24, ignore_eos=True, logprobs=1)
         batch = pipeline.generate_batch([{"prompt": prompt} for prompt in prompts], **options)
         single = [pipeline.generate(prompt, **options) for prompt in prompts]
         assert [one.token_ids for one in batch] == [one.token_ids for one in single]
         again = pipeline.generate(prompts[1], **options)
         assert again.stats.num_cached_tokens >= 500
-        assert again.token_ids == single[1].token_ids
+        assert (again.token_ids, again.logprobs) == (single[1].token_ids, single[1].logprobs)
+        edited = prompts[1][:560] + "x" + prompts[1][561:]
+        expected = mmspec.load(model, drafter=drafter, processor=byte_tokenizer()).generate(edited, **options)
+        pipeline.engine.close()
+        later = mmspec.load(copy.deepcopy(model), drafter=drafter, processor=byte_tokenizer(), **kept)
+        again = later.generate(prompts[1], **options)
+        assert again.stats.num_cached_tokens == again.stats.num_prompt_tokens
+        assert (again.token_ids, again.logprobs) == (single[1].token_ids, single[1].logprobs)
+        found = later.generate(edited, **options)
+        assert found.stats.num_cached_tokens == (560 if later.target.decoder.layers is None else 512)
+        assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
         assert drafter is None or (single[0].stats.num_draft_tokens and not single[0].stats.drafter_error)
         answers.append([one.token_ids for one in single])
     assert answers[0] == answers[1] == answers[2]
