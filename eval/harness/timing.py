@@ -9,7 +9,7 @@ import contextlib
 import copy
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -30,12 +30,14 @@ from mmspec.eval.harness.peers import Peer
 from mmspec.ops import cpu, cpu_library
 from mmspec.pipeline import Pipeline
 from mmspec.quantisation.blocks import BlockLinear
+from mmspec.targets.support import towers_of
 from mmspec.targets.transformers_target import TransformersTarget
 
 T = TypeVar("T")
 
-PHASES = ("prefill", "draft", "verify", "commit")
-"""Timed phases of a request; the rest is preprocessing, stopping rules and detokenisation."""
+PHASES = ("tower", "prefill", "draft", "verify", "commit")
+"""Timed phases of a request: vision towers, the rest of the prefill, and parts of steps; what is left is preprocessing,
+stopping rules and detokenisation."""
 
 READ = "read"  # in place of a number of nodes: a loop that only reads the packed weights
 _BEFORE = 4  # untimed passes of the same size before each timed pass
@@ -193,7 +195,8 @@ def decode(
     profiled = None if method.drafter is None else ProfiledDrafter(method.drafter)
     own = Pipeline(target, pipe.processor, profiled, max_num_seqs=method.max_num_seqs, policy=method.policy)
     start = clock()
-    results = own.generate_batch(requests, **vars(options), nodes=method.nodes, lossy=method.lossy)
+    with _towers_timed(target) as towers:
+        results = own.generate_batch(requests, **vars(options), nodes=method.nodes, lossy=method.lossy)
     total = clock() - start
     method.policy = own.policy
     stats = [result.stats for result in results]
@@ -201,11 +204,24 @@ def decode(
     seconds = {
         "total": total,
         "decoding": max(row.wall_seconds for row in stats) - longest.time_to_first_token,
-        **{phase: getattr(longest, f"{phase}_seconds") for phase in PHASES},
+        "tower": sum(towers),
+        "prefill": longest.prefill_seconds - sum(towers),
+        **{phase: getattr(longest, f"{phase}_seconds") for phase in PHASES[2:]},
         "tree": 0.0 if profiled is None else profiled.seconds / max(profiled.proposals, 1),
         "pass": longest.verify_seconds / max(longest.num_spec_steps, 1),
     }
     return TimedBatch([result.token_ids for result in results], stats, seconds, peak_memory(target.device))
+
+
+@contextlib.contextmanager
+def _towers_timed(target: TransformersTarget) -> Iterator[list[float]]:
+    """Seconds of each call of the models beside the decoder. On a GPU these are the times of launches."""
+    begun, spent = list[float](), list[float]()
+    with contextlib.ExitStack() as hooks:
+        for tower in towers_of(target.model):
+            hooks.enter_context(tower.register_forward_pre_hook(lambda *_: begun.append(clock())))
+            hooks.enter_context(tower.register_forward_hook(lambda *_: spent.append(clock() - begun.pop())))
+        yield spent
 
 
 def _generate(

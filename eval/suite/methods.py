@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoModel, AutoModelForCausalLM
 
+from mmspec import plugins
 from mmspec.drafters.registry import drafter_spec, drafters_for, make_drafter
 from mmspec.errors import UserError, explained
 from mmspec.eval.harness.peers import LLAMA, Peer
@@ -36,11 +37,14 @@ def auto_methods(home: Path) -> list[str]:
 
 
 def parse_methods(
-    specs: str, target: TransformersTarget, peers: Mapping[str, Callable[[str], Peer]] | None = None
+    specs: str,
+    target: TransformersTarget,
+    peers: Mapping[str, Callable[[str], Peer]] | None = None,
+    model: str | None = None,
 ) -> list[Method]:
     """The methods of a ``--methods`` option, after the baselines: ``generate``, if it is listed, and ``none``. Raises
-    ``UserError``: an unknown method, or a duplicate label."""
-    home = target.model.config.name_or_path or ""
+    ``UserError``: an unknown method, or a duplicate label. ``model`` is the target's name for ``mmspec.load``."""
+    home = plugins.model_path(model) if model else target.model.config.name_or_path or ""
     parts = [part.strip() for part in re.findall(r'(?:"[^"]*"|[^,])+', specs) if part.strip()]
     listed = [name for part in parts for name in (auto_methods(Path(home)) if part == "auto" else [part])]
     methods: dict[str, Method] = {}
