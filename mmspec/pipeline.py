@@ -65,7 +65,7 @@ class Piece:
     trees of the answer so far, one per step. With ``logprobs=K``, ``logprobs`` are the tokens' log probabilities.
     ``seconds`` is the engine's time for the answer so far, including waiting and prefill. With ``reasoning="auto"`` or
     a format, ``reasoning`` is the reasoning before the text, and ``num_reasoning_tokens`` its number of tokens, markers
-    included.
+    included. ``num_prompt_tokens`` is the number of prompt tokens.
     """
 
     text: str
@@ -77,6 +77,7 @@ class Piece:
     reasoning: str = ""
     num_reasoning_tokens: int = 0
     seconds: float = 0.0
+    num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ class _PieceReader:
             return None
         before, self._num_reasoning_tokens = self._num_reasoning_tokens, self._reader.num_reasoning_tokens
         token_ids, logprobs, self._token_ids, self._logprobs = self._token_ids, self._logprobs, [], []
-        record = list(self._trees), logprobs, reasoning, self._num_reasoning_tokens - before, last.seconds
+        tokens = self._num_reasoning_tokens - before
+        record = list(self._trees), logprobs, reasoning, tokens, last.seconds, last.num_prompt_tokens
         return Piece(text, token_ids, last.finish_reason, last.stats, *record)
 
 

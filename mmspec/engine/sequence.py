@@ -70,6 +70,7 @@ class Delta:
 
     Attributes:
         seconds: the engine's time for the sequence so far, including waiting and prefill.
+        num_prompt_tokens: prompt tokens of the sequence.
         finish_reason: None before the end, and if the sequence failed.
         stats: None before the end.
         error: exception that ended the sequence.
@@ -79,6 +80,7 @@ class Delta:
     trees: list[TreeRecord]
     logprobs: list[TokenLogprob]
     seconds: float = 0.0
+    num_prompt_tokens: int = 0
     finish_reason: FinishReason | None = None
     stats: Stats | None = None
     error: Exception | None = None
@@ -217,6 +219,7 @@ class Sequence(SamplingState):
             trees,
             self.logprobs[sent:count],
             self.stats.wall_seconds,
+            self.prompt_length,
             reason,
             self.stats if reason else None,
             self.error,

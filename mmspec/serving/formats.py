@@ -31,6 +31,11 @@ def spelt(token: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
+def counts(prompt: int, generated: int) -> dict[str, int]:
+    """Token counts of ``usage``."""
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
 class WireFormat(ABC):
     """Builds the response of one request from the pieces of its choices. ``before``: text to prepend to each choice."""
 
@@ -44,7 +49,7 @@ class WireFormat(ABC):
         self, model: str, processor: Processor, asked: GenerationRequest, before: Sequence[str], drafter: str = PLAIN
     ) -> None:
         self._processor, self._n, self._logprobs = processor, asked.n, asked.alternatives is not None
-        self._include_usage, self._drafter = asked.include_usage, drafter
+        self._usage_in, self._drafter = asked.usage_in, drafter
         self._head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._made, self._times = clock(), dict[str, float]()
         self.choices = [Piece(text, []) for text in before]
@@ -86,15 +91,18 @@ class WireFormat(ABC):
         return ()
 
     def chunks(self, index: int, piece: Piece) -> Iterable[dict[str, Any]]:
-        """Chunks for a piece of a choice. Without ``include_usage``, the last piece's chunk has the statistics."""
+        """Chunks for a piece of a choice. Without usage, the last piece's chunk has the statistics."""
         choice = self.add(index, piece)
         delta = {**self._delta(index, piece), "logprobs": self._logprobs_of(piece.logprobs, choice)}
         chunk = self._chunk({"index": index, **delta, "finish_reason": self._finish_reason(index)})
         ended = all(choice.finish_reason is not None for choice in self.choices)
-        if not self._include_usage:
+        if self._usage_in == "none":
             return [{**chunk, "metrics": self._figures()["metrics"]} if ended else chunk]
         last = [{**self._chunk(), **self._figures()}] if ended else []
-        return [{**chunk, "usage": None}, *last]
+        usage = None
+        if self._usage_in == "every":
+            usage = counts(choice.num_prompt_tokens, len(choice.token_ids))
+        return [{**chunk, "usage": usage}, *last]
 
     def failed(self, error: APIError) -> Iterable[dict[str, Any]]:
         """Chunks of an error after the first piece."""
@@ -124,11 +132,8 @@ class WireFormat(ABC):
         stats = [choice.stats or Stats() for choice in self.choices]
         whole = Stats.combined(stats)
         asked = Stats.combined(stats[:: self._n])  # one prompt has n choices
-        prompt, generated = asked.num_prompt_tokens, whole.num_generated_tokens
         usage = {
-            "prompt_tokens": prompt,
-            "completion_tokens": generated,
-            "total_tokens": prompt + generated,
+            **counts(asked.num_prompt_tokens, whole.num_generated_tokens),
             "prompt_tokens_details": {"cached_tokens": asked.num_cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": sum(one.num_reasoning_tokens for one in self.choices)},
         }

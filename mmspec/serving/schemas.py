@@ -341,8 +341,9 @@ _STOP_STRINGS, _STOP_LENGTH = 16, 512
 
 
 class StreamOptions(Fields):
-    neutral: ClassVar = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+    neutral: ClassVar = {"include_obfuscation": (False,)}
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class JSONSchema(Fields):
@@ -424,8 +425,11 @@ class GenerationRequest(_Sampling):
         return stop
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def usage_in(self) -> Literal["none", "last", "every"]:
+        """Chunks of a stream that have ``usage``."""
+        if self.stream_options is None or not self.stream_options.include_usage:
+            return "none"
+        return "every" if self.stream_options.continuous_usage_stats else "last"
 
     @property
     def alternatives(self) -> int | None:

@@ -93,6 +93,15 @@ def test_a_stream_is_the_whole_answer_in_pieces(server):
     assert [chunk["choices"][0]["finish_reason"] for chunk in pieces] == [None] * (len(pieces) - 1) + ["length"]
     assert all(chunk.get("usage") is None for chunk in pieces)
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    each = events(
+        server.post({**body, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}})
+    )
+    counts = [chunk["usage"] for chunk in each[1:-1]]
+    prompt = whole["usage"]["prompt_tokens"]
+    assert {count["prompt_tokens"] for count in counts} == {prompt}
+    generated = [count["completion_tokens"] for count in counts]
+    assert generated == sorted(set(generated))
+    assert counts[-1] == {"prompt_tokens": prompt, "completion_tokens": 40, "total_tokens": prompt + 40}
     # Without the option, the last chunk has the metrics.
     assert "usage" not in (final := events(server.post({**body, "stream": True}))[-1])
     assert final["metrics"]["speculative_decoding"].keys() == whole["metrics"]["speculative_decoding"].keys()
