@@ -31,7 +31,6 @@ from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, describe, make_table, wide_console
 from mmspec.eval.harness.peers import LLAMA, LlamaServer, engines
 from mmspec.eval.harness.prompts import held_out_requests, warm_up_requests
-from mmspec.eval.harness.set_acceptance import SetAcceptance, prompt_key, with_rates
 from mmspec.eval.harness.small_configs import number_processor
 from mmspec.eval.harness.timing import (
     PHASES,
@@ -46,7 +45,7 @@ from mmspec.eval.harness.timing import (
     wait_for_huge_pages,
 )
 from mmspec.eval.suite import SIZES, llama_server_option
-from mmspec.eval.suite.methods import BASELINE, PLAIN, parse_methods
+from mmspec.eval.suite.methods import BASELINE, PLAIN, SetAcceptance, parse_methods, prompt_key, with_rates
 from mmspec.eval.suite.race import read_requests
 from mmspec.eval.suite.report import equal_of_compared
 from mmspec.eval.suite.summary import OVERALL, Record, by_request, figures, throughput

@@ -16,7 +16,7 @@ import platform
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise, product
@@ -38,9 +38,9 @@ import mmspec
 from mmspec import ops, plugins
 from mmspec.cli.options import OUT_FILE
 from mmspec.core.plan import StepPlan
-from mmspec.core.target import Prompt, TargetOutput
+from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
-from mmspec.core.verify import Verdict, accept_path
+from mmspec.core.verify import accept_path
 from mmspec.drafters.captured import CapturedDrafter, TrainedDrafter
 from mmspec.drafters.dflash import DFlash, DFlashConfig, DFlashNetwork, default_layer_ids
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
@@ -48,9 +48,9 @@ from mmspec.engine.stats import mark, seconds
 from mmspec.errors import UserError, first_line
 from mmspec.eval.harness.output import BenchmarkCommand, git_commit, make_table, print_result, wide_console
 from mmspec.eval.harness.prompts import held_out_requests
-from mmspec.eval.harness.set_acceptance import SetAcceptance
 from mmspec.eval.harness.small_configs import number_processor
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, decode, peak_memory, reset_peak_memory
+from mmspec.eval.suite.methods import SetAcceptance
 from mmspec.files import write_text
 from mmspec.ops import graphs, kernels
 from mmspec.pipeline import Pipeline

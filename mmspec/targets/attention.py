@@ -262,7 +262,7 @@ class PassAttention:
     Args:
         decoder: the model's layers, see ``decoder_of``.
         prepare: called at the start of each pass.
-        towers: models beside the decoder. On a CPU in bfloat16, their attention also runs in the C++ kernels.
+        towers: models beside the decoder, whose attention is to run in the C++ kernels.
 
     Attributes:
         name: transformers' name of the implementation.

@@ -93,7 +93,7 @@ class Decoder:
         if self.layers is not None and (is_sharded(model) or len(computing_devices(model)) > 1):
             raise UserError(f"layers with states are on one device: {type(model).__name__} is split over several")
         self._module = decoder_of(model)
-        self.attention = PassAttention(model, self._module, prepare, towers_of(model))
+        self.attention = PassAttention(model, self._module, prepare, towers_of(model) if self._is_packed else ())
         if count is not None:
             last = len(self._stack) - 1
             if not 0 < count <= last:
@@ -185,12 +185,15 @@ class Decoder:
         states: list[Tensor] | None = stack.states(self._module, *nodes, cache)
         return None if states is None else (states, self._module.norm(states[-1]))
 
+    @property
+    def _is_packed(self) -> bool:
+        return any(isinstance(layer, BlockLinear) for layer in self._module.modules())
+
     @cached_property
     def _sublayers(self) -> SublayerStack | None:
         """The layers for the C++ kernels; None if the kernels do not support them."""
-        packed = any(isinstance(layer, BlockLinear) for layer in self._module.modules())
         merged = getattr(self._first, "stack", None) is not None
-        if not packed or merged or self._slots is not None or slot_limit(self.config) or is_split(self._model):
+        if not self._is_packed or merged or self._slots is not None or slot_limit(self.config) or is_split(self._model):
             return None
         try:
             with self._applied():

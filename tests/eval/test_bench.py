@@ -97,6 +97,7 @@ def test_every_second_is_attributed_to_a_phase(folder, monkeypatch):
             assert spent == {
                 "total": 100.0 + spent["draft"] + steps * (3.0 + 1.0),
                 "decoding": spent["draft"] + steps * (3.0 + 1.0),
+                "tower": 0.0,
                 "prefill": 100.0,
                 "draft": spent["draft"],
                 "verify": steps * 3.0,
