@@ -189,11 +189,14 @@ def with_rates(
 ) -> list[Method]:
     """The methods, with one per rate for each drafter (``NAME at RATE``); ``answers`` as for ``SetAcceptance``, filled
     before they decode. Raises ``UserError``: a drafter has no network, so its drafts have no cost of their own."""
-    found = [method for method in methods if method.drafter is None]
+    found = list[Method]()
     for method in methods:
-        if method.drafter is not None and not isinstance(method.drafter, CapturedDrafter):
+        if (drafter := method.drafter) is None:
+            found.append(method)
+            continue
+        if not isinstance(drafter, CapturedDrafter):
             raise UserError(f"a set acceptance needs drafters with a network, such as mtp: got {method.name!r}")
-        for rate in rates if method.drafter else ():
-            drafter = SetAcceptance(method.drafter.fork(target), answers, rate, target.config.vocab_size)
-            found.append(replace(method, name=f"{method.name} at {rate:g}", drafter=drafter))
+        for rate in rates:
+            rated = SetAcceptance(drafter.fork(target), answers, rate, target.config.vocab_size)
+            found.append(replace(method, name=f"{method.name} at {rate:g}", drafter=rated))
     return found
