@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-import threading
 import pickle
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
