@@ -9,7 +9,7 @@ import contextlib
 import copy
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -194,8 +194,11 @@ def decode(
     method = method if learn else method.fork(target)
     profiled = None if method.drafter is None else ProfiledDrafter(method.drafter)
     own = Pipeline(target, pipe.processor, profiled, max_num_seqs=method.max_num_seqs, policy=method.policy)
-    start = clock()
-    with _towers_timed(target) as towers:
+    start, towers = clock(), list[float]()
+    with contextlib.ExitStack() as hooks:
+        for tower in towers_of(target.model):  # on a GPU, these are the times of launches
+            hooks.enter_context(tower.register_forward_pre_hook(lambda *_: towers.append(-clock())))
+            hooks.enter_context(tower.register_forward_hook(lambda *_: towers.append(clock())))
         results = own.generate_batch(requests, **vars(options), nodes=method.nodes, lossy=method.lossy)
     total = clock() - start
     method.policy = own.policy
@@ -211,17 +214,6 @@ def decode(
         "pass": longest.verify_seconds / max(longest.num_spec_steps, 1),
     }
     return TimedBatch([result.token_ids for result in results], stats, seconds, peak_memory(target.device))
-
-
-@contextlib.contextmanager
-def _towers_timed(target: TransformersTarget) -> Iterator[list[float]]:
-    """Seconds of each call of the models beside the decoder. On a GPU these are the times of launches."""
-    begun, spent = list[float](), list[float]()
-    with contextlib.ExitStack() as hooks:
-        for tower in towers_of(target.model):
-            hooks.enter_context(tower.register_forward_pre_hook(lambda *_: begun.append(clock())))
-            hooks.enter_context(tower.register_forward_hook(lambda *_: spent.append(clock() - begun.pop())))
-        yield spent
 
 
 def _generate(

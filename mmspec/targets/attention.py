@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -197,8 +197,9 @@ def tree_attention(
         return read, None
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    if attention_mask is None and not causal and _in_kernels(query, key, value):
-        return _tower_attention(query, key, value, scaling), None
+    to_all = None if causal or attention_mask is not None else _tower_attention(query, key, value, scaling)
+    if to_all is not None:
+        return to_all, None
     masked = query.shape[2] == 1 if attention_mask is None else attention_mask.shape[1] == 1
     grouped = masked and key.shape[1] < query.shape[1] and query.device.type == "cpu"
     if not grouped or any(options.get(name) for name in ("dropout", "softcap")) or "position_bias" in options:
@@ -216,18 +217,14 @@ def _grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
     return read.view(batch, heads, nodes, -1).transpose(1, 2).contiguous()
 
 
-def _in_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the C++ kernels, which take bfloat16, can replace torch's attention."""
-    on_cpu = query.device.type == "cpu" and query.dtype == key.dtype == value.dtype == torch.bfloat16
-    return on_cpu and key.shape == value.shape and key.shape[3] in cpu.HEAD_DIMS and cpu_library.available()
-
-
-def _tower_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+def _tower_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
     """Attention of every patch of an image to all others, in the C++ kernels: three times as fast as torch's own.
-    Arguments and result as in ``tree_attention``."""
-    (batch, heads, patches, head_dim), slots = query.shape, key.shape[2]
+    Arguments and result as in ``tree_attention``; None if the kernels, which take bfloat16, do not support them."""
+    (batch, heads, patches, head_dim), half = query.shape, query.dtype == torch.bfloat16
+    if not half or query.device.type != "cpu" or head_dim not in cpu.HEAD_DIMS or not cpu_library.available():
+        return None
     rows, scale = query.transpose(1, 2).float().contiguous(), head_dim**-0.5 if scale is None else scale
-    everything = torch.ones(1, 1, 1, slots, dtype=torch.bool).expand(batch, 1, patches, slots)
+    everything = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool).expand(batch, 1, patches, -1)
     read = cpu.attention(rows, key.contiguous(), value.contiguous(), everything, scale)
     return read.to(query.dtype).view(batch, patches, heads, head_dim)
 
@@ -269,13 +266,7 @@ class PassAttention:
         lock: while it is held, no target runs passes of this decoder.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        decoder: Any,
-        prepare: Callable[[], None] = lambda: None,
-        towers: Sequence[nn.Module] = (),
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, decoder: Any, prepare: Callable[[], None], towers: list[Any]) -> None:
         self._prepare = prepare
         config = model.config.get_text_config()
         usual = config._attn_implementation

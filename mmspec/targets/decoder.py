@@ -93,7 +93,7 @@ class Decoder:
         if self.layers is not None and (is_sharded(model) or len(computing_devices(model)) > 1):
             raise UserError(f"layers with states are on one device: {type(model).__name__} is split over several")
         self._module = decoder_of(model)
-        self.attention = PassAttention(model, self._module, prepare, towers_of(model) if self._is_packed else ())
+        self.attention = PassAttention(model, self._module, prepare, towers_of(model) if self._is_packed else [])
         if count is not None:
             last = len(self._stack) - 1
             if not 0 < count <= last:
