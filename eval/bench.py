@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -45,7 +45,7 @@ from mmspec.eval.harness.timing import (
     wait_for_huge_pages,
 )
 from mmspec.eval.suite import SIZES, llama_server_option
-from mmspec.eval.suite.methods import BASELINE, PLAIN, SetAcceptance, parse_methods, prompt_key, with_rates
+from mmspec.eval.suite.methods import BASELINE, PLAIN, SetAcceptance, parse_methods, with_rates
 from mmspec.eval.suite.race import read_requests
 from mmspec.eval.suite.report import equal_of_compared
 from mmspec.eval.suite.summary import OVERALL, Record, by_request, figures, throughput
@@ -79,14 +79,13 @@ class Condition:
     batch: int
     methods: list[Method]
     records: list[Record] = field(default_factory=list)
-    answers: dict[Hashable, list[int]] = field(default_factory=dict)
+    answers: dict[Any, list[int]] = field(default_factory=dict)
 
     def decode(self, method: Method, requests: Sequence[dict[str, Any]], options: DecodingOptions, learn: bool) -> Any:
         """As ``mmspec.eval.harness.timing.decode``, which records plain answers to single requests."""
         batch = decode(self.pipe, method, requests, options, learn)
         if method.name == PLAIN and any(isinstance(one.drafter, SetAcceptance) for one in self.methods):
-            prompt = self.pipe.encode(requests).to(self.pipe.target.device, self.pipe.target.dtype)
-            self.answers[prompt_key(prompt, prompt.input_ids[0].tolist())] = batch.answers[0]
+            self.answers[tuple(self.pipe.encode(requests).input_ids[0].tolist())] = batch.answers[0]
         return batch
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
 from mmspec import plugins
-from mmspec.cache.prefix_cache import media_key
 from mmspec.cache.rows import RowTensor
 from mmspec.core.drafter import Wrapper
 from mmspec.core.plan import StepPlan
@@ -119,11 +118,6 @@ def _load_assistant(name: str, target: TransformersTarget, auto: Any = AutoModel
     return model.to(target.device).eval()
 
 
-def prompt_key(prompt: Prompt, tokens: Sequence[int]) -> Hashable:
-    """Key of a prompt's answer: its tokens and, where it has media, a hash of these."""
-    return (tuple(tokens), media_key(prompt)) if prompt.inputs else tuple(tokens)
-
-
 class SetAcceptance(Wrapper):
     """A drafter at its cost, whose drafts are replaced: along a path, each is right with a set probability.
 
@@ -132,12 +126,12 @@ class SetAcceptance(Wrapper):
     drafter drafts chains, of as many levels as the set rate gains.
 
     Args:
-        answers: plain decoding's new tokens, by ``prompt_key``.
+        answers: plain decoding's new tokens, by prompt; of prompts with media, the answer to the one being decoded.
     """
 
     drafter: CapturedDrafter
 
-    def __init__(self, drafter: CapturedDrafter, answers: Mapping[Hashable, list[int]], rate: float, vocab: int):
+    def __init__(self, drafter: CapturedDrafter, answers: Mapping[Any, list[int]], rate: float, vocab: int):
         self.drafter, self._answers, self._rate, self._vocab = drafter, answers, rate, vocab
         self._random, self._width = Random(0), 0
         self._at, self._tokens = RowTensor(), RowTensor()  # next place in the answer; (rows, 2, width) answers, drafts
@@ -149,7 +143,7 @@ class SetAcceptance(Wrapper):
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         super().begin(prompt, output, history)
         self._width = max(map(len, self._answers.values()))
-        rows = [self._answers[prompt_key(prompt, row[:-1])] for row in history]
+        rows = [self._answers[tuple(row[:-1])] for row in history]
         rows = [row + [0] * (self._width - len(row)) for row in rows]
         drafts = [[(x + (self._random.random() >= self._rate)) % self._vocab for x in row] for row in rows]
         self._tokens.append(on_device(list(zip(rows, drafts, strict=True)), prompt.input_ids.device))
@@ -185,7 +179,7 @@ class SetAcceptance(Wrapper):
 
 
 def with_rates(
-    methods: Sequence[Method], rates: Sequence[float], answers: Mapping[Hashable, list[int]], target: TransformersTarget
+    methods: Sequence[Method], rates: Sequence[float], answers: Mapping[Any, list[int]], target: TransformersTarget
 ) -> list[Method]:
     """The methods, with one per rate for each drafter (``NAME at RATE``); ``answers`` as for ``SetAcceptance``, filled
     before they decode. Raises ``UserError``: a drafter has no network, so its drafts have no cost of their own."""

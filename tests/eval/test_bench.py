@@ -209,7 +209,7 @@ def test_answers_beside_a_server_and_busy_programs(tmp_path, monkeypatch):
 
 
 def test_drafts_that_are_right_at_a_set_rate():
-    """Images of one size and question are told apart; drafters without a network have no cost to measure."""
+    """Of images of one size and question, each has its own answer."""
     options = ["--requests", "images:6", "--warm-up", 1, "--rounds", 2, "--max-new-tokens", 24]
     result = run("--methods", "msd@chain4", "--acceptance", "0.5,1", *options)
     plain, half, whole = result["rows"]
