@@ -173,7 +173,7 @@ REQUESTS = (
 @click.option("--model", required=True, help="A name that is registered, a folder or a GGUF file.")
 @click.option("--drafter", default="auto", show_default=True)
 @click.option("--dtype", default="auto", show_default=True)
-@click.option("--tool-parser", default="auto", show_default=True)
+@click.option("--tool-call-parser", default="auto", show_default=True)
 @click.option("--least", default=20, show_default=True, help="Exit status 1 if fewer requests pass.")
 def main(least: int, drafter: str, **options: Any) -> dict[str, Any]:
     """Send requests for tool calls: a table, then one JSON line."""

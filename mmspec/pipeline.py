@@ -48,7 +48,7 @@ from mmspec.validation import check
 Message = Mapping[str, Any]
 PromptInput = str | abc.Sequence[Message] | abc.Sequence[int]
 """Text, chat messages, or token ids."""
-_GRAMMARS: WeakKeyDictionary[Processor, dict[tuple[int, ...], Grammars]] = WeakKeyDictionary()
+_GRAMMARS: WeakKeyDictionary[Processor, dict[tuple[tuple[int, ...], frozenset[int]], Grammars]] = WeakKeyDictionary()
 """Grammar compilers by processor and EOS tokens, cached as llguidance takes seconds to read a large vocabulary."""
 if hasattr(os, "register_at_fork"):  # a thread of the parent may have held the locks of compilers
     os.register_at_fork(after_in_child=_GRAMMARS.clear)
@@ -65,7 +65,7 @@ class Piece:
     trees of the answer so far, one per step. With ``logprobs=K``, ``logprobs`` are the tokens' log probabilities.
     ``seconds`` is the engine's time for the answer so far, including waiting and prefill. With ``reasoning="auto"`` or
     a format, ``reasoning`` is the reasoning before the text, and ``num_reasoning_tokens`` its number of tokens, markers
-    included. ``num_prompt_tokens`` is the number of prompt tokens.
+    included. ``num_prompt_tokens`` is the number of prompt tokens, ``stop_string`` what ended the answer.
     """
 
     text: str
@@ -78,6 +78,7 @@ class Piece:
     num_reasoning_tokens: int = 0
     seconds: float = 0.0
     num_prompt_tokens: int = 0
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ class _PieceReader:
             return None
         before, self._num_reasoning_tokens = self._num_reasoning_tokens, self._reader.num_reasoning_tokens
         token_ids, logprobs, self._token_ids, self._logprobs = self._token_ids, self._logprobs, [], []
-        tokens = self._num_reasoning_tokens - before
-        record = list(self._trees), logprobs, reasoning, tokens, last.seconds, last.num_prompt_tokens
+        tokens, stop = self._num_reasoning_tokens - before, self._reader.answer.stopped or None
+        record = list(self._trees), logprobs, reasoning, tokens, last.seconds, last.num_prompt_tokens, stop
         return Piece(text, token_ids, last.finish_reason, last.stats, *record)
 
 
@@ -284,12 +285,17 @@ class Pipeline:
         if limit is not None and length >= limit:
             raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
         parser = self.processor.reasoning_parser(options.reasoning, prompt.input_ids[0])
-        constraint = self.grammar(params, parser)
+        known = self.processor.special_tokens
+        text_ids = frozenset(known[name] for name in options.text_tokens if name in known)
+        constraint = self.grammar(params, parser, text_ids)
         assert params.max_new_tokens is not None
         stops = frozenset(options.stop_token_ids)
         eos_token_ids = stops.union(() if params.ignore_eos else self.target.eos_token_ids)
         begins = rendered and not request.inputs.get("answer_start")
-        read = self._answer_reader(params, parser, eos_token_ids, stops, begins)
+        if parser is not None and parser.start_id is None:  # its tokens are needed to find the marker
+            texts = "".join((parser.form.start, *parser.form.headers))
+            text_ids |= {number for name, number in known.items() if name in texts}
+        read = self._answer_reader(params, parser, eos_token_ids, stops, begins, text_ids)
         stopper = Stopper(
             params.max_new_tokens,
             context_limit=limit,
@@ -311,7 +317,13 @@ class Pipeline:
         return decode, read(prompt.input_ids[0].tolist())
 
     def _answer_reader(
-        self, params: SamplingParams, parser: ReasoningParser | None, ends: Set[int], stops: Set[int], rendered: bool
+        self,
+        params: SamplingParams,
+        parser: ReasoningParser | None,
+        ends: Set[int],
+        stops: Set[int],
+        rendered: bool,
+        text_ids: Set[int],
     ) -> Callable[..., AnswerReader]:
         """Factory of output readers for a prompt; ``rendered``: by the chat template."""
         vocabulary, trigger = self.processor.vocabulary, params.grammar_trigger
@@ -322,7 +334,7 @@ class Pipeline:
         begins = rendered and (not constrained or trigger is not None)
         prefix = self.processor.answer_prefix if begins else ""
         read = partial(AnswerReader, vocabulary, stop=params.stop_strings, parser=parser, prefix=prefix)
-        return partial(read, hidden=hidden, verbatim=constrained)
+        return partial(read, hidden=hidden - text_ids, verbatim=constrained)
 
     def submit(self, request: DecodeRequest, sink: Sink) -> Sequence:
         """Queue an encoded request on the engine with this pipeline's drafter; see ``Engine.submit``."""
@@ -333,25 +345,28 @@ class Pipeline:
         """Names of LoRA adapters that requests may choose."""
         return self.target.adapters.names if isinstance(self.target, TransformersTarget) else ()
 
-    def grammar(self, params: SamplingParams, parser: ReasoningParser | None = None) -> Constraint | None:
+    def grammar(
+        self, params: SamplingParams, parser: ReasoningParser | None = None, text_ids: Set[int] = frozenset()
+    ) -> Constraint | None:
         """The grammar that constrains outputs, compiled for the tokenizer; None without one.
 
         Args:
             parser: parser of the reasoning that precedes the constrained answer.
+            text_ids: special tokens that are text in the grammar.
 
         Raises:
             UserError: the tokenizer or its vocabulary does not support the grammar.
         """
         if params.constraint is None:
             return None
-        known, ends = _GRAMMARS.setdefault(self.processor, {}), tuple(self.target.eos_token_ids)
-        if ends not in known:
-            known[ends] = Grammars(self.processor.tokenizer, ends)
-        grammar: Any = known[ends].compile(*params.constraint)
+        known, key = _GRAMMARS.setdefault(self.processor, {}), (tuple(self.target.eos_token_ids), frozenset(text_ids))
+        if key not in known:
+            known[key] = Grammars(self.processor.tokenizer, *key)
+        grammar: Any = known[key].compile(*params.constraint)
         if (trigger := params.grammar_trigger) is not None:
             token = self.processor.special_token(trigger)
-            grammar = TriggeredGrammar(grammar, trigger, token, known[ends].tokenizer)
-        return grammar if parser is None else AfterReasoning(grammar, parser, known[ends].spelt)
+            grammar = TriggeredGrammar(grammar, trigger, token, known[key].tokenizer)
+        return grammar if parser is None else AfterReasoning(grammar, parser, known[key].spelt)
 
     @shows_keywords
     def generate(

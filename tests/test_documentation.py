@@ -36,7 +36,19 @@ PAGES = sorted(
     for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "*/embedded/*/README.md")
     for path in ROOT.glob(pattern)
 )
-OTHERS = {"apt-get", "curl", "docker", "eval", "lm-eval", "lmms-eval", "pre-commit", "source"}
+OTHERS = {
+    "aiperf",
+    "apt-get",
+    "curl",
+    "docker",
+    "eval",
+    "guidellm",
+    "llama-server",
+    "lm-eval",
+    "lmms-eval",
+    "pre-commit",
+}
+OTHERS |= {"source", "vllm"}
 """Programs whose options are not checked."""
 
 

@@ -122,7 +122,7 @@ class TrainingCommand(Command):
 # Help lines are duplicated here: reading them from the commands would import torch, which takes seconds.
 _SECTIONS = {
     "Decode": {"caption": "Describe an image, a video, or a folder of them.", "generate": "Answer a text prompt."},
-    "Serve": {"serve": "Serve a model through OpenAI's API.", "demo": "Open the web demo."},
+    "Serve": {"serve": "Serve a model through OpenAI's, Anthropic's and Ollama's APIs.", "demo": "Open the web demo."},
     "Train": {
         "train": "Train drafters.",
         "export": "Write a drafter for other engines.",

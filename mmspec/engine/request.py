@@ -73,6 +73,7 @@ class DecodeOptions:
         adapter: name of a LoRA adapter of ``mmspec.load(adapters=...)``; None for the model without one.
         context_limit: maximum length of prompt plus output if it is below the model's; None for the model's.
         stop_token_ids: tokens that end the answer in addition to the model's, and are left out of its text.
+        text_tokens: names of special tokens that are text in the answer and in its grammar.
     """
 
     num_draft_tokens: NonNegativeInt | None = None
@@ -86,6 +87,7 @@ class DecodeOptions:
     adapter: Text | None = None
     context_limit: PositiveInt | None = None
     stop_token_ids: Sequence[NonNegativeInt] = ()
+    text_tokens: Sequence[str] = ()
 
 
 class GenerateKeywords(TypedDict, total=False):
@@ -124,6 +126,7 @@ class GenerateKeywords(TypedDict, total=False):
     adapter: str | None
     context_limit: int | None
     stop_token_ids: Sequence[int]
+    text_tokens: Sequence[str]
     tools: Sequence[Mapping[str, Any]] | None
     answer_start: str
     chat_template_kwargs: Mapping[str, Any] | None

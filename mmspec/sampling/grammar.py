@@ -5,7 +5,7 @@ A grammar starts at the beginning of the output, after a trigger text such as a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmspec.errors import UserError
-from mmspec.sampling.reasoning import MOST_BLANKS, Phase, Place, ReasoningParser
+from mmspec.sampling.reasoning import Phase, Place, ReasoningParser
 from mmspec.sampling.syntax import compiled, library, shortened, source, trigger_pattern
 
 _KEPT = 8  # cached compiled grammars, of up to about 100 MiB each
@@ -49,6 +49,7 @@ class Grammars:
     Args:
         tokenizer: transformers tokenizer with a ``tokenizers`` backend.
         eos_token_ids: tokens that end an answer; only these are allowed at the end of a grammar.
+        text_ids: special tokens that are text in grammars.
 
     Attributes:
         tokenizer: llguidance's.
@@ -57,7 +58,7 @@ class Grammars:
         UserError: the tokenizer has no such backend, the model has no EOS token, or llguidance is not installed.
     """
 
-    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], text_ids: Collection[int] = ()) -> None:
         library()
         from llguidance import TokenizerWrapper, hf
 
@@ -72,7 +73,8 @@ class Grammars:
         try:
             self.tokenizer = hf.from_tokenizer(tokenizer, n_vocab=self._width, eos_token=self._eos[0])
             added = getattr(tokenizer, "added_tokens_decoder", {}).items()
-            text = {number for number, one in added if not one.special and self.tokenizer.is_special_token(number)}
+            text = {number for number, one in added if not one.special or number in text_ids}
+            text = {number for number in text if self.tokenizer.is_special_token(number)}
             if text:
                 spelt = TokenizerWrapper(_Spelt(self.tokenizer, text))
                 self.tokenizer = library().LLTokenizer(spelt, eos_token=self._eos[0])
@@ -366,7 +368,8 @@ class AfterReasoning(_Deferred):
     """A ``TreeProcessor`` that constrains the answer by a grammar and leaves the reasoning before it free.
 
     Up to ``MOST_BLANKS`` bytes of white space before the answer are allowed, as models write it after reasoning. The
-    last token of an end marker must not contain text of the answer, unless the answer starts unconstrained.
+    last token of an end marker must not contain text of the answer, unless the answer starts unconstrained. Headers of
+    an answer's channel are treated like white space.
 
     Args:
         answer: grammar of the answer; with a ``TriggeredGrammar``, the answer starts unconstrained.
@@ -389,7 +392,7 @@ class AfterReasoning(_Deferred):
             return None if after is None else replace(state, inner=after)
         tokens, text = (*state.tokens, token), state.place.text + self._parser.token_bytes(token)
         if state.place.phase is Phase.AFTER:
-            if _is_gap(text):
+            if self._parser.is_gap(text):
                 return _ReasoningState(Place(Phase.AFTER, text), tokens)
             return self._begun(tokens)
         place = self._parser.advance(state.place, token)
@@ -406,7 +409,7 @@ class AfterReasoning(_Deferred):
         if phase is Phase.REASONING:
             return self._ending(text)
         opens = phase is Phase.OPEN
-        allowed = self._spelt((parser.form, opens), text, parser.opens if opens else _is_gap).clone()
+        allowed = self._spelt((parser.form, opens), text, parser.opens if opens else parser.is_gap).clone()
         allowed[self.eos] = False
         if opens and not text.strip() and parser.start_id is not None:
             allowed[parser.start_id] = True
@@ -424,8 +427,8 @@ class AfterReasoning(_Deferred):
     def _after(self, tokens: tuple[int, ...]) -> Any:
         """State of the answer after tokens, ignoring white space before the answer; None if the tokens cannot start an
         answer."""
-        blanks = 0
-        while blanks < len(tokens) and not self._parser.token_bytes(tokens[blanks]).strip():
+        blanks, gap = 0, b""
+        while blanks < len(tokens) and self._parser.is_gap(gap := gap + self._parser.token_bytes(tokens[blanks])):
             blanks += 1
         for first in (blanks,) if self._free else range(blanks + 1):
             inner = self._grammar.start([])
@@ -446,11 +449,6 @@ class AfterReasoning(_Deferred):
         begun = next(end[:n] for n in range(len(end) - 1, -1, -1) if text.endswith(end[:n]))
         wrong = self._spelt(end, begun, lambda text: bool(text.partition(end)[2].strip()))
         return ~wrong if bool(wrong.any()) else None
-
-
-def _is_gap(text: bytes) -> bool:
-    """Whether a text may stand between reasoning and answer."""
-    return not text.strip() and len(text) <= MOST_BLANKS
 
 
 def _lexer_error(matcher: Any) -> str:

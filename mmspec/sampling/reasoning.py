@@ -25,12 +25,14 @@ class ReasoningFormat:
         name: value of ``--reasoning-parser``.
         start, end: markers, as text or as names of special tokens.
         aliases: vLLM's parser names for these markers.
+        headers: texts to remove, in this order, from the start of an answer: names of its channel.
     """
 
     name: str
     start: str
     end: str
     aliases: Sequence[str] = ()
+    headers: Sequence[str] = ()
 
 
 FORMATS = (
@@ -47,6 +49,13 @@ FORMATS = (
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
     ReasoningFormat("kimi_vl", "◁think▷", "◁/think▷"),
     ReasoningFormat("exaone_deep", "<thought>", "</thought>"),
+    ReasoningFormat("gemma4", "<|channel>thought", "<channel|>"),
+    ReasoningFormat(
+        "openai_gptoss",
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        headers=("<|start|>assistant", "<|channel|>commentary<|message|>", "<|channel|>final<|message|>"),
+    ),
 )
 NAMES = (AUTO, NONE, *(name for one in FORMATS for name in (one.name, *one.aliases)))
 _KNOWN = " or ".join(map(repr, (AUTO, NONE, *(one.name for one in FORMATS))))
@@ -62,7 +71,9 @@ def reasoning_format(name: str | None, template: str) -> ReasoningFormat | None:
         template: the chat template.
     """
     if name == AUTO:
-        return next((one for one in FORMATS if one.start in template or one.end in template), None)
+        return next(
+            (one for one in FORMATS if one.start in template or (one.end in template and not one.headers)), None
+        )  # <|end|> ends messages of other models, too
     return next((one for one in FORMATS if name in (one.name, *one.aliases)), None)
 
 
@@ -139,4 +150,14 @@ class ReasoningParser:
         marker, start = text.lstrip(), self.form.start.encode()
         if len(text) - len(marker) > MOST_BLANKS:
             return False
-        return not marker or (self.start_id is None and (start.startswith(marker) or marker.startswith(start)))
+        if self.start_id is None and (start.startswith(marker) or marker.startswith(start)):
+            return True
+        return not marker or (bool(self.form.headers) and self.is_gap(marker))
+
+    def is_gap(self, text: bytes) -> bool:
+        """Whether a text may stand between reasoning and answer: white space, or the start of the headers."""
+        for header in map(str.encode, self.form.headers):
+            if header.startswith(text):
+                return True
+            text = text.removeprefix(header)
+        return not text.strip() and len(text) <= MOST_BLANKS

@@ -139,6 +139,8 @@ def _adapted(schema: Any) -> Any:
             found[key] = value if key in _VALUES else _adapted(value)
     if isinstance(name := found.get("format"), str) and name not in FORMATS:
         del found["format"]
+    if found.get("propertyNames") == {"type": "string"}:  # of records in zod; holds for all objects
+        del found["propertyNames"]
     values: list[Any] = [schema.get(key) for key in ("exclusiveMinimum", "minimum")]
     bound, other = (one if type(one) in (int, float) else -math.inf for one in values)
     # Doubles beyond 100000 are coarser than 15 decimals.

@@ -1,4 +1,4 @@
-"""The ASGI application: OpenAI's endpoints, vLLM's token endpoints, and llama.cpp's ``/infill``."""
+"""The ASGI application: the endpoints of OpenAI's, Anthropic's and Ollama's APIs, of vLLM and of llama.cpp."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -24,9 +25,11 @@ from mmspec.drafters.registry import PLAIN
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.reasoning import reasoning_format
-from mmspec.serving.errors import APIError, as_api_error
+from mmspec.serving.call_formats import AUTO, tool_format
+from mmspec.serving.errors import MESSAGES, APIError, as_api_error
 from mmspec.serving.formats import WireFormat
 from mmspec.serving.media import MediaReader
+from mmspec.serving.messages import MessagesFormat, MessagesRequest
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.middleware import (
     CLIENT_GONE,
@@ -38,6 +41,7 @@ from mmspec.serving.middleware import (
     RequestQueue,
     Watched,
 )
+from mmspec.serving.ollama import OllamaFormat, OllamaRequest, ShowRequest, describe
 from mmspec.serving.responses import ResponsesRequest, StoredResponses
 from mmspec.serving.runner import GenerationJob, GrammarChecker, JobBuilder, RequestRunner
 from mmspec.serving.schemas import (
@@ -51,7 +55,6 @@ from mmspec.serving.schemas import (
     parse,
 )
 from mmspec.serving.settings import Limits
-from mmspec.serving.tools import AUTO, tool_format
 from mmspec.targets.processor import template_variables
 
 _STORED_SECONDS = 3600
@@ -68,10 +71,11 @@ def create_app(
     hosts: Collection[str] | None = None,
     origins: Sequence[str] = (),
     names: Sequence[str] = (),
-    tool_parser: str = AUTO,
+    tool_call_parser: str = AUTO,
     reasoning_parser: str = AUTO,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     allow_urls: bool = False,
+    num_draft_tokens: int | None = None,
     scrape: Callable[[], Awaitable[Collector]] | None = None,
     slots: RequestQueue | None = None,
 ) -> FastAPI:
@@ -83,6 +87,7 @@ def create_app(
         hosts: accepted Host names; None accepts all.
         names: model names that requests may use, of which responses use the first; by default the pipeline's name.
         reasoning_parser: format of reasoning; see ``mmspec.sampling.reasoning``.
+        num_draft_tokens: draft tokens per step of requests that name no number; None chooses adaptively.
         scrape: collects the metrics for ``GET /metrics``; None for this application's own.
         slots: queue that the application shares with others; None creates one.
     """
@@ -94,11 +99,11 @@ def create_app(
     media = MediaReader(pipe.processor, limits, allow_urls=allow_urls)
     runner = RequestRunner(pipes, media, GrammarChecker(), slots, metrics, limits.request_timeout)
     stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
-    tools = tool_format(pipe.processor, tool_parser)
+    tools = tool_format(pipe.processor, tool_call_parser)
     variables = template_variables(pipe.processor.plain, chat_template_kwargs) if chat_template_kwargs else {}
     form = reasoning_format(reasoning_parser, pipe.processor.chat_template_text())
     reasoning = None if form is None else form.name
-    builder = JobBuilder(pipe, limits, names, tools, media, stored, reasoning, variables, list(pipes))
+    builder = JobBuilder(pipe, limits, names, tools, media, stored, reasoning, variables, list(pipes), num_draft_tokens)
 
     running = set[asyncio.Task[Any]]()
 
@@ -114,7 +119,7 @@ def create_app(
             pipe.adaptation.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
-    _add_generation(app, runner, builder, limits.body_bytes)
+    _add_generation(app, runner, builder, limits.body_bytes, slots)
     context_limit = limits.context_limit(pipe.context_limit)
     _add_models(app, (*names, *pipe.adapters), builder.check_model, context_limit)
     app.get("/v1/responses/{name}")(stored.get)
@@ -142,7 +147,9 @@ def create_app(
     return app
 
 
-def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, body_bytes: int) -> None:
+def _add_generation(
+    app: FastAPI, runner: RequestRunner, builder: JobBuilder, body_bytes: int, slots: RequestQueue
+) -> None:
     """Add the POST endpoints."""
 
     async def parsed(request: Request, kind: type[F], use: Callable[[F], Any]) -> Any:
@@ -155,17 +162,34 @@ def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, bo
         async def answer(request: Request) -> Response:
             asked, (job, form) = await parsed(request, kind, lambda asked: (asked, build(asked)))
             request.scope[LOG].form = form
+            if "anthropic-beta" in request.headers:
+                runner.metrics.ignored("anthropic-beta")
             if not asked.stream:
                 return JSONResponse(await unless_gone(request.receive, _whole(runner, job, form)))
             events = _events(runner, job, form, request.scope[LOG])
             # Errors before the first token still determine the response's status.
             await unless_gone(request.receive, events.__anext__())
-            return EventStream(events)
+            return EventStream(events, form.media_type)
 
     add("/v1/chat/completions", ChatCompletionRequest, builder.chat)
     add("/v1/completions", CompletionRequest, builder.completion)
     add("/v1/responses", ResponsesRequest, builder.response)
     add("/infill", InfillRequest, builder.infill)
+    add(MESSAGES, MessagesRequest, partial(builder.chat, form=MessagesFormat))
+
+    add("/api/chat", OllamaRequest, partial(builder.chat, form=OllamaFormat))
+    add("/api/generate", OllamaRequest, partial(builder.chat, form=partial(OllamaFormat, generates=True)))
+
+    @app.post(f"{MESSAGES}/count_tokens")
+    async def count(request: Request) -> dict[str, int]:
+        job, _ = await parsed(request, MessagesRequest, builder.chat)
+        return {"input_tokens": await unless_gone(request.receive, runner.count(job))}
+
+    described = describe(app, builder, slots)
+
+    @app.post("/api/show")
+    async def show(request: Request) -> dict[str, Any]:
+        return await parsed(request, ShowRequest, described)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -199,7 +223,10 @@ def _add_models(app: FastAPI, names: Sequence[str], check: Callable[[str], None]
 
 
 _INSTEAD: Mapping[str, Sequence[str]] = {
-    "the model generates text: use a server of embeddings": ("/v1/embeddings", "/v1/rerank", "/v1/score"),
+    "the model generates text: use a server of embeddings": (
+        *("/v1/embeddings", "/v1/rerank", "/v1/score", "/api/embed", "/api/embeddings"),
+    ),
+    "the server has one model: see mmspec serve --help": ("/api/pull", "/api/push", "/api/create", "/api/delete"),
     "the model generates text: ask it through POST /v1/chat/completions": ("/v1/moderations",),
     "the model reads no audio: use POST /v1/chat/completions": ("/v1/audio", "/v1/realtime"),
     "the model generates text only: use POST /v1/chat/completions": ("/v1/images", "/v1/videos"),
@@ -207,7 +234,6 @@ _INSTEAD: Mapping[str, Sequence[str]] = {
     "send requests to POST /v1/chat/completions at the same time: they decode together": ("/v1/batches",),
     "use POST /v1/responses with previous_response_id": ("/v1/conversations", "/v1/assistants", "/v1/threads"),
     "the server does not train: see the command mmspec train": ("/v1/fine_tuning",),
-    "this is OpenAI's API: use POST /v1/chat/completions": ("/v1/messages", "/api"),
     "this is OpenAI's API: use POST /v1/completions": ("/completion", "/generate"),
     "the base URL ends with /v1": ("/chat/completions", "/completions", "/responses"),
 }
@@ -231,7 +257,7 @@ async def _respond(request: Request, error: Exception) -> Response:
         expected = next(known, f"expected one of {', '.join(_endpoints(request.app))}")
         error = APIError(404, f"there is no {path[:100]} here: {expected}")
     request.scope[LOG].error = error
-    return as_api_error(error).response()
+    return as_api_error(error).response(request.url.path)
 
 
 async def _whole(runner: RequestRunner, job: GenerationJob, form: WireFormat) -> dict[str, Any]:
@@ -307,9 +333,9 @@ class EventStream(StreamingResponse):
     starlette's ``StreamingResponse`` leaves an open generator to the garbage collector.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], media_type: str = "text/event-stream") -> None:
         self._events = events
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(events, media_type=media_type, headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -31,7 +31,16 @@ from mmspec.cli.options import (
 from mmspec.errors import UserError
 from mmspec.jobs import rank, ranks
 from mmspec.sampling.reasoning import AUTO, FORMATS, NAMES
-from mmspec.serving.settings import Limits, ServeOptions, ServerSettings, host_names, is_loopback, server_url
+from mmspec.serving.call_formats import NAMES as PARSERS
+from mmspec.serving.settings import (
+    Limits,
+    ServeOptions,
+    ServerSettings,
+    drafter_of,
+    host_names,
+    is_loopback,
+    server_url,
+)
 from mmspec.workers import on_signals
 
 _log = logging.getLogger("mmspec.serve")
@@ -43,6 +52,12 @@ _log = logging.getLogger("mmspec.serve")
 @device_map_option
 @trust_option
 @drafters_option
+@click.option(
+    "--speculative-config",
+    type=JSON_OBJECT,
+    metavar="JSON",
+    help='vLLM\'s form of --drafter, such as {"method": "ngram", "num_speculative_tokens": 8}.',
+)
 @generation_config_option
 @listen_options(8000)
 @API_KEY.declared
@@ -71,6 +86,14 @@ _log = logging.getLogger("mmspec.serve")
     "from the chat template.",
 )
 @click.option(
+    "--tool-call-parser",
+    type=click.Choice(PARSERS),
+    default=AUTO,
+    show_default=True,
+    metavar="NAME",
+    help=f"Format of the model's tool calls: {', '.join(PARSERS[1:])}; auto: from the chat template.",
+)
+@click.option(
     "--chat-template-kwargs",
     type=JSON_OBJECT,
     default="{}",
@@ -91,7 +114,7 @@ def serve(
     replica_gpus: int,
     **options: Any,
 ) -> None:
-    """Serve a model through OpenAI's API.
+    """Serve a model through OpenAI's, Anthropic's and Ollama's APIs.
 
     Clients use http://HOST:PORT/v1 as the base URL. On an address that is not a loopback one, --api-key or --no-auth is
     required.
@@ -104,6 +127,11 @@ def serve(
     adapt = adapt_of(options)
     if adapt is not None and adapt.folder is not None and engine == "ray":
         raise UserError("--adapt-folder is written by one process: expected --engine local, received ray")
+    if (speculative := options.pop("speculative_config")) is not None:
+        if options["drafter"] != (AUTO,):
+            raise UserError("--speculative-config goes in place of --drafter: got both")
+        drafter, options["num_draft_tokens"] = drafter_of(speculative)
+        options["drafter"] = (drafter,)
     options["drafter"], *others = options["drafter"]
     if others and (adapt is not None or ranks() > 1):
         reason = "--adapt" if adapt is not None else "a model that is sharded over ranks"

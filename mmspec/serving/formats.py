@@ -16,8 +16,8 @@ from mmspec.engine.stats import Stats, TokenLogprob
 from mmspec.pipeline import Piece
 from mmspec.serving.errors import APIError
 from mmspec.serving.metrics import per_request
-from mmspec.serving.schemas import REASONING_FIELDS, GenerationRequest
-from mmspec.serving.tools import CallReader
+from mmspec.serving.schemas import GenerationRequest
+from mmspec.serving.tools import CallReader, Delta
 from mmspec.targets.processor import Processor
 
 _LEAST = -9999.0  # JSON has no infinity
@@ -29,6 +29,16 @@ def spelt(token: bytes) -> str:
         return token.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def _timings(usage: Mapping[str, Any], *seconds: float) -> dict[str, float]:
+    """llama.cpp's ``timings``, given the seconds until the first token and after it."""
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    tokens, found = (usage["prompt_tokens"] - cached, usage["completion_tokens"]), {"cache_n": cached}
+    for name, count, passed in zip(("prompt", "predicted"), tokens, seconds, strict=True):
+        found |= {f"{name}_n": count, f"{name}_ms": passed * 1e3}
+        found |= {f"{name}_per_token_ms": passed * 1e3 / max(count, 1), f"{name}_per_second": count / max(passed, 1e-9)}
+    return found
 
 
 def counts(prompt: int, generated: int) -> dict[str, int]:
@@ -44,6 +54,9 @@ class WireFormat(ABC):
     chunk_object: str
     end = b"data: [DONE]\n\n"
     """What ends a stream."""
+
+    api, media_type = "", "text/event-stream"
+    """Path of the API, for the format of errors, and content type of streams."""
 
     def __init__(
         self, model: str, processor: Processor, asked: GenerationRequest, before: Sequence[str], drafter: str = PLAIN
@@ -83,8 +96,9 @@ class WireFormat(ABC):
         return self.choices[index]
 
     def event(self, chunk: dict[str, Any]) -> bytes:
-        """A chunk as a server-sent event."""
-        return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+        """A chunk as a server-sent event, named by its type if it has one."""
+        name = f"event: {chunk['type']}\n".encode() if "type" in chunk else b""
+        return name + b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
     def first_chunks(self) -> Iterable[dict[str, Any]]:
         """Chunks before the first piece."""
@@ -97,7 +111,8 @@ class WireFormat(ABC):
         chunk = self._chunk({"index": index, **delta, "finish_reason": self._finish_reason(index)})
         ended = all(choice.finish_reason is not None for choice in self.choices)
         if self._usage_in == "none":
-            return [{**chunk, "metrics": self._figures()["metrics"]} if ended else chunk]
+            figures = self._figures() if ended else {}
+            return [chunk | {name: figures[name] for name in ("metrics", "timings") if ended}]
         last = [{**self._chunk(), **self._figures()}] if ended else []
         usage = None
         if self._usage_in == "every":
@@ -106,7 +121,7 @@ class WireFormat(ABC):
 
     def failed(self, error: APIError) -> Iterable[dict[str, Any]]:
         """Chunks of an error after the first piece."""
-        return [error.content()]
+        return [error.content(self.api)]
 
     def logged(self) -> dict[str, Any]:
         """Fields for the request log; values that are known only after choices end are None until then."""
@@ -137,7 +152,9 @@ class WireFormat(ABC):
             "prompt_tokens_details": {"cached_tokens": asked.num_cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": sum(one.num_reasoning_tokens for one in self.choices)},
         }
-        return {"usage": usage, "metrics": per_request(whole, self._drafter)}
+        first = self._times.get("first_token_s", 0.0)
+        seconds = first - self._times.get("queue_s", 0.0), clock() - self._made - first
+        return {"usage": usage, "metrics": per_request(whole, self._drafter), "timings": _timings(usage, *seconds)}
 
     def _finish_reason(self, index: int) -> str | None:
         """OpenAI's finish reason; None while the choice is running."""
@@ -169,25 +186,23 @@ class ChatFormat(WireFormat):
         for index in range(len(self.choices)):
             yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
+    def _read(self, index: int, piece: Piece) -> Delta:
+        """Parse a piece of a choice, or the whole."""
+        if self._readers is None:
+            return Delta(piece.text, reasoning=piece.reasoning)
+        final = piece.finish_reason is not None
+        return self._readers[index].feed(piece.text, final=final, reasoning=piece.reasoning)
+
     def _content(self, index: int, choice: Piece) -> Mapping[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-        if self._readers is not None:
-            read = self._readers[index].feed(choice.text, final=True).to_dict()
-            calls = read.get("tool_calls", [])
-            for call in calls:
-                del call["index"]
-            message["content"] = read.get("content", None if calls else "")
-            message |= {"tool_calls": calls} if calls else {}
-        if choice.reasoning:
-            message |= {"content": message["content"] or None, **dict.fromkeys(REASONING_FIELDS, choice.reasoning)}
-        return {"message": message}
+        read = self._read(index, choice).to_dict()
+        empty = None if "tool_calls" in read or choice.reasoning else ""
+        calls = [{key: one for key, one in call.items() if key != "index"} for call in read.pop("tool_calls", ())]
+        message = {"role": "assistant", "content": empty, "refusal": None, **read}
+        return {"message": message | ({"tool_calls": calls} if calls else {})}
 
     def _delta(self, index: int, piece: Piece) -> Mapping[str, Any]:
-        delta: dict[str, Any] = dict.fromkeys(REASONING_FIELDS, piece.reasoning) if piece.reasoning else {}
-        if self._readers is not None:
-            final = piece.finish_reason is not None
-            return {"delta": delta | self._readers[index].feed(piece.text, final=final).to_dict()}
-        return {"delta": delta | ({"content": piece.text} if piece.text or not delta else {})}
+        delta = self._read(index, piece).to_dict()
+        return {"delta": delta or ({"content": ""} if self._readers is None else {})}
 
     def _finish_reason(self, index: int) -> str | None:
         reason = super()._finish_reason(index)

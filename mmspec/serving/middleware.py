@@ -53,7 +53,7 @@ class Unready:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            response = Response() if scope["path"] == LIVE else self.error.response()
+            response = Response() if scope["path"] == LIVE else self.error.response(scope["path"])
             await response(scope, receive, send)
 
 
@@ -79,17 +79,16 @@ class Watched:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             kinds = [value for name, value in message["headers"] if name.lower() == b"content-type"]
-            self._stream = any(b"event-stream" in kind for kind in kinds)
+            self._stream = any(b"event-stream" in kind or b"ndjson" in kind for kind in kinds)
         elif message["type"] == "http.response.body":
             self.ended = not message.get("more_body", False)
 
     async def complete(self, error: APIError, scope: Scope, receive: Receive) -> None:
         """End the response with an error, sent as the whole response or as the last event of a stream."""
         if self.status is None:
-            await error.response()(scope, receive, self._send)
+            await error.response(scope["path"])(scope, receive, self._send)
         elif self._stream and not self.ended:
-            body = f"data: {json.dumps(error.content())}\n\ndata: [DONE]\n\n".encode()
-            await self._send({"type": "http.response.body", "body": body})
+            await self._send({"type": "http.response.body", "body": error.event(scope["path"])})
 
 
 class RequestLimit:
@@ -239,7 +238,7 @@ class RequestLog:
         except Exception as error:
             response.error = error
             if response.status is None:
-                await as_api_error(error).response()(scope, receive, response)
+                await as_api_error(error).response(scope["path"])(scope, receive, response)
         status, problem, quiet = response.status or 0, response.error, scope["path"] in (*PROBES, "/metrics")
         pairs: dict[str, Any] = {"id": None, "finish": None} if response.form is None else response.form.logged()
         if problem is not None:  # a stream has already sent status 200
@@ -294,7 +293,7 @@ class AccessGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._error(scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
-        await (self.app if error is None else error.response())(scope, receive, send)
+        await (self.app if error is None else error.response(scope["path"]))(scope, receive, send)
 
     def _error(self, path: str, headers: Headers) -> APIError | None:
         host = headers.get("host", "")
@@ -303,10 +302,10 @@ class AccessGuard:
         origin = headers.get("origin")
         if origin is not None and origin not in self._origins and urlsplit(origin).netloc != host:
             return APIError(403, f"requests of web pages need --allow-origin {origin!r}")
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        scheme, _, given = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
         if self._key is not None and path not in PROBES:
             same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._key)
             if not same or scheme.lower() != "bearer":  # RFC 9110: schemes are case-insensitive
-                message = "a valid API key is needed: expected Authorization: Bearer KEY"
+                message = "a valid API key is needed: expected Authorization: Bearer KEY or x-api-key: KEY"
                 return APIError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return None

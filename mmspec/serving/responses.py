@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from threading import Lock
@@ -18,7 +18,7 @@ from mmspec.sampling.params import LIBRARY, Logprobs, MaxTokens
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat
 from mmspec.serving.schemas import (
-    CACHE_BREAKPOINT,
+    CACHE,
     IGNORED,
     MOST_ITEMS,
     NEUTRAL,
@@ -38,7 +38,6 @@ from mmspec.serving.schemas import (
     choice_of,
     grammar_of_format,
 )
-from mmspec.serving.tools import Delta
 from mmspec.validation import condition
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -47,12 +46,12 @@ _LOGPROBS = "message.output_text.logprobs"
 
 class _Text(TextPart):
     # Annotations and logprobs occur in answers that clients send back.
-    ignored: ClassVar = ("annotations", "logprobs", CACHE_BREAKPOINT)
+    ignored: ClassVar = ("annotations", "logprobs", *CACHE)
     type: Literal["input_text", "output_text"]  # type: ignore[assignment]
 
 
 class _Image(MediaPart):
-    ignored: ClassVar = ("detail", CACHE_BREAKPOINT)
+    ignored: ClassVar = ("detail", *CACHE)
     refused: ClassVar = {"file_id": "files are not uploaded, image_url may be a data URI"}
     kind = "image"
     type: Literal["input_image"]
@@ -141,9 +140,6 @@ class _FunctionType(Fields):
 
 class FunctionTool(Function, _FunctionType):  # the type is checked first
     """A function declaration; chat requests nest these fields under ``function``."""
-
-    # Tool search and programmatic calls are not supported; results are text.
-    ignored: ClassVar = (*Function.ignored, "allowed_callers", "async", "defer_loading", "output_schema")
 
 
 class _TextFormat(Fields):
@@ -281,12 +277,8 @@ class ResponsesFormat(ChatFormat):
         self._growing: Any = None  # the last item while it is incomplete
         self._number = 0  # sequence number of the next event
 
-    def event(self, chunk: Event) -> bytes:
-        return f"event: {chunk['type']}\n".encode() + super().event(chunk)
-
     def whole(self) -> dict[str, Any]:
-        choice = self.choices[0]
-        for _ in self._grow(choice.reasoning, choice.text, choice.logprobs[choice.num_reasoning_tokens :]):
+        for _ in self._grow(self.choices[0]):
             pass
         return self._ended()
 
@@ -296,7 +288,7 @@ class ResponsesFormat(ChatFormat):
 
     def chunks(self, index: int, piece: Piece) -> Iterator[Event]:
         self.add(index, piece)
-        yield from self._grow(piece.reasoning, piece.text, piece.logprobs[piece.num_reasoning_tokens :])
+        yield from self._grow(piece)
         if piece.finish_reason is not None:
             response = self._ended()
             yield self._event(f"response.{response['status']}", response=response)
@@ -330,15 +322,15 @@ class ResponsesFormat(ChatFormat):
         none = {"background": False, "error": None, "incomplete_details": None, "usage": None}
         return {**head, "model": self._head["model"], **none, **self._about, "output": [*self._output]}
 
-    def _grow(self, reasoning: str, text: str, logprobs: Iterable[Any]) -> Iterator[Event]:
+    def _grow(self, piece: Piece) -> Iterator[Event]:
         """Events for new output, with the final events if the answer has ended; log probabilities exclude reasoning."""
-        final = self.choices[0].finish_reason is not None
-        if reasoning:
-            yield from self._write("reasoning", reasoning)
-        delta = Delta(text) if self._readers is None else self._readers[0].feed(text, final=final)
+        final, delta = piece.finish_reason is not None, self._read(0, piece)
+        if delta.reasoning:
+            yield from self._write("reasoning", delta.reasoning)
         last = self._growing["type"] if self._growing else None if self._output else "message"
         if delta.content or (final and not delta.calls and last == "message"):  # an end of sequence, or no output
-            found = (self._logprobs_of(list(logprobs), self.choices[0]) or {}).get("content", [])
+            logprobs = piece.logprobs[piece.num_reasoning_tokens :]
+            found = (self._logprobs_of(logprobs, self.choices[0]) or {}).get("content", [])
             yield from self._write("message", delta.content, logprobs=found)
         for call in delta.calls.values():
             yield from self._call(call)

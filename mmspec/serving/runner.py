@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -21,6 +21,7 @@ from mmspec.pipeline import Piece, Pipeline
 from mmspec.sampling.grammar import BeyondEndError
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.syntax import CheckedText, GrammarTrial
+from mmspec.serving.call_formats import ToolFormat
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat, InfillFormat, TextFormat, WireFormat
 from mmspec.serving.media import MediaReader, Medium
@@ -38,7 +39,7 @@ from mmspec.serving.schemas import (
     conversation,
 )
 from mmspec.serving.settings import Limits
-from mmspec.serving.tools import ToolFormat, ToolPlan, plan_tools
+from mmspec.serving.tools import ToolPlan, plan_tools
 from mmspec.targets.infill import Infill
 from mmspec.workers import Cancellation
 
@@ -97,6 +98,7 @@ class JobBuilder:
             may name a file without folder and suffix.
         reasoning: format of the model's reasoning; None for models without reasoning.
         drafters: names of selectable drafters, the default first.
+        num_draft_tokens: number for requests without one; None chooses adaptively.
 
     Raises:
         APIError: raised by each method for requests beyond the limits, or for another model.
@@ -111,6 +113,7 @@ class JobBuilder:
     reasoning: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     drafters: Sequence[str] = (PLAIN,)
+    num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self._known: list[str | None] = [*self.names, *self.pipe.adapters]
@@ -132,10 +135,12 @@ class JobBuilder:
         own = {"context_limit": self.limits.max_model_len or None}
         return (name, own | {"adapter": name}) if name in self.pipe.adapters else (self.names[0], own)
 
-    def chat(self, asked: ChatCompletionRequest) -> tuple[GenerationJob, WireFormat]:
+    def chat(
+        self, asked: ChatCompletionRequest, form: Callable[..., ChatFormat] = ChatFormat
+    ) -> tuple[GenerationJob, WireFormat]:
         """Job and response format of a chat request."""
         job, plan = self._chat(asked, asked.messages)
-        return job, ChatFormat(*self._form(asked, job, [""] * job.n), reader=plan.reader)
+        return job, form(*self._form(asked, job, [""] * job.n), reader=plan.reader)
 
     def response(self, asked: ResponsesRequest) -> tuple[GenerationJob, WireFormat]:
         """Job and response format of a Responses API request."""
@@ -161,12 +166,19 @@ class JobBuilder:
         constraint = constraint if plan.grammar is None else ("grammar", plan.grammar)
         variables = effort_variables(asked.reasoning_effort, processor.chat_template_text())
         variables |= asked.chat_template_kwargs
-        keywords = {**asked.keywords, **plan.keywords, **self._answers(asked.model)[1], **self._rendering(variables)}
+        keywords = {**self._keywords(asked), **plan.keywords, **self._rendering(variables)}
         if self.reasoning and "answer_start" not in keywords:  # a call starts at once there
             keywords["reasoning"] = self.reasoning
         prompts = [plan.messages(turns)]
         common = (prompts, sampling, constraint, asked.n, media, keywords, asked.drafter(self.limits, self.drafters))
         return GenerationJob(*common, plan.trigger, plan.schemas), plan
+
+    def _keywords(self, asked: GenerationRequest) -> dict[str, Any]:
+        """Keywords of ``Pipeline.stream`` that do not depend on the prompt."""
+        keywords = asked.keywords | self._answers(asked.model)[1]
+        if keywords["num_draft_tokens"] is None:
+            keywords["num_draft_tokens"] = self.num_draft_tokens
+        return keywords
 
     def _form(self, asked: GenerationRequest, job: GenerationJob, texts: Sequence[str]) -> tuple[Any, ...]:
         """Constructor arguments of a ``WireFormat``."""
@@ -210,7 +222,7 @@ class JobBuilder:
         return job, InfillFormat(*self._form(asked, job, [""]))
 
     def _raw(self, asked: GenerationRequest, prompts: Sequence[Any], stops: Sequence[int] = ()) -> GenerationJob:
-        keywords = asked.keywords | {"chat_template": False, "stop_token_ids": stops} | self._answers(asked.model)[1]
+        keywords = self._keywords(asked) | {"chat_template": False, "stop_token_ids": stops}
         sampling = asked.sampling(self.limits, self.pipe.defaults.served)
         drafter = asked.drafter(self.limits, self.drafters)
         return GenerationJob(prompts, sampling, asked.constraint(), asked.n, (), keywords, drafter)
@@ -383,6 +395,15 @@ class RequestRunner:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def count(self, job: GenerationJob) -> int:
+        """Number of tokens of a job's prompt, images and videos included. Raises as ``start``."""
+        _, media = await self._prepared(job)
+        pipe = self.pipes[job.drafter]
+        options = {name: value for name, value in job.keywords.items() if name in pipe.processor.options}
+        (prompt,) = job.prompts
+        encoded = await asyncio.to_thread(pipe.processor.encode, [{"prompt": prompt, **media}], **options)
+        return int(encoded.input_ids.shape[1])
 
     async def _prepared(self, job: GenerationJob) -> tuple[SamplingParams, Mapping[str, Any]]:
         """Check the grammar and decode the media: sampling parameters of the first choice, and media."""

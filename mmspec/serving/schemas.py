@@ -16,6 +16,7 @@ from pydantic import (
     NonNegativeInt,
     PlainValidator,
     ValidationError,
+    ValidationInfo,
     create_model,
     field_validator,
     model_validator,
@@ -56,9 +57,11 @@ class Fields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop(cls, given: Any) -> Any:
+    def _drop(cls, given: Any, info: ValidationInfo) -> Any:
         if not isinstance(given, dict):
             return given
+        if info.context is not None:  # a set
+            info.context.update(name for name in cls.ignored if given.get(name) is not None)
         known = {field.alias or name for name, field in cls.model_fields.items()}
         left = {}
         for name, value in given.items():
@@ -101,21 +104,20 @@ def parse(kind: type[F], body: bytes, ignored: Callable[[str], object] = str) ->
     except ValueError as error:
         raise APIError(400, f"the body must be JSON: {error}") from None
     try:
-        asked = kind.model_validate(given)
+        asked = kind.model_validate(given, context=(dropped := set[str]()))
     except ValidationError as error:
         path, message = explain(error, "the body", tags=Variant.tags)
         raise APIError(400, message, path or None) from None
-    for name in kind.ignored:
-        if given.get(name) is not None:
-            ignored(name)
+    for name in dropped:
+        ignored(name)
     return asked
 
 
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 """Names of an assistant's reasoning in messages: DeepSeek's name, and the name in current versions of vLLM."""
 
-CACHE_BREAKPOINT = "prompt_cache_breakpoint"
-"""Field of parts that is ignored: all prefixes of prompts are kept."""
+CACHE = ("cache_control", "prompt_cache_breakpoint")
+"""Fields of parts, messages and tools that are ignored: all prefixes of prompts are kept."""
 
 
 class _URL(Fields):
@@ -124,7 +126,7 @@ class _URL(Fields):
 
 
 class TextPart(Variant):
-    ignored: ClassVar[Sequence[str]] = (CACHE_BREAKPOINT,)
+    ignored: ClassVar[Sequence[str]] = (*CACHE, "citations")
     type: Literal["text"]
     text: str
 
@@ -155,7 +157,7 @@ class MediaPart(Variant):
 class ImagePart(MediaPart):
     """An image; ``image_url`` may be the URL as a string."""
 
-    ignored: ClassVar = (CACHE_BREAKPOINT,)
+    ignored: ClassVar = CACHE
     kind = "image"
     type: Literal["image_url"]
     image_url: Annotated[_URL, BeforeValidator(lambda given: {"url": given} if isinstance(given, str) else given)]
@@ -183,7 +185,7 @@ class CalledFunction(Fields):
 
 
 class ToolCall(Fields):
-    ignored: ClassVar = ("index",)
+    ignored: ClassVar = (*CACHE, "index", "caller")
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -192,6 +194,7 @@ class ToolCall(Fields):
 class ChatMessage(Fields):
     """One message; string content means one text part, an assistant's content may be null or a refusal."""
 
+    ignored: ClassVar = CACHE
     refused: ClassVar = {"audio": "answers are text", "function_call": "tool_calls replaces it"}
     neutral: ClassVar = {"annotations": ([],), "tool_calls": ([],)}  # in answers that clients send back
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -240,7 +243,7 @@ class ChatMessage(Fields):
             for call in self.tool_calls or ()
         ]
         name = self.name if self.role == "tool" else None  # the function's name; speaker names are ignored
-        values: dict[str, Any] = dict.fromkeys(REASONING_FIELDS, self.reasoning_text)
+        values: dict[str, Any] = dict.fromkeys((*REASONING_FIELDS, "thinking"), self.reasoning_text)  # gpt-oss' name
         values |= {"tool_calls": calls or None, "tool_call_id": self.tool_call_id, "name": name}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -269,7 +272,7 @@ def conversation(given: Sequence[ChatMessage], reads_media: bool) -> tuple[list[
     return messages, media
 
 
-_Name = Annotated[
+FunctionName = Annotated[
     str,
     condition(
         "1 to 64 letters, digits, and any of _.-",
@@ -279,8 +282,12 @@ _Name = Annotated[
 
 
 class Function(Fields):
-    ignored: ClassVar[Sequence[str]] = ("strict",)  # arguments are constrained strictly in any case
-    name: _Name
+    # Arguments are constrained strictly in any case; tool search and programmatic calls are not supported.
+    ignored: ClassVar[Sequence[str]] = (
+        *(*CACHE, "strict", "allowed_callers", "async", "defer_loading", "output_schema"),
+        *("eager_input_streaming", "input_examples"),
+    )
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -484,7 +491,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     limit_name = "max_completion_tokens"
     # A prediction affects only speed; only /v1/responses stores responses.
-    ignored = (*IGNORED, "prediction", "store", "verbosity")
+    ignored: ClassVar[Sequence[str]] = (*IGNORED, "prediction", "store", "verbosity")
     neutral: ClassVar = {
         **NEUTRAL,
         "functions": ([],),

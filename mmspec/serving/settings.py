@@ -8,13 +8,16 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import PositiveInt
+
 from mmspec.adaptation import AdaptOptions
-from mmspec.errors import UserError
+from mmspec.errors import UserError, shown
 from mmspec.jobs import ranks
 from mmspec.sampling.params import LIBRARY
-from mmspec.validation import option, options
+from mmspec.validation import check, option, options
 
 if TYPE_CHECKING:
     from mmspec.pipeline import Pipeline
@@ -66,13 +69,32 @@ class ServeOptions:
     """Further options of ``mmspec serve``."""
 
     allow_urls: bool = option(False, "Download images and videos of requests from public addresses.")
-    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral", "generic"] = option(
-        "auto", "Format of the model's tool calls; auto: from the chat template."
-    )
     prefix_cache: int = option(512, "Memory for the states of earlier prompts; 0 computes every prompt.", ge=0)
     engine: Literal["local", "ray"] = option("local", "local: this process; ray: replicas on Ray Serve.")
     replicas: int = option(1, "With --engine ray.", ge=1)
     replica_gpus: int = option(1, "GPUs per replica on Ray; --device-map auto spreads the model over them.", ge=1)
+
+
+_METHODS = {
+    **{name: name for name in ("ngram", "suffix", "mtp")},
+    **dict.fromkeys(("eagle", "eagle3", "medusa", "dflash"), "{model}"),
+    "draft_model": "small:{model}",
+}
+"""Drafters by vLLM's methods."""
+
+
+def drafter_of(config: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The drafter and the number of draft tokens of vLLM's ``--speculative-config``. Raises ``UserError``: a field or a
+    method is unknown, or of another type."""
+    known = ("method", "model", "num_speculative_tokens")
+    if unknown := config.keys() - set(known):
+        raise UserError(f"--speculative-config has the fields {', '.join(known)}: got {', '.join(sorted(unknown))}")
+    method, model, count = map(config.get, known)
+    if not isinstance(method, str) or (drafter := _METHODS.get(method)) is None:
+        raise UserError(f"method must be one of {', '.join(_METHODS)}: got {shown(method)}")
+    if not isinstance(model, str if "{model}" in drafter else NoneType):
+        raise UserError(f"the method {method} needs {'a' if '{model}' in drafter else 'no'} model: got {shown(model)}")
+    return drafter.format(model=model), check("num_speculative_tokens", PositiveInt | None, count)
 
 
 def is_loopback(host: str) -> bool:
@@ -102,8 +124,7 @@ class ServerSettings:
 
     Attributes:
         loading: keywords of ``open_pipeline`` named in ``LOADING``.
-        access: keywords of ``create_app``: ``api_key``, ``hosts``, ``origins``, ``names``, ``tool_parser`` and
-            ``allow_urls``.
+        access: keywords of ``create_app``: ``api_key``, ``hosts``, ``origins``, ``names``, ``allow_urls``, ...
         prefix_cache: memory of the prefix cache, in MiB.
         adapt: drafters learn from all requests; None copies learning drafters for each sequence.
     """

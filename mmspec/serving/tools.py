@@ -5,119 +5,17 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from mmspec.errors import UserError
-from mmspec.sampling.syntax import json_rule
+from mmspec.serving.call_formats import AROUND, GENERIC, HEAD, NAME, ToolFormat, json_types, parameters, pattern
 from mmspec.serving.errors import APIError
 from mmspec.serving.schemas import REASONING_FIELDS, named_function
 from mmspec.targets.processor import Processor, called_arguments
 
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """A model's syntax of tool calls: marker, opening, calls with separators, end.
-
-    A call is ``{"name": NAME, KEY: ARGUMENTS}``.
-
-    Attributes:
-        name: value of ``--tool-parser``.
-        marker: text or special token before the calls; with ``in_call``, the start of a call at the output's start.
-        opening, between, end: texts; ``between`` is None if the model makes one call at a time.
-        key: JSON key of the arguments.
-        in_call: whether the marker is part of a call.
-        bare: whether an output may also start with calls without a marker, with or without code fences: Qwen2.5-Coder.
-        id_length: alphanumeric characters of a call's id, where templates require a fixed length.
-    """
-
-    name: str
-    marker: str
-    opening: str = ""
-    between: str | None = None
-    end: str = ""
-    key: str = "arguments"
-    in_call: bool = False
-    bare: bool = False
-    id_length: int | None = None
-
-    def bare_begin(self, names: Iterable[str]) -> str:
-        """Pattern of the text before an unmarked call of these functions, with a lookahead for the call."""
-        return rf'{_AROUND}(?=\{{\s*"name"\s*:\s*"(?:{"|".join(map(re.escape, names))})")'
-
-    def trigger(self, names: Iterable[str]) -> str:
-        """Trigger of the grammar for calls of these functions, marker included; see ``SamplingParams``."""
-        marked = f"{'^' if self.in_call else ''}(?={re.escape(self.marker)})"
-        return f"/{marked}|^{self.bare_begin(names)}/" if self.bare else f"/{marked}/"
-
-    def grammar(
-        self,
-        tools: Sequence[Mapping[str, Any]],
-        *,
-        marked: bool,
-        several: bool,
-        bare: bool = False,
-        instead: str | None = None,
-    ) -> str:
-        """Grammar of calls, in llguidance's variant of Lark's syntax.
-
-        Args:
-            marked: whether the grammar includes the marker; otherwise it applies after the marker.
-            several: whether to allow several calls, if the format supports them.
-            bare: whether to allow unmarked calls at the start, if the format supports them.
-            instead: a JSON schema of outputs that are allowed in place of calls.
-        """
-        parts = [] if self.in_call else ["/[ \\n]?/", json.dumps(self.opening)]
-        if marked and not self.in_call:
-            parts.insert(0, json.dumps(self.marker))
-        parts.append("call")
-        if several and self.between is not None:
-            parts.append(f"({json.dumps(self.between)} call)*")
-        bare = bare and self.bare
-        rules = [
-            f"start: calls{' | bare' if bare else ''}{' | instead' if instead else ''}",
-            f"calls: {' '.join(parts)} {json.dumps(self.end)}",
-            f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}",
-        ]
-        if bare:
-            rules.append(f"bare: bare_call {'(BETWEEN bare_call)* ' if several else ''}END")
-            rules.append(f"bare_call: {' | '.join(f'bare_{number}' for number in range(len(tools)))}")
-            rules += [r"BETWEEN: /\s{0,9}(,|```\s{1,9}```(json)?)?\s{0,9}/", r"END: /\s{0,9}\]?\s{0,9}(```)?/"]
-        for number, tool in enumerate(tools):
-            head = f'{{"name": {json.dumps(tool["name"])}, "{self.key}": '
-            rules.append(f'call_{number}: {json.dumps(head)} args_{number} "}}"')
-            rules.append(f"args_{number}: {json_rule(parameters(tool))}")
-            if bare:
-                gap = r"\s{0,9}"
-                head = rf'\{{{gap}"name":{gap}"{tool["name"]}",{gap}"{self.key}":{gap}'
-                rules.append(rf"bare_{number}: /{head}/ bare_args_{number} /{gap}\}}/")
-                rules.append(f"bare_args_{number}: {json_rule(parameters(tool), any_layout=True)}")
-        if instead is not None:
-            rules.append(f"instead: {json_rule(json.loads(instead))}")
-        return "\n".join(rules)
-
-
-def parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a function's arguments."""
-    return {"type": "object", **function.get("parameters", {})}
-
-
-HERMES = ToolFormat("hermes", "<tool_call>", "", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>", bare=True)
-"""``<tool_call>{json}</tool_call>`` of Hermes 2 Pro, Qwen2.5 and Qwen3."""
-
-LLAMA = ToolFormat("llama3_json", '{"name": "', key="parameters", in_call=True)
-"""``{"name": ..., "parameters": ...}`` of Llama 3.1 and later: one call, which is the whole output."""
-
-MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "[", ", ", "]", id_length=9)
-"""``[TOOL_CALLS][{json}, {json}]`` of Mistral's models up to version 7 of their tokenizers."""
-
-GENERIC = replace(HERMES, name="generic")
-"""The format of Hermes, explained in the prompt: for chat templates without tools, or with other formats."""
-
-FORMATS = {one.name: one for one in (HERMES, LLAMA, MISTRAL, GENERIC)}
-AUTO = "auto"
 _PROMPT = """You can call these functions. Each is a JSON object with a name and the JSON schema of its parameters:
 {tools}
 To call one, write its name and arguments as a JSON object between <tool_call> and </tool_call>, and nothing after:
@@ -125,27 +23,6 @@ To call one, write its name and arguments as a JSON object between <tool_call> a
 {{"name": NAME, "arguments": ARGUMENTS}}
 </tool_call>
 Results follow between <tool_response> and </tool_response>. Answer without a call where none is needed."""
-
-
-def tool_format(processor: Processor, name: str = AUTO) -> ToolFormat:
-    """The format of a model's calls. Raises ``UserError``: the named format needs a chat template that renders tools,
-    and the model has none."""
-    template = processor.chat_template_text()
-    if name != AUTO:
-        if name != GENERIC.name and "tools" not in template:
-            raise UserError(f"the tool parser {name} needs a chat template with tools: the model has none")
-        return FORMATS[name]
-    if "tools" not in template:
-        return GENERIC
-    if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
-        return MISTRAL
-    if "<tool_call>" in template and "arguments" in template and not any(one in template for one in _OTHERS):
-        return HERMES
-    return LLAMA if '"parameters": dictionary' in template else GENERIC
-
-
-_OTHERS = ("<function=", "<arg_key>", "<invoke")
-"""Parts of calls in other formats than JSON (Qwen3-Coder, GLM-4.5, MiniMax) after ``<tool_call>``."""
 
 
 def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -158,11 +35,11 @@ def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
     for message in messages:
         role, content = message["role"], message["content"]
         if role == "tool":
-            text = f"<tool_response>\n{_text(content)}\n</tool_response>"
+            content = _joined(_joined(_like(content, "<tool_response>"), content), "</tool_response>")
             if before == "tool":
-                found[-1]["content"] = _joined(found[-1]["content"], text)
+                found[-1]["content"] = _joined(found[-1]["content"], content)
             else:
-                found.append({"role": "user", "content": _like(content, text)})
+                found.append({"role": "user", "content": content})
         else:
             for call in message.get("tool_calls", ()):
                 function = call["function"]
@@ -181,10 +58,6 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "\n".join(item.get("text", "") for item in content)
-
-
 def _like(content: Any, text: str) -> Any:
     """Convert text to the type of ``content``: a string, or a list of items."""
     return text if isinstance(content, str) else [{"type": "text", "text": text}]
@@ -198,14 +71,12 @@ def _joined(content: Any, more: Any, separator: str = "\n") -> Any:
     return [*content, {"type": "text", "text": separator}, *more] if content else list(more)
 
 
-_AROUND = r"(?:\s|```(?:json)?|[\[\],])*"  # around unmarked calls
 _BEFORE_NAME = (r"\{", r"\s*", *'"name"', r"\s*", ":", r"\s*", '"', r'[^"\\]*')
 _PART = (  # of the start of an unmarked call
     r"(?:\s|`{1,3}(?:j(?:s(?:on?)?)?)?|[\[\],])*"
     + "".join(f"(?:{one}" for one in _BEFORE_NAME)
     + ")?" * len(_BEFORE_NAME)
 )
-_HEAD = r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 _BARE_END = re.compile(r"\s*\}")
 _LONGEST_HEAD = 200  # characters; a longer head is not a call
 
@@ -216,66 +87,75 @@ class Delta:
 
     content: str = ""
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    reasoning: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The non-empty fields, as in a delta or message."""
-        content = {"content": self.content} if self.content else {}
+        content = dict.fromkeys(REASONING_FIELDS, self.reasoning) if self.reasoning else {}
+        content |= {"content": self.content} if self.content else {}
         return {**content, "tool_calls": list(self.calls.values())} if self.calls else content
 
 
 class CallReader:
     """Streaming parser for the calls of one output.
 
-    Arguments are streamed verbatim up to the end of their JSON object; markers inside strings are text. Whitespace
-    around calls is dropped. Text that starts like a call but is not a call becomes content.
+    JSON arguments are streamed verbatim up to the end of their object, others value by value; markers inside strings
+    are text. Whitespace around calls is dropped. Text that starts like a call but is not a call becomes content.
 
     Args:
-        names: functions whose unmarked calls are parsed, too.
+        functions: declarations of the functions.
+        bare: whether unmarked calls of the functions are parsed, too, if the format has them.
         begun: whether the prompt ends with the marker.
     """
 
-    def __init__(self, form: ToolFormat, names: Sequence[str] = (), *, begun: bool = False) -> None:
-        self._form, self.calls = form, 0
-        self._bare = re.compile(form.bare_begin(names)) if form.bare and names else None
-        self._around = re.compile(r"\s*" if self._bare is None else _AROUND)
-        opening = re.escape(form.opening)
-        marker = "" if form.in_call else f"(?:{re.escape(form.marker)})?"
-        self._head = re.compile(rf"{self._around.pattern}{marker}\s*(?:{opening})?\s*{_HEAD}")
-        self._end = re.compile(rf"\s*\}}\s*{re.escape(form.end.strip())}")
-        self._next = re.compile(r"\s*\}\s*,\s*(?=\{)")
+    def __init__(
+        self, form: ToolFormat, functions: Sequence[Mapping[str, Any]] = (), *, bare: bool = True, begun: bool = False
+    ) -> None:
+        self._form, self.calls, self._schemas = form, 0, {one["name"]: parameters(one) for one in functions}
+        self._bare = re.compile(form.bare_begin(self._schemas)) if form.bare and bare and functions else None
+        self._around = re.compile(r"\s*" if self._bare is None else AROUND)
+        self._starts = () if form.in_call else (*form.before, form.marker)
+        first, then, last = form.around
+        call = HEAD if form.call is None else rf"{pattern(first)}{NAME}{pattern(then)}"
+        separator = "," if form.between is None else form.between
+        optional = "".join(rf"(?:\s*{re.escape(text)})?" for text in self._starts)
+        self._head = re.compile(rf"{self._around.pattern}{optional}\s*(?:{re.escape(form.opening.strip())})?\s*{call}")
+        self._end = re.compile(rf"\s*{pattern(last)}\s*{re.escape(form.end.strip())}")
+        self._next = re.compile(rf"\s*{pattern(last)}\s*{pattern(separator.strip())}\s*(?={call})")
         self._rest = ""
         self._step = self._in_head if begun else self._in_text
         self._said = False  # whether there was content: some markers count only at the start
-        self._json = _Object()
+        self._arguments: _Object | _Tagged | _Quoted = _Object()
 
-    def feed(self, text: str, *, final: bool = False) -> Delta:
+    def feed(self, text: str, *, final: bool = False, reasoning: str = "") -> Delta:
         """Parse the next piece of the output, which may be the last."""
         self._rest += text
-        delta = Delta()
+        delta = Delta(reasoning=reasoning)
         while self._step(delta, final):
             pass
         return delta
 
     def _in_text(self, delta: Delta, final: bool) -> bool:
-        rest, marker = self._rest, self._form.marker
+        rest, starts = self._rest, self._starts
         if self._bare is not None and not self._said:
             if self._bare.match(rest):
                 self._end, self._step = _BARE_END, self._in_head
                 return True
             if not final and re.fullmatch(_PART, rest):
                 return False
-        at = rest.find(marker)
-        if self._form.in_call and (self._said or at > 0):
-            at = -1
+        at = min((place for one in starts if (place := rest.find(one)) >= 0), default=-1)
+        if self._form.in_call and not self._said and rest.startswith(self._form.marker):
+            at = 0
         if at >= 0:
             said = rest[:at].rstrip()
             self._say(delta, said)
             self._rest, self._step = rest[len(said) :], self._in_head
             return True
         held = len(rest.rstrip())
-        if not self._form.in_call or not self._said:
-            held = min([held, *(len(rest) - n for n in range(1, len(marker)) if rest.endswith(marker[:n]))])
-            held = len(rest[:held].rstrip())
+        if self._form.in_call and not self._said:
+            starts = (self._form.marker,)
+        held = min([held, *(len(rest) - n for one in starts for n in range(1, len(one)) if rest.endswith(one[:n]))])
+        held = len(rest[:held].rstrip())
         if self.calls and self._around.fullmatch(rest):
             held = 0
         elif final:
@@ -290,7 +170,10 @@ class CallReader:
             prefix, length = ("", self._form.id_length) if self._form.id_length else ("call_", 24)
             call = {"index": self.calls, "id": f"{prefix}{uuid.uuid4().hex[:length]}", "type": "function"}
             delta.calls[self.calls] = {**call, "function": {"name": found[1], "arguments": ""}}
-            self._rest, self._step, self._json = self._rest[found.end() :], self._in_arguments, _Object()
+            self._rest, self._step = self._rest[found.end() :], self._in_arguments
+            self._arguments = _Quoted(self._form.quote) if self._form.quote else _Object()
+            if self._form.argument and not self._form.quote:
+                self._arguments = _Tagged(self._form, self._schemas.get(found[1], {}))
             return True
         if final or len(self._rest) > _LONGEST_HEAD:
             self._say(delta, self._rest)
@@ -298,16 +181,16 @@ class CallReader:
         return False
 
     def _in_arguments(self, delta: Delta, final: bool) -> bool:
-        end = self._json.read(self._rest)
-        if end:
+        end, text = self._arguments.read(self._rest)
+        if text:
             call = delta.calls.setdefault(self.calls, {"index": self.calls, "function": {"arguments": ""}})
-            call["function"]["arguments"] += self._rest[:end]
-            self._rest = self._rest[end:]
-        if self._json.over:
+            call["function"]["arguments"] += text
+        self._rest = self._rest[end:]
+        if self._arguments.over:
             self.calls, self._step = self.calls + 1, self._in_tail
         elif final:
             self.calls += 1  # a truncated call
-        return self._json.over
+        return self._arguments.over
 
     def _in_tail(self, delta: Delta, final: bool) -> bool:
         found = self._next.match(self._rest)
@@ -331,8 +214,8 @@ class _Object:
         self.over = False
         self._depth, self._in_string, self._escaped = 0, False, False
 
-    def read(self, text: str) -> int:
-        """Number of characters of a piece that belong to the object."""
+    def read(self, text: str) -> tuple[int, str]:
+        """Number of characters of a piece that belong to the object, and their JSON."""
         for place, character in enumerate(text):
             if self._in_string:
                 self._in_string = self._escaped or character != '"'
@@ -345,8 +228,69 @@ class _Object:
                 self._depth -= 1
                 if not self._depth:
                     self.over = True
-                    return place + 1
-        return len(text)
+                    return place + 1, text[: place + 1]
+        return len(text), text
+
+
+class _Tagged:
+    """Converts arguments between tags to a JSON object; interface of ``_Object``."""
+
+    def __init__(self, form: ToolFormat, schema: Mapping[str, Any]) -> None:
+        self.over, self._schema = False, schema
+        self._begun, self._length = False, 0  # of the text that has been searched
+        assert form.argument is not None
+        before, between, after = (re.escape(text) for text in (*form.argument[:2], form.argument[2].rstrip()))
+        self._item = re.compile(rf"\s*{before}(.*?){between}(.*?){after}", re.DOTALL)
+        self._end = re.compile(rf"\s*{pattern(form.around[2] or form.end)}")
+
+    def read(self, text: str) -> tuple[int, str]:
+        """Number of characters that whole arguments take, and their JSON."""
+        end, parts = 0, list[str]()
+        if ">" in text[self._length :]:  # searches whole values once per tag, not once per piece
+            while (found := self._item.match(text, end)) is not None:
+                parts.append(f"{', ' if self._begun else '{'}{json.dumps(found[1])}: {self._value(*found.groups())}")
+                self._begun, end = True, found.end()
+            self.over = self._end.match(text, end) is not None
+        if self.over:
+            parts.append("}" if self._begun else "{}")
+        self._length = len(text) - end
+        return end, "".join(parts)
+
+    def _value(self, key: str, text: str) -> str:
+        """JSON of a value: text where the schema allows text only, otherwise JSON where it is JSON."""
+        if json_types(self._schema.get("properties", {}).get(key), self._schema) != {"string"}:
+            with suppress(ValueError):
+                json.loads(text)
+                return text.strip()
+        return _json(text)
+
+
+_LITERAL = re.compile(r"true|false|null|-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+
+
+class _Quoted:
+    """Converts an object with bare keys and quoted strings to JSON; interface of ``_Object``."""
+
+    def __init__(self, quote: str) -> None:
+        self.over, self._depth, self._length = False, 0, 0
+        after, quote = r"(?=\s*[:,}\]])", re.escape(quote)
+        values = rf"{quote}(?P<text>.*?){quote}{after}|(?P<word>[^\s<:,{{}}\[\]]+){after}"
+        self._lexeme = re.compile(rf"\s*(?:{values}|(?P<mark>[{{}}\[\],:]))", re.DOTALL)
+
+    def read(self, text: str) -> tuple[int, str]:
+        """Number of characters that whole lexemes take, and their JSON."""
+        end, parts = 0, list[str]()
+        if set(text[self._length :]) & set(":,{}[]"):
+            while not self.over and (found := self._lexeme.match(text, end)) is not None:
+                mark, end = found["mark"] or "", found.end()
+                self._depth += (mark in ("{", "[")) - (mark in ("}", "]"))
+                self.over = mark != "" and not self._depth
+                is_key = text[end:].lstrip().startswith(":")
+                literal = found["word"] is not None and not is_key and _LITERAL.fullmatch(found["word"])
+                parts.append(mark or (found["word"] if literal else _json(found["text"] or found["word"] or "")))
+                parts.append(" " * (mark in (":", ",")))
+        self._length = len(text) - end
+        return end, "".join(parts)
 
 
 @dataclass(frozen=True)
@@ -387,7 +331,7 @@ def plan_tools(
     Raises:
         APIError: the choice does not match the tools, or the format does not support the schema.
     """
-    special = processor.special_token(form.marker) is not None
+    special, tokens = processor.special_token(form.marker) is not None, form.special(processor)
     generic, named = form is GENERIC, named_function(choice)
     names = [one["name"] for one in functions]
     if len(set(names)) < len(names):
@@ -399,12 +343,12 @@ def plan_tools(
     if choice == "none" or not functions:
         return ToolPlan(as_text=[] if generic else None)
     tools_of_template = [{"type": "function", "function": one} for one in functions]
-    keywords: dict[str, Any] = {} if generic else {"tools": tools_of_template}
+    keywords: dict[str, Any] = {} if generic else {"tools": tools_of_template, "text_tokens": tokens}
     as_text = functions if generic else None
     if choice == "auto" and schema is None:
         grammar = form.grammar(functions, marked=not special, several=several, bare=not special)
         trigger = form.marker if special else form.trigger(names)
-        reader = partial(CallReader, form, () if special else names)
+        reader = partial(CallReader, form, functions, bare=not special)
         return ToolPlan(keywords, grammar, trigger, _schemas(functions), reader, as_text)
     if choice == "auto" and special:
         message = "response_format beside tools needs tool_choice none or required: got auto"
@@ -415,7 +359,7 @@ def plan_tools(
     grammar = form.grammar(called, marked=not special, several=several, instead=instead)
     if special:
         keywords["answer_start"] = form.marker
-    reader = partial(CallReader, form, begun=special)
+    reader = partial(CallReader, form, functions, bare=False, begun=special)
     schemas = _schemas(called) | ({} if instead is None else {"response_format": instead})
     return ToolPlan(keywords, grammar, None, schemas, reader, as_text)
 

@@ -189,14 +189,14 @@ class StopFilter:
         trims: remove trailing white space.
 
     Attributes:
-        stopped, rest: whether a stop string was found, and the text after it.
+        stopped, rest: the stop string that was found, or "", and the text after it.
         length: characters so far, including held characters.
     """
 
     def __init__(self, stop: Sequence[str], drops: Iterable[str] = (), *, trims: bool = False) -> None:
         self._stop, self._drops, self._trims = stop, list(drops), trims
         self._held, self._sent, self.length = "", 0, 0
-        self.rest, self.stopped = "", False
+        self.rest, self.stopped = "", ""
 
     def feed(self, text: str, *, final: bool = False) -> str:
         """Add text and return the text to emit; ``final`` releases held text."""
@@ -210,7 +210,7 @@ class StopFilter:
         found = min(((at, one) for one in self._stop if (at := self._held.find(one)) >= 0), default=None)
         end = len(self._held) - (0 if final else _begun(self._held, self._stop))
         if found is not None:
-            end, self.rest, self.stopped = found[0], self._held[found[0] + len(found[1]) :], True
+            end, self.rest, self.stopped = found[0], self._held[found[0] + len(found[1]) :], found[1]
         passed = self._held[:end].rstrip() if self._trims else self._held[:end]
         self._held, self._sent = "" if self.stopped else self._held[len(passed) :], self._sent + len(passed)
         self.length = self._sent + len(self._held)
@@ -243,7 +243,7 @@ class AnswerReader:
         self._open = ""  # text that may belong to the reasoning or to the answer
         self._count = self.num_reasoning_tokens = 0
         self._place = parser.first if parser else Place(Phase.PLAIN)
-        self.answer = StopFilter(stop, [_WHITE] if parser else [prefix] if prefix else [])
+        self.answer = StopFilter(stop, [_WHITE, *parser.form.headers] if parser else [prefix] if prefix else [])
         if parser is not None:
             marked = self._place.phase is Phase.OPEN and parser.start_id is None
             drops = [_WHITE, parser.form.start, _WHITE] if marked else [_WHITE]

@@ -26,7 +26,7 @@ from mmspec.targets.tree_layers import replaced
 from mmspec.validation import check
 
 _MARK = "\ue0a1"  # a private-use character
-_RENDERED = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning")
+_RENDERED = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
 """Message fields that templates render in addition to role and content."""
 
 _COMPILER = (chat_template_utils, "_compile_jinja_template")
@@ -283,8 +283,13 @@ class Processor:
 
     def special_token(self, text: str) -> int | None:
         """Id of the special token with this name; None without one."""
+        return self.special_tokens.get(text)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens by name."""
         known = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
-        return next((number for number, token in known if token.special and token.content == text), None)
+        return {token.content: number for number, token in known if token.special}
 
     def token_bytes(self, token: int) -> bytes:
         """UTF-8 bytes of a token; possibly a part of a character."""

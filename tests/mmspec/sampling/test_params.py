@@ -63,8 +63,9 @@ def pipe() -> Pipeline:
 
 
 def test_all_options_are_changed() -> None:
-    """Or have tests of overlapping calls of their own: ``targets/test_lora.py``, ``sampling/test_reasoning.py``."""
-    assert {field.name for field in fields(DecodeOptions)} - CHANGES.keys() == {"adapter", "reasoning"}
+    """Or have tests of overlapping calls of their own: ``targets/test_lora.py``, ``sampling/test_reasoning.py``,
+    ``serving/test_channels.py``."""
+    assert {field.name for field in fields(DecodeOptions)} - CHANGES.keys() == {"adapter", "reasoning", "text_tokens"}
 
 
 def facts(answer: Generation) -> tuple[Any, ...]:

@@ -572,6 +572,7 @@ def test_chunks_of_reasoning_and_figures_of_two_choices():
     figures |= {"lossless": True, "num_rejected_outputs": 0, "drafter_error": "", "drafter": "flash"}
     assert (last["choices"], last["usage"]) == ((), usage | details)
     assert last["metrics"] == {"speculative_decoding": figures}
+    assert [last["timings"][name] for name in ("cache_n", "prompt_n", "predicted_n")] == [5, 6, 11]
     logged = form.logged()
     assert float(logged.pop("queue_s")) < 5
     assert logged.pop("id").startswith("chatcmpl-")

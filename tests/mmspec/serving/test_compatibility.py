@@ -85,7 +85,7 @@ TABLE = {
     },
 }
 WRITTEN = "http://127.0.0.1:8000"
-CLIENTS = ("curl", "openai", "langchain_openai")
+CLIENTS = ("curl", "openai", "langchain_openai", "anthropic", "ollama")
 HARMLESS = {
     **{"cache_prompt": False, "id_slot": 3, "slot_id": -1, "n_cache_reuse": 9, "speculative.n_max": 4},
     **{"keep_alive": "5m", "ttl": 60, "draft_model": "x", "priority": 1, "request_id": "a", "rid": "b"},
@@ -172,5 +172,5 @@ def test_client(client, server, pipe):
     )
     assert done.returncode == 0, done.stderr
     asked = ("Describe the image.", str(SCENE)) if client == "openai" else ("What is in a picture?", None)
-    limit = {"max_new_tokens": 40} if client == "curl" else {}
+    limit = {"max_new_tokens": 40} if client in ("curl", "anthropic") else {}
     assert pipe.generate(*asked, **limit).text in done.stdout

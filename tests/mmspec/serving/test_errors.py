@@ -40,8 +40,10 @@ BODIES = {
     "v1/responses": {"model": "tiny-llava", "input": "A", "max_output_tokens": 1},
 }
 Error = tuple[dict[str, Any], str | None, str]
-ENDPOINTS = "POST /v1/chat/completions, POST /v1/completions, POST /v1/responses, POST /infill, POST /tokenize, "
-ENDPOINTS += "POST /detokenize, GET /v1/models/{name}, GET /v1/models, GET /, "
+ENDPOINTS = "POST /v1/chat/completions, POST /v1/completions, POST /v1/responses, POST /infill, POST /v1/messages, "
+ENDPOINTS += "POST /api/chat, POST /api/generate, POST /v1/messages/count_tokens, GET /api/version, GET /api/tags, "
+ENDPOINTS += "GET /api/ps, GET /slots, GET /props, POST /api/show, POST /tokenize, POST /detokenize, "
+ENDPOINTS += "GET /v1/models/{name}, GET /v1/models, GET /, "
 ERRORS = {
     "v1/chat/completions": [
         ({"messages": user([URL])}, "messages[0].content[0].image_url.url", "image_url must be a data URI"),

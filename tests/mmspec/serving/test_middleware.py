@@ -98,7 +98,7 @@ def body(content, more=None):
     return {"type": "http.response.body", "body": content, **rest}
 
 
-def through(messages, kind="http"):
+def through(messages, kind="http", path="/v1/completions"):
     """Messages that a client receives if the proxy sends these messages and returns."""
     received = []
 
@@ -109,7 +109,7 @@ def through(messages, kind="http"):
     async def send(message):
         received.append(message)
 
-    asyncio.run(LostReplica(proxy)({"type": kind, "headers": []}, None, send))
+    asyncio.run(LostReplica(proxy)({"type": kind, "path": path, "headers": []}, None, send))
     return received
 
 
@@ -146,6 +146,22 @@ def test_a_stream_that_breaks_off_ends_with_an_error(sent, name):
     assert "was lost" in json.loads(event.removeprefix("data: "))["error"]["message"]
     assert (done, rest) == ("data: [DONE]", "")
     assert not last.get("more_body", False)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/v1/messages", b"text/event-stream"), ("/api/chat", b"application/x-ndjson")]
+)
+def test_a_stream_of_other_apis_that_breaks_off(path, kind):
+    *_, last = through([start([(b"content-type", kind)]), body(b"{}", True)], path=path)
+    text = last["body"].decode()
+    if path == "/api/chat":
+        assert "was lost" in json.loads(text)["error"]
+        assert text.endswith("}\n")
+    else:
+        name, data, *rest = text.split("\n")
+        assert (name, rest) == ("event: error", ["", ""])
+        error = json.loads(data.removeprefix("data: "))
+        assert (error["type"], error["error"]["type"]) == ("error", "overloaded_error")
 
 
 def test_other_connections_get_nothing():

@@ -196,6 +196,10 @@ def test_an_operators_choice(pipes):
             error = server.post(asked(1, **{name: value})).json()["error"]
             assert error["message"] == f"{name} is chosen by this server: expected none, got {value!r}"
         assert answer(server.post(asked(1)))[1]["drafter"] == "flash"
+    with served(pipes["flash"], num_draft_tokens=3) as server:
+        for fields, number in (({}, 3), ({"num_draft_tokens": 7}, 7), ({"speculative": False}, 0)):
+            expected = pipes["flash"].generate(PROMPTS[1], max_new_tokens=24, num_draft_tokens=number)
+            assert answer(server.post(asked(1, **fields)))[1]["num_draft_tokens"] == expected.stats.num_draft_tokens
 
 
 def test_names_of_drafters(pipes):

@@ -15,10 +15,10 @@ import mmspec
 from mmspec.adaptation import AdaptOptions
 from mmspec.cli import main
 from mmspec.sampling import reasoning
+from mmspec.serving.call_formats import NAMES
 from mmspec.serving.command import serve
 from mmspec.serving.server import listen, loading
 from mmspec.serving.settings import Limits, ServerSettings
-from mmspec.serving.tools import AUTO, FORMATS
 from tests.model_folders import save_gguf
 from tests.testkit.serve_process import KEY, answers, gone, long_stream, process
 from tests.testkit.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, question
@@ -123,6 +123,10 @@ def metrics(url):
     return httpx.get(f"{url.removesuffix('/v1')}/metrics", timeout=TIMEOUT).text
 
 
+def speculative(**fields):
+    return ["--speculative-config", json.dumps(fields)]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -138,6 +142,16 @@ def metrics(url):
         (["--adapter", "one"], "must be NAME=FOLDER: got 'one'"),
         (["--max-running", "0"], "0 is not in the range x>=1"),
         (["--chat-template-kwargs", "[1]"], "a JSON object"),
+        (["--speculative-config", "5"], "a JSON object"),
+        (speculative(method="ngram", disable_by_batch_size=4), "model, num_speculative_tokens: got disable_by"),
+        (speculative(method="mlp_speculator"), "method must be one of ngram, suffix, mtp, "),
+        (speculative(method="ngram", model="a"), "the method ngram needs no model: got 'a'"),
+        (speculative(method="draft_model"), "the method draft_model needs a model: got None"),
+        (speculative(method="eagle3", model=5), "the method eagle3 needs a model: got 5"),
+        (speculative(method=["ngram"]), "got ['ngram']"),
+        (speculative(num_speculative_tokens=3), "got None"),
+        (speculative(method="ngram", num_speculative_tokens=0), "num_speculative_tokens must be > 0: got 0"),
+        (["--drafter", "ngram", *speculative(method="ngram")], "goes in place of --drafter: got both"),
         (["--frames", "513"], "513 is not in the range 1<=x<=512"),
         (["--model", "nobody/nothing", "--port", "0"], "cannot load model 'nobody/nothing'"),
     ],
@@ -161,6 +175,12 @@ def test_mistakes_are_one_line(options, message, capfd):
             "--drafter ngram --drafter recycle --max-draft-tokens 9",
             {"drafter": "ngram", "others": ["recycle"], "max_draft_tokens": 9},
         ),
+        ('--speculative-config {"method":"ngram"}', {"drafter": "ngram", "num_draft_tokens": None, "others": []}),
+        (
+            '--speculative-config {"method":"draft_model","model":"a/b","num_speculative_tokens":5}',
+            {"drafter": "small:a/b", "num_draft_tokens": 5},
+        ),
+        ('--speculative-config {"method":"eagle3","model":"./c"}', {"drafter": "./c"}),
         ("--engine ray --replica-gpus 4", {"device_map": "auto", "rest": (1, 4, "127.0.0.1", 8000)}),
         ('--engine ray --replica-gpus 4 --device-map {"":"cpu"}', {"device_map": {"": "cpu"}}),
     ],
@@ -169,7 +189,7 @@ def test_options(options, expected, monkeypatch):
     given = {}
 
     def start(settings, *rest):
-        given.update({**vars(settings), **settings.loading, **vars(settings.limits), "rest": rest})
+        given.update({**vars(settings), **settings.loading, **settings.access, **vars(settings.limits), "rest": rest})
 
     monkeypatch.setattr("mmspec.serving.command._here", start)
     monkeypatch.setattr("mmspec.serving.command._on_ray", start)
@@ -179,7 +199,7 @@ def test_options(options, expected, monkeypatch):
 
 def test_formats_are_those_of_the_command_line():
     options = {one.name: one for one in serve.params}
-    assert options["tool_parser"].type.choices == (AUTO, *FORMATS)
+    assert options["tool_call_parser"].type.choices == NAMES
     assert all(one.name in options["reasoning_parser"].help for one in reasoning.FORMATS)
 
 

@@ -1,6 +1,7 @@
 """Forms of tool calls: recognised from templates, as grammars, and read from streamed outputs."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,21 @@ from llguidance import LLMatcher, LLTokenizer
 
 from mmspec import UserError
 from mmspec.sampling.syntax import check_grammar
-from mmspec.serving.tools import FORMATS, GENERIC, HERMES, LLAMA, MISTRAL, CallReader, prompted, tool_format
+from mmspec.serving.call_formats import (
+    FORMATS,
+    GEMMA,
+    GENERIC,
+    GLM,
+    GLM47,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_ARGS,
+    OPENAI,
+    QWEN3_CODER,
+    tool_format,
+)
+from mmspec.serving.tools import CallReader, prompted
 from mmspec.targets.processor import Processor
 
 # The lines of published templates that show the format.
@@ -23,9 +38,17 @@ TEMPLATES = {
         LLAMA,
     ),
     "Mistral 7B v0.3, Nemo": ("{{ '[AVAILABLE_TOOLS]' + tools }}{{ '[TOOL_CALLS] [' }}", MISTRAL),
-    "Mistral, later": ("{{ tools }}[TOOL_CALLS]name[ARGS]{}", GENERIC),
-    "Qwen3-Coder": ("{{ tools }}<tool_call>\n<function=name>{{ arguments }}", GENERIC),
-    "GLM-4.5": ("{{ tools }}<tool_call>name\n<arg_key>{{ arguments }}", GENERIC),
+    "Mistral, later": ("{{ tools }}{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}", MISTRAL_ARGS),
+    "Qwen3-Coder, Qwen3.5": ("{{ tools }}<tool_call>\n<function=name>\n{{ arguments }}", QWEN3_CODER),
+    "Seed-OSS": ("{{ tools }}<seed:tool_call>\n<function=name>\n{{ arguments }}", GENERIC),
+    "MiniMax-M2": ('{{ tools }}<minimax:tool_call>\n<invoke name="n">{{ arguments }}', GENERIC),
+    "GLM-4.5": ("{{ tools }}<tool_call>name\n<arg_key>a</arg_key>\n<arg_value>{{ arguments }}", GLM),
+    "GLM-4.7": ("{{ tools }}<tool_call>name<arg_key>a</arg_key><arg_value>{{ arguments }}", GLM47),
+    "Gemma 4": ("{{ tools }}{{- '<|tool_call>call:' + function['name'] + '{' -}}", GEMMA),
+    "gpt-oss": (
+        "{{ tools }}{{ '<|start|>assistant to=' }}{{ 'functions.' + name + '<|channel|>commentary ' }}",
+        OPENAI,
+    ),
     "no tools": ("{{ messages }}", GENERIC),
     "no template": (None, GENERIC),
 }
@@ -45,7 +68,8 @@ def test_templates(name):
     assert tool_format(processor(template)) is form
     assert tool_format(processor(template), "generic") is GENERIC
     if "tools" in str(template):
-        assert tool_format(processor(template), "mistral") is MISTRAL
+        assert tool_format(processor(template), "mistral") is (MISTRAL_ARGS if form is MISTRAL_ARGS else MISTRAL)
+        assert tool_format(processor(template), "qwen3_xml") is QWEN3_CODER
     else:
         with pytest.raises(UserError, match="the tool parser mistral needs a chat template with tools"):
             tool_format(processor(template), "mistral")
@@ -69,28 +93,69 @@ def accepts(grammar, text):
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
+def quoted(value):
+    """A value as Gemma 4's template renders it."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{quoted(one)}' for key, one in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(quoted, value))}]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
+def plain(value):
+    """A value as templates with tags render it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def written(form, *calls):
-    """Calls as the format's documentation shows them."""
+    """Calls as the format's documentation and templates show them."""
     texts = [json.dumps({"name": name, form.key: arguments}) for name, arguments in calls]
+    tags = {
+        QWEN3_CODER: ("<function={}>\n", "<parameter={}>\n{}\n</parameter>\n", "</function>"),
+        GLM: ("{}\n", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n", ""),
+        GLM47: ("{}", "<arg_key>{}</arg_key><arg_value>{}</arg_value>", ""),
+    }
+    if form in tags:
+        head, item, end = tags[form]
+        texts = [
+            head.format(name) + "".join(item.format(key, plain(value)) for key, value in arguments.items()) + end
+            for name, arguments in calls
+        ]
+    if form in (GLM, GLM47):
+        return ("\n" if form is GLM else "").join(f"<tool_call>{text}</tool_call>" for text in texts)
+    if form is GEMMA:
+        return "".join(f"<|tool_call>call:{name}{quoted(arguments)}<tool_call|>" for name, arguments in calls)
+    if form is OPENAI:
+        ((name, arguments),) = calls
+        return f" to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}"
+    if form is MISTRAL_ARGS:
+        return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls)
     if form is MISTRAL:
         return f"[TOOL_CALLS][{', '.join(texts)}]"
     return texts[0] if form is LLAMA else "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def label(form):
+    return "".join((form.name, *form.call[1:2])) if form.call else form.name
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=label)
 def test_grammars(form):
     heat, stop = ("heat", {"unit": "C", "n": 3}), ("stop", {})
     many = {"several": True, "marked": True}
     assert accepts(form.grammar(TOOLS, **many), written(form, heat))
     assert accepts(form.grammar(TOOLS, **many), written(form, stop))
-    if form is not LLAMA:
+    record = {"$schema": "http://json-schema.org/draft-07/schema#", "propertyNames": {"type": "string"}}
+    free = [{"name": "heat", "parameters": {**record, "properties": {"unit": True, "n": {}}}}]
+    assert accepts(form.grammar(free, **many), written(form, ("heat", {"unit": "K", "n": [1, {"a": None}]})))
+    if form.between is not None:
         assert accepts(form.grammar(TOOLS, **many), written(form, heat, stop, heat))
         assert not accepts(form.grammar(TOOLS, marked=True, several=False), written(form, heat, stop))
     for wrong in (("heat", {"unit": "K"}), ("heat", {}), ("heat", {"unit": "C", "x": 1}), ("other", {})):
         assert not accepts(form.grammar(TOOLS, **many), written(form, wrong))
     if not form.in_call:
         after = form.grammar(TOOLS, marked=False, several=True)
-        assert accepts(after, written(form, heat).removeprefix(form.marker))
+        assert accepts(after, written(form, heat).lstrip().removeprefix(form.marker))
         assert not accepts(after, written(form, heat))
     bare = form.grammar(TOOLS, **many, bare=True)
     assert accepts(bare, written(form, heat))
@@ -173,6 +238,26 @@ def hermes(*calls):
 
 
 BOTH = [("first", TRICKY), ("second", SMALL)]
+FUNCTIONS = [
+    {
+        "name": "first",
+        "parameters": {
+            "properties": {
+                "a": {"type": "string"},
+                "b": {"type": "array"},
+                "c": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/Text"}]},
+            },
+            "$defs": {"Text": {"type": ["string", "null"]}},
+        },
+    },
+    {"name": "second", "parameters": {"properties": {"n": {"type": "integer"}}}},
+]
+MIXED = [
+    ("first", {"a": ' <b> {"x": ], \\ é\n\n', "b": [1, {"k": ["}", "null"], "m": None}], "c": "3 of"}),
+    ("second", {"n": -3}),
+    ("first", {"a": "5", "b": [], "c": 4}),
+    ("first", {}),
+]
 OTHER = call("third", SMALL)
 LATER = call("first", SMALL, "parameters")
 CASES = {
@@ -208,7 +293,7 @@ CASES = {
 
 def read(form, pieces, begun=False):
     """Content and calls, put together from deltas as openai-python does."""
-    reader, content = CallReader(form, ["first", "second"], begun=begun), ""
+    reader, content = CallReader(form, FUNCTIONS, begun=begun), ""
     calls = []
     for number, piece in enumerate(pieces):
         delta = reader.feed(piece, final=number == len(pieces) - 1).to_dict()
@@ -221,6 +306,48 @@ def read(form, pieces, begun=False):
     assert len({one["id"] for one in calls}) == len(calls)
     assert all(len(one["id"]) == (form.id_length or 29) for one in calls)
     return content, [(one["name"], one["arguments"]) for one in calls]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=label)
+def test_all_formats_at_all_pieces(form):
+    calls = MIXED if form.between is not None else MIXED[:1]
+    text = ("" if form is LLAMA else "So." if form.before else "So.\n\n") + written(form, *calls)
+    expected = ("" if form is LLAMA else "So.", calls)
+
+    def parsed(pieces):
+        content, found = read(form, pieces)
+        return content, [(name, json.loads(arguments)) for name, arguments in found]
+
+    assert parsed([text]) == expected
+    assert parsed([*text]) == expected
+    for cut in range(1, len(text)):
+        assert parsed([text[:cut], text[cut:]]) == expected, text[:cut]
+        content, found = read(form, [text[:cut]])  # cut by max_tokens
+        assert form is LLAMA or "So."[: len(content)] == content[:3]
+        for (name, arguments), (right, whole) in zip(found, read(form, [text])[1], strict=False):
+            assert name == right
+            assert whole.startswith(arguments)
+
+
+@pytest.mark.parametrize("schema", [{"properties": 5}, {"properties": {"a": {"anyOf": 5}}}, {"required": 5}], ids=str)
+def test_schemas_that_are_none(schema):
+    """In JSON, llguidance checks them."""
+    tool = {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}, **schema}}
+    for form in (QWEN3_CODER, GLM, GEMMA):
+        with pytest.raises(UserError, match="the parameters of the tool f must be a JSON schema"):
+            form.grammar([tool], marked=True, several=True)
+
+
+def test_parts_of_a_value_are_searched_once():
+    """Long values in many pieces take linear time."""
+    text = "x" * 200_000
+    for form in (QWEN3_CODER, GEMMA):
+        reader, began = CallReader(form, FUNCTIONS), time.perf_counter()
+        calls = written(form, ("first", {"a": text}))
+        deltas = [reader.feed(calls[at : at + 4]) for at in range(0, len(calls), 4)]
+        arguments = "".join(one["function"]["arguments"] for delta in deltas for one in delta.calls.values())
+        assert json.loads(arguments) == {"a": text}
+        assert time.perf_counter() - began < 10
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -242,7 +369,7 @@ def test_content_and_arguments_are_passed_on_at_once():
 
 def test_only_what_may_be_a_call_is_held():
     for held, more in (("```", "py"), ("```json\n{", '"title'), ('\n{ "name" : "fi', 'sh"')):
-        reader = CallReader(HERMES, ["first"])
+        reader = CallReader(HERMES, FUNCTIONS[:1])
         assert reader.feed(held).to_dict() == {}
         assert reader.feed(more).to_dict() == {"content": held + more}
 
