@@ -126,7 +126,7 @@ class SetAcceptance(Wrapper):
     drafter drafts chains, of as many levels as the set rate gains.
 
     Args:
-        answers: plain decoding's new tokens, by prompt; of prompts with media, the answer to the one being decoded.
+        answers: plain decoding's new tokens, by prompt; of equal prompts with other images, the latest.
     """
 
     drafter: CapturedDrafter

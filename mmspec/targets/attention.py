@@ -259,7 +259,7 @@ class PassAttention:
     Args:
         decoder: the model's layers, see ``decoder_of``.
         prepare: called at the start of each pass.
-        towers: models beside the decoder, whose attention is to run in the C++ kernels.
+        towers: models outside the decoder, whose attention is to run in the C++ kernels.
 
     Attributes:
         name: transformers' name of the implementation.
@@ -281,8 +281,8 @@ class PassAttention:
         candidates = (getattr(module, "config", None) for module in decoder.modules())
         configs = [copy for copy in candidates if getattr(copy, "_attn_implementation", None) == usual]
         if self.name == NAME:
-            beside = (getattr(part, "config", None) for tower in towers for part in tower.modules())
-            configs += [copy for copy in beside if getattr(copy, "_attn_implementation", None) == "sdpa"]
+            others = (getattr(part, "config", None) for tower in towers for part in tower.modules())
+            configs += [copy for copy in others if getattr(copy, "_attn_implementation", None) == "sdpa"]
         # As dicts: setting an attribute of a configuration takes 1 % of a small model's pass.
         self._settings: list[dict[str, Any]] = list({id(copy): vars(copy) for copy in [config, *configs]}.values())
         with _NEW_LOCK:

@@ -89,7 +89,7 @@ def decoder_of(model: PreTrainedModel) -> Any:
 
 
 def towers_of(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The models beside the decoder, such as vision towers."""
+    """The models outside the decoder, such as vision towers."""
     decoder, found, around = decoder_of(model), list[PreTrainedModel](), [*model.children()]
     for part in around:
         if any(one is decoder for one in part.modules()):

@@ -70,7 +70,7 @@ def test_with_static_shapes_keys_and_values_are_not_copied(monkeypatch):
 @needs_kernels
 @pytest.mark.parametrize(("heads", "kv_heads", "patches", "size"), [(3, 3, 70, 64), (4, 2, 33, 80), (2, 2, 1, 16)])
 def test_patches_of_towers_attend_in_the_kernels(heads, kv_heads, patches, size, monkeypatch):
-    """In bfloat16, all to all; not with a mask, causally, in another dtype or with heads of another size."""
+    """In bfloat16, all patches; not with a mask, causally, in another dtype or with heads of another size."""
     calls, original = [], cpu.attention
     monkeypatch.setattr(cpu, "attention", lambda *given: calls.append(given) or original(*given))
     g, layer = torch.Generator().manual_seed(patches), nn.Module()
