@@ -8,16 +8,19 @@ from torch import Tensor
 
 from mmspec.targets.sublayers import Part
 
+_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba")
 LANES = 16  # sizes of heads and states must be multiples
 
 
 def delta(module: Any) -> Part | None:
-    """Gated DeltaNet of Qwen3.5."""
-    if not hasattr(module, "in_proj_qkv"):
+    """Gated DeltaNet of Qwen3.5, and of Qwen3-Next, whose projections are interleaved."""
+    names = next((names for names in _DELTA if all(hasattr(module, name) for name in names)), None)
+    if names is None:
         return None
     return dict(
         kind="delta",
-        inputs=[module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a],
+        inputs=[[getattr(module, name) for name in names]],
+        interleaved=names == _DELTA[1],
         out=module.out_proj,
         inner_norm=(module.norm.weight.detach(), module.layer_norm_epsilon),
         tensors={**_convolution(module.conv1d), **_recurrence(module)},
@@ -45,7 +48,7 @@ def mamba(module: Any) -> Part | None:
     return dict(
         **norms,
         kind="mamba",
-        inputs=[module.in_proj],
+        inputs=[[module.in_proj]],
         out=module.out_proj,
         input_scale=float(getattr(module, "ssm_in_multiplier", 1.0)),
         tensors=tensors,
@@ -64,7 +67,7 @@ def short_convolution(module: Any) -> Part | None:
         return None
     return dict(
         kind="convolution",
-        inputs=[module.in_proj],
+        inputs=[[module.in_proj]],
         out=module.out_proj,
         tensors=_convolution(module.conv),
         channels=_whole(module.conv.in_channels),

@@ -36,7 +36,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 T = TypeVar("T")
 
 PHASES = ("tower", "prefill", "draft", "verify", "commit")
-"""Timed phases of a request: vision towers, the rest of the prefill, and parts of steps; the remainder is preprocessing,
+"""Timed phases of a request: vision towers, the rest of the prefill, parts of steps; the remainder is preprocessing,
 stopping rules and detokenisation."""
 
 READ = "read"  # in place of a number of nodes: a loop that only reads the packed weights

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -338,22 +339,31 @@ class NativeLayers(Native):
     def __init__(self, layers: Sequence[LayerParts], shape: LayerShape, kind: str) -> None:
         super().__init__(layers, shape, kind)
         self._shape = shape
-        self._linears = [linear for layer in layers for linear in _linears(layer, shape, kind)]
-        self._norms = [_norms(layer, shape) for layer in layers]
-        place_together(self._linears)
-        native = [linear.native for linear in self._linears]
-        self._weights = cpu.decoder_weights(
-            [
-                cpu.layer_weights(
-                    native[4 * place : 4 * place + 4],
-                    self._norms[place],
-                    *(shape.heads, shape.kv_heads, shape.head_dim),
+        groups = [(layer.qkv, [layer.out], [layer.gate_up], [layer.down]) for layer in layers]
+        self._linears = [[_linear(parts, kind) for parts in group] for group in groups]
+        place_together(chain(*self._linears))
+        parts: list[Any] = []
+        for place, (layer, linears) in enumerate(zip(layers, self._linears, strict=True)):
+            qkv, out, gate_up, down = (linear.native for linear in linears)
+            heads = zip(layer.head_norms, (shape.heads, shape.kv_heads), strict=False)
+            parts.append(
+                cpu.sublayer_weights(
+                    *("attention", [qkv], out),
+                    *(_gain([(norm, 1) for norm in layer.attention_norms], shape), _gain([*heads], shape)),
+                    heads=shape.heads,
+                    groups=shape.kv_heads,
+                    head_dim=shape.head_dim,
+                    rotated=shape.head_dim,
+                    attention_scale=shape.head_dim**-0.5,
                     parts=max(1, len(layer.attention_norms)),
                     normed_residual=layer.normed_residual,
+                    place=place,
+                    ends_layer=layer is layers[-1],  # for ``middle``
                 )
-                for place, layer in enumerate(layers)
-            ]
-        )
+            )
+            mlp_norm = _gain([(layer.mlp_norm, 1)], shape)
+            parts.append(cpu.sublayer_weights("mlp", [gate_up], down, mlp_norm, ends_layer=True))
+        self._weights = cpu.sublayers(parts)
 
     @staticmethod
     def takes(shape: LayerShape) -> bool:
@@ -371,17 +381,15 @@ class NativeLayers(Native):
         """
         storage, start = self._storage(cache, x)
         mask = allowed if allowed is None or allowed.stride(3) == 1 else allowed.contiguous()
-        scale = self._shape.head_dim**-0.5
-        between = x.new_empty(*x.shape[:2], self._shape.hidden_size, dtype=torch.float32) if middle else None
-        states = cpu.decode(
-            self._weights, x.float().contiguous(), _pairs(rotation, x), mask, scale, storage, start, between
-        )[-1]
-        return (states if between is None else torch.cat([states, between], dim=-1)).to(x.dtype)
+        states = cpu.decode_sublayers(
+            self._weights, x.float().contiguous(), _rotations(rotation, x), mask, storage, start
+        )
+        return (torch.cat([states[-1], states[-2]], dim=-1) if middle else states[-1]).to(x.dtype)
 
     def write(self, x: Tensor, rotation: Rotation, cache: TreeCache) -> None:
         """Write the layers' keys and values of states, (batch, nodes, hidden), to the cache."""
         storage, start = self._storage(cache, x)
-        cpu.write_keys_values(self._weights, x.float().contiguous(), _pairs(rotation, x), storage, start)
+        cpu.write_keys_values(self._weights, x.float().contiguous(), _rotations(rotation, x), storage, start)
 
     def _storage(self, cache: TreeCache, x: Tensor) -> tuple[Tensor, int]:
         like = x.new_empty(self._shape.kv_heads, 0, self._shape.head_dim, dtype=torch.bfloat16)
@@ -390,39 +398,24 @@ class NativeLayers(Native):
         return cache.kv.shared(cache.attending, rows, nodes, like, start), start
 
 
-def _pairs(rotation: Rotation, x: Tensor) -> Tensor:
-    """Rotation for adjacent feature pairs, (batch, nodes, 1, head_dim / 2) complex64."""
+def _rotations(rotation: Rotation, x: Tensor) -> Tensor:
+    """Rotation for ``cpu.decode_sublayers``, (1, batch, nodes, 2, head_dim / 2) float32."""
     cos, sin = rotation
     half = cos.shape[-1] // 2
-    turns = torch.complex(cos[..., :half].float(), sin[..., half:].float())
-    return turns.expand(*x.shape[:2], -1, -1).contiguous()
+    turns = torch.stack([cos[..., 0, :half], sin[..., 0, half:]], dim=-2).float()
+    return turns.expand(1, *x.shape[:2], -1, -1).contiguous()
 
 
-def _linears(layer: LayerParts, shape: LayerShape, kind: str) -> list[BlockLinear]:
-    weights = [_weight(part) for part in layer.qkv]
-    biases = [part.bias for part in layer.qkv]
-    whole = None if biases[0] is None else _neighbours(torch.cat(biases).float(), shape)  # type: ignore[arg-type]
-    qkv = BLOCKS[kind](_neighbours(torch.cat(weights), shape), whole)
-    return [qkv, *(BLOCKS[kind](_weight(part)) for part in (layer.out, layer.gate_up, layer.down))]
+def _linear(parts: Sequence[Any], kind: str) -> BlockLinear:
+    """One layer of the concatenated outputs of several."""
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts]).float()
+    return BLOCKS[kind](torch.cat([part.weight.detach() for part in parts]), bias)
 
 
-def _weight(layer: Any) -> Tensor:
-    return layer.weight.detach()
-
-
-def _neighbours(qkv: Tensor, shape: LayerShape) -> Tensor:
-    """Permute rows of queries and keys so that rotated feature pairs are adjacent."""
-    turned = (shape.heads + shape.kv_heads) * shape.head_dim
-    order = torch.arange(turned).view(-1, 2, shape.head_dim // 2).transpose(1, 2).flatten()
-    return torch.cat([qkv[:turned][order], qkv[turned:]])
-
-
-def _norms(layer: LayerParts, shape: LayerShape) -> dict[str, tuple[Tensor, float]]:
-    order = torch.arange(shape.head_dim).view(2, -1).t().flatten()
-    gains = {"attention": [_weight(norm) for norm in layer.attention_norms], "mlp": [_weight(layer.mlp_norm)]}
-    counts = zip(layer.head_norms, (shape.heads, shape.kv_heads), strict=False)
-    gains["head"] = [_weight(norm)[order].expand(count, -1) for norm, count in counts]
-    return {name: (torch.cat(parts).float(), shape.norm_eps) for name, parts in gains.items() if parts}
+def _gain(norms: Sequence[tuple[Any, int]], shape: LayerShape) -> cpu.Gain | None:
+    """Concatenated gains of norms, each repeated a number of times."""
+    gains = [norm.weight.detach().float().repeat(count) for norm, count in norms]
+    return (torch.cat(gains), shape.norm_eps) if gains else None
 
 
 class NativeCell(Native):

@@ -23,15 +23,12 @@ from mmspec.ops.cpu_library import (
     FORMATS,
     KINDS,
     MIXING,
-    NORMS,
     Attention,
     EagleCell,
     Experts,
-    Layer,
     Linear,
     Markov,
     Packing,
-    Pass,
     Recurrent,
     Router,
     Sublayer,
@@ -51,6 +48,11 @@ MOVER = "huge pages"
 
 _REST = 4.0  # pause, as a multiple of the time to move a page
 _COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1, not defined in Python
+
+Gain = tuple[Tensor, float]
+"""Gain, float32, and epsilon of an RMSNorm."""
+
+_GAINS = {"": "norm", "inner_": "inner_norm", "after_": "after"}
 
 _LOCAL = threading.local()  # ``kernels``: kernel threads for calls from this thread
 
@@ -243,43 +245,6 @@ def joined_weights(parts: Sequence[Linear]) -> Linear:
     return rest
 
 
-def layer_weights(
-    linears: Sequence[Linear],
-    norms: Mapping[str, tuple[Tensor, float]],
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    *,
-    gelu: bool = False,
-    parts: int = 1,
-    normed_residual: bool = False,
-) -> Layer:
-    """Descriptor of a pre-norm decoder layer's weights for the kernels.
-
-    Args:
-        linears: queries, keys and values; attention's output; gate and up; down.
-        norms: float32 gains, which must outlive the result, and epsilons of RMSNorms by name: before attention,
-            ``attention``, (parts * hidden,); before the MLP, ``mlp``, (hidden,); after them, ``attention_after`` and
-            ``mlp_after``, with one epsilon; and of query and key heads, ``head``, (heads + kv_heads, head_dim). Only
-            ``mlp`` is required.
-        gelu: the MLP's activation is GELU (tanh) instead of SiLU.
-        parts: number of input parts, each with its own norm; the last part is the residual.
-        normed_residual: the residual is the normed input.
-    """
-    qkv, read, gate_up, _ = linears
-    shapes: list[tuple[int, ...]] = [(qkv.inputs,), (gate_up.inputs,), (read.outputs,), (read.outputs,)]
-    shapes.append((heads + kv_heads, head_dim))
-    gains = [
-        pointer(norms[name][0], torch.float32, shape) if name in norms else None
-        for name, shape in zip(NORMS, shapes, strict=True)
-    ]
-    named = ("attention", "mlp", "attention_after", "head")
-    epsilons = [norms[name][1] if name in norms else 0.0 for name in named]
-    layer = Layer(*linears, *gains, *epsilons, heads, kv_heads, head_dim, gelu, parts, normed_residual)
-    layer.kept = linears
-    return layer
-
-
 def linear(weights: Linear, x: Tensor) -> Tensor:
     """``x @ weight.T + bias``.
 
@@ -294,24 +259,6 @@ def linear(weights: Linear, x: Tensor) -> Tensor:
     out = x.new_empty(*x.shape[:-1], weights.outputs)
     rows = x.numel() // weights.inputs
     cpu_library.functions().linear(weights, inputs, rows, out.data_ptr(), kernel_threads())
-    return out
-
-
-def attention_inputs(weights: Layer, x: Tensor, rotation: Tensor) -> Tensor:
-    """RMSNorm, QKV projection, optional norms of queries and keys, and rotary positions.
-
-    Args:
-        x: (batch, nodes, hidden) float32, contiguous.
-        rotation: (batch, nodes, 1, head_dim / 2) complex64, contiguous, for adjacent feature pairs.
-
-    Returns:
-        (batch, nodes, heads + 2 * kv_heads, head_dim).
-    """
-    batch, nodes, _ = x.shape
-    out = x.new_empty(batch, nodes, weights.heads + 2 * weights.kv_heads, weights.head_dim)
-    inputs = pointer(x, torch.float32, (batch, nodes, weights.qkv.inputs))
-    turns = pointer(rotation, torch.complex64, (batch, nodes, 1, weights.head_dim // 2))
-    cpu_library.functions().attention_inputs(weights, inputs, turns, batch * nodes, out.data_ptr(), kernel_threads())
     return out
 
 
@@ -336,7 +283,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     task.key, task.value = (pointer(part, torch.bfloat16, (batch, *shape[1:3], head_dim), 1) for part in (key, value))
     if key.stride() != value.stride():
         raise RuntimeError(f"keys and values must have equal strides: got {key.stride()} and {value.stride()}")
-    task.query_row, task.query_node, *_ = query.stride()
+    task.query_row, task.query_node, task.query_head, _ = query.stride()
     cpu_library.functions().attention(task, kernel_threads())
     return out
 
@@ -354,10 +301,7 @@ def _attention(
 ) -> Attention:
     """Attention descriptor; ``strides`` are the strides of (batch, kv_heads, slots, head_dim) keys."""
     row, head, slot, _ = strides
-    masked = {}
-    if mask is not None:
-        allowed = pointer(mask, torch.bool, (batch, 1, nodes, slots), 1)
-        masked = {"mask": allowed, "mask_row": mask.stride(0), "mask_node": mask.stride(2)}
+    masked = (None, 0, 0) if mask is None else _mask(mask, (batch, 1, nodes, slots))
     return Attention(
         batch=batch,
         nodes=nodes,
@@ -369,22 +313,13 @@ def _attention(
         key_head=head,
         key_slot=slot,
         scale=scale,
-        **masked,
+        **dict(zip(("mask", "mask_row", "mask_node"), masked, strict=True)),
     )
 
 
-def layer_outputs(weights: Layer, read: Tensor, x: Tensor) -> Tensor:
-    """The part of a decoder layer after attention: output projection, gated MLP and both residuals.
-
-    Args:
-        read: (batch, nodes, heads * head_dim) float32, contiguous: output of the attention.
-        x: (batch, nodes, hidden) float32, contiguous: the layer's input.
-    """
-    (batch, nodes, _), out = x.shape, torch.empty_like(x)
-    attended = pointer(read, torch.float32, (batch, nodes, weights.read.inputs))
-    residual = pointer(x, torch.float32, (batch, nodes, weights.read.outputs))
-    cpu_library.functions().layer_outputs(weights, attended, residual, batch * nodes, out.data_ptr(), kernel_threads())
-    return out
+def _mask(mask: Tensor, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Address of a mask, and its strides of rows and nodes."""
+    return pointer(mask, torch.bool, shape, 1), mask.stride(0), mask.stride(2)
 
 
 def expert_weights(
@@ -464,119 +399,62 @@ def chosen_experts(router: Router, logits: Tensor) -> tuple[Tensor, Tensor]:
     return chosen, factors
 
 
-def decoder_weights(layers: Sequence[Layer]) -> Any:
-    """Array of layer descriptors, for ``decode``."""
-    return (Layer * len(layers))(*layers)
-
-
-def decode(
-    weights: Any,
-    x: Tensor,
-    rotation: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    cache: Tensor,
-    start: int,
-    middle: Tensor | None = None,
-) -> Tensor:
-    """Run all layers of a decoder.
-
-    Args:
-        weights: result of ``decoder_weights``.
-        x: (batch, nodes, parts * hidden) float32, contiguous.
-        rotation: see ``attention_inputs``.
-        mask: (batch, 1, nodes, slots), see ``attention``; covers the slots up to the last written slot.
-        cache: (2 * layers or more, rows, kv_heads, slots, head_dim) bfloat16, the last axis contiguous: keys and values
-            by layer. New keys and values are written to the first rows, starting at slot ``start``.
-        middle: (batch, nodes, hidden) float32; output buffer for the last layer's residual before its MLP.
-
-    Returns:
-        (layers, batch, nodes, hidden), each layer's output.
-    """
-    batch, nodes, _ = x.shape
-    hidden = weights[0].read.outputs
-    states = x.new_empty(len(weights), batch, nodes, hidden)
-    work = _pass(weights, x, rotation, cache, start, mask, scale)
-    work.hidden, work.states = hidden, states.data_ptr()
-    work.middle = None if middle is None else pointer(middle, torch.float32, (batch, nodes, hidden))
-    cpu_library.functions().decode(work, kernel_threads())
-    return states
-
-
-def write_keys_values(weights: Any, x: Tensor, rotation: Tensor, cache: Tensor, start: int) -> None:
-    """Write the keys and values of all layers for the same input states.
-
-    Args:
-        weights, rotation, cache, start: as for ``decode``.
-        x: (batch, nodes, hidden) float32, contiguous; norms before attention are skipped.
-    """
-    cpu_library.functions().write_keys_values(_pass(weights, x, rotation, cache, start), kernel_threads())
-
-
-def _pass(
-    weights: Any, x: Tensor, rotation: Tensor, cache: Tensor, start: int, mask: Tensor | None = None, scale: float = 0.0
-) -> Pass:
-    """Descriptor of a forward pass that writes to a cache; arguments as for ``decode``."""
-    (batch, nodes, _), layer = x.shape, weights[0]
-    heads = layer.heads, layer.kv_heads, layer.head_dim
-    parts, rows, _, slots, _ = map(max, cache.shape, (2 * len(weights), batch, 0, start + nodes, 0))  # at least these
-    return Pass(
-        layers=ctypes.addressof(weights),
-        count=len(weights),
-        start=start,
-        x=pointer(x, torch.float32, (batch, nodes, layer.qkv.inputs)),
-        rotation=pointer(rotation, torch.complex64, (batch, nodes, 1, layer.head_dim // 2)),
-        cache=pointer(cache, torch.bfloat16, (parts, rows, layer.kv_heads, slots, layer.head_dim), 1),
-        cache_part=cache.stride(0),
-        attention=_attention(batch, nodes, start + nodes, *heads, cache.stride()[1:], mask, scale),
-    )
-
-
 def sublayer_weights(
     kind: str,
     inputs: Sequence[Linear],
     out: Linear,
-    norm: tuple[Tensor, float],
-    inner_norm: tuple[Tensor, float] | None = None,
+    norm: Gain | None = None,
+    inner_norm: Gain | None = None,
+    after: Gain | None = None,
     *,
     scale: float = 1.0,
     attention_scale: float = 0.0,
+    gate_scale: float = 1.0,
     activation: str = "silu",
     tensors: Mapping[str, Tensor] = MappingProxyType({}),
     experts: Experts | None = None,
     router: Router | None = None,
+    parts: int = 1,
     **sizes: int,
 ) -> Sublayer:
-    """Descriptor of a residual sublayer's weights, ``x + scale * out(f(inputs(norm(x))))``, for ``decode_sublayers``.
+    """Descriptor of a residual sublayer's weights, ``x + scale * after(out(f(inputs(norm(x)))))``, for
+    ``decode_sublayers``.
 
     Args:
         kind: ``"attention"``, ``"delta"`` (Gated DeltaNet), ``"mamba"`` (Mamba-2), ``"convolution"``, ``"mlp"`` or
             ``"experts"``.
-        inputs: projections of the normed input: queries (with gates after each head's if ``gated``), keys and values;
-            queries, keys and values, output gate, rates and step sizes; gate, inputs of the convolution and step sizes;
-            B, C and x; gate and up, or only up; router, gate and up of the shared MLP, and its gate if ``gated``.
-        norm, inner_norm: float32 gains and epsilons of RMSNorms, of the input and of heads or a mixer's output.
+        inputs: projections of the normed input, whose outputs are: queries (with gates after each head's if ``gated``),
+            keys and values; queries, keys and values, output gate, rates and step sizes; gate, inputs of the
+            convolution and step sizes; B, C and x; gate and up, or only up, in one layer; router, gate and up of the
+            shared MLP in one layer, and its gate if ``gated``.
+        norm, inner_norm, after: gains and epsilons of RMSNorms of the input, (parts * hidden,); of heads or a mixer's
+            output; and of the output.
+        gate_scale: factor of an MLP's gate.
         activation: ``"silu"``, ``"gelu"`` or, without a gate, ``"squared_relu"``, of an MLP.
-        tensors: float32 ``taps``, (width, channels), and ``tap_bias``; ``decay``, ``step_bias`` and ``skip``, (heads,).
+        tensors: float32 ``taps``, (width, channels), and ``tap_bias``; ``decay``, ``step_bias`` and ``skip``, (heads,);
+            ``sinks``, (heads,), scores of attention without values.
+        parts: number of input parts, each with its own norm; the last part is the residual.
         sizes: other fields of ``Sublayer`` in ``cpp/sublayers.h``.
     """
     given = {name: tensor.float().contiguous() for name, tensor in tensors.items()}
-    gains = {"norm": norm, **({} if inner_norm is None else {"inner_norm": inner_norm})}
-    given |= {name: gain.float().contiguous() for name, (gain, _) in gains.items()}
+    norms = {"": norm, "inner_": inner_norm, "after_": after}
+    known = {name: one for name, one in norms.items() if one is not None}
+    given |= {_GAINS[name]: gain.float().contiguous() for name, (gain, _) in known.items()}
     projections = (Linear * len(inputs))(*inputs)
     made = Sublayer(
         ctypes.addressof(projections),
         out,
         **{name: tensor.data_ptr() for name, tensor in given.items()},
-        epsilon=norm[1],
-        inner_epsilon=0.0 if inner_norm is None else inner_norm[1],
+        **{f"{name}epsilon": epsilon for name, (_, epsilon) in known.items()},
         scale=scale,
         attention_scale=attention_scale,
+        gate_scale=gate_scale,
         kind=MIXING.index(kind),
         projections=len(inputs),
         activation=ACTIVATIONS.index(activation),
         experts=None if experts is None else ctypes.pointer(experts),
         router=None if router is None else ctypes.pointer(router),
+        parts=parts,
         **sizes,
     )
     made.kept = projections, list(inputs), out, given, experts, router
@@ -586,7 +464,7 @@ def sublayer_weights(
 def sublayers(parts: Sequence[Sublayer]) -> Any:
     """Array of sublayer descriptors, for ``decode_sublayers``."""
     array: Any = (Sublayer * len(parts))(*parts)
-    array.kept = list(parts)
+    array.kept, array.outputs = list(parts), sum(part.ends_layer for part in parts)
     return array
 
 
@@ -597,6 +475,7 @@ def decode_sublayers(
     mask: Tensor | None,
     cache: Tensor | None,
     start: int,
+    window: Tensor | None = None,
     ancestors: Tensor | None = None,
     recurrent: Recurrent | None = None,
     first: Tensor | None = None,
@@ -605,32 +484,57 @@ def decode_sublayers(
 
     Args:
         weights: result of ``sublayers``.
-        x: (batch, nodes, hidden) float32, contiguous.
-        rotation: (batch, nodes, 2, rotated / 2) float32, contiguous: cosines and sines of rotated pairs, i and
-            i + rotated / 2.
-        mask, start: as for ``decode``.
-        cache: as for ``decode``, of layers with attention; None without any.
+        x: (batch, nodes, parts * hidden) float32, contiguous.
+        rotation: (rotations, batch, nodes, 2, rotated / 2) float32, contiguous: cosines and sines of rotated pairs, i
+            and i + rotated / 2.
+        mask: (batch, 1, nodes, slots), see ``attention``; covers the slots up to the last written slot.
+        cache: (2 * layers or more, rows, kv_heads, slots, head_dim) bfloat16, the last axis contiguous: keys and values
+            by layer with attention; None without any. New keys and values are written to the first rows, starting at
+            slot ``start``.
+        window: as ``mask``, for ``windowed`` sublayers; None is ``mask``.
         ancestors: (batch, nodes, nodes) bool, contiguous; [i, j] is True if j is i or an ancestor of i. None for tokens
             of a prompt, whose pass advances the states of recurrent layers.
         recurrent: result of ``recurrent_buffers``; None without recurrent layers.
         first: (batch,) int64, first token of each row of a prompt, after padding; None is 0.
 
     Returns:
-        (layers, batch, nodes, hidden), each layer's output.
+        (layers, batch, nodes, hidden), the outputs of sublayers that end a layer.
     """
-    batch, nodes, hidden = x.shape
-    states = x.new_empty(sum(part.ends_layer for part in weights), batch, nodes, hidden)
+    batch, nodes, features = x.shape
+    states = x.new_empty(weights.outputs, batch, nodes, features // weights[0].parts)
+    task = _pass(weights, x, rotation, cache, start, mask)
+    task.states = states.data_ptr()
+    task.ancestors = None if ancestors is None else pointer(ancestors, torch.bool, (batch, nodes, nodes))
+    task.first = None if first is None else pointer(first, torch.int64, (batch,))
+    task.recurrent = Recurrent() if recurrent is None else recurrent
+    if window is not None:
+        task.window, task.window_row, task.window_node = _mask(window, (batch, 1, nodes, start + nodes))
+    cpu_library.functions().decode_sublayers(task, kernel_threads())
+    return states
+
+
+def write_keys_values(weights: Any, x: Tensor, rotation: Tensor, cache: Tensor, start: int) -> None:
+    """Write the keys and values of all sublayers with attention for the same inputs.
+
+    Args:
+        weights, rotation, cache, start: as for ``decode_sublayers``.
+        x: (batch, nodes, features) float32, contiguous; norms of inputs are skipped.
+    """
+    cpu_library.functions().write_keys_values(_pass(weights, x, rotation, cache, start), kernel_threads())
+
+
+def _pass(
+    weights: Any, x: Tensor, rotation: Tensor, cache: Tensor | None, start: int, mask: Tensor | None = None
+) -> TreePass:
+    """Descriptor of a pass; arguments as for ``decode_sublayers``."""
+    batch, nodes, features = x.shape
     task = TreePass(
         sublayers=ctypes.addressof(weights),
         count=len(weights),
-        hidden=hidden,
+        hidden=features // weights[0].parts,
         start=start,
-        x=pointer(x, torch.float32, (batch, nodes, hidden)),
-        rotation=pointer(rotation, torch.float32, (batch, nodes, 2, rotation.shape[-1])),
-        states=states.data_ptr(),
-        ancestors=None if ancestors is None else pointer(ancestors, torch.bool, (batch, nodes, nodes)),
-        first=None if first is None else pointer(first, torch.int64, (batch,)),
-        recurrent=Recurrent() if recurrent is None else recurrent,
+        x=pointer(x, torch.float32, (batch, nodes, features)),
+        rotation=pointer(rotation, torch.float32, (len(rotation), batch, nodes, 2, rotation.shape[-1])),
         attention=Attention(batch=batch, nodes=nodes),
     )
     if cache is not None:
@@ -638,8 +542,7 @@ def decode_sublayers(
         shape = parts, max(rows, batch), groups, max(slots, start + nodes), head_dim
         task.cache, task.cache_part = pointer(cache, torch.bfloat16, shape, 1), cache.stride(0)
         task.attention = _attention(batch, nodes, start + nodes, 0, groups, head_dim, cache.stride()[1:], mask, 0.0)
-    cpu_library.functions().decode_sublayers(task, kernel_threads())
-    return states
+    return task
 
 
 SCANS = MIXING.index("delta"), MIXING.index("mamba")

@@ -27,8 +27,6 @@ MIXING = "attention", "delta", "mamba", "convolution", "mlp", "experts"
 ACTIVATIONS = "silu", "gelu", "squared_relu"
 """``Activation`` of ``cpp/sublayers.h``."""
 
-NORMS = "attention", "mlp", "attention_after", "mlp_after", "head"
-
 
 class Linear(ctypes.Structure):
     kept: Any  # owners of the memory behind pointers
@@ -47,33 +45,13 @@ class Packing(ctypes.Structure):
     ]
 
 
-class Layer(ctypes.Structure):
-    kept: Any
-    _fields_ = [
-        *((name, Linear) for name in ("qkv", "read", "gate_up", "down")),
-        *((f"{name}_norm", ctypes.c_void_p) for name in NORMS),
-        *((f"{name}_epsilon", ctypes.c_float) for name in ("attention", "mlp", "after", "head")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "gelu", "parts", "normed_residual")),
-    ]
-
-
 class Attention(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "mask", "read")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "mask", "sinks", "read")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int64) for name in ("batch", "nodes", "slots", "heads", "kv_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("query_row", "query_node", "key_row", "key_head", "key_slot")),
-        *((name, ctypes.c_int64) for name in ("mask_row", "mask_node")),
-    ]
-
-
-class Pass(ctypes.Structure):
-    _fields_ = [
-        ("layers", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("count", "hidden", "start")),
-        *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "middle", "cache")),
-        ("cache_part", ctypes.c_int64),
-        ("attention", Attention),
+        *((name, ctypes.c_int64) for name in ("query_row", "query_node", "query_head")),
+        *((name, ctypes.c_int64) for name in ("key_row", "key_head", "key_slot", "mask_row", "mask_node")),
     ]
 
 
@@ -101,17 +79,14 @@ class Sublayer(ctypes.Structure):
     _fields_ = [
         ("inputs", ctypes.c_void_p),
         ("out", Linear),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("norm", "inner_norm", "output_scale", "taps", "tap_bias", "decay", "step_bias", "skip")
-        ),
-        *((name, ctypes.c_float) for name in ("epsilon", "inner_epsilon", "scale", "attention_scale")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("kind", "projections", "ends_layer", "beside", "heads", "groups", "head_dim")
-        ),
-        *((name, ctypes.c_int64) for name in ("key_dim", "rotated", "gated", "width", "channels", "first_channel")),
-        *((name, ctypes.c_int64) for name in ("place", "activation", "norm_groups")),
+        *((name, ctypes.c_void_p) for name in ("norm", "after", "inner_norm", "output_scale", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("taps", "tap_bias", "decay", "step_bias", "skip")),
+        *((name, ctypes.c_float) for name in ("epsilon", "after_epsilon", "inner_epsilon", "scale")),
+        *((name, ctypes.c_float) for name in ("attention_scale", "gate_scale")),
+        *((name, ctypes.c_int64) for name in ("kind", "projections", "ends_layer", "beside", "parts")),
+        *((name, ctypes.c_int64) for name in ("normed_residual", "heads", "groups", "head_dim", "key_dim", "rotated")),
+        *((name, ctypes.c_int64) for name in ("gated", "rotation", "windowed", "interleaved", "width", "channels")),
+        *((name, ctypes.c_int64) for name in ("first_channel", "place", "activation", "norm_groups")),
         ("experts", ctypes.POINTER(Experts)),
         ("router", ctypes.POINTER(Router)),
     ]
@@ -132,6 +107,8 @@ class TreePass(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "ancestors", "first", "cache")),
         ("cache_part", ctypes.c_int64),
         ("attention", Attention),
+        ("window", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("window_row", "window_node")),
         ("recurrent", Recurrent),
     ]
 
@@ -195,13 +172,10 @@ def compiled(flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL 
     pointer, count, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     address = ctypes.POINTER
     loaded.linear.argtypes = [address(Linear), pointer, count, pointer, threads]
-    loaded.attention_inputs.argtypes = [address(Layer), pointer, pointer, count, pointer, threads]
     loaded.attention.argtypes = [address(Attention), threads]
-    loaded.layer_outputs.argtypes = [address(Layer), pointer, pointer, count, pointer, threads]
     loaded.expert_outputs.argtypes = [address(Experts), pointer, count, count, pointer, pointer, pointer, threads]
     loaded.chosen_experts.argtypes = [address(Router), pointer, count, pointer, pointer, threads]
-    loaded.decode.argtypes = loaded.write_keys_values.argtypes = [address(Pass), threads]
-    loaded.decode_sublayers.argtypes = [address(TreePass), threads]
+    loaded.decode_sublayers.argtypes = loaded.write_keys_values.argtypes = [address(TreePass), threads]
     loaded.advance_states.argtypes = [pointer, count, address(Recurrent), pointer, count, count, threads]
     loaded.greatest_of_rows.argtypes = [pointer, count, count, count, threads, pointer, pointer, threads]
     loaded.quantiles_of_rows.argtypes = [pointer, count, count, pointer, pointer, threads]
@@ -217,9 +191,8 @@ def compiled(flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL 
     loaded.read_bytes.argtypes, loaded.read_bytes.restype = [pointer, count, threads], count
     loaded.multiply_add.argtypes, loaded.multiply_add.restype = [count, count, threads], count
     loaded.dense_rows.argtypes = [count, pointer, count, count, threads, pointer, threads]
-    layers = "linear", "attention_inputs", "layer_outputs", "decode", "write_keys_values", "attention"
-    others = "decode_sublayers", "expert_outputs", "chosen_experts", "advance_states", "draft_slots"
-    for name in (*layers, *others, "greatest_of_rows", "quantiles_of_rows"):
+    layers = "linear", "attention", "decode_sublayers", "write_keys_values", "expert_outputs", "chosen_experts"
+    for name in (*layers, "advance_states", "draft_slots", "greatest_of_rows", "quantiles_of_rows"):
         getattr(loaded, name).restype = None
     return loaded
 

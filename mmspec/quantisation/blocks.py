@@ -8,7 +8,7 @@ to int8, per row and group of 32 features.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -124,28 +124,6 @@ class BlockLinear(PackedLinear):
     @property
     def _groups(self) -> int:
         return -(-self.in_features // GROUP)
-
-
-class JoinedLinear(nn.Module):
-    """A linear layer that concatenates outputs of several quantised kinds.
-
-    Args:
-        parts: layers with the same number of inputs.
-    """
-
-    def __init__(self, parts: Sequence[BlockLinear]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-        self.in_features, self.out_features = parts[0].in_features, sum(part.out_features for part in parts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self.parts], dim=-1)
-
-    @property
-    def native(self) -> Any:
-        """The weights for functions of ``mmspec.ops.cpu``."""
-        parts: Iterable[Any] = self.parts
-        return cpu.joined_weights([part.native for part in parts])
 
 
 def place_together(layers: Iterable[BlockLinear]) -> None:

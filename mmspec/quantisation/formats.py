@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -24,7 +24,6 @@ from mmspec.quantisation.blocks import (
     BlockMemory,
     Int4Blocks,
     Int8Blocks,
-    JoinedLinear,
     packed_codes,
     quantise_int8,
     unpacked_codes,
@@ -142,25 +141,13 @@ def pack(packings: Sequence[tuple[StoredRows, Tensor]], threads: int) -> None:
         rows._check()
 
 
-def concatenated(parts: Iterable[StoredRows]) -> list[StoredRows]:
-    """Concatenate rows; merges adjacent parts of the same format."""
-    joined: list[StoredRows] = []
-    for part in parts:
-        if joined and part.follows(joined[-1]):
-            last = joined.pop()
-            kept = last.kept if last.in_file else last.kept + part.kept
-            part = replace(last, places=torch.cat([last.places, part.places]), kept=kept)
-        joined.append(part)
-    return joined
-
-
 def stored_layer(
-    stored: Sequence[StoredRows],
+    rows: StoredRows,
     bias: Tensor | None,
     memory: BlockMemory | None = None,
     later: list[tuple[StoredRows, Tensor]] | None = None,
-) -> BlockLinear | JoinedLinear:
-    """A linear layer with the concatenation of exactly these weights.
+) -> BlockLinear:
+    """A linear layer with exactly these weights.
 
     Args:
         later: receives rows in files, for the caller to ``pack``; None packs them immediately.
@@ -168,17 +155,12 @@ def stored_layer(
     Raises:
         UserError: a file was truncated.
     """
-    sizes = [len(rows.places) for rows in stored]
-    biases = [None] * len(stored) if bias is None else bias.split(sizes)
-    layers = []
-    for rows, part in zip(stored, biases, strict=True):
-        layer = rows.kind.empty(rows.features, len(rows.places), part, memory)
-        if later is not None and rows.in_file:
-            later.append((rows, layer._blocks))
-        else:
-            pack([(rows, layer._blocks)], cpu.kernel_threads())
-        layers.append(layer)
-    return layers[0] if len(layers) == 1 else JoinedLinear(layers)
+    layer = rows.kind.empty(rows.features, len(rows.places), bias, memory)
+    if later is not None and rows.in_file:
+        later.append((rows, layer._blocks))
+    else:
+        pack([(rows, layer._blocks)], cpu.kernel_threads())
+    return layer
 
 
 def quantised_rows(weight: Tensor, kind: str) -> StoredRows:

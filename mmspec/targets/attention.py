@@ -62,7 +62,7 @@ def tree_mask(
         attention.
     """
     batch, nodes = reach.shape[:2]
-    kinds, window = _windows(config)
+    kinds, window = windows(config)
     chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
     limited = window is not None or chunk is not None
     all_allowed = nodes == 1 and tail_depth is None and not cache.padded
@@ -92,7 +92,7 @@ def tail_mask(
     """The ``attention_mask`` of a verify pass with static shapes: uncommitted nodes only, (batch, 1, nodes, earlier +
     nodes) bool; see ``tree_mask``."""
     full = reach[:, None]
-    kinds, window = _windows(config)
+    kinds, window = windows(config)
     if window is None:
         return full
     tail = depth if tail_depth is None else torch.cat([tail_depth, depth], dim=1)
@@ -102,19 +102,19 @@ def tail_mask(
 
 def window_of(config: Any, layer: int) -> int | None:
     """Size of a layer's sliding window; None for full attention."""
-    kinds, window = _windows(config)
+    kinds, window = windows(config)
     return window if window is None or not kinds or kinds[layer] in SLIDING else None
 
 
 def slot_limit(config: Any) -> int | None:
     """Maximum slots of a prompt with inner or right padding: in longer prompts, transformers' windows and chunks, which
     count padding, differ from tree masks. None if no layer has windows or chunks."""
-    kinds, window = _windows(config)
+    kinds, window = windows(config)
     chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
     return min((size for size in (window, chunk) if size is not None), default=None)
 
 
-def _windows(config: Any) -> tuple[list[str], int | None]:
+def windows(config: Any) -> tuple[list[str], int | None]:
     """Kinds of a model's layers (empty if the configuration has none) and size of the sliding window."""
     kinds = getattr(config, "layer_types", None) or []
     window = getattr(config, "sliding_window", None)

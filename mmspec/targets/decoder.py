@@ -36,14 +36,13 @@ from mmspec.targets.attention import (
     PassAttention,
     TreePass,
     slot_attention,
-    slot_limit,
     slot_positions,
     slot_positions_applied,
     tail_mask,
     tree_mask,
     with_positions,
 )
-from mmspec.targets.packing import first_layers, linear_of
+from mmspec.targets.packing import linear_of
 from mmspec.targets.static_forward import FusedDecoder
 from mmspec.targets.sublayers import SublayerStack
 from mmspec.targets.support import (
@@ -100,14 +99,12 @@ class Decoder:
                 raise UserError(
                     f"an early exit must be after a layer before the last: expected 1 to {last}, got {count}"
                 )
-            self._module = self._with_layers(first_layers(self._stack, count))
+            self._module = self._with_layers(self._stack[:count])
         self._slots = slot_attention(self.config, self._module)
         self.has_position_axes = hasattr(model.base_model, "get_rope_index")
         self.takes_positions = "position_ids" in signature(self._module.forward).parameters
         self._cache_argument = cache_argument(self._module)
-        layers: Any = getattr(self._module, "layers", None)
-        self._first: Any = layers[0] if isinstance(layers, nn.ModuleList) and len(layers) else None
-        self._direct: dict[bool, bool] = {}  # by static_shapes: whether direct passes match the decoder's output
+        self._fuses: bool | None = None  # whether the first fused pass matched the decoder's output
         self._embedding: Any = model.get_input_embeddings()
         self._output = output_layer(model)
         self._gathered = input_device(model) if is_split(model) else None  # device for features of all layers
@@ -161,29 +158,17 @@ class Decoder:
     def _direct_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
         """Layer inputs and last layer's output, and the normed output, computed without the decoder's forward; None if
         the forward is needed."""
-        static = PASS in inputs
-        if not self._direct.get(static, True):
-            return None
-        states = self._fused_states(inputs, cache) if static else self._stack_states(inputs, cache)
-        if states is not None and static not in self._direct and (static or self._sublayers is None):
-            # Checked once: some decoders scale their embeddings, or do more after the last layer.
-            whole, computed = self._run(inputs, cache).float(), states[1].float()
-            tolerance = _TOLERANCE.get(states[1].dtype, _HALF_TOLERANCE) if static else 0.0
-            self._direct[static] = bool((computed - whole).norm() <= tolerance * whole.norm())
-        return states if self._direct.get(static, True) else None
-
-    def _stack_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
-        """States from ``Stack.states``."""
-        stack = getattr(self._first, "stack", None)
-        if stack is None:
+        if PASS not in inputs:
             others = inputs.keys() - {"input_ids", "inputs_embeds", "position_ids", "attention_mask"}
             usual = all(inputs[name] is cache for name in others)
             return self._sublayers.states(inputs, cache) if usual and self._sublayers is not None else None
-        if inputs.keys() != {"input_ids", "position_ids", "attention_mask"}:
-            return None
-        nodes = inputs["input_ids"], inputs["position_ids"], inputs["attention_mask"]
-        states: list[Tensor] | None = stack.states(self._module, *nodes, cache)
-        return None if states is None else (states, self._module.norm(states[-1]))
+        states = None if self._fuses is False else self._fused_states(inputs, cache)
+        if states is not None and self._fuses is None:
+            # Checked once: some decoders scale their embeddings, or do more after the last layer.
+            whole, computed = self._run(inputs, cache).float(), states[1].float()
+            tolerance = _TOLERANCE.get(states[1].dtype, _HALF_TOLERANCE)
+            self._fuses = bool((computed - whole).norm() <= tolerance * whole.norm())
+        return states if self._fuses else None
 
     @property
     def _is_packed(self) -> bool:
@@ -192,8 +177,7 @@ class Decoder:
     @cached_property
     def _sublayers(self) -> SublayerStack | None:
         """The layers for the C++ kernels; None if the kernels do not support them."""
-        merged = getattr(self._first, "stack", None) is not None
-        if not self._is_packed or merged or self._slots is not None or slot_limit(self.config) or is_split(self._model):
+        if not self._is_packed or self._slots is not None or is_split(self._model):
             return None
         try:
             with self._applied():

@@ -303,6 +303,10 @@ class GGUFTensor:
             part.place += self.size // self.shape[0] * start
         return parts
 
+    @property
+    def quantised(self) -> bool:
+        return self.format not in _DENSE
+
     def rows(self) -> StoredRows | None:
         """The stored rows if the kernels support their format; else None."""
         if self.format not in FORMATS or not cpu_library.available():

@@ -135,6 +135,11 @@ class Weight:
         """Whether the weight has other values than rows in a format of the kernels."""
         return not isinstance(self._change, Rows | None) and all(tensor.rows() for tensor in self.tensors)
 
+    @property
+    def quantised(self) -> bool:
+        """Whether the file stores the weight quantised."""
+        return any(tensor.quantised for tensor in self.tensors)
+
     def transposed(self) -> Weight:
         """The weight with its last two axes exchanged."""
         change = self._change or (lambda config, value: value)

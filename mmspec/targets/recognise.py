@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from inspect import signature
 from itertools import product
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.ops import cpu
-from mmspec.quantisation.formats import StoredRows
 
 CAPTURE = "transformers.utils.output_capturing"
 """Module of the hooks that transformers installs in order to return hidden states or attentions."""
@@ -62,7 +61,7 @@ def gate_of(function: Any) -> str | None:
 
 
 def norms_of(layer: Any) -> dict[str, Any]:
-    """The norms of hidden states, by their names in ``cpu.layer_weights``."""
+    """The norms of hidden states, by their names in ``FusedLayer``."""
     if not hasattr(layer, "pre_feedforward_layernorm"):
         return {"attention": layer.input_layernorm, "mlp": layer.post_attention_layernorm}
     after = {"attention_after": layer.post_attention_layernorm, "mlp_after": layer.post_feedforward_layernorm}
@@ -83,14 +82,16 @@ def reproducible(decoder: nn.Module, run: Callable[[Any, Tensor, Rotation], Tens
     rotary, layers = getattr(decoder, "rotary_emb", None), getattr(decoder, "layers", None)
     if rotary is None or not isinstance(layers, nn.ModuleList) or not all(map(_has_parts, layers)):
         return False
-    return all(_reproduces(layer, rotary, run) for layer in {_kind(layer): layer for layer in layers}.values())
+    kinds = {(type(layer), *switches(layer.self_attn)): layer for layer in layers}
+    return all(_reproduces(layer, rotary, run) for layer in kinds.values())
 
 
-def _kind(layer: Any) -> Hashable:
-    """Key of layers with equal computations: their class, and switches such as SmolLM3's rotary switch."""
-    known = vars(layer.self_attn).items()
-    switches = [(name, one) for name, one in known if isinstance(one, bool | int | float | str) and name != "layer_idx"]
-    return type(layer), *sorted(switches)
+def switches(module: Any) -> list[tuple[str, Any]]:
+    """Attributes that may change a module's computation, such as SmolLM3's rotary switch."""
+    known = vars(module).items()
+    return sorted(
+        (name, one) for name, one in known if isinstance(one, bool | int | float | str) and name != "layer_idx"
+    )
 
 
 @torch.inference_mode()
@@ -126,9 +127,7 @@ def _small(layer: Any) -> Any:
     parts |= dict.fromkeys((mlp.gate_proj, mlp.up_proj, mlp.down_proj), (some, some))
     memo: dict[int, Any] = {}
     for part, (rows, columns) in parts.items():
-        memo[id(part.weight)] = nn.Parameter(weight_of(part, rows)[:, columns].float().cpu(), requires_grad=False)
-        if stored := stored_rows(part):  # the id of a new list would soon be another object's
-            memo[id(stored)] = []
+        memo[id(part.weight)] = nn.Parameter(part.weight.detach()[rows, columns].float().cpu(), requires_grad=False)
         if part.bias is not None:
             memo[id(part.bias)] = nn.Parameter(part.bias[rows].float().cpu(), requires_grad=False)
     heads = [getattr(attention, name) for name in HEAD_NORMS if hasattr(attention, name)]
@@ -152,17 +151,6 @@ def gain_of(norm: Any) -> Tensor:
 
 def epsilon_of(norm: Any) -> float:
     return float(getattr(norm, "variance_epsilon", None) or norm.eps)
-
-
-def stored_rows(layer: Any) -> list[StoredRows]:
-    """Rows stored in place of a layer's weight; empty for a layer with a weight."""
-    return getattr(layer, "stored", [])
-
-
-def weight_of(layer: nn.Linear, rows: slice = slice(None)) -> Tensor:
-    """Rows of a layer's weight; stored rows are converted to dense."""
-    stored = stored_rows(layer)
-    return stored[0].dense(torch.arange(layer.out_features)[rows]) if stored else layer.weight.detach()[rows]
 
 
 @torch.inference_mode()

@@ -282,7 +282,7 @@ def _keep(model: nn.Module, name: str, rows: list[StoredRows]) -> None:
 def _rows(model: PreTrainedModel, state: Mapping[str, Any]) -> Takes:
     """Take stored rows of linear layers and embeddings whose shapes match. Rows of other values, such as reordered
     columns, are quantised to int8, and layers that the file keeps unquantised, such as gates, are ``precise``:
-    little of the file's precision is lost."""
+    little of the file's precision is lost. Other formats are quantised again when the model is packed."""
     layers: dict[str, Any] = {f"{name}.weight": layer for name, layer in model.named_modules()}
     takes: dict[str, Callable[[Any], list[StoredRows]]] = {}
     for name in layers.keys() & state.keys():
@@ -292,7 +292,7 @@ def _rows(model: PreTrainedModel, state: Mapping[str, Any]) -> Takes:
         if keeps and rows is not None and (len(rows.places), rows.features) == layer.weight.shape:
             takes[name] = partial(_stored, [rows])
         elif type(layer) is nn.Linear and rows is None and hasattr(weight, "changed"):
-            layers[name].precise = not weight.changed
+            layers[name].precise = not weight.quantised
             if weight.changed:
                 takes[name] = partial(_quantised_rows, "int8", name, None)
     for name in state.keys() & dict(_expert_weights(model)).keys():

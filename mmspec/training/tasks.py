@@ -22,7 +22,6 @@ from mmspec.drafters.spec import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.quantisation.linear import PackedLinear
-from mmspec.targets.packing import MergedLayer
 from mmspec.training import data
 from mmspec.training.data import Conversation, CurriculumSampler, ExampleIndex
 from mmspec.training.features import ConversationFeatures, Features, collate
@@ -280,11 +279,7 @@ def decoder_weights(target: Any, layers: Sequence[int]) -> dict[str, Tensor]:
         if name != "layers":
             add(name, module)
     for number, place in enumerate(layers if hasattr(decoder, "layers") else ()):
-        layer = decoder.layers[place]
-        if isinstance(layer, MergedLayer):
-            found |= {f"layers.{number}.{name}": weight for name, weight in layer.separate().items()}
-        else:
-            add(f"layers.{number}", layer)
+        add(f"layers.{number}", decoder.layers[place])
     return found
 
 

@@ -20,10 +20,11 @@ struct Attention {
   const float* query;
   const uint16_t *key, *value;  // bfloat16
   const uint8_t* mask;          // null: causal, with the nodes in the last slots
+  const float* sinks;           // (heads), scores without values; null: none
   float* read;
   float scale;
   int64_t batch, nodes, slots, heads, kv_heads, head_dim;
-  int64_t query_row, query_node;  // strides in elements; heads of a query are adjacent
+  int64_t query_row, query_node, query_head;  // strides in elements
   int64_t key_row, key_head, key_slot;
   int64_t mask_row, mask_node;
 };
@@ -37,6 +38,7 @@ constexpr int64_t QUERIES = 48;           // maximum queries per read of a block
 constexpr int64_t WIDE = LANES / 4;       // vectors of a register block
 constexpr int64_t TILES = SLOTS / LANES;  // vectors of a block's scores
 constexpr int64_t SUMS = 2 * LANES - 8;   // of the vector registers, others have operands
+constexpr float LOG2E = 1.44269504f;      // softmax weights are powers of two
 constexpr int64_t KEY_LINES = LANES / 8 + LANES / 16;  // of the next block, prefetched per 8 features of a tile
 
 // sums (queries, wide) += the products of pairs of ``left`` (pairs, wide), in vectors, and ``right`` (queries, pairs).
@@ -98,6 +100,9 @@ struct Reading {
     read.assign(queries * features, 0), top.assign(queries, -INFINITY), total.assign(queries, floats{});
     counts.resize(nodes);
   }
+
+  // Adds a score without a value.
+  void start(int64_t index, float score) { top[index] = score, total[index][0] = 1; }
 
   // The next 8 features of a tile's keys, in pairs of features with a slot per lane.
   static void take_key_tile(const uint16_t* const* rows, int64_t feature, words (&to)[4]) {
@@ -332,11 +337,12 @@ void attend(const Attention& a, int64_t row, int64_t kv, int64_t first, int64_t 
   for (int64_t node = 0; node < nodes; node++) {
     if (!a.mask) reading.counts[node] = a.slots - a.nodes + first + node + 1;
     longest = std::max(longest, reading.counts[node]);
-    const float* query = a.query + row * a.query_row + (first + node) * a.query_node + kv * group * a.head_dim;
+    const float* query = a.query + row * a.query_row + (first + node) * a.query_node + kv * group * a.query_head;
     for (int64_t head = 0; head < group; head++) {
-      float scaled[256], scale = a.scale * 1.44269504f;  // weights are powers of two
-      for (int64_t i = 0; i < a.head_dim; i++) scaled[i] = query[head * a.head_dim + i] * scale;
+      float scaled[256], scale = a.scale * LOG2E;
+      for (int64_t i = 0; i < a.head_dim; i++) scaled[i] = query[head * a.query_head + i] * scale;
       store_rounded(reading.query.data() + (node * group + head) * reading.features, scaled, a.head_dim);
+      if (a.sinks) reading.start(node * group + head, a.sinks[kv * group + head] * LOG2E);
     }
   }
   const uint16_t *key = a.key + row * a.key_row + kv * a.key_head, *value = a.value + row * a.key_row + kv * a.key_head;

@@ -117,7 +117,7 @@ void add_experts(const Experts& experts, const ExpertInputs& from, int64_t rows,
     slot_products(experts.gate_up, experts, slots, buffers.inputs, between, stride);
     if (experts.up.blocks) slot_products(experts.up, experts, slots, buffers.inputs, between + inner, stride);
     take_gated(experts.down, buffers.gated, between, stride, slots.count,
-               {experts.gelu != 0, experts.alpha, experts.limit});
+               {experts.gelu, experts.alpha, experts.limit});
     slot_products(experts.down, experts, slots, buffers.gated, outputs, hidden);
     each(choices / used, used * hidden, [&](int64_t row) {
       float* to = out + (first + row) * hidden;

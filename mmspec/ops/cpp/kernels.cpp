@@ -9,134 +9,7 @@
 #include "stored.h"
 #include "sublayers.h"
 
-namespace {
-
-// Applies rotary positions to a head with adjacent feature pairs.
-void turn_head(float* head, int64_t head_dim, const float* rotation) {
-  for (int64_t i = 0; i < head_dim; i += 2) {
-    float a = head[i], b = head[i + 1], cosine = rotation[i], sine = rotation[i + 1];
-    head[i] = a * cosine - b * sine, head[i + 1] = a * sine + b * cosine;
-  }
-}
-
-// out = residual + RMSNorm(rows); overwrites the rows.
-void add_normed(float* from, const float* residual, int64_t rows, int64_t features, const float* gain, float epsilon,
-                float* out) {
-  each(rows, features, [&](int64_t row) {
-    norm_row(from + row * features, features, gain, epsilon, from + row * features);
-    for (int64_t i = row * features; i < (row + 1) * features; i++) out[i] = residual[i] + from[i];
-  });
-}
-
-thread_local Rows inputs, hidden, normed;
-thread_local std::vector<float> between;
-
-}  // namespace
-
 extern "C" {
-
-// A pre-norm decoder layer. Inputs may have several parts with separate norms; the last is the residual. Null: no norm.
-struct Layer {
-  Linear qkv, read, gate_up, down;
-  const float *attention_norm, *mlp_norm;
-  const float *attention_after, *mlp_after;  // norms of the outputs of attention and MLP
-  const float* head_norm;                    // norm of query and key heads, (heads + kv_heads, head_dim)
-  float attention_epsilon, mlp_epsilon, after_epsilon, head_epsilon;
-  int64_t heads, kv_heads, head_dim;
-  int64_t gelu;  // activation is GELU instead of SiLU
-  int64_t parts;
-  int64_t normed_residual;  // the residual is the normed input
-};
-
-}  // extern "C"
-
-namespace {
-
-// Converts a layer's inputs, normed if it has a norm.
-void take_inputs(const Layer& layer, Rows& x, const float* from, int64_t rows) {
-  const Linear& linear = layer.qkv;
-  if (!layer.attention_norm) return take(linear, x, from, rows);
-  if (layer.parts == 1) return take_normed(linear, x, from, rows, layer.attention_norm, layer.attention_epsilon);
-  int64_t features = linear.in / layer.parts;
-  between.resize(rows * linear.in);
-  float* to = between.data();  // of this thread
-  each(rows * layer.parts, features, [&](int64_t i) {
-    const float* norm = layer.attention_norm + i % layer.parts * features;
-    norm_row(from + i * features, features, norm, layer.attention_epsilon, to + i * features);
-  });
-  take(linear, x, to, rows);
-}
-
-// Heads from ``first`` on of queries, keys and values of rows, see ``attention_inputs``; calls then(row, head, values).
-template <class Then>
-void project_heads(const Layer& layer, const Rows& x, int64_t rows, const float* rotation, int64_t first, float* qkv,
-                   const Then& then) {
-  int64_t head_dim = layer.head_dim, turned = layer.heads + layer.kv_heads, blocks = head_dim / BLOCK;
-  parts_of(turned + layer.kv_heads - first, least_of(layer.qkv, head_dim), [&](int64_t begin, int64_t end) {
-    Tiles tiles;
-    products(layer.qkv, (first + begin) * blocks, (end - begin) * blocks, {x, rows, qkv, layer.qkv.out}, tiles);
-    for (int64_t row = 0; row < rows; row++)
-      for (int64_t head = first + begin; head < first + end; head++) {
-        float* values = qkv + row * layer.qkv.out + head * head_dim;
-        const float* norm = layer.head_norm ? layer.head_norm + head * head_dim : nullptr;
-        if (norm && head < turned) norm_row(values, head_dim, norm, layer.head_epsilon, values);
-        if (head < turned) turn_head(values, head_dim, rotation + row * head_dim);
-        then(row, head, values);
-      }
-  });
-}
-
-// Attention to nodes, converted to inputs of the next layer, whose features are a multiple of 32.
-void attend_then_take(const Attention& a, const Linear& layer, Rows& x) {
-  if (a.heads / a.kv_heads * a.head_dim % GROUP) {
-    attend_all(a);
-    return take(layer, x, a.read, a.batch * a.nodes);
-  }
-  x.shape(layer.in, a.batch * a.nodes);
-  attend_all(a, [&](int64_t first, int64_t nodes, int64_t feature, int64_t features) {
-    for (int64_t row = first; row < first + nodes; row++)
-      for (int64_t i = feature; i < feature + features; i += GROUP)
-        x.set(Kind(layer.kind), row, i / GROUP, a.read + row * layer.in + i);
-  });
-}
-
-// A layer's output (rows, hidden) from inputs of its output projection and the residual. middle: the residual before
-// the MLP, (rows, hidden); may be null. Also converts the inputs of the
-// ``next`` layer, unless it is null.
-void rest_of_layer(const Layer& layer, const Rows& read, const float* residual, int64_t rows, float* out,
-                   float* middle, const Layer* next) {
-  auto add = [&](const Linear& linear, const Rows& x, const float* before, const float* after, const Linear* then,
-                 const float* norm, float epsilon, Rows& to) {
-    if (!after && then) return product_then_norm(linear, x, rows, out, before, *then, to, norm, epsilon);
-    if (!after) return product(linear, x, rows, out, before);
-    between.resize(rows * linear.out);
-    product(linear, x, rows, between.data());
-    add_normed(between.data(), before, rows, linear.out, after, layer.after_epsilon, out);
-    if (then) take_normed(*then, to, out, rows, norm, epsilon);
-  };
-  add(layer.read, read, residual, layer.attention_after, &layer.gate_up, layer.mlp_norm, layer.mlp_epsilon, normed);
-  if (middle) std::memcpy(middle, out, rows * layer.read.out * sizeof(float));
-  gated_product(layer.gate_up, normed, rows, {layer.gelu != 0}, layer.down, hidden);
-  add(layer.down, hidden, out, layer.mlp_after, next ? &next->qkv : nullptr, next ? next->attention_norm : nullptr,
-      next ? next->attention_epsilon : 0, inputs);
-}
-
-}  // namespace
-
-extern "C" {
-
-// A forward pass through all decoder layers. New keys and values go to the slots from ``start`` on of a cache (layers,
-// 2, rows, kv_heads, slots, head_dim); ``attention`` describes one layer of it.
-struct Pass {
-  const Layer* layers;
-  int64_t count, hidden, start;
-  const float *x, *rotation;
-  float* states;  // (layers, batch * nodes, hidden): each layer's output
-  float* middle;  // (batch * nodes, hidden): the last layer's residual before its MLP; may be null
-  uint16_t* cache;  // bfloat16
-  int64_t cache_part;  // stride between the keys and the values of a layer
-  Attention attention;
-};
 
 // out (rows, out) = x (rows, in) W^T + bias
 void linear(const Linear* layer, const float* x, int64_t rows, float* out, int threads) {
@@ -199,33 +72,10 @@ int dense_rows(int64_t format, const int64_t* places, int64_t count, int64_t fea
   });
 }
 
-// Queries and keys, with optional norms and rotary positions, and values: x (rows, parts * hidden) -> qkv (rows, heads
-// + 2 kv_heads, head_dim). rotation: (rows, head_dim / 2, 2), cosine and sine of each adjacent feature pair.
-void attention_inputs(const Layer* layer, const float* x, const float* rotation, int64_t rows, float* qkv,
-                      int threads) {
-  Team team(threads);
-  for (int64_t first = 0; first < rows; first += CHUNK) {
-    int64_t count = std::min(CHUNK, rows - first);
-    take_inputs(*layer, inputs, x + first * layer->qkv.in, count);
-    project_heads(*layer, inputs, count, rotation + first * layer->head_dim, 0, qkv + first * layer->qkv.out,
-                  [](int64_t, int64_t, const float*) {});
-  }
-}
-
 // Masked softmax attention of nodes; head_dim is a multiple of 16, at most 256.
 void attention(const Attention* a, int threads) {
   Team team(threads);
   attend_all(*a);
-}
-
-// The rest of a layer: out (rows, hidden) from the attention output (rows, heads * head_dim) and the residual x.
-void layer_outputs(const Layer* layer, const float* read, const float* x, int64_t rows, float* out, int threads) {
-  Team team(threads);
-  for (int64_t first = 0; first < rows; first += CHUNK) {
-    int64_t count = std::min(CHUNK, rows - first), at = first * layer->read.out;
-    take(layer->read, inputs, read + first * layer->read.in, count);
-    rest_of_layer(*layer, inputs, x + at, count, out + at, nullptr, nullptr);
-  }
 }
 
 // out (rows, hidden) = the sum of the chosen experts' outputs times their weights; chosen, weights: (rows, used).
@@ -262,96 +112,16 @@ void quantiles_of_rows(const float* x, int64_t rows, int64_t count, const float*
   each(rows, count, [&](int64_t row) { tokens[row] = quantile_of(x + row * count, count, uniform[row]); });
 }
 
-// Writes a head of keys or values of a node, from query heads on, to its slot of the cache.
-static void write_slot(const Pass* pass, int64_t index, int64_t row, int64_t head, const float* from) {
-  const Attention& a = pass->attention;
-  uint16_t* to = pass->cache + (2 * index + head / a.kv_heads) * pass->cache_part + row / a.nodes * a.key_row +
-                 (pass->start + row % a.nodes) * a.key_slot + head % a.kv_heads * a.key_head;
-  store_rounded(to, from, a.head_dim);
-}
-
-// The residual of a layer with several input parts or a normed residual, (rows, hidden).
-static void residual_of(const Layer* layer, const float* x, int64_t rows, int64_t hidden, float* out) {
-  int64_t skipped = (layer->parts - 1) * hidden;
-  for (int64_t row = 0; row < rows; row++) {
-    const float* from = x + row * layer->qkv.in + skipped;
-    if (layer->normed_residual)
-      norm_row(from, hidden, layer->attention_norm + skipped, layer->attention_epsilon, out + row * hidden);
-    else
-      std::memcpy(out + row * hidden, from, hidden * sizeof(float));
-  }
-}
-
-// Attention to the nodes from ``first`` on, counted over all rows: several whole rows, or nodes of one.
-static Attention nodes_of(Attention a, int64_t first, int64_t count) {
-  int64_t row = first / a.nodes, node = first % a.nodes, nodes = std::min(count, a.nodes);
-  a.query += first * a.query_node, a.key += row * a.key_row, a.value += row * a.key_row;
-  if (a.mask) a.mask += row * a.mask_row + node * a.mask_node;
-  else a.slots -= a.nodes - node - nodes;
-  a.batch = count / nodes, a.nodes = nodes;
-  return a;
-}
-
-void decode(const Pass* pass, int threads) {
-  Team team(threads);
-  Attention a = pass->attention;
-  int64_t rows = a.batch * a.nodes, width = (a.heads + 2 * a.kv_heads) * a.head_dim;
-  auto count_from = [=](int64_t first) {  // whole rows, or nodes of one
-    return a.nodes < CHUNK ? std::min(CHUNK / a.nodes * a.nodes, rows - first)
-                           : std::min(CHUNK, a.nodes - first % a.nodes);
-  };
-  std::vector<float> qkv(rows * width), read(std::min(rows, CHUNK) * a.heads * a.head_dim);
-  a.query = qkv.data(), a.read = read.data(), a.query_row = a.nodes * width, a.query_node = width;
-  const float* x = pass->x;
-  bool taken = false;  // ``inputs`` are the layer's inputs
-  for (int64_t index = 0; index < pass->count; index++) {
-    const Layer &layer = pass->layers[index], *next = index + 1 < pass->count ? &layer + 1 : nullptr;
-    if (next && (count_from(0) < rows || !next->attention_norm || next->parts > 1)) next = nullptr;
-    a.key = pass->cache + 2 * index * pass->cache_part, a.value = a.key + pass->cache_part;
-    for (int64_t first = 0, count; first < rows; first += count) {
-      count = count_from(first);
-      if (!taken) take_inputs(layer, inputs, x + first * layer.qkv.in, count);
-      project_heads(layer, inputs, count, pass->rotation + first * a.head_dim, 0, qkv.data() + first * width,
-                    [&](int64_t row, int64_t head, const float* from) {
-                      if (head >= a.heads) write_slot(pass, index, first + row, head - a.heads, from);
-                    });
-    }
-    float* out = pass->states + index * rows * pass->hidden;
-    if (layer.parts > 1 || layer.normed_residual) residual_of(&layer, x, rows, pass->hidden, out), x = out;
-    for (int64_t first = 0, count; first < rows; first += count) {
-      count = count_from(first);
-      int64_t at = first * pass->hidden;
-      attend_then_take(nodes_of(a, first, count), layer.read, inputs);
-      float* middle = pass->middle && index + 1 == pass->count ? pass->middle + at : nullptr;
-      rest_of_layer(layer, inputs, x + at, count, out + at, middle, next);
-    }
-    x = out, taken = next;
-  }
-}
-
-// Writes the keys and values of each layer for the rows of ``x``, skipping the norm before attention.
-void write_keys_values(const Pass* pass, int threads) {
-  Team team(threads);
-  const Attention& a = pass->attention;
-  int64_t rows = a.batch * a.nodes, width = pass->layers->qkv.out;
-  std::vector<float> qkv(std::min(rows, CHUNK) * width);
-  for (int64_t first = 0; first < rows; first += CHUNK) {
-    int64_t count = std::min(CHUNK, rows - first);
-    for (int64_t index = 0; index < pass->count; index++) {
-      const Linear& qkv_of = pass->layers[index].qkv;
-      take(qkv_of, inputs, pass->x + first * qkv_of.in, count);
-      project_heads(pass->layers[index], inputs, count, pass->rotation + first * a.head_dim, a.heads, qkv.data(),
-                    [&](int64_t row, int64_t head, const float* from) {
-                      write_slot(pass, index, first + row, head - a.heads, from);
-                    });
-    }
-  }
-}
-
 // Runs a decoder of residual sublayers.
 void decode_sublayers(const TreePass* pass, int threads) {
   Team team(threads);
-  TreeDecoder(*pass).run(inputs);
+  TreeDecoder{*pass}.run();
+}
+
+// Writes the keys and values of sublayers with attention for the rows of ``x``, which are not normed.
+void write_keys_values(const TreePass* pass, int threads) {
+  Team team(threads);
+  TreeDecoder{*pass}.write_keys_values();
 }
 
 // Advances the states of recurrent layers along a path of each row, (batch, depth) padded with -1.

@@ -118,22 +118,23 @@ void tile_product(int rows, const uint8_t* block, const Rows& x, int64_t first, 
   block_product<kind, tile>(block, x, first, sums);
 }
 
-// out = sum (+ residual), for the first ``columns``.
-inline void add_columns(floats sum, const float* residual, int64_t columns, float* out) {
-  if (columns == LANES) return store(out, residual ? load<floats>(residual) + sum : sum);
+// out = sum, or residual + scale * sum, for the first ``columns``.
+inline void add_columns(floats sum, const float* residual, float scale, int64_t columns, float* out) {
+  if (columns == LANES) return store(out, residual ? load<floats>(residual) + scale * sum : sum);
   floats earlier{};
-  if (residual) std::memcpy(&earlier, residual, columns * sizeof(float));
-  sum += earlier;
+  if (residual) std::memcpy(&earlier, residual, columns * sizeof(float)), sum = earlier + scale * sum;
   std::memcpy(out, &sum, columns * sizeof(float));
 }
 
-// Products of rows, written to ``out`` (+ ``residual``) without columns before ``origin``, in rows ``stride`` apart.
+// Products of rows, written to ``out`` without columns before ``origin``, in rows ``stride`` apart; with a residual,
+// its sum with ``scale`` times the products.
 struct Products {
   const Rows& x;
   int64_t rows;
   float* out;
   int64_t stride;
   const float* residual = nullptr;
+  float scale = 1;
   int64_t origin = 0;
 };
 
@@ -169,7 +170,7 @@ void add_block_of(const Linear& layer, int64_t column, const Products& to, int64
     for (int i = 0; i < count * PARTS; i++) {
       int64_t part = i % PARTS * LANES, place = (first + i / PARTS) * to.stride + at + part;
       int64_t columns = std::clamp(layer.features - column - part, int64_t(0), LANES);
-      add_columns(sums[i], to.residual ? to.residual + place : nullptr, columns, to.out + place);
+      add_columns(sums[i], to.residual ? to.residual + place : nullptr, to.scale, columns, to.out + place);
     }
   }
 }
@@ -212,24 +213,25 @@ inline void products(const Linear& layer, int64_t first, int64_t count, const Pr
   }
 }
 
-// out = x W^T (+ residual), in rows ``stride`` apart, by default ``layer.out``.
+// out = x W^T, or residual + scale * x W^T, in rows ``stride`` apart, by default ``layer.out``.
 void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual = nullptr,
-             int64_t stride = 0) {
+             float scale = 1, int64_t stride = 0) {
   int64_t blocks = 0;
   for (const Linear* part = &layer; part; part = part->rest) blocks += blocks_of(*part);
   parts_of(blocks, least_of(layer, BLOCK), [&](int64_t begin, int64_t end) {
     Tiles tiles;
-    products(layer, begin, end - begin, {x, rows, out, stride ? stride : layer.out, residual}, tiles);
+    products(layer, begin, end - begin, {x, rows, out, stride ? stride : layer.out, residual, scale}, tiles);
   });
 }
 
 // The same for inputs of a multiple of 32 features, which are also inputs of the next layer, normed by ``weight``.
-void product_then_norm(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual,
+void product_then_norm(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual, float scale,
                        const Linear& next_layer, Rows& next, const float* weight, float epsilon) {
   next.shape(next_layer.in, rows);
   parts_of(next.groups, least_of(layer, GROUP), [&](int64_t begin, int64_t end) {
     Tiles tiles;
-    products(layer, begin * GROUP / BLOCK, (end - begin) * GROUP / BLOCK, {x, rows, out, layer.out, residual}, tiles);
+    int64_t first = begin * GROUP / BLOCK, blocks = (end - begin) * GROUP / BLOCK;
+    products(layer, first, blocks, {x, rows, out, layer.out, residual, scale}, tiles);
     for (int64_t row = 0; row < rows; row++)
       for (int64_t group = begin, at = row * layer.out + begin * GROUP; group < end; group++, at += GROUP)
         next.set_normed(Kind(next_layer.kind), row, group, out + at, weight + group * GROUP);
@@ -237,7 +239,8 @@ void product_then_norm(const Linear& layer, const Rows& x, int64_t rows, float* 
   next.norm(rows, epsilon);
 }
 
-// Gated products, as inputs of the next layer, of a multiple of 32 features.
+// Products after an activation, or gated products of gates and then ups, as inputs of the next layer, of a multiple of
+// 32 features.
 void gated_product(const Linear& gate_up, const Rows& x, int64_t rows, Gating gating, const Linear& next_layer,
                    Rows& next) {
   constexpr int64_t BUFFER = 2 * CHUNK * GROUP;  // floats
@@ -250,9 +253,9 @@ void gated_product(const Linear& gate_up, const Rows& x, int64_t rows, Gating ga
     for (int64_t first = begin, count; first < end; first += count) {
       count = std::min(most, end - first);
       int64_t gate = first * GROUP, up = next_layer.in + gate, stride = count * GROUP, blocks = stride / BLOCK;
-      float *gates = &both[0], *ups = gates + rows * stride;
-      products(gate_up, gate / BLOCK, blocks, {x, rows, gates, stride, nullptr, gate}, tiles);
-      products(gate_up, up / BLOCK, blocks, {x, rows, ups, stride, nullptr, up}, tiles);
+      float *gates = &both[0], *ups = gating.activation == SQUARED_RELU ? gates : gates + rows * stride;
+      products(gate_up, gate / BLOCK, blocks, {x, rows, gates, stride, nullptr, 1, gate}, tiles);
+      if (ups != gates) products(gate_up, up / BLOCK, blocks, {x, rows, ups, stride, nullptr, 1, up}, tiles);
       for (int64_t i = 0; i < rows * stride; i += LANES)
         store(gates + i, gating(load<floats>(gates + i), load<floats>(ups + i)));
       for (int64_t i = 0; i < rows * count; i++)

@@ -142,13 +142,20 @@ void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, 
   x.norm(rows, epsilon);
 }
 
-// act(gate) * up, with SiLU or GELU; or with a limit, that of gpt-oss: gate * sigmoid(alpha gate) * (up + 1).
+enum Activation : int64_t { SILU, GELU, SQUARED_RELU };  // the last has no gate
+
+// act(scale * gate) * up; or with a limit, that of gpt-oss: gate * sigmoid(alpha gate) * (up + 1).
 struct Gating {
-  bool with_gelu;
-  float alpha = 0, limit = 0;
+  int64_t activation;
+  float alpha = 0, limit = 0, scale = 1;
 
   floats operator()(floats gate, floats up) const {
-    if (limit == 0) return (with_gelu ? gelu(gate) : silu(gate)) * up;
+    if (activation == SQUARED_RELU) {
+      up = up > 0 ? up : floats{};
+      return up * up;
+    }
+    gate *= scale;
+    if (limit == 0) return (activation == GELU ? gelu(gate) : silu(gate)) * up;
     floats most = splat(limit);
     gate = gate < most ? gate : most, up = up < most ? up : most, up = up > -most ? up : -most;
     return times_sigmoid(gate, splat(alpha) * gate) * (up + 1);

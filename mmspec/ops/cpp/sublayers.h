@@ -1,5 +1,9 @@
-// Decoders of residual sublayers, x += scale * f(RMSNorm(x)): attention, recurrent mixers, short convolutions, MLPs and
-// mixtures of experts.
+// Decoders of residual sublayers, x += scale * f(RMSNorm(x)) or x += RMSNorm(f(x)): attention, recurrent mixers, short
+// convolutions, MLPs and mixtures of experts.
+//
+// A product's loop also converts its outputs to the inputs of the next product, in the thread that computed them. So a
+// layer of attention and a gated MLP takes five loops: queries, keys and values, with norms, rotation and the cache's
+// new slots; attention; output projection; gate and up with the activation; down.
 //
 // A recurrent mixer has a state S per head and computes, at each node of a tree, S = decay * S' + key (x) update, where
 // S' is the state after the node's parent. Nodes are visited depth first: a node's result is computed by the same
@@ -18,17 +22,22 @@ extern "C" {
 struct Sublayer {
   const Linear* inputs;  // projections of the normed input, with adjacent outputs
   Linear out;
-  const float* norm;
-  const float* inner_norm;  // attention: (heads + groups, head_dim); mixers: gain of the gated norm
+  const float *norm, *after;               // gains of norms of the input, (parts, hidden), and of the output
+  const float* inner_norm;                 // attention: (heads + groups, head_dim); mixers: gain of the gated norm
   const float* output_scale;               // of the projections' outputs, (outputs)
+  const float* sinks;                      // attention: (heads), scores without values
   const float *taps, *tap_bias;            // convolution: (width, channels), (channels)
   const float *decay, *step_bias, *skip;   // (heads)
-  float epsilon, inner_epsilon, scale, attention_scale;
+  float epsilon, after_epsilon, inner_epsilon, scale, attention_scale, gate_scale;
   int64_t kind, projections;
   int64_t ends_layer, beside;                    // whether the output is a layer's; whether the input is that of the
                                                  // sublayer before it
+  int64_t parts, normed_residual;                // of the input, each with its norm, of which the last is the residual;
+                                                 // whether the residual is the normed input
   int64_t heads, groups, head_dim, key_dim;      // groups: heads of keys
   int64_t rotated, gated;                        // attention: rotated features of a head; whether outputs have gates
+  int64_t rotation, windowed;                    // index of the rotations; whether attention is by ``window``
+  int64_t interleaved;                           // see ``DeltaColumns``
   int64_t width, channels, first_channel;        // convolution: taps; channels, and the first among all layers'
   int64_t place;                                 // index among layers with keys and values, or with states
   int64_t activation, norm_groups;               // of an MLP; groups of features of a mixer's norm
@@ -46,13 +55,15 @@ struct Recurrent {
 struct TreePass {
   const Sublayer* sublayers;
   int64_t count, hidden, start;
-  const float *x, *rotation;  // rotation: (batch * nodes, 2, rotated / 2), cosines and sines
+  const float *x, *rotation;  // rotation: (rotations, batch * nodes, 2, rotated / 2), cosines and sines
   float* states;              // (layers, batch * nodes, hidden)
   const uint8_t* ancestors;   // (batch, nodes, nodes); null for a prompt
   const int64_t* first;       // (batch): first token of each row of a prompt, after padding; null: 0
-  uint16_t* cache;            // as in ``Pass``
-  int64_t cache_part;
-  Attention attention;
+  uint16_t* cache;            // bfloat16 keys and values (layers, 2, rows, groups, slots, head_dim); new from ``start``
+  int64_t cache_part;         // stride between the keys and the values of a layer
+  Attention attention;        // of one layer
+  const uint8_t* window;      // mask of attention with a window; null: that of ``attention``
+  int64_t window_row, window_node;
   Recurrent recurrent;
 };
 
@@ -61,7 +72,6 @@ struct TreePass {
 namespace {
 
 enum Mixing : int64_t { ATTENTION, GATED_DELTA, MAMBA2, SHORT_CONV, MLP, EXPERTS };
-enum Activation : int64_t { SILU, GELU, SQUARED_RELU };
 
 constexpr int64_t WINDOW = 8;    // maximum taps of a convolution
 constexpr int64_t COLUMNS = 32;  // values of a head computed together at all nodes: their state stays in L1
@@ -167,6 +177,33 @@ inline void read_columns(const float* state, int64_t stride, const float* key, c
   for (int j = 0; j < wide; j++) of_key[j] = keys[0][j] + keys[1][j], of_query[j] = queries[0][j] + queries[1][j];
 }
 
+// Columns of Gated DeltaNet among the outputs of projections: parts of all heads one after the other, or, if
+// interleaved, those of the heads of each group.
+struct DeltaColumns {
+  const Sublayer& layer;
+  int64_t keys = layer.key_dim, values = layer.head_dim, shared = layer.heads / layer.groups, wide = shared * values;
+  int64_t all_keys = layer.groups * keys, all_values = layer.heads * values, whole = 2 * (keys + wide);
+
+  // Of a convolution's channel: queries, keys, values.
+  int64_t channel(int64_t at) const {
+    if (!layer.interleaved) return at;
+    if (at < 2 * all_keys) return at % all_keys / keys * whole + at / all_keys * keys + at % keys;
+    return (at - 2 * all_keys) / wide * whole + 2 * keys + (at - 2 * all_keys) % wide;
+  }
+
+  // Of the output gates of a head.
+  int64_t gate(int64_t head) const {
+    if (!layer.interleaved) return 2 * all_keys + all_values + head * values;
+    return head / shared * whole + 2 * keys + wide + head % shared * values;
+  }
+
+  // Of the rate (0) or the step size (1) of a head.
+  int64_t rate(int64_t head, int64_t part) const {
+    int64_t place = layer.interleaved ? (head / shared * 2 + part) * shared + head % shared : part * layer.heads + head;
+    return 2 * all_keys + 2 * all_values + place;
+  }
+};
+
 // Per-thread buffers of a head.
 struct HeadBuffers {
   Lines<float> slots;
@@ -224,14 +261,15 @@ struct Scan {
   void delta() const {
     buffers.normed.resize(nodes * 2 * keys), buffers.gates.resize(nodes);
     buffers.update.resize(COLUMNS), buffers.slots.reserve(order.slots * keys * COLUMNS);
+    DeltaColumns columns{layer};
     for (const Visit& visit : order.visits) {
       int64_t at = row * nodes + visit.node;
-      const float *mixed = convolved + at * layer.channels, *gates = projected + at * stride + 2 * all_keys + 2 * all_values;
+      const float *mixed = convolved + at * layer.channels, *from = projected + at * stride;
       float *query = buffers.normed.data() + visit.node * 2 * keys, *key = query + keys;
       normalise(mixed + group * keys, keys, 1 / std::sqrt(float(keys)), query);
       normalise(mixed + all_keys + group * keys, keys, 1, key);
-      float step = softplus(gates[layer.heads + head] + layer.step_bias[head]);
-      buffers.gates[visit.node] = {sigmoid(gates[head]), std::exp(layer.decay[head] * step), dot_of(key, query, keys)};
+      float step = softplus(from[columns.rate(head, 1)] + layer.step_bias[head]);
+      buffers.gates[visit.node] = {sigmoid(from[columns.rate(head, 0)]), std::exp(layer.decay[head] * step), dot_of(key, query, keys)};
       record(visit.node, key, buffers.gates[visit.node].decay);
     }
     int64_t column = 0;
@@ -239,7 +277,7 @@ struct Scan {
     for (; column < values; column += LANES) delta_columns<1>(column);
     for (const Visit& visit : order.visits) {
       int64_t at = row * nodes + visit.node;
-      const float* gate = projected + at * stride + 2 * all_keys + all_values + head * values;
+      const float* gate = projected + at * stride + columns.gate(head);
       float* out = y + (at * layer.heads + head) * values;
       norm_row(out, values, layer.inner_norm, layer.inner_epsilon, out);
       for (int64_t i = 0; i < values; i += LANES) store(out + i, load<floats>(out + i) * silu(load<floats>(gate + i)));
@@ -301,25 +339,38 @@ struct Scan {
   }
 };
 
-// Inputs and buffers of one pass.
+// Attention to the nodes from ``first`` on, counted over all rows: several whole rows, or nodes of one.
+inline Attention nodes_of(Attention a, int64_t first, int64_t count) {
+  int64_t row = first / a.nodes, node = first % a.nodes, nodes = std::min(count, a.nodes);
+  a.query += first * a.query_node, a.key += row * a.key_row, a.value += row * a.key_row;
+  if (a.mask) a.mask += row * a.mask_row + node * a.mask_node;
+  else a.slots -= a.nodes - node - nodes;
+  a.batch = count / nodes, a.nodes = nodes;
+  return a;
+}
+
+// Inputs of projections, and of output projections.
+thread_local Rows inputs, hidden;
+
+// A pass. ``inputs`` and ``hidden`` belong to the calling thread.
 struct TreeDecoder {
   const TreePass& pass;
-  int64_t batch, nodes, rows;
-  std::vector<Order> orders;
-  std::vector<float> projected, convolved, mixed, added;
+  int64_t batch = pass.attention.batch, nodes = pass.attention.nodes, rows = batch * nodes;
+  Rows &inputs = ::inputs, &hidden = ::hidden;
+  bool taken = false;  // ``inputs`` are the next projection's
+  Lines<float> projected{}, convolved{}, mixed{}, added{};
+  std::vector<Order> orders = std::vector<Order>(batch);
 
-  explicit TreeDecoder(const TreePass& of)
-      : pass(of), batch(of.attention.batch), nodes(of.attention.nodes), rows(batch * nodes), orders(batch) {
-    int64_t widest = 0, inner = 0, channels = 0;
-    for (const Sublayer* layer = pass.sublayers; layer < pass.sublayers + pass.count; layer++) {
-      widest = std::max(widest, stride_of(*layer)), inner = std::max(inner, layer->out.in);
-      channels = std::max(channels, layer->channels);
+  // Calls body(first, count) for chunks of rows: whole rows of the batch, or nodes of one.
+  template <class Body>
+  void chunks(const Body& body) const {
+    for (int64_t first = 0, count; first < rows; first += count) {
+      count = nodes < CHUNK ? std::min(CHUNK / nodes * nodes, rows - first) : std::min(CHUNK, nodes - first % nodes);
+      body(first, count);
     }
-    projected.resize(rows * widest), convolved.resize(rows * channels), mixed.resize(rows * inner), added.resize(rows * pass.hidden);
-    for (int64_t row = 0; channels && row < batch; row++)
-      pass.ancestors ? orders[row].shape(pass.ancestors + row * nodes * nodes, nodes, pass.recurrent.width)
-                     : orders[row].shape_prompt(nodes, pass.recurrent.width, pass.first ? pass.first[row] : 0);
   }
+
+  bool is_one_chunk() const { return nodes < CHUNK ? rows <= CHUNK / nodes * nodes : rows <= CHUNK; }
 
   // Features between rows of projections; powers of two would map rows to the same cache lines.
   static int64_t stride_of(const Sublayer& layer) {
@@ -328,91 +379,159 @@ struct TreeDecoder {
     return total;
   }
 
-  static bool same_inputs(const Linear& a, const Linear& b) {
+  // Converts a sublayer's inputs for one of its projections, unless those before it had the same.
+  void take_inputs(const Sublayer& layer, int64_t projection, const float* from, int64_t count) {
     auto form = [](const Linear& of) { return of.kind == FLOAT32 ? 2 : of.kind == BFLOAT16 ? 1 : 0; };
-    return form(a) == form(b);
+    const Linear& linear = layer.inputs[projection];
+    bool same = projection ? form(linear) == form(layer.inputs[projection - 1]) : taken;
+    taken = false;
+    if (same) return;
+    if (!layer.norm) return take(linear, inputs, from, count);
+    if (layer.parts == 1) return take_normed(linear, inputs, from, count, layer.norm, layer.epsilon);
+    int64_t features = linear.in / layer.parts;
+    added.reserve(count * linear.in);
+    each(count * layer.parts, features, [&](int64_t i) {
+      norm_row(from + i * features, features, layer.norm + i % layer.parts * features, layer.epsilon,
+               &added[0] + i * features);
+    });
+    take(linear, inputs, &added[0], count);
   }
 
-  // RMSNorm and projections of all rows.
-  void project(const Sublayer& layer, const float* x, Rows& operand) {
+  // Norms and projections of all rows.
+  void project(const Sublayer& layer, const float* x) {
     int64_t stride = stride_of(layer);
-    for (int64_t first = 0; first < rows; first += CHUNK) {
-      int64_t count = std::min(CHUNK, rows - first), column = 0;
+    projected.reserve(rows * stride);
+    chunks([&](int64_t first, int64_t count) {
+      int64_t column = 0;
+      float* to = &projected[0] + first * stride;
       for (int64_t i = 0; i < layer.projections; i++) {
         const Linear& linear = layer.inputs[i];
-        if (i == 0 || !same_inputs(layer.inputs[i - 1], linear))
-          take_normed(linear, operand, x + first * pass.hidden, count, layer.norm, layer.epsilon);
-        product(linear, operand, count, projected.data() + first * stride + column, nullptr, stride);
+        take_inputs(layer, i, x + first * linear.in, count);
+        if (layer.kind == ATTENTION)
+          project_heads(layer, linear, column, 0, first, count, to);
+        else
+          product(linear, inputs, count, to + column, nullptr, 1, stride);
         column += linear.out;
       }
-      if (layer.output_scale)
+      if (layer.output_scale && layer.kind != ATTENTION)
         each(count, column, [&](int64_t row) {
-          for (int64_t i = 0; i < column; i++) projected[(first + row) * stride + i] *= layer.output_scale[i];
+          for (int64_t i = 0; i < column; i++) to[row * stride + i] *= layer.output_scale[i];
         });
+    });
+  }
+
+  // Heads of a projection to ``column``, from the head ``least`` on, see ``finish_head``.
+  void project_heads(const Sublayer& layer, const Linear& linear, int64_t column, int64_t least, int64_t first,
+                     int64_t count, float* to) {
+    int64_t head_dim = layer.head_dim, blocks = head_dim / BLOCK, stride = stride_of(layer), before = column / head_dim;
+    int64_t skipped = std::max<int64_t>(0, least - before), heads = linear.out / head_dim - skipped;
+    if (heads <= 0) return;
+    parts_of(heads, least_of(linear, head_dim), [&](int64_t begin, int64_t end) {
+      Tiles tiles;
+      begin += skipped, end += skipped;
+      products(linear, begin * blocks, (end - begin) * blocks, {inputs, count, to + column, stride}, tiles);
+      for (int64_t row = 0; row < count; row++)
+        for (int64_t head = before + begin; head < before + end; head++)
+          finish_head(layer, first + row, head, to + row * stride + head * head_dim);
+    });
+  }
+
+  // Norm and rotary positions of a head of a row, among queries (with a gate after each, if ``gated``), keys and values;
+  // writes keys and values to the cache.
+  void finish_head(const Sublayer& layer, int64_t row, int64_t head, float* values) const {
+    int64_t head_dim = layer.head_dim, half = layer.rotated / 2, queries = layer.heads << layer.gated;
+    int64_t turned = head < queries ? head >> layer.gated : head - queries + layer.heads;  // without gates
+    if (head < queries && layer.gated && head % 2) return;
+    if (layer.output_scale)
+      for (int64_t i = 0; i < head_dim; i++) values[i] *= layer.output_scale[head * head_dim + i];
+    if (turned < layer.heads + layer.groups) {
+      const float *cosine = pass.rotation + (layer.rotation * rows + row) * 2 * half, *sine = cosine + half;
+      if (layer.inner_norm)
+        norm_row(values, head_dim, layer.inner_norm + turned * head_dim, layer.inner_epsilon, values);
+      for (int64_t i = 0; i < half; i++) {
+        float x = values[i], y = values[i + half];
+        values[i] = x * cosine[i] - y * sine[i], values[i + half] = y * cosine[i] + x * sine[i];
+      }
     }
+    if (head >= queries) write_slot(layer, row, head - queries, values);
   }
 
-  // to = x + scale * out(from)
-  void add_outputs(const Sublayer& layer, const float* from, const float* x, float* to, Rows& operand) {
-    for (int64_t first = 0; first < rows; first += CHUNK) {
-      int64_t count = std::min(CHUNK, rows - first);
-      take(layer.out, operand, from + first * layer.out.in, count);
-      add_product(layer, operand, first, count, x, to);
+  // Writes a head of keys, then values, of a node to its slot of the cache.
+  void write_slot(const Sublayer& layer, int64_t row, int64_t head, const float* values) const {
+    const Attention& a = pass.attention;
+    uint16_t* to = pass.cache + (2 * layer.place + head / layer.groups) * pass.cache_part + row / nodes * a.key_row +
+                   (pass.start + row % nodes) * a.key_slot + head % layer.groups * a.key_head;
+    store_rounded(to, values, layer.head_dim);
+  }
+
+  // to = before + scale * out(hidden), of a chunk. Also converts the inputs of the ``next`` sublayer, unless it is null.
+  void add_outputs(const Sublayer& layer, int64_t first, int64_t count, const float* before, float* to,
+                   const Sublayer* next) {
+    int64_t features = pass.hidden;
+    before += first * features, to += first * features;
+    if (layer.after) {
+      added.reserve(count * features);
+      product(layer.out, hidden, count, &added[0]);
+      return add(layer, count, before, to);
     }
+    if (!next) return product(layer.out, hidden, count, to, before, layer.scale);
+    product_then_norm(layer.out, hidden, count, to, before, layer.scale, next->inputs[0], inputs, next->norm,
+                      next->epsilon);
+    taken = true;
   }
 
-  void add_product(const Sublayer& layer, const Rows& operand, int64_t first, int64_t count, const float* x, float* to) {
-    int64_t at = first * pass.hidden, end = (first + count) * pass.hidden;
-    if (layer.scale == 1) return product(layer.out, operand, count, to + at, x + at);
-    product(layer.out, operand, count, added.data() + at);
-    for (int64_t i = at; i < end; i++) to[i] = x[i] + layer.scale * added[i];
+  // to = before + scale * added, normed if the sublayer has a norm of outputs.
+  void add(const Sublayer& layer, int64_t count, const float* before, float* to) {
+    each(count, pass.hidden, [&](int64_t row) {
+      int64_t begin = row * pass.hidden, end = begin + pass.hidden;
+      float* from = &added[0];
+      if (layer.after) norm_row(from + begin, pass.hidden, layer.after, layer.after_epsilon, from + begin);
+      for (int64_t i = begin; i < end; i++) to[i] = before[i] + layer.scale * from[i];
+    });
   }
 
-  void attend(const Sublayer& layer, float* read) {
-    int64_t stride = stride_of(layer), head_dim = layer.head_dim, half = layer.rotated / 2;
-    int64_t queries = layer.heads * head_dim, keys = layer.groups * head_dim, each_query = head_dim << layer.gated;
-    uint16_t* cached = pass.cache + 2 * layer.place * pass.cache_part;
+  // ``add_outputs`` of a mixer.
+  void add_mixed(const Sublayer& layer, const float* before, float* to, const Sublayer* next) {
+    chunks([&](int64_t first, int64_t count) {
+      take(layer.out, hidden, &mixed[0] + first * layer.out.in, count);
+      add_outputs(layer, first, count, before, to, next);
+    });
+  }
+
+  void attend(const Sublayer& layer, const float* before, float* to, const Sublayer* next) {
+    int64_t stride = stride_of(layer), head_dim = layer.head_dim;
     Attention a = pass.attention;
     a.heads = layer.heads, a.kv_heads = layer.groups, a.head_dim = head_dim, a.scale = layer.attention_scale;
-    each(rows, stride, [&](int64_t row) {
-      float *from = projected.data() + row * stride, *key = from + (queries << layer.gated);
-      const float *cosine = pass.rotation + row * 2 * half, *sine = cosine + half;
-      auto turn = [&](float* head, const float* norm) {
-        if (norm) norm_row(head, head_dim, norm, layer.inner_epsilon, head);
-        for (int64_t i = 0; i < half; i++) {
-          float x = head[i], y = head[i + half];
-          head[i] = x * cosine[i] - y * sine[i], head[i + half] = y * cosine[i] + x * sine[i];
-        }
-      };
-      for (int64_t head = 0; head < layer.heads + layer.groups; head++) {
-        bool is_key = head >= layer.heads;
-        turn(is_key ? key + (head - layer.heads) * head_dim : from + head * each_query,
-             layer.inner_norm ? layer.inner_norm + head * head_dim : nullptr);
-      }
-      for (int part = 0; part < 2; part++)
-        for (int64_t head = 0; head < layer.groups; head++)
-          store_rounded(cached + part * pass.cache_part + row / nodes * a.key_row + head * a.key_head +
-                            (pass.start + row % nodes) * a.key_slot,
-                        key + part * keys + head * head_dim, head_dim);
-      if (layer.gated)
-        for (int64_t head = 0; head < layer.heads; head++)
-          std::memcpy(mixed.data() + row * queries + head * head_dim, from + head * each_query,
-                      head_dim * sizeof(float));
+    a.sinks = layer.sinks;
+    if (layer.windowed && pass.window)
+      a.mask = pass.window, a.mask_row = pass.window_row, a.mask_node = pass.window_node;
+    a.query = &projected[0], a.query_row = nodes * stride, a.query_node = stride;
+    a.query_head = head_dim << layer.gated;
+    a.key = pass.cache + 2 * layer.place * pass.cache_part, a.value = a.key + pass.cache_part;
+    mixed.reserve(std::min(rows, CHUNK) * layer.out.in), a.read = &mixed[0];
+    chunks([&](int64_t first, int64_t count) {
+      attend_then_take(layer, nodes_of(a, first, count), &projected[0] + first * stride, stride);
+      add_outputs(layer, first, count, before, to, next);
     });
-    int64_t query_stride = layer.gated ? queries : stride;
-    a.query = layer.gated ? mixed.data() : projected.data();
-    a.query_row = nodes * query_stride, a.query_node = query_stride;
-    a.key = cached, a.value = cached + pass.cache_part, a.read = read;
-    attend_all(a);
-    if (layer.gated)
-      each(rows, queries, [&](int64_t row) {
-        for (int64_t head = 0; head < layer.heads; head++) {
-          const float* gate = projected.data() + row * stride + head * each_query + head_dim;
-          float* out = read + row * queries + head * head_dim;
-          for (int64_t i = 0; i < head_dim; i += LANES)
-            store(out + i, times_sigmoid(load<floats>(out + i), load<floats>(gate + i)));
+  }
+
+  // Attention, multiplied by the gates among ``projections``, as inputs of the output projection.
+  void attend_then_take(const Sublayer& layer, const Attention& a, const float* projections, int64_t stride) {
+    int64_t head_dim = layer.head_dim, in = layer.out.in;
+    bool whole = layer.heads / layer.groups * head_dim % GROUP == 0;
+    if (whole) hidden.shape(in, a.batch * a.nodes);
+    attend_all(a, [&](int64_t first, int64_t nodes, int64_t feature, int64_t features) {
+      for (int64_t row = first; row < first + nodes; row++) {
+        float* read = a.read + row * in;
+        for (int64_t i = feature; layer.gated && i < feature + features; i += LANES) {
+          const float* gate = projections + row * stride + i + (i / head_dim + 1) * head_dim;
+          store(read + i, times_sigmoid(load<floats>(read + i), load<floats>(gate)));
         }
-      });
+        for (int64_t i = feature; whole && i < feature + features; i += GROUP)
+          hidden.set(Kind(layer.out.kind), row, i / GROUP, read + i);
+      }
+    });
+    if (!whole) take(layer.out, hidden, a.read, a.batch * a.nodes);
   }
 
   // Convolutions of all nodes, then SiLU if ``activated``; input(row, channel): the inputs of LANES channels.
@@ -420,6 +539,7 @@ struct TreeDecoder {
   void convolve(const Sublayer& layer, bool activated, const Input& input) {
     const Recurrent& r = pass.recurrent;
     int64_t width = layer.width, before = width - 1, channels = layer.channels;
+    convolved.reserve(rows * channels);
     each(batch * channels / LANES, 8 * nodes * width * LANES, [&](int64_t at) {
       int64_t row = at / (channels / LANES), channel = at % (channels / LANES) * LANES;
       float* state = r.conv_state + (row * r.channels + layer.first_channel + channel) * before;
@@ -435,7 +555,7 @@ struct TreeDecoder {
           sum = fma(x, taps[tap], sum);
         }
         if (r.inputs) store(r.inputs + (row * nodes + node) * r.channels + layer.first_channel + channel, x);
-        store(convolved.data() + (row * nodes + node) * channels + channel, activated ? silu(sum) : sum);
+        store(&convolved[0] + (row * nodes + node) * channels + channel, activated ? silu(sum) : sum);
       }
       for (int64_t entry = 0; !r.inputs && entry < before; entry++) {
         int64_t from = nodes - before + entry, first = orders[row].first;
@@ -447,108 +567,146 @@ struct TreeDecoder {
 
   void scan(const Sublayer& layer) {
     int64_t stride = stride_of(layer), values = layer.heads * layer.head_dim;
+    mixed.reserve(rows * values);
     bool delta = layer.kind == GATED_DELTA;
-    const float* first = projected.data() + (delta ? 0 : values);
-    convolve(layer, true, [&](int64_t row, int64_t channel) { return load<floats>(first + row * stride + channel); });
+    DeltaColumns columns{layer};
+    convolve(layer, true, [&](int64_t row, int64_t channel) {
+      int64_t column = delta ? columns.channel(channel) : values + channel;
+      return load<floats>(&projected[0] + row * stride + column);
+    });
     parts_of(batch * layer.heads, 1, [&](int64_t begin, int64_t end) {
       thread_local HeadBuffers buffers;
       for (int64_t at = begin; at < end; at++) {
         int64_t row = at / layer.heads, head = at % layer.heads;
-        Scan one{layer, pass.recurrent, orders[row], projected.data(), convolved.data(),
-                 row,   head,           nodes,       stride,           mixed.data(), buffers};
+        Scan one{layer, pass.recurrent, orders[row], &projected[0], &convolved[0],
+                 row,   head,           nodes,       stride,           &mixed[0], buffers};
         delta ? one.delta() : one.mamba();
       }
     });
     if (delta || !layer.inner_norm) return;
     int64_t grouped = values / layer.norm_groups;
     each(rows * layer.norm_groups, grouped, [&](int64_t at) {
-      norm_row(mixed.data() + at * grouped, grouped, layer.inner_norm + at % layer.norm_groups * grouped,
-               layer.inner_epsilon, mixed.data() + at * grouped);
+      norm_row(&mixed[0] + at * grouped, grouped, layer.inner_norm + at % layer.norm_groups * grouped,
+               layer.inner_epsilon, &mixed[0] + at * grouped);
     });
   }
 
   // Gated short convolution (LFM2): C * conv(B * x), from projections B, C, x.
   void short_conv(const Sublayer& layer) {
     int64_t stride = stride_of(layer), channels = layer.channels;
+    mixed.reserve(rows * channels);
     convolve(layer, false, [&](int64_t row, int64_t channel) {
-      const float* x = projected.data() + row * stride + channel;
+      const float* x = &projected[0] + row * stride + channel;
       return load<floats>(x) * load<floats>(x + 2 * channels);
     });
     each(rows, channels, [&](int64_t row) {
-      const float *gate = projected.data() + row * stride + channels, *from = convolved.data() + row * channels;
+      const float *gate = &projected[0] + row * stride + channels, *from = &convolved[0] + row * channels;
       for (int64_t c = 0; c < channels; c += LANES)
-        store(mixed.data() + row * channels + c, load<floats>(from + c) * load<floats>(gate + c));
+        store(&mixed[0] + row * channels + c, load<floats>(from + c) * load<floats>(gate + c));
     });
   }
 
-  void mlp(const Sublayer& layer, const float* x, float* to, Rows& operand) {
-    int64_t stride = stride_of(layer);
-    for (int64_t first = 0; first < rows; first += CHUNK) {
-      int64_t count = std::min(CHUNK, rows - first);
-      float* from = projected.data() + first * stride;
-      if (layer.activation != SQUARED_RELU) {
-        take_gated(layer.out, operand, from, stride, count, {layer.activation == GELU});
-      } else {
-        each(count, layer.out.in, [&](int64_t row) {
-          for (int64_t i = 0; i < layer.out.in; i += LANES) {
-            floats z = load<floats>(from + row * stride + i), positive = z > 0 ? z : floats{};
-            store(mixed.data() + row * layer.out.in + i, positive * positive);
-          }
-        });
-        take(layer.out, operand, mixed.data(), count);
-      }
-      add_product(layer, operand, first, count, x, to);
-    }
+  void mlp(const Sublayer& layer, const float* x, const float* before, float* to, const Sublayer* next) {
+    chunks([&](int64_t first, int64_t count) {
+      take_inputs(layer, 0, x + first * pass.hidden, count);
+      gated_product(layer.inputs[0], inputs, count, {layer.activation, 0, 0, layer.gate_scale}, layer.out, hidden);
+      add_outputs(layer, first, count, before, to, next);
+    });
   }
 
   // added = outputs of the shared MLP, times the sigmoid of its gate.
-  void add_shared(const Sublayer& layer, Rows& operand) {
-    int64_t stride = stride_of(layer), column = layer.experts->count, hidden = pass.hidden;
-    if (!layer.out.in) return std::fill(added.begin(), added.end(), 0.0f);
-    for (int64_t first = 0; first < rows; first += CHUNK) {
-      int64_t count = std::min(CHUNK, rows - first);
-      const float* from = projected.data() + first * stride + column;
-      take_gated(layer.out, operand, from, stride, count, {layer.activation == GELU});
-      product(layer.out, operand, count, added.data() + first * hidden);
-    }
-    for (int64_t row = 0; layer.gated && row < rows; row++) {
-      float gate = sigmoid(projected[row * stride + column + 2 * layer.out.in]);
-      for (int64_t i = row * hidden; i < (row + 1) * hidden; i++) added[i] *= gate;
-    }
+  void add_shared(const Sublayer& layer, const float* x) {
+    added.reserve(rows * pass.hidden), std::fill_n(&added[0], rows * pass.hidden, 0.0f);
+    if (!layer.out.in) return;
+    chunks([&](int64_t first, int64_t count) {
+      float* to = &added[0] + first * pass.hidden;
+      take_inputs(layer, 1, x + first * pass.hidden, count);
+      gated_product(layer.inputs[1], inputs, count, {layer.activation, 0, 0, layer.gate_scale}, layer.out, hidden);
+      product(layer.out, hidden, count, to);
+      if (!layer.gated) return;
+      take_inputs(layer, 2, x + first * pass.hidden, count);
+      product(layer.inputs[2], inputs, count, &mixed[0]);
+      each(count, pass.hidden, [&](int64_t row) {
+        float gate = sigmoid(mixed[row]);
+        for (int64_t i = row * pass.hidden; i < (row + 1) * pass.hidden; i++) to[i] *= gate;
+      });
+    });
   }
 
-  void mixture(const Sublayer& layer, const float* x, float* to, Rows& operand) {
-    int64_t used = layer.router->used;
+  void mixture(const Sublayer& layer, const float* x, const float* before, float* to) {
+    int64_t used = layer.router->used, count = layer.experts->count;
     std::vector<int64_t> chosen(rows * used);
     std::vector<float> weights(rows * used);
-    choose_experts_of_rows(*layer.router, projected.data(), stride_of(layer), rows, chosen.data(), weights.data());
-    add_shared(layer, operand);
-    add_experts(*layer.experts, {x, layer.norm, layer.epsilon}, rows, used, chosen.data(), weights.data(), added.data());
-    for (int64_t i = 0; i < rows * pass.hidden; i++) to[i] = x[i] + layer.scale * added[i];
+    projected.reserve(rows * count), mixed.reserve(CHUNK);
+    chunks([&](int64_t first, int64_t some) {
+      take_inputs(layer, 0, x + first * pass.hidden, some);
+      product(layer.inputs[0], inputs, some, &projected[0] + first * count);
+    });
+    choose_experts_of_rows(*layer.router, &projected[0], count, rows, chosen.data(), weights.data());
+    add_shared(layer, x);
+    add_experts(*layer.experts, {x, layer.norm, layer.epsilon}, rows, used, chosen.data(), weights.data(), &added[0]);
+    add(layer, rows, before, to);
   }
 
-  void run(Rows& operand) {
-    const float *x = pass.x, *input = x;
+  // The residual of inputs with several parts, or the normed input.
+  void residual_of(const Sublayer& layer, const float* x, float* to) const {
+    int64_t features = pass.hidden, skipped = (layer.parts - 1) * features;
+    for (int64_t row = 0; row < rows; row++, to += features) {
+      const float* from = x + row * layer.parts * features + skipped;
+      if (layer.normed_residual)
+        norm_row(from, features, layer.norm + skipped, layer.epsilon, to);
+      else
+        std::memcpy(to, from, features * sizeof(float));
+    }
+  }
+
+  void order_nodes() {
+    for (int64_t row = 0; pass.recurrent.channels && row < batch; row++)
+      pass.ancestors ? orders[row].shape(pass.ancestors + row * nodes * nodes, nodes, pass.recurrent.width)
+                     : orders[row].shape_prompt(nodes, pass.recurrent.width, pass.first ? pass.first[row] : 0);
+  }
+
+  void run() {
+    order_nodes();
+    const float *x = pass.x, *input = x, *before = x;
     float* to = pass.states;
-    for (const Sublayer* layer = pass.sublayers; layer < pass.sublayers + pass.count; layer++) {
+    for (const Sublayer *layer = pass.sublayers, *end = layer + pass.count; layer < end; layer++) {
+      const Sublayer* next = layer + 1 < end && is_one_chunk() ? layer + 1 : nullptr;
+      if (next && (next->beside || !next->norm)) next = nullptr;
       if (!layer->beside) input = x;
-      project(*layer, input, operand);
+      before = x;
+      if (layer->parts > 1 || layer->normed_residual) residual_of(*layer, x, to), before = to;
       if (layer->kind == MLP) {
-        mlp(*layer, x, to, operand);
+        mlp(*layer, input, before, to, next);
       } else if (layer->kind == EXPERTS) {
-        mixture(*layer, x, to, operand);
+        mixture(*layer, input, before, to);
       } else {
+        project(*layer, input);
         if (layer->kind == ATTENTION) {
-          std::vector<float> read(rows * layer->out.in);
-          attend(*layer, read.data());
-          add_outputs(*layer, read.data(), x, to, operand);
+          attend(*layer, before, to, next);
         } else {
           layer->kind == SHORT_CONV ? short_conv(*layer) : scan(*layer);
-          add_outputs(*layer, mixed.data(), x, to, operand);
+          add_mixed(*layer, before, to, next);
         }
       }
       x = to;
       if (layer->ends_layer) to += rows * pass.hidden;
+    }
+  }
+
+  // Writes the keys and values of all sublayers with attention for the inputs ``x``, which are not normed.
+  void write_keys_values() {
+    for (const Sublayer* layer = pass.sublayers; layer < pass.sublayers + pass.count; layer++) {
+      if (layer->kind != ATTENTION) continue;
+      projected.reserve(std::min(rows, CHUNK) * stride_of(*layer));
+      chunks([&](int64_t first, int64_t count) {
+        int64_t column = 0;
+        for (const Linear* linear = layer->inputs; linear < layer->inputs + layer->projections; linear++) {
+          take(*linear, inputs, pass.x + first * linear->in, count);
+          project_heads(*layer, *linear, column, layer->heads << layer->gated, first, count, &projected[0]);
+          column += linear->out;
+        }
+      });
     }
   }
 };

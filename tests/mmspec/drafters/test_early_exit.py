@@ -78,13 +78,18 @@ def test_packed_targets_run_the_first_layers_alone(monkeypatch):
     drafter.attach(target)
     history = [*range(3, 12), 7]
     drafter.begin(PROMPT, prefilled(target, PROMPT, 32), [history])
-    decode = cpu.decode
-    monkeypatch.setattr(cpu, "decode", lambda weights, *rest: counts.append(len(weights)) or decode(weights, *rest))
+    decode = cpu.decode_sublayers
+
+    def counted(weights, *rest, **masks):
+        counts.append(len(weights))
+        return decode(weights, *rest, **masks)
+
+    monkeypatch.setattr(cpu, "decode_sublayers", counted)
     tree = drafter.propose(torch.tensor([7]), StepPlan(3, 3))
     assert len(counts) >= 3
-    assert set(counts) == {2}
+    assert set(counts[-3:]) == {4}  # attention and MLP of two layers
     target.verify(tree)
-    assert counts[-1] == 4
+    assert counts[-1] == 8
     path = tree.tokens[0].tolist()
     with torch.no_grad():
         logits = short(torch.tensor([history[:-1] + path])).logits[0, len(history) - 1 :].log_softmax(-1)

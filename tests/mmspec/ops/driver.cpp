@@ -35,7 +35,7 @@ int main(int, char** arguments) {
     Attention a{};
     a.query = query.data(), a.key = key.data(), a.value = value.data(), a.mask = mask.data(), a.read = out.data();
     a.scale = 0.125f, a.batch = 1, a.nodes = nodes, a.slots = slots, a.heads = sizes[2], a.kv_heads = sizes[3];
-    a.head_dim = sizes[4], a.query_node = width, a.key_head = kv_head, a.key_slot = a.head_dim, a.mask_node = slots;
+    a.head_dim = a.query_head = sizes[4], a.query_node = width, a.key_head = kv_head, a.key_slot = a.head_dim, a.mask_node = slots;
     attention(&a, 1);
   }
   return std::fwrite(out.data(), sizeof(float), out.size(), stdout) != out.size();

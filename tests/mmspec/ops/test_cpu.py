@@ -44,7 +44,7 @@ def exact_layer(kind: str, rows: int, columns: int, bias: bool = False) -> tuple
     """A layer of any kind, and its weight before it is rounded to bfloat16, in float64."""
     if kind in FORMATS:
         data, weight = stored(kind, rows, columns)
-        return stored_layer([data], torch.randn(rows).bfloat16() if bias else None), weight.double()
+        return stored_layer(data, torch.randn(rows).bfloat16() if bias else None), weight.double()
     layer, _ = layer_of(kind, rows, columns, bias)
     return layer, exact_weight(layer).double()
 
@@ -112,7 +112,7 @@ def test_the_greatest_codes_do_not_saturate(kind, fill):
         weight = exact_weight(layer)
     else:
         rows = random_rows(kind, (16, 1024), fill=fill)
-        layer, weight = stored_layer([StoredRows.of(kind, torch.from_numpy(rows), 1024)], None), dequantised(kind, rows)
+        layer, weight = stored_layer(StoredRows.of(kind, torch.from_numpy(rows), 1024), None), dequantised(kind, rows)
     x = torch.tensor([2.0, 0.0, -2.0])[:, None].expand(3, weight.shape[1])
     expected = x.double() @ weight.double().T
     torch.testing.assert_close(layer(x).double(), expected, atol=1e-6 * float(weight.abs().sum(1).max()), rtol=0)

@@ -36,7 +36,7 @@ def layer_of(kind: str, rows: int, columns: int) -> tuple[Any, Tensor]:
             kind, (COUNT * rows, columns), scale=columns**-0.5 / {"Q6_K": 2048, "Q8_0": 64}.get(kind, 16)
         )
         weight = dequantised(kind, data)
-        layer: Any = stored_layer([StoredRows.of(kind, torch.from_numpy(data), columns)], None)
+        layer: Any = stored_layer(StoredRows.of(kind, torch.from_numpy(data), columns), None)
     else:
         layer = BLOCKS[kind](torch.randn(COUNT * rows, columns) / columns**0.5, None)
         weight = layer.weight.float()

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mmspec.errors import UserError
 from mmspec.ops import builds, compiler, cpu, cpu_library
-from mmspec.quantisation.blocks import BLOCKS, BlockLinear, JoinedLinear
-from mmspec.quantisation.formats import FORMATS, StoredRows, concatenated, stored_layer
+from mmspec.quantisation.blocks import BLOCKS, BlockLinear
+from mmspec.quantisation.formats import FORMATS, StoredRows, stored_layer
 from mmspec.targets.gguf_file import _OpenFile
 from tests.compiled import needs_kernels
 from tests.gguf_rows import dequantised, random_rows, stored
@@ -45,13 +45,13 @@ def test_every_kind_of_weights_has_a_layer() -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_weights_are_those_of_the_package(form: str, rows: int) -> None:
     data, weight = stored(form, rows, 768)
-    layer = stored_layer([data], None)
+    layer = stored_layer(data, None)
     assert torch.equal(data.dense(), weight)
     assert (layer.in_features, layer.out_features) == (768, rows)
     assert torch.equal(layer.weight, weight.bfloat16())
     order = torch.randperm(rows)
     assert torch.equal(layer.rows(order).weight, weight[order].bfloat16())
-    assert torch.equal(stored_layer([data.ordered(order)], None).weight, weight[order].bfloat16())
+    assert torch.equal(stored_layer(data.ordered(order), None).weight, weight[order].bfloat16())
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other.weight, layer.weight)
 
@@ -74,32 +74,18 @@ def test_blocks_are_about_as_large_as_in_the_file() -> None:
     """A pass reads this much; K formats have a byte per factor in place of 6 bits."""
     for form in FORMATS:
         data, _ = stored(form, 16, 2048)
-        assert stored_layer([data], None)._blocks.numel() <= 1.12 * data.kept[0].numel(), form
+        assert stored_layer(data, None)._blocks.numel() <= 1.12 * data.kept[0].numel(), form
 
 
 @needs_kernels
-def test_a_layer_of_several_formats_has_the_outputs_of_each() -> None:
-    parts = [stored("Q4_K", 40, 512), stored("Q4_K", 24, 512, seed=1), stored("Q6_K", 20, 512), stored("Q8_0", 7, 512)]
-    joined = concatenated(data for data, _ in parts)
-    assert [len(rows.places) for rows in joined] == [64, 20, 7]
-    bias, x = torch.randn(91), torch.randn(9, 512)
-    layer = stored_layer(joined, bias)
-    assert isinstance(layer, JoinedLinear)
-    apart = [stored_layer([rows], part) for rows, part in zip(joined, bias.split([64, 20, 7]), strict=True)]
-    expected = torch.cat([one(x) for one in apart], dim=1)
+def test_layers_of_several_formats_that_are_joined_have_the_outputs_of_each() -> None:
+    parts = [stored("Q4_K", 64, 512), stored("Q6_K", 20, 512), stored("Q8_0", 7, 512)]
+    biases, x = torch.randn(91).split([64, 20, 7]), torch.randn(9, 512)
+    layers = [stored_layer(rows, bias) for (rows, _), bias in zip(parts, biases, strict=True)]
+    joined, expected = cpu.joined_weights([layer.native for layer in layers]), torch.cat([one(x) for one in layers], 1)
     for count in THREADS:
         torch.set_num_threads(count)
-        assert torch.equal(cpu.linear(layer.native, x), expected)
-        assert torch.equal(layer(x), expected)
-    assert torch.equal(copy.deepcopy(layer)(x), expected)
-
-
-@needs_kernels
-def test_one_format_needs_no_joining() -> None:
-    (data, weight), (other, more) = stored("Q5_1", 16, 64), stored("Q5_1", 16, 64, seed=1)
-    layer = stored_layer(concatenated([data, other]), None)
-    assert isinstance(layer, BlockLinear)
-    assert torch.equal(layer.weight, torch.cat([weight, more]).bfloat16())
+        assert torch.equal(cpu.linear(joined, x), expected)
 
 
 BIAS = torch.arange(50) / 16 - 1.5  # exact in bfloat16
@@ -109,7 +95,7 @@ def extremes(form: str) -> Iterator[tuple[BlockLinear, Tensor]]:
     """Layers with random codes, the least and the greatest, and their weights."""
     for fill in (None, 0, 127, 128, 255):
         data = random_rows(form, (50, 512), fill=fill)
-        yield stored_layer([StoredRows.of(form, torch.from_numpy(data), 512)], BIAS.clone()), dequantised(form, data)
+        yield stored_layer(StoredRows.of(form, torch.from_numpy(data), 512), BIAS.clone()), dequantised(form, data)
 
 
 @pytest.mark.long

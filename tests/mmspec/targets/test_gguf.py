@@ -28,12 +28,12 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.small import Small
 from mmspec.loading import load_processor
 from mmspec.quantisation.blocks import BlockLinear, Int4Blocks, Int8Blocks
-from mmspec.quantisation.formats import StoredEmbedding
+from mmspec.quantisation.formats import FORMATS, StoredEmbedding
 from mmspec.targets import gguf, gguf_file, gguf_models, packing, sources, templates
 from mmspec.targets.gguf_keys import Rows, minus_one
 from mmspec.targets.gguf_models import Weight
 from mmspec.targets.infill import Infill
-from mmspec.targets.packing import drafter_kind, merge_layers, pack_drafter, pack_model, weights_kind
+from mmspec.targets.packing import drafter_kind, pack_drafter, pack_model, weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.gguf_rows import random_rows
@@ -257,7 +257,7 @@ def test_matrices_of_other_shapes_are_refused(dtype: str, cache: Path, tmp_path:
 
 @needs_kernels
 def test_layers_with_rows_of_the_kernels_formats_and_others(cache: Path, tmp_path: Path) -> None:
-    """Rows of the joined layer are quantised again."""
+    """Keys that the file does not quantise stay so, in the same layers."""
 
     def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
         if name != "attn_k":
@@ -266,12 +266,11 @@ def test_layers_with_rows_of_the_kernels_formats_and_others(cache: Path, tmp_pat
         return weight.astype(np.float16), package.GGMLQuantizationType.F16
 
     file = save_gguf(tmp_path / "a.gguf", matrix)
-    exact = model_in(file, "float32")
-    model = model_in(file)
-    merge_layers(exact.model)
-    for layer, plain in zip(model.model.layers, exact.model.layers, strict=True):
-        assert layer.qkv.weight.shape == plain.qkv.weight.shape
-        assert (layer.qkv.weight.float() - plain.qkv.weight).abs().max() < 0.06
+    exact, pipe = model_in(file, "float32"), load(file)
+    for layer, plain in zip(pipe.model.model.layers, exact.model.layers, strict=True):
+        assert torch.equal(layer.self_attn.k_proj.weight, plain.self_attn.k_proj.weight.bfloat16())
+        assert type(layer.self_attn.q_proj) is Int4Blocks
+    assert pipe.target.decoder._sublayers is not None
 
 
 @needs_kernels
@@ -756,11 +755,6 @@ MIXED = [
     {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q4_K", "ffn_down": "Q6_K"},  # as in Q4_K_M
     {"attn_q": "Q5_0", "attn_k": "Q5_1", "attn_v": "Q8_0", "attn_output": "Q5_K", "ffn_down": "Q4_1"},
 ]
-CLASSES = [
-    [{"Q4KBlocks", "Q6KBlocks"}, {"Q4KBlocks"}, {"Q4KBlocks"}, {"Q6KBlocks"}],
-    [{"Q5Blocks", "Int8Blocks"}, {"Q5KBlocks"}, {"Q4KBlocks"}, {"Int4Blocks"}],
-]
-"""Of queries, keys and values; attention's output; gate and up; down."""
 
 
 @pytest.fixture(scope="module")
@@ -778,15 +772,16 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_kernels
 def test_layers_have_the_formats_and_weights_of_the_file(mixed: Path, cache: Path) -> None:
-    exact = model_in(mixed, "float32")
-    model = model_in(mixed)
-    merge_layers(exact.model)
-    for layer, plain, classes in zip(model.model.layers, exact.model.layers, CLASSES, strict=True):
-        assert layer.native is not None
-        for name, expected in zip(("qkv", "out", "gate_up", "down"), classes, strict=True):
-            parts = [part for part in getattr(layer, name).modules() if isinstance(part, BlockLinear)]
-            assert {type(part).__name__ for part in parts} == expected
-            assert torch.equal(torch.cat([part.weight for part in parts]), getattr(plain, name).weight.bfloat16())
+    exact, pipe = model_in(mixed, "float32"), load(mixed)
+    model = pipe.model
+    assert pipe.target.decoder._sublayers is not None
+    for name, layer in model.model.layers.named_modules():
+        if isinstance(layer, BlockLinear):
+            block, _, part = name.split(".")
+            stored = {"o_proj": "attn_output", "down_proj": "ffn_down"}.get(part, f"attn_{part[0]}")
+            form = "Q4_K" if part in ("gate_proj", "up_proj") else MIXED[int(block)][stored]
+            assert type(layer) is FORMATS[form], name
+            assert torch.equal(layer.weight, exact.model.layers.get_submodule(name).weight.bfloat16())
     assert type(model.lm_head) is Int8Blocks
     assert torch.equal(model.lm_head.weight, exact.lm_head.weight.bfloat16())
     chosen = model_in(mixed, "int8")  # by the user
@@ -803,10 +798,10 @@ def test_layers_that_the_file_keeps_unquantised_are_not_quantised(tmp_path: Path
     file = save_gguf(tmp_path / "a.gguf", matrix, **SIZES)
     exact, model = model_in(file, "float32"), model_in(file)
     for layer, plain in zip(model.model.layers, exact.model.layers, strict=True):
-        assert torch.equal(layer.down.weight, plain.mlp.down_proj.weight.bfloat16())
-        assert type(layer.out) is Int4Blocks
+        assert torch.equal(layer.mlp.down_proj.weight, plain.mlp.down_proj.weight.bfloat16())
+        assert type(layer.self_attn.o_proj) is Int4Blocks
     chosen = model_in(file, "int4")  # by the user
-    assert {type(layer.down) for layer in chosen.model.layers} == {Int4Blocks}
+    assert {type(layer.mlp.down_proj) for layer in chosen.model.layers} == {Int4Blocks}
 
 
 @needs_kernels

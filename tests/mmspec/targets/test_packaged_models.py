@@ -18,7 +18,6 @@ from mmspec.drafters.union import Union
 from mmspec.ops import cpu_library
 from mmspec.quantisation.blocks import BlockLinear
 from mmspec.targets.gguf_file import file_in
-from mmspec.targets.packing import MergedLayer
 from tests.compiled import needs_kernels
 
 pytestmark = pytest.mark.long
@@ -54,8 +53,11 @@ def test_it_drafts_and_changes_nothing(dtype: str) -> None:
     assert table.entries > 10_000
     found = pipe.generate(PROMPT, max_new_tokens=48, nodes=8)
     assert found.stats.mean_acceptance_length > 1.5
-    if dtype != "float32" and not cpu_library.available():
-        return  # ties
+    if dtype != "float32":
+        if cpu_library.available():  # else ties
+            plain = mmspec.load("smollm2", None, dtype=dtype, device="cpu")
+            assert found.token_ids == plain.generate(PROMPT, max_new_tokens=48).token_ids
+        return
     inputs = pipe.hf_processor.apply_chat_template(
         [{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
@@ -79,7 +81,7 @@ def test_layers_of_gemma3_have_the_formats_of_the_file() -> None:
     stored = Counter(one.tensor_type.name for one in gguf.GGUFReader(str(file)).tensors)
     assert stored == {"F32": 109, "Q5_0": 81, "Q4_K": 27, "Q8_0": 10, "Q6_K": 9}
     model = gemma3().model
-    assert all(isinstance(layer, MergedLayer) and layer.native is not None for layer in model.model.layers)
+    assert gemma3().target.decoder._sublayers is not None
     held = sum(part._blocks.numel() for part in model.modules() if isinstance(part, BlockLinear))
     assert held < 1.05 * file.stat().st_size
 
@@ -89,11 +91,8 @@ def test_layers_of_gemma3_have_the_formats_of_the_file() -> None:
 @pytest.mark.parametrize(
     "prompt", ["The capital of France is", "Q: List five animals.\nA:", "def fibonacci(n):\n", LONG]
 )
-def test_gemma3_decodes_as_generate_does(prompt: str) -> None:
-    pipe = gemma3()
-    inputs = pipe.hf_processor(prompt, return_tensors="pt")
-    with torch.no_grad():
-        expected = pipe.model.generate(**inputs, max_new_tokens=40, do_sample=False)
-    found = pipe.generate(prompt, max_new_tokens=40, nodes=8)
-    assert found.token_ids == expected[0, inputs["input_ids"].shape[1] :].tolist()
+def test_gemma3_drafts_and_changes_nothing(prompt: str) -> None:
+    plain = mmspec.load("gemma3-270m", None, device="cpu").generate(prompt, max_new_tokens=40)
+    found = gemma3().generate(prompt, max_new_tokens=40, nodes=8)
+    assert found.token_ids == plain.token_ids
     assert found.stats.mean_acceptance_length > 1.1

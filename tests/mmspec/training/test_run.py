@@ -28,7 +28,7 @@ from mmspec.drafters.registry import make_drafter
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.pipeline import Generation
-from mmspec.targets.packing import MergedLayer, merge_layers
+from mmspec.targets.packing import pack_model
 from mmspec.training.data import TEXT, Conversation
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossOutput
@@ -371,15 +371,14 @@ def test_a_target_with_images_has_a_draft_model_of_text(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_layers_that_were_merged_have_their_published_names(name):
-    plain = copy.deepcopy(shared_model(name))
+def test_weights_of_packed_layers_have_their_published_names(name):
+    plain = copy.deepcopy(shared_model(name)).bfloat16()
     for parameter in plain.parameters():
         if parameter.ndim == 1:  # biases are zero, weights of norms are one
             parameter.data += torch.rand_like(parameter)
-    merged = copy.deepcopy(plain)
-    merge_layers(merged.get_decoder())
-    assert all(isinstance(layer, MergedLayer) for layer in merged.get_decoder().layers)
-    found, weights = decoder_weights(SimpleNamespace(model=merged), [1]), plain.get_decoder().state_dict()
+    packed = copy.deepcopy(plain)
+    pack_model(packed, "bfloat16")
+    found, weights = decoder_weights(SimpleNamespace(model=packed), [1]), plain.get_decoder().state_dict()
     expected = {key.replace("layers.1.", "layers.0."): one for key, one in weights.items() if "layers.0." not in key}
     assert set(found) == set(expected)
     for key, weight in found.items():

@@ -1,4 +1,4 @@
-"""Hybrids in packed weights: trees, batches and prompts have the bits of plain decoding."""
+"""Decoders in packed weights: trees, batches and prompts have the bits of plain decoding."""
 
 import copy
 from itertools import pairwise
@@ -22,10 +22,25 @@ from tests.tiny import byte_tokenizer, random_tree, root_path, valid_nodes
 
 VOCAB = 300
 MAMBA = dict(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2)
-RECURRENT, ATTENDING = "linear_attention", "full_attention"
+RECURRENT, ATTENDING, SLIDING = "linear_attention", "full_attention", "sliding_attention"
+WINDOWS = dict(sliding_window=8, num_hidden_layers=2, layer_types=[SLIDING, ATTENDING])
 FAMILIES = {
+    "llama": dict(attention_bias=True, head_dim=32),
+    "mistral": dict(sliding_window=8),
+    "qwen2": dict(use_sliding_window=True, max_window_layers=0, **WINDOWS),
+    "qwen3": dict(num_key_value_heads=1),
+    # Two sets of frequencies, and a scale that is not derived from the size of heads.
+    "gemma3_text": dict(query_pre_attn_scalar=12, **WINDOWS),
+    "gemma": {},
+    "granite": dict(residual_multiplier=0.3, embedding_multiplier=5.0, attention_multiplier=0.1),
+    "smollm3": dict(num_hidden_layers=2, no_rope_layers=[1, 0], layer_types=[ATTENDING] * 2),
+    "exaone4": WINDOWS,  # no norms before sublayers, and no rotation without a window
+    "gpt_oss": WINDOWS,
     # Values in more heads than keys, and heads of keys and values that differ in size.
     "qwen3_5_text": dict(linear_num_key_heads=2, linear_value_head_dim=48),
+    "qwen3_next": dict(
+        linear_num_key_heads=2, linear_value_head_dim=48, num_hidden_layers=2, layer_types=[RECURRENT, ATTENDING]
+    ),
     "granitemoehybrid": dict(
         num_local_experts=0,
         num_experts_per_tok=0,
@@ -65,7 +80,7 @@ def model_of(family, kind="int4"):
     config = small_config(transformers.CONFIG_MAPPING[family.split()[0]], vocab_size=VOCAB, **FAMILIES[family])
     model = random_model(config)
     for module in model.modules():  # defaults are zeros and ones
-        for name in ("bias", "D", "dt_bias"):
+        for name in ("bias", "D", "dt_bias", "sinks"):
             if isinstance(value := getattr(module, name, None), torch.Tensor):
                 value.data.normal_(std=0.5)
         if "Norm" in type(module).__name__:
@@ -88,6 +103,13 @@ def threads(request):
 def target_of(model):
     target = TransformersTarget(model)
     assert target.decoder._sublayers is not None
+    return target
+
+
+def in_python(model):
+    """A target that runs the decoder's own forward."""
+    target = TransformersTarget(model)
+    target.decoder.__dict__["_sublayers"] = None
     return target
 
 
@@ -143,8 +165,7 @@ def test_trees_batches_and_prompts_have_the_bits_of_plain_decoding(family, kind,
 def test_kernels_are_as_close_to_float32_as_the_decoder_is(family, kind):
     """Logits and features of a prompt in chunks and of a tree."""
     model = model_of(family, kind)
-    native, python, exact = target_of(model), TransformersTarget(model), TransformersTarget(model_of(family, None))
-    python.decoder.__dict__["_sublayers"] = None
+    native, python, exact = target_of(model), in_python(model), TransformersTarget(model_of(family, None))
     last = model.config.num_hidden_layers - 1
     names = (0, 1, output_of(0), output_of(last), "last")
     tree = random_tree(torch.Generator().manual_seed(1), 1, 12, VOCAB)
@@ -216,8 +237,9 @@ def test_other_layers_are_refused(change, message):
 
 @needs_kernels
 @torch.inference_mode()
-def test_layers_with_hooks_run_in_the_decoder():
-    model = model_of("bamba")
+@pytest.mark.parametrize("family", ["bamba", "llama"])
+def test_layers_with_hooks_run_in_the_decoder(family):
+    model = model_of(family)
     target, hooked = target_of(model), target_of(copy.deepcopy(model))
     calls = []
     hooked.model.get_decoder().layers[1].register_forward_hook(lambda *_: calls.append(1))
