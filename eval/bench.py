@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,9 +27,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import mmspec
 from mmspec.cli.options import Listed
 from mmspec.drafters.ngram import Ngram
+from mmspec.engine.threads import fix_threads
 from mmspec.errors import UserError
-from mmspec.eval.harness.output import Column, benchmark, describe, make_table, wide_console
-from mmspec.eval.harness.peers import LLAMA, LlamaServer, engines
+from mmspec.eval.harness.output import Column, benchmark, cell_text, describe, make_table, wide_console
+from mmspec.eval.harness.peers import engines
 from mmspec.eval.harness.prompts import held_out_requests, warm_up_requests
 from mmspec.eval.harness.small_configs import number_processor
 from mmspec.eval.harness.timing import (
@@ -44,7 +45,7 @@ from mmspec.eval.harness.timing import (
     rotated,
     wait_for_huge_pages,
 )
-from mmspec.eval.suite import SIZES, llama_server_option
+from mmspec.eval.suite import SIZES, peer_option
 from mmspec.eval.suite.methods import BASELINE, PLAIN, SetAcceptance, parse_methods, with_rates
 from mmspec.eval.suite.race import read_requests
 from mmspec.eval.suite.report import equal_of_compared
@@ -65,6 +66,9 @@ def busy_programs(count: int) -> Iterator[None]:
             stack.callback(program.wait)
             stack.callback(program.kill)
         yield
+
+
+Request = dict[str, Any]
 
 
 @dataclass
@@ -117,21 +121,21 @@ def conditions_of(
 
 
 def measure(
-    conditions: Sequence[Condition], requests: Sequence[dict[str, Any]], rounds: int, options: DecodingOptions
+    conditions: Sequence[Condition], sets: Mapping[str, Sequence[Request]], rounds: int, options: DecodingOptions
 ) -> None:
-    """Answer all requests by all methods, and add the records. An answer is ``equal`` if it was the first method's in
-    all rounds."""
+    """Answer the requests of all sets by all methods, and add the records. An answer is ``equal`` if it was the first
+    method's in all rounds; ``differs_at`` is the place of the first other token."""
     known: dict[Any, list[int]] = {}
-    for size in dict.fromkeys(one.batch for one in conditions):
+    for (task, requests), size in product(sets.items(), dict.fromkeys(one.batch for one in conditions)):
         alike, places = [one for one in conditions if one.batch == size], list(range(len(requests)))
         for unit in [[place] for place in places] if size == 1 else [places]:
             asked, timed = [requests[place] for place in unit], dict[tuple[int, str], list[TimedBatch]]()
             for turn in range(rounds):
                 for busy in rotated(list(dict.fromkeys(one.busy for one in alike)), turn):
-                    pairs = [(one, method) for one in alike if one.busy == busy for method in one.methods]
+                    turns = [(one, method) for one in alike if one.busy == busy for method in one.methods]
                     with busy_programs(busy):
-                        for one, method in rotated(pairs, turn):
-                            torch.set_num_threads(one.threads)
+                        for one, method in rotated(turns, turn):
+                            fix_threads(one.threads)
                             batch = one.decode(method, asked, options, learn=turn == rounds - 1)
                             timed.setdefault((id(one), method.name), []).append(batch)
             for one in alike:
@@ -139,28 +143,45 @@ def measure(
                 for method in one.methods:
                     answers = [batch.answers for batch in timed[id(one), method.name]]
                     # The rows of a batch have other seeds than single requests.
-                    keys = [(one.dtype, place, options.temperature > 0 and size) for place in unit]
+                    keys = [(one.dtype, task, place, options.temperature > 0 and size) for place in unit]
                     first = [known.setdefault(key, answer) for key, answer in zip(keys, answers[0], strict=True)]
                     equal = [all(rows[row] == right for rows in answers) for row, right in enumerate(first)]
                     methods[method.name] |= {"equal": [None] * len(unit) if method.peer else equal, "differences": []}
-                head = {"task": "bench", "group": unit[0], "ids": unit, "categories": [""] * len(unit)}
+                    ends, pairs = one.pipe.target.eos_token_ids, zip(answers[0], first, strict=True)
+                    methods[method.name]["differs_at"] = [difference(own, right, ends) for own, right in pairs]
+                head = {"task": task, "group": unit[0], "ids": unit, "categories": [""] * len(unit)}
                 one.records.append({**head, "turns": [{"rows": list(range(len(unit))), "methods": methods}]})
 
 
+def difference(answer: Sequence[int], expected: Sequence[int], ends: Sequence[int]) -> int | None:
+    """Place of an answer's first token that is not the expected token; None if they are equal, apart from
+    end-of-sequence tokens, which some engines leave out."""
+    own, right = ([token for token in tokens if token not in ends] for tokens in (answer, expected))
+    places = (place for place, (one, other) in enumerate(zip_longest(own, right)) if one != other)
+    return next(places, None)
+
+
 def rows_of(conditions: Sequence[Condition]) -> list[dict[str, Any]]:
-    """A row of results per condition and method: ``figures`` and ``by_request`` of ``mmspec.eval.suite.summary``, and
-    ``decoding_tokens_per_second``, after the first token."""
-    rows = []
+    """A row of results per condition, set of requests and method: ``figures`` and ``by_request`` of
+    ``mmspec.eval.suite.summary``; tokens per second of the prefill, which gives the first token, and of ``decoding``
+    after it; ``differs_at`` of each request."""
+    rows, sets = [], dict.fromkeys(record["task"] for record in conditions[0].records)
     for one in conditions:
-        where = {name: getattr(one, name) for name in _CONDITIONS}
-        for method in one.methods:
-            results = figures(one.records, method.name) | by_request(one.records, method.name)[OVERALL]
-            later = throughput(one.records, method.name, "decoding", "later_tokens")
-            rows.append({**where, "method": method.name, **results, "decoding_tokens_per_second": later})
-    return rows
+        where = {name: getattr(one, name) for name in _CONDITIONS[1:]}
+        for task, method in product(sets, one.methods):
+            records = [record for record in one.records if record["task"] == task]
+            found = [record["turns"][0]["methods"][method.name] for record in records]
+            results = figures(records, method.name) | by_request(records, method.name)[OVERALL]
+            results |= {
+                "prefill_tokens_per_second": throughput(records, method.name, "first", "prompt_tokens"),
+                "decoding_tokens_per_second": throughput(records, method.name, "decoding", "later_tokens"),
+                "differs_at": [place for result in found for place in result["differs_at"]],
+            }
+            rows.append({"task": task, **where, "method": method.name, **results})
+    return sorted(rows, key=lambda row: list(sets).index(row["task"]))  # stable
 
 
-_CONDITIONS = ("dtype", "threads", "busy", "batch")
+_CONDITIONS = ("task", "dtype", "threads", "busy", "batch")
 _ANSWERS: list[Column] = [
     ("method", "{method}"),
     ("tokens per step", "{acceptance[mean_acceptance_length]:.2f}"),
@@ -169,10 +190,11 @@ _ANSWERS: list[Column] = [
     ("vs plain", "{end_to_end_plain[median]:.2f}"),
     ("worst", "{slowest[total]:.2f}"),
     ("decoding", "{decoding_plain[median]:.2f}"),
-    ("worst", "{slowest[decoding]:.2f}"),
     ("tokens/s", "{output_tokens_per_second:.1f}"),
     ("decoding", "{decoding_tokens_per_second:.1f}"),
+    ("prefill", "{prefill_tokens_per_second:.0f}"),
     ("equal", equal_of_compared),
+    ("differs at", lambda row: ", ".join(str(place) for place in row["differs_at"] if place is not None)),
 ]
 _TIMES: list[Column] = [
     ("method", "{method}"),
@@ -184,14 +206,14 @@ _TIMES: list[Column] = [
 
 
 def print_rows(columns: Sequence[Column], rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Print a table, with a column for each condition that differs between rows."""
+    """Print a table, with a column for each condition that differs between rows, without empty columns."""
     varied = [name for name in (*_CONDITIONS, "depth") if len({row.get(name) for row in rows}) > 1]
     shown: list[Column] = [(name, f"{{{name}}}") for name in varied]
+    columns = [(header, cell) for header, cell in columns if any(cell_text(cell, row) for row in rows)]
     sections = [name for name in varied if name != "dtype"]
     wide_console().print(make_table([*shown, *columns], rows, sections=sections, title=title))
 
 
-_LLAMA_TOKENS = 32
 _TEXT = Path(__file__).resolve().parents[1] / "CONTRIBUTING.md"
 _PROMPT = "List five animals and their colours. Then list them again."
 
@@ -201,9 +223,7 @@ _PASSES: list[Column] = [
     ("least", "{least:.1f}"),
     ("in one-node passes", "{passes:.2f}"),
     ("of reading its weights", "{read:.2f}x"),
-    ("of llama.cpp's token", "{llama:.2f}x"),
     ("prefill, tokens/s", "{prefill:.0f}"),
-    ("faster than llama.cpp's", "{prefill_speed:.2f}x"),
 ]
 
 
@@ -241,28 +261,17 @@ def time_passes(
     depths: Sequence[int],
     nodes: Sequence[int],
     rounds: int,
-    servers: Mapping[int, LlamaServer],
 ) -> list[dict[str, Any]]:
-    """Time prefills, passes and reads of the weights, interleaved, after one unmeasured round.
-
-    Args:
-        servers: llama.cpp by number of threads: its prefill of the same number of tokens, and its plain decoding.
-
-    Returns:
-        A row per number of threads, depth, form of the weights (or llama.cpp) and number of nodes.
-    """
+    """Time prefills, passes and reads of the weights, interleaved, after one unmeasured round. Returns a row per number
+    of threads, depth, form of the weights and number of nodes."""
     found: dict[tuple[Any, ...], list[float]] = {}
     for turn in range(rounds + 1):
         for count in threads:
-            torch.set_num_threads(count)
+            fix_threads(count)
             for depth in rotated(depths, turn):
                 for name, pipe in rotated(list(pipes.items()), turn):
                     for part, seconds in pass_seconds(pipe.target, depth, rotated(nodes, turn)).items():
                         found.setdefault((count, depth, name, part), []).append(seconds)
-                if count in servers:
-                    answer = servers[count].complete(range(1000, 1000 + depth), _LLAMA_TOKENS, ignore_eos=True)
-                    for part, seconds in (("prefill", answer.prompt_seconds), (1, answer.token_seconds)):
-                        found.setdefault((count, depth, LLAMA, part), []).append(seconds)
     return pass_rows({name: seconds[1:] for name, seconds in found.items()}, nodes)
 
 
@@ -277,32 +286,41 @@ def pass_rows(found: Mapping[tuple[Any, ...], Sequence[float]], nodes: Sequence[
     rows = []
     for key in (key for key in sorted(found, key=lambda key: key[:2]) if key[3] != "prefill"):
         count, depth, form, part = key
-        where, peer = (count, depth, form), (count, depth, LLAMA)
+        where = (count, depth, form)
         row = {"threads": count, "depth": depth, "dtype": form, "nodes": part}
         row |= {"milliseconds": 1000 * median(found[key]), "least": 1000 * min(found[key])}
         row |= {"passes": ratio(key, (*where, 1)), "read": None if part == READ else ratio(key, (*where, READ))}
-        if part == min(nodes) or form == LLAMA:
-            row["llama"] = ratio(key, (*peer, 1)) if part == 1 else None
+        if part == min(nodes):
             row["prefill"] = depth / median(found[*where, "prefill"])
-            row["prefill_speed"] = ratio((*peer, "prefill"), (*where, "prefill"))
         rows.append(row)
     return rows
 
 
 def load_requests(source: str, warm_up: int, visual: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Warm-up and measured requests: of a file, or of held-out sets, ``SET:COUNT`` separated by commas."""
+    """Warm-up and measured requests: of a file, or of held-out sets, ``SET:COUNT`` separated by commas, or none."""
     if Path(source).is_file():
         requests = read_requests(Path(source))
         if len(requests) <= warm_up:
             raise UserError(f"{source}: expected more than {warm_up} requests, the first of which warm up")
         return requests[:warm_up], requests[warm_up:]
     measured = []
-    for part in source.split(","):
+    for part in source.split(",") if source else ():
         name, _, count = part.strip().partition(":")
         if not (count.isdecimal() and int(count)):
             raise UserError(f"requests must be a file or SET:COUNT, separated by commas: got {part!r}")
         measured += held_out_requests(name, int(count))
     return warm_up_requests(warm_up, visual), measured
+
+
+def text_of(pipe: Pipeline, tokens: int) -> Request:
+    """A request to continue this package's source code, whose prompt has about ``tokens`` tokens."""
+    code = "".join(path.read_text() for path in sorted(Path(mmspec.__file__).parent.glob("*.py")))
+    asked = "Continue this program:\n\n"
+    own = pipe.encode([{"prompt": asked}]).input_ids.shape[1]
+    ids = pipe.processor.tokenizer(code, add_special_tokens=False)["input_ids"]
+    if tokens - own > len(ids):
+        raise UserError(f"--depths with --methods must be at most {len(ids) + own} for this model: got {tokens}")
+    return {"prompt": asked + pipe.processor.tokenizer.decode(ids[: max(tokens - own, 1)])}
 
 
 def open_model(name: str, dtype: str) -> Pipeline:
@@ -330,7 +348,7 @@ def open_model(name: str, dtype: str) -> Pipeline:
 @click.option("--threads", type=SIZES, help="CPU threads; torch's default if not given.")
 @click.option("--busy", type=Listed(click.IntRange(0)), default="0", show_default=True, help="Busy programs beside it.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--depths", type=SIZES, default="42", show_default=True, help="Prompt tokens before verify passes.")
+@click.option("--depths", type=SIZES, help="Prompt tokens before verify passes (default: 42), or of requests.")
 @click.option("--nodes", type=SIZES, default="1,2,4,8,16", show_default=True, help="Of verify passes.")
 @click.option("--divergence", is_flag=True, help="Measure divergences from the float32 weights, which are loaded.")
 @click.option("--methods", help="As for mmspec eval: answer requests instead of timing passes.")
@@ -340,14 +358,14 @@ def open_model(name: str, dtype: str) -> Pipeline:
 @click.option("--warm-up", type=click.IntRange(0), default=4, show_default=True, help="Unmeasured requests.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=160, show_default=True)
 @click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True)
-@llama_server_option
+@peer_option
 def main(
     models: Sequence[str],
     dtypes: Sequence[str],
     threads: Sequence[int] | None,
     busy: Sequence[int],
     rounds: int,
-    depths: Sequence[int],
+    depths: Sequence[int] | None,
     nodes: Sequence[int],
     divergence: bool,
     methods: str | None,
@@ -357,19 +375,21 @@ def main(
     warm_up: int,
     max_new_tokens: int,
     temperature: float,
-    llama_server: str | None,
+    peers: Sequence[str],
 ) -> dict[str, Any]:
     """Measure verify passes or, with --methods, answers: tables, then one JSON line."""
     before, model = torch.get_num_threads(), models[0]
-    if len(models) > 1 and (llama_server or divergence):
-        raise UserError(f"--llama-server and --divergence need one model: got {len(models)}")
+    if len(models) > 1 and (peers or divergence):
+        raise UserError(f"--peer and --divergence need one model: got {len(models)}")
+    if peers and methods is None:
+        raise UserError("--peer needs --methods: other engines answer requests")
     if acceptance and (methods is None or max(batch_sizes) > 1):
         raise UserError("--acceptance needs --methods, one request at a time: expected --batch-sizes 1")
     threads = threads or (before,)
 
     @cache
-    def peers(count: int) -> dict[str, Any]:
-        return {name: cache(start) for name, start in engines(model, count, llama_server).items()}
+    def started(count: int) -> dict[str, Any]:
+        return {name: cache(start) for name, start in engines(model, count, peers).items()}
 
     pipes = {
         dtype if len(models) == 1 else f"{Path(name).stem} {dtype}": open_model(name, dtype)
@@ -381,30 +401,34 @@ def main(
         if methods is None:
             about["equal"] = {dtype: drafts_equal(pipe) for dtype, pipe in pipes.items()}
             about["divergence"] = divergences(model, pipes) if divergence else {}
-            servers = {count: peers(count)[LLAMA]("") for count in threads} if llama_server else {}
             rows = []
             for programs in busy:
                 with busy_programs(programs):
-                    found = time_passes(pipes, threads, depths, nodes, rounds, servers)
+                    found = time_passes(pipes, threads, depths or (42,), nodes, rounds)
                 rows += [{"busy": programs, **row} for row in found]
             print_rows(_PASSES, rows, "milliseconds per verify pass")
             for dtype, nats in about["divergence"].items():
                 click.echo(f"{dtype}: {nats:.5f} nats from float32", err=True)
             return {**about, "rows": rows}
-        visual = next(iter(pipes.values())).processor.reads_media
-        first, requests = load_requests(source or ("images:24,clips:8" if visual else "prompts:16"), warm_up, visual)
+        pipe = next(iter(pipes.values()))
+        visual = pipe.processor.reads_media
+        sets = {f"depth {tokens}": [text_of(pipe, tokens)] for tokens in depths or ()}
+        source = source or ("" if depths else "images:24,clips:8" if visual else "prompts:16")
+        first, requests = load_requests(source, warm_up, visual)
+        sets |= {source: requests} if source else {}
         sampled, rates = temperature > 0, acceptance or ()
-        conditions = conditions_of(pipes, methods, threads, busy, batch_sizes, peers, sampled, rates)
+        conditions = conditions_of(pipes, methods, threads, busy, batch_sizes, started, sampled, rates)
         options = DecodingOptions(max_new_tokens, temperature)
         for one in conditions:
-            torch.set_num_threads(one.threads)
+            fix_threads(one.threads)
             for method, request in product(one.methods, first):
                 one.decode(method, [request], options, learn=True)
-        measure(conditions, requests, rounds, options)
+        measure(conditions, sets, rounds, options)
     finally:
-        torch.set_num_threads(before)
+        fix_threads(before)
     rows = rows_of(conditions)
-    print_rows(_ANSWERS, rows, f"{len(requests)} requests, medians and minima of speedups in seconds per token")
+    count = sum(map(len, sets.values()))
+    print_rows(_ANSWERS, rows, f"{count} requests, medians and minima of speedups in seconds per token")
     print_rows(_TIMES, [row for row in rows if row["shares"]], "mean time of a request, and its shares; cost of a tree")
     about |= {"set_acceptance": list(rates)} if rates else {}
-    return {**about, "temperature": temperature, "requests": len(requests), "rows": rows}
+    return {**about, "temperature": temperature, "requests": count, "rows": rows}

@@ -11,6 +11,7 @@ step may emit several tokens, so the time per token is smaller.
 from __future__ import annotations
 
 import base64
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from typing import Any
 import click
 import httpx
 import numpy as np
+import torch
 
 import mmspec
 from mmspec.errors import UserError
@@ -48,12 +50,14 @@ class RunningServer:
 
 @contextmanager
 def serving(**options: Any) -> Iterator[RunningServer]:
-    """Run ``mmspec serve`` on a free port with options; None omits an option, a tuple repeats it."""
+    """Run ``mmspec serve`` on a free port, with torch's number of threads and options; None omits an option, a tuple
+    repeats it."""
     program = [sys.executable, "-m", "mmspec", "serve", "--port=0"]
     for name, value in options.items():
         values = value if isinstance(value, tuple) else (value,)
         program += [f"--{name.replace('_', '-')}={one}" for one in values if one is not None]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    environment, pipe = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}, subprocess.PIPE
+    with subprocess.Popen(program, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         try:

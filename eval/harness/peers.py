@@ -1,4 +1,4 @@
-"""Other engines as baselines: they decode the same GGUF file, llama.cpp in a server, OpenVINO GenAI in this process."""
+"""Other engines as baselines, on the same GGUF file: servers (``ENGINES``), and OpenVINO GenAI in this process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import re
 import shlex
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,25 +25,89 @@ from mmspec.errors import UserError, explained
 from mmspec.http_client import TIMEOUT, open_client
 from mmspec.targets.gguf_file import file_in
 
-LLAMA, OPENVINO = "llama.cpp", "openvino"
-CONTEXT = 8192  # tokens of a prompt and its answer
+LLAMA, IK_LLAMA, MISTRAL, OPENVINO = "llama.cpp", "ik_llama.cpp", "mistral.rs", "openvino"
+LOOKUP = "lookup"  # the speculation of OpenVINO
+CONTEXT = 16384  # tokens of a prompt and its answer
 _HOST = "127.0.0.1"
 _COMPLAINT = re.compile(r"^(?!.* exiting ).*(error|fail|couldn't)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A greedy answer: tokens up to the end-of-sequence token, decode time after the first token, and prefill time, as
-    measured by the engine."""
+    """A greedy answer, up to the end-of-sequence token, with the engine's own measurements.
 
-    tokens: list[int]
+    Attributes:
+        count: generated tokens, the end-of-sequence token included.
+        seconds, prompt_seconds: decode time after the first token, and prefill time.
+        text, tokens: the answer; token ids only from engines that return them.
+    """
+
+    count: int
     seconds: float
     prompt_seconds: float
+    text: str = ""
+    tokens: Sequence[int] | None = None
 
-    @property
-    def token_seconds(self) -> float:
-        """Decode time per token after the first."""
-        return self.seconds / (len(self.tokens) - 1)
+    def token_ids(self, tokenizer: Any, end: int) -> list[int]:
+        """The answer's tokens; from text, these are the tokenizer's, cut or filled with ``end`` to ``count`` tokens."""
+        if self.tokens is not None:
+            return list(self.tokens)
+        tokens: list[int] = tokenizer(self.text, add_special_tokens=False)["input_ids"][: self.count]
+        return tokens + [end] * (self.count - len(tokens))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How to start the server of an engine, and to ask it.
+
+    Attributes:
+        options: its command-line options, with ``{host}``, ``{port}``, ``{model}``, ``{threads}`` and ``{context}``.
+        route, body: of a greedy completion without cached prompts; ``prompt`` (token ids) is added.
+        limit: the body's field of the largest number of new tokens.
+        read: reads a reply.
+        speculation: the option whose value is a method's speculation; empty if the engine has none of its own.
+        command: the program, and options before ``options``; empty if the user gives them.
+    """
+
+    options: str
+    route: str
+    body: Mapping[str, Any]
+    limit: str
+    read: Callable[[Mapping[str, Any]], Completion]
+    speculation: str = ""
+    command: str = ""
+
+
+def _read_llama(reply: Mapping[str, Any]) -> Completion:
+    count, later, first = (reply["timings"][name] for name in ("predicted_n", "predicted_ms", "prompt_ms"))
+    return Completion(count, later / 1000, first / 1000, reply["content"], reply.get("tokens"))
+
+
+def _read_mistral(reply: Mapping[str, Any]) -> Completion:
+    names = ("completion_tokens", "total_completion_time_sec", "total_prompt_time_sec")
+    count, later, first = (reply["usage"][name] for name in names)
+    return Completion(count, later, first, reply["choices"][0]["text"])
+
+
+_LLAMA = Engine(
+    "--host {host} --port {port} --model {model} --ctx-size {context} --parallel 1 --threads {threads} "
+    "--threads-batch {threads} --cache-ram 0",
+    "/completion",
+    {"samplers": ["top_k"], "top_k": 1, "cache_prompt": False, "return_tokens": True},
+    "n_predict",
+    _read_llama,
+    speculation="--spec-type",
+)
+_MISTRAL = Engine(
+    "{model} {port} {threads}",
+    "/v1/completions",
+    {"temperature": 0},
+    "max_tokens",
+    _read_mistral,
+    command=shlex.join([sys.executable, str(Path(__file__).with_name("mistral_server.py"))]),
+)
+_IK_LLAMA = replace(_LLAMA, options=f"{_LLAMA.options} --jinja --log-disable")  # without its log file
+ENGINES: Mapping[str, Engine] = {LLAMA: _LLAMA, IK_LLAMA: _IK_LLAMA, MISTRAL: _MISTRAL}
 
 
 def gguf_file(engine: str, model: str) -> str:
@@ -52,30 +118,33 @@ def gguf_file(engine: str, model: str) -> str:
     return str(file)
 
 
-class LlamaServer:
-    """A llama-server process with one slot and without prompt cache: every request includes a prefill.
+class Server:
+    """The process of an engine's server, which ends with ``close``, or when this object is collected.
 
-    ``speculation`` is the value of ``--spec-type`` and further options, quoted as in a shell; empty for plain decoding.
-    The process ends with ``close``, or when this object is collected.
+    ``speculation`` is the value of the engine's option and further options, quoted as in a shell; empty for plain
+    decoding.
     """
 
-    def __init__(self, program: str, model: str, threads: int, speculation: str = "") -> None:
-        file = gguf_file("llama.cpp", model)
+    def __init__(self, name: str, command: str, model: str, threads: int, speculation: str = "") -> None:
+        self._name, self._engine = name, ENGINES[name]
+        file, option = gguf_file(name, model), self._engine.speculation
+        if speculation and not option:
+            raise UserError(f"{name} has no speculation without a draft model: expected {name}, got {speculation!r}")
         with socket.socket() as unused:
             unused.bind((_HOST, 0))
             port = unused.getsockname()[1]
-        options: dict[str, Any] = {"host": _HOST, "port": port, "model": file, "ctx-size": CONTEXT}
-        options |= {"parallel": 1, "threads": threads, "threads-batch": threads, "cache-ram": 0}
-        command = [program, *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
-        with explained(f"cannot read the options of llama.cpp:{speculation}", ValueError):
-            command += ["--spec-type", *shlex.split(speculation)] if speculation else []
+        values = {"host": _HOST, "port": port, "model": file, "threads": threads, "context": CONTEXT}
+        with explained(f"cannot read the options of {name}:{speculation}", ValueError):
+            words = [*shlex.split(command), *(part.format_map(values) for part in self._engine.options.split())]
+            words += [option, *shlex.split(speculation)] if speculation else []
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed at the end of the process)
         weakref.finalize(self, self._log.close)
-        with explained(f"cannot run {program}", OSError):
+        with explained(f"cannot run {command}", OSError):
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
+                words, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
             )
-        self._client = open_client(f"http://{_HOST}:{port}")
+        self.url = f"http://{_HOST}:{port}"
+        self._client = open_client(self.url)
         self.close = weakref.finalize(self, _end, self._process, self._client)
         self.pid = self._process.pid
         deadline = time.monotonic() + TIMEOUT
@@ -86,19 +155,17 @@ class LlamaServer:
             time.sleep(0.05)
         raise self._failure("did not load the model")
 
-    def complete(self, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool = False) -> Completion:
+    def complete(self, prompt: Sequence[int], max_new_tokens: int) -> Completion:
         """Decode a prompt of token ids. Raises ``UserError``: the server refuses the request, or has ended."""
-        request: dict[str, Any] = {"prompt": list(prompt), "n_predict": max_new_tokens, "ignore_eos": ignore_eos}
-        request |= {"samplers": ["top_k"], "top_k": 1, "cache_prompt": False, "return_tokens": True}
+        request = {"prompt": list(prompt), self._engine.limit: max_new_tokens, **self._engine.body}
         try:
-            response = self._client.post("/completion", json=request)
+            response = self._client.post(self._engine.route, json=request)
         except httpx.HTTPError as error:
             raise self._failure("did not answer") from error
         reply = response.json()
         if response.is_error:
-            raise UserError(f"llama-server refused a request of {len(prompt)} tokens: {reply['error']['message']}")
-        times = reply["timings"]
-        return Completion(reply["tokens"], times["predicted_ms"] / 1000, times["prompt_ms"] / 1000)
+            raise UserError(f"{self._name} refused a request of {len(prompt)} tokens: {reply['error']['message']}")
+        return self._engine.read(reply)
 
     def _failure(self, what: str) -> UserError:
         """The error for a server that does not answer, with the last error in its log."""
@@ -109,16 +176,13 @@ class LlamaServer:
         self._log.seek(0)
         lines = list(filter(None, map(str.strip, self._log.read().decode(errors="replace").split("\n"))))
         complaints = [line for line in lines if _COMPLAINT.search(line)] or lines or ["no message"]
-        return UserError(f"llama-server {what} and ended with status {self._process.returncode}: {complaints[-1]}")
+        return UserError(f"{self._name} {what} and ended with status {self._process.returncode}: {complaints[-1]}")
 
 
 def _end(process: subprocess.Popen[bytes], client: httpx.Client) -> None:
     client.close()
     process.kill()
     process.wait()
-
-
-LOOKUP = "lookup"
 
 
 class OpenVino:
@@ -140,22 +204,32 @@ class OpenVino:
         with explained(f"OpenVINO cannot load {file}", RuntimeError):
             self._pipeline = openvino_genai.LLMPipeline(file, "CPU", INFERENCE_NUM_THREADS=threads, **options)
 
-    def complete(self, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool = False) -> Completion:
+    def complete(self, prompt: Sequence[int], max_new_tokens: int) -> Completion:
         """Decode a prompt of token ids; every request includes a prefill."""
         config = self._pipeline.get_generation_config()
-        wanted = {"max_new_tokens": max_new_tokens, "do_sample": False, "ignore_eos": ignore_eos, **self._lookup}
-        for name, value in wanted.items():
+        for name, value in {"max_new_tokens": max_new_tokens, "do_sample": False, **self._lookup}.items():
             setattr(config, name, value)
         result = self._pipeline.generate(self._tensor(np.array([prompt], dtype=np.int64)), config)
         (tokens,), times = result.tokens, result.perf_metrics
         first = times.get_ttft().mean / 1000
-        return Completion(list(tokens), times.get_generate_duration().mean / 1000 - first, first)
+        spent = times.get_generate_duration().mean / 1000 - first
+        return Completion(len(tokens), spent, first, tokens=list(tokens))
 
 
-Peer = LlamaServer | OpenVino
+Peer = Server | OpenVino
 
 
-def engines(model: str, threads: int, llama_server: str | None) -> dict[str, Callable[[str], Peer]]:
-    """Other engines by name, which a speculation starts; llama.cpp by the path of its server."""
-    started: dict[str, Callable[[str], Peer]] = {OPENVINO: partial(OpenVino, model, threads)}
-    return started | ({LLAMA: partial(LlamaServer, llama_server, model, threads)} if llama_server else {})
+def servers(model: str, threads: int, peers: Sequence[str]) -> dict[str, Callable[[str], Server]]:
+    """Servers of other engines by name, which a speculation starts; ``peers`` are NAME=COMMAND."""
+    commands = {name: engine.command for name, engine in ENGINES.items() if engine.command}
+    for peer in peers:
+        name, _, command = peer.partition("=")
+        if name not in ENGINES or not command:
+            raise UserError(f"--peer must be NAME=COMMAND, with a NAME of {', '.join(ENGINES)}: got {peer!r}")
+        commands[name] = command
+    return {name: partial(Server, name, command, model, threads) for name, command in commands.items()}
+
+
+def engines(model: str, threads: int, peers: Sequence[str]) -> dict[str, Callable[[str], Peer]]:
+    """Other engines by name, which a speculation starts; ``peers`` as for ``servers``."""
+    return {OPENVINO: partial(OpenVino, model, threads), **servers(model, threads, peers)}

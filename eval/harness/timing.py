@@ -189,7 +189,9 @@ def decode(
         start = clock()
         (prompt,) = pipe.encode(requests).input_ids.tolist()
         answer = method.peer.complete(prompt, options.max_new_tokens)
-        return TimedBatch([answer.tokens], [], {"total": clock() - start, "decoding": answer.seconds})
+        seconds = {"total": clock() - start, "decoding": answer.seconds}
+        tokens = answer.token_ids(pipe.processor.tokenizer, min(pipe.target.eos_token_ids, default=0))
+        return TimedBatch([tokens], [], seconds)
     target = pipe.target if method.target is None else method.target
     method = method if learn else method.fork(target)
     profiled = None if method.drafter is None else ProfiledDrafter(method.drafter)

@@ -22,10 +22,8 @@ MEASURED = 6
 """Prompts that `mmspec tune` needs after the warm-up: the range of fewer contains the median less often than 95 %."""
 
 SIZES = Listed(click.IntRange(1))  # type of an option that lists whole numbers above 0
-llama_server_option = click.option(
-    "--llama-server",
-    type=click.Path(exists=True, dir_okay=False, resolve_path=True),
-    help="The program llama-server of llama.cpp, built for this machine.",
+peer_option = click.option(
+    "--peer", "peers", multiple=True, help="NAME=COMMAND: the server of llama.cpp or ik_llama.cpp; may be repeated."
 )
 
 
@@ -37,8 +35,8 @@ class SuiteSettings:
     tasks: Many[str]
     methods: str = option(
         "auto",
-        "generate, lookup, assisted:FOLDER, llama.cpp[:TYPE], openvino[:lookup], none, or "
-        "DRAFTER[@tree|@chain[N]|@NODES], optionally LABEL=...",
+        "generate, lookup, assisted:FOLDER, none, PEER[:SPECULATION] (llama.cpp, ik_llama.cpp, mistral.rs, "
+        "openvino), or DRAFTER[@tree|@chain[N]|@NODES], optionally LABEL=...",
     )
     data: str | None = None
     limit: int | None = option(None, "Samples per task; by default all.", ge=1)
@@ -54,7 +52,7 @@ class SuiteSettings:
     device: str = "auto"
     dtype: str = "auto"
     threads: int | None = option(None, "CPU threads.", default_text="torch's", ge=1)
-    llama_server: str | None = None
+    peers: Many[str] = ()
 
     def samples(self, task: str) -> list[Sample]:
         from mmspec.eval.suite.tasks import TASKS

@@ -12,7 +12,7 @@ import click
 from mmspec.cli.commands import Command
 from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, derived, json_option, model_options, trust_option
 from mmspec.errors import UserError
-from mmspec.eval.suite import MEASURED, SIZES, SuiteSettings, llama_server_option
+from mmspec.eval.suite import MEASURED, SIZES, SuiteSettings, peer_option
 from mmspec.files import alone
 from mmspec.jobs import ENGINES
 from mmspec.sampling.params import SamplingParams
@@ -24,7 +24,7 @@ from mmspec.sampling.params import SamplingParams
 @click.option("--list", "listing", is_flag=True, help="List the tasks and the fields of their data.")
 @click.option("--data", type=FOLDER, help="Folder of local benchmark files.")
 @derived(SuiteSettings)
-@llama_server_option
+@peer_option
 @click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True)
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model-holding actors on Ray.")
 @click.option("--out", type=OUT_FOLDER, help="Folder of the run; required unless --list is given.")

@@ -27,7 +27,7 @@ from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter
 from mmspec.drafters.registry import drafter_spec, drafters_for, make_drafter
 from mmspec.errors import UserError, explained
-from mmspec.eval.harness.peers import LLAMA, Peer
+from mmspec.eval.harness.peers import ENGINES, Peer
 from mmspec.eval.harness.timing import Method
 from mmspec.ops.transfer import on_device
 from mmspec.targets.checkpoints import cache_if_offline, from_pretrained
@@ -49,6 +49,11 @@ def auto_methods(home: Path) -> list[str]:
     return [BASELINE, "lookup", PLAIN, *drafters, *chains]
 
 
+def split_methods(specs: str) -> list[str]:
+    """The methods of an option, separated by commas outside of double quotes."""
+    return [part.strip() for part in re.findall(r'(?:"[^"]*"|[^,])+', specs) if part.strip()]
+
+
 def parse_methods(
     specs: str,
     target: TransformersTarget,
@@ -58,8 +63,9 @@ def parse_methods(
     """The methods of a ``--methods`` option, after the baselines: ``generate``, if it is listed, and ``none``. Raises
     ``UserError``: an unknown method, or a duplicate label. ``model`` is the target's name for ``mmspec.load``."""
     home = plugins.model_path(model) if model else target.model.config.name_or_path or ""
-    parts = [part.strip() for part in re.findall(r'(?:"[^"]*"|[^,])+', specs) if part.strip()]
-    listed = [name for part in parts for name in (auto_methods(Path(home)) if part == "auto" else [part])]
+    listed = [
+        name for part in split_methods(specs) for name in (auto_methods(Path(home)) if part == "auto" else [part])
+    ]
     methods: dict[str, Method] = {}
     for spec in dict.fromkeys([*([BASELINE] if BASELINE in listed else []), PLAIN, *listed]):
         method = _parse_method(spec, home, target, peers or {})
@@ -86,8 +92,8 @@ def _parse_method(
     if method.startswith(f"{BASELINE}:"):
         raise UserError(f"{BASELINE} speculates as {BASELINE}:mtp or {BASELINE}:dflash:FOLDER: got {method!r}")
     engine, _, speculation = method.partition(":")
-    if engine == LLAMA and engine not in peers:
-        raise UserError(f"the method {method!r} needs --llama-server PATH, the server of llama.cpp")
+    if engine in ENGINES and engine not in peers:
+        raise UserError(f"the method {method!r} needs --peer {engine}=COMMAND, its server")
     if engine in peers:
         return Method(label, peer=peers[engine](speculation))
     lossy = re.fullmatch(r"(.+)~(\d+(?:\.\d+)?)", method)

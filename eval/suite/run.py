@@ -25,6 +25,7 @@ from rich.console import Console
 
 import mmspec
 from mmspec.compare import first_difference
+from mmspec.engine.threads import fix_threads
 from mmspec.errors import UserError, first_line
 from mmspec.eval.harness.output import describe
 from mmspec.eval.harness.peers import engines
@@ -54,10 +55,10 @@ class Evaluator:
         transformers.logging.disable_progress_bar()
         self.settings = SuiteSettings(**settings)
         if self.settings.threads:
-            torch.set_num_threads(self.settings.threads)
+            fix_threads(self.settings.threads)
         pipe = mmspec.load(self.settings.model, drafter=None, device=self.settings.device, dtype=self.settings.dtype)
         self.pipe = pipe
-        peers = engines(self.settings.model, torch.get_num_threads(), self.settings.llama_server)
+        peers = engines(self.settings.model, torch.get_num_threads(), self.settings.peers)
         self.methods = parse_methods(self.settings.methods, pipe.target, peers, pipe.name)
         for method in self.methods:
             method.max_num_seqs = max(method.max_num_seqs, *self.settings.batch_sizes)

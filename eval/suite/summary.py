@@ -187,7 +187,8 @@ def summarise(
 
 def _spent(record: Record, method: str) -> dict[str, float]:
     """Times of a batch of conversations, summed over its turns (medians over the rounds): those of ``TimedBatch``, and
-    ``first``, the mean time to the first token; ``tokens``, and ``later_tokens`` (after the first of each answer)."""
+    ``first``, the mean time to the first token; ``tokens``, ``later_tokens`` (after the first of each answer), and
+    ``prompt_tokens``, as our plain decoding counts them."""
     results = [turn["methods"][method] for turn in record["turns"]]
     names = results[0]["seconds"][0]
     spent = {name: sum(median(s[name] for s in result["seconds"]) for result in results) for name in names}
@@ -195,6 +196,8 @@ def _spent(record: Record, method: str) -> dict[str, float]:
     spent["first"] = sum(first) / len(first)
     spent["tokens"] = sum(len(answer) for result in results for answer in result["answers"])
     spent["later_tokens"] = spent["tokens"] - sum(len(result["answers"]) for result in results)
+    plain = [turn["methods"].get(PLAIN, {"stats": []}) for turn in record["turns"]]
+    spent["prompt_tokens"] = sum(stats.get("num_prompt_tokens", 0) for result in plain for stats in result["stats"])
     return spent
 
 

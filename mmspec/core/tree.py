@@ -122,6 +122,8 @@ class TokenTree:
     @cached_property
     def ancestors(self) -> Tensor:
         """(batch, nodes, nodes) bool: [b, i, j] is True if j is i or an ancestor of i."""
+        if self.nodes == 1:
+            return torch.ones(self.batch, 1, 1, dtype=torch.bool, device=self.tokens.device)
         if self.tokens.numel() <= _FEW_NODES and not kernels.static_shapes(self.tokens.device):
             return torch.tensor([_ancestors(parents) for parents in self.parents.tolist()], dtype=torch.bool)
         return self._ancestors_and_depth[0]

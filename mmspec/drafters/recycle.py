@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import exp
 from pathlib import Path
+from time import perf_counter as clock
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
-from mmspec.core.plan import StepPlan
+from mmspec.core.plan import Exploration, StepPlan
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -252,6 +254,7 @@ class Recycle(LookUpDrafter):
         self._vocab: int | None = None
         self._verifier: Mapping[str, Any] | None = None
         self._drafted = False  # in this step
+        self._observed, self._spare = 0.0, Exploration()  # time of the last step, and for learning in plain steps
         self._on_device: DeviceTable | None = None  # device table, with static shapes
         self.learned = 0  # steps
 
@@ -396,10 +399,14 @@ class Recycle(LookUpDrafter):
             for token, parent in zip(row, above, strict=True)
         ]
         self.rows = [(*last, *tokens)[-2:] for last, (_, tokens) in zip(self.rows, verdict.host, strict=True)]
-        drafted, self._drafted = self._drafted, False
-        # While drafting is paused, only learn from new tokens, to save time.
-        if drafted or tree.nodes > 1 or any((_ANY, last) not in self._table for _, last in contexts):
+        drafted, self._drafted = self._drafted or tree.nodes > 1, False
+        start = clock()
+        step, self._observed = start - self._observed, start
+        # While drafting is paused, only learn from new tokens, in a small share of the time.
+        if drafted or (self._spare.allowed and any((_ANY, last) not in self._table for _, last in contexts)):
             self._learn(contexts, output.logits.flatten(0, 1))
+        if not drafted:
+            self._spare.elapse(1.0, (clock() - start) / max(step, 1e-9))
 
     @torch.inference_mode()
     def fit(self, texts: Iterable[tuple[Sequence[int], Tensor]], contexts: int | None = None) -> None:
@@ -447,9 +454,8 @@ class Recycle(LookUpDrafter):
     def _learn(self, contexts: list[Context], logits: Tensor) -> None:
         """Update the contexts' entries with the rankings of ``logits``, (contexts, vocab)."""
         ranked, log_probs = ops.top_log_probs(logits, self.top_k)
-        probs = log_probs.exp()
-        for context, tokens, chances in zip(contexts, ranked.tolist(), probs.tolist(), strict=True):
-            latest = [(token, p) for token, p in zip(tokens, chances, strict=True) if p >= UNLIKELY]
+        for context, tokens, logs in zip(contexts, ranked.tolist(), log_probs.tolist(), strict=True):
+            latest = [(token, p) for token, log in zip(tokens, logs, strict=True) if (p := exp(log)) >= UNLIKELY]
             self._average((_ANY, context[1]), latest)
             if self.pairs:
                 self._average(context, latest)

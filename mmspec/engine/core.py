@@ -214,27 +214,33 @@ class EngineCore:
     def _drafter(self) -> Guard | None:
         return self.key.speculation.guard if self.key else None
 
-    def step(self) -> None:
-        """Prefill waiting prompts while rows are free, run one decode step, and call the sinks."""
-        start, running = clock(), list(self.running)
+    def step(self) -> int:
+        """Prefill waiting prompts while rows are free, run one decode step, and call the sinks.
+
+        Returns:
+            Number of tokens in the pass of the decode step; 0 without one, or after a prefill.
+        """
+        start, running, tokens = clock(), list(self.running), 0
         self._changed = dict.fromkeys(running)
         self.remove_finished()
         self._prefill()
         self.remove_finished()
+        prefilled = len(self._changed) > len(running)
         if running and self.running:  # otherwise, clients get the first token before the first decode step
-            self._decode()
+            tokens = self._decode()
             self.remove_finished()
         for sequence in running:
             sequence.stats.wall_seconds += clock() - start
         self._emit()
+        return 0 if prefilled else tokens
 
     def _emit(self) -> None:
         for sequence in self._changed:
             sequence.emit()
         self._changed = {}
 
-    def _decode(self) -> None:
-        """One decode step: draft, verify, commit, append.
+    def _decode(self) -> int:
+        """One decode step: draft, verify, commit, append. Returns the number of tokens in the pass.
 
         The commit, and the next draft if the drafter allows it, are launched before the host synchronises to read the
         accepted tokens.
@@ -256,6 +262,7 @@ class EngineCore:
         self._append(tree, verdict, output, failures)
         self._token = verdict.bonus
         self._record(policy, draft, tree, verdict, timer)
+        return tree.tokens.numel()
 
     def _append(
         self, tree: TokenTree, verdict: Verdict, output: TargetOutput, failures: list[dict[int, Exception]]
@@ -314,17 +321,17 @@ class EngineCore:
 
     def fit(self, policy: DraftPolicy, draft: Draft) -> TokenTree:
         """Trees to verify: apply grammars, prune, and drop drafts of rows without speculation."""
-        rows, drafter, root = self.running, self._drafter, TokenTree.root(self._token)
+        rows, drafter = self.running, self._drafter
         plain = [number for number, row in enumerate(rows) if not row.drafts]
         if drafter is None or len(plain) == len(rows):
-            return root
+            return draft.tree if draft.tree.nodes == 1 else TokenTree.root(self._token)
         tree = constrain(rows, draft.tree, draft.plan, drafter)
         tree = policy.prune(draft.plan, tree.without(plain) if plain and tree.nodes > 1 else tree)
         # Protect the target from a faulty drafter: clamp ids to the vocabulary and restore the root.
-        if tree.nodes == 1:
-            tree = root
-        else:
-            tree.tokens = torch.cat([root.tokens, tree.tokens[:, 1:].clamp(0, self._vocab - 1)], dim=1)
+        if tree.nodes > 1:
+            tree.tokens = torch.cat([self._token[:, None], tree.tokens[:, 1:].clamp(0, self._vocab - 1)], dim=1)
+        elif draft.plan.nodes or tree is not draft.tree:
+            tree = TokenTree.root(self._token)
         for number, row in enumerate(rows):
             if row.drafts:
                 row.stats.drafter_error = row.stats.drafter_error or drafter.failure(number)

@@ -181,14 +181,15 @@ class LockstepCore(EngineCore):
     def has_work(self) -> bool:
         return bool(self._arrived) or super().has_work
 
-    def step(self) -> None:
+    def step(self) -> int:
         """Run one step on all ranks; rank 0 first broadcasts its orders. Raises ``RankError``: a rank is lost, or its
         state differs."""
         if self.leads:
             self._lead()
-        super().step()
+        tokens = super().step()
         if not super().has_work:  # release the drafter at the same step on all ranks
             self.clear()
+        return tokens
 
     def _lead(self) -> None:
         """Broadcast new and cancelled requests."""

@@ -240,8 +240,7 @@ class Engine:
             return
         self.threads.start_step()
         try:
-            self.core.step()
-            self.threads.end_step()
+            self.threads.end_step(self.core.step())
         except Exception as error:
             self.core.abort(error)
         except BaseException as error:  # SystemExit of a processor must not end the worker

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from math import exp, log, log2, sqrt
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -100,6 +101,10 @@ class StepTimeModel:
         """Current time of a step of one token."""
         return exp(self._state[0])
 
+    def ratio(self, tokens: int, base: int) -> float:
+        """Time of a step with this number of tokens, in steps of ``base`` tokens."""
+        return 1.0 if tokens == base else float(self.ratios((base, tokens))[1])
+
     def ratios(self, tokens: Sequence[int] | np.ndarray, optimism: float = 0.0) -> np.ndarray:
         """Times of steps with these numbers of tokens, in steps of the first, less ``optimism`` standard deviations."""
         log_ratios = self._state - optimism * np.sqrt(np.diagonal(self._covariance))
@@ -111,26 +116,31 @@ class StepTimeModel:
         """Add a step. Returns whether its time was a surprise."""
         position = log2(tokens)
         at = min(int(position), _KNOTS - 2)
-        read = np.zeros(_KNOTS)
-        read[at : at + 2] = 1.0 + at - position, position - at
-        read[0] = 1.0
-        residual = log(max(seconds, 1e-9)) - float(read @ self._state)
+        read = {at: 1.0 + at - position, at + 1: position - at} | {0: 1.0}  # weights of the state's entries
+        residual = log(max(seconds, 1e-9)) - self._read(self._state, read)
         before, self._last = self._last, tokens
+        covariance = self._covariance
         if not before:  # the first step may also compile kernels
             self._state[0] += residual
-            self._covariance[0, 0] = 1.0
+            covariance[0, 0] = 1.0
             return False
-        covariance = self._covariance + self._drift
-        surprise = residual**2 > _SURPRISE**2 * (float(read @ covariance @ read) + _NOISE**2)
+        covariance += self._drift
+        column = self._read(covariance, read)
+        surprise = residual**2 > _SURPRISE**2 * (self._read(column, read) + _NOISE**2)
         if surprise:  # the load has changed; or the ratio is wrong, if the size has changed
             covariance[0, 0] += residual**2
             if abs(log2(tokens / before)) >= 1.0:
                 covariance += residual**2 * self._doubt
-        column = covariance @ read
-        variance = float(read @ column) + _NOISE**2
+            column = self._read(covariance, read)
+        variance = self._read(column, read) + _NOISE**2
         self._state += column * (residual / variance)
-        self._covariance = covariance - np.outer(column, column) / variance
-        return surprise
+        covariance -= column[:, None] * (column / variance)
+        return bool(surprise)
+
+    @staticmethod
+    def _read(values: np.ndarray, weights: dict[int, float]) -> Any:
+        """Weighted sum along the first axis: few weights are not 0."""
+        return sum(weight * values[at] for at, weight in weights.items() if weight)
 
 
 _LEVELS_DECAY, _SLOPE_PRIOR = 0.98, 2.0
@@ -286,8 +296,8 @@ class AdaptivePolicy(DraftPolicy):
         rates = self._of(rows)
         best, rate = self._best(rates)
         surprise = self._time.add(rows * tree.nodes, rest)
-        plain = self._time.seconds * float(self._time.ratios((1, rows))[1])
-        expected = float(self._time.ratios((rows, rows * tree.nodes))[1])
+        plain = self._time.seconds * self._time.ratio(rows, 1)
+        expected = self._time.ratio(rows * tree.nodes, rows)
         time = min(rest / plain, 3.0 * expected) + times.draft / plain  # other load is not a shape's
         for each in rates:
             each.age()
@@ -327,12 +337,14 @@ class AdaptivePolicy(DraftPolicy):
         """The arm of the next step; None is plain decoding."""
         allowed = self._exploration.allowed
         self._left = self._left - 1 if allowed else 0
-        if best is not None and allowed and self._since_plain >= self._interval:
+        if not allowed:
+            return best
+        if best is not None and self._since_plain >= self._interval:
             return None
         if self._left > 0:
             return self._explored
         others = [(other.bound(rate), -arm) for arm, other in enumerate(rates) if arm != best]
-        if not allowed or not others or max(others)[0] <= rate or (best is not None and not rates[best].tried):
+        if not others or max(others)[0] <= rate or (best is not None and not rates[best].tried):
             return best
         self._explored, self._left = -max(others)[1], _RUN
         return self._explored
@@ -360,7 +372,7 @@ class AdaptivePolicy(DraftPolicy):
             part = plan.chain == whole.chain and plan.nodes <= whole.nodes and plan.depth <= whole.depth
             if part and arm != drafted and paths:
                 tokens = fmean(1 + sum(node <= plan.nodes for node in path[1 : 1 + plan.depth]) for path in paths)
-                verify = float(self._time.ratios((rows, rows * (1 + plan.nodes)))[1])
+                verify = self._time.ratio(rows * (1 + plan.nodes), rows)
                 rates[arm].add(tokens, verify + self._draft_time[plan.chain](plan.depth))
 
 

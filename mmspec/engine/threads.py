@@ -1,7 +1,8 @@
-"""Number of torch's OpenMP threads.
+"""Numbers of threads of the C++ kernels and of torch's OpenMP.
 
-Each Python thread has an OpenMP team; client threads release theirs. On a busy machine, a parallel region waits for
-threads that the system has not scheduled, so the worker uses fewer threads.
+The first decode steps measure whether all processors or half of them are faster. Each Python thread has an OpenMP team;
+client threads release theirs. On a busy machine, a parallel region of torch waits for threads that the system has not
+scheduled, so the worker uses fewer threads of torch; the kernels do not wait for them (``cpp/pool.h``).
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from statistics import median
 from time import perf_counter as clock
 from time import thread_time
 
 import torch
 
-from mmspec.ops.cpu import limit_torch
+from mmspec.ops.cpu import limit_torch, use_kernel_threads
 
 _WINDOW = 0.25  # seconds of steps between decisions
 _MUCH, _LITTLE = 0.25, 0.05  # high and low delays, as fractions of step time
@@ -25,6 +27,41 @@ _FIRST, _LAST = 1.0, 60.0  # seconds without delays before trying more threads: 
 _TASKS = Path("/proc/self/task")
 _SOFT = 1  # omp_pause_soft keeps settings
 _PROCESS = os.getpid()
+_STEPS, _GAIN = 5, 0.95  # steps per number of threads and of tokens; ratio of times below which fewer threads are kept
+_NUMBER = "OMP_NUM_THREADS"
+
+
+def fix_threads(count: int) -> None:
+    """Set torch's number of threads for the process, as the user's choice: the number that engines then use."""
+    os.environ[_NUMBER] = str(count)
+    torch.set_num_threads(count)
+
+
+class ThreadTrial:
+    """Chooses the number of threads of the C++ kernels by the times of decode steps, all and half in turn.
+
+    Times are compared among steps over equal numbers of tokens. Unless half is faster, all are kept, as prompts gain
+    more from threads than decoding.
+
+    Attributes:
+        count: number of threads for the next step.
+        ended: whether ``count`` is final.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._counts = most, most // 2
+        self._seconds: dict[int, tuple[list[float], list[float]]] = {}  # of both numbers, by tokens of the step
+        self.count, self.ended = most, _NUMBER in os.environ or most == 1
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Add a step with ``count`` threads over this number of tokens."""
+        most, half = self._counts
+        both = self._seconds.setdefault(tokens, ([], []))
+        both[self.count == half].append(seconds)
+        self.count = half if len(both[0]) > len(both[1]) else most
+        if min(map(len, both)) >= _STEPS:
+            self.count = half if median(both[1]) < _GAIN * median(both[0]) else most
+            self.ended = True
 
 
 class TorchThreads:
@@ -39,6 +76,7 @@ class TorchThreads:
     Attributes:
         most: number of threads on a quiet machine.
         count: number of threads used in steps.
+        trial: of the kernels' number of threads.
     """
 
     def __init__(self, adapts: bool = True) -> None:
@@ -48,6 +86,7 @@ class TorchThreads:
 
     def _reset(self, most: int) -> None:
         self.most = self.count = most
+        self.trial = ThreadTrial(most)
         self._wall = self._delayed = 0.0
         self._quiet, self._wait = 0.0, _FIRST  # seconds without delays: so far, and before trying more threads
         self._raised = False  # the last change was an increase, not yet confirmed
@@ -58,12 +97,17 @@ class TorchThreads:
             self._reset(most)
         self._delays, self._wall, self._delayed = _delays(), 0.0, 0.0
         self._apply(most)
+        use_kernel_threads(self.trial.count)
 
     def start_step(self) -> None:
         self._started = clock(), thread_time()
 
-    def end_step(self) -> None:
+    def end_step(self, tokens: int = 0) -> None:
+        """Called after a step, with the number of ``tokens`` in its pass; 0 if it was not only a decode step."""
         wall, computed = clock() - self._started[0], thread_time() - self._started[1]
+        if tokens and not self.trial.ended:
+            self.trial.add(tokens, wall)
+            use_kernel_threads(self.trial.count)
         self._wall += wall
         self._delayed += max(0.0, wall - computed)
         if not self._adapts or self.most == 1 or self._wall < _WINDOW:
@@ -96,7 +140,7 @@ class TorchThreads:
             self._quiet = 0.0
 
     def _apply(self, before: int) -> None:
-        if self.count != before and not limit_torch(self.count, self.most):
+        if self.count != before and not limit_torch(self.count):
             self._adapts = False
             self._reset(self.most)
 

@@ -54,7 +54,7 @@ Gain = tuple[Tensor, float]
 
 _GAINS = {"": "norm", "inner_": "inner_norm", "after_": "after"}
 
-_LOCAL = threading.local()  # ``kernels``: kernel threads for calls from this thread
+_LOCAL = threading.local()  # ``kernels``: see ``kernel_threads``
 
 
 def zeros(count: int) -> Tensor:
@@ -111,18 +111,18 @@ def trim() -> None:
 
 
 def kernel_threads() -> int:
-    """Number of threads of C++ kernels: torch's number without the limit of ``limit_torch``, because the kernels never
-    wait for a thread that is not running (``cpp/pool.h``)."""
+    """Number of threads of C++ kernels in calls from this thread: set by ``use_kernel_threads``, else torch's."""
     return getattr(_LOCAL, "kernels", None) or torch.get_num_threads()
 
 
-def limit_torch(count: int, kernels: int) -> bool:
-    """Set torch's number of threads for the calling thread only; returns False if torch's OpenMP does not support that.
+def use_kernel_threads(count: int) -> None:
+    """Set the number of threads of C++ kernels in calls from this thread. Results do not depend on it."""
+    _LOCAL.kernels = count
 
-    Args:
-        count: number of torch threads, returned by ``torch.get_num_threads()`` in this thread.
-        kernels: number of threads of C++ kernels.
-    """
+
+def limit_torch(count: int) -> bool:
+    """Set torch's number of threads for the calling thread only, ``torch.get_num_threads()`` in it; returns False if
+    torch's OpenMP does not support that."""
     library = _openmp()
     if library is None:
         return False
@@ -130,7 +130,6 @@ def limit_torch(count: int, kernels: int) -> bool:
     library.omp_set_num_threads(count)
     if hasattr(library, "MKL_Set_Num_Threads_Local"):
         library.MKL_Set_Num_Threads_Local(count)
-    _LOCAL.kernels = kernels
     return True
 
 
@@ -204,16 +203,20 @@ def pack_rows(packings: Sequence[tuple[str, Tensor, int, int, Tensor]], threads:
     return int(cpu_library.functions().pack_rows((Packing * len(packings))(*fields), len(packings), threads))
 
 
-def dense_rows(form: str, places: Tensor, features: int, file: int) -> Tensor | None:
-    """Dequantise rows in a GGUF format to (rows, features padded to groups) float32; None if the file is too short.
+def dense_rows(form: str, places: Tensor, features: int, file: int) -> tuple[Tensor | None, bool]:
+    """Dequantise rows in a GGUF format.
 
     Args:
         form, places, features, file: see ``pack_rows``.
+
+    Returns:
+        (rows, features padded to groups) float32, None if the file is too short; and whether all numbers are finite.
     """
     out = torch.empty(len(places), -(-features // 32) * 32, dtype=torch.float32)
     rows = pointer(places, torch.int64, (len(places),)), len(places), features, file
     to = pointer(out, torch.float32, tuple(out.shape)), kernel_threads()
-    return out if cpu_library.functions().dense_rows(list(FORMATS).index(form), *rows, *to) else None
+    status = cpu_library.functions().dense_rows(list(FORMATS).index(form), *rows, *to)
+    return out if status else None, status > 0
 
 
 def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, outputs: int) -> Linear:
@@ -611,6 +614,15 @@ def greatest(x: Tensor, k: int, log_softmax: bool = False) -> tuple[Tensor, Tens
     task = pointer(x, torch.float32, tuple(x.shape)), rows, x.shape[-1], k, log_softmax
     cpu_library.functions().greatest_of_rows(*task, best.data_ptr(), places.data_ptr(), kernel_threads())
     return best, places
+
+
+def norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm of (..., features) float32, contiguous, a multiple of 16 features; ``gain``: (features,) float32."""
+    out, features = torch.empty_like(x), x.shape[-1]
+    task = pointer(x, torch.float32, tuple(x.shape)), x.numel() // features, features
+    gains = pointer(gain, torch.float32, (features,))
+    cpu_library.functions().norm_rows(*task, gains, epsilon, out.data_ptr(), kernel_threads())
+    return out
 
 
 def quantile(scores: Tensor, uniform: Tensor) -> Tensor:

@@ -178,6 +178,7 @@ def compiled(flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL 
     loaded.decode_sublayers.argtypes = loaded.write_keys_values.argtypes = [address(TreePass), threads]
     loaded.advance_states.argtypes = [pointer, count, address(Recurrent), pointer, count, count, threads]
     loaded.greatest_of_rows.argtypes = [pointer, count, count, count, threads, pointer, pointer, threads]
+    loaded.norm_rows.argtypes = [pointer, count, count, pointer, ctypes.c_float, pointer, threads]
     loaded.quantiles_of_rows.argtypes = [pointer, count, count, pointer, pointer, threads]
     tree = [pointer] * 3
     loaded.draft_slots.argtypes = [address(Markov), pointer, pointer, *[count] * 4, *tree]
@@ -192,7 +193,7 @@ def compiled(flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL 
     loaded.multiply_add.argtypes, loaded.multiply_add.restype = [count, count, threads], count
     loaded.dense_rows.argtypes = [count, pointer, count, count, threads, pointer, threads]
     layers = "linear", "attention", "decode_sublayers", "write_keys_values", "expert_outputs", "chosen_experts"
-    for name in (*layers, "advance_states", "draft_slots", "greatest_of_rows", "quantiles_of_rows"):
+    for name in (*layers, "advance_states", "draft_slots", "greatest_of_rows", "norm_rows", "quantiles_of_rows"):
         getattr(loaded, name).restype = None
     return loaded
 

@@ -88,12 +88,12 @@ class StoredRows:
             UserError: the file was changed, or a row is not finite.
         """
         places = self.places if index is None else self.places[index]
-        found = cpu.dense_rows(self.format, places.contiguous(), self.features, self._descriptor)
+        found, finite = cpu.dense_rows(self.format, places.contiguous(), self.features, self._descriptor)
         if found is None:
             raise self.cut
         self._check()
-        if not bool(found.sum().isfinite()) and not bool((finite := found.isfinite().all(1)).all()):
-            raise self._not_finite(int(places[~finite][0]))
+        if not finite:
+            raise self._not_finite(int(places[~found.isfinite().all(1)][0]))
         return found[:, : self.features]
 
     def data(self) -> Tensor:

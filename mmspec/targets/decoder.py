@@ -36,6 +36,7 @@ from mmspec.targets.attention import (
     PassAttention,
     TreePass,
     slot_attention,
+    slot_limit,
     slot_positions,
     slot_positions_applied,
     tail_mask,
@@ -44,7 +45,7 @@ from mmspec.targets.attention import (
 )
 from mmspec.targets.packing import linear_of
 from mmspec.targets.static_forward import FusedDecoder
-from mmspec.targets.sublayers import SublayerStack
+from mmspec.targets.sublayers import States, SublayerStack
 from mmspec.targets.support import (
     cached_layers,
     computing_devices,
@@ -101,6 +102,7 @@ class Decoder:
                 )
             self._module = self._with_layers(self._stack[:count])
         self._slots = slot_attention(self.config, self._module)
+        self._limited = self._slots is not None or slot_limit(self.config) is not None
         self.has_position_axes = hasattr(model.base_model, "get_rope_index")
         self.takes_positions = "position_ids" in signature(self._module.forward).parameters
         self._cache_argument = cache_argument(self._module)
@@ -128,6 +130,8 @@ class Decoder:
         self, cache: TreeCache, depth: Tensor | None, tail_depth: Tensor | None, reach: Tensor
     ) -> Tensor | dict[str, Tensor | None] | None:
         """``tree_mask`` in the form that the passes' attention implementation requires."""
+        if reach.shape[1:] == (1, 1) and not self._limited and not cache.padded:
+            return None  # a single node attends to everything
         with self.attention.applied():
             mask = tree_mask(self.config, cache, depth, tail_depth, reach, self._model.dtype)
         if self._slots is None or not isinstance(mask, Tensor):
@@ -145,19 +149,18 @@ class Decoder:
                 features["last"] = self._in_dtype(self._run(inputs, cache))
         return features
 
-    def _named(self, computed: tuple[list[Tensor], Tensor], names: Sequence[Feature]) -> dict[Feature, Tensor]:
-        """The named features and ``"last"``, from layer inputs with the last layer's output, and the normed output."""
-        states, last = computed
-        layers = {name: layer_of(name) for name in names}
-        features = {name: states[layer[0] + layer[1]] for name, layer in layers.items() if layer is not None}
+    def _named(self, computed: States, names: Sequence[Feature]) -> dict[Feature, Tensor]:
+        """The named features and ``"last"``."""
+        first, outputs, last = computed
+        places = {name: sum(layer) for name in names if (layer := layer_of(name)) is not None}
+        features = {name: outputs[place - 1] if place else first for name, place in places.items()}
         return {name: self._in_dtype(state) for name, state in {**features, "last": last}.items()}
 
     def _run(self, inputs: dict[str, Any], cache: TreeCache) -> Tensor:
         return self._module(use_cache=True, **{self._cache_argument: cache}, **inputs)[0]
 
-    def _direct_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
-        """Layer inputs and last layer's output, and the normed output, computed without the decoder's forward; None if
-        the forward is needed."""
+    def _direct_states(self, inputs: dict[str, Any], cache: TreeCache) -> States | None:
+        """States computed without the decoder's forward; None if the forward is needed."""
         if PASS not in inputs:
             others = inputs.keys() - {"input_ids", "inputs_embeds", "position_ids", "attention_mask"}
             usual = all(inputs[name] is cache for name in others)
@@ -165,8 +168,8 @@ class Decoder:
         states = None if self._fuses is False else self._fused_states(inputs, cache)
         if states is not None and self._fuses is None:
             # Checked once: some decoders scale their embeddings, or do more after the last layer.
-            whole, computed = self._run(inputs, cache).float(), states[1].float()
-            tolerance = _TOLERANCE.get(states[1].dtype, _HALF_TOLERANCE)
+            whole, computed = self._run(inputs, cache).float(), states[2].float()
+            tolerance = _TOLERANCE.get(states[2].dtype, _HALF_TOLERANCE)
             self._fuses = bool((computed - whole).norm() <= tolerance * whole.norm())
         return states if self._fuses else None
 
@@ -185,14 +188,15 @@ class Decoder:
         except (AttributeError, TypeError, RuntimeError, ValueError):
             return None
 
-    def _fused_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
+    def _fused_states(self, inputs: dict[str, Any], cache: TreeCache) -> States | None:
         """States from ``FusedDecoder.states``."""
         fused, usual = self._fused, inputs.keys() == {"input_ids", "position_ids", "attention_mask", PASS}
         if fused is None or not usual or not fused.current:
             return None
         positions = inputs["position_ids"]
         positions = positions.expand(3, -1, -1) if self.has_position_axes else positions
-        return fused.states(inputs["input_ids"], positions, inputs["attention_mask"], inputs[PASS], cache)
+        states, last = fused.states(inputs["input_ids"], positions, inputs["attention_mask"], inputs[PASS], cache)
+        return states[0], states[1:], last
 
     @cached_property
     def _fused(self) -> FusedDecoder | None:
@@ -392,7 +396,8 @@ class Head:
         self.checked = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        logits = self._scale(_by_rows(self._layer, self._before(hidden)))[..., : self._size]
+        logits = self._scale(_by_rows(self._layer, self._before(hidden)))
+        logits = logits if self._size is None else logits[..., : self._size]
         return logits.to(hidden.device)  # a dispatched model's output layer may be on another device
 
     def narrow(self, token_ids: Tensor) -> Head:

@@ -1,6 +1,7 @@
 """A program that answers HTTP as llama-server does, without a model: for tests.
 
-It logs its options and every request as JSON lines in its folder, and counts up from the prompt's last token.
+It logs its options and every request as JSON lines in its folder. Completions count up from the prompt's last token;
+with the option ``--text TEXT``, they have this text and no token ids. A chat's answer is its last message, reversed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         log({"path": self.path, **request})
+        if self.path.endswith("/chat/completions"):
+            size = len(json.dumps(request["messages"]))
+            usage = {"completion_tokens": 3, "prompt_tokens": size, "prompt_tokens_details": {"cached_tokens": 2}}
+            content = request["messages"][-1]["content"][::-1][: request["max_tokens"]]
+            self.reply(200, {"choices": [{"message": {"content": content}}], "usage": usage})
+            return
         prompt, count = request["prompt"], request["n_predict"]
         if count == CRASH:
             print("GGML_ASSERT(false) failed\n\n#0 main\nsrv: exiting due to an error", flush=True)
@@ -40,7 +47,8 @@ class Handler(BaseHTTPRequestHandler):
         time.sleep(STEP * count)
         tokens = [prompt[-1] + place for place in range(1, count + 1)]
         times = {"prompt_ms": 1000 * PROMPT_STEP * len(prompt), "predicted_ms": 1000 * STEP * (count - 1)}
-        self.reply(200, {"tokens": tokens, "timings": {"predicted_n": count, **times}})
+        answer = {"content": OPTIONS["--text"]} if "--text" in OPTIONS else {"content": "", "tokens": tokens}
+        self.reply(200, {**answer, "timings": {"predicted_n": count, **times}})
 
     def reply(self, status: int, value: object) -> None:
         body = json.dumps(value).encode()
@@ -66,7 +74,8 @@ def install(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    OPTIONS = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+    given = [word for word in sys.argv[1:] if word not in ("--jinja", "--log-disable")]
+    OPTIONS = {**dict(zip(given[::2], given[1::2], strict=True)), "--log-disable": given != sys.argv[1:]}
     if OPTIONS.get("--spec-type") == "nonsense":
         print("error: unknown speculative type: nonsense\n\nto show complete usage, run with -h", file=sys.stderr)
         sys.exit(1)

@@ -33,7 +33,7 @@ from mmspec.targets.decoder import Decoder
 from mmspec.targets.packing import pack_model
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
-from tests.eval.llama_server import PROMPT_STEP, STEP, install
+from tests.eval.llama_server import STEP, install
 from tests.mmspec.targets.test_packed_forward import model_of
 from tests.model_folders import save_gguf, save_text_model
 
@@ -52,7 +52,7 @@ def conditions(folder, methods, sizes=(1,), sampled=False):
 
 
 def measured(conditions, requests, rounds, *options):
-    measure(conditions, requests, rounds, DecodingOptions(*options))
+    measure(conditions, {"bench": requests}, rounds, DecodingOptions(*options))
     return {(row["batch"], row["method"]): row for row in rows_of(conditions)}
 
 
@@ -129,6 +129,15 @@ def test_an_answer_must_be_equal_in_all_rounds(folder, monkeypatch):
     assert {key: row["equal"] for key, row in rows.items()} == {(1, "generate"): 2, (1, "none"): 1, (2, "none"): 1}
 
 
+@pytest.mark.parametrize(
+    ("answer", "place"),
+    [([5, 6], None), ([5, 6, 0], None), ([5, 7], 1), ([4, 6], 0), ([5], 1), ([5, 6, 7], 2), ([0], 0), ([1], 0)],
+)
+def test_the_first_other_token_of_an_answer(answer, place):
+    """Without end-of-sequence tokens, of which a model may have several."""
+    assert bench.difference(answer, [5, 6, 1], [0, 1]) == place
+
+
 class CountingDrafter(Recycle):
     """Drafts no tokens, so every step emits one token."""
 
@@ -145,7 +154,7 @@ def test_drafters_learn_each_request_once_and_share_the_model(folder, monkeypatc
     (found,) = conditions(folder, "new:recycle")
     monkeypatch.setattr(type(found.pipe.model), "__deepcopy__", lambda *_: pytest.fail("copied"), raising=False)
     found.methods[1].drafter = CountingDrafter()
-    measure([found], REQUESTS, 4, DecodingOptions(20))
+    measure([found], {"bench": REQUESTS}, 4, DecodingOptions(20))
     assert found.methods[1].drafter.steps == 2 * 19
 
 
@@ -185,7 +194,7 @@ def test_samples_of_a_seed_are_compared_within_a_batch_size(folder):
 
 
 def test_answers_beside_a_server_and_busy_programs(tmp_path, monkeypatch):
-    """By numbers of threads; llama.cpp's answers are not compared."""
+    """By numbers of threads and sets of requests; of llama.cpp's answers, the first other token is reported."""
     file, program = save_gguf(tmp_path / "text.gguf"), install(tmp_path)
     running: list[tuple[int, int]] = []
     real = bench.decode
@@ -196,15 +205,24 @@ def test_answers_beside_a_server_and_busy_programs(tmp_path, monkeypatch):
 
     monkeypatch.setattr(bench, "decode", decode)
     options = ["--dtypes", "float32", "--threads", "1,2", "--busy", "0,1", "--methods", "llama.cpp", "--rounds", 1]
-    options += ["--requests", "prompts:2", "--warm-up", 0, "--max-new-tokens", 4]
+    options += ["--requests", "prompts:2", "--depths", "30,50", "--warm-up", 0]
+    options += ["--max-new-tokens", 4]
     before = torch.get_num_threads()
-    rows = run("--model", file, *options, "--llama-server", program)["rows"]
+    rows = run("--model", file, *options, "--peer", f"llama.cpp={program}")["rows"]
     assert torch.get_num_threads() == before
-    conditions = [(row["threads"], row["busy"]) for row in rows if row["method"] == "llama.cpp"]
+    conditions = [(row["threads"], row["busy"]) for row in rows[:8] if row["method"] == "llama.cpp"]
     assert sorted(conditions) == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert set(running) == {(0, 1), (0, 2), (1, 1), (1, 2)}
-    assert [(row["equal"], row["compared"]) for row in rows] == [(2, 2), (0, 0)] * 4
+    counts = {"depth 30": 1, "depth 50": 1, "prompts:2": 2}
+    assert [row["task"] for row in rows] == [task for task in counts for _ in range(8)]
+    assert [(row["equal"], row["compared"]) for row in rows[16:]] == [(2, 2), (0, 0)] * 4
     assert rows[1]["decoding_tokens_per_second"] == pytest.approx(1 / STEP)
+    log = [json.loads(line) for line in program.with_suffix(".jsonl").read_text().splitlines()]
+    sent = [one["prompt"] for one in log if "prompt" in one]
+    assert [len(prompt) for prompt in sent[:8]] == [30] * 4 + [50] * 4
+    assert rows[1]["prefill_tokens_per_second"] == pytest.approx(30 / rows[1]["time_to_first_token"])
+    assert [row["differs_at"] for row in rows[16::2]] == [[None] * 2] * 4
+    assert [row["differs_at"] for row in rows[17::2]] == [[0] * 2] * 4  # the program counts up
     assert loops() == []
 
 
@@ -302,16 +320,13 @@ def test_divergence_is_the_mean_over_tokens_of_kl():
 def test_rows_of_passes_have_medians_of_ratios_within_a_round():
     times = {"prefill": [1.0, 2.0], 1: [2.0, 4.0], 8: [3.0, 10.0], timing.READ: [1.0, 2.0]}
     found = {(2, 512, "int4", part): seconds for part, seconds in times.items()}
-    found |= {(2, 512, "llama.cpp", "prefill"): [2.0, 8.0], (2, 512, "llama.cpp", 1): [4.0, 4.0]}
     rows = bench.pass_rows(found, (1, 8))
     where = {"threads": 2, "depth": 512}
     assert [{name: value for name, value in row.items() if value is not None} for row in rows] == [
         {**where, "dtype": "int4", "nodes": 1, "milliseconds": 3000, "least": 2000, "passes": 1, "read": 2}
-        | {"llama": 0.75, "prefill": 512 / 1.5, "prefill_speed": 3},
+        | {"prefill": 512 / 1.5},
         {**where, "dtype": "int4", "nodes": 8, "milliseconds": 6500, "least": 3000, "passes": 2, "read": 4},
         {**where, "dtype": "int4", "nodes": "read", "milliseconds": 1500, "least": 1000, "passes": 0.5},
-        {**where, "dtype": "llama.cpp", "nodes": 1, "milliseconds": 4000, "least": 4000, "passes": 1, "llama": 1}
-        | {"prefill": 512 / 5, "prefill_speed": 1},
     ]
     assert bench.pass_rows({(1, 9, "int4", 8): [3.0], (1, 9, "int4", "prefill"): [1.0]}, (8,))[0]["passes"] is None
 
@@ -332,22 +347,22 @@ def test_a_read_takes_all_packed_weights(monkeypatch):
 
 
 @needs_kernels
-def test_a_run_of_passes_beside_a_server(tmp_path):
-    file, program = save_gguf(tmp_path / "text.gguf"), install(tmp_path)
+def test_a_run_of_passes(tmp_path):
+    file = save_gguf(tmp_path / "text.gguf")
     options = ["--dtypes", "bfloat16,float32", "--depths", "4,12", "--nodes", "1,2", "--rounds", 1, "--divergence"]
-    result = run("--model", file, *options, "--llama-server", program)
+    result = run("--model", file, *options)
     rows = result["rows"]
     assert result["equal"] == {"bfloat16": True, "float32": True}
     assert result["divergence"]["float32"] == pytest.approx(0, abs=1e-6)
     assert 0 < result["divergence"]["bfloat16"] < 0.1
-    parts = [*(("bfloat16", part) for part in (1, 2, "read")), ("float32", 1), ("float32", 2), ("llama.cpp", 1)]
+    parts = [*(("bfloat16", part) for part in (1, 2, "read")), ("float32", 1), ("float32", 2)]
     found = sorted((row["depth"], row["dtype"], str(row["nodes"])) for row in rows)
     assert found == [(depth, name, str(part)) for depth in (4, 12) for name, part in parts]
     for row in rows:
         assert min(value for value in row.values() if isinstance(value, float)) >= 0
-        if row["dtype"] == "llama.cpp":
-            assert row["prefill"] == pytest.approx(1 / PROMPT_STEP)
-            assert row["milliseconds"] == pytest.approx(1000 * STEP)
+        assert (row.get("prefill", 0) > 0) == (row["nodes"] == 1)
+    message = "--peer needs --methods: other engines answer requests"
+    assert message in run("--model", file, "--peer", "llama.cpp=x", status=2)
 
 
 def test_the_model_has_no_sequences_after_passes(folder):

@@ -1,4 +1,4 @@
-"""Other engines as baselines: llama.cpp by a program that answers as its server does, and OpenVINO GenAI."""
+"""Other engines as baselines: programs that answer as their servers do, and OpenVINO GenAI."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList
 import mmspec
 from mmspec.compare import next_token_scores
 from mmspec.errors import UserError
-from mmspec.eval.harness.peers import CONTEXT, LlamaServer, OpenVino
+from mmspec.eval.harness.peers import CONTEXT, IK_LLAMA, LLAMA, MISTRAL, Completion, OpenVino, Server, engines
 from mmspec.eval.suite import SuiteSettings
 from mmspec.eval.suite.methods import parse_methods
 from mmspec.eval.suite.run import run_suite
@@ -42,49 +42,113 @@ def log(program: str) -> list[dict[str, object]]:
 
 
 def test_requests_are_greedy_and_use_no_cache(program: str, model: str) -> None:
-    server = LlamaServer(program, str(Path(model).parent), 3, DRAFTED)  # the only GGUF file of the folder
+    server = Server(LLAMA, program, str(Path(model).parent), 3, DRAFTED)  # the only GGUF file of the folder
     answer = server.complete([5, 6, 7], 4)
-    assert answer.tokens == [8, 9, 10, 11]
-    assert (answer.seconds, answer.prompt_seconds) == (pytest.approx(3 * STEP), pytest.approx(PROMPT_STEP * 3))
-    assert server.complete(range(42), 8, ignore_eos=True).token_seconds == pytest.approx(STEP)
-    options, request, step = log(program)
+    assert answer == Completion(4, pytest.approx(3 * STEP), pytest.approx(PROMPT_STEP * 3), "", [8, 9, 10, 11])
+    options, request = log(program)
+    assert (options["--ctx-size"], options["--cache-ram"]) == (str(CONTEXT), "0")
     assert (options["--threads"], options["--threads-batch"], options["--parallel"]) == ("3", "3", "1")
     assert (options["--model"], options["--host"]) == (model, "127.0.0.1")
     assert (options["--spec-type"], options["--spec-draft-model"]) == ("ngram-simple,draft-simple", "a b,c.gguf")
     assert request == {
         "path": "/completion", "prompt": [5, 6, 7], "n_predict": 4, "samplers": ["top_k"], "top_k": 1,
-        "cache_prompt": False, "return_tokens": True, "ignore_eos": False,
+        "cache_prompt": False, "return_tokens": True,
     }  # fmt: skip
-    assert (len(step["prompt"]), step["ignore_eos"]) == (42, True)
     process = server._process
     assert process.poll() is None
     del server
     assert process.poll() is not None
 
 
+def test_a_command_with_options_and_a_reply_without_tokens(program: str, model: str) -> None:
+    """Options of the command come first, options of the speculation last: the last value of an option holds."""
+    server = Server(IK_LLAMA, f"'{program}' --text 'a b' --threads 9", model, 1, "suffix --ctx-size 99")
+    assert server.complete([5], 3) == Completion(3, pytest.approx(2 * STEP), pytest.approx(PROMPT_STEP), "a b", None)
+    (options, _) = log(program)
+    assert (options["--threads"], options["--spec-type"], options["--ctx-size"]) == ("1", "suffix", "99")
+    assert options["--log-disable"]
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, [6]), (2, [6, 7]), (4, [6, 7, 0, 0])])
+def test_tokens_of_a_text_are_as_many_as_the_engine_counts(count: int, expected: list[int]) -> None:
+    def tokenizer(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert (text, add_special_tokens) == ("ab", False)
+        return {"input_ids": [6, 7]}
+
+    assert Completion(count, 1.0, 1.0, "ab").token_ids(tokenizer, end=0) == expected
+    assert Completion(count, 1.0, 1.0, "ab", [3]).token_ids(tokenizer, end=0) == [3]
+
+
+_MISTRAL = """
+import os
+from types import SimpleNamespace as Made
+Which = Made(GGUF=lambda folder, file: (folder, file))
+
+def CompletionRequest(prompt, model, **options):
+    return Made(prompt=prompt, **options)
+
+class Runner:
+    def __init__(self, which, max_seqs, prefix_cache_n):
+        self.about = "/".join([*which, str(max_seqs), str(prefix_cache_n), os.environ["RAYON_NUM_THREADS"]])
+
+    def detokenize_text(self, tokens, skip_special_tokens):
+        assert not skip_special_tokens
+        return "".join(map(chr, tokens))
+
+    def send_completion_request(self, asked):
+        if asked.prompt == "!":
+            raise ValueError("it is too long")
+        text = f"{asked.prompt}|{asked.max_tokens}|{asked.temperature}|{asked.top_k}|{self.about}"
+        usage = Made(completion_tokens=9, total_completion_time_sec=2.5, total_prompt_time_sec=0.5)
+        usage.prompt_tokens = len(asked.prompt.strip())
+        return Made(choices=[Made(text=text)], usage=usage)
+"""
+
+
+def test_mistral_rs_in_a_process_of_its_own(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in for its package."""
+    (tmp_path / "mistralrs.py").write_text(_MISTRAL)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = engines(model, 3, [])[MISTRAL]("")
+    folder, file = Path(model).parent, Path(model).name
+    assert server.complete([97, 98], 5) == Completion(9, 2.5, 0.5, f"ab|5|0.0|1|{folder}/{file}/1/0/3")
+    with pytest.raises(UserError, match=r"^mistral.rs refused a request of 1 tokens: it is too long$"):
+        server.complete([ord("!")], 5)
+    with pytest.raises(UserError, match=r"tokens: mistral.rs read another prompt, of 1 tokens$"):
+        server.complete([ord("a"), ord(" ")], 5)
+    with pytest.raises(UserError, match=r"^mistral.rs has no speculation without a draft model: .* got 'ngram'$"):
+        engines(model, 3, [])[MISTRAL]("ngram")
+
+
+@pytest.mark.parametrize("peer", ["llama.cpp", "llama.cpp=", "vllm=x", "openvino=x"])
+def test_peers_that_are_not_known(peer: str, model: str) -> None:
+    with pytest.raises(UserError, match=f"^--peer must be NAME=COMMAND, with a NAME of llama.cpp, .*: got '{peer}'$"):
+        engines(model, 1, [peer])
+
+
 def test_a_refused_request_and_a_crash_are_one_line_each(program: str, model: str) -> None:
-    server = LlamaServer(program, model, 1)
-    refused = f"^llama-server refused a request of {CONTEXT + 1} tokens: request exceeds the available context size$"
+    server = Server(LLAMA, program, model, 1)
+    refused = f"^llama.cpp refused a request of {CONTEXT + 1} tokens: request exceeds the available context size$"
     with pytest.raises(UserError, match=refused):
         server.complete([5] * (CONTEXT + 1), 4)
     assert server.complete([5], 2).tokens == [6, 7]
-    crash = r"^llama-server did not answer and ended with status 6: GGML_ASSERT\(false\) failed$"
+    crash = r"^llama.cpp did not answer and ended with status 6: GGML_ASSERT\(false\) failed$"
     for _ in range(2):  # the second one finds no process
         with pytest.raises(UserError, match=crash):
             server.complete([5], CRASH)
 
 
 def test_servers_that_do_not_start(program: str, model: str, tmp_path: Path) -> None:
-    message = r"^llama-server did not load the model and ended with status 1: error: unknown speculative type: nonsense"
+    message = r"^ik_llama.cpp did not load the model and ended with status 1: error: unknown speculative type: nonsense"
     for arguments, expected in (
         ((program, model, 1, "nonsense"), message),
-        ((program, model, 1, "x --y 'z"), r"^cannot read the options of llama.cpp:x --y 'z: No closing quotation$"),
+        ((program, model, 1, "x --y 'z"), r"^cannot read the options of ik_llama.cpp:x --y 'z: No closing quotation$"),
         (("/nowhere", model, 1), r"^cannot run /nowhere: .*No such file"),
         ((model, model, 1), r"^cannot run .*: .*Permission denied|Exec format"),
-        ((program, str(tmp_path / "x"), 1), r"^llama\.cpp decodes GGUF files: expected a model of that format"),
+        ((program, str(tmp_path / "x"), 1), r"^ik_llama\.cpp decodes GGUF files: expected a model of that format"),
     ):
         with pytest.raises(UserError, match=expected):
-            LlamaServer(*arguments)
+            Server(IK_LLAMA, *arguments)
 
 
 def test_llama_cpp_among_the_methods_of_a_run(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +157,7 @@ def test_llama_cpp_among_the_methods_of_a_run(program: str, tmp_path: Path, monk
     other, file = f"llama.cpp:{SPECULATION}", str(save_gguf(tmp_path / "text.gguf"))
     settings = SuiteSettings(
         file, ("texts",), f"llama.cpp,{other}", limit=2, rounds=2, warm_up=1, max_new_tokens=6,
-        temperatures=(0.0, 1.0), batch_sizes=(1, 2), dtype="float32", threads=1, llama_server=program,
+        temperatures=(0.0, 1.0), batch_sizes=(1, 2), dtype="float32", threads=1, peers=(f"llama.cpp={program}",),
     )  # fmt: skip
     summary = run_suite(settings, tmp_path / "run")
     rows = {row["method"]: row for row in summary["rows"] if (row["temperature"], row["batch"]) == (0, 1)}
@@ -126,7 +190,7 @@ def test_llama_cpp_among_the_methods_of_a_run(program: str, tmp_path: Path, monk
     first, second = (part.splitlines() for part in report.split("\n## ")[1:3])
     assert ("vs llama.cpp" in first[2], "vs llama.cpp" in second[2]) == (True, False)  # an empty column is left out
     assert len({line.count("|") for line in first[2:6]}) == 1
-    with pytest.raises(UserError, match=r"^the method 'llama.cpp:ngram-mod' needs --llama-server PATH"):
+    with pytest.raises(UserError, match=r"^the method 'llama.cpp:ngram-mod' needs --peer llama.cpp=COMMAND"):
         parse_methods("x=llama.cpp:ngram-mod", pipe.target)
 
 
@@ -141,12 +205,13 @@ def test_openvino_decodes_the_same_file(speculation: str) -> None:
     pipe = mmspec.load("smollm2", drafter=None, dtype="float32")
     prompt = pipe.encode([{"prompt": "List three colours."}])
     (ids,) = prompt.input_ids.tolist()
-    found = OpenVino("smollm2", 1, speculation).complete(ids, 8, ignore_eos=True)
-    assert len(found.tokens) == 8
+    found = OpenVino("smollm2", 1, speculation).complete(ids, 8)
+    assert found.tokens is not None
+    assert len(found.tokens) == found.count == 8
     for at, token in enumerate(found.tokens):
         scores = next_token_scores(pipe.target, prompt, found.tokens[:at], LogitsProcessorList())
         assert token in scores.topk(4).indices
-    assert 0 < found.token_seconds < 5
+    assert 0 < found.seconds < 5 * 7
 
 
 @pytest.mark.skipif(find_spec("openvino_genai") is None, reason="needs openvino_genai")

@@ -15,6 +15,7 @@ import mmspec
 from mmspec.eval import opening, roofline
 from mmspec.eval.harness.output import make_table
 from mmspec.ops import cpu, cpu_library
+from mmspec.quantisation.blocks import BlockLinear
 from tests.compiled import needs_kernels
 from tests.model_folders import save_gguf
 
@@ -67,6 +68,42 @@ def test_products_and_limits_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in rows:  # weights fill the memory
         assert 0 <= 1 - row["gigabytes"] * row["milliseconds"] * 1e6 / MEMORY < 0.05
     assert make_table(roofline.COLUMNS, rows).row_count == 4
+
+
+@pytest.mark.parametrize(
+    ("share", "least", "threads", "seconds"),
+    [
+        (0.0, 1, 1, 40.0),
+        (0.0, 1, 2, 20.0 + 3 * 0.5 + 3.0),  # chunks of 2, 2, 1, 1, 1 and 1 blocks
+        (0.0, 8, 2, 40.0 + 0.5 + 3.0),  # a single chunk
+        (3.0, 1, 2, 40.0 + 3 * 0.5 + 3.0),
+        (0.0, 1, 4, 10.0 + 2 * 1.5 + 9.0),
+    ],
+)
+def test_simulated_loops_take_the_time_of_the_busiest_thread(share, least, threads, seconds, monkeypatch) -> None:
+    """A block takes 5 s, or 10 s where ``share`` slows reading; a claim 0.5 s and a barrier 3 s per further thread."""
+    monkeypatch.setattr(roofline, "_RUN", 100 * least)
+    costs = roofline.Costs(read=0.025, share=share, products={"int4": 0.05, "q4_k": 0.02}, claim=0.5, barrier=3.0)
+    found = roofline.simulated([("int4", 100, 8)], costs, threads)
+    assert found == pytest.approx(seconds)
+    assert roofline.simulated([("int4", 100, 8)] * 3, costs, threads) == pytest.approx(3 * found)
+
+
+def test_a_model_s_passes_are_simulated_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = save_gguf(tmp_path / "a.gguf")
+    model = mmspec.load(str(file), drafter=None).target.model
+    packed = sum(part._blocks.numel() for part in model.modules() if isinstance(part, BlockLinear))
+    simulated, given = roofline.simulated, []
+    monkeypatch.setattr(roofline, "simulated", lambda *task: given.append(task) or simulated(*task))
+    monkeypatch.setattr(roofline, "pass_seconds", lambda *_: {3: 0.5 / torch.get_num_threads()})
+    memory = torch.randint(60, (MEMORY,), dtype=torch.uint8)
+    before = torch.get_num_threads()
+    rows = roofline.simulate(library(), memory, str(file), 3, rounds=1)
+    torch.set_num_threads(before)
+    assert [(row["threads"], row["measured"]) for row in rows] == [(1, 500), (2, 250), (4, None), (8, None), (16, None)]
+    assert rows[0]["simulated"] == pytest.approx(500)
+    assert all(sum(size * count for _, size, count in layers) == packed for layers, *_ in given)
+    assert all(row["simulated"] >= row["rest"] > 0 for row in rows)
 
 
 @pytest.mark.long

@@ -58,18 +58,24 @@ int64_t pack_rows(const Packing* packings, int64_t count, int threads) {
   return count;
 }
 
-// Dequantises rows to out (count, features), whole groups; returns false if the file is too short.
+// Dequantises rows to out (count, features), whole groups; returns 0 if the file is too short, -1 if a number is not
+// finite, else 1.
 int dense_rows(int64_t format, const int64_t* places, int64_t count, int64_t features, int file, float* out,
                int threads) {
   Team team(threads);
   int64_t groups = groups_of(features);
-  return with_format(Stored(format), [&](auto of) {
+  std::atomic<bool> finite{true};
+  bool done = with_format(Stored(format), [&](auto of) {
     constexpr Stored stored = decltype(of)::value;
     return each_block({places, count, row_bytes(stored, groups), file}, [&](int64_t first, const uint8_t* const* rows) {
-      for (int64_t i = 0; i < BLOCK && rows[i]; i++)
-        dense_row<stored>(rows[i], groups, out + (first + i) * groups * GROUP);
+      for (int64_t i = 0; i < BLOCK && rows[i]; i++) {
+        float* to = out + (first + i) * groups * GROUP;
+        dense_row<stored>(rows[i], groups, to);
+        if (!std::all_of(to, to + groups * GROUP, [](float x) { return std::isfinite(x); })) finite = false;
+      }
     });
   });
+  return !done ? 0 : finite ? 1 : -1;
 }
 
 // Masked softmax attention of nodes; head_dim is a multiple of 16, at most 256.
@@ -103,6 +109,13 @@ void greatest_of_rows(const float* x, int64_t rows, int64_t count, int64_t k, in
     float most = best[row * k], total = most + std::log(total_of(x + row * count, count, most));
     for (int64_t i = 0; i < k; i++) best[row * k + i] -= total;
   });
+}
+
+// out (rows, features) = RMSNorm(x); features: a multiple of LANES.
+void norm_rows(const float* x, int64_t rows, int64_t features, const float* gain, float epsilon, float* out,
+               int threads) {
+  Team team(threads);
+  each(rows, features, [&](int64_t row) { norm_row(x + row * features, features, gain, epsilon, out + row * features); });
 }
 
 // The token of each row at which the cumulative distribution softmax(row) exceeds uniform[row].

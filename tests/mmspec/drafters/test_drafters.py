@@ -260,6 +260,33 @@ def test_recycle_learns_from_every_node():
     assert drafter.propose(torch.tensor([2]), StepPlan(4)).nodes == 1
 
 
+@pytest.mark.parametrize(
+    ("cost", "drafts", "least", "most"), [(0.1, 0, 30, 75), (0.01, 0, 200, 200), (0.1, 1, 200, 200)]
+)
+def test_plain_steps_spend_little_time_on_learning(cost, drafts, least, most, monkeypatch):
+    """Learning takes a part of a step. Of 200 steps over new tokens, the first take the initial credit of two steps."""
+    now, drafter = {"time": 10.0}, Recycle(top_k=1, pairs=False)
+    begun(drafter, [[0, 1]], vocab=300)
+    monkeypatch.setattr(recycled, "clock", lambda: now["time"])
+    learn = drafter._learn
+
+    def timed(*given):
+        now["time"] += cost
+        learn(*given)
+
+    monkeypatch.setattr(drafter, "_learn", timed)
+    for token in range(1, 201):
+        learned = drafter.entries
+        if drafts:
+            drafter.propose(torch.tensor([token]), StepPlan(1))
+        tree = TokenTree.root(torch.tensor([token]))
+        logits = torch.zeros(1, 1, 300).index_fill_(2, torch.tensor(token + 1), 20.0)
+        now["time"] += 1.0 - cost * (drafter.entries > learned)
+        drafter.observe(tree, accept_path(tree, torch.tensor([[token + 1]])), TargetOutput(logits, {}))
+        assert drafter.rows == [(token, token + 1)]
+    assert least <= drafter.entries <= most
+
+
 def test_recycle_averages_what_the_target_ranked():
     drafter = Recycle(top_k=4)
     rankings = [torch.tensor([0.6, 0.3, 0.1, 0.0]), torch.tensor([0.0, 0.5, 0.1, 0.4])]

@@ -155,6 +155,37 @@ def test_learned_times_are_those_of_the_machine():
     assert model.ratios([1, 64])[1] > model.ratios([1, 64], optimism=1.0)[1] >= 1.0
 
 
+def test_learned_times_are_those_of_a_kalman_filter():
+    """With whole vectors and matrices."""
+    model, random = StepTimeModel(free_tokens=5.0), np.random.default_rng(0)
+    state, covariance = model._state.copy(), model._covariance.copy()
+    before = 0
+    for step, tokens in enumerate([3, 1, 1, 2, 7, 64, 1, 5000, 1, 12]):
+        seconds = float(np.exp(random.normal(-4, 0.3 + (step == 6))))
+        read = np.array([max(0.0, 1.0 - abs(knot - min(np.log2(tokens), 12))) for knot in range(13)])
+        if tokens == 5000:  # beyond the last knot
+            read[-2:] = 12 - np.log2(tokens), np.log2(tokens) - 11
+        read[0] = 1.0
+        residual = np.log(seconds) - read @ state
+        last, before = before, tokens
+        surprise = model.add(tokens, seconds)
+        if step == 0:
+            state[0] += residual
+            covariance[0, 0] = 1.0
+            continue
+        covariance += model._drift
+        if surprise:
+            covariance[0, 0] += residual**2
+            covariance += residual**2 * model._doubt * (abs(np.log2(tokens / last)) >= 1)
+        column = covariance @ read
+        state += column * residual / (read @ column + 0.08**2)
+        covariance -= np.outer(column, column) / (read @ column + 0.08**2)
+        np.testing.assert_allclose(model._state, state)
+        np.testing.assert_allclose(model._covariance, covariance, atol=1e-12)
+        assert model.ratio(7, 2) == pytest.approx(float(model.ratios([2, 7])[1]))
+        assert model.ratio(6, 6) == 1.0
+
+
 def test_the_price_of_a_level_is_that_of_more_levels():
     model = DraftTimeModel()
     assert (model.slope, model(3)) == (0.0, 0.0)

@@ -12,8 +12,8 @@ import torch
 
 import mmspec
 from mmspec.engine import threads
-from mmspec.engine.threads import TorchThreads
-from mmspec.ops.cpu import kernel_threads, limit_torch
+from mmspec.engine.threads import ThreadTrial, TorchThreads
+from mmspec.ops.cpu import kernel_threads, limit_torch, use_kernel_threads
 from tests.tiny import byte_model, byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -69,7 +69,8 @@ def test_a_limit_is_that_of_its_thread():
     seen = []
 
     def run():
-        if limit_torch(1, 2):
+        use_kernel_threads(2)
+        if limit_torch(1):
             seen.append((torch.get_num_threads(), kernel_threads()))
 
     worker = threading.Thread(target=run)
@@ -95,7 +96,7 @@ def test_the_number_follows_whole_windows(counted, adapts, limits, counts, asked
     # One more thread in each window, with the delay of the worker.
     delayed = {}
     monkeypatch.setattr(threads, "_delays", lambda: dict(delayed) if counted else None)
-    monkeypatch.setattr(threads, "limit_torch", lambda count, kernels: given.append((count, kernels)) or limits)
+    monkeypatch.setattr(threads, "limit_torch", lambda count: given.append(count) or limits)
     chosen, found = TorchThreads(adapts), []
     chosen.begin()
     for wall, computed in [(0.2, 0.1), (0.2, 0.1), (1.0, 0.9), (2.0, 1.98)]:
@@ -106,7 +107,7 @@ def test_the_number_follows_whole_windows(counted, adapts, limits, counts, asked
         chosen.end_step()
         found.append(chosen.count)
     assert found == counts
-    assert given == [(count, 2) for count in asked]
+    assert given == asked
 
 
 def test_an_engine_beside_other_programs_lowers_its_own_number(monkeypatch):
@@ -127,6 +128,59 @@ def test_an_engine_beside_other_programs_lowers_its_own_number(monkeypatch):
     pipe.engine.threads = starting(2, 1)
     assert pipe.generate("a", max_new_tokens=6).token_ids == expected
     assert pipe.engine.threads.count == 2
+
+
+def tried(monkeypatch, most, seconds, sizes):
+    """The numbers of threads of successive steps over ``sizes`` tokens, and that after them."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    trial, used = ThreadTrial(most), []
+    for step, tokens in enumerate(sizes):
+        if trial.ended:
+            break
+        used.append(trial.count)
+        trial.add(tokens, seconds(trial.count, tokens, step))
+    return used, trial.count, trial.ended
+
+
+@pytest.mark.parametrize(("half", "kept"), [(0.9, 4), (0.97, 8), (1.5, 8)])
+def test_steps_choose_between_all_threads_and_half(half, kept, monkeypatch):
+    """A step that the system interrupts does not decide."""
+    late = {2: 50.0, 3: 80.0, 5: 90.0}
+    seconds = lambda count, tokens, step: late.get(step, half if count == 4 else 1.0)  # noqa: E731
+    used, count, ended = tried(monkeypatch, 8, seconds, [1] * 20)
+    assert used == [8, 4] * 5
+    assert (count, ended) == (kept, True)
+
+
+def test_steps_are_compared_with_steps_of_their_size(monkeypatch):
+    """Here half the threads run all of the longer passes."""
+    sizes = [16, 1, 16, 1, 1, 16, 1, 1, 16, 1, 1, 16, 1, 1, 16, 1, 1, 1]
+    used, count, ended = tried(monkeypatch, 2, lambda count, tokens, _: tokens / count**0.5, sizes)
+    assert {1, 2} == set(used)
+    assert (count, ended) == (2, True)
+    assert tried(monkeypatch, 2, lambda count, tokens, _: tokens * count, sizes)[1:] == (1, True)
+
+
+def test_a_number_that_the_user_chose_is_not_tried(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert (ThreadTrial(4).count, ThreadTrial(4).ended) == (4, True)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert (ThreadTrial(1).ended, ThreadTrial(4).ended) == (True, False)
+
+
+def test_an_engine_tries_numbers_of_kernel_threads_without_changing_tokens(monkeypatch):
+    pipe = mmspec.load(byte_model(), None, processor=byte_tokenizer())
+    expected, seen = pipe.generate("a", max_new_tokens=24).token_ids, []
+    criteria = [lambda *_: seen.append(kernel_threads()) or False]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    pipe.engine.threads = TorchThreads()
+    assert pipe.generate("a", max_new_tokens=24, stopping_criteria=criteria).token_ids == expected
+    assert set(seen[:11]) == {1, 2}
+    assert pipe.engine.threads.trial.ended
+    assert len(set(seen[11:])) == 1
+    again = pipe.engine.threads.trial.count
+    assert pipe.generate("b", max_new_tokens=4, stopping_criteria=criteria).token_ids
+    assert seen[-1] == again == seen[12]
 
 
 def test_the_user_s_later_number_holds():

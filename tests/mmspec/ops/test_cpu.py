@@ -331,6 +331,19 @@ def test_the_greatest_of_a_log_softmax(count):
 
 
 @needs_kernels
+@pytest.mark.parametrize("features", [16, 48, 1536])
+def test_norms_of_rows_are_those_of_torch(features):
+    torch.manual_seed(features)
+    x, gain = torch.randn(3, 7, features) * torch.tensor([0.01, 1.0, 100.0])[:, None, None], torch.randn(features)
+    expected = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-3).rsqrt() * gain
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        normed = cpu.norm(x, gain, 1e-3)
+        torch.testing.assert_close(normed.double(), expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(cpu.norm(x[1:2, 4], gain, 1e-3), normed[1:2, 4])
+
+
+@needs_kernels
 @pytest.mark.parametrize("count", [1, 5, 16, 1025, 49153])
 def test_sampling_is_by_the_cumulative_distribution(count):
     torch.manual_seed(count)
