@@ -13,6 +13,7 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from mmspec import plugins
+from mmspec.engine.stats import Origin
 from mmspec.errors import UserError
 from mmspec.validation import option, options
 from mmspec.vision.decoding import MediaDecoder
@@ -96,18 +97,13 @@ def decoder() -> MediaDecoder:
     return MediaDecoder(seconds=20, memory=2 << 30)
 
 
-Origin = Literal["first", "accepted", "bonus", "plain"]
-
-
 @dataclass(frozen=True)
 class Token:
     """A token of an answer.
 
     Attributes:
         text: text added by the token; empty until a later token completes the character.
-        origin: "first" (from the prefill), "accepted" (draft token), "bonus" (the target's token after them) or "plain"
-            (decoded without draft tokens).
-        step: the verify pass that emitted it, counted from 1; 0 is the prefill.
+        origin, step: see ``mmspec.engine.stats.token_origins``; the step is a verify pass, counted from 1.
     """
 
     text: str

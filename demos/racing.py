@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf
 from time import perf_counter as clock
@@ -10,14 +10,13 @@ from typing import Any
 
 from mmspec.compare import Difference, first_difference
 from mmspec.demos.catalog import drafter_of, label
-from mmspec.demos.chat_request import ChatRequest, Origin, Token
+from mmspec.demos.chat_request import ChatRequest, Token
 from mmspec.demos.models import LoadedModel
 from mmspec.drafters.registry import AUTO, PLAIN, registered_name
-from mmspec.engine.stats import Stats, TreeRecord
+from mmspec.engine.stats import Stats, TreeRecord, token_origins
 from mmspec.engine.stopping import FinishReason
 from mmspec.errors import UserError
 from mmspec.pipeline import Piece, Pipeline
-from mmspec.targets.detokenizer import Detokenizer
 
 RUNS = 3  # runs of each method in a race, which shows the run of median time
 AS_FAST = 1.05  # ratio of times within which two methods are as fast as each other
@@ -70,28 +69,19 @@ class StreamedAnswer:
         """Mean acceptance length of a complete answer; of an answer so far, with the prefill as a pass."""
         return self.stats.mean_acceptance_length if self.stats else len(self.token_ids) / (self.passes + 1)
 
-    def append(self, piece: Piece, decode: Callable[[list[int]], str]) -> None:
-        """Append a piece of the pipeline's stream; ``decode`` returns the text added by further tokens."""
+    def append(self, piece: Piece) -> None:
+        """Append a piece of the pipeline's stream."""
         self.text += piece.text
         self.steps, self.stats, self.finish_reason = piece.trees, piece.stats, piece.finish_reason
-        origins = self._token_origins(len(self.token_ids) + len(piece.token_ids))
-        for token_id in piece.token_ids:
+        origins = token_origins(self.steps)
+        for token_id, (_, text) in zip(piece.token_ids, piece.parts, strict=False):
+            number = len(self.tokens)
             self.token_ids.append(token_id)
-            self.tokens.append(Token(decode([token_id]), *origins[len(self.tokens)]))
+            self.tokens.append(Token(text, *(("plain", number) if self.drafter == PLAIN else origins[number])))
         # Passes of one piece share its time equally.
         start = self.pass_ends[-1] if self.pass_ends else 0.0
         new = 1 + self.tokens[-1].step - len(self.pass_ends) if self.tokens else 0
         self.pass_ends += [start + (self.seconds - start) * number / new for number in range(1, new + 1)]
-
-    def _token_origins(self, count: int) -> list[tuple[Origin, int]]:
-        """(Origin, step) of at least the first ``count`` tokens; steps may have emitted more tokens after a stop."""
-        if self.drafter == PLAIN:
-            return [("plain", number) for number in range(count)]
-        origins: list[tuple[Origin, int]] = [("first", 0)]
-        for number, step in enumerate(self.steps, start=1):
-            origins += [("accepted", number)] * (len(step.path) - 1)
-            origins.append(("bonus" if len(step.tokens) > 1 else "plain", number))
-        return origins
 
 
 def resolved(method: str, pipe: Pipeline) -> str:
@@ -102,13 +92,12 @@ def resolved(method: str, pipe: Pipeline) -> str:
 def stream_answer(pipe: Pipeline, method: str, request: Mapping[str, Any]) -> Iterator[StreamedAnswer]:
     """Answer a request, keywords of ``Pipeline.generate``; yields the same ``StreamedAnswer`` after every piece."""
     answer = StreamedAnswer(pipe.name, method, limit=request["max_new_tokens"])
-    reader = Detokenizer(pipe.processor.vocabulary)
     start, preprocessing = clock(), None
     for piece in pipe.stream(**request, trace=pipe.drafter is not None):
         if preprocessing is None:
             preprocessing = clock() - start - piece.seconds
         answer.seconds = preprocessing + piece.seconds
-        answer.append(piece, reader.append)
+        answer.append(piece)
         yield answer
 
 

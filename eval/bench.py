@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product, zip_longest
+from itertools import chain, product, zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import mmspec
 from mmspec.cli.options import Listed
+from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.threads import fix_threads
 from mmspec.errors import UserError
@@ -53,6 +54,7 @@ from mmspec.eval.suite.summary import OVERALL, Record, by_request, figures, thro
 from mmspec.pipeline import Pipeline
 from mmspec.targets.checkpoints import from_pretrained
 from mmspec.targets.packing import pack_model, packs_bfloat16
+from mmspec.targets.transformers_target import TransformersTarget
 
 _LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**5))"  # until its parent exits
 
@@ -246,7 +248,15 @@ def divergences(model: str, pipes: Mapping[str, Pipeline]) -> dict[str, float]:
     ids = exact.processor.tokenizer(_TEXT.read_text(), return_tensors="pt")["input_ids"][:, :400]
     expected = exact.model(ids).logits
     del exact
-    return {name: kl_divergence(expected, pipe.model(ids).logits) for name, pipe in pipes.items()}
+    return {name: kl_divergence(expected, prompt_logits(pipe.target, ids)) for name, pipe in pipes.items()}
+
+
+def prompt_logits(target: TransformersTarget, ids: Tensor) -> Tensor:
+    """Logits after each token of a prompt, (1, length, vocab)."""
+    *_, output = target.prefill([Prompt(ids)], [1], ["last"])
+    target.keep([])
+    assert output is not None
+    return target.head(output.features["last"])
 
 
 def kl_divergence(exact: Tensor, logits: Tensor) -> float:
@@ -323,16 +333,16 @@ def text_of(pipe: Pipeline, tokens: int) -> Request:
     return {"prompt": asked + pipe.processor.tokenizer.decode(ids[: max(tokens - own, 1)])}
 
 
-def open_model(name: str, dtype: str) -> Pipeline:
-    """A model for plain decoding; random weights in the shape of a ``config.json``."""
+def open_model(name: str, dtype: str, keys: str) -> Pipeline:
+    """A model for plain decoding; random weights in the shape of a ``config.json``. ``keys``: ``kv_cache_dtype``."""
     if not name.endswith(".json"):
-        return mmspec.load(name, drafter=None, dtype=dtype)
+        return mmspec.load(name, drafter=None, dtype=dtype, kv_cache_dtype=keys)
     config = from_pretrained(AutoConfig, name).get_text_config()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     if dtype not in ("auto", "bfloat16") or packs_bfloat16():
         pack_model(model, "bfloat16" if dtype == "auto" else dtype)
-    return mmspec.load(model, drafter=None, processor=number_processor(config.vocab_size))
+    return mmspec.load(model, drafter=None, processor=number_processor(config.vocab_size), kv_cache_dtype=keys)
 
 
 @benchmark
@@ -345,6 +355,7 @@ def open_model(name: str, dtype: str) -> Pipeline:
     help="Models, as for mmspec.load, or config.json files of text models, which get random weights.",
 )
 @click.option("--dtypes", type=Listed(click.STRING), default="auto", show_default=True, help="Forms of weights.")
+@click.option("--kv-cache-dtypes", "keys", type=Listed(click.STRING), default="auto", help="Of keys and values.")
 @click.option("--threads", type=SIZES, help="CPU threads; torch's default if not given.")
 @click.option("--busy", type=Listed(click.IntRange(0)), default="0", show_default=True, help="Busy programs beside it.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
@@ -362,6 +373,7 @@ def open_model(name: str, dtype: str) -> Pipeline:
 def main(
     models: Sequence[str],
     dtypes: Sequence[str],
+    keys: Sequence[str],
     threads: Sequence[int] | None,
     busy: Sequence[int],
     rounds: int,
@@ -391,10 +403,10 @@ def main(
     def started(count: int) -> dict[str, Any]:
         return {name: cache(start) for name, start in engines(model, count, peers).items()}
 
-    pipes = {
-        dtype if len(models) == 1 else f"{Path(name).stem} {dtype}": open_model(name, dtype)
-        for name, dtype in product(models, dtypes)
-    }
+    pipes = {}
+    for name, dtype, form in product(models, dtypes, keys):
+        about_it = [Path(name).stem] * (len(models) > 1), [dtype], [form] * (len(keys) > 1)
+        pipes[" ".join(chain(*about_it))] = open_model(name, dtype, form)
     about = {"model": ", ".join(models), **describe(next(iter(pipes.values())).target), "rounds": rounds}
     wait_for_huge_pages()
     try:

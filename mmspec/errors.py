@@ -26,6 +26,10 @@ class UserError(ValueError):
     """
 
 
+class LongPromptError(UserError):
+    """The prompt has no room for an answer in the model's context."""
+
+
 class SlowWarning(UserWarning):
     """Decoding is much slower than it would be on another machine or with another drafter.
 

@@ -315,11 +315,11 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
     return value
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; raises ``UserError`` for anything else."""
+def read_json(file: Path, most: int = _MAX_JSON) -> dict[str, Any]:
+    """Read a JSON object of at most ``most`` bytes; raises ``UserError`` for anything else."""
     with explained(f"{file}: expected a JSON object", OSError):
-        if file.stat().st_size > _MAX_JSON:
-            raise UserError(f"{file}: expected a JSON object of at most {_MAX_JSON} bytes, received a larger file")
+        if file.stat().st_size > most:
+            raise UserError(f"{file}: expected a JSON object of at most {most} bytes, received a larger file")
     return parse_object("".join(text for _, text in read_lines(file)), str(file))
 
 

@@ -33,7 +33,7 @@ from mmspec.engine.sequence import DecodeRequest, Delta, Sequence, Sink
 from mmspec.engine.stats import Stats, TokenLogprob, TreeRecord
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.engine.warm_up import warm_up
-from mmspec.errors import UserError, raising, returning
+from mmspec.errors import LongPromptError, UserError, raising, returning
 from mmspec.sampling.defaults import MODELS, Defaults, Source
 from mmspec.sampling.grammar import AfterReasoning, Grammars, TriggeredGrammar
 from mmspec.sampling.params import SamplingParams
@@ -65,7 +65,8 @@ class Piece:
     trees of the answer so far, one per step. With ``logprobs=K``, ``logprobs`` are the tokens' log probabilities.
     ``seconds`` is the engine's time for the answer so far, including waiting and prefill. With ``reasoning="auto"`` or
     a format, ``reasoning`` is the reasoning before the text, and ``num_reasoning_tokens`` its number of tokens, markers
-    included. ``num_prompt_tokens`` is the number of prompt tokens, ``stop_string`` what ended the answer.
+    included. ``num_prompt_tokens`` is the number of prompt tokens, ``stop_string`` what ended the answer. ``parts`` are
+    the reasoning and the text that each token adds, and of the last piece also those held back.
     """
 
     text: str
@@ -79,6 +80,7 @@ class Piece:
     seconds: float = 0.0
     num_prompt_tokens: int = 0
     stop_string: str | None = None
+    parts: list[tuple[str, str]] = field(default_factory=list, repr=False)
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,14 @@ class _PieceReader:
     def __init__(self, reader: AnswerReader) -> None:
         self._reader, self.ended = reader, False
         self._token_ids: list[int] = []  # of the next piece
+        self._parts: list[tuple[str, str]] = []
         self._logprobs: list[TokenLogprob] = []
         self._trees: list[TreeRecord] = []  # of the answer so far
         self._num_reasoning_tokens = 0  # of earlier pieces
 
     def next(self, *deltas: Delta) -> Piece | None:
         """The piece of new deltas; None while a character is incomplete. Raises the error of a failed sequence."""
-        parts, last = [("", "")], deltas[-1]
+        last = deltas[-1]
         if last.error is not None:
             raise last.error
         for delta in deltas:
@@ -110,16 +113,19 @@ class _PieceReader:
             for token, logprob in zip_longest(delta.token_ids, delta.logprobs):
                 if logprob is not None:
                     self._logprobs.append(replace(logprob, text_offset=self._reader.answer.length))
-                parts.append(self._reader.append(token))
+                self._parts.append(self._reader.append(token))
             self._token_ids += delta.token_ids
         self.ended = last.finish_reason is not None
-        reasoning, text = map("".join, zip(*parts, *([self._reader.finish()] if self.ended else ()), strict=True))
+        if self.ended:
+            self._parts.append(self._reader.finish())
+        reasoning, text = map("".join, zip(("", ""), *self._parts, strict=True))
         if not (self.ended or reasoning or text):
             return None
         before, self._num_reasoning_tokens = self._num_reasoning_tokens, self._reader.num_reasoning_tokens
         token_ids, logprobs, self._token_ids, self._logprobs = self._token_ids, self._logprobs, [], []
         tokens, stop = self._num_reasoning_tokens - before, self._reader.answer.stopped or None
-        record = list(self._trees), logprobs, reasoning, tokens, last.seconds, last.num_prompt_tokens, stop
+        record = list(self._trees), logprobs, reasoning, tokens, last.seconds, last.num_prompt_tokens, stop, self._parts
+        self._parts = []
         return Piece(text, token_ids, last.finish_reason, last.stats, *record)
 
 
@@ -283,7 +289,9 @@ class Pipeline:
         limits = [limit for limit in (self.context_limit, options.context_limit) if limit is not None]
         length, limit = prompt.input_ids.shape[1], min(limits, default=None)
         if limit is not None and length >= limit:
-            raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
+            raise LongPromptError(
+                f"the prompt must be shorter than the model's context of {limit} tokens: got {length}"
+            )
         parser = self.processor.reasoning_parser(options.reasoning, prompt.input_ids[0])
         known = self.processor.special_tokens
         text_ids = frozenset(known[name] for name in options.text_tokens if name in known)

@@ -89,6 +89,7 @@ BUILTIN = {
     },
     "commands": {
         "generate": "mmspec.cli.generate:generate",
+        "chat": "mmspec.cli.generate:chat",
         "info": "mmspec.cli.info:info",
         "check": "mmspec.cli.check:check",
         "clean": "mmspec.cli.info:clean",

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 EVERY = 30.0  # seconds after which a log gets another line
 SLOW = 1.0  # seconds after which a log gets a line about a running step
+PART = logging.INFO - 5  # level of a part of a step
 
 
 Show = Callable[..., None]
@@ -63,11 +64,12 @@ def show_progress(console: Console, title: str) -> Iterator[Show]:
 class Steps(logging.Handler):
     """Shows the current step, as logged at level INFO, until the next step.
 
-    On a terminal with a spinner, else in a line after ``SLOW`` seconds. Records of higher levels are printed at once.
+    On a terminal with a spinner, also parts of steps (level PART), else in a line after ``SLOW`` seconds. Records of
+    higher levels are printed at once.
     """
 
     def __init__(self, console: Console) -> None:
-        super().__init__(logging.INFO)
+        super().__init__(PART if console.is_terminal else logging.INFO)
         self._console = console
         self._status = console.status("") if console.is_terminal and not console.quiet else None
         self._waiting: Timer | None = None
@@ -108,7 +110,7 @@ def show_steps(console: Console) -> Iterator[None]:
     steps, level, propagated = Steps(console), log.level, log.propagate
     log.propagate = propagated and log.isEnabledFor(logging.INFO) and not console.is_terminal
     log.addHandler(steps)
-    log.setLevel(logging.INFO)
+    log.setLevel(steps.level)
     try:
         yield
     finally:

@@ -241,8 +241,9 @@ class StateCache(TreeCache):
         scans: int,
         reserve: int,
         static_shapes: bool = False,
+        centre: Tensor | None = None,
     ) -> None:
-        super().__init__(num_layers, reserve=reserve, attending=attending, static_shapes=static_shapes)
+        super().__init__(num_layers, reserve=reserve, attending=attending, static_shapes=static_shapes, centre=centre)
         self._place = {layer: place for place, layer in enumerate(recurrent)}
         units = len(recurrent) * scans if recurrence is not None else 0
         self._scans = Scans(recurrence(units) if recurrence is not None else None, units, scans, static_shapes)

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -120,8 +121,8 @@ class RecurrentLayers:
     def applied(self) -> AbstractContextManager[None]:
         return _dispatching(self._module, self.functions)
 
-    def cache(self, reserve: int, static_shapes: bool = False) -> StateCache:
-        return self._cache(reserve, static_shapes)
+    def cache(self, reserve: int, static_shapes: bool = False, centre: Tensor | None = None) -> StateCache:
+        return self._cache(reserve, static_shapes, centre)
 
 
 def functions_of(model_type: str, module: ModuleType) -> Functions:

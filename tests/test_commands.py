@@ -86,14 +86,16 @@ def test_help_of_options(name: str, option: str, text: str) -> None:
 
 SAMPLING = """temperature=[0,] top_p=[0,1] top_k=[0,] min_p=[0,1] repetition_penalty=[0,] max_new_tokens=[1,2147483648]
     min_new_tokens=[0,2147483648] presence_penalty=0.0[-2,2] frequency_penalty=0.0[-2,2] lossy=0.0[0,]
-    num_draft_tokens=[0,512]"""
+    num_draft_tokens=[0,512] threads=[1,] max_model_len=0[0,]"""
 NUMBERS = {
     "generate": SAMPLING,
+    "chat": SAMPLING,
     "caption": f"{SAMPLING} frames=[1,512] fps=[0,] batch_size=8[1,] workers=1[1,]",
     "serve": """port=8000[0,65535] max_running=8[1,] max_waiting=32[0,] max_body=32[1,] max_characters=500000[1,]
         max_tokens=2048[1,] max_draft_tokens=64[0,512] max_model_len=0[0,] max_images=8[0,] max_videos=2[0,]
         max_pixels=16777216[1,] frames=8[1,512] max_video_seconds=300[1,] max_stored=256[0,] request_timeout=0[0,]
-        shutdown_timeout=3[0,] prefix_cache=512[0,] replicas=1[1,] replica_gpus=1[1,] adapt_space=256[1,]""",
+        shutdown_timeout=3[0,] prefix_cache=512[0,] replicas=1[1,] replica_gpus=1[1,] adapt_space=256[1,]
+        threads=[1,]""",
     "demo": "port=7860[0,65535] adapt_space=256[1,] upload_space=2048[64,]",
 }
 
@@ -136,7 +138,7 @@ def test_help_lists_commands_in_sections(capfd: pytest.CaptureFixture[str]) -> N
     [
         ("ge", ["generate"]),
         ("train fl", ["flash"]),
-        ("generate --max", ["--max-new-tokens"]),
+        ("generate --max", ["--max-model-len", "--max-new-tokens"]),
         ("generate --model tiny-h", ["tiny-hybrid"]),
         ("demo --drafter rec", ["recycle"]),
         ("trian fl", []),

@@ -48,7 +48,7 @@ OTHERS = {
     "lmms-eval",
     "pre-commit",
 }
-OTHERS |= {"source", "vllm"}
+OTHERS |= {"source", "sudo", "vllm"}
 """Programs whose options are not checked."""
 
 

@@ -1,7 +1,8 @@
-"""Installation: an editable install next to a clone, the extras, and the Dockerfile against the project."""
+"""Installation and deployment: an editable install next to a clone, the extras, the container and the unit."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -11,12 +12,17 @@ import sys
 import tomllib
 import zipfile
 from pathlib import Path
+from shutil import which
 
 import pytest
+import yaml
 
+from mmspec.cli.options import API_KEY
 from mmspec.errors import EXTRAS
 from mmspec.plugins import BUILTIN
 from mmspec.serving.command import serve
+from tests import thinking
+from tests.testkit.served import served
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -64,20 +70,27 @@ def test_extras_are_documented_and_install_the_modules_that_are_said() -> None:
         assert set(modules) == installed[extra] - elsewhere
 
 
+def instructions(name: str) -> list[str]:
+    """Arguments of these instructions of the Dockerfile."""
+    lines = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
+    return [line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")]
+
+
 def test_what_the_dockerfile_copies_installs_and_runs_exists() -> None:
-    text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
-
-    def instructions(name: str) -> list[str]:
-        return [line.removeprefix(f"{name} ") for line in text.splitlines() if line.startswith(f"{name} ")]
-
     copied = {source for line in instructions("COPY") for source in shlex.split(line)[:-1]}
     assert all((ROOT / source).exists() for source in copied)
     packages = {"src", "mmspec", *(link.name for link in (ROOT / "mmspec").iterdir() if link.is_symlink())}
     assert copied == {*packages, "pyproject.toml", "setup.py", PROJECT["readme"], *PROJECT["license-files"]}
+    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert ignored == [
+        "*",
+        *(f"!{name}" for line in instructions("COPY") for name in shlex.split(line)[:-1]),
+        "**/__pycache__",
+    ]
     (extras,) = (re.findall(r'"\.\[(.+)\]"', line)[0] for line in instructions("RUN") if '".[' in line)
     assert {"serve"} <= set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
     (version,) = re.findall(r"^CPU_TORCH := torch==(.+)\+cpu$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert f" torch=={version}" in text
+    assert any(line.endswith(f" torch=={version}") for line in instructions("RUN"))
     (entry,) = instructions("ENTRYPOINT")
     program, command, *options = re.findall(r'"(.+?)"', entry)
     assert program in PROJECT["scripts"]
@@ -85,3 +98,42 @@ def test_what_the_dockerfile_copies_installs_and_runs_exists() -> None:
     given = serve.make_context(command, options).params
     assert given["host"] == "0.0.0.0"  # so that it starts with a key or --no-auth only
     assert instructions("EXPOSE") == [str(given["port"])]
+    (user,), (cache,), environment = instructions("USER"), instructions("VOLUME"), " ".join(instructions("ENV")).split()
+    assert any(f"--uid {user} " in line and f"--owner {user} {cache}" in line for line in instructions("RUN"))
+    assert int(user) > 0
+    assert {one.partition("=")[2].split("/")[1] for one in environment if "/" in one} == {cache.strip("/")}
+
+
+def test_the_health_check_of_the_image() -> None:
+    (check,) = instructions("HEALTHCHECK")
+    words = json.loads(check.partition(" CMD ")[2])
+    with served(thinking.pipeline("text")) as server:
+        command = [sys.executable, *words[1:-1], words[-1].replace("http://127.0.0.1:8000", server.url)]
+        assert server.url in command[-1]
+        assert subprocess.run(command).returncode == 0
+    assert subprocess.run(command, capture_output=True).returncode == 1
+
+
+def test_the_compose_file() -> None:
+    text, given = (ROOT / "compose.yaml").read_text(), {"MODEL": "a.gguf", "MMSPEC_API_KEY": "secret"}
+    assert set(re.findall(r"\$\{(\w+):\?", text)) == given.keys()
+    text = re.sub(r"\$\{(\w+):[-?]([^}]*)\}", lambda found: given.get(found[1], found[2]), text)
+    (service,) = yaml.safe_load(text)["services"].values()
+    options = serve.make_context("serve", [*service["command"], "--no-auth"]).params
+    models, cache = (volume.split(":") for volume in service["volumes"])
+    assert (models, options["model"]) == (["./models", "/models", "ro"], "/models/a.gguf")
+    assert cache == ["cache", *instructions("VOLUME")]
+    assert service["environment"] == {API_KEY.variable: "secret"}
+    assert service["ports"] == [f"127.0.0.1:{options['port']}:{options['port']}"]
+
+
+@pytest.mark.skipif(which("systemd-analyze") is None, reason="systemd is not installed")
+def test_the_systemd_unit(tmp_path: Path) -> None:
+    (unit,) = re.findall(r"```text\n(\[Unit\].*?)```", (ROOT / "docs/deployment.md").read_text(), re.DOTALL)
+    program, command, *words = shlex.split(re.findall(r"ExecStart=(.*)", unit)[0])
+    assert (Path(program).name, command) == ("mmspec", "serve")
+    serve.make_context("serve", [*words, "--no-auth"])
+    file = tmp_path / "mmspec.service"
+    file.write_text(unit.replace(program, sys.executable))
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", str(file)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

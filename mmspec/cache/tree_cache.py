@@ -58,14 +58,15 @@ class KVBuffers:
 
     Args:
         reserve: slots to allocate at first use.
+        centre: as for ``TreeCache``.
 
     Attributes:
         version: replaced whenever a buffer is reallocated.
         device: device of the row lengths if no layer has keys and values.
     """
 
-    def __init__(self, layers: int, reserve: int) -> None:
-        self.device = torch.device("cpu")
+    def __init__(self, layers: int, reserve: int, centre: Tensor | None = None) -> None:
+        self.device, self.centre = torch.device("cpu"), centre
         self.tensors: list[Tensor] = []
         self.version = object()
         self._layers, self._reserve = layers, reserve
@@ -86,7 +87,7 @@ class KVBuffers:
         self.version = object()
         shape = tensors, rows, like.shape[-3], slots, like.shape[-1]
         size = prod(shape) * like.element_size()
-        memory = cpu.zeros(size) if like.device.type == "cpu" and size >= _LEAST_BYTES else None
+        memory = cpu.zeros(size, huge=True) if like.device.type == "cpu" and size >= _LEAST_BYTES else None
         return like.new_zeros(shape) if memory is None else memory.view(like.dtype).view(shape)
 
     def allocate(self, rows: int, slots: int, used: int) -> None:
@@ -118,6 +119,8 @@ class KVBuffers:
             states: states of the pass, (rows, kv_heads, nodes, head_dim): keys and values, or only an indexer's keys.
             start: first slot of the pass.
         """
+        if self.centre is not None:  # a code per feature, and a float
+            states = [x.new_empty(*x.shape[:-1], x.shape[-1] + 4, dtype=torch.uint8) for x in states]
         rows, _, count, _ = states[0].shape
         self.allocate(rows, start + count, start)
         place = layer, len(states)
@@ -134,9 +137,22 @@ class KVBuffers:
         """Write a layer's states of a pass to its slots; arguments as for ``layer``. Returns each state in all slots up
         to the last written slot."""
         end, buffers = start + states[0].shape[2], self.layer(layer, states, start)
-        for buffer, new in zip(buffers, states, strict=True):
+        written = states
+        if self.centre is not None:
+            written = [cpu.int8_heads(states[0], self._centre(layer)), cpu.int8_heads(states[1])]
+        for buffer, new in zip(buffers, written, strict=True):
             buffer[:, :, start:end] = new
-        return [buffer[:, :, :end] for buffer in buffers]
+        return self.floats(layer, [buffer[:, :, :end] for buffer in buffers], states[0].dtype)
+
+    def floats(self, layer: int, stored: list[Tensor], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+        """Keys and values of a layer from slots of its buffers: those in int8 in a dtype, others unchanged."""
+        if self.centre is None:
+            return stored
+        return [cpu.float_heads(stored[0], self._centre(layer)).to(dtype), cpu.float_heads(stored[1]).to(dtype)]
+
+    def _centre(self, layer: int) -> Tensor:
+        assert self.centre is not None
+        return self.centre[self._places[layer, 2][0][1] // 2]  # a layer's keys are before its values
 
     def shared(self, layers: Sequence[int], rows: int, nodes: int, like: Tensor, start: int) -> Tensor:
         """The shared buffer of identical layers, with slots for the next pass, for kernels that write to it; ``like``,
@@ -290,8 +306,8 @@ class StaticKVBuffers(KVBuffers):
         bounds: row lengths on the device, including idle rows; None before the first row.
     """
 
-    def __init__(self, layers: int, reserve: int) -> None:
-        super().__init__(layers, reserve)
+    def __init__(self, layers: int, reserve: int, centre: Tensor | None = None) -> None:
+        super().__init__(layers, reserve, centre)
         self.bounds: SlotBounds | None = None
         self._write_slots: Tensor | None = None  # (nodes,) slots of the current pass
 
@@ -370,6 +386,8 @@ class TreeCache(Cache):
         reserve: slots to allocate at first use.
         attending: indices of attention layers; None means all.
         static_shapes: keep shapes and addresses, see ``StaticKVBuffers``.
+        centre: (attention layers, kv_heads, head_dim) float32: keys and values are stored in int8, keys without this
+            constant, see ``cpu.int8_heads``. None stores their dtype.
 
     Attributes:
         attending: indices of attention layers, in order.
@@ -385,10 +403,11 @@ class TreeCache(Cache):
         reserve: int = 512,
         attending: Sequence[int] | None = None,
         static_shapes: bool = False,
+        centre: Tensor | None = None,
     ) -> None:
         self.attending = list(range(num_layers) if attending is None else attending)
         self.static_shapes = static_shapes
-        self.kv = (StaticKVBuffers if static_shapes else KVBuffers)(len(self.attending), reserve)
+        self.kv = (StaticKVBuffers if static_shapes else KVBuffers)(len(self.attending), reserve, centre)
         self.offset = 0
         self._lengths: list[int] = []
         self._length = 0
@@ -454,8 +473,8 @@ class TreeCache(Cache):
         keys, values = (states[:rows] for states in self.kv.states(layer))
         if self.bounds is not None:
             return KeysValues(keys, values, self.bounds.lengths[:rows], self.version)
-        lengths = on_device(self.lengths[:rows], keys.device)
-        return KeysValues(keys[:, :, : self.length], values[:, :, : self.length], lengths, self.version)
+        keys, values = self.kv.floats(layer, [keys[:, :, : self.length], values[:, :, : self.length]])
+        return KeysValues(keys, values, on_device(self.lengths[:rows], keys.device), self.version)
 
     def reserve_nodes(self, nodes: int) -> None:
         """Reserve KV slots for the next pass; a captured pass cannot allocate."""

@@ -50,15 +50,15 @@ def main(args: Sequence[str] | None = None) -> int:
     except (UserError, click.ClickException) as error:
         if "_MMSPEC_COMPLETE" in os.environ:  # completion request of a shell
             return USER_ERROR
-        return _report("error", error, USER_ERROR)
+        return report("error", error, USER_ERROR)
     except (click.Abort, KeyboardInterrupt):
         return _print_line("interrupted", INTERRUPTED)
     except BrokenPipeError:
         status = CLOSED_PIPE
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return _report("error", error, USER_ERROR)
-        return _report("internal error", error, INTERNAL_ERROR)
+            return report("error", error, USER_ERROR)
+        return report("internal error", error, INTERNAL_ERROR)
     if status == CLOSED_PIPE:
         _discard_output()
     return status if isinstance(status, int) else 0
@@ -81,7 +81,8 @@ def limit_spinning() -> None:
         os.environ.update(_SPINNING)
 
 
-def _report(kind: str, error: Exception, status: int) -> int:
+def report(kind: str, error: Exception, status: int) -> int:
+    """Print an error to stderr in one line; returns the exit status."""
     if os.environ.get("MMSPEC_DEBUG"):
         with contextlib.suppress(BrokenPipeError):
             traceback.print_exception(error)

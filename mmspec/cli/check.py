@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import closing, nullcontext
 from hashlib import sha256
+from mimetypes import guess_type
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from mmspec.cli.options import (
     FILE,
     OUT_FILE,
     adapter_option,
+    data_uri,
     device_map_option,
     drafter_option,
     json_option,
@@ -85,7 +87,10 @@ def check(
 
     notes = Console(stderr=True)
     given = argument or (model if ctx.get_parameter_source("model") is not click.core.ParameterSource.DEFAULT else None)
-    images = [_data_uri(file) for file in media]
+    for file in media:
+        if not (guess_type(file)[0] or "").startswith("image/"):
+            raise UserError(f"--media: expected images, received {file}")
+    images = [data_uri(file) for file in media]
     if url is None or against is None:
         head, trial = _local(notes, given or model, tie, images, options)
     else:
@@ -152,16 +157,6 @@ def _remote(
     versions = {"mmspec": __version__, "url": tested.version, "against": plain.version}
     trial = Trial(tested, [plain], BOUNDS["bfloat16"] if tie is None else tie, images=images)
     return {"model": tested.model, "drafter": None, "versions": versions}, trial
-
-
-def _data_uri(file: Path) -> str:
-    import base64
-    from mimetypes import guess_type
-
-    kind = guess_type(file)[0] or ""
-    if not kind.startswith("image/"):
-        raise UserError(f"--media: expected images, received {file}")
-    return f"data:{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
 def _print_table(cases: Sequence[dict[str, Any]]) -> None:

@@ -24,6 +24,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         'mmspec generate --model smollm2 --compare "List the planets."',
         "mmspec generate --model smollm2 --temperature 0.7 --seed 1 - < prompt.txt",
     ),
+    "chat": ("mmspec chat FILE.gguf", 'mmspec chat smol-llava --system "Answer in one sentence."'),
     "serve": ("mmspec serve --model smollm2", "mmspec serve --model smol-llava --host 0.0.0.0 --api-key KEY"),
     "demo": ("mmspec demo", "mmspec demo --model smollm2 --api --port 8080"),
     "export": (
@@ -64,9 +65,12 @@ class Command(click.Command):
         "Options": (
             *("model", "models", "target", "prompt", "prompts", "drafter", "drafters", "tasks", "methods"),
             *("max_new_tokens", "temperature", "minutes", "host", "port", "api_key", "compare", "refresh"),
-            *("url", "against", "only", "out", "resume", "as_json", "listing", "layout"),
+            *("url", "against", "only", "out", "resume", "as_json", "listing", "layout", "system"),
         ),
-        "Loading": ("mmproj", "device", "dtype", "device_map", "trust_remote_code", "generation_config", "threads"),
+        "Loading": (
+            *("mmproj", "device", "dtype", "kv_cache_dtype", "device_map", "trust_remote_code", "generation_config"),
+            "threads",
+        ),
         "Images and videos": (
             *("frames", "fps", "video_backend", "images", "max_images", "max_videos"),
             *("max_pixels", "max_video_seconds"),
@@ -76,7 +80,7 @@ class Command(click.Command):
             *("frequency_penalty", "logit_bias", "min_new_tokens", "ignore_eos", "greedy"),
         ),
         "Structured output": ("json_schema", "regex", "grammar", "grammar_trigger", "grammar_aligned"),
-        "Drafting": ("num_draft_tokens", "sizes", "lossy", "adapt", "adapt_folder", "adapt_space"),
+        "Drafting": ("num_draft_tokens", "show_drafts", "sizes", "lossy", "adapt", "adapt_folder", "adapt_space"),
         "Access": ("no_auth", "auth", "api", "origins", "allow_urls", "share", "names"),
         "Limits": (
             *("prefix_cache", "upload_space", "max_running", "max_waiting", "max_body", "max_characters"),
@@ -121,7 +125,11 @@ class TrainingCommand(Command):
 
 # Help lines are duplicated here: reading them from the commands would import torch, which takes seconds.
 _SECTIONS = {
-    "Decode": {"caption": "Describe an image, a video, or a folder of them.", "generate": "Answer a text prompt."},
+    "Decode": {
+        "chat": "Talk with a model on a terminal.",
+        "caption": "Describe an image, a video, or a folder of them.",
+        "generate": "Answer a text prompt.",
+    },
     "Serve": {"serve": "Serve a model through OpenAI's, Anthropic's and Ollama's APIs.", "demo": "Open the web demo."},
     "Train": {
         "train": "Train drafters.",

@@ -6,12 +6,14 @@ import json
 import os
 import re
 import sys
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from importlib.metadata import version
 from itertools import chain
 from math import isfinite
+from mimetypes import guess_type
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import NoneType
@@ -24,6 +26,7 @@ from mmspec import plugins
 from mmspec.adaptation import AdaptOptions
 from mmspec.errors import UserError, explained, shown
 from mmspec.sampling.params import SamplingParams
+from mmspec.sampling.reasoning import AUTO, FORMATS, NAMES
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -42,6 +45,11 @@ def read_stdin(argument: str, expected: str) -> bytes:
     if sys.stdin is None or sys.stdin.closed:
         raise UserError(f"{argument} is -: expected {expected} on standard input, which is closed")
     return sys.stdin.buffer.read()
+
+
+def data_uri(file: Path) -> str:
+    """A file as a data URI, of the kind that its name states."""
+    return f"data:{guess_type(file)[0] or ''};base64,{b64encode(file.read_bytes()).decode()}"
 
 
 class Output(click.Path):
@@ -293,6 +301,15 @@ generation_config_option = click.option(
 )
 
 
+kv_cache_dtype_option = click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(["auto", "int8"]),
+    default="auto",
+    show_default=True,
+    help="Keys and values of packed weights on a CPU; int8: half the memory of auto, bfloat16.",
+)
+
+
 def _adapter(text: str) -> tuple[str, ...]:
     name, _, folder = text.partition("=")
     if not (name and folder):
@@ -328,13 +345,48 @@ def _biases(text: str) -> dict[str, float]:
 
 SAMPLING = tuple(one.name for one in fields(SamplingParams))
 
-generation_options = stack(
+threads_option = click.option(
+    "--threads", type=click.IntRange(1), help="CPU threads; by default torch's, and fewer while other programs run."
+)
+
+max_model_len_option = click.option(
+    "-c",
+    "--max-model-len",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Tokens of prompt and output together; 0 is the model's limit.",
+)
+
+reasoning_options = stack(
+    click.option(
+        "--reasoning-parser",
+        type=click.Choice(NAMES),
+        default=AUTO,
+        show_default=True,
+        metavar="NAME",
+        help=f"Format of the model's reasoning: {', '.join(one.name for one in FORMATS)}, a name of vLLM's, or none; "
+        "auto: from the chat template.",
+    ),
+    click.option(
+        "--chat-template-kwargs",
+        type=JSON_OBJECT,
+        default="{}",
+        metavar="JSON",
+        help='Variables of the chat template, as {"enable_thinking": false}.',
+    ),
+)
+
+answer_options = stack(
     model_options,
     mmproj_option,
     device_map_option,
     trust_option,
     drafter_option,
     generation_config_option,
+    kv_cache_dtype_option,
+    threads_option,
+    max_model_len_option,
     derived(
         SamplingParams,
         *SAMPLING,
@@ -357,11 +409,18 @@ generation_options = stack(
         type=click.IntRange(0, 512),
         help="Draft tokens per step, the size of the trees; by default chosen for speed, from measurements.",
     ),
+)
+
+generation_options = stack(
+    answer_options,
     click.option("--compare", is_flag=True, help="Compare speed and tokens with plain decoding."),
     json_option,
 )
 
-LOADING = ("model", "mmproj", "drafter", "device", "dtype", "trust_remote_code", "generation_config", "device_map")
+LOADING = (
+    *("model", "mmproj", "drafter", "device", "dtype", "kv_cache_dtype"),
+    *("trust_remote_code", "generation_config", "device_map", "threads"),
+)
 GENERATING = (*SAMPLING, "num_draft_tokens")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, redirect_stderr
 from functools import partial
 from io import StringIO
-from itertools import chain, count
+from itertools import chain, count, repeat
 from typing import Any
 
 import click
@@ -22,6 +22,8 @@ from mmspec import plugins
 from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
 from mmspec.drafters.registry import make_drafter, registered_name
+from mmspec.engine.stats import token_origins
+from mmspec.engine.threads import fix_threads
 from mmspec.errors import UserError
 from mmspec.jobs import ranks
 from mmspec.loading import load
@@ -53,11 +55,7 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     if not sample:
         show_limits(notes, options["model"])
     keywords |= {name: value for name, value in pipe.defaults.served.items() if keywords[name] is None}
-    with show_steps(notes):
-        _log.info("reading the prompt")
-        pieces = pipe.stream(**request, **keywords)
-        first = next(pieces)
-    generation = _collect(chain([first], pieces), show=not options["as_json"])
+    generation = Answer(show=not options["as_json"]).read(notes, pipe.stream(**request, **keywords))
     comparison = None
     if options["compare"]:
         home = plugins.model_path(pipe.name)
@@ -75,27 +73,42 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
         click.echo(json.dumps(content | ({"compare": comparison.to_dict()} if comparison else {})))
         return
     compared = _comparison_lines(comparison, pipe) if comparison else ()
-    for line in (_stats_line(generation, drafter, pipe.context_limit), *compared):
-        notes.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+    show_notes(notes, stats_line(generation, drafter, options["max_model_len"] or pipe.context_limit), *compared)
+
+
+def show_notes(notes: Console, *lines: str, style: str = "dim") -> None:
+    """Print lines about an answer."""
+    for line in lines:
+        notes.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of ``Pipeline.generate`` from the options of ``generation_options``."""
     keywords = {name: options[name] for name in GENERATING} | {"stop": list(options["stop"]) or None}
     SamplingParams(**{name: keywords[name] for name in SamplingParams.__dataclass_fields__})
+    keywords |= {"context_limit": options["max_model_len"] or None}
     return keywords | ({} if options.get("chat_template", True) else {"chat_template": False})
 
 
 def show_limits(notes: Console, model: str) -> None:
     """Print an embedded model's limits before it answers user input."""
     if limits := plugins.limits(model):
-        notes.print(f"note: {limits}", markup=False, highlight=False, soft_wrap=True)
+        show_notes(notes, f"note: {limits}", style="")
 
 
 def open_pipeline(
-    notes: Console, model: str, drafter: Any, device: str, dtype: str, trust_remote_code: bool = False, **options: Any
+    notes: Console,
+    model: str,
+    drafter: Any,
+    device: str,
+    dtype: str,
+    trust_remote_code: bool = False,
+    threads: int | None = None,
+    **options: Any,
 ) -> Pipeline:
-    """Call ``mmspec.load`` with a status line, hiding messages of other libraries."""
+    """Call ``mmspec.load`` with a status line and ``threads`` of torch, hiding messages of other libraries."""
+    if threads is not None:
+        fix_threads(threads)
     if not os.environ.get("MMSPEC_DEBUG"):
         transformers.logging.set_verbosity_error()
     downloading = is_on_hub(model) and notes.is_terminal  # shows the progress bars of transformers
@@ -106,12 +119,13 @@ def open_pipeline(
     with nullcontext() if downloading else show_steps(notes):
         _log.info("loading %s (%sdevice %s, dtype %s)", model, drafting, device, dtype)
         pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code, **options)
-    if "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < SINGLE_THREADED:
+    if threads is None and "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < SINGLE_THREADED:
         torch.set_num_threads(1)
     return pipe
 
 
-def _stats_line(generation: Generation, drafter: str | None, context_limit: int | None) -> str:
+def stats_line(generation: Generation, drafter: str | None, context_limit: int | None) -> str:
+    """Statistics of an answer in one line; ``context_limit`` is the maximum length of prompt and answer."""
     stats, reason = generation.stats, str(generation.finish_reason)
     if reason == "length":
         is_full = stats.num_prompt_tokens + stats.num_generated_tokens == context_limit
@@ -129,30 +143,61 @@ def _stats_line(generation: Generation, drafter: str | None, context_limit: int 
             f"{stats.num_spec_steps} steps",
             f"drafter {drafting}",
             *([f"drafting stopped ({stats.drafter_error})"] if stats.drafter_error else []),
+            f"prompt of {stats.num_prompt_tokens} tokens, {stats.num_cached_tokens} cached",
             f"first token after {stats.time_to_first_token:.3f} s",
         )
     )
 
 
-def _collect(pieces: Iterator[Piece], show: bool) -> Generation:
-    """Collect the pieces of an answer; if ``show``, print them as they arrive, followed by warnings."""
-    # Escape sequences in an answer must not control the terminal.
-    controls = _CONTROLS if sys.stdout.isatty() else {}
-    text, token_ids, warnings = "", [], StringIO()
-    try:
-        with redirect_stderr(warnings) if show else nullcontext():
-            for piece in pieces:
-                text += piece.text
-                token_ids += piece.token_ids
-                if show:
-                    click.echo(piece.text.translate(controls), nl=False)
-    finally:
-        if show and not text.endswith("\n"):
-            click.echo()
-        click.echo(warnings.getvalue(), nl=False, err=True)
-    assert piece.finish_reason is not None
-    assert piece.stats is not None
-    return Generation(text, token_ids, piece.finish_reason, piece.stats)
+class Answer:
+    """An answer that is being read; after an error, the part before it.
+
+    Args:
+        show: print its text to standard output as it arrives. Its reasoning is dim, or on standard error if standard
+            output is not a terminal.
+        drafts: underline accepted draft tokens; of a request with ``trace=True``.
+    """
+
+    def __init__(self, show: bool = True, drafts: bool = False) -> None:
+        self.text = self.reasoning = ""
+        self.token_ids: list[int] = []
+        self._show, self._drafts, self._on_terminal = show, drafts, sys.stdout.isatty()
+
+    def read(self, notes: Console, pieces: Iterator[Piece]) -> Generation:
+        """Read a stream to its end, with a status line before its first piece; warnings are printed at the end."""
+        warnings = StringIO()
+        try:
+            with show_steps(notes):
+                _log.info("reading the prompt")
+                first = next(pieces)
+            with redirect_stderr(warnings) if self._show else nullcontext():
+                for piece in chain([first], pieces):
+                    self._add(piece)
+        finally:
+            pieces.close()  # type: ignore[attr-defined]
+            if self._show and self.token_ids and not self.text.endswith("\n"):
+                click.echo()
+            click.echo(warnings.getvalue(), nl=False, err=True)
+        assert piece.finish_reason is not None
+        assert piece.stats is not None
+        return Generation(self.text, self.token_ids, piece.finish_reason, piece.stats)
+
+    def _add(self, piece: Piece) -> None:
+        origins = token_origins(piece.trees)[len(self.token_ids) :] if self._drafts else []
+        for (reasoning, text), (origin, _) in zip(piece.parts, chain(origins, repeat(("plain", 0))), strict=False):
+            drafted = {"underline": True} if origin == "accepted" else {}
+            self._print(reasoning, err=not self._on_terminal, dim=True, **drafted)
+            if text and self.reasoning and not self.text:
+                self._print("\n\n", err=not self._on_terminal)
+            self._print(text, **drafted)
+            self.reasoning, self.text = self.reasoning + reasoning, self.text + text
+        self.token_ids += piece.token_ids
+
+    def _print(self, text: str, err: bool = False, **style: bool) -> None:
+        # Escape sequences in an answer must not control the terminal.
+        text = text.translate(_CONTROLS) if self._on_terminal else text
+        if self._show and text:
+            click.echo(click.style(text, **style) if style else text, nl=False, err=err)
 
 
 def _comparison_lines(comparison: Comparison, pipe: Pipeline) -> Iterator[str]:

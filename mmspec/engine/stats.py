@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from time import perf_counter
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 
 Mark = float | torch.cuda.Event
+Origin = Literal["first", "accepted", "bonus", "plain"]
 _COUNTS = ("prompt_tokens", "cached_tokens", "generated_tokens", "spec_steps", "draft_tokens", "accepted_draft_tokens")
 _SUMMED = (*(f"num_{name}" for name in _COUNTS), "num_rejected_outputs")
 
@@ -200,6 +202,19 @@ def record_tree(
     ids = tokens.tolist()
     texts = [token_bytes(token).decode(errors="replace") for token in (*ids, bonus)] if token_bytes else [""]
     return TreeRecord(ids, up, path, bonus, [1.0, *probs], bonus_prob, guesses, texts[:-1], texts[-1])
+
+
+def token_origins(trees: Iterable[TreeRecord]) -> list[tuple[Origin, int]]:
+    """Origin and step of an answer's tokens, from all its trees; more than the answer has, if it stopped within a step.
+
+    Origins are "first" (from the prefill, step 0), "accepted" (a draft token), "bonus" (the target's token after them)
+    or "plain" (decoded without draft tokens).
+    """
+    origins: list[tuple[Origin, int]] = [("first", 0)]
+    for number, tree in enumerate(trees, start=1):
+        origins += [("accepted", number)] * (len(tree.path) - 1)
+        origins.append(("bonus" if len(tree.tokens) > 1 else "plain", number))
+    return origins
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,12 @@ _GAINS = {"": "norm", "inner_": "inner_norm", "after_": "after"}
 _LOCAL = threading.local()  # ``kernels``: see ``kernel_threads``
 
 
-def zeros(count: int) -> Tensor:
-    """``count`` zeros, (count,) uint8, aligned to a huge page; see ``use_huge_pages``."""
+def zeros(count: int, huge: bool = False) -> Tensor:
+    """``count`` zeros, (count,) uint8, aligned to a huge page; see ``use_huge_pages``. ``huge``: take huge pages at the
+    first write, if the system supports them."""
     pages = mmap.mmap(-1, count + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     return memory[-memory.data_ptr() % PAGE :][:count]
 
@@ -268,22 +271,25 @@ def linear(weights: Linear, x: Tensor) -> Tensor:
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention whose result does not depend on the positions of the attended slots.
 
-    Queries, keys, values and softmax weights are bfloat16; accumulation is float32.
+    Keys and values are bfloat16, as are then queries and softmax weights, with accumulation in float32; or int8, with
+    integer products.
 
     Args:
         query: (batch, nodes, heads, head_dim) float32, heads of a node contiguous; ``head_dim`` in ``HEAD_DIMS``.
-        key, value: (batch, kv_heads, slots, head_dim) bfloat16 with equal strides, slots contiguous.
+        key, value: (batch, kv_heads, slots, head_dim) bfloat16, or of ``int8_heads``, with equal strides, slots
+            contiguous.
         mask: (batch, 1, nodes, slots) bool, slots contiguous; None is causal, with the nodes in the last slots.
 
     Returns:
         (batch, nodes, heads * head_dim).
     """
     batch, nodes, heads, head_dim = query.shape
-    _, kv_heads, slots, _ = shape = key.shape
     out = query.new_empty(batch, nodes, heads * head_dim)
-    task = _attention(batch, nodes, slots, heads, kv_heads, head_dim, key.stride(), mask, scale)
+    for part in (key, value):
+        _check_stored(part, (batch, *key.shape[1:3]), head_dim)
+    task = _attention(nodes, key.shape[2], head_dim, [key, value], mask)
+    task.heads, task.scale = heads, scale
     task.query, task.read = pointer(query, torch.float32, tuple(query.shape), 2), out.data_ptr()
-    task.key, task.value = (pointer(part, torch.bfloat16, (batch, *shape[1:3], head_dim), 1) for part in (key, value))
     if key.stride() != value.stride():
         raise RuntimeError(f"keys and values must have equal strides: got {key.stride()} and {value.stride()}")
     task.query_row, task.query_node, task.query_head, _ = query.stride()
@@ -291,31 +297,66 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     return out
 
 
+def int8_heads(states: Tensor, centre: Tensor | None = None) -> Tensor:
+    """Keys or values in int8, see ``cpp/attention.h``.
+
+    Args:
+        states: (batch, kv_heads, slots, head_dim).
+        centre: (kv_heads, head_dim) float32, subtracted from keys; None for values.
+
+    Returns:
+        (batch, kv_heads, slots, head_dim + 4) uint8.
+    """
+    x = (states.float() if centre is None else states.float() - centre[:, None]).contiguous()
+    out = x.new_empty(*x.shape[:-1], x.shape[-1] + 4, dtype=torch.uint8)
+    rows = x.data_ptr(), x.numel() // x.shape[-1], x.shape[-1]
+    cpu_library.functions().int8_heads(*rows, centre is not None, out.data_ptr(), kernel_threads())
+    return out
+
+
+def float_heads(stored: Tensor, centre: Tensor | None = None) -> Tensor:
+    """Keys or values of ``int8_heads``, (batch, kv_heads, slots, head_dim) float32."""
+    unit = stored[..., -4:].contiguous().view(torch.float32)
+    if centre is None:
+        return stored[..., :-4].view(torch.int8).float() * unit
+    states = (stored[..., :-4].float() - 128) * unit
+    return states @ _hadamard(states.shape[-1]) + centre[:, None]
+
+
+@cache
+def _hadamard(size: int) -> Tensor:
+    """The matrix that keys are multiplied by before they are rounded, (size, size) float32: symmetric, orthonormal."""
+    matrix, block = torch.ones(1, 1, dtype=torch.float32), size & -size
+    while len(matrix) < block:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float32), matrix)
+    return torch.block_diag(*[matrix * block**-0.5] * (size // block))
+
+
+def _check_stored(states: Tensor, shape: tuple[int, ...], head_dim: int) -> None:
+    """Check keys or values of a cache: (*shape, head_dim) bfloat16 or (*shape, head_dim + 4) uint8."""
+    coded = states.dtype is torch.uint8
+    pointer(states, torch.uint8 if coded else torch.bfloat16, (*shape, head_dim + 4 * coded), 1)
+
+
 def _attention(
-    batch: int,
-    nodes: int,
-    slots: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    strides: Sequence[int],
-    mask: Tensor | None,
-    scale: float,
+    nodes: int, slots: int, head_dim: int, stored: Sequence[Tensor] | Tensor, mask: Tensor | None
 ) -> Attention:
-    """Attention descriptor; ``strides`` are the strides of (batch, kv_heads, slots, head_dim) keys."""
-    row, head, slot, _ = strides
+    """Attention descriptor; ``stored`` are keys and values, (batch, kv_heads, ``slots`` or more, ...) each."""
+    (batch, kv_heads, *_), size = stored[0].shape, stored[0].element_size()
+    row, head, slot, _ = (stride * size for stride in stored[0].stride())
     masked = (None, 0, 0) if mask is None else _mask(mask, (batch, 1, nodes, slots))
     return Attention(
         batch=batch,
         nodes=nodes,
         slots=slots,
-        heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         key_row=row,
         key_head=head,
         key_slot=slot,
-        scale=scale,
+        key=stored[0].data_ptr(),
+        value=stored[1].data_ptr(),
+        stored=size == 1,
         **dict(zip(("mask", "mask_row", "mask_node"), masked, strict=True)),
     )
 
@@ -482,6 +523,7 @@ def decode_sublayers(
     ancestors: Tensor | None = None,
     recurrent: Recurrent | None = None,
     first: Tensor | None = None,
+    centre: Tensor | None = None,
 ) -> Tensor:
     """Run a decoder of residual sublayers over a tree.
 
@@ -491,14 +533,15 @@ def decode_sublayers(
         rotation: (rotations, batch, nodes, 2, rotated / 2) float32, contiguous: cosines and sines of rotated pairs, i
             and i + rotated / 2.
         mask: (batch, 1, nodes, slots), see ``attention``; covers the slots up to the last written slot.
-        cache: (2 * layers or more, rows, kv_heads, slots, head_dim) bfloat16, the last axis contiguous: keys and values
-            by layer with attention; None without any. New keys and values are written to the first rows, starting at
-            slot ``start``.
+        cache: (2 * layers or more, rows, kv_heads, slots, head_dim) bfloat16, or of ``int8_heads``, the last axis
+            contiguous: keys and values by layer with attention; None without any. New keys and values are written to
+            the first rows, starting at slot ``start``.
         window: as ``mask``, for ``windowed`` sublayers; None is ``mask``.
         ancestors: (batch, nodes, nodes) bool, contiguous; [i, j] is True if j is i or an ancestor of i. None for tokens
             of a prompt, whose pass advances the states of recurrent layers.
         recurrent: result of ``recurrent_buffers``; None without recurrent layers.
         first: (batch,) int64, first token of each row of a prompt, after padding; None is 0.
+        centre: (layers with attention, kv_heads, head_dim) float32, subtracted from keys in int8.
 
     Returns:
         (layers, batch, nodes, hidden), the outputs of sublayers that end a layer.
@@ -510,6 +553,8 @@ def decode_sublayers(
     task.ancestors = None if ancestors is None else pointer(ancestors, torch.bool, (batch, nodes, nodes))
     task.first = None if first is None else pointer(first, torch.int64, (batch,))
     task.recurrent = Recurrent() if recurrent is None else recurrent
+    if centre is not None:
+        task.attention.centre = pointer(centre, torch.float32, tuple(centre.shape))
     if window is not None:
         task.window, task.window_row, task.window_node = _mask(window, (batch, 1, nodes, start + nodes))
     cpu_library.functions().decode_sublayers(task, kernel_threads())
@@ -535,16 +580,15 @@ def _pass(
         sublayers=ctypes.addressof(weights),
         count=len(weights),
         hidden=features // weights[0].parts,
-        start=start,
         x=pointer(x, torch.float32, (batch, nodes, features)),
         rotation=pointer(rotation, torch.float32, (len(rotation), batch, nodes, 2, rotation.shape[-1])),
         attention=Attention(batch=batch, nodes=nodes),
     )
     if cache is not None:
-        parts, rows, groups, slots, head_dim = cache.shape
-        shape = parts, max(rows, batch), groups, max(slots, start + nodes), head_dim
-        task.cache, task.cache_part = pointer(cache, torch.bfloat16, shape, 1), cache.stride(0)
-        task.attention = _attention(batch, nodes, start + nodes, 0, groups, head_dim, cache.stride()[1:], mask, 0.0)
+        parts, rows, groups, slots, width = cache.shape
+        head_dim = width - 4 * (cache.dtype is torch.uint8)
+        _check_stored(cache, (parts, max(rows, batch), groups, max(slots, start + nodes)), head_dim)
+        task.attention = _attention(nodes, start + nodes, head_dim, cache[:2, :batch], mask)
     return task
 
 

@@ -47,11 +47,12 @@ class Packing(ctypes.Structure):
 
 class Attention(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "mask", "sinks", "read")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "centre", "mask", "sinks", "read")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int64) for name in ("batch", "nodes", "slots", "heads", "kv_heads", "head_dim")),
         *((name, ctypes.c_int64) for name in ("query_row", "query_node", "query_head")),
         *((name, ctypes.c_int64) for name in ("key_row", "key_head", "key_slot", "mask_row", "mask_node")),
+        ("stored", ctypes.c_int64),
     ]
 
 
@@ -103,9 +104,8 @@ class Recurrent(ctypes.Structure):
 class TreePass(ctypes.Structure):
     _fields_ = [
         ("sublayers", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("count", "hidden", "start")),
-        *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "ancestors", "first", "cache")),
-        ("cache_part", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("count", "hidden")),
+        *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "ancestors", "first")),
         ("attention", Attention),
         ("window", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("window_row", "window_node")),
@@ -173,6 +173,7 @@ def compiled(flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL 
     address = ctypes.POINTER
     loaded.linear.argtypes = [address(Linear), pointer, count, pointer, threads]
     loaded.attention.argtypes = [address(Attention), threads]
+    loaded.int8_heads.argtypes = [pointer, count, count, threads, pointer, threads]
     loaded.expert_outputs.argtypes = [address(Experts), pointer, count, count, pointer, pointer, pointer, threads]
     loaded.chosen_experts.argtypes = [address(Router), pointer, count, pointer, pointer, threads]
     loaded.decode_sublayers.argtypes = loaded.write_keys_values.argtypes = [address(TreePass), threads]
@@ -193,7 +194,8 @@ def compiled(flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL 
     loaded.multiply_add.argtypes, loaded.multiply_add.restype = [count, count, threads], count
     loaded.dense_rows.argtypes = [count, pointer, count, count, threads, pointer, threads]
     layers = "linear", "attention", "decode_sublayers", "write_keys_values", "expert_outputs", "chosen_experts"
-    for name in (*layers, "advance_states", "draft_slots", "greatest_of_rows", "norm_rows", "quantiles_of_rows"):
+    rows = "greatest_of_rows", "norm_rows", "quantiles_of_rows"
+    for name in (*layers, *rows, "int8_heads", "advance_states", "draft_slots"):
         getattr(loaded, name).restype = None
     return loaded
 

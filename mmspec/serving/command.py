@@ -22,15 +22,18 @@ from mmspec.cli.options import (
     device_map_option,
     drafters_option,
     generation_config_option,
+    kv_cache_dtype_option,
     listen_options,
     mmproj_option,
     model_options,
+    reasoning_options,
     steps_shown,
+    threads_option,
     trust_option,
 )
 from mmspec.errors import UserError
 from mmspec.jobs import rank, ranks
-from mmspec.sampling.reasoning import AUTO, FORMATS, NAMES
+from mmspec.sampling.reasoning import AUTO
 from mmspec.serving.call_formats import NAMES as PARSERS
 from mmspec.serving.settings import (
     Limits,
@@ -59,6 +62,8 @@ _log = logging.getLogger("mmspec.serve")
     help='vLLM\'s form of --drafter, such as {"method": "ngram", "num_speculative_tokens": 8}.',
 )
 @generation_config_option
+@threads_option
+@kv_cache_dtype_option
 @listen_options(8000)
 @API_KEY.declared
 @click.option(
@@ -76,15 +81,7 @@ _log = logging.getLogger("mmspec.serve")
     help="Model name in requests, in place of --model; repeatable, responses have the first name.",
 )
 @adapter_option
-@click.option(
-    "--reasoning-parser",
-    type=click.Choice(NAMES),
-    default=AUTO,
-    show_default=True,
-    metavar="NAME",
-    help=f"Format of the model's reasoning: {', '.join(one.name for one in FORMATS)}, a name of vLLM's, or none; auto: "
-    "from the chat template.",
-)
+@reasoning_options
 @click.option(
     "--tool-call-parser",
     type=click.Choice(PARSERS),
@@ -92,13 +89,6 @@ _log = logging.getLogger("mmspec.serve")
     show_default=True,
     metavar="NAME",
     help=f"Format of the model's tool calls: {', '.join(PARSERS[1:])}; auto: from the chat template.",
-)
-@click.option(
-    "--chat-template-kwargs",
-    type=JSON_OBJECT,
-    default="{}",
-    metavar="JSON",
-    help='Default variables of the chat template, such as {"enable_thinking": false}.',
 )
 @adapt_options
 @derived(Limits)

@@ -38,7 +38,9 @@ class Limits:
     max_tokens: int = option(2048, "Generated tokens of a choice, at most; by default the model's or 256.", ge=1)
     max_draft_tokens: int = option(64, "Draft tokens per step that a request may ask for.", ge=0, le=512)
     fixed_speculation: bool = option(False, "Refuse the fields speculative and num_draft_tokens of requests.")
-    max_model_len: int = option(0, "Tokens of prompt and output together; 0 is the model's limit.", ge=0)
+    max_model_len: int = option(
+        0, "Tokens of prompt and output together; 0 is the model's limit.", names=("-c", "--max-model-len"), ge=0
+    )
     max_images: int = option(8, "Images of a request.", ge=0)
     max_videos: int = option(2, "Videos of a request.", ge=0)
     max_pixels: int = option(1 << 24, "Pixels of an image or video frame.", ge=1)

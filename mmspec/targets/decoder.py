@@ -63,6 +63,8 @@ from mmspec.targets.tree_layers import tree_layers
 _TOLERANCE, _HALF_TOLERANCE = {torch.float32: 1e-3}, 0.1
 """Relative tolerance between a fused pass and the decoder: above rounding errors, below different computations."""
 
+_FAR = 1 << 11  # positions
+
 
 class Decoder:
     """A model's decoder layers, run with a ``TreeCache``.
@@ -71,6 +73,7 @@ class Decoder:
         model: the model; its code and weights stay unmodified.
         count: run only the first ``count`` layers, then the final norm; None runs all layers.
         prepare: called at the start of each pass.
+        kv_cache_dtype: ``"int8"``, or ``"auto"``, the dtype of the passes.
 
     Attributes:
         config: configuration of the text model, with all layers.
@@ -79,14 +82,18 @@ class Decoder:
         has_position_axes: whether visual tokens have several positions each, computed by the model (Qwen-VL).
 
     Raises:
-        UserError: a part of the architecture cannot verify trees exactly, or ``count`` is not less than the number of
-            layers.
+        UserError: a part of the architecture cannot verify trees exactly, ``count`` is not less than the number of
+            layers, or the C++ kernels do not run the attention to keys and values in int8.
     """
 
     def __init__(
-        self, model: PreTrainedModel, count: int | None = None, prepare: Callable[[], None] = lambda: None
+        self,
+        model: PreTrainedModel,
+        count: int | None = None,
+        prepare: Callable[[], None] = lambda: None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
-        self._model = model
+        self._model, self._int8 = model, kv_cache_dtype == "int8"
         self.config = model.config.get_text_config()
         self.layers = tree_layers(model, self.config)
         refuse_unsupported(model, self.config, self.layers)
@@ -110,6 +117,11 @@ class Decoder:
         self._embedding: Any = model.get_input_embeddings()
         self._output = output_layer(model)
         self._gathered = input_device(model) if is_split(model) else None  # device for features of all layers
+        if self._int8 and (self.static_shapes or self._sublayers is None or not self._sublayers.attends):
+            raise UserError(
+                "kv_cache_dtype int8 needs packed weights (int8, int4, GGUF, or bfloat16 on a CPU) whose "
+                f"attention runs in the C++ kernels: got {type(model).__name__} in {model.dtype} on {model.device}"
+            )
 
     @property
     def static_shapes(self) -> bool:
@@ -122,9 +134,28 @@ class Decoder:
 
     def new_cache(self, reserve: int, static_shapes: bool) -> TreeCache:
         """An empty cache for the model's layers, with ``reserve`` KV slots."""
+        return self._cache(reserve, static_shapes, self._centre)
+
+    def _cache(self, reserve: int, static_shapes: bool = False, centre: Tensor | None = None) -> TreeCache:
         if self.layers is not None:
-            return self.layers.cache(reserve, static_shapes)
-        return TreeCache(cached_layers(self.config), reserve=reserve, static_shapes=static_shapes)
+            return self.layers.cache(reserve, static_shapes, centre)
+        layers = cached_layers(self.config)
+        return TreeCache(layers, reserve=reserve, static_shapes=static_shapes, centre=centre)
+
+    @cached_property
+    def _centre(self) -> Tensor | None:
+        """``TreeCache.centre``: the mean of the keys of some tokens at positions far apart. Biases of key projections
+        (Qwen2.5) are often larger than all else in a key."""
+        if not self._int8:
+            return None
+        count, limit = 64, min(getattr(self.config, "max_position_embeddings", None) or _FAR, _FAR)
+        places, cache = torch.arange(count), self._cache(count)
+        positions = places * (places + 1) * limit // (count * (count + 1))  # no multiples of one distance
+        call = {"input_ids": places[None] % self.config.vocab_size, "position_ids": positions[None]}
+        with torch.inference_mode():
+            self.prefill_chunk(call, slice(0, count), cache, ())
+        keys = [cache.kv.states(layer)[0][0, :, :count] for layer in cache.attending]
+        return torch.stack(keys).float().mean(2)
 
     def mask(
         self, cache: TreeCache, depth: Tensor | None, tail_depth: Tensor | None, reach: Tensor

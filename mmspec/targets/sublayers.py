@@ -108,6 +108,11 @@ class SublayerStack:
             (torch.empty(part["groups"], 0, part["head_dim"], dtype=torch.bfloat16) for part in attending), None
         )
 
+    @property
+    def attends(self) -> bool:
+        """Whether any layer has keys and values."""
+        return self._keys is not None
+
     def states(self, inputs: dict[str, Any], cache: Any) -> States | None:
         """States of a verify pass.
 
@@ -168,7 +173,8 @@ class SublayerStack:
             keys = cache.kv.shared(cache.attending, batch, nodes, self._keys, start)
         rotation = self._rotation(inputs.get("position_ids"), (batch, nodes)).contiguous()
         task = self.weights, x.float().contiguous(), rotation, masks[0], keys, start
-        outputs = cpu.decode_sublayers(*task, masks[1], *recurrent)
+        passed = dict(zip(("ancestors", "recurrent", "first"), recurrent, strict=False))
+        outputs = cpu.decode_sublayers(*task, masks[1], **passed, centre=cache.kv.centre)
         return x, outputs, cpu.norm(outputs[-1], *self._last)
 
     def _rotation(self, positions: Tensor | None, shape: tuple[int, int]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
+from mmspec.progress import PART
 from mmspec.sampling.defaults import ModelDefaults
 from mmspec.targets.decoder import Decoder, Head, VerifyRunner, new_runner
 from mmspec.targets.lora import Adapters
@@ -30,6 +32,7 @@ from mmspec.targets.support import (
     without_output_capture,
 )
 
+_log = logging.getLogger("mmspec.prefill")
 RESERVED_NODES = 64
 """KV slots reserved for a tree, after prompt and answer."""
 
@@ -44,6 +47,7 @@ class TransformersTarget:
     Args:
         model: any causal language model; subclasses support multimodal models.
         exact: whether to reject prompts whose trees cannot be verified exactly; False for draft models.
+        kv_cache_dtype: as for ``mmspec.load``.
 
     Attributes:
         auto_class: the class of transformers that loads these models.
@@ -59,14 +63,15 @@ class TransformersTarget:
     auto_class: ClassVar[Any] = AutoModelForCausalLM
     processor_class: ClassVar[type[Processor]] = Processor
 
-    def __init__(self, model: PreTrainedModel, exact: bool = True) -> None:
-        self.model, self._exact = model, exact
+    def __init__(self, model: PreTrainedModel, exact: bool = True, kv_cache_dtype: str = "auto") -> None:
+        self.model, self._exact, self._kv_cache_dtype = model, exact, kv_cache_dtype
         self.architecture, self.model_config = type(model).__name__, model.config
         self.config = model.config.get_text_config()
         self.context_limit = getattr(self.config, "max_position_embeddings", None)
         self.adapters = Adapters(model)
         # Set in each pass, as other targets of this model choose other adapters.
-        self.decoder = Decoder(model, prepare=lambda: self.adapters.use(self.adapters.chosen))
+        prepare = lambda: self.adapters.use(self.adapters.chosen)  # noqa: E731
+        self.decoder = Decoder(model, prepare=prepare, kv_cache_dtype=kv_cache_dtype)
         self.embedding: Any = model.get_input_embeddings()
         self._head = Head(model)
         self.runner = new_runner(self.decoder, self._head)
@@ -79,18 +84,18 @@ class TransformersTarget:
 
     def fork(self) -> TransformersTarget:
         """The same weights, without sequences."""
-        return type(self)(self.model, self._exact)
+        return type(self)(self.model, self._exact, self._kv_cache_dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the model, without sequences."""
         with self.decoder.attention.lock:
             model = without_output_capture(self.model)
-        return type(self), (model, self._exact)
+        return type(self), (model, self._exact, self._kv_cache_dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformersTarget:
         with self.decoder.attention.lock:
             model = copy.deepcopy(self.model, memo)
-        return type(self)(model, self._exact)
+        return type(self)(model, self._exact, self._kv_cache_dtype)
 
     @property
     def device(self) -> torch.device:
@@ -167,11 +172,14 @@ class TransformersTarget:
         positions = self._positions(prompt, visual)
         tokens = {} if "inputs_embeds" in prompt.inputs else {"input_ids": ids}
         call = {**prompt.inputs, **tokens, "attention_mask": mask, "position_ids": positions}
-        native = prompt.prefill_mask is None and decoder.prompts_natively(cache)
+        # Longrope's rotations depend on the last position of a pass.
+        divisible = prompt.prefill_mask is None and not any(rope_side(self.config, length))
+        native = divisible and decoder.prompts_natively(cache)
         if native and not self._head.checked:
             few = {"input_ids": torch.arange(1, 5)[None], "attention_mask": None, "position_ids": torch.arange(4)[None]}
             few_logits, _, last = decoder.prefill(few, decoder.new_cache(4, False), ())
             self._head.check(last["last"][:, -1:], few_logits)
+        chunk = (MAX_ROWS if native and chunk is None else chunk) if divisible else None
         splits = self._head.checked and chunk is not None and batch == 1 and length > chunk and mask is None
         inputs: dict[str, Any] | None = None
         if prompt.prefill_mask is not None:
@@ -183,6 +191,7 @@ class TransformersTarget:
                 size = min(size, MAX_ROWS // batch or 1)
             for start in range(first, length, size):
                 if passes:
+                    _log.log(PART, "reading the prompt: %d of %d tokens", start, length)
                     yield
                 passes.append(decoder.prefill_chunk(inputs, slice(start, min(start + size, length)), cache, reads))
             features = {name: torch.cat([one[name] for one in passes], dim=1) for name in reads if passes}

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from mmspec import plugins
@@ -47,8 +48,8 @@ class TreeLayers(Protocol):
     def applied(self) -> AbstractContextManager[None]:
         """Apply the changes outside the model that the layers need during a pass."""
 
-    def cache(self, reserve: int, static_shapes: bool = False) -> TreeCache:
-        """An empty cache with ``reserve`` KV slots; ``static_shapes`` as for ``TreeCache``."""
+    def cache(self, reserve: int, static_shapes: bool = False, centre: Tensor | None = None) -> TreeCache:
+        """An empty cache with ``reserve`` KV slots; other arguments as for ``TreeCache``."""
 
 
 def tree_layers(model: PreTrainedModel, config: Any) -> TreeLayers | None:

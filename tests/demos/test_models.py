@@ -244,10 +244,10 @@ def test_seconds_are_those_of_preprocessing_and_of_the_engine(monkeypatch):
 
     def stream(**_):
         now[0] += 2.0
-        yield Piece("A", [65], seconds=0.5)
-        yield Piece("B", [66], "stop", Stats(), seconds=0.75)
+        yield Piece("A", [65], seconds=0.5, parts=[("", "A")])
+        yield Piece("B", [66], "stop", Stats(), seconds=0.75, parts=[("", "B"), ("", "")])
 
-    pipe = SimpleNamespace(name="tiny", processor=Processor(byte_tokenizer()), drafter=None, stream=stream)
+    pipe = SimpleNamespace(name="tiny", drafter=None, stream=stream)
     for answer in stream_answer(pipe, "none", {"max_new_tokens": 9}):
         now[0] += 3600 * answer.limit
     assert (answer.seconds, answer.pass_ends, answer.limit) == (2.25, [2.0, 2.25], 9)

@@ -1,6 +1,5 @@
 """Event handlers of tabs, links, and the HTML of answers and races, without a browser."""
 
-import codecs
 import json
 import re
 from dataclasses import asdict, replace
@@ -44,6 +43,10 @@ def text(ids):
     return "".join(map(chr, ids))
 
 
+def piece(ids, *more, **named):
+    return Piece(text(ids), list(ids), *more, parts=[("", chr(token)) for token in ids], **named)
+
+
 def answered(drafter="msd", ids=(65, 66, 67, 68, 69, 70), seconds=2.0):
     answer = StreamedAnswer("tiny", drafter)
     stats = Stats(wall_seconds=seconds, time_to_first_token=0.5, prefill_seconds=0.5, verify_seconds=1.0)
@@ -51,7 +54,7 @@ def answered(drafter="msd", ids=(65, 66, 67, 68, 69, 70), seconds=2.0):
     for drafted, depth, accepted, emitted in ((3, 2, 2, 3), (0, 0, 0, 1), (1, 1, 0, 1)):
         stats.record_step(drafted, depth, accepted, emitted)
     answer.seconds = seconds
-    answer.append(Piece(text(ids), list(ids), "stop", stats, STEPS if drafter != "none" else []), text)
+    answer.append(piece(ids, "stop", stats, STEPS if drafter != "none" else []))
     return answer
 
 
@@ -298,13 +301,13 @@ def test_origins_and_times_of_tokens():
     answer = StreamedAnswer("tiny", "msd")
     for count, ids, seconds, ends in ((0, [65], 1.0, [1.0]), (1, [66, 67, 68], 3.0, [1.0, 3.0]), (3, [69, 70], 4.0, 0)):
         answer.seconds = seconds
-        answer.append(Piece(text(ids), ids, trees=STEPS[:count]), text)
+        answer.append(piece(ids, trees=STEPS[:count]))
         assert answer.pass_ends == (ends or [1.0, 3.0, 3.5, 4.0])  # passes of one piece share its time equally
     assert answer.tokens == answered().tokens == expected
     assert [token.origin for token in answered("none").tokens] == ["plain"] * 6
     assert (answered().passes, answered("none").passes) == (3, 5)
-    reader, whole = codecs.getincrementaldecoder("utf-8")(), StreamedAnswer("tiny", "none")
-    whole.append(Piece("é!", [*"é".encode(), 33]), lambda ids: reader.decode(bytes(ids)))
+    whole = StreamedAnswer("tiny", "none")
+    whole.append(Piece("é!?", [*"é".encode(), 33], parts=[("", ""), ("", "é"), ("", "!"), ("", "?")]))
     assert [token.text for token in whole.tokens] == ["", "é", "!"]
 
 
@@ -330,11 +333,11 @@ def test_an_answer_while_it_grows():
     assert result_html([], note="<oops>").count("&lt;oops&gt;") == 2  # shown, and announced
     answer = StreamedAnswer("tiny", "none", limit=8, seconds=0.5)
     for count in range(1, 5):
-        answer.append(Piece("A", [65]), text)
+        answer.append(piece([65]))
         html = result_html([], "Who?", Race([answer, answer]))
         assert f"width:{12.5 * count}%" in html
         assert f"<b>{2 * count}</b> tokens/s so far" in html
-    answer.append(Piece("", [], "length", Stats()), text)
+    answer.append(piece([], "length", Stats()))
     html = result_html([], "Who?", Race([answer, answer]))
     assert "width:100.0%" in html
     assert "tiny; the answer reached the length limit" in html

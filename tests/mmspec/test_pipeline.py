@@ -105,6 +105,8 @@ def test_what_a_limit_cuts_off_is_shown_at_the_end():
     cut = len("Größe: 3 ".encode()) + 1  # one byte of the euro sign
     pieces = list(pipeline().stream(PROMPT, **{**scripted(), "max_new_tokens": cut}))
     assert "".join(piece.text for piece in pieces) == "Größe: 3 \N{REPLACEMENT CHARACTER}"
+    parts = [text for piece in pieces for _, text in piece.parts]  # of each byte, and at the end
+    assert parts == [*"Gr", "", "ö", "", "ß", *"e: 3 ", "", "\N{REPLACEMENT CHARACTER}"]
 
 
 def test_the_policy_learns_from_all_requests_but_those_with_a_fixed_number_of_drafts(monkeypatch):

@@ -29,7 +29,7 @@ from mmspec.jobs import ENGINES, import_ray, run_jobs
 EXIT_SKIPPED = 3  # exit status when files of a folder were skipped
 PROMPTS = {"image": "Describe the image.", "video": "Describe the video."}
 # Settings that may differ when a run is resumed, because speculative decoding is lossless.
-_NO_EFFECT = ("drafter", "device", "num_draft_tokens")
+_NO_EFFECT = ("drafter", "device", "num_draft_tokens", "threads")
 
 Line = dict[str, Any]
 

@@ -48,11 +48,34 @@ inline ints dot(ints sum, bytes codes, const int8_t* inputs) {
     halves[half] = vdotq_s32(halves[half], weights[half], vreinterpretq_s8_s32(vdupq_n_s32(load<int32_t>(inputs))));
   }
   return load<ints>(halves);
+#elif defined(MMSPEC_AVX2)
+  __m256i input = _mm256_set1_epi32(load<int32_t>(inputs)), weights = (__m256i)codes;
+  if (kind == INT8) {
+    weights = _mm256_xor_si256(weights, _mm256_set1_epi8(-128));
+    input = _mm256_sign_epi8(input, weights), weights = _mm256_abs_epi8(weights);
+  }
+  return sum + reinterpret_cast<ints>(_mm256_madd_epi16(_mm256_maddubs_epi16(weights, input), _mm256_set1_epi16(1)));
 #else
   for (int i = 0; i < 4; i++)
     for (int lane = 0; lane < LANES; lane++)
       sum[lane] += (codes[4 * lane + i] - (kind == INT8 ? 128 : 0)) * inputs[i];
   return sum;
+#endif
+}
+
+// sum + dot products of 4 int8 per lane with factors of at most 127
+inline ints dot_signed(ints sum, bytes values, const uint8_t* factors) {
+#if defined(MMSPEC_VNNI) && defined(__AVX512F__)
+  __m512i left = _mm512_set1_epi32(load<int32_t>(factors));
+  return reinterpret_cast<ints>(_mm512_dpbusd_epi32((__m512i)sum, left, (__m512i)values));
+#elif defined(MMSPEC_VNNI)
+  __m256i left = _mm256_set1_epi32(load<int32_t>(factors));
+  return reinterpret_cast<ints>(_mm256_dpbusd_avx_epi32((__m256i)sum, left, (__m256i)values));
+#elif defined(MMSPEC_AVX2)
+  __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi32(load<int32_t>(factors)), (__m256i)values);
+  return sum + reinterpret_cast<ints>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#else
+  return dot<INT8>(sum, values ^ uint8_t(128), reinterpret_cast<const int8_t*>(factors));
 #endif
 }
 

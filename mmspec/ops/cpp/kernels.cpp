@@ -78,6 +78,15 @@ int dense_rows(int64_t format, const int64_t* places, int64_t count, int64_t fea
   return !done ? 0 : finite ? 1 : -1;
 }
 
+// Heads of keys, less their centres, or of values, (rows, head_dim), in int8: (rows, head_dim + 4).
+void int8_heads(const float* x, int64_t rows, int64_t head_dim, int is_key, uint8_t* out, int threads) {
+  static const float none[256] = {};
+  Team team(threads);
+  each(rows, head_dim, [&](int64_t row) {
+    store_int8(x + row * head_dim, is_key ? none : nullptr, head_dim, out + row * (head_dim + 4));
+  });
+}
+
 // Masked softmax attention of nodes; head_dim is a multiple of 16, at most 256.
 void attention(const Attention* a, int threads) {
   Team team(threads);

@@ -9,8 +9,9 @@
 namespace {
 
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));       // pairs of bfloat16
+typedef uint64_t longs __attribute__((vector_size(4 * LANES)));
 typedef uint16_t row_halves __attribute__((vector_size(4 * LANES)));  // bfloat16
-typedef uint16_t eight __attribute__((vector_size(16)));              // bfloat16
+typedef uint16_t eight __attribute__((vector_size(16)));
 
 constexpr int64_t PAIRED = 2 * LANES;  // bfloat16 of a vector
 
@@ -38,12 +39,6 @@ inline halves to_halves(floats x) {
 #endif
 }
 
-// The first ``count`` elements, zeros after them.
-inline halves first_of(halves value, int64_t count) {
-  uint16_t end = uint16_t(std::clamp<int64_t>(count, 0, LANES));
-  return __builtin_convertvector(lanes(), halves) < end ? value : halves{};
-}
-
 // 2^x for x <= 0: to the precision of bfloat16, by a Taylor polynomial of degree 4.
 inline floats power_of_two(floats x) {
   x = x > -126.0f ? x : splat(-126.0f);
@@ -61,19 +56,29 @@ inline void store_rounded(uint16_t* to, const float* from, int64_t count) {
   }
 }
 
-// Interleaves runs of ``unit`` elements of x and y, from the lower and upper half of each 128 bits.
-template <size_t unit, class T, size_t... i>
+// Interleaves the elements of x and y, from the lower and upper half of each 128 bits.
+template <class T, size_t... i>
 inline std::pair<T, T> interleaved(T x, T y, std::index_sequence<i...>) {
-  constexpr size_t all = sizeof...(i), lane = all * 4 / LANES;
-  constexpr auto place = [](size_t at) {
-    return at / lane * lane + at % lane / (2 * unit) * unit + at % unit + at / unit % 2 * all;
-  };
+  constexpr size_t all = sizeof...(i), lane = all * 16 / sizeof(T);
+  constexpr auto place = [](size_t at) { return at / lane * lane + at % lane / 2 + at % 2 * all; };
   return {__builtin_shufflevector(x, y, place(i)...), __builtin_shufflevector(x, y, (place(i) + lane / 2)...)};
 }
 
-// 8 features of every fourth row.
-inline words load_eights(const uint16_t* const* rows, int64_t feature) {
-  auto load_eight = [&](int64_t i) { return load<eight>(rows[4 * i] + feature); };
+template <class T>
+inline std::pair<T, T> interleaved(T x, T y) {
+  return interleaved(x, y, std::make_index_sequence<sizeof(T) / sizeof(x[0])>());
+}
+
+// ``interleaved`` in elements of ``Unit``.
+template <class To, class Unit, class T>
+inline std::pair<To, To> interleaved_as(T x, T y) {
+  auto [low, high] = interleaved(reinterpret_cast<Unit>(x), reinterpret_cast<Unit>(y));
+  return {reinterpret_cast<To>(low), reinterpret_cast<To>(high)};
+}
+
+// 16 bytes of every fourth row.
+inline words load_quarters(const uint8_t* const* rows, int64_t first) {
+  auto load_eight = [&](int64_t i) { return load<eight>(rows[4 * i] + first); };
 #if defined(__AVX512F__)
   __m512i all = _mm512_castsi128_si512((__m128i)load_eight(0));
   all = _mm512_inserti32x4(all, (__m128i)load_eight(1), 1);
@@ -86,25 +91,12 @@ inline words load_eights(const uint16_t* const* rows, int64_t feature) {
 #endif
 }
 
-// Restores the feature order of sums computed from the output of ``interleaved``.
-template <size_t... i>
-inline std::pair<floats, floats> in_order(floats low, floats high, std::index_sequence<i...>) {
-  return {__builtin_shufflevector(low, high, (i / 8 * 4 + i % 4 + i / 4 % 2 * LANES)...),
-          __builtin_shufflevector(low, high, (i / 8 * 4 + i % 4 + i / 4 % 2 * LANES + LANES / 2)...)};
-}
-
-constexpr int64_t LINE = 32;  // bfloat16 of a cache line
-
-// Prefetches the next block in small steps.
-inline void prefetch(const uint16_t* from, int64_t lines) {
-  for (int64_t i = 0; i < lines; i++) __builtin_prefetch(from + i * LINE);
-}
-
-// The first features of a row, zeros after them.
-inline row_halves load_features(const uint16_t* row, int64_t features) {
-  if (features >= PAIRED) return load<row_halves>(row);
-  row_halves value{};
-  std::memcpy(&value, row, features * sizeof(uint16_t));
+// The first bytes of a row, zeros after them.
+template <class T>
+inline T load_first(const uint8_t* from, int64_t count) {
+  if (count >= int64_t(sizeof(T))) return load<T>(from);
+  T value{};
+  std::memcpy(&value, from, count);
   return value;
 }
 

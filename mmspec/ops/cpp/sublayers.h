@@ -54,14 +54,12 @@ struct Recurrent {
 
 struct TreePass {
   const Sublayer* sublayers;
-  int64_t count, hidden, start;
+  int64_t count, hidden;
   const float *x, *rotation;  // rotation: (rotations, batch * nodes, 2, rotated / 2), cosines and sines
   float* states;              // (layers, batch * nodes, hidden)
   const uint8_t* ancestors;   // (batch, nodes, nodes); null for a prompt
   const int64_t* first;       // (batch): first token of each row of a prompt, after padding; null: 0
-  uint16_t* cache;            // bfloat16 keys and values (layers, 2, rows, groups, slots, head_dim); new from ``start``
-  int64_t cache_part;         // stride between the keys and the values of a layer
-  Attention attention;        // of one layer
+  Attention attention;        // of the first layer of a cache (layers, 2, rows, groups, slots, ...); new in the last slots
   const uint8_t* window;      // mask of attention with a window; null: that of ``attention``
   int64_t window_row, window_node;
   Recurrent recurrent;
@@ -436,6 +434,12 @@ struct TreeDecoder {
     });
   }
 
+  Attention attention_of(const Sublayer& layer) const {
+    Attention a = pass.attention;
+    a.heads = layer.heads, a.kv_heads = layer.groups, a.head_dim = layer.head_dim;
+    return of_layer(a, layer.place);
+  }
+
   // Norm and rotary positions of a head of a row, among queries (with a gate after each, if ``gated``), keys and values;
   // writes keys and values to the cache.
   void finish_head(const Sublayer& layer, int64_t row, int64_t head, float* values) const {
@@ -453,15 +457,8 @@ struct TreeDecoder {
         values[i] = x * cosine[i] - y * sine[i], values[i + half] = y * cosine[i] + x * sine[i];
       }
     }
-    if (head >= queries) write_slot(layer, row, head - queries, values);
-  }
-
-  // Writes a head of keys, then values, of a node to its slot of the cache.
-  void write_slot(const Sublayer& layer, int64_t row, int64_t head, const float* values) const {
-    const Attention& a = pass.attention;
-    uint16_t* to = pass.cache + (2 * layer.place + head / layer.groups) * pass.cache_part + row / nodes * a.key_row +
-                   (pass.start + row % nodes) * a.key_slot + head % layer.groups * a.key_head;
-    store_rounded(to, values, layer.head_dim);
+    if (head >= queries)
+      store_slot(attention_of(layer), turned < layer.heads + layer.groups, row, (head - queries) % layer.groups, values);
   }
 
   // to = before + scale * out(hidden), of a chunk. Also converts the inputs of the ``next`` sublayer, unless it is null.
@@ -500,14 +497,12 @@ struct TreeDecoder {
 
   void attend(const Sublayer& layer, const float* before, float* to, const Sublayer* next) {
     int64_t stride = stride_of(layer), head_dim = layer.head_dim;
-    Attention a = pass.attention;
-    a.heads = layer.heads, a.kv_heads = layer.groups, a.head_dim = head_dim, a.scale = layer.attention_scale;
-    a.sinks = layer.sinks;
+    Attention a = attention_of(layer);
+    a.scale = layer.attention_scale, a.sinks = layer.sinks;
     if (layer.windowed && pass.window)
       a.mask = pass.window, a.mask_row = pass.window_row, a.mask_node = pass.window_node;
     a.query = &projected[0], a.query_row = nodes * stride, a.query_node = stride;
     a.query_head = head_dim << layer.gated;
-    a.key = pass.cache + 2 * layer.place * pass.cache_part, a.value = a.key + pass.cache_part;
     mixed.reserve(std::min(rows, CHUNK) * layer.out.in), a.read = &mixed[0];
     chunks([&](int64_t first, int64_t count) {
       attend_then_take(layer, nodes_of(a, first, count), &projected[0] + first * stride, stride);

@@ -13,6 +13,7 @@ from mmspec import UserError
 from mmspec.cache import tree_cache
 from mmspec.cache.rows import batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
+from tests.compiled import needs_kernels
 from tests.tiny import random_tree, root_path, valid_nodes
 
 LAYERS, HEADS = 2, 2
@@ -255,3 +256,40 @@ def test_layers_of_a_copy_belong_to_the_copy():
         assert gone() is None
     finally:
         gc.enable()
+
+
+@needs_kernels
+def test_keys_and_values_in_int8_stay_with_their_tokens():
+    """Through a prompt, rows that join, a commit of a path and rows that leave, in half the memory."""
+    if WIDTHS["in use"] != WIDTHS["alike"]:
+        pytest.skip("one shape")
+    torch.manual_seed(0)
+    centre = torch.randn(LAYERS, HEADS, 128)
+    cache, known = TreeCache(LAYERS, centre=centre), []
+
+    def passed(cache, tokens):
+        """Store and return (batch, heads, tokens, 128) keys and values of both layers."""
+        states = torch.randn(LAYERS, 2, tokens[0], HEADS, tokens[1], 128)
+        for layer, (keys, values) in enumerate(states):
+            attended = cache.update(keys + centre[layer][:, None], values, layer)
+            assert all(one.dtype == torch.float32 for one in attended)
+        return states
+
+    for length in (5, 9):
+        prompt = TreeCache(LAYERS, centre=centre)
+        states = passed(prompt, (1, length))
+        prompt.commit_prompt(length, None, 1)
+        cache.append(prompt)
+        known.append(states[:, :, 0])
+    nodes = passed(cache, (2, 4))
+    cache.commit(torch.tensor([[0, 2], [1, -1]]), [[0, 2], [1]])
+    known = torch.cat([known[1], nodes[:, :, 1, :, 1:2]], dim=-2)  # of the row that stays
+    cache.select([1])
+    for layer in range(LAYERS):
+        found = cache.keys_values(layer, 1)
+        assert found.lengths.tolist() == [10]
+        parts = found.keys[0] - centre[layer][:, None], found.values[0]
+        for mine, expected in zip(parts, known[layer], strict=True):
+            torch.testing.assert_close(mine.float(), expected, atol=0.06, rtol=0)
+    (buffer,) = cache.tensors()
+    assert buffer.nbytes / buffer[..., 0].numel() == 132  # 256 in bfloat16

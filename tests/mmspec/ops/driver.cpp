@@ -33,9 +33,10 @@ int main(int, char** arguments) {
     auto mask = taken<uint8_t>(nodes * slots);
     out.resize(nodes * width);
     Attention a{};
-    a.query = query.data(), a.key = key.data(), a.value = value.data(), a.mask = mask.data(), a.read = out.data();
+    a.key = reinterpret_cast<uint8_t*>(key.data()), a.value = reinterpret_cast<uint8_t*>(value.data());
+    a.query = query.data(), a.mask = mask.data(), a.read = out.data();
     a.scale = 0.125f, a.batch = 1, a.nodes = nodes, a.slots = slots, a.heads = sizes[2], a.kv_heads = sizes[3];
-    a.head_dim = a.query_head = sizes[4], a.query_node = width, a.key_head = kv_head, a.key_slot = a.head_dim, a.mask_node = slots;
+    a.head_dim = a.query_head = sizes[4], a.query_node = width, a.key_head = 2 * kv_head, a.key_slot = 2 * a.head_dim, a.mask_node = slots;
     attention(&a, 1);
   }
   return std::fwrite(out.data(), sizeof(float), out.size(), stdout) != out.size();

@@ -167,6 +167,20 @@ def slots_of(batch: int, nodes: int, slots: int, heads: int, kv_heads: int, head
     return query, key, value, mask
 
 
+def stored_as(form: str, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values in a cache, with slots after them, and as floats."""
+    if form == "bfloat16":
+        return key, value, key, value
+    centre = 3 * torch.randn(key.shape[1], key.shape[3])
+    parts = [cpu.int8_heads(key, centre), cpu.int8_heads(value)]
+    stored = [torch.nn.functional.pad(part, (0, 0, 0, 7))[:, :, : key.shape[2]] for part in parts]
+    # The softmax does not change with the constant that is subtracted from all keys.
+    return *stored, cpu.float_heads(stored[0], centre), cpu.float_heads(stored[1])
+
+
+forms = pytest.mark.parametrize("form", ["bfloat16", "int8"])
+
+
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """In float64, of queries rounded as the kernel rounds them, (batch, nodes, heads * head_dim)."""
     base = torch.tensor(1.44269504)  # log2(e)
@@ -177,6 +191,7 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
 
 
 @needs_kernels
+@forms
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "slots"),
     [
@@ -185,18 +200,20 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
         *((9, 3, 64, slots) for slots in (5, 63, 64, 65)),
     ],
 )
-def test_attention_is_that_of_torch(heads, kv_heads, head_dim, slots):
-    """Softmax weights are rounded to 8 bits; their errors average out. Equal weights show each element's place."""
+def test_attention_is_that_of_torch(heads, kv_heads, head_dim, slots, form):
+    """Queries are rounded to 8 bits, like softmax weights with bfloat16; their errors average out. Equal weights show
+    each element's place."""
     query, key, value, mask = slots_of(2, 5, slots, heads, kv_heads, head_dim)
+    *stored, key, value = stored_as(form, key, value)
     causal = torch.ones(2, 1, 5, slots).tril(slots - 5).bool()
     shared = mask[:1].expand(2, -1, -1, -1)
     for given, same in ((mask, mask), (None, causal), (causal, causal), (shared, shared)):
-        found = cpu.attention(query, key, value, given, head_dim**-0.5)
+        found = cpu.attention(query, *stored, given, head_dim**-0.5)
         expected = softmax_attention(query, key, value, same, head_dim**-0.5)
-        torch.testing.assert_close(found, expected, atol=6e-3, rtol=4e-3)
-        equal = cpu.attention(0 * query, key, value, given, 1.0)
+        torch.testing.assert_close(found, expected, atol=6e-3 if form == "bfloat16" else 2e-2, rtol=4e-3)
+        equal = cpu.attention(0 * query, *stored, given, 1.0)
         mean = softmax_attention(0 * query, key, value, same, 1.0)
-        torch.testing.assert_close(equal, mean, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(equal, mean, atol=2e-6 if form == "bfloat16" else 1e-4, rtol=1e-5)
 
 
 def tree_masks(prefix: int, nodes: int) -> dict[str, Tensor]:
@@ -213,12 +230,14 @@ def tree_masks(prefix: int, nodes: int) -> dict[str, Tensor]:
 
 
 @needs_kernels
+@forms
 @pytest.mark.parametrize("kind", ["chain", "star", "late", "short", "window"])
 @pytest.mark.parametrize("prefix", [3, 64, 127, 128, 200])
-def test_a_node_attends_as_a_pass_of_its_own_does(prefix, kind):
+def test_a_node_attends_as_a_pass_of_its_own_does(prefix, kind, form):
     """In trees and prompts of any number of nodes, some more than share what is read, and whatever lies between their
     slots."""
     query, key, value, _ = slots_of(1, 70, prefix + 70, 6, 2, 64)
+    key, value, *_ = stored_as(form, key, value)
     for nodes in (1, 8, 17, 70):
         mask = tree_masks(prefix, nodes)[kind]
         slots = prefix + nodes
@@ -233,11 +252,13 @@ def test_a_node_attends_as_a_pass_of_its_own_does(prefix, kind):
 
 
 @needs_kernels
+@forms
 @pytest.mark.parametrize("head_dim", [16, 48, 128])
 @pytest.mark.parametrize("group", range(1, 10))
-def test_few_queries_attend_as_many_do(group, head_dim):
-    """Keys and values are transposed in registers for up to 8 queries."""
+def test_few_queries_attend_as_many_do(group, head_dim, form):
+    """Keys and values in bfloat16 are transposed in registers for up to 8 queries."""
     query, key, value, _ = slots_of(1, 20, 150, group, 1, head_dim)
+    key, value, *_ = stored_as(form, key, value)
     found = cpu.attention(query, key, value, None, 0.125)
     for node in (0, 19):
         parts = (part[:, :, : 131 + node] for part in (key, value))
@@ -245,13 +266,42 @@ def test_few_queries_attend_as_many_do(group, head_dim):
 
 
 @needs_kernels
-def test_nodes_without_slots_read_nothing_and_others_nothing_of_slots_that_they_skip():
+@forms
+def test_nodes_without_slots_read_nothing_and_others_nothing_of_slots_that_they_skip(form):
     query, key, value, mask = slots_of(1, 6, 140, 2, 1, 32)
     mask[:, :, 2] = False
-    key[:, :, 3], value[:, :, 3], mask[..., 3] = torch.nan, torch.nan, False
+    key, value, *_ = stored_as(form, key, value)
+    skipped = torch.nan if form == "bfloat16" else 255  # a scale that is no number
+    key[:, :, 3], value[:, :, 3], mask[..., 3] = skipped, skipped, False
     found = cpu.attention(query, key, value, mask, 1.0)
     assert not found.isnan().any()
     assert (found[0, 2] == 0).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("head_dim", cpu.HEAD_DIMS)
+def test_keys_and_values_in_int8(head_dim):
+    """Rounded to the unit of each head and slot; outliers of keys, and what all keys have in common, cost little."""
+    key, value = torch.randn(2, 2, 3, 40, head_dim)
+    stored = cpu.int8_heads(value)
+    unit = value.abs().amax(-1, keepdim=True) / 127
+    assert (cpu.float_heads(stored) - value).abs().le(unit * 0.51).all()
+    centre = 100 * torch.randn(3, head_dim)
+    key[..., 1] *= 20
+    found = cpu.float_heads(cpu.int8_heads(key + centre[:, None], centre), centre) - centre[:, None]
+    # Orthonormal: as far from the keys as the codes are from their products with the matrix.
+    block = head_dim & -head_dim
+    spread = key.unflatten(-1, (-1, block)) @ hadamard(block)
+    bound = spread.flatten(-2).abs().amax(-1) / 127 * (head_dim / 12) ** 0.5
+    error = (found - key).norm(dim=-1)
+    assert (error < 1.6 * bound + 1e-4).all()
+    assert (error > 0.5 * bound).all()
+
+
+def hadamard(size: int) -> Tensor:
+    """By parities of common bits."""
+    rows = range(size)
+    return torch.tensor([[(-1.0) ** (i & j).bit_count() for i in rows] for j in rows]) / size**0.5
 
 
 @needs_kernels

@@ -20,6 +20,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
 from mmspec.ops import cpu
+from mmspec.progress import PART
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from mmspec.quantisation.linear import HalfLinear
 from mmspec.targets import packing, recognise, static_forward
@@ -246,6 +247,23 @@ def test_prompts_of_any_number_of_rows(kind, config_class, rows):
         lambda one: prefilled(TransformersTarget(one), Prompt(ids), 4).logits[:, -1].float(),
     ):
         torch.testing.assert_close(*map(run, models), atol=0.1, rtol=0.05)
+
+
+@needs_kernels
+def test_a_long_prompt_is_read_in_parts(caplog):
+    """Each part is a pass, after which the prefill may be dropped; the first prompt of a model, too."""
+    model = model_of(transformers.LlamaConfig, max_position_embeddings=3000)
+    packing.pack_model(model, "int4")
+    target, ids, logits = TransformersTarget(model), torch.randint(VOCAB, (1, 2050)), []
+    with caplog.at_level(PART, "mmspec"):
+        passes = list(target.prefill([Prompt(ids)], [4], (0, "last")))
+    assert caplog.messages == [f"reading the prompt: {count} of 2050 tokens" for count in (1024, 2048)]
+    assert passes[:-1] == [None, None]
+    assert [passes[-1].features[name].shape[1] for name in (0, "last")] == [2050, 2050]
+    for one in (model, dequantised(model)):
+        logits.append(prefilled(TransformersTarget(one), Prompt(ids), 4).logits[:, -1].float())
+    torch.testing.assert_close(passes[-1].logits[:, -1].float(), logits[0], atol=0, rtol=0)
+    torch.testing.assert_close(*logits, atol=0.1, rtol=0.05)
 
 
 @needs_kernels

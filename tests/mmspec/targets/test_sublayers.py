@@ -1,7 +1,7 @@
 """Decoders in packed weights: trees, batches and prompts have the bits of plain decoding."""
 
 import copy
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -100,10 +100,14 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-def target_of(model):
-    target = TransformersTarget(model)
+def target_of(model, keys="auto"):
+    target = TransformersTarget(model, kv_cache_dtype=keys)
     assert target.decoder._sublayers is not None
     return target
+
+
+ATTENDING_FAMILIES = [family for family in FAMILIES if family != "mamba2"]
+keys_of_both = pytest.mark.parametrize("keys", ["auto", "int8"])
 
 
 def in_python(model):
@@ -126,20 +130,25 @@ def step(target, tokens):
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["int4", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "kind", "keys"),
+    [
+        *product(FAMILIES, ["int4", "bfloat16"], ["auto"]),
+        *product(ATTENDING_FAMILIES, ["int4"], ["int8"]),
+    ],
+)
 @torch.inference_mode()
-def test_trees_batches_and_prompts_have_the_bits_of_plain_decoding(family, kind, threads):
+def test_trees_batches_and_prompts_have_the_bits_of_plain_decoding(family, kind, keys, threads):
     model = model_of(family, kind)
     g = torch.Generator().manual_seed(0)
     prompts = [torch.randint(VOCAB, (1, length), generator=g) for length in (23, 17)]
-    both = target_of(model)
+    both = target_of(model, keys)
     ids = torch.zeros(2, 23, dtype=torch.long)
     mask = torch.zeros(2, 23, dtype=torch.long)
     for row, prompt in enumerate(prompts):
         ids[row, 23 - prompt.shape[1] :], mask[row, 23 - prompt.shape[1] :] = prompt[0], 1
     together = prefilled(both, Prompt(ids, mask), 60).logits[:, 0].clone()
-    alone = [target_of(model) for _ in prompts]
+    alone = [target_of(model, keys) for _ in prompts]
     for row, (target, prompt) in enumerate(zip(alone, prompts, strict=True)):
         first = prefilled(target, Prompt(prompt[:, :5]), 60).logits[0, 0]
         for token in prompt[0, 5:].tolist():
@@ -183,14 +192,17 @@ def test_kernels_are_as_close_to_float32_as_the_decoder_is(family, kind):
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", FAMILIES)
-def test_answers_are_equal_with_drafts_and_in_later_turns(family):
+@pytest.mark.parametrize(
+    ("family", "keys"), [*product(FAMILIES, ["auto"]), *product(["llama", "qwen3_5_text"], ["int8"])]
+)
+def test_answers_are_equal_with_drafts_and_in_later_turns(family, keys):
     """Plain, drafted, batched, and continued from the prefix cache."""
     model = model_of(family)
     prompts = ["hello hello hello hello", "abc abc abd " * 50, "x"]
     answers = []
     for drafter in (None, "recycle", "early-exit:1"):
-        pipeline = mmspec.load(model, drafter=drafter, processor=byte_tokenizer(), prefix_cache=1 << 26)
+        options = dict(processor=byte_tokenizer(), prefix_cache=1 << 26, kv_cache_dtype=keys)
+        pipeline = mmspec.load(model, drafter=drafter, **options)
         options = dict(max_new_tokens=24, ignore_eos=True)
         batch = pipeline.generate_batch([{"prompt": prompt} for prompt in prompts], **options)
         single = [pipeline.generate(prompt, **options) for prompt in prompts]
@@ -237,24 +249,66 @@ def test_other_layers_are_refused(change, message):
 
 @needs_kernels
 @torch.inference_mode()
+@keys_of_both
 @pytest.mark.parametrize("family", ["bamba", "llama"])
-def test_layers_with_hooks_run_in_the_decoder(family):
+def test_layers_with_hooks_run_in_the_decoder(family, keys):
     model = model_of(family)
-    target, hooked = target_of(model), target_of(copy.deepcopy(model))
+    target, hooked = target_of(model, keys), target_of(copy.deepcopy(model), keys)
     calls = []
     hooked.model.get_decoder().layers[1].register_forward_hook(lambda *_: calls.append(1))
     ids = torch.arange(9)[None]
     found, expected = [(prefilled(one, Prompt(ids)), step(one, [3])) for one in (hooked, target)]
-    assert len(calls) == 2
+    assert len(calls) == 2 + (keys == "int8")  # for the mean of keys
     assert (found[1] - expected[1]).norm() < 0.1 * expected[1].norm()
 
 
 @needs_kernels
 @torch.inference_mode()
-def test_sequences_join_and_leave():
+@pytest.mark.parametrize("family", ["qwen2", "gpt_oss"])
+def test_keys_in_int8_are_near_those_in_bfloat16(family):
+    """Large biases of keys in features that rotate slowly, as in Qwen2.5, cost no precision, with sinks (gpt-oss)
+    neither."""
+    torch.manual_seed(0)
+    plain = model_of(family, None)
+    for layer in plain.get_decoder().layers:
+        size = layer.self_attn.head_dim
+        layer.self_attn.k_proj.bias.data.view(-1, size)[:, [size // 2 - 1, -1]] += 50
+    model = copy.deepcopy(plain).bfloat16()
+    pack_model(model, "bfloat16")
+    targets = [TransformersTarget(plain), target_of(model), target_of(model, "int8")]
+    states = []
+    for target in targets:
+        prefilled(target, Prompt(torch.arange(60)[None]), 9)
+        known = target.keys_values(target.runner.cache.attending[-1], 1)
+        states.append([known.keys.float(), known.values.float()])
+    exact, *found = states
+    # A token may use other experts.
+    usual, coded = ([_error(*pair) for pair in zip(one, exact, strict=True)] for one in found)
+    assert all(mine < 1.5 * theirs for mine, theirs in zip(coded, usual, strict=True))
+    (whole,), (half,) = (target.runner.cache.tensors() for target in targets[1:])
+    assert half.dtype == torch.uint8
+    assert half[..., 0].numel() * 2 * (half.shape[-1] - 4) == whole.nbytes
+
+
+def _error(found, exact):
+    return (found - exact).norm(dim=-1).flatten().quantile(0.6)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", None), ("mamba2", "int4")])
+def test_keys_in_int8_are_refused_where_the_kernels_do_not_attend(family, kind):
+    with pytest.raises(mmspec.UserError, match=r"int8 needs packed weights .* got \w+ForCausalLM in"):
+        mmspec.load(model_of(family, kind), processor=byte_tokenizer(), kv_cache_dtype="int8")
+    with pytest.raises(mmspec.UserError, match="kv_cache_dtype"):
+        mmspec.load("tiny-llava", kv_cache_dtype="q8_0")
+
+
+@needs_kernels
+@torch.inference_mode()
+@keys_of_both
+def test_sequences_join_and_leave(keys):
     """A second sequence joins after the first has decoded; then the first leaves."""
     model = model_of("qwen3_5_text")
-    target, first, second = (target_of(model) for _ in range(3))
+    target, first, second = (target_of(model, keys) for _ in range(3))
     a, b = torch.arange(9)[None], torch.arange(20, 33)[None]
     for one in (target, first):
         prefilled(one, Prompt(a), 40)

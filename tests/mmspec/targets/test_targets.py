@@ -136,6 +136,19 @@ def test_inputs_and_outputs_of_layers_are_the_models_own(name):
             torch.testing.assert_close(got[0], expected[one], atol=1e-4, rtol=1e-4)
 
 
+def test_rotations_that_depend_on_the_length_are_those_of_the_whole_prompt():
+    start = {"original_max_position_embeddings": 16}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [3.0 + place for place in range(8)], **start}
+    rotation = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, **factors}
+    config = small_config(transformers.Phi3Config, rope_parameters=rotation, **start)
+    model, ids = random_model(config), text_inputs(1, 24)["input_ids"]
+    target = TransformersTarget(model)
+    for tokens in (ids[:, :5], ids):  # the first prompt is never split
+        logits = prefilled(target, Prompt(tokens), 4, chunk=8).logits[:, -1]
+        torch.testing.assert_close(logits, model(tokens).logits[:, -1], atol=1e-5, rtol=1e-5)
+        target.keep([])
+
+
 def test_threads_share_a_model():
     assert_threads_share(shared_model("llama"))
 

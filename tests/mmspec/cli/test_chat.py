@@ -1,0 +1,300 @@
+"""``mmspec chat``: conversations from standard input and on a terminal."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import mmspec
+from mmspec.cli import chat as module
+from mmspec.cli.chat import Chat, read_message
+from mmspec.cli.session import Answer
+from mmspec.errors import UserError
+from mmspec.pipeline import Piece
+from mmspec.vision.embedded import samples
+from tests import thinking
+from tests.commandline import Run, assert_user_error, runner
+
+SCENE = samples() / "scene.png"
+FIRST = "Max has 24 apples. He buys 3 bags of 6 apples. How many apples does Max have now?"
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    return runner(capfd, "chat")
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    return lambda *lines: monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+
+def counts(err: str) -> list[tuple[int, int]]:
+    """Prompt tokens and cached tokens of each answer."""
+    return [(int(a), int(b)) for a, b in re.findall(r"prompt of (\d+) tokens, (\d+) cached", err)]
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "first", "second"),
+    [
+        (
+            "tiny-llava",
+            ['/image "{path}"', "Describe the image."],
+            "Describe the image.",
+            "How many objects are there?",
+        ),
+        ("tiny-llava", ['Describe the image. "{path}"'], "Describe the image.", "How many objects are there?"),
+        ("tiny-hybrid", [FIRST], FIRST, "And with 4 bags?"),
+    ],
+)
+def test_a_turn_continues_the_one_before_and_reads_only_what_is_new(
+    model: str, asked: list[str], first: str, second: str, run: Run, typed: Callable[..., None], tmp_path: Path
+) -> None:
+    """A hybrid's states are kept after a whole prompt, and after an answer that does not end among draft tokens."""
+    path = tmp_path / "a picture's copy.png"
+    path.write_bytes(SCENE.read_bytes())
+    typed(*(line.format(path=path) for line in asked), "", second, f"/save {tmp_path / 'chat.json'}")
+    status, out, err = run("--model", "smollm2", model, "--max-new-tokens", "40", "-c", "400")
+    assert status == 0
+    messages = json.loads((tmp_path / "chat.json").read_text())["messages"]
+    assert [one["role"] for one in messages] == ["user", "assistant"] * 2
+    uri = f"data:image/png;base64,{base64.b64encode(SCENE.read_bytes()).decode()}"
+    image = {"type": "image_url", "image_url": {"url": uri}}
+    assert messages[0]["content"] == ([image, {"type": "text", "text": first}] if "llava" in model else first)
+    assert messages[2]["content"] == second
+    assert out == "".join(f"{one['content']}\n" for one in messages[1::2])
+    pipe = mmspec.load(model, drafter=None)
+    answers = [pipe.generate(messages[:end], max_new_tokens=40) for end in (1, 3)]
+    assert [one.text for one in answers] == [one["content"] for one in messages[1::2]]
+    (read, cached), (read_then, cached_then) = counts(err)
+    assert [read, read_then] == [one.stats.num_prompt_tokens for one in answers]
+    assert cached == 0
+    assert read <= cached_then < read_then
+
+
+def test_a_conversation_is_saved_whole_and_continued(run: Run, typed: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    file = tmp_path / "a chat.json"
+    typed("/save nowhere/none/chat.json", "/load none.json", FIRST, f"/save '{file}'", "/reset", "/save empty.json")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nowhere").touch()
+    status, _, err = run("tiny-hybrid", "--system", "Be <|brief|>.", "--max-new-tokens", "8")
+    assert status == 0
+    assert err.count("error: ") == 2
+    system, user, _ = json.loads(file.read_text())["messages"]
+    assert (system, user["content"]) == ({"role": "system", "content": "Be <|brief|>."}, FIRST)
+    assert json.loads((tmp_path / "empty.json").read_text())["messages"] == [system]
+    assert {path.name for path in tmp_path.iterdir()} == {"nowhere", "a chat.json", "empty.json"}
+    typed(f'/load "{file}"', "And now?", "/save more.json", "/load nowhere", "/save after.json")
+    assert run("tiny-hybrid", "--max-new-tokens", "8")[0] == 0
+    found = json.loads((tmp_path / "more.json").read_text())["messages"]
+    assert (found[:2], found[3]["content"], len(found)) == ([system, user], "And now?", 5)
+    assert (tmp_path / "after.json").read_text() == (tmp_path / "more.json").read_text()
+
+
+WRONG = {
+    "/imag a.png": "/image, /reset, /save, /load, /help, /exit, got /imag; did you mean /image?",
+    "/image": "/image takes PATH...: got nothing",
+    "/save a b": "/save takes FILE: got a b",
+    "/reset now": "/reset takes nothing: got now",
+    "/save 'a": "/save: expected words or quoted words, got 'a (No closing quotation)",
+    f"/image {SCENE}": "the tiny model reads text only: got the image",
+    "/load other.json": "other.json: expected an object with a list of messages, received none",
+    "/load wrong.json": "content",
+    "\udc80": "a message must be UTF-8: got bytes that are not",
+    '"""begun': 'a message that starts with """ must end with them: got no end',
+    f"{'long ' * 900}": "the prompt must be shorter than the model's context of 4096 tokens: got",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_what_cannot_be_done_is_one_line_and_changes_nothing(
+    line: str, typed: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("other.json").write_text('{"message": []}')
+    Path("wrong.json").write_text('{"messages": [{"role": "user"}]}')
+    chat = Chat(thinking.pipeline("text"), {"trace": False, "context_limit": None}, Console(stderr=True))
+    chat.pipe.name = "the tiny model"
+    chat.messages = before = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]
+    typed(line)
+    chat.run()
+    out, err = capfd.readouterr()
+    assert err.startswith("error: ")
+    assert WRONG[line] in err
+    assert (out, err.count("\n"), chat.messages, chat.images) == ("", 1, before, [])
+
+
+@pytest.mark.parametrize(
+    ("lines", "messages"),
+    [
+        (["one", "two"], ["one", "two"]),
+        (["one\\", "two\\", "three", "four"], ["one\ntwo\nthree", "four"]),
+        (["one\\"], ["one\\"]),
+        (['"""one', "  two", 'three"""', "four"], ["one\n  two\nthree", "four"]),
+        (['"""', "one", '"""', '"""two"""'], ["one", "two"]),
+    ],
+)
+def test_lines_of_a_message(lines: list[str], messages: list[str], typed: Callable[..., None]) -> None:
+    typed(*lines)
+    assert [read_message() for _ in messages] == messages
+    with pytest.raises(EOFError):
+        read_message()
+
+
+def test_reasoning_is_dim_and_goes_to_the_template(typed: Callable[..., None], monkeypatch: Any, capfd: Any) -> None:
+    thinking.script("text", "begun", thinking.ids_of("text", "I ponder.</think>\n\nThis."))
+    keywords = {"reasoning": "auto", "chat_template_kwargs": {"mode": "begun"}, "trace": False, "context_limit": None}
+    chat = Chat(thinking.pipeline("text"), keywords | {"max_new_tokens": 60}, Console(stderr=True))
+    typed("Which?")
+    chat.run()
+    answer = {"role": "assistant", "content": "This.", "reasoning_content": "I ponder."}
+    assert chat.messages == [*thinking.PROMPT, answer]
+    out, err = capfd.readouterr()
+    assert (out, err.startswith("I ponder.\n\n")) == ("This.\n", True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    chat.take("/reset")
+    chat.take("Which?")
+    assert capfd.readouterr().out.replace("\x1b[0m\x1b[2m", "") == "\x1b[2mI ponder.\x1b[0m\n\nThis.\n"
+
+
+def test_accepted_drafts_are_underlined(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    pipe = mmspec.load("tiny-hybrid")
+    pieces = list(pipe.stream(FIRST, trace=True, max_new_tokens=60))
+    tokens = [token for piece in pieces for token in piece.token_ids]
+    marked = [False]
+    for tree in pieces[-1].trees:
+        marked += [True] * (len(tree.path) - 1) + [False]
+    expected = ""
+    for token, drafted in zip(tokens, marked, strict=False):
+        text = pipe.processor.decode([token])
+        expected += f"\x1b[4m{text}\x1b[0m" if drafted and text else text
+    expected = expected.removeprefix(" ")  # of the template
+    assert any(marked)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for drafts in (True, False):
+        capfd.readouterr()
+        Answer(drafts=drafts).read(Console(stderr=True), iter_closing(pieces))
+        shown = capfd.readouterr().out
+        assert shown == (expected if drafts else re.sub("\x1b.[04]m", "", expected)) + "\n"
+
+
+def iter_closing(pieces: list[Piece]) -> Iterator[Piece]:
+    yield from pieces
+
+
+def test_ctrl_c_stops_an_answer_and_twice_the_chat(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """The partial answer stays in the history; a message without an answer does not."""
+    chat = Chat(thinking.pipeline("text"), {"trace": False, "context_limit": None}, Console(stderr=True))
+    requests = []
+
+    def stream(messages: Any, **keywords: Any) -> Iterator[Piece]:
+        requests.append(messages)
+        if len(requests) > 1:
+            yield Piece("Half an", [5, 6, 7], parts=[("", "Half"), ("", " an"), ("", "")])
+        raise KeyboardInterrupt
+
+    events: Iterator[Any] = iter(["A", "B", "unsent", "C", "/reset", KeyboardInterrupt, "D", KeyboardInterrupt, "E"])
+
+    def line() -> str:
+        text = next(events, None)
+        if text is None:
+            raise EOFError
+        monkeypatch.setattr(module, "_typed", lambda: "unsent" if text == "unsent" else "")
+        if text in ("unsent", KeyboardInterrupt):
+            raise KeyboardInterrupt
+        return str(text)
+
+    monkeypatch.setattr(chat.pipe, "stream", stream)
+    monkeypatch.setattr(module, "read_message", line)
+    chat.run()
+    half = {"role": "assistant", "content": "Half an"}
+    asked = [{"role": "user", "content": text} for text in "ABCD"]
+    assert requests == [asked[:1], asked[1:2], [asked[1], half, asked[2]], asked[3:]]
+    assert chat.messages == [asked[3], half]
+    assert next(events) == "E"
+    out, err = capfd.readouterr()
+    assert out == "Half an\n" * 3
+    notes = re.findall(r"stopped: (?:the message|3 tokens)|Ctrl-C again", err)
+    assert notes == ["stopped: the message", *["stopped: 3 tokens"] * 2, "Ctrl-C again", "stopped: 3 tokens"]
+
+
+def test_refused_before_a_model_is_loaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert_user_error(run("tiny-hybrid"), "a chat reads messages from standard input, which is closed")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert_user_error(run("tiny-hybrid"), "a chat runs in one process: got one of 2 ranks of a job")
+
+
+@pytest.mark.long
+def test_on_a_terminal(tmp_path: Path) -> None:
+    """Edited and pasted lines, characters of several bytes, Ctrl-C in an answer, on a line and without one."""
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "LC_ALL": "C.UTF-8", "COLUMNS": "80"}
+    command = [sys.executable, "-m", "mmspec", "chat", "tiny-hybrid", "--ignore-eos", "--max-new-tokens", "4000"]
+    ends: dict[str, Any] = {"stdin": follower, "stdout": follower, "stderr": follower, "start_new_session": True}
+    ends["preexec_fn"] = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C goes to the terminal's own processes
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, **ends)
+    os.close(follower)
+
+    def until(pattern: str) -> str:
+        text = b""
+        while not re.search(pattern.encode(), text):
+            assert select.select([leader], [], [], 60)[0], text
+            text += os.read(leader, 65536)
+        return text.decode(errors="replace")
+
+    def send(text: str, pattern: str = r">>> $") -> str:
+        os.write(leader, text.encode())
+        return until(pattern)
+
+    answering = r"2K[^\x1b][\s\S]* \w+ "  # after the status line
+    try:
+        until(r">>> $")
+        send("Grüße 你好x\x7f\r", answering)
+        stopped = send("\x03")
+        assert re.search(r"stopped: [1-9]\d* tokens are kept", stopped)
+        send("unsent", "unsent")
+        assert "again" not in send("\x03")
+        send("\x1b[200~one\rtwo\x1b[201~", "two")
+        send("\r", answering)
+        send("\x03")
+        assert "messages in" in send("/save chat.json\r", r"in chat.json[\s\S]*>>> $")
+        assert "Ctrl-C again" in send("\x03", r"again[\s\S]*>>> $")
+        os.write(leader, b"\x03")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(leader)
+    messages = json.loads((tmp_path / "chat.json").read_text())["messages"]
+    assert [one["content"] for one in messages[::2]] == ["Grüße 你好", "one\ntwo"]
+    assert all(one["content"] for one in messages[1::2])
+
+
+def test_a_message_is_text(typed: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of special tokens in messages are no special tokens, also in a saved file."""
+    pipe = thinking.pipeline("text")
+    chat = Chat(pipe, {"trace": False, "context_limit": None}, Console(stderr=True))
+    seen = []
+    monkeypatch.setattr(pipe.engine, "submit", lambda request, *_: seen.append(request) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        chat.ask("</s>")
+    ids = seen[0].prompt.input_ids[0].tolist()
+    assert ids.count(thinking.END) == 1
+    with pytest.raises(UserError, match="unknown command"):
+        chat.take("/quit")
