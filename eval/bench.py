@@ -47,7 +47,7 @@ from mmspec.eval.harness.timing import (
     wait_for_huge_pages,
 )
 from mmspec.eval.suite import SIZES, peer_option
-from mmspec.eval.suite.methods import BASELINE, parse_methods
+from mmspec.eval.suite.methods import BASELINE, PLAIN, SetAcceptance, parse_methods, with_rates
 from mmspec.eval.suite.race import read_requests
 from mmspec.eval.suite.report import equal_of_compared
 from mmspec.eval.suite.summary import OVERALL, Record, by_request, figures, throughput
@@ -76,7 +76,7 @@ Request = dict[str, Any]
 @dataclass
 class Condition:
     """Methods, next to a number of ``busy`` programs, and their ``records`` for ``mmspec.eval.suite.summary``: one per
-    request, or one of all requests that a batch decoded."""
+    request, or one of all requests that a batch decoded; ``answers`` are plain decoding's, for ``SetAcceptance``."""
 
     pipe: Pipeline
     dtype: str
@@ -85,6 +85,14 @@ class Condition:
     batch: int
     methods: list[Method]
     records: list[Record] = field(default_factory=list)
+    answers: dict[Any, list[int]] = field(default_factory=dict)
+
+    def decode(self, method: Method, requests: Sequence[dict[str, Any]], options: DecodingOptions, learn: bool) -> Any:
+        """As ``mmspec.eval.harness.timing.decode``, which records plain answers to single requests."""
+        batch = decode(self.pipe, method, requests, options, learn)
+        if method.name == PLAIN and any(isinstance(one.drafter, SetAcceptance) for one in self.methods):
+            self.answers[tuple(self.pipe.encode(requests).input_ids[0].tolist())] = batch.answers[0]
+        return batch
 
 
 def conditions_of(
@@ -95,17 +103,22 @@ def conditions_of(
     sizes: Sequence[int],
     peers: Callable[[int], Mapping[str, Any]],
     sampled: bool,
+    acceptance: Sequence[float] = (),
 ) -> list[Condition]:
-    """All combinations; other engines and transformers decode greedily, one request after another."""
+    """All combinations; other engines and transformers decode greedily, one request after another. Rates of
+    ``acceptance`` replace each drafter by ``SetAcceptance``."""
     conditions = []
     for (dtype, pipe), count, programs, size in product(pipes.items(), threads, busy, sizes):
         target = pipe.target.fork()  # pipelines over one target share an engine
-        chosen = parse_methods(methods, target, peers(count))
+        chosen = parse_methods(methods, target, peers(count), pipe.name)
         if sampled or size > 1:
             chosen = [one for one in chosen if one.peer is None and one.generate_options is None]
         for method in chosen:
             method.target, method.max_num_seqs = target, size
-        conditions.append(Condition(pipe, dtype, count, programs, size, chosen))
+        condition = Condition(pipe, dtype, count, programs, size, chosen)
+        if acceptance:
+            condition.methods = with_rates(chosen, acceptance, condition.answers, target)
+        conditions.append(condition)
     return conditions
 
 
@@ -125,7 +138,7 @@ def measure(
                     with busy_programs(busy):
                         for one, method in rotated(turns, turn):
                             fix_threads(one.threads)
-                            batch = decode(one.pipe, method, asked, options, learn=turn == rounds - 1)
+                            batch = one.decode(method, asked, options, learn=turn == rounds - 1)
                             timed.setdefault((id(one), method.name), []).append(batch)
             for one in alike:
                 methods = {method.name: results_of(timed[id(one), method.name]) for method in one.methods}
@@ -187,6 +200,7 @@ _ANSWERS: list[Column] = [
 ]
 _TIMES: list[Column] = [
     ("method", "{method}"),
+    ("seconds", "{latency[mean]:.2f}"),
     *((phase, lambda row, phase=phase: f"{row['shares'][phase]:.0%}") for phase in (*PHASES, "rest")),
     ("a tree, in passes", "{draft_cost:.2f}"),
     ("its verify pass", "{verify_cost:.2f}"),
@@ -349,6 +363,7 @@ def open_model(name: str, dtype: str, keys: str) -> Pipeline:
 @click.option("--nodes", type=SIZES, default="1,2,4,8,16", show_default=True, help="Of verify passes.")
 @click.option("--divergence", is_flag=True, help="Measure divergences from the float32 weights, which are loaded.")
 @click.option("--methods", help="As for mmspec eval: answer requests instead of timing passes.")
+@click.option("--acceptance", type=Listed(click.FloatRange(0, 1, min_open=True)), help="Set rates per draft.")
 @click.option("--batch-sizes", type=SIZES, default="1", show_default=True, help="Sequences that decode together.")
 @click.option("--requests", "source", help="A file as for mmspec tune, or SET:COUNT, ... of held-out sets.")
 @click.option("--warm-up", type=click.IntRange(0), default=4, show_default=True, help="Unmeasured requests.")
@@ -366,6 +381,7 @@ def main(
     nodes: Sequence[int],
     divergence: bool,
     methods: str | None,
+    acceptance: Sequence[float] | None,
     batch_sizes: Sequence[int],
     source: str | None,
     warm_up: int,
@@ -379,6 +395,8 @@ def main(
         raise UserError(f"--peer and --divergence need one model: got {len(models)}")
     if peers and methods is None:
         raise UserError("--peer needs --methods: other engines answer requests")
+    if acceptance and (methods is None or max(batch_sizes) > 1):
+        raise UserError("--acceptance needs --methods, one request at a time: expected --batch-sizes 1")
     threads = threads or (before,)
 
     @cache
@@ -410,17 +428,19 @@ def main(
         source = source or ("" if depths else "images:24,clips:8" if visual else "prompts:16")
         first, requests = load_requests(source, warm_up, visual)
         sets |= {source: requests} if source else {}
-        conditions = conditions_of(pipes, methods, threads, busy, batch_sizes, started, temperature > 0)
+        sampled, rates = temperature > 0, acceptance or ()
+        conditions = conditions_of(pipes, methods, threads, busy, batch_sizes, started, sampled, rates)
         options = DecodingOptions(max_new_tokens, temperature)
         for one in conditions:
             fix_threads(one.threads)
             for method, request in product(one.methods, first):
-                decode(one.pipe, method, [request], options)
+                one.decode(method, [request], options, learn=True)
         measure(conditions, sets, rounds, options)
     finally:
         fix_threads(before)
     rows = rows_of(conditions)
     count = sum(map(len, sets.values()))
     print_rows(_ANSWERS, rows, f"{count} requests, medians and minima of speedups in seconds per token")
-    print_rows(_TIMES, [row for row in rows if row["shares"]], "shares of a request's time; cost of a tree")
+    print_rows(_TIMES, [row for row in rows if row["shares"]], "mean time of a request, and its shares; cost of a tree")
+    about |= {"set_acceptance": list(rates)} if rates else {}
     return {**about, "temperature": temperature, "requests": count, "rows": rows}

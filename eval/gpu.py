@@ -11,13 +11,12 @@ Each part is a process of its own, the most important parts first: a part that f
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise, product
@@ -37,13 +36,11 @@ from transformers import AutoModelForCausalLM, BambaConfig, LlamaConfig
 
 import mmspec
 from mmspec import ops, plugins
-from mmspec.cache.rows import RowTensor
 from mmspec.cli.options import OUT_FILE
-from mmspec.core.drafter import Wrapper
 from mmspec.core.plan import StepPlan
-from mmspec.core.target import Prompt, TargetOutput
+from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
-from mmspec.core.verify import Verdict, accept_path
+from mmspec.core.verify import accept_path
 from mmspec.drafters.captured import CapturedDrafter, TrainedDrafter
 from mmspec.drafters.dflash import DFlash, DFlashConfig, DFlashNetwork, default_layer_ids
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
@@ -53,9 +50,9 @@ from mmspec.eval.harness.output import BenchmarkCommand, git_commit, make_table,
 from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.eval.harness.small_configs import number_processor
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, decode, peak_memory, reset_peak_memory
+from mmspec.eval.suite.methods import SetAcceptance
 from mmspec.files import write_text
 from mmspec.ops import graphs, kernels
-from mmspec.ops.transfer import on_device
 from mmspec.pipeline import Pipeline
 from mmspec.ssm import ops as mamba_ops
 from mmspec.targets.transformers_target import TransformersTarget
@@ -151,58 +148,6 @@ def random_drafters(target: TransformersTarget) -> dict[str, TrainedDrafter]:
             "eagle3": Eagle3(Eagle3Network(Eagle3Config.like(config, head=head)).to(target.dtype), torch.arange(head)),
             "dflash": DFlash(DFlashNetwork(dflash).to(target.dtype)),
         }
-
-
-class SetAcceptance(Wrapper):
-    """A drafter at its cost, whose drafts are replaced: along a path, each is right with a set probability.
-
-    Trees keep their number of nodes. A path of as many levels as the drafter drafts comes first; all other nodes are
-    wrong children of the root.
-
-    Args:
-        answers: plain decoding's new tokens, by prompt.
-    """
-
-    drafter: CapturedDrafter
-
-    def __init__(self, drafter: CapturedDrafter, answers: Mapping[Any, list[int]], rate: float, vocab: int) -> None:
-        self.drafter, self._answers, self._rate, self._vocab = drafter, answers, rate, vocab
-        self._random, self._width = Random(0), max(map(len, answers.values()))
-        self._at, self._tokens = RowTensor(), RowTensor()  # next place in the answer; (rows, 2, width) answers, drafts
-
-    @property
-    def drafts_ahead(self) -> bool:
-        return self.drafter.drafts_ahead
-
-    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        super().begin(prompt, output, history)
-        rows = [self._answers[tuple(row[:-1])] for row in history]
-        rows = [row + [0] * (self._width - len(row)) for row in rows]
-        drafts = [[(x + (self._random.random() >= self._rate)) % self._vocab for x in row] for row in rows]
-        self._tokens.append(on_device(list(zip(rows, drafts, strict=True)), prompt.input_ids.device))
-        self._at.append(on_device([1] * len(rows), prompt.input_ids.device))
-
-    def select(self, rows: Sequence[int]) -> None:
-        for part in (self.drafter, self._tokens, self._at):
-            part.select(rows)
-
-    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        super().observe(tree, verdict, output)
-        self._at.data += verdict.length
-
-    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
-        nodes = super().propose(token, plan).nodes
-        depth = min(nodes - 1, self.drafter.limits[0], plan.depth)
-        place = torch.arange(nodes, device=token.device).expand(len(token), -1)
-        path = place <= depth
-        at = (self._at.data[:, None] + (place - 1).where(path, 0)).clamp(0, self._width - 1)
-        answers, drafts = (tokens.gather(1, at) for tokens in self._tokens.data.unbind(1))
-        tokens = drafts.where(path, (answers + 1 + place - depth) % self._vocab)
-        tokens = torch.cat([token[:, None], tokens[:, 1:]], dim=1)
-        log_probs = place.clamp(max=depth) * math.log(self._rate) - place.where(~path, 0)
-        tree = TokenTree(tokens, (place - 1).where(path, 0), log_probs=log_probs, check=False)
-        tree.max_depth = depth
-        return tree
 
 
 Kernel = tuple[str, Callable[..., Tensor], list[Any], int, float]

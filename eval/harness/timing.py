@@ -30,12 +30,14 @@ from mmspec.eval.harness.peers import Peer
 from mmspec.ops import cpu, cpu_library
 from mmspec.pipeline import Pipeline
 from mmspec.quantisation.blocks import BlockLinear
+from mmspec.targets.support import towers_of
 from mmspec.targets.transformers_target import TransformersTarget
 
 T = TypeVar("T")
 
-PHASES = ("prefill", "draft", "verify", "commit")
-"""Timed phases of a request; the rest is preprocessing, stopping rules and detokenisation."""
+PHASES = ("tower", "prefill", "draft", "verify", "commit")
+"""Timed phases of a request: vision towers, the rest of the prefill, parts of steps; the remainder is preprocessing,
+stopping rules and detokenisation."""
 
 READ = "read"  # in place of a number of nodes: a loop that only reads the packed weights
 _BEFORE = 4  # untimed passes of the same size before each timed pass
@@ -194,8 +196,12 @@ def decode(
     method = method if learn else method.fork(target)
     profiled = None if method.drafter is None else ProfiledDrafter(method.drafter)
     own = Pipeline(target, pipe.processor, profiled, max_num_seqs=method.max_num_seqs, policy=method.policy)
-    start = clock()
-    results = own.generate_batch(requests, **vars(options), nodes=method.nodes, lossy=method.lossy)
+    start, towers = clock(), list[float]()
+    with contextlib.ExitStack() as hooks:
+        for tower in towers_of(target.model):  # on a GPU, these are the times of launches
+            hooks.enter_context(tower.register_forward_pre_hook(lambda *_: towers.append(-clock())))
+            hooks.enter_context(tower.register_forward_hook(lambda *_: towers.append(clock())))
+        results = own.generate_batch(requests, **vars(options), nodes=method.nodes, lossy=method.lossy)
     total = clock() - start
     method.policy = own.policy
     stats = [result.stats for result in results]
@@ -203,7 +209,9 @@ def decode(
     seconds = {
         "total": total,
         "decoding": max(row.wall_seconds for row in stats) - longest.time_to_first_token,
-        **{phase: getattr(longest, f"{phase}_seconds") for phase in PHASES},
+        "tower": sum(towers),
+        "prefill": longest.prefill_seconds - sum(towers),
+        **{phase: getattr(longest, f"{phase}_seconds") for phase in PHASES[2:]},
         "tree": 0.0 if profiled is None else profiled.seconds / max(profiled.proposals, 1),
         "pass": longest.verify_seconds / max(longest.num_spec_steps, 1),
     }

@@ -15,6 +15,7 @@ from statistics import median
 from time import perf_counter as clock
 from typing import Any
 
+from mmspec import plugins
 from mmspec.drafters.registry import drafters_for, make_drafter, split
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, make_table, wide_console
@@ -105,7 +106,7 @@ class Contender:
 
 def fitting_methods(pipe: Pipeline, drafters: str, sizes: Sequence[int]) -> tuple[list[Method], list[str]]:
     """Methods of the drafters that fit the model, and a line about each that does not."""
-    home = pipe.model.config.name_or_path or ""
+    home = plugins.model_path(pipe.name)
     listed = [part.strip() for part in split(drafters, ",") if part.strip()]
     names = (name for part in listed for name in (drafters_for(Path(home)) if part == "auto" else [part]))
     fit, unfit = list[Method](), []

@@ -345,7 +345,7 @@ def _time(axes: Axes, rows: Sequence[Figures]) -> None:
     names = [row["method"] for row in rows]
     left = [0.0] * len(rows)
     for part in (*PHASES, "rest"):
-        shares = [row["shares"][part] for row in rows]
+        shares = [row["shares"].get(part, 0.0) for row in rows]  # older records count towers as prefill
         axes.barh(names, shares, left=left, label=part)
         left = [a + b for a, b in zip(left, shares, strict=True)]
     axes.invert_yaxis()

@@ -59,7 +59,7 @@ class Evaluator:
         pipe = mmspec.load(self.settings.model, drafter=None, device=self.settings.device, dtype=self.settings.dtype)
         self.pipe = pipe
         peers = engines(self.settings.model, torch.get_num_threads(), self.settings.peers)
-        self.methods = parse_methods(self.settings.methods, pipe.target, peers)
+        self.methods = parse_methods(self.settings.methods, pipe.target, peers, pipe.name)
         for method in self.methods:
             method.max_num_seqs = max(method.max_num_seqs, *self.settings.batch_sizes)
         self.refused: dict[tuple[str, float, int], str] = {}

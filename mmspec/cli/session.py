@@ -30,6 +30,7 @@ from mmspec.loading import load
 from mmspec.pipeline import Generation, Piece, Pipeline
 from mmspec.progress import show_progress, show_steps
 from mmspec.sampling.params import SamplingParams
+from mmspec.targets import templates
 from mmspec.targets.checkpoints import is_on_hub
 
 _log = logging.getLogger("mmspec.load")
@@ -46,6 +47,7 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     if options["compare"] and ranks() > 1:
         raise UserError(f"--compare decodes with one rank: got one of {ranks()} ranks of a job")
     plan = "auto" if ranks() > 1 else None
+    templates.prepare()
     # Without warm-up, a single request captures only the steps that it needs.
     pipe = open_pipeline(notes, **{name: options[name] for name in LOADING}, tp_plan=plan, warm_up=0)
     if pipe.follow():

@@ -56,6 +56,7 @@ from mmspec.targets.support import (
     output_layer,
     refuse_not_finite,
     refuse_unsupported,
+    towers_of,
 )
 from mmspec.targets.tree_layers import tree_layers
 
@@ -99,7 +100,7 @@ class Decoder:
         if self.layers is not None and (is_sharded(model) or len(computing_devices(model)) > 1):
             raise UserError(f"layers with states are on one device: {type(model).__name__} is split over several")
         self._module = decoder_of(model)
-        self.attention = PassAttention(model, self._module, prepare)
+        self.attention = PassAttention(model, self._module, prepare, towers_of(model) if self._is_packed else [])
         if count is not None:
             last = len(self._stack) - 1
             if not 0 < count <= last:
@@ -203,11 +204,14 @@ class Decoder:
             self._fuses = bool((computed - whole).norm() <= tolerance * whole.norm())
         return states if self._fuses else None
 
+    @property
+    def _is_packed(self) -> bool:
+        return any(isinstance(layer, BlockLinear) for layer in self._module.modules())
+
     @cached_property
     def _sublayers(self) -> SublayerStack | None:
         """The layers for the C++ kernels; None if the kernels do not support them."""
-        packed = any(isinstance(layer, BlockLinear) for layer in self._module.modules())
-        if not packed or self._slots is not None or is_split(self._model):
+        if not self._is_packed or self._slots is not None or is_split(self._model):
             return None
         try:
             with self._applied():

@@ -94,6 +94,17 @@ def decoder_of(model: PreTrainedModel) -> Any:
     return module
 
 
+def towers_of(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The models outside the decoder, such as vision towers."""
+    decoder, found, around = decoder_of(model), list[PreTrainedModel](), [*model.children()]
+    for part in around:
+        if any(one is decoder for one in part.modules()):
+            around += [] if part is decoder else part.children()
+        elif isinstance(part, PreTrainedModel):
+            found.append(part)
+    return found
+
+
 def base_model(model: Any) -> Any:
     """Unwrap a peft wrapper, keeping the adapters in the layers; returns other models unchanged. Raises ``UserError``
     for learned prompts, which only the wrapper's forward adds."""

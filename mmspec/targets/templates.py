@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import lru_cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
+from threading import Thread
 from types import ModuleType
 from typing import Any
 
@@ -49,6 +51,17 @@ class _Template:
         if failed:
             raise ValueError(text)
         return text
+
+
+def prepare() -> None:
+    """Start a worker in the background, so that the first template need not wait for it."""
+    pool = _workers(os.getpid())
+
+    def start() -> None:
+        with suppress(WorkerError, RuntimeError):  # the first template reports them
+            pool.run(["", {}], b"", _SECONDS, _read)
+
+    Thread(target=start, daemon=True).start()
 
 
 def _beyond(limit: str, found: str) -> UserError:

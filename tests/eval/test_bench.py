@@ -97,6 +97,7 @@ def test_every_second_is_attributed_to_a_phase(folder, monkeypatch):
             assert spent == {
                 "total": 100.0 + spent["draft"] + steps * (3.0 + 1.0),
                 "decoding": spent["draft"] + steps * (3.0 + 1.0),
+                "tower": 0.0,
                 "prefill": 100.0,
                 "draft": spent["draft"],
                 "verify": steps * 3.0,
@@ -225,9 +226,28 @@ def test_answers_beside_a_server_and_busy_programs(tmp_path, monkeypatch):
     assert loops() == []
 
 
+def test_drafts_that_are_right_at_a_set_rate():
+    """Of images of one size and question, each has its own answer."""
+    options = ["--requests", "images:6", "--warm-up", 1, "--rounds", 2, "--max-new-tokens", 24]
+    result = run("--methods", "msd@chain4", "--acceptance", "0.5,1", *options)
+    plain, half, whole = result["rows"]
+    assert (result["set_acceptance"], half["method"], whole["method"]) == (
+        [0.5, 1],
+        "msd@chain4 at 0.5",
+        "msd@chain4 at 1",
+    )
+    assert [(row["equal"], row["compared"]) for row in result["rows"]] == [(6, 6)] * 3
+    assert (whole["acceptance"]["draft_acceptance_rate"], whole["acceptance"]["num_spec_steps"]) == (1, 6 * 5)
+    assert half["acceptance"]["acceptance_by_position"][0] == pytest.approx(0.5, abs=0.12)
+    assert min(row["shares"]["tower"] for row in (plain, half, whole)) > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--methods", "recycle", "--acceptance", "0.5"], "needs drafters with a network, such as mtp: got 'recycle'"),
+        (["--acceptance", "0.5", "--batch-sizes", "1,2"], "one request at a time: expected --batch-sizes 1"),
+        (["--acceptance", "0"], "0.0 is not in the range 0<x<=1"),
         (["--requests", "images"], "requests must be a file or SET:COUNT, separated by commas: got 'images'"),
         (["--requests", "prompt:3"], "unknown held-out set: expected one of clips, .*; did you mean prompts"),
         (["--requests", "prompts:97"], "expected at most 96 held-out prompts, got 97"),

@@ -54,6 +54,14 @@ def test_help_imports_neither_torch_nor_pydantic():
     assert (done.returncode, "caption" in done.stdout) == (0, True)
 
 
+def test_imports_are_not_collected_and_later_garbage_is():
+    now = "print(gc.get_threshold()[0], gc.get_freeze_count(), gc.callbacks)"
+    code = f"import gc; from mmspec.cli import main; main(['--help']); {now}; import mmspec.loading; {now}"
+    before, after = (line.split() for line in in_new_process(code).stdout.splitlines()[-2:])
+    assert before[:2] == ["400000", "0"]
+    assert (after[0], int(after[1]) > 200_000, after[2:]) == ("10000", True, ["[]"])
+
+
 def test_help_and_version_go_to_stdout(run):
     for args in ([], ["train"], ["--help"]):
         status, out, err = run(*args)

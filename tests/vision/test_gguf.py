@@ -16,6 +16,7 @@ from transformers.utils import is_torchvision_available
 import mmspec
 from mmspec import plugins
 from mmspec.demos.models import ModelCache
+from mmspec.ops import cpu
 from mmspec.targets import gguf_file
 from mmspec.vision.drafters.msd import MSD
 from mmspec.vision.gguf import VisionSource
@@ -99,6 +100,20 @@ def test_the_language_models_rows_stay_as_they_are_in_the_file(tmp_path):
     assert exact.model.vision_tower.encoder.layers[0].self_attn.q_proj.weight.equal(
         packed.model.vision_tower.encoder.layers[0].self_attn.q_proj.weight
     )
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantise", ["", "Q8_0"])
+def test_towers_of_packed_models_run_in_the_kernels(quantise, tmp_path, monkeypatch):
+    """And the model keeps its own attention."""
+    language, projector = projectors.save("qwen2_vl", tmp_path, quantise=quantise)
+    pipe = mmspec.load(str(language), None, mmproj=projector)
+    patches, original, tower = [], cpu.attention, pipe.model.model.visual
+    monkeypatch.setattr(cpu, "attention", lambda *given: patches.append(given[0].shape[1]) or original(*given))
+    pipe.generate("What is it?", images=[PICTURE, PICTURE.crop((0, 0, 112, 112))], max_new_tokens=1)
+    sizes = [12 * 16, 8 * 8] if quantise else []
+    assert [count for count in patches if count in (12 * 16, 8 * 8)] == sizes * len(tower.blocks)
+    assert tower.config._attn_implementation == "sdpa"
 
 
 def test_llavas_own_files_without_a_token_of_images(tmp_path):

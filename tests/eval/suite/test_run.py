@@ -253,6 +253,15 @@ def test_top_p_reaches_every_method(folder, monkeypatch):
     assert given == [0.4, 0.4]
 
 
+def test_drafters_are_found_by_the_models_name(folder):
+    """Models of GGUF files are configured in a folder of the cache, where no drafter is."""
+    target = mmspec.load(folder, drafter=None).target
+    target.model.config.name_or_path = str(Path(folder).parent)
+    assert isinstance(parse_methods("msd", target, model=folder)[1].drafter, MSD)
+    with pytest.raises(UserError, match="msd needs a checkpoint"):
+        parse_methods("msd", target)
+
+
 def test_method_specs(folder):
     target = mmspec.load(folder, drafter=None).target
     small = save_text_model(Path(folder).parent / "small")

@@ -138,14 +138,14 @@ def test_answers_of_one_token_have_no_decoding_ratio():
 
 
 def test_shares_of_time():
-    parts = [(10.0, (1.0, 2.0, 4.0, 1.0)), (15.0, (2.0, 0.0, 8.0, 0.0))]
+    parts = [(10.0, (1.0, 1.0, 2.0, 4.0, 1.0)), (15.0, (0.0, 2.0, 0.0, 8.0, 0.0))]
     made = [
         record(k, {"generate": method(30.0), "none": method(total, **dict(zip(PHASES, part, strict=True)))})
         for k, (total, part) in enumerate(parts)
     ]
     rows = rows_of(*made)
     assert rows["generate"]["shares"] == {}
-    shares = {"prefill": 3 / 25, "draft": 2 / 25, "verify": 12 / 25, "commit": 1 / 25, "rest": 7 / 25}
+    shares = {"tower": 1 / 25, "prefill": 3 / 25, "draft": 2 / 25, "verify": 12 / 25, "commit": 1 / 25, "rest": 6 / 25}
     assert rows["none"]["shares"] == pytest.approx(shares)
 
 

@@ -12,8 +12,10 @@ from mmspec import UserError, ops
 from mmspec.cache.tree_cache import SlotBounds, TreeCache
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
+from mmspec.ops import cpu
 from mmspec.targets.attention import NAME, PASS, TreePass, slot_limit, tail_mask, tree_attention, tree_mask, window_of
 from mmspec.targets.transformers_target import TransformersTarget
+from tests.compiled import needs_kernels
 from tests.targets import prefilled
 from tests.tiny import shared_model
 
@@ -63,6 +65,33 @@ def test_with_static_shapes_keys_and_values_are_not_copied(monkeypatch):
     for name in ("position_bias", "s_aux"):
         with pytest.raises(UserError, match=f"^attention must be a softmax of scaled scores: Module has {name}$"):
             tree_attention(layer, q, k, v, tail, **{PASS: passed, name: torch.zeros(1)})
+
+
+@needs_kernels
+@pytest.mark.parametrize(("heads", "kv_heads", "patches", "size"), [(3, 3, 70, 64), (4, 2, 33, 80), (2, 2, 1, 16)])
+def test_patches_of_towers_attend_in_the_kernels(heads, kv_heads, patches, size, monkeypatch):
+    """In bfloat16, all patches; not with a mask, causally, in another dtype or with heads of another size."""
+    calls, original = [], cpu.attention
+    monkeypatch.setattr(cpu, "attention", lambda *given: calls.append(given) or original(*given))
+    g, layer = torch.Generator().manual_seed(patches), nn.Module()
+    given = [torch.randn(2, patches, count, size, generator=g).transpose(1, 2) for count in (heads, kv_heads, kv_heads)]
+    half = [part.bfloat16() for part in given]
+    layer.is_causal, layer.num_key_value_groups = False, heads // kv_heads
+    everything = torch.ones(2, 1, patches, patches, dtype=torch.bool)
+    read, weights = tree_attention(layer, *half, None, scaling=0.3)
+    assert (read.dtype, weights, len(calls)) == (torch.bfloat16, None, 1)
+    expected = by_the_formula(*[part.float() for part in half], everything, 0.3)
+    assert float((read.float() - expected).norm()) < 0.01 * float(expected.norm())
+    default, _ = tree_attention(layer, *half, None, is_causal=None)
+    assert torch.equal(default, tree_attention(layer, *half, None, scaling=size**-0.5)[0])
+    del calls[:]
+    tree_attention(layer, *given, None)
+    tree_attention(layer, *half, everything)
+    tree_attention(layer, *half, None, is_causal=True)
+    tree_attention(layer, *[part[..., :10] for part in half], None)
+    layer.is_causal = True
+    tree_attention(layer, *half, None)
+    assert not calls
 
 
 def attention_of(model):

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import pickle
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -490,6 +491,19 @@ def test_templates_are_rendered_within_limits(
         wrong.encode([{"prompt": "hello"}])
     assert "\n" not in str(caught.value)
     assert usual.encode([{"prompt": "hello"}]).input_ids.shape[1] > 0
+
+
+def test_a_prepared_worker_renders_the_first_template(cache: Path, tmp_path: Path) -> None:
+    file = save_gguf(tmp_path / "a.gguf", entries={"tokenizer.chat_template": "{{ messages }}"})
+    processor, pool = load_processor(str(file)), templates._workers(os.getpid())
+    for worker in [*pool._workers]:
+        worker.stop()
+    templates.prepare()
+    next(one for one in threading.enumerate() if one.daemon and "start" in one.name).join(60)
+    before = [worker for worker in pool._workers if worker.process.poll() is None]
+    processor.encode([{"prompt": "hello"}])
+    assert len(before) == 1
+    assert [worker for worker in pool._workers if worker.process.poll() is None] == before
 
 
 @pytest.mark.parametrize("at", [0, 5, 8, 16, 24, 33, 60, 200])
