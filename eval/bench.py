@@ -277,7 +277,7 @@ def time_passes(
     found: dict[tuple[Any, ...], list[float]] = {}
     for turn in range(rounds + 1):
         for count in threads:
-            fix_threads(count)
+            torch.set_num_threads(count)
             for depth in rotated(depths, turn):
                 for name, pipe in rotated(list(pipes.items()), turn):
                     for part, seconds in pass_seconds(pipe.target, depth, rotated(nodes, turn)).items():
@@ -390,14 +390,13 @@ def main(
     peers: Sequence[str],
 ) -> dict[str, Any]:
     """Measure verify passes or, with --methods, answers: tables, then one JSON line."""
-    before, model = torch.get_num_threads(), models[0]
+    model, threads = models[0], threads or (torch.get_num_threads(),)
     if len(models) > 1 and (peers or divergence):
         raise UserError(f"--peer and --divergence need one model: got {len(models)}")
     if peers and methods is None:
         raise UserError("--peer needs --methods: other engines answer requests")
     if acceptance and (methods is None or max(batch_sizes) > 1):
         raise UserError("--acceptance needs --methods, one request at a time: expected --batch-sizes 1")
-    threads = threads or (before,)
 
     @cache
     def started(count: int) -> dict[str, Any]:
@@ -409,35 +408,32 @@ def main(
         pipes[" ".join(chain(*about_it))] = open_model(name, dtype, form)
     about = {"model": ", ".join(models), **describe(next(iter(pipes.values())).target), "rounds": rounds}
     wait_for_huge_pages()
-    try:
-        if methods is None:
-            about["equal"] = {dtype: drafts_equal(pipe) for dtype, pipe in pipes.items()}
-            about["divergence"] = divergences(model, pipes) if divergence else {}
-            rows = []
-            for programs in busy:
-                with busy_programs(programs):
-                    found = time_passes(pipes, threads, depths or (42,), nodes, rounds)
-                rows += [{"busy": programs, **row} for row in found]
-            print_rows(_PASSES, rows, "milliseconds per verify pass")
-            for dtype, nats in about["divergence"].items():
-                click.echo(f"{dtype}: {nats:.5f} nats from float32", err=True)
-            return {**about, "rows": rows}
-        pipe = next(iter(pipes.values()))
-        visual = pipe.processor.reads_media
-        sets = {f"depth {tokens}": [text_of(pipe, tokens)] for tokens in depths or ()}
-        source = source or ("" if depths else "images:24,clips:8" if visual else "prompts:16")
-        first, requests = load_requests(source, warm_up, visual)
-        sets |= {source: requests} if source else {}
-        sampled, rates = temperature > 0, acceptance or ()
-        conditions = conditions_of(pipes, methods, threads, busy, batch_sizes, started, sampled, rates)
-        options = DecodingOptions(max_new_tokens, temperature)
-        for one in conditions:
-            fix_threads(one.threads)
-            for method, request in product(one.methods, first):
-                one.decode(method, [request], options, learn=True)
-        measure(conditions, sets, rounds, options)
-    finally:
-        fix_threads(before)
+    if methods is None:
+        about["equal"] = {dtype: drafts_equal(pipe) for dtype, pipe in pipes.items()}
+        about["divergence"] = divergences(model, pipes) if divergence else {}
+        rows = []
+        for programs in busy:
+            with busy_programs(programs):
+                found = time_passes(pipes, threads, depths or (42,), nodes, rounds)
+            rows += [{"busy": programs, **row} for row in found]
+        print_rows(_PASSES, rows, "milliseconds per verify pass")
+        for dtype, nats in about["divergence"].items():
+            click.echo(f"{dtype}: {nats:.5f} nats from float32", err=True)
+        return {**about, "rows": rows}
+    pipe = next(iter(pipes.values()))
+    visual = pipe.processor.reads_media
+    sets = {f"depth {tokens}": [text_of(pipe, tokens)] for tokens in depths or ()}
+    source = source or ("" if depths else "images:24,clips:8" if visual else "prompts:16")
+    first, requests = load_requests(source, warm_up, visual)
+    sets |= {source: requests} if source else {}
+    sampled, rates = temperature > 0, acceptance or ()
+    conditions = conditions_of(pipes, methods, threads, busy, batch_sizes, started, sampled, rates)
+    options = DecodingOptions(max_new_tokens, temperature)
+    for one in conditions:
+        fix_threads(one.threads)
+        for method, request in product(one.methods, first):
+            one.decode(method, [request], options, learn=True)
+    measure(conditions, sets, rounds, options)
     rows = rows_of(conditions)
     count = sum(map(len, sets.values()))
     print_rows(_ANSWERS, rows, f"{count} requests, medians and minima of speedups in seconds per token")

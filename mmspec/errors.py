@@ -102,7 +102,7 @@ EXTRAS = {
     "decord": ("decord",),
     "demo": ("gradio",),
     "eval": ("datasets", "matplotlib", "pycocoevalcap"),
-    "peers": ("openvino_genai",),
+    "peers": ("mistralrs", "openvino_genai"),
     "ray": ("ray",),
     "real": ("gguf",),
     "serve": ("fastapi", "prometheus_client", "starlette", "uvicorn"),

@@ -92,4 +92,5 @@ class _StopTexts(StoppingCriteria):
             for token in row[self._length :]:
                 reader.append(token)
         self._length = input_ids.shape[1]
-        return torch.tensor([reader.answer.stopped for reader in self._rows], dtype=torch.bool, device=input_ids.device)
+        met = [bool(reader.answer.stopped) for reader in self._rows]
+        return torch.tensor(met, dtype=torch.bool, device=input_ids.device)

@@ -23,7 +23,7 @@ from mmspec import __version__
 from mmspec.cli.app import sigterm_exits
 from mmspec.cli.commands import ModuleCommand
 from mmspec.cli.options import OUT_FILE
-from mmspec.engine.threads import fix_threads
+from mmspec.engine.threads import fix_threads, restored_threads
 from mmspec.files import write_text
 from mmspec.ops.cpu_library import build
 from mmspec.targets.packing import weights_kind
@@ -49,9 +49,10 @@ def benchmark(function: Callable[..., dict[str, Any]]) -> click.Command:
 
     @wraps(function)
     def run(out: Path | None, **options: Any) -> None:
-        if not own_threads and (threads := options.pop("threads")):
-            fix_threads(threads)
-        result = function(**options)
+        with restored_threads():
+            if not own_threads and (threads := options.pop("threads")):
+                fix_threads(threads)
+            result = function(**options)
         print_result(result, out)
         if result.get("failed"):
             raise SystemExit(1)

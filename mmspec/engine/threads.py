@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -35,6 +35,19 @@ def fix_threads(count: int) -> None:
     """Set torch's number of threads for the process, as the user's choice: the number that engines then use."""
     os.environ[_NUMBER] = str(count)
     torch.set_num_threads(count)
+
+
+@contextmanager
+def restored_threads() -> Iterator[None]:
+    """Undo ``fix_threads`` at the end of the block."""
+    before, chosen = torch.get_num_threads(), os.environ.get(_NUMBER)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        os.environ.pop(_NUMBER, None)
+        if chosen is not None:
+            os.environ[_NUMBER] = chosen
 
 
 class ThreadTrial:

@@ -186,7 +186,7 @@ class TransformersTarget:
         call = {**prompt.inputs, **tokens, "attention_mask": mask, "position_ids": positions}
         # Longrope's rotations depend on the last position of a pass.
         divisible = prompt.prefill_mask is None and not any(rope_side(self.config, length))
-        native, keeps = divisible and decoder.prompts_natively(cache), False
+        native, keeps = prompt.prefill_mask is None and decoder.prompts_natively(cache), False
         first = 0
         if state is not None:
             first, keeps = state.length, divisible and decoder.layers is not None
@@ -203,7 +203,7 @@ class TransformersTarget:
         elif (splits or native or first) and (inputs := decoder.chunk_inputs(call, cache)) is not None:
             passes: list[dict[Feature, Tensor]] = []
             size = chunk or length
-            if native:
+            if native and divisible:
                 size = min(size, MAX_ROWS // batch or 1)
             end = first
             while end < length:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
 import mmspec
-from mmspec.eval import opening, roofline
+from mmspec.eval import roofline
 from mmspec.eval.harness.output import make_table
 from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.blocks import BlockLinear
@@ -104,18 +102,3 @@ def test_a_model_s_passes_are_simulated_and_measured(tmp_path: Path, monkeypatch
     assert rows[0]["simulated"] == pytest.approx(500)
     assert all(sum(size * count for _, size, count in layers) == packed for layers, *_ in given)
     assert all(row["simulated"] >= row["rest"] > 0 for row in rows)
-
-
-@pytest.mark.long
-def test_load_times_of_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
-    file = save_gguf(tmp_path / "a.gguf")
-    mmspec.load(str(file), drafter=None)  # compiles the kernels
-    done = CliRunner().invoke(opening.main, ["--model", str(file), "--rounds", "1", "--threads", "1"])
-    assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
-    assert [(row["model"], row["by"]) for row in rows] == [("a.gguf", opening.FIRST), ("a.gguf", opening.LATER)]
-    for row in rows:
-        assert 0 < row["seconds"] < row["imports"] + 60
-        assert 1e8 < row["resident"] <= row["peak"]
-        assert 1000 < row["written"] < 1e6

@@ -291,5 +291,5 @@ def test_keys_and_values_in_int8_stay_with_their_tokens():
         parts = found.keys[0] - centre[layer][:, None], found.values[0]
         for mine, expected in zip(parts, known[layer], strict=True):
             torch.testing.assert_close(mine.float(), expected, atol=0.06, rtol=0)
-    (buffer,) = cache.tensors()
+    (buffer,) = cache.kv.tensors
     assert buffer.nbytes / buffer[..., 0].numel() == 132  # 256 in bfloat16

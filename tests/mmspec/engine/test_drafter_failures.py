@@ -7,6 +7,7 @@ from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import mmspec
@@ -247,15 +248,15 @@ def test_warnings_follow_the_streamed_text(monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
 
     def pieces(error=None):
-        yield Piece("one ", [1])
+        yield Piece("one ", [1], parts=[("", "one ")])
         print("rests", file=sys.stderr)
         if error is not None:
             raise error
-        yield Piece("two", [2], "stop", Stats())
+        yield Piece("two", [2], "stop", Stats(), parts=[("", "two")])
 
-    session._collect(pieces(), show=True)
+    session.Answer().read(Console(file=StringIO()), pieces())
     with pytest.raises(KeyError):
-        session._collect(pieces(KeyError()), show=True)
+        session.Answer().read(Console(file=StringIO()), pieces(KeyError()))
     assert terminal.getvalue() == "one two\nrests\none \nrests\n"
 
 
@@ -297,7 +298,7 @@ def test_a_draft_model_with_a_shorter_context():
 
 def test_the_line_of_figures_says_that_drafting_stopped():
     _, (row,) = on_table(Failing(Ngram(), "propose"))
-    line = session._stats_line(Generation("", row.token_ids, "length", row.stats), "ngram", None)
+    line = session.stats_line(Generation("", row.token_ids, "length", row.stats), "ngram", None)
     assert "| drafter ngram (nothing drafted) | drafting stopped (Ngram: RuntimeError: the drafter's own) |" in line
     assert row.stats.to_dict()["drafter_error"] == row.stats.drafter_error
 

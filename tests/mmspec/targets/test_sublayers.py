@@ -211,7 +211,8 @@ def test_answers_are_equal_with_drafts_in_later_turns_and_processes(family, keys
         assert again.stats.num_cached_tokens >= 500
         assert (again.token_ids, again.logprobs) == (single[1].token_ids, single[1].logprobs)
         edited = prompts[1][:560] + "x" + prompts[1][561:]
-        expected = mmspec.load(model, drafter=drafter, processor=byte_tokenizer()).generate(edited, **options)
+        own = dict(processor=byte_tokenizer(), kv_cache_dtype=keys)
+        expected = mmspec.load(model, drafter=drafter, **own).generate(edited, **options)
         pipeline.engine.close()
         later = mmspec.load(copy.deepcopy(model), drafter=drafter, processor=byte_tokenizer(), **kept)
         again = later.generate(prompts[1], **options)
@@ -295,7 +296,7 @@ def test_keys_in_int8_are_near_those_in_bfloat16(family):
     # A token may use other experts.
     usual, coded = ([_error(*pair) for pair in zip(one, exact, strict=True)] for one in found)
     assert all(mine < 1.5 * theirs for mine, theirs in zip(coded, usual, strict=True))
-    (whole,), (half,) = (target.runner.cache.tensors() for target in targets[1:])
+    (whole,), (half,) = (target.runner.cache.kv.tensors for target in targets[1:])
     assert half.dtype == torch.uint8
     assert half[..., 0].numel() * 2 * (half.shape[-1] - 4) == whole.nbytes
 
