@@ -89,11 +89,12 @@ def test_a_terminal_shows_the_current_step() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     with show_steps(console), show_steps(console):
         logging.getLogger("mmspec.load").info("loading %s", "[model]")
+        logging.getLogger("mmspec.load").log(progress.PART, "a part")
         logging.getLogger("mmspec.load").debug("a detail")
         logging.getLogger("mmspec.calibrate").info("measuring")
     logging.getLogger("mmspec.load").info("a request")
     shown = text_of(console)
-    assert 0 < shown.index("loading [model] ...") < shown.index("measuring ...")
+    assert 0 < shown.index("loading [model] ...") < shown.index("a part ...") < shown.index("measuring ...")
     assert "detail" not in shown
     assert "request" not in shown
 
