@@ -77,6 +77,7 @@ class SublayerStack:
         self._norm: Any = next(getattr(decoder, name) for name in _FINAL_NORMS if hasattr(decoder, name))
         self._last = gain_of(self._norm).float().contiguous(), epsilon_of(self._norm)
         self._scale = float(getattr(decoder, "embedding_multiplier", 1.0))
+        self._scales_given = True  # whether embeddings given in place of token ids are scaled
         kinds, self._window = windows(decoder.config)
         if "chunked_attention" in kinds:
             raise ValueError("attention has a window or none: got chunks")
@@ -162,8 +163,9 @@ class SublayerStack:
 
     def _embedded(self, inputs: dict[str, Any]) -> Tensor:
         embeds = inputs.get("inputs_embeds")
+        scale = self._scale if embeds is None or self._scales_given else 1.0
         embeds = self._embed(inputs["input_ids"]) if embeds is None else embeds
-        return embeds if self._scale == 1 else embeds * self._scale
+        return embeds if scale == 1 else embeds * scale
 
     def _states(
         self, x: Tensor, inputs: dict[str, Any], masks: Sequence[Tensor | None], cache: Any, *recurrent: Any
@@ -315,6 +317,10 @@ class SublayerStack:
             layers[-1].register_forward_hook(record, with_kwargs=True),
         ):
             out = self._decoder(**inputs, use_cache=False)[0]
+            if self._scale != 1:  # Falcon-H1 scales the embeddings of token ids only
+                given = {"inputs_embeds": self._embed(inputs["input_ids"])}
+                self._decoder(**given, use_cache=False)
+                self._scales_given = torch.equal(ends[2], self._embedded(given))
         error = (cpu.norm(ends[1].float(), *self._last) - out).norm() / out.norm()
         if not torch.equal(ends[0], self._embedded(inputs)) or not error < _ROUNDING:
             raise ValueError(f"{type(self._decoder).__name__} computes more than its layers and norm")

@@ -13,6 +13,7 @@ import select
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,7 @@ def test_on_a_terminal(tmp_path: Path) -> None:
         return text.decode(errors="replace")
 
     def send(text: str, pattern: str = r">>> $") -> str:
+        time.sleep(0.5)  # a Ctrl-C between readline's echo and its wait for a key takes effect at the next key
         os.write(leader, text.encode())
         return until(pattern)
 
@@ -275,6 +277,7 @@ def test_on_a_terminal(tmp_path: Path) -> None:
         send("\x03")
         assert "messages in" in send("/save chat.json\r", r"in chat.json[\s\S]*>>> $")
         assert "Ctrl-C again" in send("\x03", r"again[\s\S]*>>> $")
+        time.sleep(0.5)
         os.write(leader, b"\x03")
         assert process.wait(60) == 0
     finally:
