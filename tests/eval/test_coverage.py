@@ -91,7 +91,6 @@ def test_every_class_is_listed_once():
         (VISION, "nemotron_h_omni", EQUAL, _TEXTS),  # an output layer inside the language model
         (TEXT, "bert", coverage.REFUSED, ("prompt",)),
         (TEXT, "rwkv", coverage.REFUSED, ("prompt",)),
-        (VISION, "git", coverage.REFUSED, (*_TEXTS, "image")),  # caches an image that has no tokens in the prompt
         (VISION, "blip-2", coverage.NOT_GENERATED, ()),
         (TEXT, "dbrx", coverage.NOT_BUILT, ()),
     ],

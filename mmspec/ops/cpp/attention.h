@@ -149,7 +149,7 @@ inline Attention of_layer(Attention a, int64_t place) {
 
 // Keeps the compiler from loading x again for each product.
 inline words in_register(words x) {
-#if defined(__x86_64__)
+#if defined(__AVX2__)
   asm("" : "+v"(x));
 #endif
   return x;
