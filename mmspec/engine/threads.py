@@ -51,7 +51,7 @@ def restored_threads() -> Iterator[None]:
 
 
 class ThreadTrial:
-    """Chooses the number of threads of the C++ kernels by the times of decode steps, all and half in turn.
+    """Chooses the number of kernel threads: decode steps alternate between all threads and half of them.
 
     Times are compared among steps over equal numbers of tokens. Unless half is faster, all are kept, as prompts gain
     more from threads than decoding.

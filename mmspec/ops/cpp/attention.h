@@ -139,7 +139,7 @@ inline void store_slot(const Attention& a, bool is_key, int64_t row, int64_t hea
   store_rounded(reinterpret_cast<uint16_t*>(to), from, a.head_dim);
 }
 
-// Attention of layer ``place`` of a cache (layers, 2, ...), from that of its first layer.
+// Attention of layer ``place`` of a cache (layers, 2, ...), from attention of the first layer.
 inline Attention of_layer(Attention a, int64_t place) {
   int64_t first = 2 * place * (a.value - a.key);
   a.key += first, a.value += first;
