@@ -15,7 +15,8 @@ def main(model: str, port: str, threads: str) -> None:
     os.environ["RAYON_NUM_THREADS"] = threads  # read by the import
     from mistralrs import CompletionRequest, Runner, Which
 
-    runner = Runner(Which.GGUF(str(Path(model).parent), Path(model).name), max_seqs=1, prefix_cache_n=0)
+    file: Any = Which.GGUF(str(Path(model).parent), Path(model).name)  # mistral.rs's stubs: not a Which
+    runner = Runner(file, max_seqs=1, prefix_cache_n=0)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
