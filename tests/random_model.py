@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForImageTextToText, Qwen3_5Config
 
+from mmspec.drafters.mtp import DRAFT_VOCABULARY
 from mmspec.loading import load_processor
 from tests.mtp import mtp_tensors, write_target
 
@@ -40,6 +41,8 @@ def save(tokenizer: str, folder: Path) -> None:
     config = Qwen3_5Config(text_config=text, vision_config=TOWER, tie_word_embeddings=True, **ids)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():  # answers of frequent tokens, as texts are
+        model.get_input_embeddings().weight[DRAFT_VOCABULARY:] *= 0.1
     layer = {name: (x * 0.08 * (x.ndim > 1)).bfloat16() for name, x in mtp_tensors(model).items()}
     write_target(folder, model, layer)
     words.save_pretrained(folder)
