@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,12 +26,12 @@ FEWEST, MOST = 2, 4  # methods of a race
 
 
 def drafter_of(method: str) -> str:
-    """Strip the shape from a method, leaving the drafter."""
+    """A method without its shape."""
     return method if Selection.parse(method).chain is None else method.removesuffix(CHAIN)
 
 
 def label(method: str) -> str:
-    """Display name of a method, such as "FLASH, chain"."""
+    """Display name, such as "FLASH, chain"."""
     return Selection.parse(method).label()
 
 
@@ -53,11 +54,8 @@ def check_methods(methods: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Catalog:
-    """Models and drafters that visitors may select: those listed, and others if ``open``.
-
-    The ``default`` is the first model: for texts if it reads text only, else for images and videos. ``text_only`` are
-    the models that are known to take neither.
-    """
+    """Models and drafters that visitors may select: those listed, and others if ``open``. The ``default`` is for texts
+    if it is ``text_only``, else for images and videos."""
 
     models: tuple[str, ...]
     drafters: tuple[str, ...]
@@ -69,9 +67,8 @@ class Catalog:
     def of(
         cls, models: Sequence[str] = (), drafters: Sequence[str] = (), texts: Iterable[str] = (), *, open: bool = True
     ) -> Catalog:
-        """Catalog of the given models and drafters; by default, and always if ``open``, the installed models and all
-        registered drafters. ``texts`` are models that take neither images nor videos, besides registered text
-        models."""
+        """The given models and drafters; by default, and always if ``open``, also the installed models and all
+        registered drafters. ``texts`` are further text models."""
         listed = dict.fromkeys([*models, *(plugins.installed() if open or not models else [])])
         named = dict.fromkeys([AUTO, *drafters, *(plugins.names("drafters") if open or not drafters else []), PLAIN])
         text_only = frozenset({*texts, *filter(plugins.reads_text_only, listed)})
@@ -173,11 +170,10 @@ class Examples:
 
     def name_of(self, upload: str, model: str) -> str | None:
         """File name of the example that equals an upload; None without a match."""
-        try:
+        with suppress(OSError):  # the upload was removed: the request itself reports the error
             paths = (Path(example.value) for example in self.of(model))
             return next((path.name for path in paths if filecmp.cmp(upload, path, shallow=False)), None)
-        except OSError:  # the upload was removed: the request itself reports the error
-            return None
+        return None
 
     def include(self, request: ChatRequest) -> bool:
         """Whether a request's uploads, or its text, are all among the examples for its model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import field, replace
 from functools import cache
 from itertools import groupby
@@ -99,12 +100,8 @@ def decoder() -> MediaDecoder:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of an answer.
-
-    Attributes:
-        text: text added by the token; empty until a later token completes the character.
-        origin, step: see ``mmspec.engine.stats.token_origins``; the step is a verify pass, counted from 1.
-    """
+    """A token of an answer, with the text that it adds, empty until a later token completes the character; origin and
+    verify pass, from 1, as in ``mmspec.engine.stats.token_origins``."""
 
     text: str
     origin: Origin
@@ -121,7 +118,6 @@ class Turn:
 
     @staticmethod
     def of(prompt: str, tokens: Iterable[Token], stopped: bool) -> Turn:
-        """Build a turn from an answer's tokens."""
         groups = groupby(tokens, key=lambda token: (token.origin, token.step))
         return Turn(prompt, [Token("".join(token.text for token in group), *key) for key, group in groups], stopped)
 
@@ -132,13 +128,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class ChatState:
-    """State of a visitor's conversation. Stored in the page, so it survives a restart of the server.
-
-    Attributes:
-        seed: sampling seed of all turns; 0 until the first.
-        running: id of the running request; empty if none runs.
-        opened: whether the tab has been used, or has shown its opening race.
-    """
+    """A visitor's conversation, stored in the page, so it survives a restart of the server: the sampling seed of all
+    turns, 0 before the first; the id of the running request, or ""; whether the tab has been used or has raced."""
 
     turns: list[Turn] = field(default_factory=list)
     seed: int = 0
@@ -148,11 +139,10 @@ class ChatState:
     @staticmethod
     def parse(value: Any) -> ChatState:
         """Parse the conversation sent by a page; malformed values give an empty conversation."""
-        try:
+        with suppress(ValidationError):
             state = TypeAdapter(ChatState).validate_python(value)
-        except ValidationError:
-            return ChatState()
-        return replace(state, turns=state.turns[-MAX_TURNS:])
+            return replace(state, turns=state.turns[-MAX_TURNS:])
+        return ChatState()
 
     @property
     def history(self) -> list[tuple[str, str]]:

@@ -70,11 +70,10 @@ class LoadedModel:
         return self.target.model.config.model_type in ("llava", "llava_next")
 
     def pipeline(self, method: str, *, keep: bool = False) -> Pipeline:
-        """The cached or new pipeline of a method."""
         return self._pipelines.get(method, self.open, keep=keep)
 
     def open(self, method: str, adapt: AdaptOptions | None = None) -> Pipeline:
-        """Create a pipeline; see ``pipeline``. With ``adapt``, the drafter learns from all sequences."""
+        """A new pipeline, see ``pipeline``. With ``adapt``, the drafter learns from all sequences."""
         drafter = make_drafter(method, str(self.target.model.config.name_or_path))
         options: dict[str, Any] = {"generation_config": self._loaded.generation_config, "adapt": adapt}
         drafter = per_sequence(drafter) if adapt is None else drafter
@@ -94,7 +93,7 @@ class ModelCache:
         self.turns = RequestQueue(RUNNING, WAITING)
 
     def get(self, name: str, *, keep: bool = False) -> LoadedModel:
-        """Return a model, loading it if it is not cached. Raises ``UserError`` if it is not supported as a target."""
+        """A cached or new model. Raises ``UserError`` if it is not supported as a target."""
         if not name:
             raise UserError(f"choose a model: expected {', '.join(plugins.names('models'))}, a folder or a hub id")
         loaded = self._models.get(name, self._load, keep=keep)
@@ -103,8 +102,8 @@ class ModelCache:
         return loaded
 
     def keep(self, name: str, method: str, adapt: AdaptOptions | None = None) -> Pipeline:
-        """Return a method's pipeline, and exempt the pipeline and its model from eviction. With ``adapt``, the pipeline
-        is separate and its drafter learns: races repeat requests, so their drafters must not learn."""
+        """A method's pipeline, exempt from eviction with its model. With ``adapt``, the pipeline is separate and its
+        drafter learns: races repeat requests, so their drafters must not learn."""
         loaded = self.get(name, keep=True)
         return loaded.pipeline(method, keep=True) if adapt is None else loaded.open(method, adapt)
 

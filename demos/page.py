@@ -403,7 +403,6 @@ def linked(tabs: dict[str, Tab], selected: gr.Tabs, query: Mapping[str, str]) ->
 
 
 def _number(text: str) -> Any:
-    try:
+    with suppress(ValueError):
         return json.loads(text)
-    except ValueError:
-        return text
+    return text

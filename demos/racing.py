@@ -27,13 +27,12 @@ _DIGITS = 4  # decimals of recorded probabilities
 
 @dataclass
 class StreamedAnswer:
-    """An answer that grows while it is generated.
+    """An answer by a method of decoding (``drafter``, see ``resolved``) that grows while it is generated. Statistics
+    are set when it is complete.
 
     Attributes:
-        drafter: the decoding method, see ``resolved``.
         seconds: time of image preprocessing and engine steps so far, without time spent in the consumer.
         pass_ends: ``seconds`` at the end of the prefill and of every pass so far.
-        stats, finish_reason: set when the answer is complete.
     """
 
     model: str
@@ -102,13 +101,9 @@ def stream_answer(pipe: Pipeline, method: str, request: Mapping[str, Any]) -> It
 
 
 def recording(lanes: Sequence[StreamedAnswer], chat: ChatRequest, example: str | None) -> dict[str, Any]:
-    """Complete or stopped answers to one request as JSON values; ``example`` is the name of an uploaded example.
-
-    Returns:
-        ``settings``: contents of a link to the page. ``lanes``: for each method, its text, ``ends`` of prefill and
-        passes in seconds, ``emitted`` tokens of each, ``shares`` of drafting and verification in a pass, and verified
-        ``trees`` (fields of ``TreeRecord``).
-    """
+    """Complete or stopped answers to one request as JSON values: ``settings`` of a link to the page, with the name of
+    an uploaded example; ``lanes`` with the text, ``ends`` of prefill and passes in seconds, ``emitted`` tokens of each,
+    ``shares`` of drafting and verification in a pass, and verified ``trees`` of each method."""
     left_out = {"uploads", "history", "drafter", *(["frames"] if chat.kind != "video" else [])}
     settings = {name: value for name, value in asdict(chat).items() if name not in left_out}
     settings |= {"methods": [lane.drafter for lane in lanes], **({"example": example} if example else {})}
@@ -144,11 +139,10 @@ class Race:
     """Answers of one or several methods to one request. The comparison is set when the first run is complete.
 
     Attributes:
-        lanes: an answer per method, of the first run, later of the run with median time; none or empty ones in the
-            queue.
+        lanes: an answer per method, of the first run, later of the run with median time among ``runs``; no answers or
+            empty answers in the queue.
         equal, difference: whether the tokens of all lanes are equal, and their first difference.
         ahead: number of requests ahead in the queue; None while running.
-        runs: number of complete runs to choose the lanes from.
     """
 
     lanes: list[StreamedAnswer]

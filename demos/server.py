@@ -118,11 +118,8 @@ def make_api(
     key: str | None = None,
     adapt: AdaptOptions | None = None,
 ) -> FastAPI:
-    """The application of OpenAI's API, whose model and drafter stay loaded; see ``mmspec.serving.app.create_app``.
-
-    Without a listening address (``host``), every name in the Host header is accepted. With ``adapt``, the drafter
-    learns from requests, on a pipeline separate from the page's.
-    """
+    """The application of OpenAI's API, whose model and drafter stay loaded, see ``ModelCache.keep``. Without a
+    listening address (``host``), every name in the Host header is accepted."""
     from mmspec.serving.app import create_app  # the page alone does not need its packages
 
     pipe = models.keep(model, drafter, adapt)

@@ -50,10 +50,8 @@ class Service:
         return self.models.turns.run(_user_errors(races), lambda ahead: Race([], ahead=ahead), alone=True)
 
     def opening(self, chat: ChatRequest) -> Iterator[Race]:
-        """The opening race of a tab: runs for the first visitor, and is cached for later visitors.
-
-        A race without a speedup, for example on a busy machine, is repeated once.
-        """
+        """The opening race of a tab: runs for the first visitor, and is cached for later visitors. A race without a
+        speedup, for example on a busy machine, is repeated once."""
         if chat.kind in self._openings:
             yield self._openings[chat.kind]
         else:

@@ -58,15 +58,9 @@ Call = tuple[str, Mapping[str, Any]]  # name of a function and its arguments
 
 @dataclass(frozen=True)
 class ToolRequest:
-    """A request with its expected answer.
-
-    Attributes:
-        says: expected words of an answer without calls.
-        choice: ``tool_choice``; a function is given by name.
-        sent: client method: ``chat.completions.create``, or the helpers ``parse`` or ``stream``, which require strict
-            tools.
-        before: an earlier call for the prompt, and its result.
-    """
+    """A request with its expected calls, or words of an answer without calls (``says``). ``choice`` is ``tool_choice``,
+    a function by name; ``sent`` the client's method, of which ``parse`` and ``stream`` require strict tools; ``before``
+    an earlier call for the prompt, and its result."""
 
     name: str
     prompt: str

@@ -45,12 +45,8 @@ MIN_NODES = 64
 
 
 class _Recorded:
-    """States of all layers of a model, and values of a verify pass's nodes from which a commit advances them.
-
-    Attributes:
-        state: (rows, ...).
-        calls: convolutions or scans computed in the last verify pass.
-    """
+    """States of all layers of a model, (rows, ...), and values of a verify pass's nodes from which a commit advances
+    them. ``calls`` counts the convolutions or scans of the last verify pass."""
 
     def __init__(self, static_shapes: bool) -> None:
         self.static_shapes = static_shapes
@@ -134,15 +130,9 @@ class Convolutions(_Recorded):
         return state[:rows, self._channels[key]]
 
     def commit(self, part: slice, chain: Tensor, at: tuple[Tensor, Tensor], read: bool) -> Tensor:
-        """Advance some convolutions along a path.
-
-        Args:
-            chain: (batch, depth) int64, 0 to depth - 1, right-padded with -1.
-            at: indices of rows and of the path's nodes, (batch, 1) and (batch, depth).
-
-        Returns:
-            (batch, depth, channels), outputs of the convolutions, or their inputs if ``read`` is false.
-        """
+        """Advance some convolutions along a path; returns their outputs, or their inputs if ``read`` is false, (batch,
+        depth, channels). ``chain``: (batch, depth) int64, 0 to depth - 1, right-padded with -1; ``at``: indices of rows
+        and of the path's nodes, (batch, 1) and (batch, depth)."""
         channels = list(self._channels.values())[part]
         span = slice(channels[0].start, channels[-1].stop)
         y = inputs = self._values[:, :, span][at]
@@ -160,13 +150,8 @@ class Convolutions(_Recorded):
 
 
 class Scans(_Recorded):
-    """States of all scans of a model, (rows, units, heads, ...) float32.
-
-    Args:
-        recurrence: recurrence of all units; None for a model with convolutions only.
-        units: number of scans of all layers; 0 without scans.
-        per_layer: consecutive scans per layer, whose states transformers stacks.
-    """
+    """States of all scans of a model, (rows, units, heads, ...) float32: ``per_layer`` consecutive scans a layer,
+    whose states transformers stacks; no ``recurrence`` and no units in a model with convolutions only."""
 
     def __init__(self, recurrence: Recurrence | None, units: int, per_layer: int, static_shapes: bool) -> None:
         super().__init__(static_shapes)
@@ -202,14 +187,8 @@ class Scans(_Recorded):
         return y, state[:0]
 
     def commit(self, layers: slice, inputs: Tensor, chain: Tensor, at: tuple[Tensor, Tensor], channels: bool) -> None:
-        """Advance the states of some layers along a path.
-
-        Args:
-            layers: indices among layers with scans.
-            inputs: (batch, depth, channels), outputs of the layers' convolutions along the path.
-            chain: (batch, depth) int64, 0 to depth - 1, right-padded with -1.
-            at: indices of rows and of the path's nodes, (batch, 1) and (batch, depth).
-        """
+        """Advance the states of ``layers``, indices among layers with scans, along a path, as ``Convolutions.commit``
+        does. ``inputs``: (batch, depth, channels), outputs of the layers' convolutions along the path."""
         assert self._recurrence is not None
         batch, units = len(chain), slice(layers.start * self.per_layer, layers.stop * self.per_layer)
         states = self.state.data[:batch, units]  # (batch, units, heads, ...)
@@ -223,14 +202,8 @@ class Scans(_Recorded):
 
 
 class StateCache(TreeCache):
-    """``TreeCache`` of a model with recurrent layers of one kind.
-
-    Args:
-        recurrence: recurrence class of these layers; None for convolutions only.
-        recurrent: indices of layers with a recurrent state.
-        attending: indices of layers with keys and values; a layer may have both.
-        scans: consecutive scans per layer, whose states transformers stacks.
-    """
+    """``TreeCache`` of a model with layers of one recurrence, or of convolutions only: indices of ``recurrent`` layers,
+    with ``scans`` states each, and of ``attending`` layers, with keys and values; a layer may be both."""
 
     def __init__(
         self,
@@ -343,16 +316,13 @@ class StateCache(TreeCache):
     def windowed(
         self, key: Key, width: int, function: Callable[..., Any], x: Tensor, *others: Tensor, mask: Tensor | None = None
     ) -> Any:
-        """Run a part of a layer whose outputs depend on the last ``width`` tokens of ``x`` and on the current token of
-        ``others``. In a verify pass, each node's window is passed as a sequence.
+        """Run a part of a layer whose outputs, one or several (batch, tokens, ...), depend on the last ``width`` tokens
+        of ``x`` and on the current token of ``others``. In a verify pass, each node's window is passed as a sequence.
 
         Args:
             key: key of the convolution whose state stores the inputs.
             function: called with ``x`` and ``others``, (batch, tokens, features) each; must not use a cache.
             mask: (batch, tokens), 0 at padding in a prompt.
-
-        Returns:
-            Result of ``function``: one or several (batch, tokens, ...).
         """
         if self._tree is None:
             inputs = x if mask is None else x * mask[:, :, None].to(x.dtype)
@@ -365,12 +335,8 @@ class StateCache(TreeCache):
         return last if several else last[0]
 
     def by_row(self, function: Callable[..., Tensor], states: Tensor) -> Tensor:
-        """Compute a relative position bias row by row, because positions differ between rows.
-
-        Args:
-            function: called with one row's states, (1, nodes, ...), and positions of queries and keys, (n,) each.
-            states: (rows, nodes, ...), query states.
-        """
+        """Compute a relative position bias of query states, (rows, nodes, ...), row by row, because positions differ:
+        ``function`` gets one row's states and the positions of queries and keys, (n,) each."""
         assert self._tree is not None
         depth, slots = self._tree.ancestors.sum(-1) - 1, torch.arange(self.length, device=states.device)
         outputs = []

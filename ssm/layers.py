@@ -28,22 +28,7 @@ from transformers.cache_utils import Cache
 
 from mmspec.errors import UserError
 from mmspec.ssm.cache import STATES, StateCache
-from mmspec.ssm.recurrences import (
-    CONVOLUTION,
-    INKLING,
-    INKLING2,
-    INKLING2_BIASES,
-    RGLRU,
-    ZAYA,
-    Adapter,
-    Functions,
-    GatedDelta,
-    KimiDelta,
-    LightningAttention,
-    Mamba1,
-    Mamba2,
-    Recurrence,
-)
+from mmspec.ssm.recurrences import CONVOLVED, INKLING2_BIASES, RECURRENCES, Adapter, Functions, Mamba1
 from mmspec.ssm.sublayers import delta, mamba, short_convolution
 from mmspec.targets.tree_layers import Place, replaced
 
@@ -55,38 +40,9 @@ _LAST: ContextVar[StateCache | None] = ContextVar("_LAST", default=None)
 """The cache of a thread's last convolution or adapter, for the call after it."""
 
 
-RECURRENCES: dict[str, type[Recurrence]] = {
-    **dict.fromkeys(("mamba2", "bamba", "zamba2", "nemotron_h", "falcon_h1", "granitemoehybrid"), Mamba2),
-    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), Mamba1),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), GatedDelta),
-    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), KimiDelta),
-    "minimax": LightningAttention,
-    "recurrent_gemma": RGLRU,
-}
-"""The recurrence after the convolution, by model type of the text configuration."""
-
-CONVOLVED: dict[str, Functions] = {
-    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), CONVOLUTION),
-    "inkling_text": INKLING,
-    "inkling2_text": INKLING2,
-    "zaya": ZAYA,
-}
-"""Functions to replace in models without a recurrence: short convolutions (LFM2); short convolutions of keys, values
-and outputs, of which some have weights that depend on the token (Inkling 2), and attention with a relative position
-bias (Inkling); projections from the last tokens to queries, keys and values (ZAYA's compressed convolutional
-attention)."""
-
-
 class RecurrentLayers:
-    """``TreeLayers`` plug-in for the recurrent layers of a model.
-
-    Attributes:
-        functions: functions and methods that are replaced during passes.
-
-    Raises:
-        UserError: the installed transformers lacks a required function or method, or the model has a setting that tree
-            verification does not support.
-    """
+    """``TreeLayers`` plug-in for recurrent layers; ``functions`` and methods are replaced during passes. Raises
+    ``UserError``: transformers lacks one of them, or tree verification does not support a setting of the model."""
 
     mixers = delta, mamba, short_convolution
     kinds = frozenset({_RECURRENT, _CONVOLVED, *_ATTENDING, "moe", "mlp"})

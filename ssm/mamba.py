@@ -93,15 +93,7 @@ class MambaLayer(nn.Module):
     def read(
         self, projected: Tensor, keep: Tensor | None, state: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Process a sequence.
-
-        Args:
-            keep: (batch, length) bool, False at right padding; None for no padding.
-            state: initial state, see ``State``.
-
-        Returns:
-            Residual update, (batch, length, hidden), and final state.
-        """
+        """Residual update of a sequence, (batch, length, hidden), and final state; ``keep`` as for ``MambaNetwork``."""
         c, (window, s) = self.config, state
         z, inputs, dt = projected.split([c.inner, c.channels, c.heads], dim=-1)
         seen = torch.cat([window, inputs], dim=1)
@@ -121,11 +113,7 @@ class MambaLayer(nn.Module):
         return self._out(y.flatten(2), z), (_tails(seen, keep, c.window - 1), s)
 
     def step(self, projected: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Advance every row by one token.
-
-        Returns:
-            Residual update, (rows, hidden), and new state.
-        """
+        """Residual update of one token per row, (rows, hidden), and new state."""
         c, (window, s) = self.config, state
         z, inputs, dt = projected.split([c.inner, c.channels, c.heads], dim=-1)
         seen = torch.cat([window, inputs[:, None]], dim=1)
@@ -199,24 +187,13 @@ class MambaNetwork(nn.Module):
         return tuple((window, s) for _ in range(c.layers))
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, state: State | None = None) -> tuple[Tensor, State]:
-        """Process sequences.
-
-        Args:
-            keep: (batch, length) bool, False at right padding; None for no padding.
-            state: state to continue from; None is the initial state.
-
-        Returns:
-            Hidden states for the head, (batch, length, hidden), undefined at padding, and final states.
-        """
+        """Hidden states of sequences for the head, (batch, length, hidden), undefined at padding, and final states.
+        ``keep``: (batch, length) bool, False at right padding; None for no padding."""
         state = self.initial_state(len(tokens)) if state is None else state
         return self._advanced(tokens, state, lambda layer, x, before: layer.read(x, keep, before))
 
     def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        """Advance every row by one token.
-
-        Returns:
-            Hidden states for the head, (rows, hidden), and new state.
-        """
+        """Hidden states of one token per row for the head, (rows, hidden), and new state."""
         return self._advanced(tokens, state, lambda layer, x, before: layer.step(x, before))
 
     def _advanced(self, tokens: Tensor, state: State, advance: Callable[..., Any]) -> tuple[Tensor, State]:
@@ -251,12 +228,8 @@ def _tails(seen: Tensor, keep: Tensor | None, count: int) -> Tensor:
 
 
 class Mamba(TrainedDrafter):
-    """Mamba-2 drafter for targets with the same vocabulary. Image placeholders are treated as tokens.
-
-    Args:
-        network: trained network, moved to the target's device; in the target's dtype on a GPU, which is bound by weight
-            reads, else float32.
-    """
+    """Mamba-2 drafter for targets with the same vocabulary; image placeholders are tokens. The network is in the
+    target's dtype on a GPU, which is bound by weight reads, else in float32."""
 
     name: ClassVar[str] = "mamba"  # as registered
 

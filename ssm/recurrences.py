@@ -23,19 +23,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmspec.ssm.ops import (
-    DepthIndex,
-    commit_delta,
-    commit_kda,
-    commit_lru,
-    commit_scan,
-    commit_selective,
-    tree_delta,
-    tree_kda,
-    tree_lru,
-    tree_scan,
-    tree_selective,
-)
+from mmspec.ssm import ops
+from mmspec.ssm.ops import DepthIndex
 
 Adapter = Callable[..., Any]
 """Replaces a method of a mixer: takes the ``StateCache``, transformers' own method, and its arguments."""
@@ -57,27 +46,15 @@ class Recurrence:
         self._layers = layers
 
     def read(self, place: int, state: Tensor, tree: DepthIndex, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Output of a layer's scan at every node, and its gates.
-
-        Args:
-            state: (batch, heads, ...) float32, before the tree; not modified.
-
-        Returns:
-            The first result of the replaced function, and gates, (batch, nodes, gates): per-node values required by a
-            commit, other than convolution inputs.
-        """
+        """The replaced function's first result, at every node, and gates, (batch, nodes, gates): per-node values that a
+        commit requires, other than convolution inputs. ``state``: (batch, heads, ...) float32, not modified."""
         raise NotImplementedError
 
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
-        """Advance the states of several layers along a path, in place.
-
-        Args:
-            part: indices of the layers among recurrent layers.
-            channels: (batch, depth, layers, channels), the convolution's output at the path's nodes; empty without one.
-            gates: (batch, depth, layers, gates), gates of the same nodes.
-            state: (batch, layers * heads, ...) float32, contiguous.
-            path: (batch, depth) int64, 0 to depth - 1, right-padded with -1.
-        """
+        """Advance the states of the layers ``part``, (batch, layers * heads, ...) float32, contiguous, along a path, in
+        place. At its nodes, ``channels`` are the convolution's outputs, (batch, depth, layers, channels), if the layer
+        has a convolution; gates are (batch, depth, layers, gates). ``path``: (batch, depth) int64, 0 to depth - 1,
+        right-padded with -1."""
         raise NotImplementedError
 
 
@@ -101,7 +78,7 @@ class Mamba2(Recurrence):
         if place == len(self._a) - 1:
             self._stored_a = torch.stack(self._a, out=self._stored_a)
         dt = _step_sizes(dt, options.get("dt_bias"), options.get("dt_softplus", False))
-        return tree_scan(x, dt, a, b, c, options.get("D"), state, tree.ancestors).contiguous(), dt
+        return ops.tree_scan(x, dt, a, b, c, options.get("D"), state, tree.ancestors).contiguous(), dt
 
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
         assert self._stored_a is not None
@@ -109,15 +86,12 @@ class Mamba2(Recurrence):
         inner = gates.shape[3] * head_dim
         x, b, _ = channels.split([inner, *[(channels.shape[3] - inner) // 2] * 2], dim=-1)
         x, b = x.reshape(batch, depth, -1, head_dim), b.reshape(batch, depth, -1, size)
-        commit_scan(x, gates.flatten(2), self._stored_a[part].flatten(), b, state, path)
+        ops.commit_scan(x, gates.flatten(2), self._stored_a[part].flatten(), b, state, path)
 
 
 class Mamba1(Recurrence):
-    """Mamba-1's selective scan, with its gate. State: (channels, state); gates: step sizes and B, (channels + state,).
-
-    Step sizes and B are computed from the convolution's output by projections (and norms in Falcon-Mamba and Jamba) of
-    the mixer, so a commit reads the recorded values.
-    """
+    """Mamba-1's selective scan, with its gate. State: (channels, state); gates: step sizes and B, (channels + state,),
+    which projections (and norms in Falcon-Mamba and Jamba) of the mixer compute from the convolution's output."""
 
     name: ClassVar[str] = "Mamba"
     functions: ClassVar[Functions] = {
@@ -138,7 +112,7 @@ class Mamba1(Recurrence):
         self._a[place] = a.detach()
         x, dt, b, c = (t.transpose(1, 2) for t in (*inputs[:2], *inputs[3:]))
         dt = _step_sizes(dt, options["delta_bias"], options["delta_softplus"])
-        y = tree_selective(x, dt, a, b.unsqueeze(2), c.unsqueeze(2), options["D"], state, tree)
+        y = ops.tree_selective(x, dt, a, b.unsqueeze(2), c.unsqueeze(2), options["D"], state, tree)
         if (z := options["z"]) is not None:
             y *= torch.nn.functional.silu(z.transpose(1, 2).float())
         return y.to(x.dtype).transpose(1, 2), torch.cat([dt, b.float()], dim=-1)
@@ -146,21 +120,19 @@ class Mamba1(Recurrence):
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
         assert self._a is not None
         dt, b = gates.split([channels.shape[3], state.shape[2]], dim=-1)
-        commit_selective(channels.flatten(2), dt.flatten(2), self._a[part].flatten(0, 1), b, state, path)
+        ops.commit_selective(channels.flatten(2), dt.flatten(2), self._a[part].flatten(0, 1), b, state, path)
 
 
 _DELTA_PARAMETERS = ("query", "key", "value", "g", "beta", "use_qk_l2norm_in_kernel")
 
 
 class GatedDelta(Recurrence):
-    """Gated DeltaNet's gated delta rule. State: (heads, key_dim, value_dim); gates: log decays and rates, (2 heads,).
-
-    Queries and keys may have fewer heads than values.
-    """
+    """Gated DeltaNet's gated delta rule, whose queries and keys may have fewer heads than values. State: (heads,
+    key_dim, value_dim); gates: log decays and rates, (2 heads,)."""
 
     name: ClassVar[str] = "Gated DeltaNet"
     functions: ClassVar[Functions] = {**CONVOLUTION, "torch_chunk_gated_delta_rule": ("scan", _DELTA_PARAMETERS)}
-    scan: ClassVar[Callable[..., Tensor]] = staticmethod(tree_delta)
+    scan: ClassVar[Callable[..., Tensor]] = staticmethod(ops.tree_delta)
 
     def read(
         self,
@@ -182,31 +154,23 @@ class GatedDelta(Recurrence):
 
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
         (batch, depth), (key_dim, value_dim) = path.shape, state.shape[2:]
-        g, beta = gates.chunk(2, dim=-1)
-        values = g.shape[3] * value_dim
-        keys = (channels.shape[3] - values) // 2
-        _, k, v = channels.split([keys, keys, values], dim=-1)
+        heads = state.shape[1] // channels.shape[2]
+        g, beta = gates.split([gates.shape[3] - heads, heads], dim=-1)
+        keys = (channels.shape[3] - heads * value_dim) // 2
+        _, k, v = channels.split([keys, keys, heads * value_dim], dim=-1)
         k, v = normalised(k.reshape(batch, depth, -1, key_dim)), v.reshape(batch, depth, -1, value_dim)
-        commit_delta(k, v, g.flatten(2), beta.flatten(2), state, path)
+        if g.shape[3] == heads:
+            ops.commit_delta(k, v, g.flatten(2), beta.flatten(2), state, path)
+        else:  # decays by key channel
+            ops.commit_kda(k, v, g.reshape(k.shape), beta.flatten(2), state, path)
 
 
 class KimiDelta(GatedDelta):
-    """Kimi Delta Attention. State: (heads, key_dim, value_dim).
-
-    Gates: log decays, and rates, ((key_dim + 1) heads,).
-    """
+    """Kimi Delta Attention. State: (heads, key_dim, value_dim); gates: log decays and rates, ((key_dim + 1) heads,)."""
 
     name: ClassVar[str] = "Kimi Delta Attention"
     functions: ClassVar[Functions] = {**CONVOLUTION, "chunk_kimi_delta_attention": ("scan", _DELTA_PARAMETERS)}
-    scan = staticmethod(tree_kda)
-
-    def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
-        (batch, depth), (key_dim, value_dim) = path.shape, state.shape[2:]
-        heads = gates.shape[3] // (key_dim + 1)
-        g, beta = gates.split([key_dim * heads, heads], dim=-1)
-        _, k, v = channels.split([key_dim * heads, key_dim * heads, value_dim * heads], dim=-1)
-        k, v = normalised(k.reshape(batch, depth, -1, key_dim)), v.reshape(batch, depth, -1, value_dim)
-        commit_kda(k, v, g.reshape(k.shape), beta.flatten(2), state, path)
+    scan = staticmethod(ops.tree_kda)
 
 
 def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
@@ -244,12 +208,9 @@ def _model(states: Any, original: Adapter, model: Any, **options: Any) -> Any:
 
 
 class LightningAttention(Mamba2):
-    """Lightning attention: Mamba-2's scan with a constant decay per head and without step sizes.
-
-    State: (heads, value_dim, key_dim); gates: keys and values, (2 heads key_dim,).
-
-    Source: MiniMax-01 (arXiv 2501.08313), section 2.2; Lightning Attention-2 (arXiv 2401.04658).
-    """
+    """Lightning attention: Mamba-2's scan with a constant decay per head and without step sizes. State: (heads,
+    value_dim, key_dim); gates: keys and values, (2 heads key_dim,). Source: MiniMax-01 (arXiv 2501.08313), section 2.2;
+    Lightning Attention-2 (arXiv 2401.04658)."""
 
     name: ClassVar[str] = "lightning attention"
     functions: ClassVar[Functions] = {
@@ -268,16 +229,13 @@ class LightningAttention(Mamba2):
         assert self._stored_a is not None
         a = self._stored_a[part].flatten()
         k, v = (t.flatten(2).unflatten(2, (len(a), -1)) for t in gates.chunk(2, dim=-1))
-        commit_scan(v, torch.ones(v.shape[:3], dtype=torch.float32, device=v.device), a, k, state, path)
+        ops.commit_scan(v, torch.ones(v.shape[:3], dtype=torch.float32, device=v.device), a, k, state, path)
 
 
 def _block(
     states: Any, original: Adapter, mixer: Any, input_states: Tensor, position_ids: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
-    """Replace ``RecurrentGemmaRecurrentBlock.forward``.
-
-    Masks padding before the convolution, which transformers does not.
-    """
+    """Replace ``RecurrentGemmaRecurrentBlock.forward``; masks padding before the convolution, unlike transformers."""
     x, conv = mixer.linear_x(input_states).transpose(1, 2), mixer.conv_1d
     if not states.verifying:
         index = torch.arange(x.shape[2], device=x.device)
@@ -300,12 +258,8 @@ def _scan(
 
 
 class RGLRU(Recurrence):
-    """RG-LRU: a gated linear recurrence. State: (channels,); gates: decays and scaled inputs, (2 channels,).
-
-    Gates are computed from the convolution's output by projections of the mixer, so a commit reads the recorded gates.
-
-    Source: Griffin (arXiv 2402.19427), section 2.4.
-    """
+    """RG-LRU: a gated linear recurrence (Griffin, arXiv 2402.19427, section 2.4). State: (channels,); gates: decays and
+    scaled inputs, (2 channels,), which projections of the mixer compute from the convolution's output."""
 
     name: ClassVar[str] = "RG-LRU"
     functions: ClassVar[Functions] = {
@@ -314,20 +268,17 @@ class RGLRU(Recurrence):
     }
 
     def read(self, place: int, state: Tensor, tree: DepthIndex, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        return tree_lru(x, a, state, tree).to(x.dtype), torch.cat([a, x], dim=-1)
+        return ops.tree_lru(x, a, state, tree).to(x.dtype), torch.cat([a, x], dim=-1)
 
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
         a, x = gates.chunk(2, dim=-1)
-        commit_lru(x.flatten(2), a.flatten(2), state, path)
+        ops.commit_lru(x.flatten(2), a.flatten(2), state, path)
 
 
 def _projections(states: Any, original: Adapter, module: Any, hidden_states: Tensor, cache: Any, conv_mask: Any) -> Any:
     """Replace ``ZayaCCAProjection.forward``, called with positional arguments: two convolutions and delayed values."""
-
-    def project(hidden: Tensor) -> Any:
-        return original(module, hidden, None, conv_mask)
-
-    return states.windowed((module.layer_idx, 0), module.conv_kernel_size + 1, project, hidden_states, mask=conv_mask)
+    key, project = (module.layer_idx, 0), lambda hidden: original(module, hidden, None, conv_mask)
+    return states.windowed(key, module.conv_kernel_size + 1, project, hidden_states, mask=conv_mask)
 
 
 def _dynamic_convolution(
@@ -376,3 +327,24 @@ INKLING2: Functions = {
     **INKLING2_BIASES,
 }
 ZAYA: Functions = {"ZayaCCAProjection.forward": (_projections, _WINDOWED)}
+
+RECURRENCES: dict[str, type[Recurrence]] = {
+    **dict.fromkeys(("mamba2", "bamba", "zamba2", "nemotron_h", "falcon_h1", "granitemoehybrid"), Mamba2),
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), Mamba1),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), GatedDelta),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), KimiDelta),
+    "minimax": LightningAttention,
+    "recurrent_gemma": RGLRU,
+}
+"""The recurrence after the convolution, by model type of the text configuration."""
+
+CONVOLVED: dict[str, Functions] = {
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), CONVOLUTION),
+    "inkling_text": INKLING,
+    "inkling2_text": INKLING2,
+    "zaya": ZAYA,
+}
+"""Functions to replace in models without a recurrence: short convolutions (LFM2); short convolutions of keys, values
+and outputs, of which some have weights that depend on the token (Inkling 2), and attention with a relative position
+bias (Inkling); projections from the last tokens to queries, keys and values (ZAYA's compressed convolutional
+attention)."""

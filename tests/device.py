@@ -31,7 +31,7 @@ LAUNCHES = {
     "mmspec.cache.tree_cache": ("compact_kv",),
     "mmspec.core.tree": ("tree_ancestors",),
     "mmspec.ssm.cache": ("commit_conv", "tree_conv"),
-    "mmspec.ssm.recurrences": ("commit_delta", "commit_scan", "tree_delta", "tree_scan"),
+    "mmspec.ssm.ops": ("commit_delta", "commit_scan", "tree_delta", "tree_scan"),
 }
 
 

@@ -26,9 +26,7 @@ class DecodeError(UserError):
 
 
 class MediaDecoder:
-    """Pool of worker processes that load images and videos.
-
-    Thread-safe. Workers are stopped when the decoder is closed or garbage collected.
+    """Pool of worker processes that load images and videos. Thread-safe; stopped when closed or garbage collected.
 
     Args:
         workers: maximum number of files decoded concurrently; further calls block.
@@ -51,17 +49,14 @@ class MediaDecoder:
         stop: Cancellation | None = None,
         **video: Any,
     ) -> Image.Image | Video:
-        """Decode an image or a video in a worker; same results as ``load_image`` and ``load_video``.
+        """Decode an image or a video, a path or a file's content, in a worker; options, results and errors are as for
+        ``load_image`` and ``load_video``.
 
         Args:
-            source: path, or a file's content.
             kind: None detects the kind from the content.
-            name: name of the source in error messages.
             stop: stops the decoding, from another thread.
-            **video: options of ``load_video``.
 
         Raises:
-            UserError: as for ``load_image`` and ``load_video``.
             DecodeError: the decoder crashed, exceeded a limit or was stopped.
         """
         request = {"kind": kind, "name": name, "video": video, "cwd": os.getcwd()}
@@ -94,11 +89,8 @@ def _read(reply: dict[str, Any], read: Read) -> Image.Image | Video:
 
 
 def handle(request: dict[str, Any], body: bytes) -> tuple[dict[str, Any], Iterator[bytes]]:
-    """Decode a request's media to RGB bytes, in a worker process: a file by its ``path``, or its content.
-
-    Returns:
-        The reply with the ``sizes`` of images, and their bytes.
-    """
+    """Decode a request's media, a file by its ``path`` or its content, in a worker process: the reply with the
+    ``sizes`` of images, and their RGB bytes."""
     source, name = request.get("path", body), request["name"]
     os.chdir(request["cwd"])
     reply: dict[str, Any] = {}

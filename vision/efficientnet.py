@@ -30,9 +30,6 @@ STRIDE = 32
 FOLDED = (4, 10)
 """Indices of blocks whose outputs are folded to the grid."""
 
-LAST, POOLED = slice(0, 320), slice(320, 1600)
-"""Channels of the last block's output and of the pooled features, which are the classifier's input."""
-
 BLOCK = 4
 """Positions per block of ``in_blocks``."""
 
@@ -48,26 +45,16 @@ _OUTER_NORMS = {"_bn0": "embeddings.batchnorm", "_bn1": "encoder.top_bn"}
 
 
 def in_blocks(grid: Tensor) -> Tensor:
-    """Reorder a grid, (..., rows, columns), by blocks of 2 x 2 positions; keeps the shape.
-
-    A language model then reads neighbouring positions consecutively.
-    """
+    """Reorder a grid, (..., rows, columns), by blocks of 2 x 2 positions, which a language model then reads in turn."""
     *outer, rows, columns = grid.shape
     blocks = grid.reshape(*outer, rows // 2, 2, columns // 2, 2)
     return blocks.transpose(-3, -2).reshape(grid.shape)
 
 
 class EfficientNetLiteConfig(EfficientNetConfig):
-    """Sizes of EfficientNet-lite0 for square images.
-
-    Args:
-        image_size: side in pixels, a multiple of 64.
-        label_size: channels that encode the class; see ``EfficientNetLite.said``.
-
-    Attributes:
-        hidden_size: channels of the output: 320 of the last block, 1280 pooled, 16 x 40 and 4 x 112 of earlier blocks,
-            a row and a column as one-hot vectors of ``image_size / 32`` each, and ``label_size`` of the class.
-    """
+    """Sizes of EfficientNet-lite0 for square images, whose side in pixels is a multiple of 64. The output has the
+    channels of the last block (320), pooled (1280), and of earlier blocks (16 x 40, 4 x 112), a row and a column as
+    one-hot vectors of ``image_size / 32`` each, and ``label_size`` of the class, see ``EfficientNetLite.said``."""
 
     model_type = "efficientnet_lite"
 
@@ -101,10 +88,8 @@ class EfficientNetLite(EfficientNetModel):
         self.labels = nn.Parameter(torch.zeros(config.classes, BLOCK, config.label_size, dtype=torch.float32))
 
     def said(self, pooled: Tensor) -> Tensor:
-        """Expected label under the class probabilities, (images, 1280) features -> (images, 4, label_size).
-
-        A label has one vector per position of a block: a phrase of four words.
-        """
+        """Expected label under the class probabilities, (images, 1280) features -> (images, 4, label_size): a vector
+        per position of a block, a phrase of four words."""
         return torch.einsum("ic,cbl->ibl", self.classifier(pooled).softmax(-1), self.labels)
 
     def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:

@@ -29,11 +29,8 @@ from mmspec.vision.gguf_families import FAMILIES, HARMLESS
 
 
 class VisionSource(LazySource):
-    """Model source of a language model file and a projector file.
-
-    Raises:
-        UserError: a file cannot be read, has an unknown family, or does not fit the other file.
-    """
+    """Model source of a language model file and a projector file. Raises ``UserError``: a file cannot be read, has an
+    unknown family, or does not fit the other file."""
 
     def __init__(self, path: str | Path, mmproj: str | Path) -> None:
         language = GGUFFile(path)
@@ -69,17 +66,9 @@ class VisionSource(LazySource):
 
 
 class Projector(Keys):
-    """A projector's file, read by the row of its type. Keys are those below ``clip.``.
-
-    Attributes:
-        row: of ``FAMILIES``.
-        kind: type of the projector.
-        language: the language model's file.
-        model_type: model type of transformers' configuration.
-
-    Raises:
-        UserError: the file is not a projector, has an unknown type, or does not fit the language model.
-    """
+    """A projector's file, read by the ``row`` of its type (``kind``) in ``FAMILIES``. Keys are those below ``clip.``.
+    Raises ``UserError``: the file is not a projector, has an unknown type, or does not fit the language model's file
+    (``language``)."""
 
     def __init__(self, file: GGUFFile, language: GGUFFile) -> None:
         super().__init__(file)
@@ -116,11 +105,8 @@ class Projector(Keys):
         return explained(f"cannot read {str(self._file.path)!r}: {of}", KeyError, IndexError, TypeError, ValueError)
 
     def config(self, text: Any) -> Any:
-        """The model's configuration; ``text`` is the language model's.
-
-        Raises:
-            UserError: a key is missing, has a wrong value or is unknown.
-        """
+        """The model's configuration; ``text`` is the language model's. Raises ``UserError``: a key is missing, has a
+        wrong value or is unknown."""
         row, silu = self.row, self("use_silu", False)
         act = row.gelu if self("use_gelu", False) else "silu" if silu else "quick_gelu"
         vision = {field: self(key, field=field) for key, field in row.keys.items()}
@@ -148,13 +134,9 @@ class Projector(Keys):
         return unused | gguf_models.read_weights(self._file, model, self.row)
 
     def processor(self, read: Callable[..., Any]) -> Any:
-        """transformers' processor, with the chat template of the language model's file or of the family.
-
-        Without torchvision, it has no videos. ``read`` returns the tokenizer.
-
-        Raises:
-            UserError: images need torchvision, which is not installed.
-        """
+        """transformers' processor, without videos if torchvision is not installed, with the chat template of the
+        language model's file or of the family; ``read`` returns the tokenizer. Raises ``UserError``: images need
+        torchvision."""
         name, options, parts = self._media()
         names = {key: self.text(*tokens) for key, tokens in self.row.special.items()}
         tokenizer = read(extra_special_tokens=names)
@@ -209,11 +191,7 @@ class Projector(Keys):
         return {"height": self("vision.image_size"), "width": self("vision.image_size")}
 
     def token(self, *names: str) -> int:
-        """Id of the first of these tokens that is in the vocabulary.
-
-        Raises:
-            UserError: no token is in the vocabulary.
-        """
+        """Id of the first of these tokens that is in the vocabulary. Raises ``UserError``: none is."""
         tokens: list[str] = self.language.metadata.get("tokenizer.ggml.tokens", [])
         if found := [name for name in names if name in tokens]:
             return tokens.index(found[0])
@@ -229,8 +207,7 @@ class Projector(Keys):
         return str(self.language.metadata["tokenizer.ggml.tokens"][self.token(*names)])
 
 
-_SOUNDS = ("a.", "mm.a.")
-"""Tensors of models that hear, which images do not need."""
+_SOUNDS = ("a.", "mm.a.")  # tensors of models that hear
 
 
 class _ImagesAlone(transformers.ProcessorMixin):

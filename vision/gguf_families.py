@@ -48,17 +48,15 @@ class Family(Architecture):
         keys: fields of the vision tower's configuration by key.
         listed: names outside of blocks that depend on the file.
         output: tensor and axis that have the language model's hidden size.
-        vision: further fields of the vision tower's configuration.
-        more: further fields of the model's configuration, which may have another ``model_type``.
+        vision, more: further fields of configurations, of the vision tower and the model.
         models: model types by the language model's architecture, if there are several.
         text: changed fields of the language model's configuration, which is the second argument.
-        tokens: fields of the model's configuration and candidate tokens; the first token in the vocabulary is used.
-        special: the same for names of the tokenizer's special tokens.
+        tokens, special: candidate tokens by field of the model's configuration, and by name of the tokenizer's special
+            tokens; the first token in the vocabulary is used.
         media: class and options of transformers' processor; options of its parts by class.
         image: candidate image tokens for chat templates.
         template: chat template for texts, if the language model's file has none.
         placed: image token and surrounding text, for text-only templates.
-        language_model: name of the language model in the model.
         gelu: activation that llama.cpp calls "gelu".
         merge: patches per side that are merged into one token, if the file does not say.
         unused: weights that do not affect outputs and are not in the file.
@@ -127,7 +125,7 @@ def _idefics3_media(of: Any) -> Any:
     size = of("vision.image_size")
     edges = {"size": of("vision.preproc_image_size", 4 * size), "max_image_size": size}
     edges = {name: {"longest_edge": edge} for name, edge in edges.items()}
-    return "Idefics3Processor", {"image_seq_len": of.length()}, {"Idefics3ImageProcessor": edges}
+    return _images("Idefics3", {"image_seq_len": of.length()}, **edges)
 
 
 _GEMMA3_TOKENS = {
@@ -166,12 +164,10 @@ _QWEN: Names = {
 }
 
 
-def _two_frames(config: Any, *frames: Tensor) -> Tensor:
-    """To a convolution over two frames."""
-    return torch.stack(frames, 2)
-
-
-_FRAMES: Names = dict.fromkeys(("v.patch_embd", "v.patch_embd.weight.1"), (f"{_VISUAL}.patch_embed.proj", _two_frames))
+_FRAMES: Names = dict.fromkeys(  # to a convolution over two frames
+    ("v.patch_embd", "v.patch_embd.weight.1"),
+    (f"{_VISUAL}.patch_embed.proj", lambda config, *frames: torch.stack(frames, 2)),
+)
 
 
 def _mrope(of: Any, text: Any) -> dict[str, Any]:
@@ -192,15 +188,20 @@ def _qwen25_vision(of: Any) -> dict[str, Any]:
     return {**windows, "out_hidden_size": of.width(), "tokens_per_second": 2, "spatial_merge_size": of.merge()}
 
 
-def _both(processor: str, parts: str, options: Any) -> Any:
+def _both(of: Any, name: str, parts: str, **options: Any) -> Any:
     """A processor of images and videos with the same options."""
-    return processor, {}, {f"{parts}{kind}Processor": options for kind in ("Image", "Video")}
+    options["patch_size"] = of("vision.patch_size")
+    return f"{name}Processor", {}, {f"{parts}{kind}Processor": options for kind in ("Image", "Video")}
+
+
+def _images(name: str, options: dict[str, Any], **images: Any) -> Any:
+    """A processor with options, and options of its image processor."""
+    return f"{name}Processor", options, {f"{name}ImageProcessor": images}
 
 
 def _qwen_media(name: str, pixels: tuple[int, int], of: Any) -> Any:
     size = dict(zip(("shortest_edge", "longest_edge"), pixels, strict=True))
-    options = {"patch_size": of("vision.patch_size"), "merge_size": of.merge(), "size": size}
-    return _both(f"{name}Processor", "Qwen2VL", options)
+    return _both(of, name, "Qwen2VL", merge_size=of.merge(), size=size)
 
 
 def _patches(config: Any, kernel: Tensor) -> Tensor:
@@ -243,17 +244,12 @@ def _pixtral(of: Any) -> dict[str, Any]:
 def _pixtral_media(of: Any) -> Any:
     patch, merge = of("vision.patch_size"), of.merge()
     images = {"patch_size": {"height": patch, "width": patch}, "size": {"longest_edge": of("vision.image_size")}}
-    return "PixtralProcessor", {"patch_size": patch, "spatial_merge_size": merge}, {"PixtralImageProcessor": images}
+    return _images("Pixtral", {"patch_size": patch, "spatial_merge_size": merge}, **images)
 
 
 def _glm4v_vision(of: Any) -> dict[str, Any]:
     inner = of.tensors["mm.up.weight"].shape[0]  # of the merger; blocks have the merger's output size
     return {"intermediate_size": inner, "out_hidden_size": of.width(), "spatial_merge_size": of.merge()}
-
-
-def _glm4v_media(of: Any) -> Any:
-    options = {"patch_size": of("vision.patch_size"), "merge_size": of.merge()}
-    return _both("Glm4vProcessor", "Glm4v", options)
 
 
 _MERGER = _CLIP | {"ln1": "layer_norm1", "ds_ln": "pre_norm", "ds_ffn_up": "linear_1", "ds_ffn_down": "linear_2"}
@@ -268,11 +264,6 @@ _MINICPM_TOKENS = {
 def _minicpm_vision(of: Any) -> dict[str, Any]:
     of.expect("vision.projector.scale_factor", 4)  # without the merger between layers, 2
     return {"image_size": isqrt(of.tensors["v.position_embd.weight"].shape[0]) * of("vision.patch_size")}
-
-
-def _minicpm_media(of: Any) -> Any:
-    options = {"patch_size": of("vision.patch_size"), "scale_resolution": of("vision.image_size")}
-    return _both("MiniCPMV4_6Processor", "MiniCPMV4_6", options)
 
 
 _GEMMA4_PARTS = ("image", "boi", "eoi", "audio", "boa", "eoa")
@@ -384,11 +375,7 @@ FAMILIES: dict[str, Family] = {
         more=lambda of: {"mm_tokens_per_image": of.length()},
         tokens={f"{name}_index": tokens for name, tokens in _GEMMA3_TOKENS.items()},
         special=_GEMMA3_TOKENS,
-        media=lambda of: (
-            "Gemma3Processor",
-            {"image_seq_length": of.length()},
-            {"Gemma3ImageProcessor": {"size": of.square()}},
-        ),
+        media=lambda of: _images("Gemma3", {"image_seq_length": of.length()}, size=of.square()),
         image=("<start_of_image>",),
         template=_GEMMA3_TEMPLATE,
         merge=4,
@@ -456,10 +443,8 @@ FAMILIES: dict[str, Family] = {
         },
         more=_lfm2,
         tokens={"image_token_id": ("<image>",)},
-        media=lambda of: (
-            "Lfm2VlProcessor",
-            {},
-            {"Lfm2VlImageProcessor": {"encoder_patch_size": of("vision.patch_size"), "downsample_factor": of.merge()}},
+        media=lambda of: _images(
+            "Lfm2Vl", {}, encoder_patch_size=of("vision.patch_size"), downsample_factor=of.merge()
         ),
     ),
     "pixtral": Family(  # and Mistral 3, which merges patches
@@ -519,7 +504,7 @@ FAMILIES: dict[str, Family] = {
             **{f"{kind}_start_token_id": (f"<|begin_of_{kind}|>",) for kind in ("image", "video")},
             **{f"{kind}_end_token_id": (f"<|end_of_{kind}|>",) for kind in ("image", "video")},
         },
-        media=_glm4v_media,
+        media=lambda of: _both(of, "Glm4v", "Glm4v", merge_size=of.merge()),
         image=("<|image|>",),
         placed="<|begin_of_image|>{}<|end_of_image|>",
         gelu="gelu",
@@ -539,7 +524,7 @@ FAMILIES: dict[str, Family] = {
         more=lambda of: {"insert_layer_id": of("vision.wa_layer_indexes", [6])[0]},
         tokens={f"{kind}_token_id": (f"<|{kind}_pad|>",) for kind in ("image", "video")},
         special=_MINICPM_TOKENS,
-        media=_minicpm_media,
+        media=lambda of: _both(of, "MiniCPMV4_6", "MiniCPMV4_6", scale_resolution=of("vision.image_size")),
         image=("<|image_pad|>",),
         placed="{}\n",
     ),
@@ -569,11 +554,7 @@ FAMILIES: dict[str, Family] = {
         text=lambda of, text: {"use_bidirectional_attention": None if of.width() in (1536, 2560) else "vision"},
         tokens={f"{name}_id": tokens for name, tokens in _GEMMA4_TOKENS.items() if name != "eoa_token"},
         special=_GEMMA4_TOKENS,
-        media=lambda of: (
-            "Gemma4Processor",
-            {},
-            {"Gemma4ImageProcessor": {"patch_size": of("vision.patch_size"), "pooling_kernel_size": of.merge()}},
-        ),
+        media=lambda of: _images("Gemma4", {}, patch_size=of("vision.patch_size"), pooling_kernel_size=of.merge()),
         image=("<|image|>",),
         merge=3,
     ),

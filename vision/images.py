@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from mmspec.errors import UserError
 from mmspec.vision.media import MAX_PIXELS, MediaSource, printable, resolve
@@ -45,16 +45,6 @@ DECODE_ERRORS = (
 # recognised but not decoded.
 _REJECTED_FORMATS = frozenset({"EPS", "WMF", "MPEG", "BUFR", "GRIB", "HDF5"})
 
-_EXIF_ORIENTATION = 0x0112
-_TRANSPOSE_FOR_ORIENTATION = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 _CHANNELS = (1, 3, 4)
 
 
@@ -145,18 +135,17 @@ def _from_pillow(image: Image.Image, name: str) -> Image.Image:
     _check_size(*image.size, name)
     with _whole(name):
         image.load()  # before reading EXIF: some plugins apply the orientation while loading
-        transposition = None
-        with suppress(*DECODE_ERRORS):  # broken metadata does not invalidate the pixels
-            transposition = _TRANSPOSE_FOR_ORIENTATION.get(image.getexif().get(_EXIF_ORIENTATION, 1))
         rgb = _to_rgb(image, name)
-    return rgb if transposition is None else rgb.transpose(transposition)
+    rgb.info = {}
+    with suppress(*DECODE_ERRORS):  # broken metadata does not invalidate the pixels
+        rgb.getexif()[ExifTags.Base.Orientation] = image.getexif().get(ExifTags.Base.Orientation, 1)
+        ImageOps.exif_transpose(rgb, in_place=True)
+    return rgb
 
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
-        rgb = image.copy()
-        rgb.info = {}
-        return rgb
+        return image.copy()
     if image.mode.startswith("I"):
         return _from_integers(np.asarray(image), name)
     if image.mode == "F":

@@ -91,13 +91,8 @@ _QUICKTIME_ATOMS = (b"moov", b"mdat", b"wide", b"free", b"skip")
 
 @dataclass(frozen=True)
 class MediaSource:
-    """A non-empty source of bytes that can be opened repeatedly.
-
-    Attributes:
-        name: the source in error messages.
-        head: first ``HEAD_BYTES`` bytes of the source.
-        path, stream: location of the bytes; one of them is set.
-    """
+    """A non-empty source of bytes, a ``path`` or a ``stream``, that can be opened repeatedly: its name in error
+    messages and its first ``HEAD_BYTES`` bytes (``head``)."""
 
     name: str
     head: bytes
@@ -173,17 +168,10 @@ def _describe(head: bytes) -> str:
 
 
 def resolve(source: object, *, expected: str, name: str | None = None) -> MediaSource:
-    """Check that a source is readable and not empty.
-
-    Args:
-        source: str or path-like; a base64 data URI; bytes-like; or a binary file object, which is not closed. File
-            objects that cannot seek are read into memory.
-        expected: "an image" or "a video", for error messages.
-        name: name of the source in error messages; the path by default.
-
-    Raises:
-        UserError: the source is a URL, a missing, empty or unreadable file, a folder, a device, or of another type.
-    """
+    """Check that a source is readable and not empty: str or path-like, a base64 data URI, bytes-like, or a binary file
+    object, which is not closed, but read into memory if it cannot seek. Messages contain ``expected``, "an image" or "a
+    video", and ``name``, by default the path. Raises ``UserError``: the source is a URL, a missing, empty or unreadable
+    file, a folder, a device, or of another type."""
     if isinstance(source, str) and is_data_uri(source):
         source, name = data_of(source), name or "<data URI>"
     if isinstance(source, str | os.PathLike):

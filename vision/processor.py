@@ -110,16 +110,12 @@ class VisionProcessor(Processor):
         clips: Sequence[Video] = (),
         **video: Any,
     ) -> tuple[list[dict[str, Any]], list[Any], list[Video]]:
-        """Separate chat messages from their images and videos.
+        """Separate chat messages from their images and videos: messages with placeholders, images in order, and videos,
+        whose frames are among the images if the processor does not support videos.
 
         Args:
-            messages: image and video items contain a source, or refer to the next of ``pictures`` and ``clips``.
-            pictures, clips: loaded images and videos.
-            **video: options of ``load_video``, for items with a source.
-
-        Returns:
-            Messages with placeholders, images in order, and videos. If the processor does not support videos, their
-            frames are among the images.
+            messages: image and video items contain a source, which is loaded with the options ``video``, or refer to
+                the next of the loaded ``pictures`` and ``clips``.
 
         Raises:
             UserError: a file cannot be read, or the numbers of items and media differ.

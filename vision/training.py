@@ -20,18 +20,11 @@ from mmspec.drafters.hidden_state import packing
 from mmspec.drafters.layer import Rotary, rotary_frequencies, take
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.training import tasks
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossInput, LossOutput, PassCache, TokenLosses
 from mmspec.training.options import NetworkOptions, Passes, TreeOptions
-from mmspec.training.tasks import (
-    DrafterTraining,
-    OnlineLearner,
-    TrainingTask,
-    head_weight,
-    load_shared_weights,
-    output_rows,
-    started,
-)
+from mmspec.training.tasks import DrafterTraining, OnlineLearner, TrainingTask
 from mmspec.validation import inherited, option, options, part, with_fields_of
 from mmspec.vision.drafters.msd import MSD, Flash, MSDConfig, MSDNetwork
 
@@ -41,13 +34,9 @@ _DEFAULT_SPAN = 256
 
 @options
 class Losses(Passes):
-    """Settings of MSD's objective.
-
-    Attributes:
-        hidden_weight, token_weight: weights of the smooth L1 distance to the target's hidden state, and of the
-            cross-entropy with its next-token distribution. The MSD and EAGLE papers use 1 and 0.1.
-        noise: amplitude of uniform noise, times 512 / length, on the hidden states of the first pass.
-    """
+    """Settings of MSD's objective: weights of the smooth L1 distance to the target's hidden state, and of the
+    cross-entropy with its next-token distribution (the MSD and EAGLE papers use 1 and 0.1); amplitude of uniform noise,
+    times 512 / length, on the hidden states of the first pass."""
 
     hidden_weight: float = option(0.1, "Weight of the hidden-state loss.", ge=0)
     token_weight: float = option(1.0, "Weight of the token loss.", ge=0)
@@ -56,12 +45,8 @@ class Losses(Passes):
 
 @options
 class SlotLosses(Losses):
-    """Settings of FLASH's objective.
-
-    Attributes:
-        glancing: share of wrong predictions replaced by the target's states before the next pass (Falcon, arXiv
-            2412.12639, replaces tokens; here, blocks always contain true tokens).
-    """
+    """Settings of FLASH's objective. Glancing replaces states before the next pass (Falcon, arXiv 2412.12639, replaces
+    tokens; here, blocks always contain true tokens)."""
 
     slot_decay: float = option(1.0, "Weight of a slot to the one before.", gt=0)
     glancing: float = option(0.0, "Share of wrong predictions replaced by the truth, decaying to 0.", ge=0, le=1)
@@ -113,8 +98,8 @@ class FlashOptions(SlotLosses, MSDOptions):
 
 def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
     target = pipe.target
-    start, draft_ids = started(MSD, options.start, target, draft_ids)
-    tokens = output_rows(target) if draft_ids is None else len(draft_ids)
+    start, draft_ids = tasks.started(MSD, options.start, target, draft_ids)
+    tokens = tasks.output_rows(target) if draft_ids is None else len(draft_ids)
     network = MSDNetwork(_network_config(options, target, start, tokens)).to(target.device, torch.float32)
     config, rank = network.config, start.network.config.rank if start else None
     if config.rank and options.passes > 1:
@@ -122,10 +107,10 @@ def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, draft_ids: Tens
     if config.reads:
         nn.init.zeros_(network.read.weight)  # initially without effect
     if start is not None:
-        load_shared_weights(start, network, options.start)
+        tasks.load_shared_weights(start, network, options.start)
     if config.rank and config.rank != rank:
         guess = start.network.cell.guess if start is not None and not rank else None
-        init_low_rank_head(network, head_weight(target, draft_ids), guess)
+        init_low_rank_head(network, tasks.head_weight(target, draft_ids), guess)
     objective = HiddenStateObjective(**part(options, HiddenStateObjective.__dataclass_fields__))
     fit = partial(fit_projection, network) if options.fit and start is None else None
     return TrainingTask(network, objective, kind, draft_ids, config.reads, fit)
@@ -133,12 +118,8 @@ def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, draft_ids: Tens
 
 @torch.no_grad()
 def init_low_rank_head(network: MSDNetwork, head: Tensor, guess: nn.Linear | None = None) -> None:
-    """Initialise the output layer of ``MSDConfig.rank`` as the best low-rank approximation of the target's head.
-
-    Args:
-        head: (draft tokens, hidden), weight of the target's head.
-        guess: predicts the head's inputs from carried states; None is the identity.
-    """
+    """Initialise the output layer of ``MSDConfig.rank`` as the best low-rank approximation of the target's head, whose
+    weight is (draft tokens, hidden). ``guess`` predicts its inputs from carried states; None is the identity."""
     whole = head if guess is None else head @ guess.weight.to(head)
     left, values, right = torch.linalg.svd(whole.float(), full_matrices=False)
     kept = values[: network.config.rank].sqrt()
@@ -151,13 +132,9 @@ def init_low_rank_head(network: MSDNetwork, head: Tensor, guess: nn.Linear | Non
 
 @torch.no_grad()
 def fit_projection(network: MSDNetwork, batches: Iterable[Features], ridge: float = 0.01) -> None:
-    """Initialise a network as the best linear predictor of the target's next hidden state, by ridge regression.
-
-    Fits the projection of token embedding and hidden state; attention and MLP are initialised to add nothing.
-
-    Args:
-        ridge: weight of the penalty, relative to the mean square of the inputs.
-    """
+    """Initialise the projection of token embedding and hidden state as the best linear predictor of the target's next
+    hidden state, by ridge regression; attention and MLP are initialised to add nothing. ``ridge``: weight of the
+    penalty, relative to the mean square of the inputs."""
     width = network.config.hidden_size
     moments = torch.zeros(2 * width + 1, 3 * width + 1, dtype=torch.float64)
     for batch in batches:
@@ -203,9 +180,7 @@ class HiddenStateObjective(SlotLosses):
     chain starts at every entry; every k-th chain, from a random start, continues in later passes.
 
     Metrics are numbered by depth in a tree: ``right_d`` is the accuracy of tokens predicted d steps after a true state.
-
-    Attributes:
-        top_k: children per node, whose total probability ``MSDConfig.confidence`` learns.
+    ``MSDConfig.confidence`` learns the total probability of the ``top_k`` children of a node.
     """
 
     top_k: int = option(10, ge=1)
@@ -243,7 +218,8 @@ class HiddenStateObjective(SlotLosses):
                 cache.start_chains(entry)
             link = (entry[..., None] + torch.arange(1, slots + 1, device=device)).clamp(max=last).flatten(1)
             x = network.combine(take(entries.embeds, link), states.flatten(1, 2), None)
-            outputs = network(x, rotary(entries.positions_of(link)), cache.attend)
+            at = link if isinstance(entries.positions, slice) else entries.positions.gather(1, link)
+            outputs = network(x, rotary(at), cache.attend)
             entry, valid = entry + slots, ends
             state, carried = network.begin(outputs[:, slots - 1 :: slots])
         return losses.output
@@ -251,14 +227,9 @@ class HiddenStateObjective(SlotLosses):
 
 @dataclass(frozen=True)
 class _Entries:
-    """The drafter's input sequences and targets of a batch, (batch, entries, ...) each.
-
-    Attributes:
-        truth: hidden states to predict.
-        visual: mask of visual entries.
-        wanted: mask of entries whose input token and predicted token both belong to an answer.
-        positions: positions of the entries; a slice if no entry was removed.
-    """
+    """The drafter's input sequences of a batch, (batch, entries, ...) each; ``truth`` are the hidden states to predict,
+    ``wanted`` the entries whose input token and predicted token both belong to an answer. ``positions`` are a slice if
+    no entry was removed."""
 
     embeds: Tensor
     hidden: Tensor
@@ -266,10 +237,6 @@ class _Entries:
     visual: Tensor
     wanted: Tensor
     positions: Tensor | slice
-
-    def positions_of(self, entry: Tensor) -> Tensor:
-        """Positions of entries, (batch, n) int64 each."""
-        return entry if isinstance(self.positions, slice) else self.positions.gather(1, entry)
 
 
 def _entries(network: MSDNetwork, batch: Features, hidden: Tensor) -> _Entries:
@@ -303,15 +270,13 @@ class _Chains:
     def predict(
         self, entry: Tensor, state: Tensor, carried: Tensor, valid: Tensor, number: int
     ) -> tuple[Tensor, Tensor]:
-        """Predict the states of all slots of pass ``number``, from 0.
+        """Predict the states of all slots of pass ``number``: input states of the next pass, (batch, chains, slots,
+        hidden), and mask of chains that it can continue.
 
         Args:
             entry: (batch, chains) int64, entry of each chain's first slot.
             state, carried: (batch, chains, hidden), states predicted in the first slot, and recurrent between slots.
             valid: (batch, chains) bool, chains that are still within an answer.
-
-        Returns:
-            Input states of the next pass, (batch, chains, slots, hidden), and mask of chains that it can continue.
         """
         network, wanted = self.network, self.entries.wanted
         slots, last = network.config.slots, wanted.shape[1] - 1
@@ -331,14 +296,9 @@ class _Chains:
     def _scored(
         self, state: Tensor, carried: Tensor, own: bool, entry: Tensor, valid: Tensor, depth: int, weight: float
     ) -> Tensor:
-        """Add the losses of predicted states; returns the states to continue with, some replaced by glancing.
-
-        Args:
-            state, carried: see ``predict``; ``state`` is unused by slots with an output layer of their ``own``.
-            entry: (batch, chains) int64, entries to predict.
-            valid: (batch, chains) bool, predictions with a loss.
-            depth: suffix of the metric names.
-        """
+        """Add the losses of predicted states at ``valid`` entries, with metrics of this ``depth``; returns the states
+        to continue with, some replaced by glancing. Slots with an output layer of their ``own`` do not use ``state``;
+        see ``predict``."""
         if not bool(valid.any()):
             return state
         predicted, inner, network = state[valid], carried[valid], self.network

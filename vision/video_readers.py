@@ -117,11 +117,9 @@ class PacketScan:
     the time until the next packet is decoded: the last frame then lasts at most as long as the frame before it.
 
     Attributes:
-        interval: nominal time between two frames.
+        interval, longest_gap: nominal time between two frames, and longest time between two keyframes.
         largest, position: bytes of the largest packet, and file offset of the end of the last packet.
         other_end: end of the last packet of other streams.
-        keyframe: time of the last keyframe; None before the first.
-        longest_gap: longest time between two keyframes.
     """
 
     def __init__(self, stream: VideoStream) -> None:
@@ -180,15 +178,9 @@ class PacketScan:
 
 
 def sample_with_pyav(media: MediaSource, choose_times: ChooseTimes) -> tuple[TimedFrames, Fraction, Fraction]:
-    """Sample the frames displayed at the times that ``choose_times`` returns.
-
-    Returns:
-        Frames, duration in seconds, and average frame rate. For a truncated file, the duration covers the available
-        frames, and a ``CutWarning`` reports how much is missing.
-
-    Raises:
-        UserError: the source is not a video, or broken before the last sampled frame.
-    """
+    """Sample the frames displayed at the times that ``choose_times`` returns; also returns the duration in seconds, and
+    the average frame rate. For a truncated file, the duration covers the available frames, and a ``CutWarning`` reports
+    how much is missing. Raises ``UserError``: the source is not a video, or broken before the last sampled frame."""
     with closing(_FrameReader(media)) as reader:
         duration = max(reader.end - reader.origin, Fraction(0))
         if reader.declared is not None:
@@ -223,9 +215,6 @@ class _FrameReader:
         self._current: VideoFrame  # displayed now
         self._next_frame: VideoFrame | None  # displayed next; None after the last one
         self._longest_gap: Fraction  # longest time between two keyframes, or from the last keyframe to the end
-        self._interval: Fraction  # time between frames without timestamps
-        self.rate: Fraction  # average frames per second
-        self.end: Fraction  # end of the last frame, on the stream's clock
         self.declared: Fraction | None = None  # original end of a truncated file, on the stream's clock
         self._scan_packets()  # before decoding: a file object has a single position
         try:

@@ -166,11 +166,8 @@ class ProfiledDrafter(Wrapper):
 def run_interleaved(
     pipe: Pipeline, requests: Sequence[dict[str, Any]], methods: Sequence[Method], rounds: int, options: DecodingOptions
 ) -> dict[str, list[TimedBatch]]:
-    """Decode a batch of requests with every method, interleaved, for several rounds.
-
-    Drafters and policies start every round in the same state, and keep the state learned in the last round. Returns the
-    results of each method by its name, one per round.
-    """
+    """Results of several rounds of a batch of requests by each method's name, interleaved. Drafters and policies start
+    every round in the same state, and keep the state learned in the last round."""
     batches: dict[str, list[TimedBatch]] = {method.name: [] for method in methods}
     for turn in range(rounds):
         for method in rotated(methods, turn):

@@ -129,10 +129,8 @@ class SetAcceptance(Wrapper):
 
     With static shapes, trees keep their number of nodes: a path of as many levels as the drafter drafts comes first,
     all other nodes are wrong children of the root. Otherwise a tree grows by the probabilities of its drafts, so the
-    drafter drafts chains, of as many levels as the set rate gains.
-
-    Args:
-        answers: plain decoding's new tokens, by prompt; of equal prompts with other images, the latest.
+    drafter drafts chains, of as many levels as the set rate gains. ``answers`` are plain decoding's new tokens, by
+    prompt; of equal prompts with other images, the latest.
     """
 
     drafter: CapturedDrafter

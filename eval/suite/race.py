@@ -53,12 +53,8 @@ _WARM_UP = 32  # tokens
 
 @dataclass
 class Contender:
-    """A method and its measurements.
-
-    Attributes:
-        ratios: speedup of whole requests over plain decoding, by prompt; clipped to the prompt's mean acceptance
-            length, since a verify pass is not faster than a plain step.
-        noisy: number of prompts whose speed clearly exceeded the tokens per step.
+    """A method and its measurements. ``ratios``: speedup of whole requests over plain decoding, by prompt, clipped to
+    its mean acceptance length, as a verify pass is not faster than a plain step; prompts clearly beyond are ``noisy``.
     """
 
     method: Method
@@ -136,10 +132,8 @@ def race(
     show: Show = lambda *_: None,
 ) -> list[Contender]:
     """Measure methods beside plain decoding until time (in ``seconds``) or prompts run out, or a single method remains.
-
-    The first of several requests is the warm-up. When the time is up, the current method completes its prompt, which is
-    dropped. Returns the remaining methods, then dropped methods, each group from fast to slow.
-    """
+    Returns the remaining methods, then dropped methods, each group from fast to slow. The first of several requests is
+    the warm-up. When the time is up, the current method completes its prompt, which is dropped."""
     start, plain = clock(), Method(PLAIN)
     left, out = [Contender(method) for method in methods], list[Contender]()
     warm_up, measured = (requests[:1], requests[1:]) if len(requests) > 1 else ([], requests)

@@ -67,10 +67,7 @@ class Evaluator:
         self._warm_up()
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Decode a batch of conversations.
-
-        Args:
-            job: ``task``, ``temperature``, ``batch`` (size) and ``group`` (index of the batch).
+        """Decode a job's batch of conversations: the ``group``-th of ``batch`` samples of a ``task``.
 
         Returns:
             The job, ``ids`` and ``categories`` of its samples, ``refused`` methods, for each turn its ``rows`` and the
@@ -146,14 +143,9 @@ def _method_results(
     methods: Sequence[Method],
     batches: dict[str, list[TimedBatch]],
 ) -> dict[str, dict[str, Any]]:
-    """Results of each method on a batch, as JSON values.
-
-    Returns:
-        By method: ``answers`` (token ids), ``texts``, ``seconds`` of each round, ``request_seconds`` (of its rows),
-        ``stats`` of rows, peak ``memory``, and whether each row is ``equal`` to the reference in all rounds, with the
-        ``differences`` of lossless methods where it is not. The reference is transformers' answer if greedy and
-        measured, else our plain decoding's. Answers of other engines are not compared: None.
-    """
+    """``results_of`` each method on a batch, and ``texts``, whether each row is ``equal`` to the reference in all
+    rounds, and the ``differences`` of lossless methods where it is not. The reference is transformers' answer if greedy
+    and measured, else our plain decoding's. Answers of other engines are not compared: None."""
     greedy = options.temperature == 0
     reference = batches[BASELINE if greedy and BASELINE in batches else PLAIN][0].answers
     results = {}

@@ -18,12 +18,7 @@ from mmspec.eval.harness.prompts import Questions
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation of a task.
-
-    Attributes:
-        category: groups samples in Spec-Bench's results.
-        references: accepted answers by turn, for at most as many turns as the conversation has.
-    """
+    """One conversation of a task, with its category in Spec-Bench's results and accepted answers by turn."""
 
     id: str
     conversation: Questions
@@ -106,32 +101,26 @@ def relaxed(answer: str, accepted: Sequence[str]) -> float:
 def anls(answer: str, accepted: Sequence[str]) -> float:
     """1 - normalised edit distance to the nearest reference, 0 below one half (arXiv 1905.13648, section 5)."""
     text, *wanted = (" ".join(one.lower().split()) for one in (answer, *accepted))
-    best = max(1 - _edit_distance(text, one) / max(len(text), len(one), 1) for one in wanted)
+    best = max(1 - _edit_distance(text, one, 1) / max(len(text), len(one), 1) for one in wanted)
     return best if best >= 0.5 else 0.0
 
 
-def _edit_distance(a: str, b: str) -> int:
+def _edit_distance(a: Sequence[str], b: Sequence[str], replacement: int) -> int:
+    """Least cost of edits from a to b: 1 for an insertion or deletion, ``replacement`` for a replacement."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
         before, row[0] = row[0], i
         for j, y in enumerate(b, start=1):
-            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + replacement * (x != y))
     return row[-1]
 
 
 @_mean_over_turns("ROUGE-L")
 def rouge_l(answer: str, accepted: Sequence[str]) -> float:
     """ROUGE-L: F1 of the longest common subsequence of words, with the best reference."""
-    text, *references = (normalise(one).split() for one in (answer, *accepted))
-    scores = []
-    for wanted in references:
-        row = [0] * (len(wanted) + 1)
-        for x in text:
-            before = 0
-            for j, y in enumerate(wanted, start=1):
-                before, row[j] = row[j], before + 1 if x == y else max(row[j], row[j - 1])
-        scores.append(2 * row[-1] / max(len(text) + len(wanted), 1))
-    return max(scores)
+    text, *wanted = (normalise(one).split() for one in (answer, *accepted))
+    # Without replacements, words outside of the subsequence are deleted or inserted.
+    return max(1 - _edit_distance(text, one, 2) / (len(text) + len(one)) for one in wanted) if text else 0.0
 
 
 @_mean_over_turns("exact match")
@@ -153,11 +142,8 @@ def mentioned(answered: Sequence[Answered]) -> dict[str, float]:
 
 
 def edited(answered: Sequence[Answered]) -> dict[str, float]:
-    """Share of answers with the expected function in a fenced block, and share with any that parses.
-
-    Functions are compared as syntax trees. Docstrings and type hints must be where the reference has them and nowhere
-    else, whatever they say. No answer is run.
-    """
+    """Share of answers with the expected function in a fenced block, and share with any that parses. Functions are
+    compared as syntax trees, without the words of docstrings and type hints. No answer is run."""
     blocks = [re.search(r"^```\w*\n(.*?)^```", answers[0], re.DOTALL | re.MULTILINE) for _, answers in answered]
     found = [_function(block[1]) if block else None for block in blocks]
     expected = [{_function(code) for code in sample.references[0]} for sample, _ in answered]
@@ -250,11 +236,8 @@ def mme(answered: Sequence[Answered]) -> dict[str, float]:
 
 
 def cider(answered: Sequence[Answered]) -> dict[str, float]:
-    """CIDEr, computed by pycocoevalcap.
-
-    Words are lower-case runs of letters and digits, instead of the original's Java tokeniser. Document frequencies come
-    from the given references, so a subset of a benchmark scores differently from the whole.
-    """
+    """CIDEr, computed by pycocoevalcap, of lower-case runs of letters and digits, instead of the original's tokeniser.
+    Document frequencies come from the given references: a subset of a benchmark scores differently."""
     try:
         from pycocoevalcap.cider.cider import Cider
     except ImportError:

@@ -28,9 +28,8 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def percentile_interval(resampled: np.ndarray) -> dict[str, float]:
-    """The 95 % interval of a statistic, ``low`` and ``high``, from its values on bootstrap resamples."""
-    low, high = np.percentile(resampled, [2.5, 97.5])
-    return {"low": float(low), "high": float(high)}
+    """The 95 % interval of a statistic, from its values on bootstrap resamples."""
+    return dict(zip(("low", "high"), np.percentile(resampled, [2.5, 97.5]).tolist(), strict=True))
 
 
 def median_interval(values: Sequence[float], resamples: int = 2000) -> dict[str, float]:
@@ -44,12 +43,8 @@ LONGEST_COPY = 32  # draft tokens per step of the copy oracle
 
 
 def copy_lengths(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
-    """Number of tokens that could have been copied after each token of an answer but the last.
-
-    Returns:
-        For each, the length of the answer's longest continuation, at most ``LONGEST_COPY``, that the text known by then
-        (the prompt and the answer so far) has after an earlier occurrence of this token.
-    """
+    """For each token of an answer but the last, the length of the answer's longest continuation, at most
+    ``LONGEST_COPY``, that the prompt or the answer so far has after an earlier occurrence of this token."""
     text, lengths = [*prompt, *answer], []
     places: dict[int, list[int]] = {}
     for at, token in enumerate(text[:-1]):
@@ -66,17 +61,13 @@ def copy_lengths(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
 
 
 def copy_oracle(answers: Sequence[Sequence[int]], seconds: Callable[[int], float]) -> dict[str, Any] | None:
-    """Upper bound for copying drafters: always draft the longest correct copy, up to a maximum number of tokens.
-
-    Longer copies never need more steps, since the rest of a copy is also a copy for the tokens within it.
-
-    Args:
-        answers: results of ``copy_lengths`` for each answer.
+    """Upper bound for copying drafters, from the ``copy_lengths`` of answers: always draft the longest correct copy, up
+    to a maximum number of tokens. None if no answer has a second token.
 
     Returns:
         ``tokens_per_step`` by the largest number of draft tokens, bonus token included, without the prefill's; and the
         largest ``speedup`` over plain passes that drafts of a fixed number of tokens, ``draft_tokens``, could reach,
-        when they are drafted only where the first draft token is right. None if no answer has a second token.
+        when they are drafted only where the first draft token is right.
     """
     tokens = sum(map(len, answers))
     if not tokens:
@@ -120,15 +111,9 @@ def acceptance_line(requests: Sequence[Stats]) -> str:
 
 
 def acceptance_difference(pairs: Sequence[tuple[Hashable, Stats, Stats]], resamples: int = 4000) -> dict[str, float]:
-    """Paired difference of mean acceptance length, first minus second, on the same requests.
-
-    Args:
-        pairs: resampling group of each request, and both statistics. Requests of one group (the turns of a
-            conversation, one prompt with several seeds) are not independent.
-
-    Returns:
-        The ``difference`` and its 95 % interval, ``low`` and ``high``, by a bootstrap over groups of requests.
-    """
+    """Paired ``difference`` of mean acceptance length, first minus second, on the same requests, and its 95 % interval,
+    ``low`` and ``high``, by a bootstrap over groups of requests. ``pairs``: group of each request, and both statistics;
+    requests of one group (turns of a conversation, seeds of a prompt) are not independent."""
     groups, *sides = zip(*pairs, strict=True)
     indices = {group: index for index, group in enumerate(dict.fromkeys(groups))}
     of_request = [indices[group] for group in groups]

@@ -167,14 +167,10 @@ def sample_of(
 
 @dataclass(frozen=True)
 class EvalTask:
-    """A benchmark.
+    """A benchmark, ``visual`` if it has images or videos. Without a scorer, only speed and equality are measured.
 
-    Attributes:
-        visual: whether samples have images or videos, which a text model cannot take.
-        score: the scorer; None if only speed and equality are measured.
-        hub: where ``datasets`` finds it; None if it is only read from local files.
-        rows: the samples of a task that the package contains.
-        local: reads its rows from a folder of data.
+    Its samples are in the package (``rows``), or in rows that ``read`` converts: of the hub, unless None, or of a
+    folder of data, which ``local`` reads.
     """
 
     name: str
@@ -239,13 +235,9 @@ def _answer_task(
     return EvalTask(name, f"{description}; {fields}", True, score, max_new_tokens, read, hub)
 
 
-def _video_task(name: str, description: str) -> EvalTask:
-    def read(row: DatasetRow) -> Sample:
-        question = str(row["question"]).strip().capitalize().rstrip("?")
-        return sample_of(row, f"{question}?{_SHORT_ANSWER}", row.texts("answer"), row.get("type", ""))
-
-    # The hub's rows only name the videos, which must be downloaded elsewhere.
-    return EvalTask(name, f"{description}; video_name, question, answer", True, scoring.contained, 32, read)
+def _video(row: DatasetRow) -> Sample:
+    question = str(row["question"]).strip().capitalize().rstrip("?")
+    return sample_of(row, f"{question}?{_SHORT_ANSWER}", row.texts("answer"), row.get("type", ""))
 
 
 def _with_options(question: str, options: Sequence[str]) -> str:
@@ -329,7 +321,7 @@ _MMMU = "MMMU; image_1 .. image_7, question, options, answer (letter or text)"
 _MMSPEC = "The MMSpec benchmark (arXiv 2603.14989), unrelated to this package; id, image, turns, category, topic"
 _MME = "MME; image, question, answer (yes or no), category"
 _LLAVA = lmms_lab("llava-bench-in-the-wild", "train")
-_VIDEO_DETAIL = "VideoDetailCaption; video_name, question, answer"
+_VIDEO = "video_name, question, answer"
 _TURNS = "question_id, category, turns (list)"
 _GSM8K = "GSM8K; question, answer (ends with #### NUMBER)"
 _DOCUMENTS = "your own pages, DATA/documents/PAGE.png, PAGE.jpg, ...; a PAGE.txt beside them is another program's OCR"
@@ -345,8 +337,9 @@ _BENCHMARKS = (
     _answer_task("vizwiz", "VizWiz-VQA", scoring.vqa_accuracy, lmms_lab("VizWiz-VQA", "val"), "answers", "category"),
     _answer_task("chartqa", "ChartQA", scoring.relaxed, lmms_lab("ChartQA", "test"), "answer", "type"),
     _answer_task("docvqa", "DocVQA", scoring.anls, lmms_lab("DocVQA", "validation", "DocVQA"), "answers"),
-    _video_task("activitynet-qa", "ActivityNet-QA"),
-    _video_task("msvd-qa", "MSVD-QA"),
+    # The hub's rows only name the videos, which must be downloaded elsewhere.
+    EvalTask("activitynet-qa", f"ActivityNet-QA; {_VIDEO}", True, scoring.contained, 32, _video),
+    EvalTask("msvd-qa", f"MSVD-QA; {_VIDEO}", True, scoring.contained, 32, _video),
     EvalTask(
         "ai2d", _AI2D, True, scoring.choice_accuracy, 16, partial(_choice, field="options"), lmms_lab("ai2d", "test")
     ),
@@ -358,7 +351,7 @@ _BENCHMARKS = (
     EvalTask("mme", _MME, True, scoring.mme, 16, _mme, lmms_lab("MME", "test")),
     _answer_task("mm-vet", "MM-Vet", scoring.rouge_l, lmms_lab("MMVet", "test"), "answer", "capability", "", 256),
     _answer_task("llava-bench", "LLaVA-Bench in the wild", scoring.rouge_l, _LLAVA, "gpt_answer", "category", "", 512),
-    EvalTask("video-detail", _VIDEO_DETAIL, True, scoring.rouge_l, 512, _video_detail),
+    EvalTask("video-detail", f"VideoDetailCaption; {_VIDEO}", True, scoring.rouge_l, 512, _video_detail),
     EvalTask("mmspec-benchmark", _MMSPEC, True, None, 512, _benchmark),
     EvalTask("mt-bench", "MT-Bench, speed only; turns (list), category", False, None, 512, _turns, _MT_BENCH_HUB),
     EvalTask("gsm8k", _GSM8K, False, scoring.last_number, 320, _gsm8k, HubDataset("openai/gsm8k", "test", "main")),

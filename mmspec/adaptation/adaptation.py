@@ -44,14 +44,9 @@ _LONGEST = 4096  # maximum tokens of a recorded prompt
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """A finished sequence with the target's hidden states.
-
-    Attributes:
-        tokens: (length,) int64, prompt and answer, on the host.
-        features: (length, hidden) each, features that the drafter reads.
-        visual: (length,) bool, positions of image and video features.
-        shown: (visual positions, hidden), input embeddings at visual positions.
-    """
+    """A finished sequence: tokens of prompt and answer, (length,) int64 on the host; the target's ``features`` that the
+    drafter reads, (length, hidden) each; ``visual``, (length,) bool, the positions of image and video features; and
+    ``shown``, (visual positions, hidden), the input embeddings at these positions."""
 
     tokens: Tensor
     prompt: int
@@ -67,14 +62,8 @@ class RecordedAnswer:
 
 @dataclass
 class Recording:
-    """A sequence.
-
-    Attributes:
-        passes: states from prefill and verify passes of a running sequence; None if not recorded.
-        tokens, steps: number of tokens emitted by draft steps, and of draft steps.
-        length: length of the history after the last step.
-        answer: recorded states of a finished sequence; None if not recorded.
-    """
+    """A sequence: states of its ``passes`` while it runs and its ``answer`` afterwards, None if not recorded; number of
+    ``tokens`` emitted by draft ``steps``; ``length`` of the history after the last step."""
 
     history: list[int]
     prompt: int
@@ -102,14 +91,8 @@ class Recording:
 
 @dataclass(eq=False)
 class RecordedDrafter(Wrapper):
-    """Records the sequences of a trained drafter, and replaces the drafter while it has no sequences.
-
-    Copies draft with the current weights and do not record.
-
-    Attributes:
-        ended: queue of finished sequences for the learner.
-        fresh: replacement for ``drafter``, swapped in before the next sequence when none is running.
-    """
+    """Records the sequences of a trained drafter: ``ended`` queues finished sequences for the learner. ``fresh``
+    replaces the drafter before the next sequence when none is running. Copies do not record."""
 
     drafter: TrainedDrafter
     ended: list[Recording] = field(default_factory=list)
@@ -162,14 +145,6 @@ REQUESTS = 16
 """Number of requests to compare before and after a replacement."""
 
 
-def _fallen(before: list[float], since: list[float]) -> bool:
-    """Whether the mean of ``since`` is lower than the mean of ``before`` by more than its standard error."""
-    if not before:
-        return False
-    error = sqrt(variance(before) / len(before) + variance(since) / len(since))
-    return fmean(since) + error < fmean(before)
-
-
 _EARLIER = 7  # replayed answers per new answer
 _BUFFER = 1 << 27  # maximum bytes of the replay buffer
 
@@ -188,14 +163,10 @@ class Learner(Protocol):
 
 
 class HeadAdaptation:
-    """Adaptation of one trained drafter.
+    """Adaptation of one trained, unattached drafter with an unpacked network.
 
     Learned weights replace the drafter's weights after every ``REQUESTS`` requests, while the engine is idle. If
     acceptance falls over the next ``REQUESTS`` requests, the replacement is rolled back.
-
-    Args:
-        drafter: unattached drafter with an unpacked network.
-        store: store for the weights; None does not save them.
     """
 
     def __init__(self, drafter: TrainedDrafter, target: Target, store: Store | None) -> None:
@@ -205,10 +176,8 @@ class HeadAdaptation:
         self._target, self._store = target, store
         self._current = self._former = self._learner.weights()
         self._proven = True  # the current weights were compared and are not worse
-        self._before: list[float] = []  # acceptance lengths of requests before the last replacement, and since
-        self._since: list[float] = []
-        self._buffer: deque[RecordedAnswer] = deque()
-        self._queue: deque[RecordedAnswer] = deque()  # answers to learn
+        self._before, self._since = list[float](), list[float]()  # acceptance lengths around the last replacement
+        self._buffer, self._queue = deque[RecordedAnswer](), deque[RecordedAnswer]()  # answers to replay, and to learn
         self._random = random.Random(0)
         self.answers = self.replacements = self.rollbacks = 0
 
@@ -240,16 +209,18 @@ class HeadAdaptation:
             self._buffer.popleft()
 
     def _judge(self) -> None:
-        """Replace the weights by the learned weights, or roll back if acceptance has fallen."""
-        fallen, since, self._since = _fallen(self._before, self._since), self._since[-REQUESTS:], []
-        if fallen:
+        """Replace the weights by the learned weights, or roll back if mean acceptance has fallen by more than its
+        standard error."""
+        before, since, self._since = self._before, self._since, []
+        error = sqrt(sum(variance(lengths) / len(lengths) for lengths in (before, since) if lengths))
+        if before and fmean(since) + error < fmean(before):
             self._current, self._proven = self._former, True
             self._learner.restart(self._former)
             self.rollbacks += 1
         else:
             if not self._proven and self._store is not None:
                 self._store.write(lambda folder: self._drafter(self._current).save(folder, self._target))
-            self._before = since
+            self._before = since[-REQUESTS:]
             self._former, self._current, self._proven = self._current, self._learner.weights(), False
             self.replacements += 1
         fresh = self._drafter(self._current)
@@ -261,10 +232,8 @@ class HeadAdaptation:
 
 
 class Store:
-    """Stores the newest generation of a checkpoint in a numbered subfolder of ``folder``.
-
-    A new generation is written to a temporary folder and renamed before older generations are removed.
-    """
+    """Stores the newest generation of a checkpoint in a numbered subfolder of ``folder``; older generations are removed
+    after a generation is complete."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -291,14 +260,8 @@ _SECONDS = 60.0  # minimum interval between writes
 
 
 class TableAdaptation:
-    """Loads and saves the table of a drafter.
-
-    Args:
-        drafter: drafter whose table is replaced by the newest stored table.
-
-    Raises:
-        UserError: the stored table is damaged or belongs to another target.
-    """
+    """Saves the table of a drafter, after it has loaded the newest stored table. Raises ``UserError``: the stored table
+    is damaged or belongs to another target."""
 
     def __init__(self, drafter: Recycle, target: Any, store: Store) -> None:
         self._drafter, self._target, self._store = drafter, target, store
@@ -319,16 +282,9 @@ class TableAdaptation:
 
 
 class Adaptation:
-    """Adapts drafters to verified tokens, as idle work of their engine.
-
-    Args:
-        drafter: unattached drafter that learns or has a registered learner, or a union of such drafters.
-        options: folder and size limit of the saved state.
-
-    Raises:
-        UserError: no drafter can adapt, files in the folder are damaged or for another target, or the limit is too
-            small.
-    """
+    """Adapts drafters to verified tokens, as idle work of their engine: an unattached drafter that learns or has a
+    registered learner, or a union with such drafters. Raises ``UserError``: no drafter can adapt, files in the folder
+    are damaged or for another target, or the limit is too small."""
 
     def __init__(self, drafter: Drafter | None, target: Target, options: AdaptOptions) -> None:
         if sharded(target):  # weights would diverge between ranks
@@ -377,10 +333,9 @@ class Adaptation:
 
     def turn(self) -> None:
         """Take a training step, replace weights, or write a file."""
-        for part in self._parts:
-            if part.pending:
-                part.turn()
-                return
+        part = next((part for part in self._parts if part.pending), None)
+        if part is not None:
+            part.turn()
 
     def finish(self) -> None:
         """Do all pending work; the engine must be paused."""

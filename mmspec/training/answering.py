@@ -117,10 +117,14 @@ def draw_prompts(
     ``params`` determine a prompt."""
     opening = user_opening(pipe.processor.tokenizer)
     seen: set[str] = set()
+    plain = replace(params.over(LIBRARY), max_new_tokens=MAX_TOKENS)  # without the model's own defaults
     left = [number for number in numbers if prompt_id(number) not in done]
     for start in range(0, len(left), chunk):
         drawn = left[start : start + chunk]
-        for number, text in zip(drawn, _draw(pipe, opening, drawn, params), strict=True):
+        seeds = [zlib.crc32(f"prompt {params.seed} {number}".encode()) for number in drawn]
+        requests = [{"prompt": opening, "params": replace(plain, seed=seed)} for seed in seeds]
+        for number, one in zip(drawn, pipe.generate_batch(requests, num_draft_tokens=0), strict=True):
+            text = _usable(pipe.processor, one.token_ids) if one.finish_reason == "stop" else None
             if text is not None and text.lower() not in seen:
                 seen.add(text.lower())
                 yield PendingConversation(prompt_id(number), [[{"type": "text", "text": text}]], [0])
@@ -140,15 +144,6 @@ def user_opening(tokenizer: Any) -> list[int]:
     if not found or not opening:
         raise UserError(f"expected a chat template that opens a user's turn, received {rendered[:60]!r}")
     return tokenizer(opening, add_special_tokens=False)["input_ids"]
-
-
-def _draw(pipe: Pipeline, opening: list[int], numbers: Sequence[int], params: SamplingParams) -> list[str | None]:
-    """Sample prompts; None for unusable prompts."""
-    plain = replace(params.over(LIBRARY), max_new_tokens=MAX_TOKENS)  # without the model's own defaults
-    seeds = [zlib.crc32(f"prompt {params.seed} {number}".encode()) for number in numbers]
-    requests = [{"prompt": opening, "params": replace(plain, seed=seed)} for seed in seeds]
-    ended = pipe.generate_batch(requests, num_draft_tokens=0)
-    return [_usable(pipe.processor, one.token_ids) if one.finish_reason == "stop" else None for one in ended]
 
 
 def _usable(processor: Processor, token_ids: list[int]) -> str | None:

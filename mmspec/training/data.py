@@ -87,11 +87,7 @@ class ConversationFile:
 
 def read(path: Path, images: Path | None = None, *, answered: bool = True) -> ConversationFile:
     """Read a JSON array or JSON Lines of conversations, with media paths relative to ``images``, by default the file's
-    folder.
-
-    If ``answered``, conversations without an answer and turns after the last answer are left out; otherwise every
-    conversation with a question is kept.
-    """
+    folder. If ``answered``, conversations without an answer and turns after the last answer are left out."""
     data = ConversationFile([])
     root = (path.parent if images is None else images).absolute()
     ids: Counter[str] = Counter()
@@ -235,16 +231,9 @@ POOL = 8  # batches sampled together: a pool is sorted by length before it is sp
 
 
 class CurriculumSampler:
-    """Samples batches of examples; each kind is reshuffled every epoch.
-
-    Args:
-        lengths: length of each example by kind, in any unit.
-        text_share: progress until which all examples are ``TEXT``, if there are both kinds; then the probability of a
-            ``MIXED`` example rises linearly to 1.
-
-    Attributes:
-        info: stage and share at the last call of ``next``, for the training log.
-    """
+    """Samples batches of examples, given their ``lengths`` by kind, in any unit. Each kind is reshuffled every epoch.
+    If both kinds exist, all examples are ``TEXT`` until the progress ``text_share``; then the probability of a
+    ``MIXED`` example rises linearly to 1. ``info``: stage and share, for the log."""
 
     def __init__(self, lengths: Mapping[str, Sequence[int]], batch: int, seed: int, text_share: float = 0.0) -> None:
         self.lengths = {kind: found for kind, found in lengths.items() if len(found)}
@@ -269,11 +258,10 @@ class CurriculumSampler:
         return self._waiting.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """State from which ``load_state_dict`` continues the sequence of batches."""
         return {"drawn": dict(self._drawn), "pools": self._pools, "waiting": list(self._waiting)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the ``state_dict()`` of a sampler of the same examples, batch size and seed."""
+        """Continue with the next batch of a sampler of the same examples, batch size and seed."""
         self._drawn, self._pools, self._waiting = dict(state["drawn"]), state["pools"], list(state["waiting"])
 
     def _fill(self, share: float) -> None:

@@ -19,18 +19,11 @@ from mmspec.drafters.layouts.families import NAMES
 from mmspec.drafters.layouts.fields import published_names, shapes_of, stack
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.training import tasks
 from mmspec.training.features import Features
 from mmspec.training.objectives import LossInput, LossOutput, TokenLosses, token_loss
 from mmspec.training.options import NetworkOptions, NextTokenLoss, TreeOptions
-from mmspec.training.tasks import (
-    DrafterTraining,
-    TrainingTask,
-    decoder_weights,
-    load_shared_weights,
-    mask_token,
-    output_rows,
-    started,
-)
+from mmspec.training.tasks import DrafterTraining, TrainingTask
 from mmspec.validation import inherited, option, options, part, with_fields_of
 
 _BASE = 0.6  # weight of the loss of XPress' uncorrected logits (vllm-project/speculators)
@@ -103,12 +96,12 @@ class DFlashOptions(DFlashObjective, NetworkOptions):
 
 def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
     target = pipe.target
-    start, draft_ids = started(DFlash, options.start, target, draft_ids)
+    start, draft_ids = tasks.started(DFlash, options.start, target, draft_ids)
     if start is not None and (start.network.config.head or rotary_of(start.network.config)[1] is not None):
         raise UserError(
             f"{options.start}: expected a drafter with the target's output layer and plain rotary positions"
         )
-    config = _network_config(options, pipe, start, output_rows(target) if draft_ids is None else len(draft_ids))
+    config = _network_config(options, pipe, start, tasks.output_rows(target) if draft_ids is None else len(draft_ids))
     network = DFlashNetwork(config).to(target.device, torch.float32)
     if config.markov_rank:
         nn.init.zeros_(network.markov_head.weight)  # initially no correction
@@ -117,7 +110,7 @@ def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> T
             raise UserError("--selector-rank needs all tokens of the target: leave out --draft-vocabulary")
         nn.init.zeros_(network.successors.weight)
     if start is not None:
-        load_shared_weights(start, network, options.start)
+        tasks.load_shared_weights(start, network, options.start)
     elif options.from_target:
         copy_last_layers(network, target)
     return TrainingTask(network, options, DFlash, draft_ids, config.features(target.config.num_hidden_layers))
@@ -134,7 +127,7 @@ def _network_config(options: DFlashOptions, pipe: Pipeline, start: DFlash | None
         return replace(start.network.config, **given)
     new = {"block_size": 8, "layers": 2, "target_layer_ids": default_layer_ids(decoder.num_hidden_layers), **given}
     if "mask_token_id" not in new:
-        new["mask_token_id"] = mask_token(pipe)
+        new["mask_token_id"] = tasks.mask_token(pipe)
     return DFlashConfig.like(decoder, **new)
 
 
@@ -143,7 +136,7 @@ def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
     """Initialise the layers and the last norm from the target's last layers and norm, whose inputs include the last
     states that the drafter reads. Query and key norms without a counterpart in the target keep their initial values."""
     last = range(target.config.num_hidden_layers)[-network.config.layers :]
-    theirs, own = decoder_weights(target, last), network.state_dict()
+    theirs, own = tasks.decoder_weights(target, last), network.state_dict()
     parts = {
         ours: some
         for ours, some in published_names(own, NAMES).items()

@@ -18,17 +18,10 @@ from mmspec.drafters.hidden_state import packing
 from mmspec.drafters.layer import rotary_of, take
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.training import tasks
 from mmspec.training.objectives import LossInput, LossOutput, PassCache, TokenLosses
 from mmspec.training.options import NetworkOptions, Passes, TreeOptions
-from mmspec.training.tasks import (
-    DrafterTraining,
-    TrainingTask,
-    head_weight,
-    load_shared_weights,
-    mask_token,
-    output_rows,
-    started,
-)
+from mmspec.training.tasks import DrafterTraining, TrainingTask
 from mmspec.validation import inherited, option, options, part, with_fields_of
 
 
@@ -108,7 +101,7 @@ class Eagle3Options(Eagle3Objective, NetworkOptions):
 
 def setup(options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
     target = pipe.target
-    start, draft_ids = started(Eagle3, options.start, target, draft_ids)
+    start, draft_ids = tasks.started(Eagle3, options.start, target, draft_ids)
     if start is not None:
         if start.network.config.window or start.network.config.candidates:
             raise UserError(f"{options.start}: expected an EAGLE-3 head without a sliding window, received EAGLE-4's")
@@ -117,10 +110,10 @@ def setup(options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None) -> T
     config = _network_config(options, pipe, draft_ids, start)
     network = Eagle3Network(config).to(target.device, torch.float32)
     if start is not None:
-        load_shared_weights(start, network, options.start)
+        tasks.load_shared_weights(start, network, options.start)
     else:
         with torch.no_grad():
-            network.lm_head.weight.copy_(head_weight(target, draft_ids))
+            network.lm_head.weight.copy_(tasks.head_weight(target, draft_ids))
     return TrainingTask(network, options, Eagle3, draft_ids, config.features(target.config.num_hidden_layers))
 
 
@@ -132,8 +125,8 @@ def _network_config(
     before = None if start is None else start.network.config
     mask = None if before is None else before.mask_token_id
     if options.parallel is not None:
-        mask = (mask_token(pipe) if mask is None else mask) if options.parallel else None
-    head = output_rows(pipe.target) if draft_ids is None else len(draft_ids)
+        mask = (tasks.mask_token(pipe) if mask is None else mask) if options.parallel else None
+    head = tasks.output_rows(pipe.target) if draft_ids is None else len(draft_ids)
     if before is not None:
         return replace(before, **given, head=head if before.head else 0, mask_token_id=mask)
     new = {"fc_norm": not given.get("norm_before_fc"), "norm_output": True, **given}

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -68,14 +68,8 @@ class Features:
 
 @dataclass
 class ConversationFeatures:
-    """Features of one conversation, without padding.
-
-    Attributes:
-        tokens, visual, answer: (length,), as in ``Features``.
-        hidden: (length, hidden).
-        shown: (visual positions, hidden), visual features.
-        layers: (length, n * hidden), or None.
-    """
+    """Features of one conversation, without padding, as in ``Features``; ``shown``: (visual positions, hidden), visual
+    features."""
 
     tokens: Tensor
     hidden: Tensor
@@ -92,13 +86,8 @@ _Token = tuple[int, int]  # token id; index of its answer, or CONTEXT
 
 @dataclass
 class EncodedConversation:
-    """Inputs of a target for one conversation.
-
-    Attributes:
-        tokens: (length,) int64, media placeholders expanded.
-        turn: (length,) int64, index of the answer that a token belongs to, or ``CONTEXT``.
-        visual: (length,) bool, positions of image and video features.
-    """
+    """Inputs of a target for one conversation, (length,) each: tokens with expanded media placeholders; ``turn``, the
+    index of the answer that a token belongs to, or ``CONTEXT``; ``visual``, the positions of media features."""
 
     tokens: Tensor
     turn: Tensor
@@ -107,15 +96,10 @@ class EncodedConversation:
 
 
 class Encoder:
-    """Encodes conversations for one target.
+    """Encodes conversations for one target, in at most ``max_length`` tokens and the target's context length.
 
-    Args:
-        pipe: pipeline of the target; its processor or tokenizer must have a chat template.
-        max_length: maximum length in tokens; by default, and at most, the target's context length.
-
-    Attributes:
-        settings: settings other than target and conversation that determine the sequences, as JSON values.
-        reasons: reasons of skipped conversations so far, by id.
+    ``settings`` other than target and conversation determine the sequences, as JSON values; ``reasons`` explain the
+    skipped conversations, by id. Raises ``UserError``: the processor has no chat template.
     """
 
     def __init__(self, pipe: Pipeline, max_length: int | None = None) -> None:
@@ -131,7 +115,7 @@ class Encoder:
         renderer = processor.plain if processor.reads_media else processor.tokenizer
         if not getattr(renderer, "chat_template", None):
             raise UserError("conversations need a chat template: the model's processor has none")
-        self._render = renderer.apply_chat_template
+        self._text = partial(renderer.apply_chat_template, tokenize=False)
 
     def __call__(self, conversation: Conversation) -> EncodedConversation | None:
         """Encode a conversation without trailing turns beyond the maximum length. If the first turn does not fit, its
@@ -173,16 +157,13 @@ class Encoder:
         visual = torch.isin(ids, torch.tensor(sorted(self.visual_ids), dtype=torch.long))
         return EncodedConversation(ids, turns, visual, prompt.inputs)
 
-    def _text(self, messages: list[dict[str, Any]], generation_prompt: bool) -> str:
-        return self._render(messages, add_generation_prompt=generation_prompt, tokenize=False)
-
     def _ids(self, text: str, whole: bool = True) -> list[int]:
         special = whole and self.pipe.processor.adds_special_tokens(text)
         return self.pipe.processor.tokenizer(text, add_special_tokens=special)["input_ids"]
 
     def _tokens(self, messages: list[dict[str, Any]], answers: Sequence[tuple[int, ...] | None]) -> list[_Token]:
         """The sequence up to the last answer, before placeholders are expanded."""
-        text = self._text(messages, generation_prompt=False)
+        text = self._text(messages)
         spans = self._spans(messages, text)
         pieces = self._pieces(text, [0, *(cut for span in spans for cut in span), len(text)])
         tokens = [(token, CONTEXT) for token in pieces[0]]
@@ -208,7 +189,7 @@ class Encoder:
         spans = []
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                prompt = self._text(messages[:index], generation_prompt=True)
+                prompt = self._text(messages[:index], add_generation_prompt=True)
                 answer = data.text_of(message["content"]).strip()
                 start = text.find(answer, len(prompt)) if text.startswith(prompt) else -1
                 if start < 0:
@@ -225,7 +206,7 @@ class Encoder:
         return [self._ids(text[a:b], whole=a == 0) for a, b in pairwise(cuts)]
 
     def _check_expansion(self, messages: list[dict[str, Any]], processed: list[int]) -> None:
-        plain = self._ids(self._text(messages, generation_prompt=True))
+        plain = self._ids(self._text(messages, add_generation_prompt=True))
         ours, theirs = (self._runs(ids) for ids in (plain, processed))
         our_text, their_text = ([run for run in runs if run[0] not in self.visual_ids] for runs in (ours, theirs))
         if our_text != their_text or len(ours) != len(theirs):
@@ -274,7 +255,7 @@ class Extractor:
         return self.encoder.settings | ({"layers": list(self.layers)} if self.layers else {})
 
     def __call__(self, conversations: Sequence[Conversation]) -> Features:
-        return collate([row for row in self.rows(conversations) if row is not None], self.target)
+        return collate(self.rows(conversations), self.target)
 
     def rows(self, conversations: Sequence[Conversation]) -> list[ConversationFeatures | None]:
         """Features of each conversation; None if skipped."""
@@ -313,9 +294,9 @@ class Extractor:
         return ConversationFeatures(one.tokens.to(device), hidden, shown, visual, answer, layers)
 
 
-def collate(rows: Sequence[ConversationFeatures], target: TransformersTarget) -> Features:
-    """Pad conversations to a batch; an empty list becomes one row of padding."""
-    device, dtype = target.device, target.dtype
+def collate(conversations: Sequence[ConversationFeatures | None], target: TransformersTarget) -> Features:
+    """Pad conversations to a batch, without None; without any, to one row of padding."""
+    device, dtype, rows = target.device, target.dtype, [row for row in conversations if row is not None]
     lengths = torch.tensor([len(row.tokens) for row in rows] or [0], dtype=torch.long)
     if not rows:
         empty = torch.zeros(2, target.config.hidden_size, device=device, dtype=dtype)
@@ -338,9 +319,8 @@ def collate(rows: Sequence[ConversationFeatures], target: TransformersTarget) ->
 class StoredFeatures:
     """Features in safetensors files of several conversations each, with the call interface of ``Extractor``.
 
-    Keys are ``HASH/FIELD``, with a hash of a conversation's messages and answers, and a field of
-    ``ConversationFeatures``. Floating point features are in the target's dtype. The metadata has the reasons for which
-    conversations were skipped.
+    Keys are ``HASH/FIELD``, with a hash of a conversation's messages and answers. Floating point features are in the
+    target's dtype. The metadata has the reasons for which conversations were skipped.
     """
 
     def __init__(self, folders: Sequence[Path], target: TransformersTarget) -> None:
@@ -371,8 +351,7 @@ class StoredFeatures:
         return name in self._places or name in self._reasons
 
     def __call__(self, conversations: Sequence[Conversation]) -> Features:
-        rows = [self._row(conversation) for conversation in conversations]
-        return collate([row for row in rows if row is not None], self.target)
+        return collate([self._row(conversation) for conversation in conversations], self.target)
 
     def sequences(self) -> Iterator[tuple[list[int], Tensor]]:
         """Yield each conversation's tokens except the last, and hidden states, (length, hidden), in the target's
@@ -414,11 +393,8 @@ def recorded_features(folders: Sequence[Path], target: TransformersTarget) -> St
 
 
 class FeatureCache(StoredFeatures):
-    """Feature cache in a folder, which also has an ``index.json`` with target and settings; ``fill`` computes missing
-    features, in files of ``size`` conversations.
-
-    Target and settings of the extractor must match the folder, but it may read fewer layers.
-    """
+    """Feature cache in a folder with an ``index.json``, whose target and settings must match the extractor, which may
+    read fewer layers; ``fill`` computes missing features, in files of ``size`` conversations."""
 
     def __init__(
         self, folder: Path, extractor: Extractor, conversations: Sequence[Conversation], size: int = 256

@@ -69,13 +69,11 @@ class TokenLosses:
     """Accumulates losses of drafts against the target's next-token distributions, and metrics.
 
     Args:
-        hidden: (batch, length, hidden), target states, inputs of its output layer.
-        wanted: (batch, length) bool, positions with a loss.
+        hidden: (batch, length, hidden), inputs of the target's output layer, ``head`` for the draft vocabulary.
+        wanted: (batch, length) bool, positions with a loss; their ``count`` normalises the losses.
         weights: weights of the losses by name, "token" for the token loss; by default 1.
 
     Attributes:
-        head: the target's output layer for the draft vocabulary.
-        count: number of wanted positions, which normalises the losses and makes processes' losses additive.
         output: accumulated losses, and the metrics ``token_k`` and ``right_k``, loss and accuracy k tokens ahead.
     """
 
@@ -103,19 +101,14 @@ class TokenLosses:
         return self._goals[index[valid]]
 
     def add(self, ahead: int, scores: Tensor, goal: Tensor, weight: float = 1.0, **further: Tensor) -> None:
-        """Add the losses of drafts.
-
-        Args:
-            scores, goal: (drafts, tokens), logits and the target's distributions.
-            further: additional losses of the same drafts by name, added to the token loss.
-        """
+        """Add the losses of drafts, of logits and the target's distributions, (drafts, tokens), and ``further`` losses
+        of the same drafts by name."""
         loss = token_loss(self._kind, goal, scores.float().log_softmax(-1))
         right = (scores.argmax(-1) == goal.argmax(-1)).float().mean()
         losses = {"token": loss, **further}
         weighted = [self._weights.get(name, 1.0) * value for name, value in losses.items()]
         total = self.output.total + weight * len(goal) / self.count * sum(weighted)
-        values = {**losses, "right": right}
-        metrics = {f"{name}_{ahead}": float(value.detach()) for name, value in values.items()}
+        metrics = {f"{name}_{ahead}": float(value.detach()) for name, value in {**losses, "right": right}.items()}
         self.output = LossOutput(total, self.output.metrics | metrics)
 
 
@@ -142,10 +135,7 @@ class PassCache:
     and causally within its own link.
     """
 
-    def __init__(self) -> None:
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-        self._starts: Tensor | None = None
+    _starts: Tensor | None = None
 
     def start_chains(self, starts: Tensor) -> None:
         """Set the entries at which chains start, after the first pass: (batch, chains) int64."""
@@ -161,12 +151,8 @@ class PassCache:
                 parts[number] = part.gather(2, index)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append the keys and values of a pass; returns the attention output of its queries.
-
-        Args:
-            q: (batch, heads, entries, head_dim). The entries of later passes are ordered by chain: chains * slots.
-            k, v: (batch, kv_heads, entries, head_dim).
-        """
+        """Append a pass, (batch, heads or kv_heads, entries, head_dim) each; returns the attention output of its
+        queries. The entries of later passes are ordered by chain: chains * slots."""
         groups = q.shape[1] // k.shape[1]
         k, v, q = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), q / math.sqrt(q.shape[-1])
         if self._starts is None:

@@ -15,13 +15,8 @@ from mmspec.validation import Many, inherited, option, options, part, with_field
 
 @options
 class Schedule:
-    """Length, by one of ``steps`` and ``minutes``, learning-rate schedule and intervals of a training run.
-
-    Attributes:
-        minutes: total time, including earlier parts of a resumed run.
-        hold: progress after which the learning rate decays linearly to zero.
-        checkpoint_minutes: interval between checkpoints, the most that a killed run loses.
-    """
+    """Length of a training run, by one of ``steps`` and ``minutes``, which include earlier parts of a resumed run;
+    learning-rate schedule, which decays linearly to zero after ``hold``; and intervals."""
 
     steps: int | None = option(None, "Length of the run in optimiser steps.", ge=1)
     minutes: float | None = option(None, "Or in minutes of wall clock.", gt=0)

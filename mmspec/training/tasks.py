@@ -44,13 +44,8 @@ Objective = Callable[[Any, LossInput], LossOutput]  # losses of a drafter's netw
 
 
 class TrainingTask(NamedTuple):
-    """Network and objective of a kind of drafter.
-
-    Attributes:
-        network: network to train, in float32 on the target's device.
-        drafter: creates a drafter from a network, draft ids and tree settings.
-        fit: initialises the network from features of some training conversations, before a run starts.
-    """
+    """Network, in float32 on the target's device, and objective of a kind of drafter. ``drafter`` creates it from a
+    network, draft ids and tree settings; ``fit`` initialises the network from features of some conversations."""
 
     network: nn.Module
     objective: Objective
@@ -69,12 +64,8 @@ class DrafterTraining(NamedTuple):
 
 
 class Optimisers:
-    """Muon for the matrices of layers, AdamW for all other parameters of a network that require gradients.
-
-    Args:
-        kind: "muon", where AdamW has half the rate; "adamw" trains matrices by AdamW too.
-        rate: learning rate; Muon's updates are scaled to match the RMS of AdamW's.
-    """
+    """Muon for the matrices of layers, AdamW at half the rate for all other parameters of a network that require
+    gradients; "adamw" trains matrices by AdamW too. Muon's updates are scaled to match the RMS of AdamW's."""
 
     def __init__(self, network: nn.Module, kind: Literal["muon", "adamw"], rate: float) -> None:
         self.rate, self._clip = rate, 1.0 if kind == "muon" else 0.5
@@ -106,7 +97,6 @@ class Optimisers:
         return [optimiser.state_dict() for optimiser in self.all]
 
     def load_state_dict(self, states: list[dict]) -> None:
-        """Restore the ``state_dict()`` of the same groups."""
         for optimiser, state in zip(self.all, states, strict=True):
             optimiser.load_state_dict(state)
 
@@ -163,13 +153,11 @@ class OnlineLearner:
 
 
 class DrafterTask:
-    """Trains a drafter's network to predict its target's output.
+    """Trains a drafter's network to predict its target's output. Evaluations use the batch size of training.
 
     Args:
-        training: conversations by kind: ``TEXT`` without and ``MIXED`` with images or videos.
-        options: options of the run. Evaluations use the same batch size. "muon" trains matrices by Muon and the rest by
-            AdamW at half the rate; "adamw" is the setting of arXiv 2505.14260. After stage 1, on text only, the share
-            of ``MIXED`` examples rises linearly to 1 (section 3.3).
+        training: conversations by kind: ``TEXT`` without and ``MIXED`` with images or videos. After stage 1, on text
+            only, the share of ``MIXED`` examples rises linearly to 1 (arXiv 2505.14260, section 3.3).
         bfloat16: compute losses under autocast; weights stay in float32.
     """
 

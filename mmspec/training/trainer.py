@@ -38,15 +38,9 @@ _STATE = ("network", "optimisers", "order", "step", "seconds", "settings")  # en
 
 
 class Trainer:
-    """A training run in a folder. The constructor resumes from the folder's checkpoint if there is one.
-
-    Args:
-        folder: run folder: ``checkpoint.pt``, ``settings.json``, ``log.jsonl``, ``curve.svg`` and ``drafter``.
-        settings: settings of the run, as JSON values by name; resuming with other settings is an error.
-
-    Attributes:
-        notify: called with each log row plus the run's ``progress``.
-    """
+    """A training run in a folder: ``checkpoint.pt``, ``settings.json``, ``log.jsonl``, ``curve.svg`` and ``drafter``.
+    The constructor resumes from a checkpoint; other ``settings``, JSON values by name, are an error. ``notify`` is
+    called with each log row plus the run's ``progress``."""
 
     def __init__(
         self,

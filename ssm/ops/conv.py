@@ -9,16 +9,9 @@ from mmspec.ops import kernels
 
 
 def conv_window(parents: Tensor, width: int) -> Tensor:
-    """Gather indices of each node's convolution window; computed once per tree, for all layers.
-
-    Args:
-        parents: (batch, nodes) int64, -1 at the root, else less than the node's index.
-        width: kernel size of the convolution.
-
-    Returns:
-        (batch, nodes, width) int64, oldest input first: indices into the last ``width - 1`` entries of the state,
-        followed by the nodes' inputs.
-    """
+    """Gather indices of each node's convolution window, computed once per tree, for all layers: (batch, nodes, width)
+    int64, oldest input first, into the last ``width - 1`` entries of the state, followed by the nodes' inputs.
+    ``parents``: (batch, nodes) int64, -1 at the root, else less than the node's index."""
     batch, nodes = parents.shape
     before = width - 1
     # Predecessor of each entry: the previous state entry; for the root, the last state entry.
@@ -83,13 +76,8 @@ def tree_conv(
 
 @kernels.operation()
 def commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:
-    """Shift the inputs along a path into the convolution's state, in place.
-
-    Args:
-        x: (batch, nodes, channels), the nodes' inputs.
-        state: (batch, channels, entries), updated in place.
-        path: (batch, depth) int64, node indices from the root, right-padded with -1.
-    """
+    """Shift inputs, (batch, nodes, channels), along a path into the convolution's state, (batch, channels, entries), in
+    place. ``path``: (batch, depth) int64, node indices from the root, right-padded with -1."""
     entries = state.shape[2]
     row = torch.arange(x.shape[0], device=x.device)[:, None]
     inputs = torch.cat([state, x[row, path.clamp(min=0)].transpose(1, 2).to(state.dtype)], dim=2)

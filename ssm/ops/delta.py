@@ -90,19 +90,10 @@ def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
 
 @kernels.operation(in_place(_check))
 def commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
-    """Advance the state along a path, in place.
+    """Advance the state along a path, in place; arguments as for ``tree_delta``, path and errors as for
+    ``commit_scan``. Source: Gated DeltaNet (arXiv 2412.06464), section 3.
 
         S = exp(G_n) S0 + sum_{j on the path} exp(G_n - G_j) k_j (x) u_j
-
-    Args:
-        k, v, g, beta: as for ``tree_delta``.
-        state: (batch, heads, key_dim, value_dim) float32, contiguous; updated in place.
-        path: (batch, depth) int64, node indices from the root, right-padded with -1. A row of only -1 keeps its state.
-
-    Raises:
-        ValueError: the state is not contiguous.
-
-    Source: Gated DeltaNet (arXiv 2412.06464), section 3.
     """
     (batch, depth), heads = path.shape, g.shape[2]
     row = torch.arange(batch, device=path.device)[:, None]
@@ -159,20 +150,8 @@ def tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
         (I + L) U = diag(beta) (V - (exp(G) * K) S0),  L_ij = beta_i M_ij sum_d k_id k_jd exp(G_id - G_jd)
         Y = (exp(G) * Q) S0 + W U,                     W_ij = M_ij sum_d q_id k_jd exp(G_id - G_jd)
 
-    Computed in float32 for any input dtype. Nothing of the size of the state is allocated.
-
-    Args:
-        q, k: (batch, nodes, heads, key_dim), keys L2-normalised.
-        v: (batch, nodes, heads, value_dim).
-        g: (batch, nodes, heads, key_dim) float32, log decays, not positive.
-        beta: (batch, nodes, heads) float32, rates.
-        state: (batch, heads, key_dim, value_dim) float32, before the root; not modified.
-        ancestors: (batch, nodes, nodes) bool, [i, j] is True if j is i or an ancestor of i.
-
-    Returns:
-        (batch, nodes, heads, value_dim) float32.
-
-    Source: Kimi Linear (arXiv 2510.26692), section 3, with the mask of a tree instead of a chain.
+    Arguments and result are as for ``tree_delta``, but ``g`` is (batch, nodes, heads, key_dim), and queries and keys
+    have as many heads as values. Source: Kimi Linear (arXiv 2510.26692), section 3, with the mask of a tree.
     """
     batch, nodes, heads = beta.shape
     start, overlap = _overlaps((k.float(), q.float()), k, g, _lineages(ancestors))
@@ -187,13 +166,10 @@ def tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
 
 @kernels.operation(in_place(_check_channels))
 def commit_kda(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
-    """Advance the state along a path, in place.
+    """Advance the state along a path, in place; arguments and errors as for ``commit_delta``, with ``k`` and ``g`` as
+    for ``tree_kda``. Source: Kimi Linear (arXiv 2510.26692), section 3.
 
         S = exp(G_n) * S0 + sum_{j on the path} (exp(G_n - G_j) * k_j) (x) u_j
-
-    Arguments and errors are those of ``commit_delta``, with ``k`` and ``g`` as for ``tree_kda``.
-
-    Source: Kimi Linear (arXiv 2510.26692), section 3.
     """
     (batch, depth), heads = path.shape, beta.shape[2]
     row, index = torch.arange(batch, device=path.device)[:, None], torch.arange(depth, device=path.device)

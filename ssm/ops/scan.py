@@ -96,11 +96,9 @@ def tree_scan(
     rows = 1 if batch * heads * nodes * max(nodes, head_dim) > _LARGE else batch
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     by_row = zip(*(t.split(rows) if rows < batch else (t,) for t in (x, dt, b, c, state, ancestors, y)), strict=True)
+    scan = _scan_root if nodes == 1 else _scan_rows
     for x, dt, b, c, state, ancestors, out in by_row:
-        if nodes == 1:
-            _scan_root(x, dt, a, b, c, d, state, out)
-        else:
-            _scan_rows(x, dt, a, b, c, d, state, ancestors, out)
+        scan(x, dt, a, b, c, d, state, ancestors, out)
     return y
 
 
@@ -174,7 +172,7 @@ def _scan_rows(
 
 
 def _scan_root(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, y: Tensor
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, ancestors: Any, y: Tensor
 ) -> None:
     """``tree_scan`` of a root-only tree, into ``y``."""
     batch, _, heads, head_dim = x.shape

@@ -118,18 +118,8 @@ def tree_selective(
 
 @kernels.operation(in_place(_check))
 def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
-    """Advance the state along a path, in place.
-
-    Args:
-        x, dt, a, b: as for ``tree_selective``.
-        state: (batch, channels, state) float32, contiguous; updated in place.
-        path: (batch, depth) int64, node indices from the root, right-padded with -1. A row of only -1 keeps its state.
-
-    Raises:
-        ValueError: the state is not contiguous.
-
-    Source: Mamba (arXiv 2312.00752), algorithm 2.
-    """
+    """Advance the state along a path, in place; arguments as for ``tree_selective``, path and errors as for
+    ``commit_scan``. Source: Mamba (arXiv 2312.00752), algorithm 2."""
     row = torch.arange(len(path), device=path.device)[:, None]
     x, dt, b = (t[row, path.clamp(min=0)].float() for t in (x, dt, b))
     dt = dt * (path >= 0)[..., None]  # padding neither decays nor adds
@@ -166,24 +156,12 @@ def _check_lru(x: Tensor, a: Tensor, state: Tensor, levels_or_path: Any) -> None
 
 @kernels.operation(_check_lru)
 def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
-    """State of a gated linear recurrence at every node of a tree.
+    """State of a gated linear recurrence at every node of a tree: ``h_i = a_i h_p + x_i``, with h_p the state at the
+    parent of node i, or the state before the tree at the root. Computed in float32 for any input dtype.
 
-    With h_p the state at the parent of node i, or the state before the tree at the root:
-
-        h_i = a_i h_p + x_i
-
-    Computed in float32 for any input dtype.
-
-    Args:
-        x: (batch, nodes, channels), after the input gate and its scaling.
-        a: (batch, nodes, channels), decays from 0 to 1.
-        state: (batch, channels) float32, before the root; not modified.
-        levels: levels of the tree, as in ``Tree.levels``.
-
-    Returns:
-        (batch, nodes, channels) float32.
-
-    Source: Griffin (arXiv 2402.19427), equation 4, along each path of the tree.
+    Inputs after the input gate and its scaling, decays from 0 to 1, and results are (batch, nodes, channels); the state
+    is (batch, channels) float32, and not modified; ``levels`` as for ``tree_selective``. Source: Griffin (arXiv
+    2402.19427), equation 4, along each path of the tree.
     """
     batch, nodes, channels = x.shape
     states = torch.empty(batch, 1 + nodes, channels, dtype=torch.float32, device=x.device)
@@ -197,18 +175,8 @@ def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
 
 @kernels.operation(in_place(_check_lru))
 def commit_lru(x: Tensor, a: Tensor, state: Tensor, path: Tensor) -> None:
-    """Advance the state along a path, in place.
-
-    Args:
-        x, a: as for ``tree_lru``.
-        state: (batch, channels) float32, contiguous; updated in place.
-        path: (batch, depth) int64, node indices from the root, right-padded with -1. A row of only -1 keeps its state.
-
-    Raises:
-        ValueError: the state is not contiguous.
-
-    Source: Griffin (arXiv 2402.19427), equation 4.
-    """
+    """Advance the state along a path, in place; arguments as for ``tree_lru``, path and errors as for ``commit_scan``.
+    Source: Griffin (arXiv 2402.19427), equation 4."""
     row, padding = torch.arange(len(path), device=path.device)[:, None], (path < 0)[..., None]
     x, a = (t[row, path.clamp(min=0)].float() for t in (x, a))
     x, a = x.masked_fill(padding, 0.0), a.masked_fill(padding, 1.0)  # padding neither decays nor adds

@@ -1,12 +1,8 @@
 """The command ``mmspec caption``: describe an image or video, or caption all files of a folder.
 
-A folder's files are captioned in batches, resumable, locally or on Ray. Images and videos are recognised by content.
-Files and folders whose names start with a dot are skipped; links to folders are not followed. Batches depend only on
-the file names, so resumed and distributed runs give the same captions as an uninterrupted run. Lines are appended to
-``OUT.part`` as batches finish; at the end they are sorted by file name and written to ``OUT``.
-
-A line contains the file's size and modification time and all settings that can change its text, for comparison in a
-resumed run.
+Batches depend only on the file names, so resumed and distributed runs give the same captions as an uninterrupted run.
+Lines are appended to ``OUT.part`` as batches finish; at the end they are sorted by file name and written to ``OUT``. A
+line contains the file's size and modification time and all settings that can change its text.
 """
 
 from __future__ import annotations
@@ -163,15 +159,9 @@ class Captioner:
         self.decoder = MediaDecoder()
 
     def __call__(self, job: dict[str, Any]) -> list[Line]:
-        """Caption a batch.
-
-        Args:
-            job: ``batch``, its index; ``files``, relative to the folder; and ``done``, files with an up-to-date line.
-                If none of the other files can be read, the batch is not captioned.
-
-        Returns:
-            One line per file, without size, modification time and settings.
-        """
+        """Caption a job's batch: its index, ``files`` relative to the folder, and ``done`` files, which have an
+        up-to-date line. If no other file can be read, the batch is not captioned. Returns a line per file, without
+        size, modification time and settings."""
         requests: dict[str, dict[str, dict[str, Any]]] = {"image": {}, "video": {}}  # by file name
         lines = []
         for name in job["files"]:
@@ -218,16 +208,13 @@ def caption_folder(
     workers: int = 1,
     on_batch: Callable[[int, int, Sequence[Line]], Any] = lambda done, files, skipped: None,
 ) -> tuple[int, int]:
-    """Caption all files that have no up-to-date line in ``out``.
+    """Caption all files that have no up-to-date line in ``out``; returns the number of captions in ``out``, and of the
+    folder's files that were skipped.
 
     Args:
         settings: see ``Captioner``.
-        out: JSONL file: one line per file, sorted by file name.
         on_batch: called at the start and after each batch, with the number of files in finished batches, the number of
             all files, and the lines of newly skipped files.
-
-    Returns:
-        Number of captions in ``out``, and number of the folder's files that were skipped.
 
     Raises:
         UserError: the folder has no files, none of them can be captioned, or ``out`` was made with other settings.
@@ -272,12 +259,9 @@ def caption_folder(
 
 
 def _find_files(folder: Path, excluded: set[Path]) -> dict[str, Line]:
-    """Size and modification time of all files by relative name, without ``excluded`` and hidden files.
-
-    Names that start with a dot are hidden, including folders and their contents. Broken links, links to folders,
-    unreadable folders and devices are listed like files, and fail when they are read. Raises ``UserError``: there are
-    no files.
-    """
+    """Size and modification time of all files by relative name, without ``excluded`` and hidden files. Broken links,
+    links to folders, unreadable folders and devices are listed like files, and fail when they are read. Raises
+    ``UserError``: the folder has no files."""
     paths = [path for path in _entries(folder) if Path(os.path.realpath(path)) not in excluded]
     if not paths:
         raise UserError(f"{folder}: expected images or videos, received a folder without files")

@@ -101,19 +101,9 @@ def make_data(
 
 
 class Dataset:
-    """The output file, with one record per conversation.
-
-    Args:
-        out: output folder, created if missing.
-        settings: generation settings, as JSON values; saved in the folder.
-        resume: keep existing records; an incomplete last line is removed.
-
-    Attributes:
-        done: ids of the existing records.
-
-    Raises:
-        UserError: the file contains answers generated with other settings, or invalid records.
-    """
+    """The output file, with one record per conversation, in a folder that is created if missing. To ``resume`` keeps
+    existing records, whose ids are ``done``, and removes an incomplete last line. Raises ``UserError``: the file
+    contains answers generated with other ``settings``, or invalid records."""
 
     def __init__(self, out: Path, settings: dict[str, Any], resume: bool) -> None:
         self.out, self.path = out, out / DATA

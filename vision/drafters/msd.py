@@ -52,7 +52,7 @@ class MSDConfig(EagleConfig):
 
 @dataclass(frozen=True)
 class Images:
-    """Runs of visual entries to compress; ``images`` counts the runs of all rows of a batch.
+    """Runs of visual entries of all rows of a batch, to compress.
 
     Attributes:
         row: (images,) int64, row of each image.
@@ -75,13 +75,8 @@ class Images:
 
 
 def find_images(visual: Tensor, latents: int, span: int) -> Images | None:
-    """Find the images to compress; None if there are none.
-
-    Args:
-        visual: (batch, entries) bool.
-        latents: latents per image; images with at most this number of entries are not compressed.
-        span: maximum entries per image: longer runs are split evenly; 0 never splits.
-    """
+    """Find the images to compress among ``visual`` entries, (batch, entries) bool: runs of more entries than
+    ``latents``, split evenly into at most ``span`` each; 0 never splits. None if there are none."""
     runs = []
     for row, begin, end in _runs(visual):
         pieces = -(-(end - begin) // span) if span else 1
@@ -154,15 +149,8 @@ class MSDNetwork(EagleNetwork):
             self.latents = Latents(config.latents, width)
 
     def combine(self, embeds: Tensor, hidden: Tensor, visual: Tensor | None = None) -> Tensor:
-        """Layer inputs, with decoupled text and visual positions (arXiv 2505.14260, section 3.2).
-
-        Text positions fuse the next token's embedding with the previous hidden state; visual positions use the raw
-        visual feature or a separate projection.
-
-        Args:
-            embeds, hidden: see ``EagleNetwork.combine``.
-            visual: (batch, nodes) bool, True at visual features; None if all positions are text.
-        """
+        """Layer inputs as in ``EagleNetwork.combine``, but at ``visual`` positions, (batch, nodes) bool, the raw visual
+        feature or a separate projection (arXiv 2505.14260, section 3.2). None if all positions are text."""
         fused = super().combine(embeds, hidden)
         if visual is None or not self.config.decoupled:
             return fused
