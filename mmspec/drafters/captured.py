@@ -251,11 +251,8 @@ class TreeDrafter(CapturedDrafter):
 
     @abstractmethod
     def place(self, target: Target, probe: Tensor) -> None:
-        """Move the network to the device and dtype of ``probe``, (1, hidden), an embedding of the target.
-
-        Raises:
-            UserError: the network does not fit the target.
-        """
+        """Move the network to the device and dtype of ``probe``, (1, hidden), an embedding of the target. Raises
+        ``UserError``: the network does not fit the target."""
 
     @property
     def target(self) -> Target:

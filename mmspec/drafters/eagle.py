@@ -36,8 +36,7 @@ class EagleConfig(LayerShape):
         rank: rank of the cell's own output layer for the slots after the first, instead of the target's head (SlimSpec,
             arXiv 2605.10453); it limits trees to ``slots`` levels. 0 uses the target's head.
         head: rows of the cell's output layer, the draft vocabulary.
-        confidence: an output that predicts the target's probability of a node's drafted children together (DSpark,
-            arXiv 2607.05147).
+        confidence: an output that predicts the target's probability of a node's children (DSpark, arXiv 2607.05147).
     """
 
     input_norm: bool = False

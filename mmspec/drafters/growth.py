@@ -139,8 +139,7 @@ def grow_tree(
 class Reach:
     """Attention mask of tree nodes over the drafter's uncommitted cache entries.
 
-    Each beam of ``grow_tree`` that passes through the drafter appends one entry per node, or a chain of ``stride``
-    entries per node.
+    Each beam of ``grow_tree`` that passes through the drafter appends a chain of ``stride`` entries per node.
     """
 
     def __init__(self, stride: int = 1) -> None:
@@ -222,8 +221,8 @@ def grow_levels(
 
     Args:
         children: given a level, from 0, its parents' tokens and the index of each parent's own parent in the previous
-            beam, (batch, width) int64 each, returns children as ``(tokens, log_probs)``, (batch, width, children) each,
-            in descending order.
+            beam, (batch, width) int64 each, returns ``(tokens, log_probs)``, (batch, width, children) each, in
+            descending order.
     """
     levels = count()
     extend: Extend = lambda beam, origin: children(next(levels), beam, origin)  # noqa: E731
@@ -246,11 +245,7 @@ class LevelPasses:
         runner.forget_nodes()
 
     def __call__(self, tokens: Tensor, origin: Tensor) -> Tensor:
-        """Hidden states of a level, (batch, width, hidden).
-
-        Args:
-            origin: (batch, width) int64, see ``grow_tree``.
-        """
+        """Hidden states of a level, (batch, width, hidden). ``origin``: (batch, width) int64, see ``grow_tree``."""
         depth = torch.full_like(tokens, self._levels)
         nodes = tokens, depth, self._reach(origin)
         if self._recurrent:

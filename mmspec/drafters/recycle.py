@@ -267,11 +267,7 @@ class Recycle(LookUpDrafter):
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Recycle:
-        """Load a table written by ``save``.
-
-        Raises:
-            UserError: the folder does not contain a valid table.
-        """
+        """Load a table written by ``save``. Raises ``UserError``: the folder does not contain a valid table."""
         settings, verifier, tensors = checkpoint.read(folder, Settings)
         _check(tensors, settings.top_k, verifier["vocab_size"], folder)
         drafter = cls(settings.top_k, settings.pairs)

@@ -29,8 +29,7 @@ class Union(Drafter):
 
     If the plan is adaptive, each tree is charged its own time and credited the tokens that no other tree drafted; a
     drafter with a net loss pauses on its own (``Payoff``). Payoffs are kept per class of expected tokens of the
-    preceding trees, lookups first, so that no network runs while the text is copied. A failing drafter also pauses
-    (``Guard``).
+    preceding trees, lookups first, so that no network runs while text is copied. A failing drafter pauses (``Guard``).
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:

@@ -125,8 +125,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Draft:
-    """A drafter's proposal for one step. ``seconds``: returns the draft time spent before the step; call it after
-    synchronising."""
+    """A drafter's proposal for one step. ``seconds`` returns the earlier draft time, after synchronising."""
 
     plan: StepPlan
     tree: TokenTree
@@ -242,8 +241,7 @@ class EngineCore:
     def _decode(self) -> int:
         """One decode step: draft, verify, commit, append. Returns the number of tokens in the pass.
 
-        The commit, and the next draft if the drafter allows it, are launched before the host synchronises to read the
-        accepted tokens.
+        The commit, and the next draft if the drafter allows it, are launched before the host reads the accepted tokens.
         """
         timer, policy = StepTimer(self._token.device), self._prepare()
         timer.mark("prepared")

@@ -164,12 +164,10 @@ class TreeRecord:
     Attributes:
         tokens, parents: of each node, root first, with parent -1.
         path: nodes of the accepted path, root first. The step emits their tokens without the root's, then the bonus.
-        probs: the target's probability of each node's token given its parent, before processors and temperature; 1 for
-            the root.
+        probs: the target's probability of each node's token given its parent, before processors; 1 for the root.
         bonus_prob: the target's probability of the bonus token.
         guesses: the drafter's probability of each node given its parent; None if the drafter has no probabilities.
-        texts: text of each node's token, with leading blanks; a part of a character is U+FFFD. Empty without a
-            tokenizer.
+        texts: each node's text, with leading blanks; a part of a character is U+FFFD. Empty without a tokenizer.
     """
 
     tokens: list[int]

@@ -36,10 +36,8 @@ class CompilerError(Exception):
 def load(source: Path, flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL:
     """Load the library of a source; compiles it unless cached for the same source, headers, compiler and processor.
 
-    Loads ``prebuilt`` instead if this system can. Safe for concurrent processes.
-
-    Raises:
-        CompilerError: no compiler, failed compilation, or a cache that is not writable or does not allow executables.
+    Loads ``prebuilt`` instead if this system can. Safe for concurrent processes. Raises ``CompilerError``: no compiler,
+    failed compilation, or a cache that is not writable or does not allow executables.
     """
     if prebuilt:
         try:

@@ -226,8 +226,7 @@ def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, 
     """Descriptor of a linear layer's weights for the kernels.
 
     Args:
-        kind: ``"int4"``, ``"int8"``, ``"bfloat16"``, ``"float32"``, ``"q5"``, ``"q4_k"``, ``"q5_k"``, ``"q6_k"`` or
-            ``"mxfp4"``.
+        kind: one of ``KINDS``.
         blocks: uint8, in the layout of ``cpp/formats.h``; must outlive the result, as must ``bias``.
         bias: (outputs,) float32.
     """
@@ -271,13 +270,11 @@ def linear(weights: Linear, x: Tensor) -> Tensor:
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention whose result does not depend on the positions of the attended slots.
 
-    Keys and values are bfloat16, as are then queries and softmax weights, with accumulation in float32; or int8, with
-    integer products.
+    Keys, values, queries and softmax weights are bfloat16, accumulated in float32; or int8, with integer products.
 
     Args:
         query: (batch, nodes, heads, head_dim) float32, heads of a node contiguous; ``head_dim`` in ``HEAD_DIMS``.
-        key, value: (batch, kv_heads, slots, head_dim) bfloat16, or of ``int8_heads``, with equal strides, slots
-            contiguous.
+        key, value: (batch, kv_heads, slots, head_dim) bfloat16, or of ``int8_heads``; equal strides, slots contiguous.
         mask: (batch, 1, nodes, slots) bool, slots contiguous; None is causal, with the nodes in the last slots.
 
     Returns:
@@ -412,8 +409,7 @@ def router_weights(
     epsilon: float = 0.0,
     scale: float = 1.0,
 ) -> Router:
-    """Descriptor of a router, for ``chosen_experts`` and ``sublayer_weights``: scores are the softmax of its logits, or
-    their sigmoids.
+    """Descriptor of a router for ``chosen_experts`` and ``sublayer_weights``: scores are softmax or sigmoids of logits.
 
     Args:
         count, used: number of experts, and of those that a row uses.
@@ -461,12 +457,10 @@ def sublayer_weights(
     parts: int = 1,
     **sizes: int,
 ) -> Sublayer:
-    """Descriptor of a residual sublayer's weights, ``x + scale * after(out(f(inputs(norm(x)))))``, for
-    ``decode_sublayers``.
+    """Descriptor of a residual sublayer, ``x + scale * after(out(f(inputs(norm(x)))))``, for ``decode_sublayers``.
 
     Args:
-        kind: ``"attention"``, ``"delta"`` (Gated DeltaNet), ``"mamba"`` (Mamba-2), ``"convolution"``, ``"mlp"`` or
-            ``"experts"``.
+        kind: one of ``MIXING``; ``"delta"`` is Gated DeltaNet, ``"mamba"`` Mamba-2.
         inputs: projections of the normed input, whose outputs are: queries (with gates after each head's if ``gated``),
             keys and values; queries, keys and values, output gate, rates and step sizes; gate, inputs of the
             convolution and step sizes; B, C and x; gate and up, or only up, in one layer; router, gate and up of the
@@ -530,8 +524,7 @@ def decode_sublayers(
     Args:
         weights: result of ``sublayers``.
         x: (batch, nodes, parts * hidden) float32, contiguous.
-        rotation: (rotations, batch, nodes, 2, rotated / 2) float32, contiguous: cosines and sines of rotated pairs, i
-            and i + rotated / 2.
+        rotation: (rotations, batch, nodes, 2, rotated / 2) float32, contiguous: cosines and sines of halves.
         mask: (batch, 1, nodes, slots), see ``attention``; covers the slots up to the last written slot.
         cache: (2 * layers or more, rows, kv_heads, slots, head_dim) bfloat16, or of ``int8_heads``, the last axis
             contiguous: keys and values by layer with attention; None without any. New keys and values are written to
@@ -767,8 +760,7 @@ def draft_cells(
         nodes: maximum number of nodes, excluding the root.
 
     Returns:
-        Tokens, parents and log probabilities as in ``TokenTree``, (batch, 1 + nodes or fewer), in descending order; and
-        the number of levels.
+        Tokens, parents and log probabilities as in ``TokenTree``, (batch, 1 + nodes or fewer); and levels.
     """
     width, levels = min(width, nodes), min(levels, nodes)
     (batch, k), later = first[0].shape, min(width, weights.head.outputs)

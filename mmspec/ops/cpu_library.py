@@ -210,10 +210,8 @@ def _has_instructions() -> bool:
 def build() -> str:
     """Name of the build to use, a key of ``BUILDS``: ``MMSPEC_CPU_BUILD``, or the fastest build.
 
-    Without AVX-512 VNNI, 256-bit vectors are as fast as 512-bit vectors, and can use AVX-VNNI if available.
-
-    Raises:
-        UserError: ``MMSPEC_CPU_BUILD`` is not in ``BUILDS``.
+    Without AVX-512 VNNI, 256-bit vectors are as fast as 512-bit vectors, and can use AVX-VNNI if available. Raises
+    ``UserError``: ``MMSPEC_CPU_BUILD`` is not in ``BUILDS``.
     """
     vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
     name = os.environ.get("MMSPEC_CPU_BUILD") or ("AVX-512 VNNI" if vnni else "AVX-VNNI")

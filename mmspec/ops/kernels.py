@@ -84,11 +84,8 @@ def failed() -> dict[str, str]:
 
 
 def in_use(device: torch.device) -> str:
-    """The implementation for tensors on a device: "triton" or "reference".
-
-    Raises:
-        UserError: ``MMSPEC_KERNELS`` is not in ``CHOICES``, or requires Triton on a device without support.
-    """
+    """The implementation for tensors on a device: "triton" or "reference". Raises ``UserError``: ``MMSPEC_KERNELS`` is
+    not in ``CHOICES``, or requires Triton on a device without support."""
     wanted = os.environ.get("MMSPEC_KERNELS", "auto")
     if wanted not in CHOICES:
         raise UserError(f"MMSPEC_KERNELS must be one of {', '.join(CHOICES)}: got {wanted!r}")

@@ -82,11 +82,8 @@ class StoredRows:
         return self.format == other.format and len(set(where)) == 1
 
     def dense(self, index: Tensor | None = None) -> Tensor:
-        """Dequantise all rows or the indexed rows to (rows, features) float32.
-
-        Raises:
-            UserError: the file was changed, or a row is not finite.
-        """
+        """Dequantise all rows or the indexed rows to (rows, features) float32. Raises ``UserError``: the file was
+        changed, or a row is not finite."""
         places = self.places if index is None else self.places[index]
         found, finite = cpu.dense_rows(self.format, places.contiguous(), self.features, self._descriptor)
         if found is None:
@@ -126,11 +123,7 @@ class StoredRows:
 
 
 def pack(packings: Sequence[tuple[StoredRows, Tensor]], threads: int) -> None:
-    """Write rows to the blocks of layers.
-
-    Raises:
-        UserError: a file was changed, or a row is not finite.
-    """
+    """Write rows to the blocks of layers. Raises ``UserError``: a file was changed, or a row is not finite."""
     fields = [(rows.format, rows.places.contiguous(), rows.features, rows._descriptor, to) for rows, to in packings]
     if (done := cpu.pack_rows(fields, threads)) < 0:
         for row in packings[-1 - done][0].places.split(_AT_ONCE):

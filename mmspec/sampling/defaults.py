@@ -1,5 +1,4 @@
-"""Samplers and logits processors from sampling parameters, and parameter defaults from the library or a model's
-generation config."""
+"""Samplers and logits processors from sampling parameters, and their defaults: the library's or a model's."""
 
 from __future__ import annotations
 
@@ -111,8 +110,7 @@ def _comparable(value: Any) -> Hashable:
 
 
 class Defaults:
-    """Library defaults, without logits processors beyond the sampling parameters. ``eos_token_ids``: tokens that end an
-    answer."""
+    """Library defaults, without further logits processors. ``eos_token_ids``: tokens that end an answer."""
 
     def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
         self._eos_token_ids = eos_token_ids
@@ -134,8 +132,8 @@ class Defaults:
     def processors(
         self, params: SamplingParams, input_ids: Tensor, custom: Sequence[LogitsProcessor] = ()
     ) -> LogitsProcessorList:
-        """All logits processors of a request, in the order of transformers' ``generate``. ``input_ids``: (1, length)
-        int64, the prompt."""
+        """All logits processors of a request with the prompt ``input_ids``, (1, length) int64, in ``generate``'s
+        order."""
         return processors(params, custom, input_ids.shape[1], self._eos_token_ids)
 
     def sampler(

@@ -6,8 +6,7 @@ CPU, torch's attention supports grouped queries with a mask. With static shapes 
 
 ALiBi (BLOOM, Falcon, MPT; arXiv 2108.12409, section 3) adds a slope times the key's position to each attention score.
 GPT-Neo's layers compute their own causal and window masks. Both use slot indices as positions. During passes, the
-modelling file's bias function, or the attention of MPT or GPT-Neo, is replaced by a function that reads the positions
-of the pass.
+modelling file's bias function, or the attention of MPT or GPT-Neo, is replaced by one that reads the positions.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ def tree_mask(
 
     Returns:
         (batch, 1, nodes, slots): bool, or additive for eager attention, which silently misreads bool masks. A dict if
-        the model has several kinds of layers. None if a single node attends to everything, or the model has no
-        attention.
+        there are several kinds of layers. None if a single node attends to everything, or without attention.
     """
     batch, nodes = reach.shape[:2]
     kinds, window = windows(config)
@@ -122,8 +120,7 @@ def windows(config: Any) -> tuple[list[str], int | None]:
 
 
 def _by_kind(masks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Add masks under the other names that decoders use: for layers with both convolution and attention, and for layers
-    without attention."""
+    """Add masks under other names: for layers with both convolution and attention, and for layers without attention."""
     beside = {"hybrid": masks["full_attention"], "hybrid_sliding": masks.get("sliding_attention")}
     return {"linear_attention": None, "conv": None, **beside, **masks}
 
@@ -342,8 +339,7 @@ def with_positions(mask: Tensor, positions: Tensor) -> Tensor:
 
 @contextmanager
 def slot_positions_applied(replacement: Replacement, mask: Tensor | None) -> Iterator[None]:
-    """Replace the function during a pass with a mask of ``with_positions``. Other threads still call transformers'
-    function."""
+    """Replace the function during a pass with a mask of ``with_positions``, in this thread only."""
     with replaced(replacement):
         token = _POSITIONS.set(getattr(mask, _ATTRIBUTE, None))
         try:

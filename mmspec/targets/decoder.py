@@ -460,11 +460,8 @@ class Head:
 
     def check(self, hidden: Tensor, logits: Tensor) -> None:
         """At the first call, check that the head reproduces the model's logits; finds the module before the output
-        layer (ModernBERT's decoder) and corrects the scaling.
-
-        Raises:
-            UserError: the model transforms its logits in an unknown way, or they are NaN.
-        """
+        layer (ModernBERT's decoder) and corrects the scaling. Raises ``UserError``: the model transforms its logits in
+        an unknown way, or they are NaN."""
         if self.checked:
             return
         # Some vision-language models do not scale logits as their text model does (Cohere).
@@ -592,8 +589,7 @@ class VerifyRunner:
                 part.select(rows)
 
     def forward_tree(self, tree: TokenTree, names: Sequence[Feature], adapter: Hashable) -> TargetOutput:
-        """Logits and the named features at every node. Graphs are captured per ``adapter``, the key of the active LoRA
-        adapter."""
+        """Logits and the named features at every node. Graphs are captured per key of the LoRA ``adapter``."""
         states = self.forward_nodes(tree.tokens, None if tree.nodes == 1 else tree.depth, tree.ancestors, names)
         return TargetOutput(self._head(states["last"]), {name: states[name] for name in names})
 

@@ -46,11 +46,7 @@ def index(file: GGUFFile) -> Path:
 
 def write_index(file: GGUFFile) -> Path:
     """Return the ``index`` folder, created atomically at first use, as several processes may create it concurrently,
-    and again if it was damaged.
-
-    Raises:
-        UserError: the model is not supported, or the cache cannot be written.
-    """
+    and again if it was damaged. Raises ``UserError``: the model is not supported, or the cache cannot be written."""
     folder = index(file)
     fill_folder(folder, partial(_write, file))
     return folder
@@ -126,11 +122,8 @@ def config(file: GGUFFile) -> Any:
 
 
 def scale_frequencies(file: GGUFFile, model: Any) -> None:
-    """Divide a decoder's rotary frequencies by the file's factors (Llama 3's long-context scaling).
-
-    Raises:
-        UserError: the model turns another number of features than the file says.
-    """
+    """Divide a decoder's rotary frequencies by the file's factors (Llama 3's long-context scaling). Raises
+    ``UserError``: the model turns another number of features than the file says."""
     tensor, turned = file.tensors.get("rope_freqs.weight"), file.get("rope.dimension_count")
     factors = None if tensor is None else tensor[...]
     for part in model.get_decoder().modules():

@@ -40,11 +40,8 @@ _REQUIRED: Any = object()
 
 def file_in(name: str | Path) -> Path | None:
     """The GGUF file of a model name: the file itself, or the only GGUF file in a folder without ``config.json``, not
-    counting projector files; None for other names. Parts of one model count as one file.
-
-    Raises:
-        UserError: the folder has several.
-    """
+    counting projector files; None for other names. Parts of one model count as one file. Raises ``UserError``: the
+    folder has several."""
     path = Path(name)
     return path if path.exists() and not path.is_dir() else _only(path, "GGUF file", projector=False)
 
@@ -70,8 +67,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def _has_projector(path: Path) -> bool | None:
-    """Whether a GGUF file has a projector, by its name or content, as Ollama's blobs have no names; None for other
-    files."""
+    """Whether a GGUF file has a projector, by name or content (Ollama's blobs have no names); None for other files."""
     start = b""
     if path.is_file() and os.access(path, os.R_OK):
         with path.open("rb") as opened:

@@ -103,8 +103,7 @@ def _block(tensor: str) -> int | None:
 
 
 def set_aside(file: GGUFFile) -> list[str]:
-    """Names of the tensors that no module of the model holds: blocks that predict further tokens (MTP), which follow
-    the model's layers."""
+    """Names of the tensors of blocks that predict further tokens (MTP), which follow the model's layers."""
     count = file.get("block_count", 0)
     layers = count - file.get("nextn_predict_layers", 0) or count
     return [name for name in file.tensors if (block := _block(name)) is not None and block >= layers]
@@ -147,8 +146,7 @@ class Weight:
         return Weight(self.tensors, lambda config, *read: change(config, *read).mT, self._config, shape)
 
     def stacks(self) -> list[StoredRows] | None:
-        """The stored rows of fused experts, tensor by tensor; None if they have other values or the kernels lack a
-        format."""
+        """Stored rows of fused experts, by tensor; None if they have other values or the kernels lack a format."""
         found = [tensor.rows() if len(tensor.shape) == 3 else None for tensor in self.tensors]
         fused = self._change is None or self._change in STACKED
         return cast(list[StoredRows], found) if fused and None not in found else None
@@ -168,10 +166,7 @@ class Weight:
 
 def read_weights(file: GGUFFile, model: PreTrainedModel, row: Architecture | None = None) -> dict[str, Weight]:
     """Weights of a model by name, read on access; ``model`` may be on the meta device, ``row`` is its architecture's.
-
-    Raises:
-        UserError: a tensor has no place in the model and is not ``set_aside``.
-    """
+    Raises ``UserError``: a tensor has no place in the model and is not ``set_aside``."""
     unused = set(set_aside(file))
     return _weights(file, model, row or _row(file), [name for name in file.tensors if name not in unused])
 

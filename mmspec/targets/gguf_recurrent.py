@@ -30,12 +30,12 @@ from mmspec.targets.gguf_keys import (
     head_size,
     heads,
     log_of_negative,
-    minus_one,
     mlp,
+    norms_plus_one,
     rope,
     without,
 )
-from mmspec.targets.gguf_mixtures import BIAS, LATENT, SHARED_EXPERTS, SIGMOID
+from mmspec.targets.gguf_mixtures import BIAS, LATENT, NORMED, SHARED_EXPERTS, SIGMOID
 
 
 def _mamba2(place: str) -> Names:
@@ -132,10 +132,7 @@ def _jamba(keys: Keys) -> dict[str, Any]:
 
 
 def _falcon_h1(keys: Keys) -> dict[str, Any]:
-    return decoder(keys) | {
-        **_mamba2_sizes(keys),
-        "mamba_norm_before_gate": False,
-    }
+    return decoder(keys) | _mamba2_sizes(keys) | {"mamba_norm_before_gate": False}
 
 
 def _value_heads(rows: bool, offset: Callable[[Any], int] = lambda config: 0) -> Callable[[Any, int], Tensor]:
@@ -174,12 +171,8 @@ _DELTA: Names = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": ("linear_attn.out_proj", _value_columns),
 }
-_QWEN: Names = ATTENTION | {
-    "attn_norm": ("input_layernorm", minus_one),
-    "post_attention_norm": ("post_attention_layernorm", minus_one),
-    **{name: (place, minus_one) for name, place in HEAD_NORMS.items() if isinstance(place, str)},
-}
-_QWEN_OUTER: Names = OUTER | {"output_norm": ("model.norm", minus_one)}
+_QWEN = norms_plus_one(ATTENTION | NORMED | HEAD_NORMS)
+_QWEN_OUTER = norms_plus_one(OUTER)
 _QWEN_KEYS = SIZES | {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
@@ -267,12 +260,12 @@ def _kimi(keys: Keys) -> dict[str, Any]:
     }
 
 
-_CONVOLUTIONS = (
-    "self_attn.conv1d",
-    lambda config, *tensors: torch.cat([tensor.flatten(0, -2) for tensor in tensors]),
-)
+def _convolutions(config: Any, *tensors: Tensor) -> Tensor:
+    return torch.cat([tensor.flatten(0, -2) for tensor in tensors])
+
+
 _KIMI: Names = {
-    **{f"ssm_conv1d_{name}": _CONVOLUTIONS for name in "qkv"},
+    **{f"ssm_conv1d_{name}": ("self_attn.conv1d", _convolutions) for name in "qkv"},
     **{f"ssm_f_{name}": f"self_attn.forget_gate.f_{name}_proj" for name in "ab"},
     **{f"ssm_g_{name}": f"self_attn.g_{name}_proj" for name in "ab"},
     "ssm_dt": "self_attn.forget_gate.dt_bias",
@@ -387,8 +380,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _LFM_OUTER,
         _lfm2,
     ),
-    "nemotron_h": _NEMOTRON,
-    "nemotron_h_moe": _NEMOTRON,
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _NEMOTRON),
     "jamba": Architecture(
         "jamba",
         _HYBRID

@@ -93,9 +93,8 @@ def render(
         variables: further variables of the template, such as ``enable_thinking``.
 
     Raises:
-        UserError: the template rejects the messages, for example a system message (templates are programs of the
-            checkpoint and may raise anything) or takes too much time or memory; or a variable has a name that
-            transformers uses.
+        UserError: the template rejects the messages, for example a system message (templates may raise anything) or
+        takes too much time or memory; or a variable has a name that transformers uses.
     """
     given = {"tools": user_text.marked(tools)} if tools else {}
     if variables:

@@ -307,8 +307,7 @@ def _stored(rows: list[StoredRows], weight: Any) -> list[StoredRows]:
 
 
 def _fill(model: Any, state: Mapping[str, Any], takes: Takes, dtype: torch.dtype, name: str) -> None:
-    """Read a model's weights; layers selected by ``takes`` keep only rows, and other experts are bfloat16, as after
-    packing."""
+    """Read a model's weights; layers in ``takes`` keep only rows, and other experts are bfloat16, as after packing."""
     experts = torch.bfloat16 if takes else dtype
     empty = dict(model.named_parameters()) | dict(model.named_buffers())
     shapes = {}

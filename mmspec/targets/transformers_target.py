@@ -336,8 +336,7 @@ def next_position(positions: Tensor | None, batch: int, name: str) -> Tensor:
         name: name of the model's class, for the error.
 
     Raises:
-        UserError: the decoder has no ``position_ids``, or a prompt with several position axes ends on an image or
-            video.
+        UserError: the decoder has no ``position_ids``, or a prompt with several position axes does not end on text.
     """
     if positions is None:
         raise UserError(f"the decoder must be given position_ids: that of {name} is not")
@@ -350,17 +349,19 @@ def next_position(positions: Tensor | None, batch: int, name: str) -> Tensor:
 
 
 class FirstLayers:
-    """A target's first layers, final norm and output layer, run with the target's cache.
+    """A target's first ``count`` layers, final norm and output layer, run with the target's cache.
 
     Attributes:
         recurrent: whether the target has recurrent layers, which keep no uncommitted nodes.
         head: see ``Target.head``.
 
     Raises:
-        UserError: the decoder is not one list of more than ``count`` layers.
+        UserError: the target is not a transformers model of one decoder with more than ``count`` layers.
     """
 
-    def __init__(self, target: TransformersTarget, count: int) -> None:
+    def __init__(self, target: Target, count: int) -> None:
+        if not isinstance(target, TransformersTarget):
+            raise UserError("an early exit requires a target that is a model of transformers: this one is not")
         self._target, self._count = target, count
         self._decoder: Decoder | None = Decoder(target.model, count)
         self.recurrent, self.head = target.decoder.layers is not None, target.head

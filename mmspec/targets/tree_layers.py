@@ -53,11 +53,8 @@ class TreeLayers(Protocol):
 
 
 def tree_layers(model: PreTrainedModel, config: Any) -> TreeLayers | None:
-    """The plug-in for a model's layers; None if all are attention, or no plug-in supports them.
-
-    Raises:
-        UserError: the installed transformers lacks a function that the plug-in needs.
-    """
+    """The plug-in for a model's layers; None if all are attention, or no plug-in supports them. Raises ``UserError``:
+    the installed transformers lacks a function that the plug-in needs."""
     kinds = getattr(config, "layer_types", None)
     if kinds and ATTENTION.issuperset(kinds):
         return None

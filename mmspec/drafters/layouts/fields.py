@@ -274,11 +274,8 @@ class Source:
         return check(f"{self.where}/config.json: {name}", kind, value)
 
     def check_all_read(self, title: str) -> None:
-        """Check that no ignored field may affect outputs; values 0, 1, false and empty are accepted.
-
-        Raises:
-            UserError: a field was not read and is not listed in ``INERT``.
-        """
+        """Check that no ignored field may affect outputs; values 0, 1, false and empty are accepted. Raises
+        ``UserError``: a field was not read and is not listed in ``INERT``."""
 
         def unread(config: Mapping[str, Any]) -> Iterable[str]:
             for name, value in config.items():
