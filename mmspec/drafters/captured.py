@@ -294,27 +294,19 @@ class TrainedDrafter(TreeDrafter):
 
     @classmethod
     def from_checkpoint(cls, folder: Path, **changes: Any) -> Self:
-        """Load a checkpoint of ``save`` or a published one.
-
-        Args:
-            changes: fields of the network's configuration that override the checkpoint.
-        """
+        """Load a checkpoint of ``save`` or a published one. ``changes``: fields of the network's configuration that
+        override the checkpoint."""
         tree: dict[str, int] = {}
         if cls.name in layouts.LAYOUTS and checkpoint.drafter_name(folder) is None:
-            config, tensors, draft_ids, verifier = cls.read_published(folder)
+            config, tensors, draft_ids, verifier = layouts.read(folder, cls)
         else:
             config, tensors, draft_ids, verifier, tree = checkpoint.read_network(folder, cls.config_class)
         network = checkpoint.load_network(cls.network_class, replace(config, **changes), tensors, folder)
         return cls(network, draft_ids, verifier=verifier, **tree)
 
     @classmethod
-    def read_published(cls, folder: Path) -> layouts.Published:
-        """Read and convert a published checkpoint; raises ``UserError`` if it is invalid."""
-        return layouts.read(folder, cls)
-
-    @classmethod
     def convert(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> layouts.Published:
-        """Like ``read_published``, from the contents of the files; ``where`` is the checkpoint's name in messages."""
+        """Convert the contents of a published checkpoint's files; ``where`` is its name in messages."""
         return layouts.convert(config, tensors, cls, where)
 
     @property

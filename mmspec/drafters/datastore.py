@@ -71,11 +71,8 @@ class StoreConfig:
 
 
 class SuffixIndex:
-    """Suffix array of a store. Lookups read only the bytes that they need.
-
-    Raises:
-        UserError: a file is missing or its size does not match ``config.json``. Lookups raise it if that changes later.
-    """
+    """Suffix array of a store. Lookups read only the bytes that they need. Raises ``UserError``: a file is missing or
+    its size does not match ``config.json``. Lookups raise it if that changes later."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -226,11 +223,8 @@ class _Sorter:
         self.written = 0
 
     def sort(self, file: Path | None, depth: int) -> None:
-        """Append suffixes that share their first ``depth`` tokens, sorted.
-
-        Args:
-            file: positions of the suffixes; None takes all positions except separators.
-        """
+        """Append suffixes that share their first ``depth`` tokens, sorted. ``file``: positions of the suffixes; None
+        takes all positions except separators."""
         counts = np.zeros(self._separator + 1, dtype=np.int64)
         if depth < DEPTH:
             for positions in self._read(file):

@@ -245,10 +245,7 @@ class BlockLayer(nn.Module):
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Keys and values, (batch, kv_heads, nodes, head_dim) each, of context or normed block, (batch, nodes, width).
-
-        Args:
-            rotation: cosines and sines, broadcastable to (batch, nodes, heads, head_dim).
-        """
+        ``rotation``: cosines and sines, broadcastable to (batch, nodes, heads, head_dim)."""
         keys, values = self.kv(x).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(2)
         return rotate(self.k_norm(keys), rotation).transpose(1, 2), values.transpose(1, 2)
 

@@ -121,11 +121,8 @@ class KangarooNetwork(nn.Module):
         self.norm = Norm(config.hidden_size, config.norm_eps)
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """Inputs of the target's output layer, (batch, nodes, hidden), from its early-exit states.
-
-        Args:
-            x: (batch, nodes, hidden).
-        """
+        """Inputs of the target's output layer, (batch, nodes, hidden), from its early-exit states. ``x``: (batch,
+        nodes, hidden)."""
         return self.norm(self.layers[0](x, rotation, attend))
 
 

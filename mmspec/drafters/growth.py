@@ -145,7 +145,6 @@ class Reach:
     def __init__(self, stride: int = 1) -> None:
         self._stride = stride
         self._reach: Tensor | None = None
-        self._own = torch.empty(0, 0, dtype=torch.float32)
 
     def __call__(self, origin: Tensor) -> Tensor:
         """Append a beam.
@@ -156,25 +155,21 @@ class Reach:
         Returns:
             (batch, width * stride, entries) bool: each node's own chain up to itself and its ancestors' chains.
         """
-        batch, width = origin.shape
-        if self._reach is not None and self._stride == 1:
+        (batch, width), stride = origin.shape, self._stride
+        if self._reach is not None and stride == 1:
             self._reach = ops.extend_reach(self._reach, origin)
             return self._reach
-        if self._own.shape[1] != width * self._stride:
-            own = torch.eye(width, dtype=torch.bool, device=origin.device)
-            if self._stride > 1:
-                chain = torch.ones(self._stride, self._stride, dtype=torch.bool, device=origin.device).tril()
-                own = (own[:, None, :, None] & chain[None, :, None, :]).flatten(2).flatten(0, 1)
-            self._own = own.expand(batch, -1, -1)
-        if self._reach is None:
-            self._reach = self._own
-        else:
-            ends = self._reach[:, self._stride - 1 :: self._stride]
+        reach = torch.eye(width, dtype=torch.bool, device=origin.device)
+        if stride > 1:
+            chain = torch.ones(stride, stride, dtype=torch.bool, device=origin.device).tril()
+            reach = (reach[:, None, :, None] & chain[None, :, None, :]).flatten(2).flatten(0, 1)
+        reach = reach.expand(batch, -1, -1)
+        if self._reach is not None:
+            ends = self._reach[:, stride - 1 :: stride]
             above = ends.gather(1, origin[:, :, None].expand(-1, -1, ends.shape[2]))
-            if self._stride > 1:
-                above = above.repeat_interleave(self._stride, dim=1)
-            self._reach = torch.cat([above, self._own], dim=2)
-        return self._reach
+            reach = torch.cat([above.repeat_interleave(stride, dim=1), reach], dim=2)
+        self._reach = reach
+        return reach
 
 
 _LEAST = 1e-30
@@ -217,13 +212,9 @@ def grow_levels(
     depth: int,
     nodes: int,
 ) -> TokenTree:
-    """Grow a tree level by level if the children of a node depend on its token; see ``grow_tree``.
-
-    Args:
-        children: given a level, from 0, its parents' tokens and the index of each parent's own parent in the previous
-            beam, (batch, width) int64 each, returns ``(tokens, log_probs)``, (batch, width, children) each, in
-            descending order.
-    """
+    """Grow a tree level by level if the children of a node depend on its token; see ``grow_tree``. ``children``: given
+    a level, from 0, its parents' tokens and the index of each parent's own parent in the previous beam, (batch, width)
+    int64 each, returns ``(tokens, log_probs)``, (batch, width, children) each, in descending order."""
     levels = count()
     extend: Extend = lambda beam, origin: children(next(levels), beam, origin)  # noqa: E731
     return grow_tree(token, None, extend, plan, top_k, depth=depth, nodes=nodes)
@@ -391,11 +382,8 @@ _ESCAPE = 0.5  # weight of all shorter contexts relative to one occurrence of a 
 
 
 def mixed(contexts: Iterable[Mapping[int, int]]) -> dict[int, float]:
-    """Next-token probabilities from counts per context, by prediction by partial matching (PPM).
-
-    Args:
-        contexts: next-token counts of each context, longest context first.
-    """
+    """Next-token probabilities from counts per context, by prediction by partial matching (PPM). ``contexts``:
+    next-token counts of each context, longest context first."""
     probs: dict[int, float] = {}
     weight = 1.0
     for counts in contexts:

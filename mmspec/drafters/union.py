@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
+from itertools import compress
 from statistics import fmean
 from time import perf_counter as clock
 from typing import Any
@@ -136,15 +137,10 @@ class Union(Drafter):
             return
         self._recent.append((clock() - self._began, fmean(map(len, emitted))))
         pace = sum(seconds for seconds, _ in self._recent) / sum(count for _, count in self._recent)
-        reached = {
-            place: [
-                _depth(children, tokens[:-1])
-                for children, tokens in zip(
-                    (row for row, kept in zip(tree.children, alive, strict=True) if kept), emitted, strict=True
-                )
-            ]
-            for place, (tree, *_) in self._drafts.items()
-        }
+        reached: dict[int, list[int]] = {}
+        for place, (tree, *_) in self._drafts.items():
+            rows = zip(compress(tree.children, alive), emitted, strict=True)
+            reached[place] = [_depth(children, tokens[:-1]) for children, tokens in rows]
         for place, (_, seconds, kind) in self._drafts.items():
             others = [depths for other, depths in reached.items() if other != place]
             best = [max(depths) for depths in zip(*others, strict=True)] or [0] * len(emitted)

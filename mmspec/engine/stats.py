@@ -18,7 +18,6 @@ from mmspec.core.target import TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 
-Mark = float | torch.cuda.Event
 Origin = Literal["first", "accepted", "bonus", "plain"]
 _COUNTS = ("prompt_tokens", "cached_tokens", "generated_tokens", "spec_steps", "draft_tokens", "accepted_draft_tokens")
 _SUMMED = (*(f"num_{name}" for name in _COUNTS), "num_rejected_outputs")
@@ -121,36 +120,25 @@ class Stats:
         return {**{name: getattr(self, name) for name in derived}, **vars(self)}
 
 
-def mark(device: torch.device) -> Mark:
-    """Record the current point of the device's stream."""
-    if device.type != "cuda":
-        return perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds(start: Mark, end: Mark) -> float:
-    """Seconds between two marks of one device, which must have been synchronised since."""
-    if isinstance(start, float) and isinstance(end, float):
-        return end - start
-    return start.elapsed_time(end) / 1000.0  # type: ignore[union-attr, arg-type]
-
-
 class StepTimer:
     """Named marks of one step, on the device's stream and on the host's clock. The first mark is ``begin``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: dict[str, tuple[Mark, float]] = {}
+        self._marks: dict[str, tuple[torch.cuda.Event | None, float]] = {}
         self.mark("begin")
 
     def mark(self, name: str) -> None:
-        self._marks[name] = mark(self._device), perf_counter()
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        self._marks[name] = event, perf_counter()
 
     def seconds(self, start: str, end: str) -> float:
         """Seconds of the device between two marks, after the host has synchronised."""
-        return seconds(self._marks[start][0], self._marks[end][0])
+        (begun, before), (ended, after) = self._marks[start], self._marks[end]
+        return after - before if begun is None or ended is None else begun.elapsed_time(ended) / 1000.0
 
     def since(self, name: str) -> float:
         """Seconds of the host since a mark."""

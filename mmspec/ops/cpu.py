@@ -236,11 +236,8 @@ def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, 
 
 
 def joined_weights(parts: Sequence[Linear]) -> Linear:
-    """Descriptor of a linear layer that concatenates outputs of several quantised layers.
-
-    Args:
-        parts: results of ``linear_weights`` with the same number of inputs.
-    """
+    """Descriptor of a linear layer that concatenates outputs of several quantised layers. ``parts``: results of
+    ``linear_weights`` with the same number of inputs."""
     outputs, rest = sum(part.outputs for part in parts), None
     for part in reversed(parts):
         at = None if rest is None else ctypes.addressof(rest)
@@ -728,7 +725,7 @@ def draft_slots(weights: Markov, logits: Tensor, last: Tensor, width: int, nodes
     tree = _tree(batch, nodes)
     logits, last = logits.contiguous(), last.contiguous()
     inputs = pointer(logits, torch.float32, (batch, slots, weights.out.outputs)), pointer(last, torch.int64, (batch,))
-    cpu_library.functions().draft_slots(weights, *inputs, batch, slots, width, nodes, *_pointers(tree))
+    cpu_library.functions().draft_slots(weights, *inputs, batch, slots, width, nodes, *map(Tensor.data_ptr, tree))
     return tree
 
 
@@ -775,7 +772,8 @@ def draft_cells(
     )
     grown: int = cpu_library.functions().draft_cells(
         *(weights, *inputs, batch, k, width, levels, least_gain, most),
-        *(*_pointers(tree), kernel_threads()),
+        *map(Tensor.data_ptr, tree),
+        kernel_threads(),
     )
     if grown < levels:
         most = 1 + min(nodes, _candidates(k, later, width, grown))
@@ -795,7 +793,3 @@ def _candidates(first: int, children: int, width: int, levels: int) -> int:
 def _tree(batch: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens, parents = torch.empty(2, batch, nodes, dtype=torch.int64)
     return tokens, parents, torch.empty(batch, nodes, dtype=torch.float32)
-
-
-def _pointers(tree: tuple[Tensor, Tensor, Tensor]) -> list[int]:
-    return [x.data_ptr() for x in tree]

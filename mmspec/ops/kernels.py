@@ -67,7 +67,9 @@ def operation(check: Callable[..., None] | None = None) -> Callable[[Callable[P,
             except Exception as error:
                 if required or not _unbuilt(error):
                     raise
-                _failed[name] = _reason(error)
+                # A compilation error starts with the source, and has a message or a cause.
+                text = str(getattr(error, "error_message", None) or error.__cause__ or error).strip()
+                _failed[name] = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
             warnings.warn(
                 f"Triton cannot build {name}, plain torch runs instead: {_failed[name]}", RuntimeWarning, stacklevel=2
             )
@@ -119,12 +121,6 @@ def _unbuilt(error: Exception) -> bool:
         (frame.f_globals.get("__name__"), frame.f_code.co_name) for frame, _ in traceback.walk_tb(error.__traceback__)
     ]
     return ("triton.compiler.compiler", "compile") in frames or any(module in _BUILDING for module, _ in frames)
-
-
-def _reason(error: Exception) -> str:
-    # A compilation error starts with the source, and has a message or a cause.
-    text = getattr(error, "error_message", None) or str(error.__cause__ or error)
-    return f"{type(error).__name__}: {text.strip().splitlines()[0] if text.strip() else 'no message'}"
 
 
 @cache

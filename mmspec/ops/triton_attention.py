@@ -219,16 +219,9 @@ def _attend_kernel(
 
 @triton.jit(do_not_specialize=["splits", "heads", "nodes"])
 def _merge_kernel(
-    part,
-    weight,
-    read,
-    splits,
-    heads,
-    nodes,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
+    part, weight, read, splits, heads, nodes,
+    HEAD_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
     i_out = (tl.program_id(2).to(tl.int64) * nodes + tl.program_id(1)) * heads + tl.program_id(0)
     i_split, i_dim = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DIM)
     m_split, m_dim = i_split < splits, i_dim < HEAD_DIM

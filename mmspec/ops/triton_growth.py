@@ -70,15 +70,9 @@ def extend_reach(reach: Tensor, origin: Tensor) -> Tensor:
     """See ``mmspec.ops.extend_reach``."""
     (batch, parents, entries), width = reach.shape, origin.shape[1]
     extended = reach.new_empty(batch, width, entries + width)
+    reach, target = reach.contiguous().view(torch.uint8), extended.view(torch.uint8)
     _reach_kernel[(width, batch)](
-        *(
-            reach.contiguous().view(torch.uint8),
-            origin.contiguous(),
-            extended.view(torch.uint8),
-            parents,
-            entries,
-            width,
-        ),
+        *(reach, origin.contiguous(), target, parents, entries, width),
         BLOCK=triton.next_power_of_2(entries + width),
         num_warps=1,
     )

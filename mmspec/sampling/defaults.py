@@ -160,11 +160,8 @@ class ModelDefaults(Defaults):
     """Defaults of a model's generation config, which is read at each request.
 
     Entries with a field in ``SamplingParams`` are its defaults. transformers builds logits processors from the other
-    entries, as in ``generate``.
-
-    Raises:
-        UserError: the generation config requests another generation mode such as beam search, requests a logits
-            processor that does not run on trees, or has a value out of range.
+    entries, as in ``generate``. Raises ``UserError``: the generation config requests another generation mode such as
+    beam search, requests a logits processor that does not run on trees, or has a value out of range.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -308,7 +308,6 @@ if hasattr(os, "register_at_fork"):  # in a forked process, no pass runs
     os.register_at_fork(after_in_child=lambda: [lock._at_fork_reinit() for lock in _LOCKS.values()])  # type: ignore[attr-defined]
 
 
-_ATTRIBUTE = "slot_positions"
 _POSITIONS: ContextVar[Tensor | None] = ContextVar("_POSITIONS", default=None)
 """Positions of the slots in this thread's pass, (batch, slots) int64."""
 
@@ -331,17 +330,11 @@ def slot_attention(config: Any, decoder: nn.Module) -> Replacement | None:
     return None
 
 
-def with_positions(mask: Tensor, positions: Tensor) -> Tensor:
-    """Attach slot positions, (batch, slots) int64, to the mask of a pass."""
-    setattr(mask, _ATTRIBUTE, positions)
-    return mask
-
-
 @contextmanager
 def slot_positions_applied(replacement: Replacement, mask: Tensor | None) -> Iterator[None]:
-    """Replace the function during a pass with a mask of ``with_positions``, in this thread only."""
+    """Replace the function during a pass whose mask may have ``slot_positions``, in this thread only."""
     with replaced(replacement):
-        token = _POSITIONS.set(getattr(mask, _ATTRIBUTE, None))
+        token = _POSITIONS.set(getattr(mask, "slot_positions", None))
         try:
             yield
         finally:

@@ -41,7 +41,6 @@ from mmspec.targets.attention import (
     slot_positions_applied,
     tail_mask,
     tree_mask,
-    with_positions,
 )
 from mmspec.targets.packing import linear_of
 from mmspec.targets.static_forward import FusedDecoder
@@ -168,7 +167,8 @@ class Decoder:
         if self._slots is None or not isinstance(mask, Tensor):
             return mask
         depth = reach.new_zeros(reach.shape[:2], dtype=torch.long) if depth is None else depth
-        return with_positions(mask, slot_positions(cache, depth, tail_depth))
+        mask.slot_positions = slot_positions(cache, depth, tail_depth)  # type: ignore[attr-defined]
+        return mask
 
     def forward(self, inputs: dict[str, Any], cache: TreeCache, names: Sequence[Feature]) -> dict[Feature, Tensor]:
         """Run one decoder pass; returns the named features and ``"last"``."""

@@ -56,7 +56,9 @@ def _write(file: GGUFFile, folder: Path) -> None:
     made = config(file)
     made.save_pretrained(folder)
     generation_config(file, made).save_pretrained(folder)
-    save_tokenizer(*_tokenizer(file), folder)
+    with explained(f"cannot load model {str(file.path)!r}", Exception):
+        tokenizer, options = gguf_tokenizer.build(file.metadata)
+    save_tokenizer(tokenizer, options, folder)
 
 
 def save_tokenizer(made: Tokenizer, options: dict[str, Any], folder: Path) -> None:
@@ -138,12 +140,6 @@ def scale_frequencies(file: GGUFFile, model: Any) -> None:
                 )
             if factors is not None and frequencies.shape == factors.shape:
                 setattr(part, name, frequencies / factors)
-
-
-def _tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
-    """The file's tokenizer, and options of its class."""
-    with explained(f"cannot load model {str(file.path)!r}", Exception):
-        return gguf_tokenizer.build(file.metadata)
 
 
 def _ends(file: GGUFFile, vocab: int) -> list[int]:

@@ -61,13 +61,9 @@ def _only(folder: Path, what: str, projector: bool) -> Path | None:
     return next(iter(found.values()), None)
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a file has the suffix or the magic number of GGUF files."""
-    return _has_projector(path) is not None
-
-
 def _has_projector(path: Path) -> bool | None:
-    """Whether a GGUF file has a projector, by name or content (Ollama's blobs have no names); None for other files."""
+    """Whether a GGUF file has a projector, by name or content (Ollama's blobs have no names); None for other files,
+    without the suffix and the magic number of GGUF files."""
     start = b""
     if path.is_file() and os.access(path, os.R_OK):
         with path.open("rb") as opened:
@@ -315,7 +311,7 @@ class GGUFTensor:
 def opened(name: str | Path) -> GGUFFile | None:
     """The GGUF file of a model name, see ``file_in``; None for other files and folders."""
     path = file_in(name)
-    return GGUFFile(path) if path and is_gguf(path) else None
+    return GGUFFile(path) if path and _has_projector(path) is not None else None
 
 
 class _OpenFile:

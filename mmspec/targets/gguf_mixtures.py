@@ -45,10 +45,6 @@ _ERNIE_BIAS: Names = {
 NORMED: Names = {"post_attention_norm": "post_attention_layernorm"}
 
 
-def _normalised(keys: Keys) -> dict[str, Any]:
-    return decoder(keys) | {"norm_topk_prob": True}
-
-
 def _qwen2(keys: Keys) -> dict[str, Any]:
     width = keys("expert_shared_feed_forward_length", keys.uniform("feed_forward_length"))
     return decoder(keys) | {"shared_expert_intermediate_size": width, "norm_topk_prob": False}
@@ -193,12 +189,14 @@ _BESIDE: Names = {
     **{f"post_ffw_norm_{part}": f"post_feedforward_layernorm_{part}" for part in (1, 2)},
 }
 
+_QWEN3 = Architecture(
+    *("qwen3_moe", SIZES | EXPERTS, {**ATTENTION, **HEAD_NORMS, **ROUTED}),
+    more=lambda keys: decoder(keys) | {"norm_topk_prob": True},
+)
+
 ARCHITECTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture("qwen2_moe", SIZES | EXPERTS, {**ATTENTION, **ROUTED, **SHARED}, more=_qwen2),
-    **dict.fromkeys(
-        ("qwen3moe", "qwen3vlmoe"),
-        Architecture("qwen3_moe", SIZES | EXPERTS, {**ATTENTION, **HEAD_NORMS, **ROUTED}, more=_normalised),
-    ),
+    **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), _QWEN3),
     "gpt-oss": Architecture(
         "gpt_oss", SIZES | expert_keys("num_local_experts", "intermediate_size"), {**ATTENTION, **_OSS}, more=_gpt_oss
     ),

@@ -131,10 +131,6 @@ def _jamba(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _falcon_h1(keys: Keys) -> dict[str, Any]:
-    return decoder(keys) | _mamba2_sizes(keys) | {"mamba_norm_before_gate": False}
-
-
 def _value_heads(rows: bool, offset: Callable[[Any], int] = lambda config: 0) -> Callable[[Any, int], Tensor]:
     """Undoes llama.cpp's order of the value heads of Gated DeltaNet: the first of each key head, then the second.
 
@@ -156,10 +152,6 @@ def _query_key_rows(config: Any) -> int:
     return int(2 * config.linear_num_key_heads * config.linear_key_head_dim)
 
 
-def _value_columns(config: Any, weight: Tensor) -> Tensor:
-    return weight[:, _value_heads(True)(config, weight.shape[1])]
-
-
 _DELTA: Names = {
     "attn_qkv": ("linear_attn.in_proj_qkv", Rows(_value_heads(True, _query_key_rows))),
     "attn_gate": ("linear_attn.in_proj_z", Rows(_value_heads(True))),
@@ -169,7 +161,7 @@ _DELTA: Names = {
     "ssm_dt": ("linear_attn.dt_bias", Rows(_value_heads(False))),
     "ssm_a": ("linear_attn.A_log", lambda config, weight: Rows(_value_heads(False))(config, (-weight).log())),
     "ssm_norm": "linear_attn.norm",
-    "ssm_out": ("linear_attn.out_proj", _value_columns),
+    "ssm_out": ("linear_attn.out_proj", lambda config, weight: weight[:, _value_heads(True)(config, weight.shape[1])]),
 }
 _QWEN = norms_plus_one(ATTENTION | NORMED | HEAD_NORMS)
 _QWEN_OUTER = norms_plus_one(OUTER)
@@ -354,7 +346,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         SIZES | {**_SSM, "ssm.inner_size": "mamba_d_ssm"},
         ATTENTION | _mamba2("mamba") | {"ffn_norm": "pre_ff_layernorm"} | mlp("feed_forward"),
         OUTER | {"output_norm": "model.final_layernorm"},
-        _falcon_h1,
+        lambda keys: decoder(keys) | _mamba2_sizes(keys) | {"mamba_norm_before_gate": False},
     ),
     "qwen3next": Architecture(
         "qwen3_next", _QWEN_KEYS | _QWEN_EXPERTS, _QWEN | _NEXT | ROUTED | SHARED, _QWEN_OUTER, _qwen_next

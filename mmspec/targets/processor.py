@@ -198,11 +198,8 @@ class Processor:
         return None
 
     def decode(self, token_ids: Sequence[int], context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> str:
-        """Decode tokens after a context.
-
-        Args:
-            context: preceding token ids, such as the prompt's. Without a context, some tokenizers drop a leading blank.
-        """
+        """Decode tokens after a context. ``context``: preceding token ids, such as the prompt's. Without a context,
+        some tokenizers drop a leading blank."""
         reader = Detokenizer(self.vocabulary, context, None if skip_special_tokens else frozenset())
         return reader.append(token_ids) + reader.finish()
 
@@ -278,11 +275,7 @@ class Processor:
         end = self.decode(prompt[-_MARKER_TOKENS:].tolist(), skip_special_tokens=False).rstrip()
         if end.endswith(form.end):
             return None
-        return ReasoningParser(form, end.endswith(form.start), self.token_bytes, self.special_token)
-
-    def special_token(self, text: str) -> int | None:
-        """Id of the special token with this name; None without one."""
-        return self.special_tokens.get(text)
+        return ReasoningParser(form, end.endswith(form.start), self.token_bytes, self.special_tokens.get)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:

@@ -136,11 +136,8 @@ class SublayerStack:
         return self._states(x, inputs, allowed, cache, *cache.recurrent(self.weights))
 
     def prompt(self, inputs: dict[str, Any], mask: Tensor | None, cache: Any) -> States:
-        """States of tokens of a prompt after those in the cache; advances the states of recurrent layers.
-
-        Args:
-            mask: (batch, slots), 0 at padding on the left, up to the last of these tokens; None without padding.
-        """
+        """States of tokens of a prompt after those in the cache; advances the states of recurrent layers. ``mask``:
+        (batch, slots), 0 at padding on the left, up to the last of these tokens; None without padding."""
         x = self._embedded(inputs)
         (batch, tokens, _), start = x.shape, cache.get_seq_length()
         first: Tensor | None = None

@@ -77,11 +77,8 @@ _PASSES: Counter[Place] = Counter()  # running passes by place
 @contextmanager
 def replaced(replacements: Mapping[Place, Callable[[Any], Any]]) -> Iterator[None]:
     """Replace functions during a pass. Passes of several threads may overlap: the first replaces, the last restores.
-
-    Args:
-        replacements: by place, a function that makes the replacement from the original, with ``functools.wraps``.
-            Other threads call the replacement too.
-    """
+    ``replacements``: by place, a function that makes the replacement from the original, with ``functools.wraps``. Other
+    threads call the replacement too."""
     with _LOCK:
         for place, replace in replacements.items():
             if not _PASSES[place]:
