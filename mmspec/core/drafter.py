@@ -29,8 +29,7 @@ _CHECKED, _WATCHED = 16, 64
 """The acceptance length is checked every ``_CHECKED`` draft steps, up to ``_WATCHED`` draft steps. Only draft steps
 count: without a payoff, they are a few per cent of all steps."""
 
-_LEAST = 1.05
-"""Mean acceptance length below which the drafter probably belongs to another target or is misread."""
+_LEAST = 1.05  # mean acceptance length below which the drafter probably belongs to another target or is misread
 
 
 class Drafter(ABC):
@@ -264,10 +263,8 @@ class Guard(Wrapper):
             self.drafter.watch(tree, verdict)
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        return self._guarded(self._continued, row, path) or ()
-
-    def _continued(self, row: int, path: Sequence[int]) -> list[tuple[int, float]]:
-        return [(int(token), float(p)) for token, p in self.drafter.continuations(row, path)]
+        checked = lambda: [(int(token), float(p)) for token, p in self.drafter.continuations(row, path)]  # noqa: E731
+        return self._guarded(checked) or ()
 
     def _guarded(self, method: Callable[..., T], *arguments: Any) -> T | None:
         """Call a method; None while the drafter is disabled, or if it fails."""

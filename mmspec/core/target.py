@@ -17,8 +17,8 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 
 Feature = int | str
-"""Hidden states of a decoder: n is the input of layer n, ``output_of(n)`` its raw output, ``"last"`` the normed last
-one.
+"""Hidden states of a decoder: n is the input of layer n, ``output_of(n)`` its raw output, and ``"last"`` the output of
+the final norm.
 
 The output of layer n is the input of layer n + 1, unless the decoder changes it in between, e.g. Qwen3-VL, which adds
 visual features (deepstack)."""

@@ -29,8 +29,7 @@ class Verdict:
     """Result of verification: the accepted path and the bonus token of each row.
 
     Attributes:
-        packed: (batch, 2 + 2 * (max_depth + 1)) int64: length, bonus, path and tokens, for a single device-to-host
-        copy.
+        packed: (batch, 2 + 2 * (max_depth + 1)) int64: length, bonus, path and tokens, for one device-to-host copy.
     """
 
     packed: Tensor

@@ -222,11 +222,8 @@ def write_last(state: RowTensor, outputs: Tensor, length: Tensor) -> None:
 
 
 class TreeDrafter(CapturedDrafter):
-    """Drafter with a network, which grows trees of a configured shape.
-
-    Attributes:
-        verifier: target that the network was trained for, see ``checkpoint.check_verifier``; None if unknown.
-    """
+    """Drafter with a network, which grows trees of a configured shape. ``verifier``: target that the network was
+    trained for, see ``checkpoint.check_verifier``; None if unknown."""
 
     name: ClassVar[str]  # as registered
     learns: ClassVar[bool] = False
@@ -278,10 +275,7 @@ class TreeDrafter(CapturedDrafter):
 
 class TrainedDrafter(TreeDrafter):
     """``TreeDrafter`` with checkpoints of its own; published checkpoints have the layout of its name in ``LAYOUTS``.
-
-    Args:
-        draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
-    """
+    ``draft_ids``: (n,) int64, draft vocabulary; None is the target's whole vocabulary."""
 
     config_class: ClassVar[type[Any]]
     network_class: ClassVar[type[nn.Module]]

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import lru_cache
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -191,7 +191,8 @@ def _write(texts: Iterable[Sequence[int]], vocab_size: int, model: str, folder: 
     tokens = 0
     _log.info("encoding the texts")
     with (folder / TOKENS).open("wb") as out:
-        for text in _separated(texts, vocab_size):
+        separated = ([*text, vocab_size] for text in texts if len(text))
+        for text in chain(separated, [[vocab_size] * DEPTH]):
             out.write(np.asarray(text, dtype=f">u{width}").tobytes())
             tokens += len(text)
     if tokens == DEPTH:
@@ -205,13 +206,6 @@ def _write(texts: Iterable[Sequence[int]], vocab_size: int, model: str, folder: 
     config = StoreConfig(FORMAT, model, vocab_size, width, tokens, place, sorter.written)
     (folder / CONFIG).write_text(json.dumps(asdict(config)) + "\n")
     return config
-
-
-def _separated(texts: Iterable[Sequence[int]], separator: int) -> Iterator[Sequence[int]]:
-    for text in texts:
-        if len(text):
-            yield [*text, separator]
-    yield [separator] * DEPTH
 
 
 class _Sorter:

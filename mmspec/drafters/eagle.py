@@ -82,10 +82,7 @@ class Cell(nn.Module):
 
     def forward(self, embeds: Tensor, carried: Tensor) -> Tensor:
         """Carried state of the next slot, given the embeddings of tokens drafted from ``carried``."""
-        return self.carry(self.into(torch.cat([embeds, carried], dim=-1)), carried)
-
-    def carry(self, read: Tensor, carried: Tensor) -> Tensor:
-        """``forward``, given the output of ``into``."""
+        read = self.into(torch.cat([embeds, carried], dim=-1))
         return self.norm(carried + self.out(F.silu(read)))
 
     def scores(self, carried: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ class Eagle3Config(HeadShape):
         states: number of target hidden states per position.
         reads: target layers whose inputs are read, 0 to the number of layers L; empty means 2, L/2 and L - 3.
         outputs: read the raw outputs of these layers instead of their inputs.
-        mask_token_id: input token of levels after the first, in one pass (P-EAGLE, arXiv 2602.01469); None: no such
-        pass.
+        mask_token_id: input token of all levels after the first, in one pass (P-EAGLE, arXiv 2602.01469); None: one
+        pass per level.
         window: sliding window in entries, including the query; 0 is full attention.
         head_rank: rank of the low-rank head that retrieves candidates for the output layer (EAGLE-4); 0 disables it.
         candidates: number of retrieved tokens that the output layer scores.

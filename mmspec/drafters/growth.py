@@ -172,8 +172,7 @@ class Reach:
         return reach
 
 
-_LEAST = 1e-30
-"""Minimum path probability on the host, where it must not be 0."""
+_LEAST = 1e-30  # minimum path probability on the host, where it must not be 0
 
 
 def grow_slots(token: Tensor, tokens: Tensor, log_probs: Tensor, plan: StepPlan, nodes: int) -> TokenTree:

@@ -259,8 +259,7 @@ class HiddenStateDrafter(TrainedDrafter):
             inputs, (batch, nodes, any); arguments as for ``NodeInputs``. Set by ``scoring``.
         cell_input: like ``node_inputs``, for the recurrent cell before its activation, with several slots.
         sample_embedding: (1, hidden), a target embedding in the network's dtype and device; set by ``attach``.
-        window: sliding window in entries, with the query; 0 is full attention. Entries of one step attend to each
-        other.
+        window: sliding window in entries, with the query; 0 is full attention. It never hides entries of one step.
     """
 
     node_inputs: Callable[[Tensor, Tensor, Tensor | None], Tensor]

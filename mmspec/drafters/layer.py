@@ -28,6 +28,7 @@ from mmspec.errors import explained
 from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, LANES, BlockLinear, place_together
 from mmspec.quantisation.linear import GROUP, PackedLinear
+from mmspec.targets.packing import linear_of
 from mmspec.targets.recognise import is_hooked
 from mmspec.targets.static_forward import (
     AttentionMetadata,
@@ -100,8 +101,8 @@ class DecoderLayer(nn.Module):
     @property
     def parts(self) -> FusedLayer:
         """The layer's modules for fast kernels."""
-        norms = {"attention": self.input_norm, "mlp": self.post_norm}
-        norms = {name: FusedNorm(norm, norm.eps) for name, norm in norms.items() if isinstance(norm, Norm)}
+        both = {"attention": self.input_norm, "mlp": self.post_norm}
+        norms = {name: FusedNorm(norm, norm.eps) for name, norm in both.items() if isinstance(norm, Norm)}
         return FusedLayer(self.qkv, self.out, self.gate_up, self.down, norms, self.shape.head_dim**-0.5)
 
     def mlp(self, x: Tensor) -> Tensor:
@@ -180,15 +181,10 @@ class TokenLinear:
             # Keep the memory layout of the layer's weight.
             by_row = layer.weight.stride(1) == 1
             weight = weight.contiguous() if by_row else weight.t().contiguous().t()
-            if isinstance(layer, PackedLinear):
-                self.over_x = type(layer)(weight)
-            else:
-                self.over_x = nn.Linear(width, len(weight), bias=False, device="meta")
-                self.over_x.weight = nn.Parameter(weight, requires_grad=False)
+            self.over_x = type(layer)(weight) if isinstance(layer, PackedLinear) else linear_of(weight, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenLinear:
-        # forked drafters share weights
-        return self
+        return self  # forked drafters share weights
 
     def __call__(self, tokens: Tensor, x: Tensor, origin: Tensor | None) -> Tensor:
         """(batch, nodes, out); arguments as for ``NodeInputs``."""
@@ -308,10 +304,7 @@ class Native:
 
 class NativeLayers(Native):
     """Native decoder layers. They write bfloat16 keys and values to caches that no other implementation may use.
-
-    Args:
-        kind: format of the weights, see ``BLOCKS``.
-    """
+    ``kind``: format of the weights, see ``BLOCKS``."""
 
     def __init__(self, layers: Sequence[FusedLayer], shape: LayerShape, kind: str) -> None:
         super().__init__(layers, shape, kind)

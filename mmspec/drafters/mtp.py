@@ -141,8 +141,7 @@ _OWN = re.compile(r"^(?:model\.)?mtp\.(.*?)(\.(?:weight|bias))?$")
 _PARTS = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "post_norm"}
 """Published names of a layer's parts other than its decoder layer, and their names in transformers."""
 _NUMBERED = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.(.*)$")
-_SHARED = ("embed_tokens.weight", "shared_head.head.weight")
-"""Copies of the target's embedding and output layer."""
+_SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's embedding and output layer
 
 
 def has_mtp(folder: Path) -> bool:
@@ -234,11 +233,7 @@ def _load(built: Any, model: Any, tensors: dict[str, Tensor], source: str) -> No
 
 
 class MTP(TreeDrafter):
-    """Native MTP drafter.
-
-    Args:
-        network: MTP layers, moved to the target's device and dtype.
-    """
+    """Native MTP drafter. ``network``: MTP layers, moved to the target's device and dtype."""
 
     name: ClassVar[str] = "mtp"
     features: Sequence[Feature] = ("last",)

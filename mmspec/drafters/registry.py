@@ -59,12 +59,8 @@ class Selection:
 
     @classmethod
     def parse(cls, text: str) -> Selection:
-        """Parse a specification.
-
-        Raises:
-            UserError: an unknown shape, a missing drafter between two ``+``, or plain decoding in a union or with
-            chains.
-        """
+        """Parse a specification. Raises ``UserError``: an unknown shape, no drafter between two ``+``, or plain
+        decoding in a union or with chains."""
         is_local = _is_local(split(text, "+")[-1])
         match = None if is_local else _SHAPE.search(text)
         if match is None and not is_local and ":" not in text:  # else it belongs to an argument

@@ -46,9 +46,9 @@ class Small(CapturedDrafter):
     Args:
         model: a causal or vision-language model, or its name or folder.
         trust_remote_code: allow Python code in the model's folder.
-        tokenizers: of target and model, if they differ; None reads those of vocabularies of other sizes.
+        tokenizers: of target and model, if they differ; None reads tokenizers where the sizes of vocabularies differ.
         share: 0.1 in ``small:MODEL@0.1``; share of the visual tokens for a vision-language model, the most attended and
-        evenly spaced ones; above 0, also the share of a long text's chunks, those most similar to its end.
+        evenly spaced tokens; above 0, also the share of a long text's chunks, those most similar to its end.
         visual_top_p: share of the target's attention to cover by the most attended tokens; 0 spaces all evenly.
 
     Raises:

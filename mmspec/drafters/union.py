@@ -166,11 +166,8 @@ def per_sequence(drafter: Drafter | None) -> Drafter | None:
 
 class PerSequence(Wrapper):
     """Drafts each sequence with its own copy of ``drafter``, so that no request's tokens leak into another request's
-    drafts; a failing copy does not affect other sequences.
-
-    Args:
-        drafter: drafter whose trees have ``log_probs``. Trees of several sequences are combined on the host.
-    """
+    drafts; a failing copy does not affect other sequences. ``drafter``: drafter whose trees have ``log_probs``. Trees
+    of several sequences are combined on the host."""
 
     learns = False
 

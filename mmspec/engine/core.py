@@ -30,8 +30,7 @@ from mmspec.engine.sequence import BatchKey, Sequence
 from mmspec.engine.stats import StepTimer, record_tree
 from mmspec.sampling.batch_sampler import BatchSampler
 
-_IDLE_CHUNKS = 4
-"""Prefill chunks per step while no sequence decodes."""
+_IDLE_CHUNKS = 4  # prefill chunks per step while no sequence decodes
 
 
 class Scheduler:

@@ -521,7 +521,8 @@ def decode_sublayers(
     Args:
         weights: result of ``sublayers``.
         x: (batch, nodes, parts * hidden) float32, contiguous.
-        rotation: (rotations, batch, nodes, 2, rotated / 2) float32, contiguous: cosines and sines of halves.
+        rotation: (rotations, batch, nodes, 2, rotated / 2) float32, contiguous: cosines and sines of rotated pairs, i
+        and i + rotated / 2.
         mask: (batch, 1, nodes, slots), see ``attention``; covers the slots up to the last written slot.
         cache: (2 * layers or more, rows, kv_heads, slots, head_dim) bfloat16, or of ``int8_heads``, the last axis
             contiguous: keys and values by layer with attention; None without any. New keys and values are written to
@@ -757,7 +758,8 @@ def draft_cells(
         nodes: maximum number of nodes, excluding the root.
 
     Returns:
-        Tokens, parents and log probabilities as in ``TokenTree``, (batch, 1 + nodes or fewer); and levels.
+        Tokens, parents and log probabilities as in ``TokenTree``, (batch, 1 + nodes or fewer), in descending order; and
+        the number of levels.
     """
     width, levels = min(width, nodes), min(levels, nodes)
     (batch, k), later = first[0].shape, min(width, weights.head.outputs)

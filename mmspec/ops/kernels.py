@@ -22,14 +22,12 @@ from mmspec.errors import UserError
 
 CHOICES = ("auto", "reference", "triton")
 
-_MIN_CAPABILITY = (8, 0)
-"""Minimum CUDA compute capability."""
+_MIN_CAPABILITY = (8, 0)  # minimum CUDA compute capability
 
 _BUILDING = ("triton.backends.nvidia.compiler", "triton.runtime.build", "triton.runtime.driver")
 """Modules that run while Triton compiles a kernel or its launcher, not while the device runs one."""
 
-_failed: dict[str, str] = {}
-"""Reason why Triton could not build a kernel, by operation."""
+_failed: dict[str, str] = {}  # reason why Triton could not build a kernel, by operation
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -19,14 +19,11 @@ _PRECISION = tl.constexpr("tf32x3")
 """Float32 matmuls as three TF32 passes on tensor cores: close to float32 accuracy, much faster than FP32 units."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_MIN_SPLIT = 128
-"""Minimum slots per split: shorter splits do not pay for the merge."""
+_MIN_SPLIT = 128  # minimum slots per split: shorter splits do not pay for the merge
 
-_LARGE_SHARED = 160_000
-"""Minimum shared memory per SM, in bytes, of data-centre GPUs (A100, H100, B200)."""
+_LARGE_SHARED = 160_000  # minimum shared memory per SM, in bytes, of data-centre GPUs (A100, H100, B200)
 
-_INTERPRETED = 6
-"""Concurrent programs assumed for the interpreter, so that tests cover split prefixes."""
+_INTERPRETED = 6  # concurrent programs assumed for the interpreter, so that tests cover split prefixes
 
 
 def tree_attention(

@@ -13,12 +13,9 @@ from torch import Tensor
 
 from mmspec.ops.growth import Beam
 
-_VOCAB = 2048
-"""Vocabulary block size."""
-_CANDIDATES = 64
-"""Block size of tree candidates."""
-_NONE = tl.constexpr(-(2**63))
-"""Key of a masked entry."""
+_VOCAB = 2048  # vocabulary block size
+_CANDIDATES = 64  # block size of tree candidates
+_NONE = tl.constexpr(-(2**63))  # key of a masked entry
 
 
 def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

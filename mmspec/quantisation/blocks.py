@@ -23,11 +23,8 @@ _LINE = 64  # bytes of a cache line
 
 
 class BlockMemory:
-    """Contiguous memory for the blocks of layers, in the order in which a forward pass reads them.
-
-    Args:
-        sizes: size of each layer's blocks in bytes.
-    """
+    """Contiguous memory for the blocks of layers, in the order in which a forward pass reads them. ``sizes``: size of
+    each layer's blocks in bytes."""
 
     def __init__(self, sizes: Iterable[int]) -> None:
         self._whole = self._left = cpu.zeros(sum(map(_lines, sizes)))
@@ -48,10 +45,7 @@ def _lines(size: int) -> int:
 
 class BlockLinear(PackedLinear):
     """A linear layer in the kernels' layout. All shapes are supported: blocks and groups are padded with zeros.
-
-    Attributes:
-        takes: minimum precision of outputs: bfloat16, or float32 for logits.
-    """
+    ``takes``: minimum precision of outputs: bfloat16, or float32 for logits."""
 
     kind: ClassVar[str]
     _blocks: Tensor

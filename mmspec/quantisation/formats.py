@@ -90,7 +90,9 @@ class StoredRows:
             raise self.cut
         self._check()
         if not finite:
-            raise self._not_finite(int(places[~found.isfinite().all(1)][0]))
+            place, kept = int(places[~found.isfinite().all(1)][0]), self.kept[0]
+            where = f"{kept.tensor_at(place)} in {kept.name}" if self.in_file else f"one in {self.format}"
+            raise UserError(f"weights must be finite: {where} contains NaN or infinite numbers")
         return found[:, : self.features]
 
     def data(self) -> Tensor:
@@ -112,10 +114,6 @@ class StoredRows:
     @property
     def cut(self) -> UserError:
         return UserError(f"{self.kept[0].name} was cut while it was read: expected all of its tensors")
-
-    def _not_finite(self, place: int) -> UserError:
-        where = f"{self.kept[0].tensor_at(place)} in {self.kept[0].name}" if self.in_file else f"one in {self.format}"
-        return UserError(f"weights must be finite: {where} contains NaN or infinite numbers")
 
     @property
     def _descriptor(self) -> int:

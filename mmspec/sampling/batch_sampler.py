@@ -25,8 +25,7 @@ _ROUND = {True: 2**20, False: 2**23}
 """Number of scores that can be warped and sampled in the (mostly launch) time of one round over few rows, by whether
 warpers sort. GPU estimates, not measured: 0.2 ns per score with sorting, 0.02 ns without, 0.1 to 0.2 ms per round."""
 
-_FEW_SCORES = 2**18
-"""Number of scores up to which a CPU computes the argmax at all nodes faster than it follows a path."""
+_FEW_SCORES = 2**18  # number of scores up to which a CPU computes the argmax at all nodes faster than it follows a path
 
 
 class Choices(NamedTuple):

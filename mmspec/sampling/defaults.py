@@ -132,8 +132,7 @@ class Defaults:
     def processors(
         self, params: SamplingParams, input_ids: Tensor, custom: Sequence[LogitsProcessor] = ()
     ) -> LogitsProcessorList:
-        """All logits processors of a request with the prompt ``input_ids``, (1, length) int64, in ``generate``'s
-        order."""
+        """All logits processors of a request, in ``generate``'s order; ``input_ids``: (1, length) int64, the prompt."""
         return processors(params, custom, input_ids.shape[1], self._eos_token_ids)
 
     def sampler(

@@ -127,8 +127,7 @@ class SamplingParams:
             ``mmspec.sampling.sampler.Alignment``): outputs that violate the grammar are rejected and restarted. No
             effect without a grammar.
         lossy: above 0, greedy outputs may differ from the model's: a drafted token is accepted if its negative log
-            probability under the model, in nats, is at most this (``lossy_choices``). ``Stats.lossless`` of the answer
-            is then False.
+            probability under the model, in nats, is at most this (``lossy_choices``); ``Stats.lossless`` is then False.
 
     Raises:
         UserError: a value has the wrong type or is out of range; more than one of ``json_schema``, ``regex`` and

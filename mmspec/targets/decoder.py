@@ -524,10 +524,7 @@ def _unchanged(states: Tensor) -> Tensor:
 
 class VerifyRunner:
     """Verify passes of a decoder, and the KV cache of the running sequences. Pads neither nodes nor rows.
-
-    Attributes:
-        static_shapes: whether shapes and addresses of tensors are static.
-    """
+    ``static_shapes``: whether shapes and addresses of tensors are static."""
 
     static_shapes: ClassVar[bool] = False
 

@@ -62,8 +62,7 @@ def _only(folder: Path, what: str, projector: bool) -> Path | None:
 
 
 def _has_projector(path: Path) -> bool | None:
-    """Whether a GGUF file has a projector, by name or content (Ollama's blobs have no names); None for other files,
-    without the suffix and the magic number of GGUF files."""
+    """Whether a GGUF file, by suffix or magic number, has a projector, by name or content; None for other files."""
     start = b""
     if path.is_file() and os.access(path, os.R_OK):
         with path.open("rb") as opened:

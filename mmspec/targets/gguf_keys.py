@@ -76,19 +76,22 @@ class Keys:
             raise ValueError(f"expected {layers} values as {self._prefix}{key}, got {len(value)}")
         return value if isinstance(value, list) else [value] * layers
 
+    @property
+    def _values(self) -> dict[str, Any]:
+        whole = {key: value for key, value in self._file.metadata.items() if key.startswith(self._prefix)}
+        return {key.removeprefix(self._prefix): value for key, value in whole.items()}
+
     def report(self) -> dict[str, str]:
         """What each key was read as: fields of the configuration, "read" with others, or "changes nothing"."""
-        found = {key.removeprefix(self._prefix) for key in self._file.metadata if key.startswith(self._prefix)}
-        return {key: self.fields[key] or "read" if key in self.fields else "changes nothing" for key in sorted(found)}
+        keys = sorted(self._values)
+        return {key: self.fields[key] or "read" if key in self.fields else "changes nothing" for key in keys}
 
     def unread(self, harmless: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Keys that were not read and may matter, with their values, without keys in ``HARMLESS``."""
         harmless = HARMLESS if harmless is None else harmless
-        keys = {key: value for key, value in self._file.metadata.items() if key.startswith(self._prefix)}
-        below = {key.removeprefix(self._prefix): value for key, value in keys.items()}
         return {
             key: value
-            for key, value in below.items()
+            for key, value in self._values.items()
             if key not in self.fields and not (key in harmless and harmless[key] in (ANY, value))
         }
 
@@ -126,11 +129,8 @@ Change = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Rows:
-    """A change that only joins tensors and orders their rows, so that quantised rows are kept.
-
-    Attributes:
-        order: (config, number of rows) -> index of each row in the file; None for the same order.
-    """
+    """A change that only joins tensors and orders their rows, so that quantised rows are kept. ``order``: (config,
+    number of rows) -> index of each row in the file; None for the same order."""
 
     order: Callable[[Any, int], Tensor] | None = None
 
@@ -154,8 +154,8 @@ def minus_one(config: Any, weight: Tensor) -> Tensor:
 
 def norms_plus_one(names: Names) -> Names:
     """Weights of a decoder whose norms the file stores plus one."""
-    stored: Callable[[str, Any], bool] = lambda name, place: "norm" in name and isinstance(place, str)  # noqa: E731
-    return {name: (place, minus_one) if stored(name, place) else place for name, place in names.items()}
+    norms = {name: (place, minus_one) for name, place in names.items() if "norm" in name and isinstance(place, str)}
+    return {**names, **norms}
 
 
 def log_of_negative(config: Any, weight: Tensor) -> Tensor:

@@ -113,11 +113,8 @@ _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "paddin
 
 
 class Weight:
-    """A weight of a model in a file's ``tensors``. ``weight[...]`` reads it as a dense tensor.
-
-    Attributes:
-        shape: shape in the model; tensors in the file may have other axes of size 1.
-    """
+    """A weight of a model in a file's ``tensors``. ``weight[...]`` reads it as a dense tensor. ``shape``: shape in the
+    model; tensors in the file may have other axes of size 1."""
 
     def __init__(self, tensors: Sequence[GGUFTensor], change: Change | None, config: Any, shape: torch.Size) -> None:
         self.tensors, self._change, self._config, self.shape = tensors, change, config, shape

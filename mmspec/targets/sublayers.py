@@ -47,8 +47,7 @@ _MULTIPLIERS = {
 _SHARED = "shared_expert", "shared_experts", "shared_mlp"
 _FINAL_NORMS = "norm", "embedding_norm", "final_layernorm", "norm_f"
 _TOLERANCE = 0.03  # of a layer's update, relative: inputs rounded to 8 bits, and keys and values to bfloat16
-_SCORES = 1 / 8
-"""Factor of attention scores in comparisons: rounding queries and keys changes small scores little."""
+_SCORES = 1 / 8  # factor of attention scores in comparisons: rounding queries and keys changes small scores little
 
 _FORMS = {"float32": "float32", "bfloat16": "bfloat16"}
 """Forms of the kernels' inputs, by kind of weights; other kinds take int8."""
@@ -444,12 +443,10 @@ def _mlp(module: Any) -> Part | None:
     kind = gate_of(function)
     if kind is None or (kind == "squared_relu") != (names[0] == "up_proj"):
         raise ValueError(f"expected SiLU, GELU or, without a gate, squared ReLU: got {type(module).__name__}")
-    factors = (
-        {"gate_scale": module.gate_multiplier, "scale": module.down_multiplier}
-        if hasattr(module, "gate_multiplier")
-        else {}
-    )
-    return dict(kind="mlp", inputs=[inputs], out=out, activation=kind, **factors)
+    part = dict(kind="mlp", inputs=[inputs], out=out, activation=kind)
+    if hasattr(module, "gate_multiplier"):
+        part |= {"gate_scale": module.gate_multiplier, "scale": module.down_multiplier}
+    return part
 
 
 def _experts(module: Any) -> Part | None:

@@ -186,10 +186,9 @@ class TransformersTarget:
         call = {**prompt.inputs, **tokens, "attention_mask": mask, "position_ids": positions}
         # Longrope's rotations depend on the last position of a pass.
         divisible = prompt.prefill_mask is None and not any(rope_side(self.config, length))
-        native, keeps = prompt.prefill_mask is None and decoder.prompts_natively(cache), False
-        first = 0
-        if state is not None:
-            first, keeps = state.length, divisible and decoder.layers is not None
+        native = prompt.prefill_mask is None and decoder.prompts_natively(cache)
+        before: Any = state
+        first, keeps = state.length if state else 0, bool(state) and divisible and decoder.layers is not None
         if (native or keeps) and not self._head.checked:
             few = {"input_ids": torch.arange(1, 5)[None], "attention_mask": None, "position_ids": torch.arange(4)[None]}
             few_logits, _, last = decoder.prefill(few, decoder.new_cache(4, False), ())
@@ -215,12 +214,8 @@ class TransformersTarget:
                 if keeps and end % BLOCK == 0:
                     stops = spaced({**stops, end: Stop(cache.row_states(0))})
             features = {name: torch.cat([one[name] for one in passes], dim=1) for name in reads if passes}
-            if passes:
-                logits = self._head(passes[-1]["last"][:, -1:])
-            else:  # all tokens are in the cache
-                assert state is not None
-                assert state.logits is not None
-                logits = state.logits
+            # Without a pass, all tokens are in the cache.
+            logits = self._head(passes[-1]["last"][:, -1:]) if passes else before.logits
         else:
             logits, inputs, features = decoder.prefill(call, cache, reads)
             cache.commit_prompt(length, mask, batch)
