@@ -196,7 +196,7 @@ def parse(
 
 
 def num_draft_tokens_of(num_draft_tokens: int | None, nodes: int | None) -> int | None:
-    """``num_draft_tokens``, or its former name ``nodes``. Raises ``UserError``: both are given, or a negative one."""
+    """``num_draft_tokens``, or its former name ``nodes``. Raises ``UserError``: both, or a negative number."""
     if num_draft_tokens is not None and nodes is not None:
         raise UserError("nodes is the former name of num_draft_tokens: expected one of them, received both")
     return check("num_draft_tokens", NonNegativeInt | None, nodes if num_draft_tokens is None else num_draft_tokens)

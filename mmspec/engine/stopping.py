@@ -74,10 +74,16 @@ class Stopper:
                 reader.append(token)
             if met or token in self.eos_token_ids or any(reader.answer.stopped for reader in readers):
                 return tokens[:count], "stop"
-            self._began = self._began or clock()
-            if len(history) >= end or (self.max_time is not None and clock() - self._began > self.max_time):
+            if len(history) >= end or self._is_late():
                 return tokens[:count], "length"
         return tokens, None
+
+    def _is_late(self) -> bool:
+        if self.max_time is None:
+            return False
+        if self._began is None:
+            self._began = clock()
+        return clock() - self._began > self.max_time
 
     def _criterion(self, history: list[int]) -> bool:
         if not self.criteria:

@@ -254,20 +254,19 @@ _OLD_OUTER: Names = {
     "output_norm": "transformer.ln_f",
     "output": "lm_head",
 }
-_OLD_MLP: Names = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
+_OLD_LINEAR: Names = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
+_OLD_LINEAR["attn_output"] = "self_attention.dense"
 _BLOOM: Names = {
     "attn_norm": "input_layernorm",
     "attn_qkv": ("self_attention.query_key_value", Rows(_by_head)),
-    "attn_output": "self_attention.dense",
     "ffn_norm": "post_attention_layernorm",
-    **_OLD_MLP,
+    **_OLD_LINEAR,
 }
 _FALCON: Names = {
     "attn_norm": "input_layernorm|ln_mlp",
     "attn_norm_2": "ln_attn",
     "attn_qkv": ("self_attention.query_key_value", Rows(_grouped)),
-    "attn_output": "self_attention.dense",
-    **_OLD_MLP,
+    **_OLD_LINEAR,
 }
 _GPT2: Names = {
     "attn_norm": "ln_1",
@@ -277,12 +276,7 @@ _GPT2: Names = {
     "ffn_up": ("mlp.c_fc", _transposed),
     "ffn_down": ("mlp.c_proj", _transposed),
 }
-_GPT2_OUTER: Names = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-}
+_GPT2_OUTER: Names = {**_OLD_OUTER, "token_embd": "transformer.wte", "position_embd": "transformer.wpe"}
 _GPT2_KEYS = {
     "context_length": "n_positions",
     "embedding_length": "n_embd",
@@ -303,22 +297,15 @@ _FALCON_KEYS = _sizes("layer_norm_epsilon") | {
     "attention.head_count_kv": "num_kv_heads",
 }
 _PHI2: Names = {**ATTENTION, "attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
-_PHI3: Names = {
-    "attn_norm": "input_layernorm",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_up": "mlp.gate_up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+_GATE_UP: Names = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+_PHI3: Names = {**without(ATTENTION, "attn_q", "attn_k", "attn_v"), **_GATE_UP, "attn_qkv": "self_attn.qkv_proj"}
 _NEMOTRON = norms_plus_one(without(_PLAIN, "ffn_gate"))
 _GLM4: Names = {
     **ATTENTION,
     "attn_q": ("self_attn.q_proj", _interleaved("num_attention_heads")),
     "attn_k": ("self_attn.k_proj", _interleaved("num_key_value_heads")),
     "post_attention_norm": "post_self_attn_layernorm",
-    "ffn_up": "mlp.gate_up_proj",
-    "ffn_down": "mlp.down_proj",
+    **_GATE_UP,
     "post_ffw_norm": "post_mlp_layernorm",
 }
 _NORMS: Names = {

@@ -155,7 +155,7 @@ def pack_drafter(network: nn.Module, like: Tensor, kind: str | None) -> None:
 
 
 def _linears(module: nn.Module, kinds: Mapping[int, str]) -> list[tuple[Any, str, str]]:
-    """Parent, name and packing kind of linear layers, from ``kinds`` by layer id; ``precise`` ones are bfloat16."""
+    """Parent, name and packing kind of linear layers, from ``kinds`` by layer id; ``precise`` layers: bfloat16."""
     return [
         (parent, name, "bfloat16" if getattr(layer, "precise", False) else kinds.get(id(layer), "bfloat16"))
         for parent in module.modules()

@@ -254,9 +254,8 @@ def _rope_switches(config: Any) -> Iterator[tuple[str, int]]:
             continue  # Mamba-2 has neither rotary embeddings nor max_position_embeddings
         switch = config.max_position_embeddings
         if kind == "longrope":
-            switch = rope.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", switch
-            )
+            name = "original_max_position_embeddings"
+            switch = rope.get(name) or getattr(config, name, switch)
         yield kind, switch
     # Llama 4 and Inkling number the nodes of a pass regardless of depth.
     if getattr(config, "attn_temperature_tuning", None):
