@@ -63,8 +63,10 @@ class DFlashConfig(HeadShape):
         markov_inputs, markov_outputs: input and output vocabulary sizes of the Markov head.
         markov_type: kind of Markov head: its correction depends only on the previous token (vanilla), is gated by the
             position's state (gated), or comes from a recurrent state over the block's tokens (rnn) or a ``Refiner``
-        (xpress). refiner_ratio: width of a ``Refiner``'s MLP, in ranks. confidence: inputs of the confidence head: the
-        state, or the state and the Markov head's embedding (formula 7). selector_tokens: vocabulary size of the target.
+            (xpress).
+        refiner_ratio: width of a ``Refiner``'s MLP, in ranks.
+        confidence: inputs of the confidence head: the state, or the state and the Markov head's embedding (formula 7).
+        selector_tokens: vocabulary size of the target.
     """
 
     block_size: int = option(..., "Tokens per block, with the last one.", default_text="8", ge=2, le=64)

@@ -26,8 +26,8 @@ class DrafterSpec:
         implementation: its class, or the class's location ``"module:Class"``, imported when a drafter is made.
         weights: ``"none"``: the constructor takes the optional text of ``NAME:TEXT``. Otherwise the class has a
             ``from_checkpoint(folder, **settings)``, and TEXT is a folder or hub id. ``"optional"``: a checkpoint is not
-            required; ``"published"``: only third parties publish checkpoints; ``"target"``: it is the target's own
-        folder. argument: placeholder for TEXT, in capitals, if ``weights`` is ``"none"`` and TEXT is required.
+            required; ``"published"``: only third parties publish checkpoints; ``"target"``: the target's own folder.
+        argument: placeholder for TEXT, in capitals, if ``weights`` is ``"none"`` and TEXT is required.
         recognises: whether a folder without ``mmspec_drafter`` contains a published checkpoint of this drafter, in a
             layout that is not in ``LAYOUTS``.
         parse_settings: reads SETTINGS of ``NAME:TEXT@SETTINGS`` as keyword arguments of the constructor or

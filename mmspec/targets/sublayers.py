@@ -241,13 +241,8 @@ class SublayerStack:
             child.register_forward_pre_hook(partial(record, original), with_kwargs=True)
             if hasattr(child, "scaling"):
                 child.scaling *= _SCORES
-        x = torch.randn(
-            2,
-            5,
-            int(parts[0]["inputs"][0][0].in_features),
-            generator=torch.Generator().manual_seed(0),
-            dtype=torch.float32,
-        )
+        width, generator = int(parts[0]["inputs"][0][0].in_features), torch.Generator().manual_seed(0)
+        x = torch.randn(2, 5, width, generator=generator, dtype=torch.float32)
         positions = torch.tensor([[0, 1, 2, 3, 4], [3, 5, 9, 20, 50]], dtype=torch.long)
         options: dict[str, Any] = {"attention_mask": None}
         attention = next((part for part in parts if part["kind"] == "attention"), None)
