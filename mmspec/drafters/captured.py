@@ -125,7 +125,6 @@ class CapturedDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
-        """See ``Drafter``."""
         if not self.static_shapes:
             inputs = self._merged()
             self.reserve(inputs[0].shape[1] if inputs else 0)

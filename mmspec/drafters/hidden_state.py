@@ -419,7 +419,6 @@ class HiddenStateDrafter(TrainedDrafter):
         return self.native_layers(x, rotation, allowed, cache, middle=self.slots > 1)
 
     def _fused_layers(self) -> FusedLayers | None:
-        """Fused GPU layers; None if the network has other layers."""
         return FusedLayers.of(self.network.layers, self.shape_of(self.network)) if self._layers else None
 
     def _native_layers(self, kind: str | None) -> NativeLayers | None:
@@ -483,7 +482,6 @@ class HiddenStateDrafter(TrainedDrafter):
         return tree
 
     def _constant(self, name: str, size: int, make: Callable[..., Tensor]) -> Tensor:
-        """Cached ``make(size)``."""
         if (name, size) not in self._constants:
             self._constants[name, size] = make(size, device=self._position.data.device)
         return self._constants[name, size]

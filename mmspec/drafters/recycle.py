@@ -310,7 +310,6 @@ class Recycle(LookUpDrafter):
         self.select([])
 
     def reset(self) -> None:
-        """Clear the table."""
         self._table = {}
         if self._on_device is not None:
             self._on_device.forget()

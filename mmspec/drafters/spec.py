@@ -59,7 +59,6 @@ class DrafterSpec:
         return DrafterSpec(name, name, summary, registered, weights)
 
     def load(self) -> Any:
-        """The drafter's class."""
         if not isinstance(self.implementation, str):
             return self.implementation
         module, _, name = self.implementation.partition(":")

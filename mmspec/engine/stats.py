@@ -79,7 +79,6 @@ class Stats:
         self.time_to_first_token = self.wall_seconds = waited
 
     def record_times(self, draft: float, verify: float, wall: float) -> None:
-        """Record the seconds of one step."""
         self.draft_seconds += draft
         self.verify_seconds += verify
         self.commit_seconds += wall - draft - verify
